@@ -235,49 +235,42 @@ def test_the_plan_holds_what_the_schedule_holds(make_settings: MakeSettings) -> 
     assert narrow.memory_bytes[0] < plan.memory_bytes[0]
 
 
-def test_the_text_answers_what_a_person_asks(make_settings: MakeSettings) -> None:
+def test_the_text_answers_what_a_person_asks_and_says_from_what(
+    make_settings: MakeSettings,
+) -> None:
     settings = slow_link(make_settings)
-    plan = make_plan(settings, RATE)
+    plan = make_plan(settings, 2e12)
     text = plan_text(plan)
+    assert text.startswith("An estimate: nothing is trained.")
     for wanted in (
+        "from a compute rate that is given",
         f"{architecture(settings.model).parameter_count():,} parameters",
+        "compute: 2.0 TFLOP/s per stage, as given; a machine per stage",
         "20 Mbps up, 30 Mbps down per host, 5 ms one way",
         "window  seconds per step  microbatches held by each stage",
         "stage      parameters     memory  layers",
         "blocks 2..3",
         f"{plan.simulation.step_seconds:.3f} s per step",
-        "a machine per stage",
+        "not counting start, validations and checkpoints",
         plan.simulation.schedule.grid(),
     ):
         assert wanted in text
     assert text.count("<- this run") == 1
 
 
-def test_the_text_says_what_is_estimated_and_from_what(make_settings: MakeSettings) -> None:
-    given = plan_text(make_plan(slow_link(make_settings), 2e12))
-    assert given.startswith("An estimate: nothing is trained.")
-    assert "from a compute rate that is given" in given
-    assert "compute: 2.0 TFLOP/s per stage, as given; a machine per stage" in given
-    assert "not counting start, validations and checkpoints" in given
-    measured = make_plan(make_settings(run__precision="fp32"))
-    assert "measured here with one block" in plan_text(measured)
-    assert plan_to_plain(measured)["flops_are_measured"] is True
-
-
 @pytest.mark.parametrize("preset", ["1b", "8b"])
 def test_a_thin_cut_is_compared_with_dense_without_building_the_model(preset: str) -> None:
-    found = compare_cuts(preset, tflops=100.0, rank=64)
+    dense, thin, text = compare_cuts(preset, tflops=100.0, rank=64)
     dim, context = PRESETS[preset]["dim"], PRESETS[preset]["context"]
     headers = 2 * 64 / context
-    assert found.dense.bytes_per_token == pytest.approx(2 * 2 * dim + headers)
-    assert found.thin.bytes_per_token == pytest.approx(64 * 1.5 + headers, rel=0.1), "and scales"
+    assert dense.bytes_per_token == pytest.approx(2 * 2 * dim + headers)
+    assert thin.bytes_per_token == pytest.approx(64 * 1.5 + headers, rel=0.1), "and scales"
     # 80 Mbps carry 10 MB/s: what crosses a cut both ways shares the uplink of a middle stage
-    assert found.dense.tokens_per_s < 10e6 / found.dense.bytes_per_token
-    assert found.speedup == found.thin.tokens_per_s / found.dense.tokens_per_s > 10
-    text = found.text()
+    assert dense.tokens_per_s < 10e6 / dense.bytes_per_token
+    speedup = thin.tokens_per_s / dense.tokens_per_s
+    assert speedup > 10 and f"the thin cut is {speedup:,.1f}x faster" in text
     assert text.startswith("Simulated:") and f"({preset})" in text
-    assert f"{found.dense.tokens_per_s:,.0f} tokens/s" in text
-    assert f"the thin cut is {found.speedup:,.1f}x faster" in text
+    assert f"{dense.tokens_per_s:,.0f} tokens/s" in text
 
 
 def test_one_stage_has_no_links_and_no_windows(make_settings: MakeSettings) -> None:
@@ -303,6 +296,8 @@ def test_without_a_rate_it_is_measured_on_this_machine(make_settings: MakeSettin
     plan = make_plan(settings)
     assert plan.flops_per_s > 0 and plan.cores == machine_cores()
     assert f"{machine_cores()} cores shared by all stages" in plan_text(plan)
+    assert "measured here with one block" in plan_text(plan)
+    assert plan_to_plain(plan)["flops_are_measured"] is True
 
 
 @pytest.mark.parametrize(("threads", "at_once"), [(1, 2.0), (2, 1.0)])
@@ -433,9 +428,6 @@ def test_frozen_matrices_have_no_gradient_to_compute(make_settings: MakeSettings
     assert family.backward_flops(blocks, 2) == 2 * family.forward_flops(blocks, 2)
 
 
-NARROW = {"boundary__mode": "projected", "boundary__rank": 5}
-
-
 def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSettings) -> None:
     settings = make_settings()
     parameters = stage_weights(settings, 0).count
@@ -456,18 +448,16 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSe
     assert with_recompute == 2 * kept, "the input of each of the two blocks"
 
 
-@pytest.mark.parametrize(
-    ("anchor", "kept"),
-    # The first stage's rows are its stream, the last one's are not taken off again, and a block
-    # between two cuts finds its rows again.
-    [("per-stage", [1, 3, 1]), ("per-stage", [1, 1, 1, 1])],
-)
+@pytest.mark.parametrize("kept", [[1, 3, 1], [1, 1, 1, 1]])
 def test_recomputing_keeps_the_rows_of_a_table_from_the_first_layer_to_the_last(
-    make_settings: MakeSettings, anchor: str, kept: list[int]
+    make_settings: MakeSettings, kept: list[int]
 ) -> None:
+    """The first stage's rows are its stream, the last one's are not taken off again, and a block
+    between two cuts finds its rows again.
+    """
     settings = make_settings(
         **NARROW,
-        boundary__anchor=anchor,
+        boundary__anchor="per-stage",
         pipeline__recompute=True,
         pipeline__stages=len(kept),
         pipeline__split=[1, 2, 1] if len(kept) == 3 else [],

@@ -45,6 +45,7 @@ def test_values_fill_the_dataclass_and_come_back() -> None:
 def test_what_is_left_out_keeps_its_default() -> None:
     assert from_plain(Train, {}) == Train()
     assert from_plain(Train, {"engine": {"power": 3}}).engine == Engine(power=3)
+    assert from_plain(Engine, {"label": None}).label is None
 
 
 def test_a_list_default_is_not_shared() -> None:
@@ -65,23 +66,16 @@ def test_a_whole_number_may_stand_for_a_number_only() -> None:
         ({"engine": {"powr": 1}}, 'unknown key "engine.powr"; did you mean "power"'),
         ({"engine": {"qqq": 1}}, 'unknown key "engine.qqq"; allowed: power, fuel, gears, label'),
         ({"engine": 3}, "engine must be a table of keys, got 3"),
-        ({"engine": [1]}, r"engine must be a table of keys, got \[1\]"),
         ({"engine": {"power": True}}, "engine.power must be an integer, got True"),
         ({"engine": {"power": 1.0}}, "engine.power must be an integer, got 1.0"),
-        ({"engine": {"power": "1"}}, "engine.power must be an integer, got '1'"),
         ({"speed": True}, "speed must be a number, got True"),
         ({"speed": "fast"}, "speed must be a number, got 'fast'"),
-        ({"speed": None}, "speed must be a number, got None"),
         ({"whistle": 1}, "whistle must be true or false, got 1"),
-        ({"whistle": "true"}, "whistle must be true or false, got 'true'"),
         ({"name": 7}, "name must be a string, got 7"),
         ({"speed": float("nan")}, "speed = nan must be a finite number"),
-        ({"speed": float("-inf")}, "speed = -inf must be a finite number"),
         ({"speed": 10**400}, r"speed must be a number, got 10+\.\.\. \(401 characters\)"),
         ({"engine": {"gears": 4}}, "engine.gears must be a list of integers, got 4"),
-        ({"engine": {"gears": "45"}}, "engine.gears must be a list"),
         ({"engine": {"gears": [4, "5"]}}, r"engine.gears\[1\] must be an integer, got '5'"),
-        ({"engine": {"gears": [True]}}, r"engine.gears\[0\] must be an integer, got True"),
         ({"engine": {"label": 7}}, "engine.label must be .*, got 7"),
         ({"engine": {"fuel": "woof"}}, "engine.fuel = 'woof' .*; did you mean \"wood\""),
         ({"engine": {"fuel": "x"}}, "engine.fuel = 'x' is not allowed; allowed: coal, wood"),
@@ -98,36 +92,25 @@ def test_something_that_is_no_table_is_refused(values: object) -> None:
         from_plain(Train, values)  # type: ignore[arg-type]
 
 
-def test_an_optional_text_may_be_missing() -> None:
-    assert from_plain(Engine, {"label": None}).label is None
-    assert from_plain(Engine, {"label": "x"}).label == "x"
-
-
 @pytest.mark.parametrize(
     ("cls", "key", "text", "value"),
     [
         (Engine, "power", "12", 12),
-        (Engine, "power", "-3", -3),
         (Engine, "power", "1_000", 1000),
         (Train, "speed", "2.5", 2.5),
         (Train, "speed", "3e-4", 3e-4),
-        (Train, "speed", "7", 7.0),
         (Train, "whistle", "true", True),
         (Train, "whistle", "False", False),
         (Train, "whistle", "1", True),
-        (Train, "whistle", "0", False),
         (Train, "name", "7", "7"),
-        (Train, "name", "", ""),
         (Train, "name", "a,b=c", "a,b=c"),
         (Engine, "gears", "1,2,3", [1, 2, 3]),
         (Engine, "gears", "[1, 2, 3]", [1, 2, 3]),
-        (Engine, "gears", "5", [5]),
         (Engine, "gears", "[]", []),
         (Engine, "gears", "", []),
         (Freight, "cars", "a b,c", ["a b", "c"]),
         (Freight, "cars", "a=f(1,2), b", ["a=f(1,2)", "b"]),
         (Freight, "cars", "['a, b', \"c\"]", ["a, b", "c"]),
-        (Freight, "cars", "[]", []),
         (Freight, "cars", "", []),
     ],
 )
@@ -141,13 +124,9 @@ def test_text_is_read_as_the_type_of_its_key(cls: type, key: str, text: str, val
     ("cls", "key", "text", "message"),
     [
         (Engine, "power", "1.5", "here.power: cannot read '1.5' as an integer"),
-        (Engine, "power", "many", "as an integer"),
-        (Engine, "power", "", "as an integer"),
         (Train, "speed", "fast", "here.speed: cannot read 'fast' as a number"),
         (Train, "whistle", "yes", "here.whistle: cannot read 'yes' as true or false"),
-        (Train, "whistle", "2", "as true or false"),
         (Engine, "gears", "1,x", "here.gears: cannot read '1,x' as a list of integers"),
-        (Engine, "gears", "1.5", "as a list"),
         (Freight, "cars", "[a]", "here.cars: cannot read '.a.' as a list of strings"),
         (Engine, "gers", "1", 'unknown key "here.gers"; did you mean "gears"'),
     ],

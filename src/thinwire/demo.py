@@ -57,8 +57,8 @@ def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None
     for line in conclusion(summaries):
         print(line)
     picture = _draw(summaries)
-    print(f"\n{compare_cuts('8b', tflops=50, rank=128, stages=16).text()}")
-    print()
+    *_, simulated = compare_cuts("8b", tflops=50, rank=128, stages=16)
+    print(f"\n{simulated}\n")
     if picture is not None:
         print(f"One step of each, on one scale of time: {picture}")
     print(f"More text:       thinwire generate {summaries['thin']['paths']['folder']}")

@@ -424,14 +424,10 @@ def _link_line(settings: Settings) -> str:
     link = settings.link
     if not link.emulate:
         return "links: as they are (not emulated)"
-
-    def rate(mbps: float) -> str:
-        return f"{mbps:g} Mbps" if mbps else "unlimited"
-
-    return (
-        f"links: {rate(link.mbps_up)} up, {rate(link.mbps_down)} down per host, "
-        f"{link.latency_ms:g} ms one way"
+    up, down = (
+        f"{mbps:g} Mbps" if mbps else "unlimited" for mbps in (link.mbps_up, link.mbps_down)
     )
+    return f"links: {up} up, {down} down per host, {link.latency_ms:g} ms one way"
 
 
 @dataclass(frozen=True)
@@ -440,98 +436,54 @@ class CutEstimate:
 
     name: str  # "dense bf16"
     bytes_per_token: float  # at one cut, both ways
-    step_seconds: float
     tokens_per_s: float
-    bound: str  # what limits the step
-
-
-@dataclass(frozen=True)
-class CutComparison:
-    """Dense bf16 against a thin cut: one model, the same stages and links."""
-
-    model: str
-    parameters: int
-    stages: int
-    tflops: float
-    mbps: float
-    latency_ms: float
-    dense: CutEstimate
-    thin: CutEstimate
-
-    @property
-    def speedup(self) -> float:
-        """How many times as many tokens per second the thin cut gives."""
-        return self.thin.tokens_per_s / self.dense.tokens_per_s
-
-    def text(self) -> str:
-        """A few lines for a person."""
-        arms = (self.dense, self.thin)
-        width = max(len(arm.name) for arm in arms)
-        lines = [
-            f"Simulated: a model of {human_count(self.parameters)} parameters ({self.model}) over "
-            f"{self.stages} stages of {self.tflops:g} TFLOP/s, links of {self.mbps:g} Mbps and "
-            f"{self.latency_ms:g} ms"
-        ]
-        for arm in arms:
-            lines.append(
-                f"  {arm.name:<{width}}  {arm.bytes_per_token:>10,.0f} bytes per token at a cut"
-                f"  {arm.tokens_per_s:>10,.0f} tokens/s"
-            )
-        return "\n".join([*lines, f"  the thin cut is {self.speedup:,.1f}x faster"])
 
 
 def compare_cuts(
     preset: str,
     tflops: float,
     rank: int,
-    codecs: tuple[str, str] = ("int8", "int4"),
     stages: int = 8,
     microbatches: int = 32,
     mbps: float = 80.0,
     latency_ms: float = 25.0,
-) -> CutComparison:
+) -> tuple[CutEstimate, CutEstimate, str]:
     """What a thin cut would give a preset over slow links, without measuring or building it.
 
-    `tflops` is the rate that each stage reaches. A microbatch is one sequence, and twice the
-    stages are in flight, which hides the latency from both arms.
+    Dense bf16, the thin cut, and both in a few lines for a person. `tflops` is the rate that each
+    stage reaches. A microbatch is one sequence, and twice the stages are in flight, which hides the
+    latency from both.
     """
-
-    def settings(mode: str, width: int, forward: str, backward: str) -> Settings:
-        link = {"emulate": True, "mbps_up": mbps, "mbps_down": mbps, "latency_ms": latency_ms}
-        return Settings.from_plain(
-            {
-                "model": {"preset": preset},
-                "pipeline": {"stages": stages, "microbatches": microbatches},
-                "link": link,
-                "boundary": {"mode": mode, "rank": width},
-                "codec": {"forward": forward, "backward": backward},
-                "train": {"batch": microbatches},
-            }
-        )
-
-    dense = settings("dense", 0, "bf16", "bf16")
-    thin = settings("projected", rank, *codecs)
-    name = f"projected rank {rank}, {codecs[0]} forward, {codecs[1]} back"
-    return CutComparison(
-        model=preset,
-        parameters=architecture(dense.model).parameter_count(),
-        stages=stages,
-        tflops=tflops,
-        mbps=mbps,
-        latency_ms=latency_ms,
-        dense=_cut_estimate("dense bf16", dense, tflops * 1e12),
-        thin=_cut_estimate(name, thin, tflops * 1e12),
-    )
-
-
-def _cut_estimate(name: str, settings: Settings, flops_per_s: float) -> CutEstimate:
-    costs = estimate_costs(settings, flops_per_s)
-    step = simulate(settings.schedule(), costs, network_of(settings), steps=2)
-    crossing = costs.forward_bytes[0] + costs.backward_bytes[0]
-    return CutEstimate(
-        name=name,
-        bytes_per_token=crossing / settings.tokens_per_microbatch,
-        step_seconds=step.step_seconds,
-        tokens_per_s=settings.tokens_per_step / step.step_seconds,
-        bound=step.bound,
-    )
+    link = {"emulate": True, "mbps_up": mbps, "mbps_down": mbps, "latency_ms": latency_ms}
+    common = {
+        "model": {"preset": preset},
+        "pipeline": {"stages": stages, "microbatches": microbatches},
+        "link": link,
+        "train": {"batch": microbatches},
+    }
+    found = []
+    for name, mode, width, forward, backward in (
+        ("dense bf16", "dense", 0, "bf16", "bf16"),
+        (f"projected rank {rank}, int8 forward, int4 back", "projected", rank, "int8", "int4"),
+    ):
+        cut = {"boundary": {"mode": mode, "rank": width}}
+        codec = {"codec": {"forward": forward, "backward": backward}}
+        settings = Settings.from_plain(common | cut | codec)
+        costs = estimate_costs(settings, tflops * 1e12)
+        step = simulate(settings.schedule(), costs, network_of(settings), steps=2)
+        per_token = sum(frame_bytes(settings)) / settings.tokens_per_microbatch
+        rate = settings.tokens_per_step / step.step_seconds
+        found.append(CutEstimate(name, per_token, rate))
+    dense, thin = found
+    size = human_count(architecture(settings.model).parameter_count())
+    lines = [
+        f"Simulated: a model of {size} parameters ({preset}) over {stages} stages of {tflops:g} "
+        f"TFLOP/s, links of {mbps:g} Mbps and {latency_ms:g} ms",
+        *(
+            f"  {arm.name:<{max(len(dense.name), len(thin.name))}}  {arm.bytes_per_token:>10,.0f} "
+            f"bytes per token at a cut  {arm.tokens_per_s:>10,.0f} tokens/s"
+            for arm in found
+        ),
+        f"  the thin cut is {thin.tokens_per_s / dense.tokens_per_s:,.1f}x faster",
+    ]
+    return dense, thin, "\n".join(lines)

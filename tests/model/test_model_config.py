@@ -72,7 +72,6 @@ SIZES = {"layers": 2, "dim": 20, "heads": 2, "kv_heads": 1, "ffn": 8, "vocab": 5
 def test_heads_may_be_wider_than_their_share_of_the_stream() -> None:
     config = ModelConfig(preset="custom", **SIZES, head_dim=16).resolved()
     assert (config.head_dim, config.attention_dim) == (16, 32)
-    assert config.relaxed().head_dim == 16 and config.relaxed().resolved() == config
     with pytest.raises(ConfigError, match=r"model.head_dim = 15 must be even"):
         ModelConfig(preset="custom", **SIZES, head_dim=15).resolved()
 
@@ -80,7 +79,6 @@ def test_heads_may_be_wider_than_their_share_of_the_stream() -> None:
 def test_a_custom_model_says_all_its_sizes_and_differs_from_nothing() -> None:
     config = ModelConfig(preset="custom", **SIZES).resolved()
     assert config.unlike_preset() == {}
-    assert config.relaxed().resolved() == config
     with pytest.raises(ConfigError, match=r'"custom" has no sizes of its own: set .*model.context'):
         ModelConfig(preset="custom", layers=2).resolved()
 

@@ -23,17 +23,6 @@ def test_batches_weigh_by_what_counts_in_them() -> None:
     assert score.count == 10
 
 
-def test_tokens_are_scored_as_rows_are() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits_BTV = torch.randn(2, 3, 5, generator=generator)
-    targets_BT = torch.randint(5, (2, 3), generator=generator)
-    score = Score()
-    score.add(token_loss(logits_BTV, targets_BT), targets_BT)
-    flat = logits_BTV.flatten(0, 1)
-    assert token_loss(logits_BTV, targets_BT) == token_loss(flat, targets_BT.flatten())
-    assert score.count == 6
-
-
 def test_a_score_keeps_as_much_of_many_batches_as_of_one() -> None:
     """Small tensors kept from every batch would keep the memory of logits from being reused."""
 

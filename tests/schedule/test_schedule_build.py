@@ -19,7 +19,6 @@ from thinwire.schedule import (
     stage_window,
     validate,
 )
-from thinwire.typed import from_plain
 
 
 def labels(row, *kinds):
@@ -43,8 +42,8 @@ def test_the_default_window_is_classic_1f1b():
 
 
 def test_every_window_is_free_of_deadlock_and_holds_what_the_formula_says():
-    for stages in range(1, 9):
-        for microbatches in range(stages, 17):
+    for stages in range(1, 7):
+        for microbatches in range(stages, 13):
             for window in range(1, microbatches + 1):
                 schedule = build("1f1b", stages, microbatches, window)
                 validate(schedule)
@@ -106,15 +105,6 @@ def test_forward_only_holds_nothing_and_passes():
         forward_only(3, 0)
 
 
-def test_the_config_builds_its_default_schedule_and_refuses_unknown_names():
-    config = PipelineConfig()
-    schedule = build(config.schedule, config.stages, config.microbatches, config.window)
-    assert (schedule.name, schedule.window) == ("1f1b", 8)
-    assert from_plain(PipelineConfig, {"split": [1, 2]}).split == [1, 2]
-    with pytest.raises(ConfigError, match="gpipe"):
-        from_plain(PipelineConfig, {"schedule": "gpip"}, "pipeline")
-
-
 @pytest.mark.parametrize(
     ("layers", "stages", "counts"),
     [
@@ -153,13 +143,6 @@ def test_impossible_splits_show_the_numbers(layers, split, stages, message):
         split_layers(layers, split, stages)
 
 
-def test_actions_print_in_the_short_notation():
-    assert str(Action(2, Kind.F, 0)) == "2F0"
-    assert str(Action(0, Kind.B, 3)) == "0B3"
-    assert str(Action(1, Kind.U)) == "1U"
-    assert Action(12, Kind.B, 34).label == "B34"
-
-
 @pytest.mark.parametrize(
     "arguments", [(-1, Kind.F, 0), (0, Kind.F), (0, Kind.B, -2), (0, Kind.U, 0)]
 )
@@ -195,10 +178,6 @@ def refusal(*rows: str, header: str = HEADER) -> str:
     return str(caught.value)
 
 
-def test_the_rows_these_tests_break_are_sound():
-    validate(written("\n".join([HEADER, BELOW, ABOVE])))
-
-
 @pytest.mark.parametrize(
     ("below", "above", "reason"),
     [
@@ -212,6 +191,7 @@ def test_the_rows_these_tests_break_are_sound():
     ],
 )
 def test_broken_rows(below, above, reason):
+    validate(written("\n".join([HEADER, BELOW, ABOVE])))
     first, *grid = refusal(below, above).splitlines()
     assert re.search(reason, first) and grid[0].startswith("slot") and len(grid) == 3
 

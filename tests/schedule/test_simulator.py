@@ -203,7 +203,7 @@ def test_the_window_table_trades_memory_for_time():
     assert all(b[1] >= a[1] for a, b in zip(table, with_cores, strict=True))
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 64), (4, 65), (4, 300), (8, 128)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 64), (4, 65), (8, 100)])
 def test_a_window_table_stays_short(stages, microbatches):
     network = Network(latency_s=2.0)
     table = window_table(stages, microbatches, costs(stages), network)
@@ -293,18 +293,12 @@ def test_no_step_is_shorter_than_its_busiest_resource(pipeline, up, down, latenc
 
 
 @settings(max_examples=40, deadline=None)
-@given(pipelines(), rates)
-def test_more_latency_never_helps_while_downlinks_are_unlimited(pipeline, up):
+@given(pipelines(), rates, latencies)
+def test_worse_links_never_help_while_downlinks_are_unlimited(pipeline, rate, latency):
     """Every queue then has one sender in a fixed order, so a delay can only be passed on."""
-    steps = [simulate(*pipeline, Network(up, 0, latency)).step_seconds for latency in (0, 0.3, 2)]
-    assert slower_or_equal(steps)
-
-
-@settings(max_examples=40, deadline=None)
-@given(pipelines(), latencies)
-def test_a_slower_uplink_never_helps_while_downlinks_are_unlimited(pipeline, latency):
-    steps = [simulate(*pipeline, Network(up, 0, latency)).step_seconds for up in (0, 50, 4, 0.5)]
-    assert slower_or_equal(steps)
+    delayed = [simulate(*pipeline, Network(rate, 0, worse)).step_seconds for worse in (0, 0.3, 2)]
+    slower = [simulate(*pipeline, Network(up, 0, latency)).step_seconds for up in (0, 50, 4, 0.5)]
+    assert slower_or_equal(delayed) and slower_or_equal(slower)
 
 
 @settings(max_examples=40, deadline=None)

@@ -88,15 +88,9 @@ def test_broken_toml_is_refused_with_its_file(tmp_path: Path, text: bytes) -> No
     [
         ("[trian]\n", 'unknown section "trian"; did you mean "train"'),
         ("[train]\nstep = 1", 'unknown key "train.step"; did you mean "steps"'),
-        ("steps = 1", 'unknown section "steps"'),
         ("train = 1", "train must be a table of keys, got 1"),
-        ("[[train]]\nsteps = 1", "train must be a table of keys"),
         ("[train]\nsteps = true", "train.steps must be an integer, got True"),
-        ("[train]\nsteps = 1.0", "train.steps must be an integer, got 1.0"),
-        ('[train]\nsteps = "1"', "train.steps must be an integer, got '1'"),
         ("[link]\nemulate = 1", "link.emulate must be true or false, got 1"),
-        ("[run]\nname = 1", "run.name must be a string, got 1"),
-        ("[pipeline]\nsplit = [1, 2.5]", r"pipeline.split\[1\] must be an integer, got 2.5"),
         ('[optim]\nname = "adam"', "optim.name = 'adam' is not allowed; did you mean \"adamw\""),
         ('[model]\npreset = "9b"', "model.preset = '9b' is not allowed; did you mean \"8b\""),
         ('[run]\nprecision = "fp8"', "run.precision = 'fp8' is not allowed"),
@@ -125,16 +119,12 @@ def test_overrides_win_over_the_file_and_the_last_one_over_all(tmp_path: Path) -
     ("override", "value"),
     [
         ("train.steps=50", 50),
-        ("optim.lr=1e-4", 1e-4),
-        ("link.mbps_up=10", 10.0),
         ("pipeline.recompute=true", True),
         ("pipeline.split=2,1,1", [2, 1, 1]),
-        ("pipeline.split=[]", []),
         ("codec.cuts=0: forward=fp32, 2: backward=fp16", ["0: forward=fp32", "2: backward=fp16"]),
         ("codec.cuts=0: forward=int4(group=8,hadamard)", ["0: forward=int4(group=8,hadamard)"]),
         ("codec.plugins=a.b,c", ["a.b", "c"]),
         ("run.name=a=b", "a=b"),
-        ("data.path=/some/where", "/some/where"),
     ],
 )
 def test_an_override_has_the_type_of_its_key(override: str, value: object) -> None:
@@ -149,26 +139,15 @@ def test_an_override_has_the_type_of_its_key(override: str, value: object) -> No
     ("override", "message"),
     [
         ("train.steps", "must look like section.key=value"),
-        ("steps=5", "must look like section.key=value"),
-        ("=", "must look like section.key=value"),
         ("trian.steps=5", 'unknown section "trian"; did you mean "train"'),
         ("train.stesp=5", 'unknown key "train.stesp"; did you mean "steps"'),
-        ("train.=5", 'unknown key "train."'),
-        ("train.steps=five", "train.steps: cannot read 'five' as an integer"),
         ("link.emulate=on", "link.emulate: cannot read 'on' as true or false"),
-        ("pipeline.split=2;2", "pipeline.split: cannot read '2;2' as a list of integers"),
-        ("optim.lr=nan", "optim.lr = nan must be a finite number"),
         ("optim.schedule=cosin", "optim.schedule = 'cosin' is not allowed; did you mean"),
     ],
 )
 def test_overrides_that_say_nothing_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_settings(None, [override])
-
-
-def test_an_override_cannot_enter_what_is_no_section() -> None:
-    with pytest.raises(ConfigError, match="train must be a table of keys"):
-        apply_override({"train": 3}, "train.steps=5")
 
 
 # --- what follows from other settings stays behind for none of them ---
@@ -202,9 +181,10 @@ def test_a_file_we_wrote_can_be_changed_like_the_defaults(
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(changes) or "none")
-def test_relaxed_settings_mean_the_same(changes: list[str]) -> None:
+def test_relaxed_settings_mean_the_same_and_ordinary_ones_need_no_remark(changes) -> None:
     settings = load_settings(None, changes)
     assert settings.relaxed().resolved() == settings
+    assert remarks(settings) == []
 
 
 def test_relaxed_settings_keep_what_was_chosen(make_settings: Callable[..., Settings]) -> None:
@@ -215,8 +195,13 @@ def test_relaxed_settings_keep_what_was_chosen(make_settings: Callable[..., Sett
     open_model = {"layers": 0, "heads": 0, "kv_heads": 0, "head_dim": 0, "embed_std": 0.0}
     assert relaxed.model == dataclasses.replace(settings.model, **open_model)
     assert (relaxed.boundary.free_layers, relaxed.boundary.anchor) == (1, "auto")
-    assert relaxed.optim.warmup == 1
+    assert (relaxed.optim.warmup, relaxed.optim.table_lr) == (1, -1)
     assert relaxed.resolved() == settings
+    own = {"layers": 2, "dim": 20, "heads": 2, "kv_heads": 1, "ffn": 8, "vocab": 50, "context": 16}
+    custom = {"preset": "custom", **own, "head_dim": 16}
+    settings = Settings.from_plain({"model": custom, "pipeline": {"stages": 1}})
+    assert {key: getattr(settings.relaxed().model, key) for key in custom} == custom
+    assert settings.relaxed().resolved() == settings
 
 
 def test_a_rank_left_to_the_ratio_follows_the_model() -> None:
@@ -280,11 +265,6 @@ def test_a_setting_that_does_nothing_or_changes_a_preset_is_told(
     assert found.startswith(remark)
 
 
-@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(changes) or "none")
-def test_ordinary_settings_need_no_remark(changes: list[str]) -> None:
-    assert remarks(load_settings(None, changes)) == []
-
-
 # --- settings written as a file ---
 
 
@@ -295,8 +275,12 @@ def test_written_settings_read_back_the_same(preset: str) -> None:
 
 
 def test_written_settings_carry_every_change(make_settings: Callable[..., Settings]) -> None:
+    controls = "".join(map(chr, [*range(0x20), 0x7F, 0x80, 0x9F, 0x2028, 0xFFFF]))
     settings = make_settings(
-        pipeline__split=[1, 3], optim__lr=1e-9, link__emulate=False, data__path='a "b" \\ # é'
+        pipeline__split=[1, 3],
+        optim__lr=1e-9,
+        link__emulate=False,
+        data__path=f'a "b" \\ # é{controls}',
     )
     text = to_toml(settings)
     assert Settings.from_plain(tomllib.loads(text)) == settings
@@ -312,12 +296,6 @@ def test_written_settings_carry_every_change(make_settings: Callable[..., Settin
 def test_any_text_and_number_survives_writing(path: str, rate: float, seed: int) -> None:
     values = {"data": {"path": path}, "optim": {"lr": rate}, "run": {"seed": seed}}
     settings = Settings.from_plain(values)
-    assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings
-
-
-@pytest.mark.parametrize("code", [*range(0x20), 0x7F, 0x80, 0x9F, 0x2028, 0xFFFF])
-def test_every_control_character_survives_writing(code: int) -> None:
-    settings = Settings.from_plain({"data": {"path": f"a{chr(code)}b"}})
     assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings
 
 

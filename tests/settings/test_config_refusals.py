@@ -26,35 +26,25 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(
     ("changes", "message"),
     [
         ({"pipeline__stages": 5, "pipeline__microbatches": 8}, "stages = 5 .* 4 layers"),
-        ({"pipeline__stages": 0}, "pipeline.stages = 0"),
-        ({"pipeline__split": [1, 1, 2]}, "names 3 stages but pipeline.stages = 2"),
-        ({"pipeline__split": [1, 2]}, "adds up to 3 but the model has 4"),
         ({"pipeline__split": [0, 4]}, "every stage needs at least one"),
         ({"pipeline__microbatches": 1}, "1f1b with pipeline.microbatches = 1 .*stages = 2"),
-        ({"pipeline__microbatches": 0}, "pipeline.microbatches = 0"),
         ({"pipeline__window": -2}, "pipeline.window = -2 .*; 0 = the schedule's own"),
-        ({"pipeline__schedule": "gpipe", "pipeline__window": 2}, "window = 2 with gpipe"),
         ({"train__batch": 9}, "batch = 9 sequences do not divide .*microbatches = 4"),
-        ({"train__batch": 2}, "batch = 2 sequences do not divide .*microbatches = 4"),
         ({"train__batch": 0}, "train.batch = 0 must be at least 1"),
         ({"train__steps": 0}, "train.steps = 0 must be at least 1"),
-        ({"train__steps": -4}, "train.steps = -4 must be at least 1"),
         ({"train__eval_batches": -2}, "train.eval_batches = -2 must be at least 0"),
         ({"train__keep": 0}, "train.keep = 0 must be at least 1"),
-        ({"train__eval_every": -1}, "train.eval_every = -1 must be at least 0"),
         ({"train__checkpoint_every": -2}, "checkpoint_every = -2 .*0 = only at the end, -1 = none"),
         ({"optim__warmup": 5}, "optim.warmup = 5 is longer than train.steps = 4"),
         ({"optim__warmup": -2}, "optim.warmup = -2 must be at least 0, or -1"),
         ({"optim__lr": 0.0}, "optim.lr = 0.0 must be above 0"),
+        ({"optim__floor": 1.5}, "optim.floor = 1.5 must be at least 0 and at most 1"),
         ({"optim__clip": -0.5}, "optim.clip = -0.5 must be at least 0"),
         ({"optim__weight_decay": -0.1}, "optim.weight_decay = -0.1 must be at least 0"),
         ({"link__mbps_up": -1}, "link.mbps_up = -1.0 must be at least 0.001, or 0"),
-        ({"link__mbps_down": -1}, "link.mbps_down = -1.0 must be at least 0.001, or 0"),
         ({"link__latency_ms": -1}, "link.latency_ms = -1.0 must be at least 0"),
-        ({"link__jitter_ms": -1}, "link.jitter_ms = -1.0 must be at least 0"),
         ({"data__valid_fraction": 0}, "data.valid_fraction = 0.0 must be above 0 and below 1"),
         ({"data__valid_fraction": 1}, "data.valid_fraction = 1.0 must be above 0 and below 1"),
-        ({"boundary__rank": 8}, "boundary.rank = 8 has no meaning with boundary.mode = \"dense\""),
         ({"boundary__free_layers": 1}, "boundary.free_layers has no meaning .*\"dense\""),
         ({"codec__forward": "bf61"}, 'codec.forward = "bf61": .* did you mean "bf16"'),
         ({"codec__backward": "zip"}, 'codec.backward = "zip": .* not a codec; allowed: fp64'),
@@ -64,7 +54,6 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(
         ({"codec__cuts": ["1: forward=fp32"]}, r"codec.cuts\[0\] .*the cuts here are 0..0"),
         ({"codec__cuts": ["0: forward=fp32"], "pipeline__stages": 1}, "a single stage has no cut"),
         ({"codec__cuts": ["0: foward=fp32"]}, 'unknown leg "foward"; did you mean "forward"'),
-        ({"codec__cuts": ["0: fp32"]}, 'unknown leg "fp32"'),
         ({"codec__cuts": ["0: forward=fp32 forward=bf16"]}, "forward is given twice"),
         ({"codec__cuts": ["0: forward=fp32", "0: backward=fp32"]}, "cut 0 is listed twice"),
         ({"codec__cuts": ["0: backward=bf61"]}, r'codec.cuts\[0\].backward = "bf61": "bf61"'),
@@ -72,10 +61,10 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(
         ({"codec__cuts": ["0: backward=topk(shared)"]}, "topk or randk sent forward"),
         ({"codec__memory_mb": 0}, "codec.memory_mb = 0 must be at least 1"),
         ({"codec__plugins": ["no_such"]}, 'importing "no_such" failed: ModuleNot.*PYTHONPATH'),
-        ({"codec__plugins": [""]}, 'codec.plugins: importing "" failed'),
-        ({"model__heads": 3}, "model.dim = 32 must split into model.heads = 3"),
-        ({"model__kv_heads": 3}, "model.heads = 4 must be a multiple of model.kv_heads = 3"),
         ({"model__layers": -1}, "model.layers = -1 must be at least 0"),
+        ({"model__norm_eps": -1.0}, "model.norm_eps = -1.0 must be above 0"),
+        ({"run__threads": -1}, "run.threads = -1 must be at least 0"),
+        ({"run__seed": 2**63}, "run.seed = 9223372036854775808 must fit into 64 bits"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(
@@ -97,45 +86,41 @@ def test_run_names_that_are_no_folder_names_are_refused(
         make_settings(run__name=name)
 
 
-@pytest.mark.parametrize("name", ["a", "7", "run-1", "Überlauf", "a.b_c", "x" * 100])
-def test_ordinary_run_names_are_taken(make_settings: Callable[..., Settings], name: str) -> None:
-    assert make_settings(run__name=name).run.name == name
+def test_ordinary_run_names_are_taken(make_settings: Callable[..., Settings]) -> None:
+    for name in ("a", "7", "run-1", "Überlauf", "a.b_c", "x" * 100):
+        assert make_settings(run__name=name).run.name == name
 
 
-@pytest.mark.parametrize(
-    ("section", "key"),
-    [
-        ("link", "mbps_up"),
-        ("link", "latency_ms"),
-        ("optim", "clip"),
-        ("optim", "lr"),
-        ("optim", "weight_decay"),
-        ("model", "rope_theta"),
-        ("model", "norm_eps"),
-        ("data", "valid_fraction"),
-        ("boundary", "basis_rate"),
-    ],
-)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", ["link__latency_ms", "optim__lr", "model__rope_theta"])
 def test_numbers_that_are_none_are_refused(
-    make_settings: Callable[..., Settings], section: str, key: str, value: float
-) -> None:
-    with pytest.raises(ConfigError, match=rf"{section}\.{key} = (nan|-?inf) must be"):
-        make_settings(**{f"{section}__{key}": value})
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        ("model__rope_theta", 0.0),
-        ("model__norm_eps", -1.0),
-        ("run__threads", -1),
-        ("run__seed", 2**63),
-        ("run__seed", -(2**63) - 1),
-    ],
-)
-def test_values_out_of_range_are_refused(
     make_settings: Callable[..., Settings], place: str, value: float
 ) -> None:
-    with pytest.raises(ConfigError, match=place.replace("__", r"\.")):
+    with pytest.raises(ConfigError, match=f"{place.replace('__', '.')} = (nan|-?inf) must be"):
         make_settings(**{place: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mode": "subspace", "rank": 32}, "nothing is saved"),
+        ({"mode": "subspace", "rank": 0}, "between 1 and"),
+        ({"mode": "dense", "anchor": "per-stage"}, "no basis"),
+        ({"mode": "dense", "rank": 7}, "7 .*32 channels.*leave it at 0"),
+        ({"mode": "reparam", "rank": 4, "anchor": "per-stage"}, 'set it to "auto" or "embedding"'),
+        ({"mode": "subspace", "rank": 4, "free_layers": 3}, "only the 2 blocks of the last"),
+        ({"mode": "projected", "rank": 4, "free_layers": 1}, "all its weights are free"),
+        ({"mode": "projected", "rank": 4, "anchor": "embedding"}, "write outside the basis too"),
+        ({"mode": "projected", "rank": 4, "table": 8}, "no meaning without boundary.anchor"),
+        (
+            {"mode": "projected", "rank": 4, "anchor": "per-stage", "table": 4096},
+            "must lie between 1 and model.dim",
+        ),
+        ({"mode": "projected", "ratio": 1.0}, "nothing is saved"),
+    ],
+)
+def test_cuts_that_cannot_work_are_refused(
+    changes: dict, words: str, make_settings: Callable
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_settings(**{f"boundary__{k}": v for k, v in changes.items()})

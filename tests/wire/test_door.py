@@ -203,23 +203,19 @@ def test_a_door_on_all_addresses_sees_callers_as_they_are() -> None:
             assert seen.address.startswith(f"{host}:")
 
 
-def test_connections_of_a_run_are_bounded() -> None:
-    with Door("127.0.0.1", 0, Limits(per_run=1)) as door:
-        door.admit(RUN, TOKEN)
-        waiting = ask(door, "wait", f"{RUN}/cut-a")
-        assert line(waiting) == "ok"
-        refused = line(ask(door, "wait", f"{RUN}/cut-b"))
-        assert refused == f"no run {RUN} has 1 connections here, the most"
-
-
-def test_one_member_leaves_room_for_others() -> None:
-    with Door("127.0.0.1", 0, Limits(per_member=2)) as door:
+def test_connections_of_a_run_and_of_one_member_are_bounded() -> None:
+    with Door("127.0.0.1", 0, Limits(per_run=3, per_member=2)) as door:
         door.admit(RUN, "ana.x", "ben.y")
-        held = [ask(door, "wait", f"{RUN}/cut-{name}", "ana.x") for name in "ab"]
-        assert [line(waiter) for waiter in held] == ["ok", "ok"]
-        refused = line(ask(door, "wait", f"{RUN}/cut-c", "ana.x"))
-        assert refused == "no ana has 2 connections here, the most"
-        assert line(ask(door, "wait", f"{RUN}/cut-c", "ben.y")) == "ok"
+
+        def wait(name: str, token: str) -> str:
+            held.append(ask(door, "wait", f"{RUN}/cut-{name}", token))
+            return line(held[-1])
+
+        held: list[socket.socket] = []
+        assert [wait(name, "ana.x") for name in "ab"] == ["ok", "ok"]
+        assert wait("c", "ana.x") == "no ana has 2 connections here, the most"
+        assert wait("c", "ben.y") == "ok"
+        assert wait("d", "ben.y") == f"no run {RUN} has 3 connections here, the most"
 
 
 def test_waiting_is_bounded_by_address_and_in_time() -> None:
@@ -309,6 +305,7 @@ def test_a_relay_admits_every_run_that_knows_its_pass() -> None:
         assert line(waiter) == "ok"
         assert "is not the right one" in line(ask(relay, "wait", f"{OTHER_RUN}/cut-a", TOKEN))
         assert relay.traffic().keys() == {RUN}
+        assert "nobody waits" in line(ask(relay, "reach", f"{OTHER_RUN}/cut-a", "pass"))
         # Runs that have nobody here any more give way to others; those that have do not.
         assert line(ask(relay, "ping", f"{OTHER_RUN}/cut-a", "pass")).startswith("ok ")
         until(lambda: relay.traffic()[OTHER_RUN].connections == 0)
@@ -317,14 +314,6 @@ def test_a_relay_admits_every_run_that_knows_its_pass() -> None:
         fourth = ask(relay, "wait", f"{'1' * 16}/cut-a", "pass")
         assert line(fourth) == "no 2 runs meet at this door already, the most"
         assert relay.traffic().keys() == {RUN, "0" * 16}
-
-
-def test_runs_do_not_meet_each_other() -> None:
-    with Door("127.0.0.1", 0) as relay:
-        relay.admit_any("pass")
-        waiter = ask(relay, "wait", f"{RUN}/cut-a", "pass")
-        assert line(waiter) == "ok"
-        assert "nobody waits" in line(ask(relay, "reach", f"{OTHER_RUN}/cut-a", "pass"))
 
 
 def test_an_allowance_holds_its_rate_at_any_moment() -> None:

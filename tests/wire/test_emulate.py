@@ -14,26 +14,15 @@ from waiting import PATIENCE
 MEGABIT = 125_000  # bytes
 
 
-def test_the_uplink_carries_one_message_after_the_other():
-    nic = Nic(mbps_up=8, mbps_down=8, latency_ms=0)
+def test_the_uplink_carries_one_message_after_the_other_and_saves_nothing_up():
+    nic = Nic(mbps_up=8, mbps_down=8, latency_ms=1000)
     first = nic.reserve_up(MEGABIT, now=10.0)
     second = nic.reserve_up(2 * MEGABIT, now=10.0)
     assert (first.start, first.end) == (10.0, pytest.approx(10.125))
     assert (second.start, second.end) == (pytest.approx(10.125), pytest.approx(10.375))
-
-
-def test_an_idle_uplink_saves_nothing_up():
-    nic = Nic(mbps_up=8, mbps_down=8, latency_ms=0)
-    nic.reserve_up(MEGABIT, now=0.0)
-    assert nic.reserve_up(MEGABIT, now=5.0).end == pytest.approx(5.125)
-
-
-def test_latency_delays_without_occupying():
-    nic = Nic(mbps_up=8, mbps_down=8, latency_ms=1000)
-    first = nic.reserve_up(MEGABIT, now=0.0)
-    second = nic.reserve_up(MEGABIT, now=0.0)
-    assert first.arrival == pytest.approx(1.125)
-    assert second.arrival == pytest.approx(1.250)
+    # Latency delays without occupying.
+    assert (first.arrival, second.arrival) == pytest.approx((11.125, 11.375))
+    assert nic.reserve_up(MEGABIT, now=15.0).end == pytest.approx(15.125)
 
 
 def test_equal_rates_up_and_down_do_not_count_twice():
@@ -52,22 +41,18 @@ def test_two_senders_into_one_host_share_its_downlink():
     assert delivered == [pytest.approx(0.125), pytest.approx(0.25)]
 
 
-def test_an_unlimited_downlink_makes_nobody_wait_for_another_sender():
-    receiver = Nic(mbps_up=8, mbps_down=0, latency_ms=0)
-    assert receiver.reserve_down(8 * MEGABIT, arrived=1.0) == 1.0
-    assert receiver.reserve_down(MEGABIT, arrived=0.25) == 0.25
-
-
-def test_a_slower_downlink_decides():
-    receiver = Nic(mbps_up=8, mbps_down=2, latency_ms=0)
-    # The first byte comes at 0.0, the last at 0.125; passing the downlink takes 0.5.
-    assert receiver.reserve_down(MEGABIT, arrived=0.125) == pytest.approx(0.5)
-    assert receiver.reserve_down(MEGABIT, arrived=0.25) == pytest.approx(1.0)
-
-
-def test_a_faster_downlink_cannot_deliver_before_the_last_byte():
-    receiver = Nic(mbps_up=8, mbps_down=800, latency_ms=0)
-    assert receiver.reserve_down(MEGABIT, arrived=3.0) == 3.0
+@pytest.mark.parametrize(
+    ("down", "arrivals", "delivered"),
+    [
+        (0, [1.0, 0.25], [1.0, 0.25]),  # unlimited: nobody waits for another sender
+        # The first byte comes at 0.0, the last at 0.125; passing the downlink takes 0.5.
+        (2, [0.125, 0.25], [0.5, 1.0]),
+        (800, [3.0], [3.0]),  # not before the last byte
+    ],
+)
+def test_the_downlink_decides_where_it_is_slower(down, arrivals, delivered):
+    receiver = Nic(mbps_up=8, mbps_down=down, latency_ms=0)
+    assert [receiver.reserve_down(MEGABIT, at) for at in arrivals] == pytest.approx(delivered)
 
 
 def test_rate_zero_is_unlimited():
@@ -88,18 +73,13 @@ def test_jitter_is_bounded_repeatable_and_never_reorders(sizes, jitter_ms, seed)
         nic = Nic(80, 80, latency_ms=10, jitter_ms=jitter_ms, seed=seed)
         runs.append([nic.reserve_up(size, now=0.0) for size in sizes])
     assert runs[0] == runs[1]
+    firsts = {Nic(80, 80, 10, 100, seed + other).reserve_up(64, 0.0).arrival for other in range(8)}
+    assert len(firsts) == 8, "it depends on the seed"
     arrival = [passage.arrival for passage in runs[0]]
     assert arrival == sorted(arrival)
     for passage in runs[0]:
         assert passage.end + 0.01 <= passage.arrival + 1e-9
         assert passage.arrival <= passage.end + 0.01 + jitter_ms / 1e3 + 1e-9
-
-
-def test_jitter_depends_on_the_seed():
-    def first(seed: int) -> float:
-        return Nic(80, 80, 10, jitter_ms=100, seed=seed).reserve_up(64, 0.0).arrival
-
-    assert len({first(seed) for seed in range(8)}) == 8
 
 
 @given(st.lists(st.tuples(st.integers(64, 10**6), st.floats(0, 1)), max_size=30))
@@ -114,10 +94,19 @@ def test_the_downlink_never_exceeds_its_rate_and_never_runs_ahead(arrivals):
         free = done
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_impossible_rates_are_refused_by_the_name_of_their_setting(bad):
-    with pytest.raises(ConfigError, match=r"link\.mbps_down"):
-        Nic(80, bad, 25)
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ((80, -1.0, 25), r"link\.mbps_down"),
+        ((80, float("nan"), 25), r"link\.mbps_down"),
+        ((float("inf"), 80, 25), r"link\.mbps_up"),
+        ((80, 80, 1e13), r"link\.latency_ms \+ link\.jitter_ms"),
+        ((80, 80, 3.6e6, 1), r"link\.latency_ms \+ link\.jitter_ms"),
+    ],
+)
+def test_impossible_rates_and_delays_are_refused_by_the_name_of_their_setting(values, named):
+    with pytest.raises(ConfigError, match=named):
+        Nic(*values)
 
 
 def test_config_makes_the_nic_or_none():
@@ -157,12 +146,6 @@ def test_a_stopped_delay_line_forgets_what_waits():
     threads[0].join(PATIENCE)
     assert not threads[0].is_alive()
     assert delivered == []
-
-
-@pytest.mark.parametrize(("latency", "jitter"), [(1e13, 0), (0, 1e13), (3.6e6, 1)])
-def test_a_delay_of_more_than_an_hour_is_refused(latency, jitter):
-    with pytest.raises(ConfigError, match=r"link\.latency_ms \+ link\.jitter_ms"):
-        Nic(80, 80, latency, jitter)
 
 
 def test_whoever_puts_waits_while_what_is_due_is_not_taken():

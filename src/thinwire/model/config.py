@@ -2,7 +2,6 @@
 combinations can work, and the learning rate as a pure function of the step. Needs no torch.
 """
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -130,15 +129,6 @@ class ModelConfig:
         full = dataclasses.replace(self, **filled)
         full._check_heads()
         return full
-
-    def relaxed(self, embed_std: float = MATRIX_STD) -> "ModelConfig":
-        """The inverse of `resolved`: 0 for every size that is the preset's own."""
-        own: dict[str, Any] = {k: 0 for k, size in self.shape.items() if getattr(self, k) == size}
-        if self.embed_std == embed_std:
-            own["embed_std"] = 0.0
-        if self.attention_dim == self.dim:
-            own["head_dim"] = 0
-        return dataclasses.replace(self, **own)
 
     def unlike_preset(self) -> dict[str, tuple[int, int]]:
         """Sizes that are set and differ from the preset's, each with the preset's after it."""
@@ -334,16 +324,6 @@ class BoundaryConfig:
                 f'"{self.mode}": at the full width nothing is saved, use dense'
             )
 
-    def relaxed(self, dim: int, split: list[range]) -> "BoundaryConfig":
-        """The inverse of `resolved`: auto, 0 and -1 where they give the same."""
-        auto = self
-        for key, value in (("rank", 0), ("table", 0), ("anchor", "auto"), ("free_layers", -1)):
-            freer = dataclasses.replace(auto, **{key: value})  # type: ignore[arg-type]
-            with contextlib.suppress(ConfigError):  # a table of its own width needs its anchor
-                if freer.resolved(dim, split) == self:
-                    auto = freer
-        return auto
-
     def _resolved_dense(self, dim: int) -> "BoundaryConfig":
         if self.rank not in (0, dim):
             raise ConfigError(
@@ -504,15 +484,6 @@ class OptimConfig:
             auto = auto | {"table_lr": SLOW_TABLES_LR}
         filled: dict[str, Any] = {k: share for k, share in auto.items() if getattr(self, k) == -1}
         return dataclasses.replace(self, **filled)
-
-    def relaxed(self, steps: int, own_tables: bool = False) -> "OptimConfig":
-        """The inverse of `resolved`: -1 for what -1 would give anyway."""
-        auto = self
-        for key in ("warmup", *EQUAL_SHARES):
-            freer: OptimConfig = dataclasses.replace(auto, **{key: -1})  # type: ignore[arg-type]
-            if freer.resolved(steps, own_tables) == self:
-                auto = freer
-        return auto
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

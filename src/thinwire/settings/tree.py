@@ -4,6 +4,7 @@ Each section's dataclass lives beside the code it configures; this file only gat
 resolved tree (every default filled in) is what travels to the stages, is saved, and is hashed.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,6 +19,7 @@ from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
 from thinwire.errors import ConfigError
 from thinwire.model import BoundaryConfig, LoraConfig, ModelConfig, OptimConfig
+from thinwire.model.config import SIZES
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
 from thinwire.typed import Scope, from_plain, nearest, option, parse_literal, scopes, to_plain
@@ -165,17 +167,18 @@ class Settings:
     def resolved(self) -> "Settings":
         """The same settings with presets and "auto" filled in, refused if they cannot work."""
         run = dataclasses.replace(self.run, out=str(expanded(self.run.out, "run.out")))
-        settings = dataclasses.replace(
-            self, run=run, model=self.model.resolved(self.optim.embed_std)
-        )
-        split = settings.split()
-        boundary = settings.boundary.resolved(settings.model.dim, split)
-        optim = settings.optim.resolved(settings.train.steps, boundary.own_tables)
-        settings = dataclasses.replace(
-            settings, boundary=boundary, optim=optim, train=settings._resolved_train()
-        )
+        settings = dataclasses.replace(self, run=run)._filled()
         _check(settings)
         return settings
+
+    def _filled(self) -> "Settings":
+        settings = dataclasses.replace(self, model=self.model.resolved(self.optim.embed_std))
+        boundary = settings.boundary.resolved(settings.model.dim, settings.split())
+        optim, train = settings.optim.resolved(self.train.steps, boundary.own_tables), self.train
+        if train.eval_batches == -1:
+            batches = -(-VALIDATED_TOKENS // max(1, settings.tokens_per_microbatch))
+            train = dataclasses.replace(train, eval_batches=batches)
+        return dataclasses.replace(settings, boundary=boundary, optim=optim, train=train)
 
     def relaxed(self) -> "Settings":
         """The inverse of `resolved`: a value that a preset or "auto" gives is left to them.
@@ -183,24 +186,13 @@ class Settings:
         This is what is written for people. A key can then be changed without one that follows
         from it, such as the width that comes with a preset, staying behind.
         """
-        return dataclasses.replace(
-            self,
-            model=self.model.relaxed(self.optim.embed_std),
-            boundary=self.boundary.relaxed(self.model.dim, self.split()),
-            optim=self.optim.relaxed(self.train.steps, self.boundary.own_tables),
-            train=self._relaxed_train(),
-        )
-
-    def _resolved_train(self) -> TrainConfig:
-        if self.train.eval_batches != -1:
-            return self.train
-        batches = -(-VALIDATED_TOKENS // max(1, self.tokens_per_microbatch))
-        return dataclasses.replace(self.train, eval_batches=batches)
-
-    def _relaxed_train(self) -> TrainConfig:
-        freer = dataclasses.replace(self.train, eval_batches=-1)
-        is_same = dataclasses.replace(self, train=freer)._resolved_train() == self.train
-        return freer if is_same else self.train
+        freest = self
+        for section, key, value in _LEFT_OPEN:
+            config = dataclasses.replace(getattr(freest, section), **{key: value})
+            freer = dataclasses.replace(freest, **{section: config})
+            with contextlib.suppress(ConfigError):  # such as a table, which needs its anchor
+                freest = freer if freer._filled() == self else freest
+        return freest
 
     def with_window(self) -> "Settings":
         """The same with the number that `pipeline.window` stands for."""
@@ -261,6 +253,17 @@ class Settings:
         """Whether a validation follows the update after which `done` updates are done."""
         every = self.train.eval_every
         return done == self.train.steps or (every > 0 and done % every == 0)
+
+
+_LEFT_OPEN: list[tuple[str, str, Any]] = [
+    *(("model", key, 0) for key in (*SIZES, "head_dim")),
+    ("model", "embed_std", 0.0),
+    *(("boundary", "rank", 0), ("boundary", "table", 0)),
+    *(("boundary", "anchor", "auto"), ("boundary", "free_layers", -1)),
+    *(("optim", key, -1) for key in ("warmup", "matrix_lr", "table_lr", "head_lr")),
+    ("train", "eval_batches", -1),
+]
+"""How settings leave to us what a key is."""
 
 
 class GoneError(ConfigError):

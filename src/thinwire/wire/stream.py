@@ -61,17 +61,14 @@ DEFAULT_KEEPALIVE = Keepalive()
 class Stream(Pipe):
     """One TLS connection as a pipe. `public` is the key that the other end has proven.
 
-    Who dials has no context of TLS of its own.
+    Who dials has no context of TLS of its own. All until it is `opened` has a deadline.
     """
 
     def __init__(
-        self,
-        connection: socket.socket,
-        deadline: float,
-        listening: ssl.SSLContext | None = None,
+        self, connection: socket.socket, deadline: float, listening: ssl.SSLContext | None = None
     ) -> None:
         self.public = ""
-        self._deadline: float | None = deadline  # of all that comes before it is open
+        self._deadline: float | None = deadline
         self._silence_s, self._limit = 0.0, _GREETING_BYTES
         self._in_tls = threading.Lock()  # Python's TLS is not for two threads at once
         self._reading, self._writing = threading.Lock(), threading.Lock()
@@ -89,13 +86,17 @@ class Stream(Pipe):
         except OSError as error:
             connection.close()
             raise WireError(f"the other end is gone ({_plainly(error)})") from None
-        try:
-            self._do(self._tls.do_handshake)
-            if listening is None:
-                self.public = shown_key(self._tls.getpeercert(binary_form=True))
-        except WireError:
-            self.cut()
-            raise
+
+    def shake_hands(self) -> None:
+        """Begin TLS; a listener proves its key by that."""
+        self._do(self._tls.do_handshake)
+        if not self._tls.server_side:
+            self.public = shown_key(self._tls.getpeercert(binary_form=True))
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether it is not open yet."""
+        return self._deadline is not None
 
     def opened(self, limit: int, keepalive: Keepalive) -> None:
         """Both ends are known: from now on messages may have `limit` bytes, and silence counts."""
@@ -244,6 +245,7 @@ def dial(
         try:
             stream = Stream(routes.connect(attempt), time.monotonic() + attempt)
             try:
+                stream.shake_hands()
                 _greet(stream, name, identity, whom)
             except WireError:
                 stream.cut()
@@ -299,11 +301,9 @@ class Listener:
         self._identity, self._who = identity, who
         self._max_message, self._keepalive = max_message, keepalive
         self._context = identity.listening_context()
-        self._lock = threading.Lock()  # guards all that follows
-        self._expected: dict[str, _Expected] = {}
-        self._replaceable: dict[str, _Expected] = {}  # have arrived
         self._served: dict[str, Callable[[Stream], None]] = {}
-        self._strangers: set[socket.socket] = set()
+        self._lock = threading.Lock()  # guards all that follows
+        self._expected: dict[str, _Expected] = {}  # and those that came and may be replaced
         self._streams: set[Stream] = set()
         self._is_closed = False
         self.address, self._port = "", None
@@ -313,13 +313,6 @@ class Listener:
 
     def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:
         """Receive who dials over this connection; the result is there when the stream is over."""
-        with self._lock:
-            if self._is_closed or len(self._strangers) >= MOST_STRANGERS:
-                connection.close()
-                done: futures.Future[None] = futures.Future()
-                done.set_result(None)
-                return done
-            self._strangers.add(connection)
         return on_daemon_thread("thinwire stream", lambda: self._receive(connection, comes_from))
 
     def accept(
@@ -339,16 +332,16 @@ class Listener:
         with self._lock:
             if self._is_closed:
                 raise WireError(f"{self.address or 'the listener'} is closed")
-            if name in self._expected:
+            if name in self._expected and not self._expected[name].arrival.done():
                 raise WireError(f"{self.address} is already waiting for {name!r}")
             self._expected[name] = _Expected(arrival, dialer, is_replaceable)
         try:
             return arrival.result(timeout)
         except futures.TimeoutError:
             with self._lock:
-                self._expected.pop(name, None)
-            if arrival.done():  # it came in this very moment
-                return arrival.result()
+                if not arrival.cancel():  # it came in this very moment
+                    return arrival.result()
+                del self._expected[name]
             raise WireError(
                 f"{name!r} did not dial {self.address} within {timeout:g} s: is that process "
                 "running, and can it reach this address?"
@@ -367,25 +360,25 @@ class Listener:
             self._port.close()
         with self._lock:
             self._is_closed = True
-            waiting, self._expected = self._expected, {}
-            strangers, streams = list(self._strangers), list(self._streams)
-        for name, expected in waiting.items():
-            expected.arrival.set_exception(
-                WireError(f"{self.address} was closed before {name!r} dialed it")
-            )
-        for connection in strangers:
-            hang_up(connection)
+            expected, streams = self._expected, [*self._streams]
+        for name, one in expected.items():
+            if not one.arrival.done():
+                reason = f"{self.address} was closed before {name!r} dialed it"
+                one.arrival.set_exception(WireError(reason))
         for stream in streams:
             stream.cut()
 
     def _receive(self, connection: socket.socket, comes_from: str) -> None:
         stream = None
         try:
-            deadline = time.monotonic() + HANDSHAKE_S
-            stream = Stream(connection, deadline, self._context)
+            stream = Stream(connection, time.monotonic() + HANDSHAKE_S, self._context)
             stream.comes_from = comes_from
             with self._lock:
+                strangers = sum(other.is_stranger for other in self._streams)
+                if self._is_closed or strangers >= MOST_STRANGERS:
+                    return
                 self._streams.add(stream)
+            stream.shake_hands()
             nonce = secrets.token_hex(16)
             stream.write(nonce.encode())
             shown, _, name = _told(stream).partition("\n")
@@ -395,25 +388,20 @@ class Listener:
                 stream.write(b"ok")
                 self._served[name](stream)
                 stream.close()
-                return
-            answer = self._admit(name, stream)
-            if answer != "ok":
-                stream.write(answer.encode())
+            elif refusal := self._refusal(name, stream):
+                stream.write(refusal.encode())
                 stream.close(1.0)
-                return
-            with self._lock:
-                self._strangers.discard(connection)
-            stream.keep_alive(self._keepalive.every_s)
+            else:
+                stream.keep_alive(self._keepalive.every_s)
         except WireError:
             pass
         finally:
             with self._lock:
-                self._strangers.discard(connection)
                 self._streams.discard(stream)
             if stream is not None:
                 stream.cut()
 
-    def _admit(self, name: str, stream: Stream) -> str:
+    def _refusal(self, name: str, stream: Stream) -> str:
         """Hand over a stream that is expected, and say "ok" to it; else what to answer."""
         fingerprint = fingerprint_of(stream.public)
         dialer = self._who(fingerprint)
@@ -421,19 +409,21 @@ class Listener:
             return f"gone the key {fingerprint[:16]} is not welcome there"
         with self._lock:
             expected = self._expected.get(name)
-            if expected is not None and expected.dialer in (None, dialer):
+            if expected is None:
+                return f"no {name!r} is not expected there"
+            is_right, has_come = expected.dialer in (None, dialer), expected.arrival.done()
+            if is_right and not has_come:
                 stream.write(b"ok")  # fails if the dialer has given up: its next attempt counts
                 stream.opened(self._max_message, self._keepalive)
-                del self._expected[name]
                 expected.arrival.set_result(stream)
-                if expected.is_replaceable:
-                    self._replaceable[name] = expected
-                return "ok"
-            earlier = None if expected else self._replaceable.get(name)
-        if expected is not None and expected.dialer is not None:
-            return f"no {name!r} is expected from {expected.dialer[:63]}, not from {dialer[:63]}"
-        if earlier is not None and earlier.dialer in (None, dialer):
-            earlier.arrival.result().cut()  # its holder accepts again, and the dialer tries again
+                if not expected.is_replaceable:
+                    del self._expected[name]
+                return ""
+        if not has_come:
+            wanted = str(expected.dialer)[:63]
+            return f"no {name!r} is expected from {wanted}, not from {dialer[:63]}"
+        if is_right:
+            expected.arrival.result().cut()  # its holder accepts again, and the dialer tries again
         return f"no {name!r} is not expected there"
 
 
