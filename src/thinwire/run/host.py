@@ -117,7 +117,7 @@ LOOK_SECONDS = 1.0
 PROBE_SECONDS = 3.0
 OWN_INVITE_SECONDS = 3600.0  # for peers on this machine, which join at once
 ANSWER_SECONDS = 3.0  # for whoever had lost stages to say that it is there
-SPARE_SECONDS, NEIGHBOUR_SECONDS = 5.0, 20.0
+SPARE_SECONDS, NEIGHBOUR_SECONDS = 3.0, 8.0
 """For which a member may be away before another takes its stages: one that holds nothing at once;
 one that holds stages already would be slower with more."""
 LEAVE_SECONDS = 5.0  # for them to end after the host has said goodbye
@@ -576,8 +576,9 @@ class HostedPeers(Peers):
         candidates, waited = self._candidates(), time.monotonic() - self._asked_at
         is_expected = any(member.name == before for member in base.members.here())
         name = next_holder(stages, self._formation.seats, candidates, self._settings)
-        if is_expected and name != before and waited < ANSWER_SECONDS:
-            return  # whoever had them has the files: worth a moment
+        is_hoped_for = name is None or (is_expected and name != before)
+        if is_hoped_for and waited < ANSWER_SECONDS:
+            return  # they may answer; and whoever had the stages has the files
         which = "stage " + ", ".join(map(str, stages))
         if name is None:
             if waited > REMIND_SECONDS or not self._is_waiting:
