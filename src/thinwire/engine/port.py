@@ -342,6 +342,8 @@ class Port:
         """Let training tensors of this step in: what codecs remember may move on to it."""
         with self._gate:
             self._open_step = step
+            if self._state is not None:
+                self._state.start = step
             self._seen = {what for what in self._seen if what[1] >= step}
             self._sent = {at: numbers for at, numbers in self._sent.items() if at >= step}
             held, self._held = self._held, []

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
 
@@ -31,14 +32,18 @@ from thinwire.run.events import (
     Commit,
     Completed,
     Discard,
+    DropFollower,
     End,
     Event,
     Exited,
     Exploded,
+    FollowerLost,
+    FollowerSaid,
     Lost,
     PartArrived,
     PartLost,
     PartRefused,
+    Promote,
     Record,
     Replace,
     Said,
@@ -47,6 +52,7 @@ from thinwire.run.events import (
     StopAsked,
     Suspect,
     Tell,
+    TellFollower,
     Tick,
 )
 from thinwire.run.explosion import LossWatch
@@ -57,6 +63,7 @@ from thinwire.run.protocol import (
     Ended,
     Failed,
     Finished,
+    Follow,
     Leave,
     LinkDown,
     Linked,
@@ -68,6 +75,7 @@ from thinwire.run.protocol import (
     Saved,
     Start,
     Stop,
+    TakeOver,
     ToStage,
 )
 from thinwire.run.signals import Interrupted
@@ -99,6 +107,16 @@ _ROUNDS: dict[Phase, tuple[type[OfStage], str]] = {
     Phase.BUILDING: (Ready, "stages have their layers"),
     Phase.LINKING: (Linked, ""),
 }
+
+
+@dataclass
+class Follower:
+    """A process that follows stages, as far as it is."""
+
+    number: int
+    ready: dict[int, Ready] = field(default_factory=dict)
+    linked: set[int] = field(default_factory=set)
+    is_linked: bool = False
 
 
 class Coordinator:
@@ -153,6 +171,9 @@ class Coordinator:
         self._saved = 0  # the step of the last complete checkpoint, as stages were told
         self._complete = 0  # ... and as it is
         self._heard: dict[tuple[int, type], int] = {}  # the last step of each kind of report
+        self._followers: dict[tuple[int, ...], Follower] = {}  # by the stages that they follow
+        self._promoted: set[int] = set()  # lost stages whose followers take their places
+        self._followed = 0  # how many followers there were
         self._moved: dict[int, Meters] = {}  # what lost processes of a stage had moved
         self._moving: dict[int, Meters] = {}  # what its process has, by its last report
 
@@ -226,6 +247,11 @@ class Coordinator:
             case Completed(step):
                 self._complete = step
                 return self._tell_saved()
+            case FollowerSaid(stage, message):
+                return self._on_follower(tuple(self._together[stage]), stage, message)
+            case FollowerLost(stages):
+                self._followers.pop(tuple(stages), None)
+                return [DropFollower(stages)]
             case StopAsked(who):
                 return self._on_stop(who)
             case Tick():
@@ -487,7 +513,26 @@ class Coordinator:
         groups = sorted({tuple(self._together[stage]) for stage in lost})
         told = [Tell(s, Await(cut)) for s, cut in self._ends_alive(cuts)]
         note = f"{self._described(culprit)}; another process takes its place, and the rest waits"
-        return [*told, Say(note), *(Replace(list(group)) for group in groups)]
+        # Whoever follows a stage beside a lost one is fed no more: it begins anew.
+        beside = {s for cut in cuts for s in (cut, cut + 1)}
+        fed = [group for group in self._followers if not beside.isdisjoint(group)]
+        commands: list[Command] = [*told, Say(note)]
+        self._promoted -= lost
+        for group in groups:
+            follower = self._followers.get(group)
+            if follower is None or not follower.is_linked or self.stop_asked:
+                commands.append(Replace(list(group)))
+                continue
+            self._promoted |= {*group}
+            commands.append(Promote(list(group)))
+            for stage in group:
+                self._watch.heard(stage)
+                self._ready[stage] = self._arrived[stage] = follower.ready[stage]
+        for group in fed:
+            del self._followers[group]
+            if not self._promoted.issuperset(group):
+                commands.append(DropFollower(list(group)))
+        return [*commands, *self._link_replaced(Phase.BUILDING)]
 
     def _ends_alive(self, cuts: set[int]) -> list[tuple[int, int]]:
         """The ends of these cuts that are not lost: stage and cut."""
@@ -497,9 +542,12 @@ class Coordinator:
     def _on_replaced(self, stage: int, message: OfStage) -> list[Command]:
         """A stage that takes a lost one's place is built, or linked; when all are, it goes on."""
         self._arrived[stage] = message
-        phase = self._lost[stage]
         if isinstance(message, Ready):
             self._ready[stage] = message
+        return self._link_replaced(self._lost[stage])
+
+    def _link_replaced(self, phase: Phase) -> list[Command]:
+        """What follows once all who take the places of lost stages are through with a phase."""
         if not all(self._lost[s] is phase and s in self._arrived for s in self._lost):
             return []
         self._arrived.clear()
@@ -511,7 +559,62 @@ class Coordinator:
         cuts = {cut for s in lost for cut in (s - 1, s)} & {*range(len(self._links))}
         relinks = [Tell(s, Relink(cut, self._connect(s))) for s, cut in self._ends_alive(cuts)]
         self._lost = dict.fromkeys(lost, Phase.LINKING)
-        return [*relinks, *(Tell(s, self._connect(s)) for s in lost)]
+        for stage in lost:
+            connect = self._connect(stage)
+            if stage in self._promoted:
+                own = [Relink(cut, connect) for cut in self._outer_cuts(stage)]
+                relinks.append(Tell(stage, TakeOver(own)))
+            else:
+                relinks.append(Tell(stage, connect))
+        self._promoted.clear()
+        return [*relinks]
+
+    def _outer_cuts(self, stage: int) -> list[int]:
+        """The cuts of a stage that are between two processes."""
+        cuts = [(cut, other) for cut, other in ((stage - 1, stage - 1), (stage, stage + 1))]
+        return [c for c, other in cuts if other in self._all and other not in self._together[stage]]
+
+    # Processes that follow a stage, to take its place at once
+
+    def _on_follower(self, group: tuple[int, ...], stage: int, message: OfStage) -> list[Command]:
+        """A process that follows stages is built, is linked, or has failed."""
+        if isinstance(message, Failed | Ended):
+            self._followers.pop(group, None)
+            return [DropFollower(list(group))]
+        if isinstance(message, Ready):
+            if group not in self._followers:
+                self._followed += 1
+                self._followers[group] = Follower(self._followed)
+            follower = self._followers[group]
+            follower.ready[stage] = message
+            if len(follower.ready) < len(group):
+                return []
+            if self._lost or self.phase is not Phase.TRAINING:
+                del self._followers[group]
+                return [DropFollower(list(group))]
+            return self._link_follower(group, follower)
+        if isinstance(message, Linked) and (found := self._followers.get(group)) is not None:
+            found.linked.add(stage)
+            if len(found.linked) == len(group):
+                found.is_linked = True
+                which = ", ".join(map(str, group))
+                start = [TellFollower(s, Start()) for s in group]
+                return [*start, Say(f"stage {which} has a stand-by, which follows it")]
+        return []
+
+    def _link_follower(self, group: tuple[int, ...], follower: "Follower") -> list[Command]:
+        commands: list[Command] = []
+        for stage in group:
+            inside = stage - 1 in group
+            below = follower.ready[stage - 1].address if inside else self._connect(stage).below
+            connect = Connect(below, list(self._links), follower.number)
+            commands.append(TellFollower(stage, connect))
+            for cut in self._outer_cuts(stage):
+                fed_by = cut if cut < stage else cut + 1
+                address = follower.ready[stage].address if fed_by > stage else ""
+                feed = Follow(cut, Connect(address, list(self._links), follower.number))
+                commands.append(Tell(fed_by, feed))
+        return commands
 
     def _connect(self, stage: int) -> Connect:
         """Where its neighbours are, for a stage that links."""
@@ -553,7 +656,8 @@ class Coordinator:
         if self._lost_at or self._complete <= self._saved or not self._together:
             return []
         self._saved = self._complete
-        return self._tell_all(Saved(self._saved))
+        followed = [TellFollower(s, Saved(self._saved)) for group in self._followers for s in group]
+        return [*self._tell_all(Saved(self._saved)), *followed]
 
     def _end(self, error: BaseException | None = None, culprit: Suspect | None = None) -> End:
         self._enter(Phase.FINISHED)

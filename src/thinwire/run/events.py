@@ -74,6 +74,21 @@ class PartRefused:
 
 
 @dataclass(frozen=True)
+class FollowerSaid:
+    """The process that follows a stage has said something."""
+
+    stage: int
+    message: OfStage
+
+
+@dataclass(frozen=True)
+class FollowerLost:
+    """The process that follows these stages is gone."""
+
+    stages: list[int]
+
+
+@dataclass(frozen=True)
 class Completed:
     """The checkpoint of a step is complete, on this machine."""
 
@@ -102,6 +117,8 @@ Event = (
     | Away
     | Back
     | Completed
+    | FollowerSaid
+    | FollowerLost
     | StopAsked
     | Tick
 )
@@ -188,6 +205,28 @@ class Replace:
 
 
 @dataclass(frozen=True)
+class TellFollower:
+    """Send a message to the process that follows a stage."""
+
+    stage: int
+    message: ToStage
+
+
+@dataclass(frozen=True)
+class Promote:
+    """The process that follows these stages holds them from now on."""
+
+    stages: list[int]
+
+
+@dataclass(frozen=True)
+class DropFollower:
+    """The process that follows these stages can do so no more: let it go."""
+
+    stages: list[int]
+
+
+@dataclass(frozen=True)
 class Suspect:
     """A stage that may be the cause of a failure, and how unsure the evidence leaves us of that.
 
@@ -210,6 +249,18 @@ class End:
     culprit: Suspect | None = None
 
 
+OfFollower = TellFollower | Promote | DropFollower
 Command = (
-    Tell | Say | Starting | Begin | Record | Exploded | Recovered | Commit | Discard | Replace | End
+    Tell
+    | Say
+    | Starting
+    | Begin
+    | Record
+    | Exploded
+    | Recovered
+    | Commit
+    | Discard
+    | Replace
+    | OfFollower
+    | End
 )

@@ -41,9 +41,15 @@ from thinwire.run.events import (
     Back,
     Begin,
     Command,
+    DropFollower,
     Event,
+    FollowerLost,
+    FollowerSaid,
     Lost,
+    OfFollower,
+    Promote,
     Suspect,
+    TellFollower,
     Tick,
 )
 from thinwire.run.explosion import watch_losses
@@ -78,11 +84,16 @@ from thinwire.run.protocol import (
     Declined,
     Ended,
     Envelope,
+    Failed,
+    Follow,
     Hello,
     Hold,
     Leaving,
+    Linked,
+    Ready,
     Release,
     Relink,
+    TakeOver,
     ToStage,
     Way,
     store_name,
@@ -484,10 +495,13 @@ class HostedPeers(Peers):
         stages = len(formation.seats)
         super().__init__(stages)
         self._keep = keep
+        self._processes = formation.groups()  # stages that share a process, wherever it is
         self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
         self._asked_at = 0.0  # when members were asked whether they are there
         self._again = 0  # how often stages were given anew
         self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
+        self._standbys: dict[tuple[int, ...], str] = {}  # by the stages that they follow
+        self._standby_ways: dict[tuple[tuple[int, ...], str], Ways] = {}  # of the latest
         self._given_up: set[tuple[str, float]] = set()  # members that were away for too long
         self._base, self._formation, self._settings = base, formation, settings
         self._checkpoint = checkpoint
@@ -516,7 +530,7 @@ class HostedPeers(Peers):
         self._streams.close()
         self.end_states()
         self.collector.close()
-        for name in self._formation.members():
+        for name in [*self._formation.members(), *self._standbys.values()]:
             release = Release("the run is formed again")
             self._base.members.tell(name, release, generation=self._formation.epoch)
 
@@ -530,13 +544,20 @@ class HostedPeers(Peers):
                 self._lose(name, f"{name} is away")
 
     def _give(
-        self, stages: list[int], name: str, checkpoint: Checkpoint | None, began: int = OF_NO_STEP
+        self,
+        stages: list[int],
+        name: str,
+        checkpoint: Checkpoint | None,
+        began: int = OF_NO_STEP,
+        follows: bool = False,
     ) -> bool:
         """Tell a member to hold stages, and serve what it needs; False if it is away."""
         base, states = self._base, None
         if checkpoint is not None:
             states = SeatServer(checkpoint, self._settings, base.beside["states"])
             self._states.append(states)
+        if not follows:
+            self._collect(name, stages)
         self._serve(name, stages, states)
         hold = Hold(
             stages,
@@ -546,6 +567,7 @@ class HostedPeers(Peers):
             self._links,
             began,
             self._again,
+            follows,
         )
         return base.members.tell(name, hold, generation=self._formation.epoch)
 
@@ -557,6 +579,8 @@ class HostedPeers(Peers):
         self._give_up_the_absent()
         for stages in [*self._homeless]:
             self._find_holder(stages)
+        if self.is_training and not self._homeless and not self.is_stopping:
+            self._find_standby()
         return super().next_event(coordinator)
 
     def _ask_who_is_there(self) -> None:
@@ -590,19 +614,89 @@ class HostedPeers(Peers):
         self._homeless.remove(stages)
         self._is_waiting = False
         self._again += 1
+        self._drop_standby(self._of(name))
+        self._take_seat(stages, name)
+        base.display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
+        if not self._give(stages, name, *self._where_to_begin()):
+            self._homeless.append(stages)
+
+    def _where_to_begin(self) -> tuple[Checkpoint | None, int]:
+        """The last complete checkpoint, and where this generation began."""
+        saved = Checkpoint.open(self.saved, allow_plugins=True) if self.saved else self._checkpoint
+        return saved, self._checkpoint.step if self._checkpoint else 0
+
+    # Stand-bys: members that hold nothing, and follow stages whose loss would cost most
+
+    def _find_standby(self) -> None:
+        """Have a member that holds nothing follow stages that nobody follows: those of the weakest
+        machine first, for it is the likeliest to go.
+        """
+        groups = placement(self._settings, self._processes)
+        seats, busy = self._formation.seats, {*self._formation.seats, *self._standbys.values()}
+        free = [m for m in self._base.members.here() if m.name not in busy]
+        left = [group for group in groups if tuple(group) not in self._standbys]
+        if not free or not left:
+            return
+        rates = {m.name: m.hello.machine.tflops for m in self._base.members.all() if m.hello}
+        stages = min(left, key=lambda group: rates.get(seats[group[0]], 0.0))
+        machines = [as_peer(member, False) for member in free]
+        name = next_holder(stages, seats, machines, self._settings)
+        if name is None:
+            return
+        self._again += 1
+        self._standbys[tuple(stages)] = name
+        self._doors.pop(name, None)
+        if not self._give(stages, name, *self._where_to_begin(), follows=True):
+            del self._standbys[tuple(stages)]
+
+    def on_follower(self, command: OfFollower) -> None:
+        match command:
+            case TellFollower(stage, message):
+                if name := self._standby_of(stage):
+                    if isinstance(message, Connect):
+                        message = self._ways_of_standby(stage).connect(stage, message)
+                    self._base.members.tell(name, message, stage, self._formation.epoch)
+            case Promote(stages):
+                name = self._standbys.pop(tuple(stages))
+                self._take_seat(stages, name)
+                self._collect(name, stages)
+                which = ", ".join(map(str, stages))
+                self._base.display.announce("form", f"stage {which}: {name}, which stood by")
+            case DropFollower(stages):
+                self._drop_standby(stages)
+
+    def _standby_of(self, stage: int) -> str:
+        return next((name for group, name in [*self._standbys.items()] if stage in group), "")
+
+    def _of(self, name: str) -> list[int]:
+        """The stages that a member follows."""
+        return next((list(group) for group, who in [*self._standbys.items()] if who == name), [])
+
+    def _drop_standby(self, stages: list[int]) -> None:
+        if name := self._standbys.pop(tuple(stages), ""):
+            release = Release("its stage is placed anew", stages)
+            self._base.members.tell(name, release, generation=self._formation.epoch)
+
+    def _ways_of_standby(self, stage: int) -> Ways:
+        """The ways as they were if whoever follows this stage held it."""
+        group = next(group for group in self._standbys if stage in group)
+        name = self._standbys[group]
+        if (group, name) not in self._standby_ways:  # both ends need the same word
+            given = self._formation.given([*group], name)
+            self._standby_ways = {(group, name): self._probed_ways(seats=given.seats)}
+        return self._standby_ways[group, name]
+
+    def _take_seat(self, stages: list[int], name: str) -> None:
+        """Note who holds stages from now on, and let go of whoever did."""
+        before = self._formation.seats[stages[0]]
         self._formation = self._formation.given(stages, name)
         self._keep(self._formation)
         self._ended -= {*stages}
         if before != name:
-            self._collected[before] = [s for s in self._collected[before] if s not in stages]
-            release = Release(f"{name} holds {which} now", stages)
-            base.members.tell(before, release, generation=self._formation.epoch)
+            self._collected[before][:] = [s for s in self._collected[before] if s not in stages]
+            release = Release(f"{name} holds stage {', '.join(map(str, stages))} now", stages)
+            self._base.members.tell(before, release, generation=self._formation.epoch)
         self._ways = self._probed_ways({before, name})
-        base.display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
-        saved = Checkpoint.open(self.saved, allow_plugins=True) if self.saved else self._checkpoint
-        began = self._checkpoint.step if self._checkpoint else 0
-        if not self._give(stages, name, saved, began):
-            self._homeless.append(stages)
 
     def _give_up_the_absent(self) -> None:
         """Have others hold the stages of a member that cannot be reached, if there are others.
@@ -627,6 +721,16 @@ class HostedPeers(Peers):
                 message = self._ways.connect(stage, message)
             elif isinstance(message, Relink):
                 connect = self._ways.connect(stage, message.connect)
+                message = dataclasses.replace(message, connect=connect)
+            elif isinstance(message, TakeOver):
+                relinks = [
+                    dataclasses.replace(one, connect=self._ways.connect(stage, one.connect))
+                    for one in message.relinks
+                ]
+                message = TakeOver(relinks)
+            elif isinstance(message, Follow):
+                follower = message.cut if message.cut < stage else message.cut + 1
+                connect = self._ways_of_standby(follower).connect(stage, message.connect)
                 message = dataclasses.replace(message, connect=connect)
         name = self._formation.seats[stage]
         self._base.members.tell(name, message, stage, self._formation.epoch)
@@ -654,9 +758,10 @@ class HostedPeers(Peers):
             states.close()
         self._states.clear()
 
-    def _probed_ways(self, changed: Collection[str] = ()) -> Ways:
+    def _probed_ways(self, changed: Collection[str] = (), seats: list[str] | None = None) -> Ways:
         """The doors of all stages' members, probed at once; of some, if the others are known."""
-        base, seats, known = self._base, self._formation.seats, self._doors
+        base, known = self._base, self._doors
+        seats = self._formation.seats if seats is None else seats
         members = {m.name: m for m in base.members.all() if m.name in seats}
         members = {n: m for n, m in members.items() if n in changed or n not in known}
         doors = probe_all([*members.values()], base.door.book.run_id, base.door.book.door_token)
@@ -672,18 +777,21 @@ class HostedPeers(Peers):
         )
 
     def _serve(self, name: str, stages: list[int], states: SeatServer | None) -> None:
-        """Accept what a member opens beside its own stream: shards, states and token ids."""
+        """Accept what stages on a member open beside its own stream: states and token ids."""
         generation = self._formation.epoch
-        is_known = name in self._collected
-        self._collected.setdefault(name, []).extend(stages)
-        if not is_known:
-            collect = partial(self.collector.collect_from, name, self._collected[name])
-            self._streams.serve(store_name(name), name, collect)
         if states is not None:
             stream = stream_name("state", stages[0], generation, self._again)
             self._streams.serve(stream, name, partial(states.serve, stages=tuple(stages)))
         for stage in stages:
             threading.Thread(target=self._serve_tokens, args=(stage, name), daemon=True).start()
+
+    def _collect(self, name: str, stages: list[int]) -> None:
+        """Accept shards of these stages from a member."""
+        is_known = name in self._collected
+        self._collected.setdefault(name, []).extend(stages)
+        if not is_known:
+            collect = partial(self.collector.collect_from, name, self._collected[name])
+            self._streams.serve(store_name(name), name, collect)
 
     def _serve_tokens(self, stage: int, name: str) -> None:
         stream = stream_name("tokens", stage, self._formation.epoch, self._again)
@@ -705,6 +813,11 @@ class HostedPeers(Peers):
         match what:
             case Envelope(Hello() | Alive()):
                 self.said.note(Tick())  # somebody may be waited for
+            case Envelope(message, stage, said) if said == epoch and stage in self._of(name):
+                if isinstance(message, Ready | Linked | Failed | Ended):
+                    self.said.note(FollowerSaid(stage, message))
+            case Gone() | Down() | Envelope(Declined() | Leaving()) if followed := self._of(name):
+                self.said.note(FollowerLost(followed))
             case Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
                 return False  # others hold it now; it counts as talk
             case Up() if not held:

@@ -369,6 +369,7 @@ class Holding:
             began=self.hold.began,
             generation=self.generation,
             again=self.hold.again,
+            follows=self.hold.follows,
             host=host.to_plain(),
         )
 

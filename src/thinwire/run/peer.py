@@ -13,6 +13,7 @@ if __name__ == "__main__":
     die_with_starter()  # before the imports, which take seconds: it may be stopped meanwhile
     gc.disable()  # imports make no garbage, and looking for it takes a fifth of their time
 
+import collections
 import os
 import platform
 import queue
@@ -32,7 +33,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 
 import thinwire
-from thinwire.engine.reports import meters_of
+from thinwire.engine.reports import Report, meters_of
 from thinwire.engine.trace import Progress
 from thinwire.engine.worker import Assignment, Worker, remedy
 from thinwire.errors import ThinwireError, WireError, outward
@@ -48,6 +49,7 @@ from thinwire.run.protocol import (
     Envelope,
     Failed,
     Finished,
+    Follow,
     Leave,
     LinkDown,
     Linked,
@@ -60,6 +62,7 @@ from thinwire.run.protocol import (
     Saved,
     Start,
     Stop,
+    TakeOver,
     Way,
     stream_name,
 )
@@ -90,6 +93,7 @@ from thinwire.wire.keys import fingerprint_of
 from thinwire.wire.routes import Kind
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
+MOST_UNSAID = 16  # reports of the last steps that a follower keeps: a lost stage may owe them
 _TRACE_PARTS = 12  # of a traceback, sent along in case that the log is lost
 MessageT = TypeVar("MessageT")
 
@@ -140,7 +144,7 @@ class Peer:
 
     def __init__(self, house: Household, stage: int, say: Callable[[OfStage], None]):
         self.house, self.order, self.identity = house, house.order, house.identity
-        self.stage, self.say = stage, say
+        self.stage, self._say = stage, say
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.hear = self._inbox.put
         self._links: dict[int, Link] = {}  # by the neighbouring stage
@@ -151,7 +155,10 @@ class Peer:
         self._is_new = self.order.began != OF_NO_STEP  # takes the place of one that was lost
         self._listener: Listener | None = None  # for the stage above
         self._routes: Routes | None = None  # to the stage below, on another machine
-        self._standbys: list[Standby] = []  # for the stage above, on another machine
+        # For the stage above, on another machine, and for whoever follows that.
+        self._standbys: dict[bool, list[Standby]] = {}
+        self._unsaid: collections.deque[Any] = collections.deque(maxlen=MOST_UNSAID)
+        self._follows = self.order.follows
         self._progress = Progress()
 
     def run(self) -> None:
@@ -270,36 +277,37 @@ class Peer:
         cut, key = min(self.stage, neighbour), connect.seats[neighbour]
         again = connect.links[cut] if connect.links else 0
         name = stream_name("cut", cut, self.order.generation, again)
+        if feeds := connect.follower:
+            name = stream_name("follow", cut, self.order.generation, feeds)
         outage, limit = worker.settings.link.outage, worker.max_payload() + 64
-        listener = self._listener
+        listener, at_doors = self._listener, _at_doors(connect, name)
+        routes = Routes(at_doors, _routes(connect.reach)) if connect.reach else None
 
         def dial_below(timeout: float) -> Pipe:
-            to = self._routes or connect.below
-            return dial(to, name, self.identity, key, timeout, limit)
+            return dial(routes or connect.below, name, self.identity, key, timeout, limit)
 
         def accept_above(timeout: float) -> Pipe:
             assert listener is not None, "it is opened where there is a stage above elsewhere"
             return listener.accept(name, timeout, key, is_replaceable=True)
 
         if neighbour > self.stage:  # it dials, and so knows best when there is a connection
-            for standby in self._standbys:
+            for standby in self._standbys.get(bool(feeds), ()):
                 on_daemon_thread("thinwire close", standby.close)
             assert listener is not None
-            self._standbys = [
-                Standby(_at_doors(connect, name), route, listener.take)
-                for route in _routes(connect.wait)
+            self._standbys[bool(feeds)] = [
+                Standby(at_doors, route, listener.take) for route in _routes(connect.wait)
             ]
             first = accept_above(JOIN_SECONDS)
             pipe = LastingPipe(first, accept_above, outage) if outage else None
         else:
-            if connect.reach:
-                self._routes = Routes(_at_doors(connect, name), _routes(connect.reach))
             first = dial_below(JOIN_SECONDS)
-            told = (self._on_down, self._on_up)
+            told = () if feeds else (self._on_down, self._on_up)
             pipe = LastingPipe(first, dial_below, outage, *told) if outage else None
+            self._routes = self._routes if feeds else routes
         if pipe is None:
             return first
-        self._lasting[neighbour] = pipe
+        if not feeds:
+            self._lasting[neighbour] = pipe
         return pipe
 
     def _on_down(self, reason: str) -> None:
@@ -319,12 +327,48 @@ class Peer:
         if not isinstance(worker, Worker) or not most or not worker.settings.link.outage:
             return pipe
         log = FrameLog(worker.log_folder(cut), most)
-        state = LinkState(log, worker.state.step, self._is_new)
+        state = LinkState(log, worker.state.step, self._is_new, self._follows)
         logged = LoggedPipe(None if self._is_new else pipe, state, nic)
         self._logged[cut] = logged
-        if self._is_new:
+        if self._follows:
+            logged.follow(pipe)
+        elif self._is_new:
             logged.go_on(pipe)
         return logged
+
+    def _feed(self, worker: Worker, message: Follow) -> None:
+        """On a thread of its own: send what is logged to a process that follows a neighbour."""
+        cut = message.cut
+        neighbour = cut if cut < self.stage else cut + 1
+        with suppress(WireError):  # whoever leads sees that it is lost
+            pipe = self._open(worker, neighbour, message.connect)
+            self._agree(worker, pipe, cut, Meter(), at_start=False)
+            try:
+                self._logged[cut].feed(pipe)
+            finally:
+                pipe.close(0)
+
+    def _take_over(self, worker: Worker, message: TakeOver) -> None:
+        """On a thread of its own: take the place of the stage that this one followed."""
+        for relink in message.relinks:
+            self._relinks[relink.cut] = relink
+            self._logged[relink.cut].await_another()
+        for relink in message.relinks:
+            self._relink(worker, relink)
+        self._say(Linked(self._way_below()))
+
+    def _speak_up(self) -> None:
+        """From here on it is the stage, and says what the lost one may not have said."""
+        self._follows = False
+        while self._unsaid:
+            self._say(self._unsaid.popleft())
+
+    def say(self, message: OfStage) -> None:
+        """Tell the coordinator; a stage that follows another keeps its results to itself."""
+        if self._follows and isinstance(message, Report | Finished | LinkDown | LinkUp):
+            self._unsaid.append(message)
+        else:
+            self._say(message)
 
     def _relink(self, worker: Worker, message: Relink) -> None:
         """On a thread of its own: go on with another process at the other end of a cut."""
@@ -388,9 +432,13 @@ class Peer:
                     self._logged[cut].await_another()
                 case Relink(cut=cut) as relink if cut in self._logged:
                     self._relinks[cut] = relink
-                    relinking = threading.Thread(target=self._relink, args=(worker, relink))
-                    relinking.daemon = True
-                    relinking.start()
+                    on_daemon_thread("thinwire relink", partial(self._relink, worker, relink))
+                case Follow(cut=cut) as follow if cut in self._logged:
+                    on_daemon_thread("thinwire feed", partial(self._feed, worker, follow))
+                case TakeOver() as take_over:
+                    on_daemon_thread("thinwire", partial(self._take_over, worker, take_over))
+                case Start():
+                    self._speak_up()
                 case Leave():
                     may_leave.set()
 

@@ -21,14 +21,18 @@ from thinwire.run.events import (
     Command,
     Commit,
     Completed,
+    DropFollower,
     End,
     Event,
     Exited,
     Lost,
+    OfFollower,
+    Promote,
     Replace,
     StopAsked,
     Suspect,
     Tell,
+    TellFollower,
 )
 from thinwire.run.processes import TRAINING, StageProcess, forks, start_processes
 from thinwire.run.protocol import (
@@ -81,6 +85,8 @@ def heed(
                 peers.wait_for_exits()
             case Replace(stages):
                 peers.replace(stages)
+            case TellFollower() | Promote() | DropFollower():
+                peers.on_follower(command)
             case _:
                 carry_out(command)
 
@@ -116,6 +122,9 @@ class Peers(contextlib.AbstractContextManager[Any]):
     @abstractmethod
     def replace(self, stages: list[int]) -> None:
         """Have another process hold these stages, which shared one that is lost."""
+
+    def on_follower(self, command: OfFollower) -> None:
+        """Do something about a process that follows stages; where there are none, nothing is."""
 
     @abstractmethod
     def wait_for_exits(self) -> None:

@@ -14,6 +14,7 @@ in one generation of the placement:
     Step, Evaluation,
     ShardWritten, ...     ->     (Stop, Saved)     training; a step never waits for this stream
                           <-     Await, Relink     a neighbour is lost, another takes its place
+                          <-     Follow, TakeOver  a process follows a stage, and takes its place
     Finished or Failed    ->
                           <-     Leave             all stages have finished
     Ended                 ->                       the process of the stages has ended
@@ -196,6 +197,7 @@ class Hold:
     `links` is the token by which the peers of this generation meet at each other's doors. Where a
     machine takes the place of a lost one, `began` says where the generation began, and `again` how
     often stages of it were given anew. What the machine holds of this generation beside, it keeps.
+    A machine that `follows` stands by: it computes what the holder of these stages computes.
     """
 
     stages: list[int]
@@ -205,6 +207,7 @@ class Hold:
     links: str = field(default="", repr=False)
     began: int = OF_NO_STEP
     again: int = 0
+    follows: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,7 @@ class Order:
     began: int = OF_NO_STEP  # where the run began, for stages that take the place of lost ones
     generation: int = 0
     again: int = 0
+    follows: bool = False
     host: dict[str, Any] = field(default_factory=dict)
 
 
@@ -300,11 +304,13 @@ class Connect:
     and a stage waits at the doors in `wait` for the one above it. `run` is by what doors know the
     run, and `word` ends the names of its links there: who is not told it, such as a peer that was
     removed from the run, cannot wait in another's place. `links` says of each cut how often its
-    link was opened anew, for another process at one of its ends.
+    link was opened anew, for another process at one of its ends. With the number of a `follower`
+    it is about the streams that feed that one.
     """
 
     below: str
     links: list[int] = field(default_factory=list)
+    follower: int = 0
     seats: list[str] = field(default_factory=list)
     run: str = ""
     word: str = field(default="", repr=False)
@@ -330,6 +336,21 @@ class Relink:
 
     cut: int
     connect: Connect
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Feed a process that follows the stage at the other end of a cut; `connect` leads to it."""
+
+    cut: int
+    connect: Connect
+
+
+@dataclass(frozen=True)
+class TakeOver:
+    """The stage that this one follows is lost: take its place, on these links."""
+
+    relinks: list[Relink]
 
 
 @dataclass(frozen=True)
@@ -368,7 +389,7 @@ class Read:
 OfPeer = Hello | Alive | Leaving | Tried | Declined
 OfStage = Pulse | Ready | Linked | LinkDown | LinkUp | Report | Finished | Failed | Ended | Chosen
 ToPeer = AskAlive | Hold | Order | Release | News | StepNews | ScoreNews | TryDoor | Dismiss
-ToStage = Connect | Start | Await | Relink | Saved | Stop | Leave | Read
+ToStage = Connect | Start | Await | Relink | Follow | TakeOver | Saved | Stop | Leave | Read
 FromPeer = OfPeer | OfStage
 FromCoordinator = ToPeer | ToStage
 Message = FromPeer | FromCoordinator

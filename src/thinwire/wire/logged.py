@@ -9,6 +9,8 @@ follow from the state and from each other, so nobody else notices.
 """
 
 import contextlib
+import itertools
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -28,6 +30,7 @@ from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 SEGMENT_BYTES = 16 << 20  # of a file of the log: what is no longer needed goes file by file
 MOST_SAID = 1 << 20  # bytes of a position
 _ANSWER_S = 30.0
+_LOOK_S = 0.2  # between two looks for what a follower has not got
 GOODBYE = -1  # instead of a step, for the last frame of a link
 
 
@@ -53,6 +56,7 @@ class FrameLog:
         self._entries: deque[Entry] = deque()
         self._lock = threading.Lock()
         self._number, self._size, self.bytes = 0, 0, 0
+        self._dropped = 0  # entries before the first that is there
         self._step = 0  # of the latest
         self._from = 0  # it has all frames of this step and later ones
         self.trouble = ""
@@ -99,6 +103,22 @@ class FrameLog:
         with self._lock:
             return [entry for entry in self._entries if entry.step >= step or entry.step == GOODBYE]
 
+    def after(self, count: int) -> tuple[int, list[Entry]]:
+        """Those that came after so many; and how many there were in all. WireError if some of them
+        are there no more.
+        """
+        with self._lock:
+            if count < self._dropped:
+                raise WireError("the log has dropped what the follower has not read")
+            ends = self._dropped + len(self._entries)
+            return ends, list(itertools.islice(self._entries, count - self._dropped, None))
+
+    def count_before(self, step: int) -> int:
+        """How many frames, in all, there were of earlier steps."""
+        with self._lock:
+            earlier = (entry for entry in self._entries if GOODBYE < entry.step < step)
+            return self._dropped + sum(1 for _ in earlier)
+
     def read(self, entry: Entry) -> bytes:
         """A frame as it was sent; WireError if the disk does not give it back."""
         try:
@@ -121,6 +141,7 @@ class FrameLog:
         files = {entry.file for entry in self._entries}
         while self._entries and is_old(self._entries[0]):
             self.bytes -= self._entries.popleft().length
+            self._dropped += 1
         current = self._folder / f"{self._number:06d}.frames"
         for file in files - {entry.file for entry in self._entries} - {current}:
             with contextlib.suppress(OSError):
@@ -130,9 +151,9 @@ class FrameLog:
 class Position(msgspec.Struct, frozen=True):
     """Where one end of a link stands when the other is replaced."""
 
-    start: int  # the step of the state from which it computes; of one that was not replaced: 0
+    start: int  # the step that it is at: it has all frames of earlier ones
     latest: int  # the last step that it has sent frames of
-    received: dict[int, int]  # by step: how many frames have arrived
+    received: dict[int, int]  # by step, from there on: how many frames have arrived
     decided: int = -1  # the last decision of the first stage that has arrived, and whether it
     stops: bool = False  # ended the run (engine/port.py numbers them)
 
@@ -141,12 +162,14 @@ class LinkState:
     """What one end of a link has sent and received, whoever was at the other end, and what follows
     from that when another takes its place: what is sent, sent again, and left out.
 
-    `start` is the step of the state that this end was built from; with `is_new` it takes the place
-    of a process that was lost. It has no threads: `LoggedPipe` guards it.
+    `start` is the step that this end is at; with `is_new` it takes the place of a process that was
+    lost. One that `follows` computes what another process computes, from the logs of that one's
+    neighbours, and sends nothing until it takes its place. It has no threads: `LoggedPipe` guards
+    it.
     """
 
-    def __init__(self, log: FrameLog, start: int = 0, is_new: bool = False):
-        self.log, self.start, self.is_new = log, start, is_new
+    def __init__(self, log: FrameLog, start: int = 0, is_new: bool = False, follows: bool = False):
+        self.log, self.start, self.is_new, self.follows = log, start, is_new, follows
         self.theirs: Position | None = None  # once either end was replaced
         self.decided, self.stops = -1, False  # of a Position: whoever reads the frames knows
         self.said_bye = self.heard_bye = False
@@ -157,6 +180,8 @@ class LinkState:
     @property
     def sent_again(self) -> int:
         """The last step whose frames come from the log of the other end: as fast as it can."""
+        if self.follows:
+            return sys.maxsize
         return self.theirs.latest if self.is_new and self.theirs is not None else -1
 
     @property
@@ -172,7 +197,7 @@ class LinkState:
         if kind == FrameKind.BYE:
             step, self.said_bye = GOODBYE, True
         self.log.add(step, message)
-        if self._has(step):
+        if self.follows or self._has(step):
             return False
         self._unwritten += 1
         return True
@@ -190,7 +215,8 @@ class LinkState:
 
     def position(self) -> Position:
         """Where this end stands."""
-        received = dict(self._received)
+        known = self._received.items()
+        received = {step: n for step, n in known if step >= self.start or step == GOODBYE}
         return Position(self.start, self.log.latest, received, self.decided, self.stops)
 
     def go_on(self, theirs: Position) -> list[Entry]:
@@ -202,7 +228,7 @@ class LinkState:
                 f"the log of what was sent does not reach back to step {theirs.start}"
                 + (f": {self.log.trouble}" if self.log.trouble else "")
             )
-        self.theirs, self._skip = theirs, Counter(theirs.received)
+        self.theirs, self._skip, self.follows = theirs, Counter(theirs.received), False
         entries = self.log.since(theirs.start)
         # What waits for its time on an emulated uplink will be written by itself.
         entries = entries[: max(0, len(entries) - self._unwritten)]
@@ -210,6 +236,8 @@ class LinkState:
 
     def _has(self, step: int) -> bool:
         """Whether the other end has the next frame of this step."""
+        if self.theirs is not None and GOODBYE < step < self.theirs.start:
+            return True
         self._skip[step] -= 1
         return self._skip[step] >= 0
 
@@ -229,7 +257,7 @@ class LoggedPipe(Pipe):
 
     def __init__(self, pipe: Pipe | None, state: LinkState, nic: Nic | None = None):
         """Without a pipe, this end is the one that was replaced: `go_on` gives it one."""
-        self.replayed_bytes = 0
+        self.replayed_bytes = self.fed_bytes = 0
         self._nic = nic
         self._writing = threading.Lock()
         self._changed = threading.Condition()  # guards all that follows
@@ -319,6 +347,29 @@ class LoggedPipe(Pipe):
                 pipe.write(message)
         if self._closed:
             on_daemon_thread("thinwire close", lambda: _read_out(pipe))
+
+    def follow(self, pipe: Pipe) -> None:
+        """Read what another process gets, and compute the same: until `go_on` takes its place."""
+        self._exchange(pipe)
+        with self._changed:
+            self._pipe, self._awaits = pipe, True
+            self._changed.notify_all()
+
+    def feed(self, pipe: Pipe) -> None:
+        """Send the log to a process that follows the one at the other end, for as long as it reads.
+
+        On a thread of its own, which reads the log: nobody waits for a follower. WireError once it
+        is lost, or has fallen back behind what the log holds.
+        """
+        count = self.state.log.count_before(self._exchange(pipe).start)
+        while not self._closed:
+            count, entries = self.state.log.after(count)
+            for entry in entries:
+                message = self.state.log.read(entry)
+                self.fed_bytes += len(message)
+                pipe.write(message)
+            with self._changed:
+                self._changed.wait(_LOOK_S)
 
     def _exchange(self, pipe: Pipe) -> Position:
         with self._changed:
