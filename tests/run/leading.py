@@ -96,8 +96,7 @@ class Lead:
             ],
             Phase.TRAINING: lambda: self.all_say(Linked()),
             Phase.STOPPING: lambda: self.on(StopAsked()),
-            Phase.SETTLING: lambda: self.on(Exited(1, -9)),
-            Phase.FINISHED: lambda: self.on(Tick(), SETTLE_SECONDS),
+            Phase.FINISHED: lambda: [self.on(Exited(1, -9)), self.on(Tick(), SETTLE_SECONDS)],
         }
         for reached, way in ways.items():
             way()
@@ -114,9 +113,14 @@ class Lead:
         assert commands[-1] is end
         return end
 
+    @property
+    def is_settling(self) -> bool:
+        """Whether it looks for the cause of a failure."""
+        return "looks for the cause" in self.coordinator.reasons()[0]
+
     def settled(self) -> End:
         """How it ends once the moment after a failure has passed."""
-        assert self.coordinator.phase is Phase.SETTLING
+        assert self.is_settling
         assert self.on(Tick(), SETTLE_SECONDS / 2) == []
         assert self.coordinator.rest(self.now) <= SETTLE_SECONDS / 2
         return self.ended(self.on(Tick(), SETTLE_SECONDS / 2))

@@ -363,9 +363,9 @@ class Port:
         return number == theirs.decided and theirs.stops
 
     def _on_frame(self, frame: Frame) -> None:
-        if self._logged is not None and frame.step <= self._logged.sent_again:
-            if not self._mailbox.wait_until(lambda: self._is_due(frame)):
-                return  # nobody will take it
+        is_sent_again = self._logged is not None and frame.step <= self._logged.sent_again
+        if is_sent_again and not self._mailbox.wait_until(lambda: self._is_due(frame)):
+            return  # nobody will take it
         if frame.kind not in self._due.kinds:
             raise WireError(f"{self.link.name}: an unexpected {frame.kind.name} frame arrived")
         if frame.sender != self._due.sender:

@@ -282,7 +282,7 @@ class Coordinator:
 
     def _end_if_done(self) -> list[Command]:
         """The end of the run, once all stages have finished and no part is on its way."""
-        if len(self._finished) < len(self._all):
+        if len(self._finished) < len(self._all) or self._settled_at is not None:
             return []
         leave = self._tell_all(Leave())
         if not self._travelling:
@@ -354,7 +354,8 @@ class Coordinator:
         if isinstance(event, PartLost):
             self._parts[event.step][event.stage] = ShardFailed(event.step, event.error)
         commands = self._settle_checkpoint(event.step)
-        if self.phase is Phase.COLLECTING and not self._travelling:
+        is_last = self.phase is Phase.COLLECTING and not self._travelling
+        if is_last and self._settled_at is None:
             commands.append(self._end())
         return commands
 
