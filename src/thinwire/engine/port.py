@@ -20,7 +20,7 @@ from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.errors import ThinwireError, WireError
 from thinwire.schedule import Kind, Schedule
-from thinwire.wire import Frame, FrameKind, Link, LoggedPipe
+from thinwire.wire import Frame, FrameKind, Link
 
 Key = tuple[Any, ...]
 
@@ -273,10 +273,7 @@ class Port:
         self._seen: set[tuple[FrameKind, int, int]] = set()
         self._sent: dict[int, set[int]] = {}
         self._held: list[Frame] = []
-        self._decided, self._stops = -1, False  # the last decision from below
-        self._logged = link.pipe if isinstance(link.pipe, LoggedPipe) else None
-        if self._logged is not None:
-            self._logged.about = lambda: (self._decided, self._stops)
+        self._state = link.pipe.state  # where the neighbour may be replaced
         link.start(self._on_frame, mailbox.fail, self._on_end)
 
     def send_tensor(
@@ -357,14 +354,14 @@ class Port:
 
         None if nobody has heard of it: then it is to be made now. Known on the first stage alone.
         """
-        theirs = self._logged.theirs if self._logged is not None else None
+        theirs = self._state.theirs if self._state is not None else None
         if theirs is None or number > theirs.decided:
             return None
         return number == theirs.decided and theirs.stops
 
     def _on_frame(self, frame: Frame) -> None:
-        is_sent_again = self._logged is not None and frame.step <= self._logged.sent_again
-        if is_sent_again and not self._mailbox.wait_until(lambda: self._is_due(frame)):
+        is_again = self._state is not None and frame.step <= self._state.sent_again
+        if is_again and not self._mailbox.wait_until(lambda: self._is_due(frame)):
             return  # nobody will take it
         if frame.kind not in self._due.kinds:
             raise WireError(f"{self.link.name}: an unexpected {frame.kind.name} frame arrived")
@@ -446,8 +443,9 @@ class Port:
                 self._check_basis(content)
             elif kind is not FrameKind.ROWS:  # whose size the stage itself knows at the step's end
                 said = _MESSAGE_CHECKS[kind](content)
-                if isinstance(said, Verdict):
-                    self._decided, self._stops = decision_number(kind, step), said.stop
+                if isinstance(said, Verdict) and self._state is not None:
+                    self._state.decided = decision_number(kind, step)
+                    self._state.stops = said.stop
                 if isinstance(said, list) and not all(map(math.isfinite, said)):
                     self._sightings.note(step, NORMS)
         except WireError as error:

@@ -71,6 +71,7 @@ from thinwire.wire import (
     Identity,
     LastingPipe,
     Link,
+    LinkState,
     Listener,
     LoggedPipe,
     Meter,
@@ -318,7 +319,8 @@ class Peer:
         if not isinstance(worker, Worker) or not most or not worker.settings.link.outage:
             return pipe
         log = FrameLog(worker.log_folder(cut), most)
-        logged = LoggedPipe(None if self._is_new else pipe, log, nic, worker.state.step)
+        state = LinkState(log, worker.state.step, self._is_new)
+        logged = LoggedPipe(None if self._is_new else pipe, state, nic)
         self._logged[cut] = logged
         if self._is_new:
             logged.go_on(pipe)

@@ -10,7 +10,7 @@ from thinwire.wire.handshake import handshake
 from thinwire.wire.keys import Identity
 from thinwire.wire.lasting import LastingPipe
 from thinwire.wire.link import Link, LinkConfig, Span
-from thinwire.wire.logged import FrameLog, LoggedPipe, Position
+from thinwire.wire.logged import FrameLog, LinkState, LoggedPipe, Position
 from thinwire.wire.meter import Meter, Unmetered
 from thinwire.wire.pipe import Pipe, memory_pair
 from thinwire.wire.routes import Route, Routes, Seen, Standby, ping
@@ -31,6 +31,7 @@ __all__ = [
     "Limits",
     "Link",
     "LinkConfig",
+    "LinkState",
     "Listener",
     "LoggedPipe",
     "Meter",

@@ -67,20 +67,23 @@ class FrameLog:
             try:
                 if self.bytes + len(message) > self._limit:
                     raise OSError(f"it would be larger than {self._limit >> 20} MB")
-                self._folder.mkdir(parents=True, exist_ok=True)
-                if self._size >= SEGMENT_BYTES:
-                    self._number, self._size = self._number + 1, 0
-                file = self._folder / f"{self._number:06d}.frames"
-                with file.open("ab") as end:
-                    offset = end.tell()
-                    end.write(message)
+                self._entries.append(Entry(step, *self._store(message), len(message)))
             except OSError as error:
                 self.trouble, self._from = str(error), self._step + 1
                 self._drop(lambda entry: True)
                 return
-            self._entries.append(Entry(step, file, offset, len(message)))
-            self._size = offset + len(message)
             self.bytes += len(message)
+
+    def _store(self, message: BytesLike) -> tuple[Path, int]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._size >= SEGMENT_BYTES:
+            self._number, self._size = self._number + 1, 0
+        file = self._folder / f"{self._number:06d}.frames"
+        with file.open("ab") as end:
+            offset = end.tell()
+            end.write(message)
+        self._size = offset + len(message)
+        return file, offset
 
     def reaches(self, step: int) -> bool:
         """Whether it has all frames of this step and later ones."""
@@ -134,54 +137,116 @@ class Position(msgspec.Struct, frozen=True):
     stops: bool = False  # ended the run (engine/port.py numbers them)
 
 
+class LinkState:
+    """What one end of a link has sent and received, whoever was at the other end, and what follows
+    from that when another takes its place: what is sent, sent again, and left out.
+
+    `start` is the step of the state that this end was built from; with `is_new` it takes the place
+    of a process that was lost. It has no threads: `LoggedPipe` guards it.
+    """
+
+    def __init__(self, log: FrameLog, start: int = 0, is_new: bool = False):
+        self.log, self.start, self.is_new = log, start, is_new
+        self.theirs: Position | None = None  # once either end was replaced
+        self.decided, self.stops = -1, False  # of a Position: whoever reads the frames knows
+        self.said_bye = self.heard_bye = False
+        self._skip: Counter[int] = Counter()  # by step: frames of ours that the other end has
+        self._received: Counter[int] = Counter()
+        self._unwritten = 0  # that were logged, and not written yet
+
+    @property
+    def sent_again(self) -> int:
+        """The last step whose frames come from the log of the other end: as fast as it can."""
+        return self.theirs.latest if self.is_new and self.theirs is not None else -1
+
+    @property
+    def holds_goodbye(self) -> bool:
+        """Whether a goodbye is to wait: in a log that is sent again it comes long before the end
+        of the work here.
+        """
+        return self.heard_bye and self.theirs is not None and not self.said_bye
+
+    def keep(self, message: BytesLike) -> bool:
+        """Log a frame that is to be written; False if the other end has it, so it need not be."""
+        kind, step = kind_and_step(message)
+        if kind == FrameKind.BYE:
+            step, self.said_bye = GOODBYE, True
+        self.log.add(step, message)
+        if self._has(step):
+            return False
+        self._unwritten += 1
+        return True
+
+    def written(self) -> None:
+        """A frame that was kept is written now, or dropped because nobody is at the other end."""
+        self._unwritten -= 1
+
+    def receive(self, message: BytesLike) -> None:
+        """Note a frame that has arrived."""
+        kind, step = kind_and_step(message)
+        if kind == FrameKind.BYE:
+            step, self.heard_bye = GOODBYE, True
+        self._received[step] += 1
+
+    def position(self) -> Position:
+        """Where this end stands."""
+        received = dict(self._received)
+        return Position(self.start, self.log.latest, received, self.decided, self.stops)
+
+    def go_on(self, theirs: Position) -> list[Entry]:
+        """Another process is at the other end: what of the log is to be written to it, in order,
+        before all that is kept from now on. WireError where the log does not reach back that far.
+        """
+        if not self.log.reaches(theirs.start):
+            raise WireError(
+                f"the log of what was sent does not reach back to step {theirs.start}"
+                + (f": {self.log.trouble}" if self.log.trouble else "")
+            )
+        self.theirs, self._skip = theirs, Counter(theirs.received)
+        entries = self.log.since(theirs.start)
+        # What waits for its time on an emulated uplink will be written by itself.
+        entries = entries[: max(0, len(entries) - self._unwritten)]
+        return [entry for entry in entries if not self._has(entry.step)]
+
+    def _has(self, step: int) -> bool:
+        """Whether the other end has the next frame of this step."""
+        self._skip[step] -= 1
+        return self._skip[step] >= 0
+
+    def trim(self, step: int) -> None:
+        """A state of this step is safe everywhere: earlier frames are needed no more."""
+        self.log.trim(step)
+        for old in [one for one in self._received if GOODBYE < one < step]:
+            del self._received[old]
+
+
 class LoggedPipe(Pipe):
     """Joins successive processes at the other end into one pipe.
 
     It begins with `pipe`. When that is lost, reading waits once `await_another` was called, and
     `go_on` continues with the pipe to whoever took the place; without that, the loss is the end.
-    `start` is the step of the state that this end was built from.
     """
 
-    def __init__(self, pipe: Pipe | None, log: FrameLog, nic: Nic | None = None, start: int = 0):
+    def __init__(self, pipe: Pipe | None, state: LinkState, nic: Nic | None = None):
         """Without a pipe, this end is the one that was replaced: `go_on` gives it one."""
-        self.log, self.start, self._is_new = log, start, pipe is None
-        self.theirs: Position | None = None  # once either end was replaced
         self.replayed_bytes = 0
-        self.about: Callable[[], tuple[int, bool]] = lambda: (-1, False)
         self._nic = nic
-        self._skip: Counter[int] = Counter()  # by step: frames of ours that the other end has
         self._writing = threading.Lock()
         self._changed = threading.Condition()  # guards all that follows
+        self.state: LinkState = state
         self._pipe = pipe
-        self._awaits = False
-        self._received: Counter[int] = Counter()
-        self._unwritten = 0  # that were logged, and not written yet
-        self._said_bye = self._heard_bye = self._closed = False
-
-    @property
-    def sent_again(self) -> int:
-        """The last step whose frames come from the log of the other end: as fast as it can."""
-        return self.theirs.latest if self._is_new and self.theirs is not None else -1
+        self._awaits = self._closed = False
 
     def keep(self, message: BytesLike) -> bool:
-        """Log a frame that is to be written; False if the other end has it, so it need not be."""
-        kind, step = kind_and_step(message)
-        step = GOODBYE if kind == FrameKind.BYE else step
         with self._changed:
-            self.log.add(step, message)
-            if kind == FrameKind.BYE:
-                self._said_bye = True
-                self._changed.notify_all()
-            if self._skip[step] > 0:
-                self._skip[step] -= 1
-                return False
-            self._unwritten += 1
-            return True
+            is_needed = self.state.keep(message)
+            self._changed.notify_all()
+            return is_needed
 
     def write(self, message: BytesLike) -> None:
         with self._writing:
             with self._changed:
-                self._unwritten -= 1
+                self.state.written()
                 pipe = self._pipe
             if pipe is None:
                 return
@@ -209,12 +274,11 @@ class LoggedPipe(Pipe):
                 if message is not None:
                     if pipe is not self._pipe:
                         continue  # of a process that was replaced meanwhile
-                    if (message := self._receive(message)) is not None:
-                        return message
-                    continue
+                    self._receive(message)
+                    return message
                 if pipe is not self._pipe:
                     continue
-                if self._heard_bye or self._closed:
+                if self.state.heard_bye or self._closed:
                     return None
                 if not self._awaits:
                     if failure is not None:
@@ -222,15 +286,9 @@ class LoggedPipe(Pipe):
                     return None
                 self._pipe = None
 
-    def _receive(self, message: BytesLike) -> BytesLike | None:
-        frame = memoryview(message)[STAMP_BYTES if self._nic is not None else 0 :]
-        kind, step = kind_and_step(frame)
-        if kind == FrameKind.BYE:
-            step, self._heard_bye = GOODBYE, True
-            # In a log that is sent again it comes long before this end is done.
-            self._changed.wait_for(lambda: self.theirs is None or self._said_bye or self._closed)
-        self._received[step] += 1
-        return message
+    def _receive(self, message: BytesLike) -> None:
+        self.state.receive(memoryview(message)[STAMP_BYTES if self._nic is not None else 0 :])
+        self._changed.wait_for(lambda: not self.state.holds_goodbye or self._closed)
 
     def await_another(self) -> None:
         """The process at the other end is gone, and another will come in its place."""
@@ -248,23 +306,12 @@ class LoggedPipe(Pipe):
         """
         with self._writing:
             theirs = self._exchange(pipe)
-            if not self.log.reaches(theirs.start):
-                raise WireError(
-                    f"the log of what was sent does not reach back to step {theirs.start}"
-                    + (f": {self.log.trouble}" if self.log.trouble else "")
-                )
             with self._changed:
-                self.theirs, self._skip = theirs, Counter(theirs.received)
-                entries = self.log.since(theirs.start)
-                # What waits for its time on an emulated uplink will be written by itself.
-                entries = entries[: len(entries) - self._unwritten]
+                entries = self.state.go_on(theirs)
                 self._pipe, self._awaits = pipe, False
                 self._changed.notify_all()
             for entry in entries:
-                if self._skip[entry.step] > 0:
-                    self._skip[entry.step] -= 1
-                    continue
-                message = self.log.read(entry)
+                message = self.state.log.read(entry)
                 self.replayed_bytes += len(message)
                 if self._nic is not None:
                     passage = self._nic.reserve_up(len(message), time.monotonic())
@@ -275,8 +322,7 @@ class LoggedPipe(Pipe):
 
     def _exchange(self, pipe: Pipe) -> Position:
         with self._changed:
-            decided, stops = self.about()
-            mine = Position(self.start, self.log.latest, dict(self._received), decided, stops)
+            mine = self.state.position()
         pipe.write(msgspec.msgpack.encode(mine))
         try:
             raw = on_daemon_thread("thinwire position", pipe.read).result(_ANSWER_S)
@@ -291,10 +337,8 @@ class LoggedPipe(Pipe):
 
     def trim(self, step: int) -> None:
         """A state of this step is safe everywhere: earlier frames are needed no more."""
-        self.log.trim(step)
         with self._changed:
-            for old in [one for one in self._received if GOODBYE < one < step]:
-                del self._received[old]
+            self.state.trim(step)
 
     def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
         with self._changed:

@@ -3,6 +3,7 @@
 import collections
 import threading
 from abc import ABC, abstractmethod
+from typing import Any
 
 from thinwire.errors import WireError
 from thinwire.wire.frame import BytesLike
@@ -18,6 +19,7 @@ class Pipe(ABC):
     """
 
     comes_from: str = ""
+    state: Any = None  # a LinkState, where another process may take the place of the other end
 
     @abstractmethod
     def write(self, message: BytesLike) -> None:
