@@ -215,7 +215,9 @@ class Coordinator:
             case Exited(stage=stage, code=0):
                 self._left.add(stage)
             case Exited(stage=stage) | Lost(stage=stage):
-                if stage not in self._finished:
+                # One that has finished is needed until all have: for its log.
+                is_needed = self._together and self.phase is not Phase.COLLECTING
+                if stage not in self._finished or (is_needed and isinstance(event, Exited)):
                     self._suspect(event, now)
             case Away() | Back():
                 return self._on_absence(event, now)
@@ -282,7 +284,7 @@ class Coordinator:
 
     def _end_if_done(self) -> list[Command]:
         """The end of the run, once all stages have finished and no part is on its way."""
-        if len(self._finished) < len(self._all):
+        if len(self._finished) < len(self._all) or self._settled_at is not None:
             return []
         leave = self._tell_all(Leave())
         if not self._travelling:
@@ -354,12 +356,19 @@ class Coordinator:
         if isinstance(event, PartLost):
             self._parts[event.step][event.stage] = ShardFailed(event.step, event.error)
         commands = self._settle_checkpoint(event.step)
-        if self.phase is Phase.COLLECTING and not self._travelling:
+        is_last = self.phase is Phase.COLLECTING and not self._travelling
+        if is_last and self._settled_at is None:
             commands.append(self._end())
         return commands
 
     def _settle_checkpoint(self, step: int) -> list[Command]:
-        """What becomes of a checkpoint, once every stage's part of it is here or has failed."""
+        """What becomes of a checkpoint, once every stage's part of it is here or has failed.
+
+        Not while a stage is behind: it writes its part again, and whoever is lost now must begin
+        where it did, for it needs what its neighbours sent since.
+        """
+        if self._lost_at:
+            return []
         parts = self._parts[step]
         if len(parts) < len(self._all) or any((step, stage) in self._travelling for stage in parts):
             return []  # another stage may be writing still
@@ -425,13 +434,14 @@ class Coordinator:
         """Something is wrong: listen a moment before blaming anyone.
 
         A stage that dies takes its neighbours' links down, and they may complain before its death
-        is seen. A process that was killed is evidence enough.
+        is seen. A process that was killed is evidence enough, once that was said of all its stages.
         """
-        if self._settled_at is None:
-            self._settled_at = now + SETTLE_SECONDS
-        if self._together and isinstance(evidence, Exited) and evidence.code < 0:
-            self._settled_at = now
         self._evidence.append(evidence)
+        killed = {e.stage for e in self._evidence if isinstance(e, Exited) and e.code < 0}
+        if killed and killed.issuperset(self._together.get(evidence.stage, ())) and self._together:
+            self._settled_at = now
+        elif self._settled_at is None:
+            self._settled_at = now + SETTLE_SECONDS
 
     def _settle(self, now: float) -> list[Command]:
         """What follows from a failure: the end of the run, or others in the place of the lost."""
@@ -546,7 +556,10 @@ class Coordinator:
         seconds = now - self._lost_at.pop(stage)
         self._watch.caught_up(stage)
         note = f"stage {stage} is back after {seconds:.1f} s; no other stage trained a step again"
-        return [Say(note), *self._tell_saved()]
+        parts = [
+            command for step in sorted(self._parts) for command in self._settle_checkpoint(step)
+        ]
+        return [Say(note), *parts, *self._tell_saved()]
 
     def _tell_saved(self) -> list[Command]:
         """What stages sent before a complete checkpoint is needed no more, unless one is behind."""
@@ -563,7 +576,8 @@ class Coordinator:
         self.phase, self._since = phase, self._watch.now
 
     def _tell_all(self, message: ToStage) -> list[Command]:
-        return [Tell(stage, message) for stage in self._all]
+        """Who takes a lost one's place hears it once it trains."""
+        return [Tell(stage, message) for stage in self._all if stage not in self._lost]
 
 
 def _sum(one: Meters | None, other: Meters | None) -> Meters:

@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -235,6 +236,7 @@ class LoggedPipe(Pipe):
         self._changed = threading.Condition()  # guards all that follows
         self.state: LinkState = state
         self._pipe = pipe
+        self._coming: Pipe | None = None  # while both ends say where they stand
         self._awaits = self._closed = False
 
     def keep(self, message: BytesLike) -> bool:
@@ -294,10 +296,11 @@ class LoggedPipe(Pipe):
         """The process at the other end is gone, and another will come in its place."""
         with self._changed:
             self._awaits = True
-            before, self._pipe = self._pipe, None
+            gone = [pipe for pipe in (self._pipe, self._coming) if pipe is not None]
+            self._pipe = self._coming = None
             self._changed.notify_all()
-        if before is not None:
-            on_daemon_thread("thinwire close", lambda: before.close(0))
+        for pipe in gone:
+            on_daemon_thread("thinwire close", partial(pipe.close, 0))
 
     def go_on(self, pipe: Pipe) -> None:
         """Continue with another process at the other end, or as one; both say where they stand.
@@ -305,10 +308,14 @@ class LoggedPipe(Pipe):
         WireError where the log does not reach back to its state, or the new one is lost too.
         """
         with self._writing:
+            with self._changed:
+                self._coming = pipe
             theirs = self._exchange(pipe)
             with self._changed:
+                if self._coming is not pipe:
+                    raise WireError("whoever was to take the place is lost too")
                 entries = self.state.go_on(theirs)
-                self._pipe, self._awaits = pipe, False
+                self._pipe, self._coming, self._awaits = pipe, None, False
                 self._changed.notify_all()
             for entry in entries:
                 message = self.state.log.read(entry)
