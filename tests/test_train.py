@@ -388,7 +388,7 @@ def test_codecs_that_remember_and_plugins_work_in_processes(
         def step(self, record: Any) -> None:
             scratch.extend(folder.glob("scratch/stage-*/*"))
 
-    train(make_settings(train__steps=4, **changes), Watching(StringIO()))
+    train(settings, Watching(StringIO()))
     remembered = {"cut-0-forward-send", "cut-0-forward-receive"}
     assert {path.name for path in scratch} == {*remembered, "sent-0"}
     assert not (folder / "scratch").exists(), "the checkpoint holds it all"

@@ -90,6 +90,7 @@ STEP = Step(
 SHARD = Shard("stage-1.safetensors", "ab", 10, ["a/b"])
 WRITTEN = ShardWritten(4, Versions(4, 0), SHARD, {"0": {"forward": "ab", "backward": ""}})
 FAILED = Failed("WireError", True, "link cut-0 is broken", "", [0], [])
+CONNECT = Connect("127.0.0.1:1", [0, 1], ["ana", "ben"], reach=[Way("a:1", "direct", "t")])
 MESSAGES: list[Any] = [
     Hello({"torch": "2.6"}, Machine("ana", tflops=1.0, memory_gb=2.0), "127.0.0.1:1", "", "ab"),
     Alive(),
@@ -118,11 +119,11 @@ MESSAGES: list[Any] = [
     ScoreNews(1, 2.0, None),
     TryDoor(),
     Dismiss("over", in_order=True),
-    Connect("127.0.0.1:1", [0, 1], ["ana", "ben"], reach=[Way("a:1", "direct", "t")]),
+    CONNECT,
     Start(),
-    Await(1),
-    Relink(1, Connect("127.0.0.1:1", [0, 1])),
-    Saved(4),
+    Await(0),
+    Relink(0, CONNECT),
+    Saved(8),
     Stop(),
     Leave(),
     Read([1, 2], seed=-3),

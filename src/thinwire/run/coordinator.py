@@ -236,7 +236,7 @@ class Coordinator:
         return []
 
     def _on_message(self, stage: int, message: OfStage, now: float) -> list[Command]:
-        if self._is_repeated(stage, message):
+        if self._is_late(stage, message) or self._is_repeated(stage, message):
             return []
         evidence = len(self._evidence)
         try:
@@ -534,9 +534,18 @@ class Coordinator:
             return False
         kind = ShardWritten if isinstance(message, ShardFailed) else type(message)
         if stage in self._lost_at and message.step <= self._heard.get((stage, kind), -1):
+            parts = self._parts.get(message.step, {})
+            is_here = self._parts_travel and (message.step, stage) not in self._travelling
+            if isinstance(message, ShardWritten) and stage in parts and not is_here:
+                parts[stage] = message  # another machine may write other bytes
             return True
         self._heard[stage, kind] = message.step
         return False
+
+    def _is_late(self, stage: int, message: OfStage) -> bool:
+        """Whether this is of a process that was given up and lives: its successor is not built."""
+        is_building = self._lost.get(stage) is Phase.BUILDING
+        return is_building and isinstance(message, Linked | Report | Finished)
 
     def _with_all_moved(self, stage: int, message: OfStage) -> OfStage:
         """A report with the bytes of all processes that this stage had."""
