@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, cast
 
+from thinwire.engine.port import decision_number
 from thinwire.engine.reports import (
     Agreements,
     Evaluation,
@@ -72,6 +73,7 @@ from thinwire.run.protocol import (
 )
 from thinwire.run.signals import Interrupted
 from thinwire.run.watch import Watch
+from thinwire.wire import FrameKind
 
 MOST_AHEAD = 4096
 """Steps that a stage may report before the others do. Training keeps stages together, but a control
@@ -149,9 +151,11 @@ class Coordinator:
         self._lost: dict[int, Phase] = {}  # stages that are replaced, and how far that is
         self._lost_at: dict[int, float] = {}  # ... and since when, until they have caught up
         self._deaths: Counter[int] = Counter()  # since the last step that is new
+        self._gone: set[int] = set()  # whose processes have ended, also after they had finished
         self._links = [0] * max(0, stages - 1)  # how often the link over each cut was opened anew
         self._saved = 0  # the step of the last complete checkpoint, as stages were told
         self._complete = 0  # ... and as it is
+        self._base = 0  # ... and from which stages were last replaced
         self._heard: dict[tuple[int, type], int] = {}  # the last step of each kind of report
         self._moved: dict[int, Meters] = {}  # what lost processes of a stage had moved
         self._moving: dict[int, Meters] = {}  # what its process has, by its last report
@@ -219,6 +223,7 @@ class Coordinator:
                 is_needed = self._together and self.phase is not Phase.COLLECTING
                 if stage not in self._finished or (is_needed and isinstance(event, Exited)):
                     self._suspect(event, now)
+                self._gone.add(stage)
             case Away() | Back():
                 return self._on_absence(event, now)
             case PartArrived() | PartLost():
@@ -480,6 +485,15 @@ class Coordinator:
         # Whoever was linking to one of them would wait in vain, and begins anew.
         linking = {s for s, phase in self._lost.items() if phase is Phase.LINKING}
         lost |= {other for stage in linking for other in self._together[stage]}
+        # Whoever still computes anew would ask for more than the logs of others that begin at a
+        # newer checkpoint will have: it begins there too.
+        if self._complete > self._base:
+            lost |= {other for stage in self._lost_at for other in self._together[stage]}
+            self._base = self._complete
+        # What a neighbour sent that has finished and is gone is lost too.
+        while gone := {s for s in self._gone if {s - 1, s + 1} & lost} - lost:
+            lost |= {other for stage in gone for other in self._together[stage]}
+        self._gone -= lost
         self._deaths[culprit.stage] += 1
         for stage in lost:
             self._lost[stage] = Phase.BUILDING
@@ -512,12 +526,17 @@ class Coordinator:
             self._ready[stage] = message
         if not all(self._lost[s] is phase and s in self._arrived for s in self._lost):
             return []
+        arrived = [*self._arrived.values()]
         self._arrived.clear()
         lost = sorted(self._lost)
         if phase is Phase.LINKING:
             self._lost.clear()
             stop = [Tell(s, Stop()) for s in lost if self.stop_asked]
-            return [*(Tell(stage, Start()) for stage in lost), *stop]
+            # Not before the steps that were reported, if nobody is left who knows more.
+            reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
+            known = [(linked.decided, linked.stops) for linked in arrived]
+            start = Start(*max((reported, False), *known))
+            return [*(Tell(stage, start) for stage in lost), *stop]
         cuts = {cut for s in lost for cut in (s - 1, s)} & {*range(len(self._links))}
         relinks = [Tell(s, Relink(cut, self._connect(s))) for s, cut in self._ends_alive(cuts)]
         self._lost = dict.fromkeys(lost, Phase.LINKING)

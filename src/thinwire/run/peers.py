@@ -92,7 +92,7 @@ def recording(record: RunRecord, peers: "Peers") -> Callable[[Command], None]:
         record.carry_out(command)
         if isinstance(command, Commit) and command.step not in record.checkpoints.failed:
             peers.saved = record.checkpoints.latest
-            peers.said.note(Completed(command.step))
+            peers.said.note_first(Completed(command.step))  # others may be replaced from it
 
     return carry_out
 

@@ -36,6 +36,7 @@ class Entry(NamedTuple):
     """Where the log has a frame."""
 
     step: int
+    kind: int
     file: Path
     offset: int
     length: int
@@ -61,14 +62,14 @@ class FrameLog:
             for old in folder.glob("*.frames"):
                 old.unlink()
 
-    def add(self, step: int, message: BytesLike) -> None:
+    def add(self, step: int, kind: int, message: BytesLike) -> None:
         """Keep one more; a goodbye belongs to the last step."""
         with self._lock:
             self._step = max(step, self._step)
             try:
                 if self.bytes + len(message) > self._limit:
                     raise OSError(f"it would be larger than {self._limit >> 20} MB")
-                self._entries.append(Entry(step, *self._store(message), len(message)))
+                self._entries.append(Entry(step, kind, *self._store(message), len(message)))
             except OSError as error:
                 self.trouble, self._from = str(error), self._step + 1
                 self._drop(lambda entry: True)
@@ -133,8 +134,8 @@ class Position(msgspec.Struct, frozen=True):
 
     start: int  # the step of the state from which it computes; of one that was not replaced: 0
     latest: int  # the last step that it has sent frames of
-    received: dict[int, int]  # by step: how many frames have arrived
-    decided: int = -1  # the last decision of the first stage that has arrived, and whether it
+    received: list[tuple[int, int, int]]  # step and kind, and how many such frames have arrived
+    decided: int = 0  # the last decision of the first stage that is known, and whether it
     stops: bool = False  # ended the run (engine/port.py numbers them)
 
 
@@ -149,16 +150,15 @@ class LinkState:
     def __init__(self, log: FrameLog, start: int = 0, is_new: bool = False):
         self.log, self.start, self.is_new = log, start, is_new
         self.theirs: Position | None = None  # once either end was replaced
-        self.decided, self.stops = -1, False  # of a Position: whoever reads the frames knows
+        self.sent_again = -1
+        """The last step whose frames may come before they are due: the other end has sent them
+        before, or has all that it needs to send them."""
+        self.decided, self.stops = 0, False  # as of a Position
         self.said_bye = self.heard_bye = False
-        self._skip: Counter[int] = Counter()  # by step: frames of ours that the other end has
-        self._received: Counter[int] = Counter()
+        # By step and kind, for validations are cut short, and then have fewer frames:
+        self._skip: Counter[tuple[int, int]] = Counter()  # frames of ours that the other end has
+        self._received: Counter[tuple[int, int]] = Counter()
         self._unwritten = 0  # that were logged, and not written yet
-
-    @property
-    def sent_again(self) -> int:
-        """The last step whose frames come from the log of the other end: as fast as it can."""
-        return self.theirs.latest if self.is_new and self.theirs is not None else -1
 
     @property
     def holds_goodbye(self) -> bool:
@@ -172,8 +172,8 @@ class LinkState:
         kind, step = kind_and_step(message)
         if kind == FrameKind.BYE:
             step, self.said_bye = GOODBYE, True
-        self.log.add(step, message)
-        if self._has(step):
+        self.log.add(step, kind, message)
+        if self._has(step, kind):
             return False
         self._unwritten += 1
         return True
@@ -187,11 +187,16 @@ class LinkState:
         kind, step = kind_and_step(message)
         if kind == FrameKind.BYE:
             step, self.heard_bye = GOODBYE, True
-        self._received[step] += 1
+        self._received[step, kind] += 1
+
+    def decide(self, number: int, stops: bool) -> None:
+        """Note a decision of the first stage; one that is made anew was known before."""
+        if number > self.decided:
+            self.decided, self.stops = number, stops
 
     def position(self) -> Position:
         """Where this end stands."""
-        received = dict(self._received)
+        received = [(*what, count) for what, count in self._received.items()]
         return Position(self.start, self.log.latest, received, self.decided, self.stops)
 
     def go_on(self, theirs: Position) -> list[Entry]:
@@ -203,21 +208,25 @@ class LinkState:
                 f"the log of what was sent does not reach back to step {theirs.start}"
                 + (f": {self.log.trouble}" if self.log.trouble else "")
             )
-        self.theirs, self._skip = theirs, Counter(theirs.received)
+        self.theirs = theirs
+        self._skip = Counter({(step, kind): count for step, kind, count in theirs.received})
+        if self.is_new:
+            last = max((step for step, _, _ in theirs.received), default=-1)
+            self.sent_again = max(self.sent_again, theirs.latest, last + 1)
         entries = self.log.since(theirs.start)
         # What waits for its time on an emulated uplink will be written by itself.
         entries = entries[: max(0, len(entries) - self._unwritten)]
-        return [entry for entry in entries if not self._has(entry.step)]
+        return [entry for entry in entries if not self._has(entry.step, entry.kind)]
 
-    def _has(self, step: int) -> bool:
-        """Whether the other end has the next frame of this step."""
-        self._skip[step] -= 1
-        return self._skip[step] >= 0
+    def _has(self, step: int, kind: int) -> bool:
+        """Whether the other end has the next frame of this kind."""
+        self._skip[step, kind] -= 1
+        return self._skip[step, kind] >= 0
 
     def trim(self, step: int) -> None:
         """A state of this step is safe everywhere: earlier frames are needed no more."""
         self.log.trim(step)
-        for old in [one for one in self._received if GOODBYE < one < step]:
+        for old in [one for one in self._received if GOODBYE < one[0] < step]:
             del self._received[old]
 
 
