@@ -127,7 +127,8 @@ def test_ctrl_c_drains_and_checkpoints(
 def test_a_stage_that_dies_ends_the_run_by_name(
     victim: int, thinwire: Callable, config: Callable, tmp_path: Path
 ) -> None:
-    run = thinwire("train", long_run(config))
+    """Where nothing is logged that another process could go on from."""
+    run = thinwire("train", long_run(config, train__log_mb=0))
     run.wait_for(r"\[train\] step +\d")
     stages = run.stages()
     os.kill(stages[victim], signal.SIGKILL)

@@ -132,13 +132,6 @@ def test_an_example_comes_nearer_with_every_visit() -> None:
     assert errors[-1] < 0.02 * errors[0]
 
 
-def test_an_end_that_missed_a_microbatch_is_found_out() -> None:
-    ends = Ends("topk")
-    ends.send(normal(0), at(0, [0, 1, 2]))
-    ends.sender.pack(normal(1), at(1, [0, 1, 2]))
-    assert ends.sender.agreement() != ends.receiver.agreement()
-
-
 @pytest.mark.parametrize("forward", ["topk", "randk"])
 def test_a_shared_mask_follows_what_went_forward(forward: str) -> None:
     ends, back = Ends(forward), (SharedMask(), SharedMask())

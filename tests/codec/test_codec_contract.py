@@ -111,6 +111,10 @@ def test_a_saved_state_continues_alike_and_evaluation_leaves_no_trace(name: str,
         next_one, place = normal((3, 4, 6), number), at(number, tensor)
         assert torch.equal(sent(*ends, next_one, place), sent(*resumed, next_one, place))
         assert ends[0].agreement() == resumed[0].agreement() == resumed[1].agreement()
+    agreed = ends[0].agreement()
+    ends[0].pack(normal((3, 4, 6), 100), at(100, tensor))  # which the other end misses
+    assert (ends[0].agreement() != agreed == ends[1].agreement()) or not agreed
+    sent(resumed[0], resumed[1], normal((3, 4, 6), 100), at(100, tensor))
     mine, theirs = ends[0].state_tensors(), resumed[0].state_tensors()
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)

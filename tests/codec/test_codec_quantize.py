@@ -24,7 +24,7 @@ from thinwire.codec import (
     spec_of,
 )
 from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
-from thinwire.codec.noise import random_words, round_at
+from thinwire.codec.noise import random_words
 from thinwire.codec.quantize import (
     FORMATS,
     LARGEST,
@@ -350,22 +350,6 @@ def test_of_a_rotated_group_the_magnitudes_after_the_rotation_count() -> None:
     assert round_trip(codec, 2 * spike).isnan().all()
 
 
-def test_every_place_rounds_anew() -> None:
-    codec, sent, places = Integer(4), normal((4, 10), 0), 400
-    limit = 5 * 0.5 * steps_of(codec, sent, BACKWARD) / math.sqrt(places)
-    total = torch.zeros(sent.shape, dtype=torch.float64)
-    for microbatch in range(places):
-        total += cross(codec, codec, sent, Place(Leg.BACKWARD, 0, microbatch))
-    assert ((total / places - sent).abs() <= limit).all()
-
-
-def test_the_chance_of_rounding_up_is_the_fraction() -> None:
-    fractions = torch.tensor([0.0, 0.001, 0.25, 0.5, 0.9, 0.999]).repeat(200_000, 1)
-    up = round_at(fractions.clone(), BACKWARD).double().mean(0)
-    assert (up - fractions[0]).abs().max() < 0.005 and up[0] == 0
-    assert round_at(fractions[0].clone(), FORWARD).tolist() == [0, 0, 0, 0, 1, 1]
-
-
 def test_no_largest_element_passes_the_last_code() -> None:
     """Where the scale is exact, dither and rounding errors together stay below half a level."""
     for numerator in range(129, 256, 2):
@@ -487,18 +471,6 @@ def test_a_gaussian_tensor_costs_as_many_bits_as_the_name_says(bits: float) -> N
     wanted = float(rms) * math.sqrt(2 * math.pi * math.e) * 2**-bits
     assert step_of(StepCodec(bits), sent) == pytest.approx(wanted, rel=1e-5)
     assert entropy(symbols_of(StepCodec(bits), sent)) == pytest.approx(bits, abs=0.08)
-
-
-def test_unequal_tokens_cost_fewer_bits_than_with_a_scale_each() -> None:
-    """What the codec is for: at the error of int4, fewer bits than its codes hold."""
-    sent = normal((200, 128), 0) * torch.logspace(-1, 1, 200)[:, None]
-    error = (round_trip(Integer(4), sent) - sent).square().mean()
-    bits = next(b / 8 for b in range(10, 60) if _error(b / 8, sent) <= error)
-    assert entropy(symbols_of(StepCodec(bits), sent)) < 3.2
-
-
-def _error(bits: float, sent: Tensor) -> Tensor:
-    return (round_trip(StepCodec(bits), sent) - sent).square().mean()
 
 
 def test_nothing_is_clipped_however_far_it_lies_out() -> None:

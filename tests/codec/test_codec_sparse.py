@@ -1,8 +1,6 @@
 """Sparse codecs: which elements travel, in how many bytes, and what is refused."""
 
 import math
-import threading
-import time
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from thinwire.codec.base import spec_of
 from thinwire.codec.bits import PositionCode
 from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
 from thinwire.codec.noise import drawn
-from thinwire.codec.sparse import Masks, RandK, SharedMask, TopK, bind_masks
+from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
 from thinwire.errors import ConfigError, WireError
 
 CPU = torch.device("cpu")
@@ -198,7 +196,7 @@ def test_draws_are_fixed_for_ever() -> None:
     assert drawn(1000, 4, 2**63 - 1, CPU).tolist() == [925, 398, 280, 232]
 
 
-@pytest.mark.parametrize(("count", "k"), [(7, 2), (100, 10), (1000, 300)])
+@pytest.mark.parametrize(("count", "k"), [(7, 2), (100, 10)])
 def test_every_position_and_every_pair_is_drawn_equally_often(count: int, k: int) -> None:
     draws = 2000
     hits = torch.zeros(draws, count)
@@ -350,30 +348,6 @@ def test_masks_that_nobody_asks_for_do_not_pile_up() -> None:
     alone = TopK(0.2)
     alone.pack(torch.ones(40), PLACE)
     assert alone.masks is None
-
-
-def test_masks_may_be_put_and_taken_by_two_threads() -> None:
-    masks, steps, microbatches = Masks(), 200, 16
-    taken: list[int] = []
-
-    def take_all() -> None:
-        for step in range(steps):
-            for microbatch in range(microbatches):
-                place = Place(Leg.BACKWARD, step, microbatch)
-                while (positions := masks.take(place)) is None:
-                    time.sleep(0)
-                taken.append(int(positions))
-
-    thread = threading.Thread(target=take_all)
-    thread.start()
-    for step in range(steps):
-        for microbatch in range(microbatches):
-            masks.put(Place(Leg.FORWARD, step, microbatch), torch.tensor(step + microbatch))
-        while len(taken) < (step + 1) * microbatches and thread.is_alive():
-            time.sleep(0)
-    thread.join()
-    assert taken == [step + number for step in range(steps) for number in range(microbatches)]
-    assert len(masks) == 0
 
 
 def test_a_mask_needs_a_sparse_codec_on_the_way_forward() -> None:

@@ -10,7 +10,7 @@ from test_data_prepare import Recorder
 from thinwire.data import DataConfig, Tokenizer, prepare
 from thinwire.data import corpus as prepared_module
 from thinwire.data import shards as module
-from thinwire.data.shards import chunks, find_shards, scan_shards, split_for_validation
+from thinwire.data.shards import find_shards
 from thinwire.errors import DataError
 
 
@@ -28,9 +28,12 @@ def write_with_header(path: Path, ids, magic=20240520, version=1, count=None) ->
     return path
 
 
-def all_ids(side) -> list[int]:
-    parts = list(chunks(side, 0, sum(shard.count for shard in side)))
-    return np.concatenate(parts).tolist() if parts else []
+def sides(path: Path) -> list[list[int]]:
+    """The ids to train on, and to validate on."""
+    found = find_shards(str(path))
+    total = sum(found.counts)
+    ids = np.concatenate([np.empty(0, "<u4"), *found.read(0, total)]).tolist()
+    return [ids[: found.counts[0]], ids[found.counts[0] :]]
 
 
 def test_layouts_with_and_without_a_header(tmp_path, monkeypatch):
@@ -39,25 +42,24 @@ def test_layouts_with_and_without_a_header(tmp_path, monkeypatch):
     write_raw(raw / "train.bin", [1, 2, 65535])
     write_raw(raw / "val.bin", [4, 5])
     (raw / "meta.pkl").write_bytes(b"left alone")
-    found = find_shards(str(raw))
-    assert (all_ids(found.train), all_ids(found.valid)) == ([1, 2, 65535], [4, 5])
+    assert sides(raw) == [[1, 2, 65535], [4, 5]]
     headed.mkdir()
     write_with_header(headed / "web_train_000002.bin", range(10, 20))
     write_with_header(headed / "web_train_000001.bin", range(10))
     write_with_header(headed / "web_val_000000.bin", [9])
     found = find_shards(str(headed))
-    assert (all_ids(found.train), all_ids(found.valid), found.size) == (list(range(20)), [9], 42)
+    assert sides(headed) == [list(range(20)), [9]] and found.size == 42
     monkeypatch.setattr(module, "_CHUNK", 4)
-    parts = list(chunks(found.train, 7, 15))
+    parts = list(found.read(7, 15))
     assert max(map(len, parts)) <= 4
     assert np.concatenate(parts).tolist() == list(range(7, 15))
     path = write_with_header(tmp_path / "a.bin", [128000, 70000], magic=20240801, version=7)
-    assert all_ids(find_shards(str(path)).train) == [128000, 70000]
+    assert sides(path) == [[128000, 70000], []]
 
 
 def test_content_is_that_of_the_ids_not_of_the_files(tmp_path):
     def content(folder: str) -> str:
-        return scan_shards(find_shards(str(tmp_path / folder)), lambda done: None).content
+        return find_shards(str(tmp_path / folder)).scan(lambda done: None)[0]
 
     (tmp_path / "two").mkdir()
     write_raw(tmp_path / "one" / "train.bin", [1, 2, 3])
@@ -70,20 +72,20 @@ def test_content_is_that_of_the_ids_not_of_the_files(tmp_path):
     assert len({content("one"), content("cut"), content("other")}) == 3
 
 
-def shard_of(tmp_path: Path, ids) -> tuple:
-    return find_shards(str(write_raw(tmp_path / "a.bin", ids))).train
-
-
 def test_the_cut_moves_to_the_nearest_end_of_text(tmp_path):
+    def cut(ids, fraction: float = 0.1, end_of_text: int | None = 7) -> int:
+        shards = find_shards(str(write_raw(tmp_path / "a.bin", ids)))
+        return shards.validation_start(fraction, end_of_text)
+
     ids = np.ones(1000, dtype=np.uint16)
-    assert split_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=7) == 900
+    assert cut(ids) == 900
     ids[[100, 880, 925, 990]] = 7
-    assert split_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=7) == 881
-    ids[890] = 50256  # the layout's own
-    assert split_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=None) == 891
-    assert split_for_validation(shard_of(tmp_path, [1, 1]), 0.001, end_of_text=7) == 1
+    assert cut(ids) == 881
+    ids[890] = 50256
+    assert cut(ids, end_of_text=None) == 891, "the layout's own"
+    assert cut([1, 1], 0.001) == 1
     with pytest.raises(DataError, match="1 tokens cannot be split"):
-        split_for_validation(shard_of(tmp_path, [1]), 0.5, end_of_text=7)
+        cut([1], 0.5)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_truncated_missing_and_empty_sources(tmp_path):
     write_raw(tmp_path / "train.bin", [])
     (tmp_path / "val.bin").unlink()
     with pytest.raises(DataError, match="the corpus is empty"):
-        scan_shards(find_shards(str(tmp_path)), lambda done: None)
+        find_shards(str(tmp_path)).scan(lambda done: None)
 
 
 def test_token_shards_with_and_without_validation(tmp_path, cache):

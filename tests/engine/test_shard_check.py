@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.data import Corpus
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.engine.reports import ShardWritten
-from thinwire.engine.shard_check import ShardCheck
+from thinwire.engine.shard_check import ShardCheck, most_shard_bytes
 
 SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
 EMBEDDING = {
@@ -57,7 +57,13 @@ def test_what_stages_save_passes(
     tmp_path: Path,
 ) -> None:
     settings = make_settings(pipeline__stages=3, train__checkpoint_every=3, **changes)
-    assert objections(run_in_threads(settings), settings, corpus, tmp_path) == [""] * 6
+    outcome = run_in_threads(settings)
+    assert objections(outcome, settings, corpus, tmp_path) == [""] * 6
+    for parts in outcome.shards().values():
+        for stage, part in enumerate(parts):
+            limit, size = most_shard_bytes(settings, stage), part.shard.bytes
+            examples = settings.codec.memory_mb << 21 if "aqsgd" in settings.codec.forward else 0
+            assert size <= limit < 100 * size + examples, "none is larger, nor much smaller"
 
 
 def weight(tensors: dict[str, Tensor]) -> str:

@@ -1,6 +1,7 @@
 """Exported models are the trained ones: opened by transformers, to 1e-5, and by greedy text."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -100,10 +101,6 @@ def test_weights_copied_without_folding_are_refused(
         verify(folder, weights, torch.float32, checkpoint, TokenizerFiles(checkpoint, None))
 
 
-def test_what_fails_its_verification_leaves_nothing(trained: Callable[..., Path]) -> None:
-    refused(CheckpointError, "not finite.*earlier checkpoint", trained(is_ruined=True))
-
-
 def test_rounded_weights_are_verified_before_and_after(trained: Callable[..., Path]) -> None:
     place = trained(**WITH_CUTS["own-tables"])
     folder, said = exported(place, dtype="bf16")
@@ -193,9 +190,11 @@ def test_a_folder_that_exists_is_replaced_only_if_asked(trained: Callable[..., P
     assert not list(folder.parent.glob(".exported*"))
 
 
-def test_what_cannot_be_exported_is_refused_before_anything_is_written(
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     trained: Callable[..., Path], tmp_path: Path
 ) -> None:
+    refused(CheckpointError, "not finite.*earlier checkpoint", trained(is_ruined=True))
+    shutil.rmtree(tmp_path / "run")
     place = trained(with_tokenizer=False)
     refused(CheckpointError, "--tokenizer", place)
     too_large = tmp_path / "tokenizer.json"

@@ -67,17 +67,12 @@ def test_weights_keep_their_bits_and_their_format(tmp_path: Path) -> None:
     assert {p.dtype for p in stage.parameters()} == {torch.float32}, "the run's precision"
 
 
-def test_a_model_in_several_files_is_imported_tensor_by_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_several_files_is_imported_tensor_by_tensor(tmp_path: Path) -> None:
     make_folder(tmp_path / "theirs", "llama", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
-    whole = tmp_path / "whole"
-    make_folder(whole, "llama")
     several = imported(tmp_path / "theirs", tmp_path / "several")
-    one = imported(whole, tmp_path / "one")
-    for stage in (0, 1):
-        name = f"stage-{stage}.safetensors"
+    one = imported(saved("llama"), tmp_path / "one")
+    for name in ("stage-0.safetensors", "stage-1.safetensors"):
         assert (several / name).read_bytes() == (one / name).read_bytes()
 
 
@@ -99,29 +94,29 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_tied_head_becomes_a_copy_and_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Also from a relative place, and with a context longer than the model knows."""
     make_folder(tmp_path / "their model", "tied")
-    main(["import", str(tmp_path / "their model"), "--to", str(tmp_path / "our model")])
+    monkeypatch.chdir(tmp_path)
+    main(["import", "./their model", "--to", "models/ours", "--context", "80"])
     told = capsys.readouterr().out
-    assert "imported their model (llama, " in told and "4 blocks in 4 stages, context 64" in told
+    assert "imported their model (llama, " in told and "4 blocks in 4 stages, context 80" in told
     assert f"{300 * 32:,} more parameters" in told
-    checkpoint = Checkpoint.open(tmp_path / "our model")
+    assert "knows 64 positions, and a context of 80 goes beyond" in told
+    checkpoint = Checkpoint.open(tmp_path / "models" / "ours")
     both = checkpoint.tensors(["model.embed_tokens.weight", "lm_head.weight"])
     assert torch.equal(*both.values())
-
-
-def test_what_comes_with_the_tokenizer_comes_along(tmp_path: Path) -> None:
-    make_folder(tmp_path / "theirs", "llama")
-    (tmp_path / "theirs" / "chat_template.jinja").write_text("{{ messages }}")
-    target = imported(tmp_path / "theirs", tmp_path / "ours")
-    assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
-    assert (target / "generation_config.json").is_file()
+    toml = load_settings(Path("models/ours/run.toml"), [])
+    assert toml.data.tokenizer == str(tmp_path / "models/ours/tokenizer.json")
 
 
 def test_the_run_toml_fine_tunes_this_model(tmp_path: Path) -> None:
     make_folder(tmp_path / "theirs", "llama3")
+    (tmp_path / "theirs" / "chat_template.jinja").write_text("{{ messages }}")
     target = imported(tmp_path / "theirs", tmp_path / 'my "model" #1', context=32)
+    assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (target / "generation_config.json").is_file()
     settings = load_settings(target / "run.toml", [])
     assert settings.model == Checkpoint.open(target).settings.model
     assert settings.model.context == 32 and settings.model.rope_scaling.startswith("llama3(")
@@ -145,17 +140,6 @@ def test_an_import_replaces_only_an_import_and_only_by_force(tmp_path: Path) -> 
     imported(tmp_path / "theirs", target, 2, force=True)
     assert (target / "stage-1.safetensors").is_file()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "ours", "theirs"]
-
-
-def test_a_relative_place_and_a_longer_context(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_folder(tmp_path / "theirs", "llama")
-    monkeypatch.chdir(tmp_path)
-    main(["import", "./theirs", "--to", "models/ours", "--stages", "2", "--context", "80"])
-    assert "knows 64 positions, and a context of 80 goes beyond" in capsys.readouterr().out
-    toml = load_settings(Path("models/ours/run.toml"), [])
-    assert toml.data.tokenizer == str(tmp_path / "models/ours/tokenizer.json")
 
 
 # --- what is refused, with nothing written ---
@@ -372,6 +356,8 @@ def test_the_library_reads_them_back(dtype: torch.dtype, tmp_path: Path) -> None
         assert torch.equal(loaded[name], tensor.to(dtype))
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+    with pytest.raises(CheckpointError, match=r"b has shape \(2, 3\), but \(3, 2\)"):
+        write_tensors(tmp_path / "x", {"b": (3, 2)}, dtype, TENSORS.__getitem__)
 
 
 def test_a_tensor_is_read_when_its_turn_comes(tmp_path: Path) -> None:
@@ -388,8 +374,3 @@ def test_a_tensor_is_read_when_its_turn_comes(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == 4 * (6 + 5 + 12)
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / file)[name], TENSORS[name])
-
-
-def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"b has shape \(2, 3\), but \(3, 2\)"):
-        write_tensors(tmp_path / "x", {"b": (3, 2)}, torch.float32, TENSORS.__getitem__)

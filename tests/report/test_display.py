@@ -98,46 +98,28 @@ def test_steps_are_thinned_but_first_and_last_appear(plain, stream, clock, make_
         plain.step(make_record(step, steps=100))
     shown = [int(line.split()[2].split("/")[0]) for line in stream.getvalue().splitlines()]
     assert shown == [1, 17, 33, 49, 65, 81, 97, 100]
+    for done in range(1001):
+        plain.progress("data", done, 1000, "files")
+    assert stream.getvalue().splitlines()[len(shown) :] == [
+        "[data]    0 %  0 / 1,000 files",
+        "[data]  100 %  1,000 / 1,000 files",
+    ]
 
 
-def test_a_stopped_run_ends_with_its_last_loss_once(plain, stream, make_record):
+def test_a_stopped_run_ends_with_its_last_loss_once_and_in_order(plain, stream, make_record):
     plain.step(make_record(1))
     plain.step(make_record(2, loss=4.4444))
     assert "4.4444" not in stream.getvalue()
     plain.close()
     plain.close()
     assert stream.getvalue().count("4.4444") == 1
-
-
-def test_what_is_held_back_is_shown_before_what_came_later(plain, stream, make_record):
-    plain.step(make_record(1))
-    plain.step(make_record(2, loss=4.4444))
-    plain.phase("end", "left the run")
-    plain.close()
-    assert [line.split()[0] for line in stream.getvalue().splitlines()] == [
-        "[train]", "[train]", "[end]"
-    ]  # fmt: skip
-
-
-def test_progress_is_thinned_but_the_end_appears(plain, stream):
-    for done in range(1001):
-        plain.progress("data", done, 1000, "files")
-    assert stream.getvalue().splitlines() == [
-        "[data]    0 %  0 / 1,000 files",
-        "[data]  100 %  1,000 / 1,000 files",
-    ]
-
-
-def test_numbers_that_are_not_finite_are_shown(plain, stream, make_record):
-    plain.step(make_record(1, loss=math.nan, eta_seconds=math.nan))
-    assert "loss     NaN" in stream.getvalue()
-    assert stream.getvalue().endswith("ETA -\n")
-
-
-def test_an_ascii_stream_gets_replacements_not_errors():
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    PlainDisplay(stream).phase("data", "reading café.txt")
-    assert stream.buffer.getvalue() == b"[data]  reading caf?.txt\n"
+    plain.step(make_record(3, loss=math.nan, eta_seconds=math.nan))
+    plain.phase("end", "left the run")  # what is held back comes before what came later
+    held, last = stream.getvalue().splitlines()[-2:]
+    assert "loss     NaN" in held and held.endswith("ETA -") and last.startswith("[end]")
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    PlainDisplay(ascii_only).phase("data", "reading café.txt")
+    assert ascii_only.buffer.getvalue() == b"[data]  reading caf?.txt\n"
 
 
 class GoneReader(io.TextIOWrapper):
@@ -193,30 +175,22 @@ def test_a_terminal_gets_the_panel_and_its_cursor_back(make_record):
     assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")
 
 
-def test_no_color_keeps_the_panel_without_colours(monkeypatch, make_record):
-    monkeypatch.setenv("NO_COLOR", "1")
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_no_color_keeps_the_panel_without_colours(monkeypatch, make_record, is_plain):
+    monkeypatch.setenv(*("NO_COLOR", "1") if is_plain else ("TERM", "xterm"))
     terminal = Terminal()
     with open_display(terminal) as display:
         assert isinstance(display, LiveDisplay)
         display.phase("data", "ready")
         display.step(make_record())
-    assert "\x1b[3" not in terminal.shown  # foreground colours are 30 to 38
-
-
-def test_with_colour_there_is_colour():
-    terminal = Terminal()
-    with open_display(terminal) as display:
-        display.phase("data", "ready")
-    assert "\x1b[36m[data]" in terminal.shown
+    assert ("\x1b[3" in terminal.shown) is not is_plain  # foreground colours are 30 to 38
 
 
 @pytest.mark.parametrize("term", ["dumb", "unknown"])
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch, term):
+def test_a_terminal_that_is_dumb_or_without_unicode_gets_plain_lines(monkeypatch, term):
     monkeypatch.setenv("TERM", term)
     assert isinstance(open_display(Terminal()), PlainDisplay)
-
-
-def test_a_terminal_without_unicode_gets_plain_lines():
+    monkeypatch.setenv("TERM", "xterm")
     assert isinstance(open_display(Terminal(encoding="latin-1")), PlainDisplay)
 
 
@@ -332,22 +306,14 @@ def test_phases_and_notes_are_printed_as_they_are(make_record):
     assert "[data]  reading [bold]notes[/bold].txt :smile:" in lines
     assert "[note]  link 0 is slow" in lines
     assert "[valid] step 3  loss 4.5000  1.2500 bits/byte" in lines
-
-
-def test_a_word_longer_than_a_line_stays_whole(make_record):
-    """An invite is copied from the screen into a shell."""
     display, console, _ = make_display(width=60)
-    with display:
+    with display:  # an invite is copied from the screen into a shell: it stays whole
         display.phase("invite", f"thinwire join tw1-{'x' * 150}")
+        # A peer knows nothing of other stages, and sees no empty table.
+        display.step(dataclasses.replace(make_record(step=3), stages=[], links=[]))
+        panel = "\n".join(panel_lines(display, console))
     assert f"[invite] thinwire join tw1-{'x' * 150}" in console.file.getvalue().splitlines()
-
-
-def test_a_peer_that_knows_nothing_of_other_stages_sees_no_empty_table(make_record):
-    display, console, _ = make_display()
-    display.step(dataclasses.replace(make_record(step=3), stages=[], links=[]))
-    lines = panel_lines(display, console)
-    assert any("loss" in line for line in lines) and not any("compute" in line for line in lines)
-    display.close()
+    assert "loss" in panel and "compute" not in panel
 
 
 def test_progress_bar_comes_and_goes():

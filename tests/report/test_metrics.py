@@ -200,14 +200,13 @@ def peak_of(work):
 
 
 def test_a_long_record_is_not_held_in_memory(tmp_path, make_record, without_tensorboard):
-    path = long_record(tmp_path, make_record, rows=4000)
+    path = long_record(tmp_path, make_record, rows=3000)
     size = path.stat().st_size
-    assert size > 2_000_000
     assert peak_of(lambda: read_metrics(tmp_path)) > size / 2, "a count that sees what is held"
     assert peak_of(lambda: Losses(losses_of(tmp_path), most=256)) < size / 10
-    resume = peak_of(lambda: MetricsWriter(tmp_path, resume_step=3990).close())
-    assert resume < 1_000_000
-    assert json.loads(path.read_text().splitlines()[-1])["step"] == 3990
+    resume = peak_of(lambda: MetricsWriter(tmp_path, resume_step=2990).close())
+    assert resume < size / 2
+    assert json.loads(path.read_text().splitlines()[-1])["step"] == 2990
 
 
 def test_a_resume_reads_only_the_end_of_a_long_record(tmp_path, make_record, without_tensorboard):
@@ -274,17 +273,10 @@ def test_who_is_not_logged_in_is_told_and_never_asked(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with MetricsWriter(tmp_path, wandb=open_log(tmp_path, notes)) as writer:
         writer.step(make_record(1))
-    (note,) = notes
-    assert "run `wandb login`, or set WANDB_MODE=offline" in note
-    assert len(read_metrics(tmp_path)[0]) == 1
-
-
-def test_a_missing_package_is_named_with_its_extra(
-    notes: list[str], tmp_path: Path, make_record: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # nor is who has not installed it
     with MetricsWriter(tmp_path, wandb=open_log(tmp_path, notes)) as writer:
-        writer.step(make_record(1))
-    (note,) = notes
-    assert 'run.wandb = "wires" needs wandb' in note and "thinwire[wandb]" in note
-    assert len(read_metrics(tmp_path)[0]) == 1
+        writer.step(make_record(2))
+    login, missing = notes
+    assert "run `wandb login`, or set WANDB_MODE=offline" in login
+    assert 'run.wandb = "wires" needs wandb' in missing and "thinwire[wandb]" in missing
+    assert len(read_metrics(tmp_path)[0]) == 2

@@ -177,12 +177,9 @@ def test_a_timeline_is_read_as_it_was_written(tmp_path):
         read_timeline(tmp_path / "nowhere.json")
 
 
-def test_sparkline_spans_all_levels():
+def test_sparklines():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([7, 0], 8) == "█▁"
-
-
-def test_sparkline_of_nothing_flat_and_gaps():
     assert sparkline([], 8) == ""
     assert sparkline([3.0, 3.0], 8) == "▄▄"
     assert sparkline([math.nan, math.inf], 8) == "  "

@@ -1,6 +1,6 @@
 """What tests of the coordinator need: reports of stages, and a coordinator to tell them to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from thinwire.engine.checkpoint import Shard
 from thinwire.engine.reports import (
@@ -30,6 +30,14 @@ from thinwire.run.protocol import Failed, Linked, OfStage, Ready
 METERS: Meters = {"cut-0": {"sent": {}, "received": {}}}
 
 
+def meters(stage: int, stages: int, frames: int = 0) -> Meters:
+    """What the links of a stage have moved, so many frames of ten bytes on each."""
+    counts = {"frames": frames, "payload_bytes": 10 * frames}
+    sent = {"FORWARD": counts} if frames else {}
+    cuts = [cut for cut in (stage - 1, stage) if 0 <= cut < stages - 1]
+    return {f"cut-{cut}": {"sent": dict(sent), "received": {}} for cut in cuts}
+
+
 def failed(
     error: str,
     kind: str = "WireError",
@@ -41,10 +49,10 @@ def failed(
     return Failed(kind, known, error, "" if known else "a trace", [*accuses], [*convicts])
 
 
-def step(stage: int, number: int) -> Step:
+def step(stage: int, number: int, stages: int = 2, frames: int = 0) -> Step:
     return Step(
         step=number,
-        loss=1.0 if stage else None,
+        loss=1.0 if stage == stages - 1 else None,
         lr=0.1,
         grad_norm=1.0,
         committed=True,
@@ -54,7 +62,7 @@ def step(stage: int, number: int) -> Step:
         costs=StageCosts(0.1, 0.1, 0.1),
         spans=[],
         measures={},
-        meters=METERS,
+        meters=meters(stage, stages, frames),
         dropped=0,
     )
 
@@ -69,13 +77,20 @@ def ready(stage: int) -> Ready:
 
 
 class Lead:
-    """A coordinator of two stages, with the time and all that it has asked for."""
+    """A coordinator of some stages, with the time and all that it has asked for."""
 
     def __init__(
-        self, patience: float = 100.0, parts_travel: bool = False, course: Course | None = None
+        self,
+        patience: float = 100.0,
+        parts_travel: bool = False,
+        course: Course | None = None,
+        stages: int = 2,
+        placement: Sequence[Sequence[int]] = (),
     ):
-        self.now = 1000.0
-        self.coordinator = Coordinator(2, patience, parts_travel=parts_travel, course=course)
+        self.now, self.stages = 1000.0, range(stages)
+        self.coordinator = Coordinator(
+            stages, patience, parts_travel=parts_travel, course=course, placement=placement
+        )
 
     def on(self, event: Event, after: float = 0.0) -> list[Command]:
         self.now += after
@@ -85,19 +100,16 @@ class Lead:
         return [command for m in messages for command in self.on(Said(stage, m))]
 
     def all_say(self, *messages: OfStage) -> list[Command]:
-        return [command for stage in (0, 1) for command in self.say(stage, *messages)]
+        return [command for stage in self.stages for command in self.say(stage, *messages)]
 
     def until(self, phase: Phase) -> "Lead":
         """Bring the run to a phase in the ordinary way."""
         ways: dict[Phase, Callable[[], object]] = {
             Phase.BUILDING: lambda: None,
-            Phase.LINKING: lambda: [
-                self.say(s, Ready(f"at-{s}", "", "cpu", {"torch": "2"})) for s in (0, 1)
-            ],
+            Phase.LINKING: lambda: [self.say(s, ready(s)) for s in self.stages],
             Phase.TRAINING: lambda: self.all_say(Linked()),
             Phase.STOPPING: lambda: self.on(StopAsked()),
-            Phase.SETTLING: lambda: self.on(Exited(1, -9)),
-            Phase.FINISHED: lambda: self.on(Tick(), SETTLE_SECONDS),
+            Phase.FINISHED: lambda: [self.on(Exited(1, -9)), self.on(Tick(), SETTLE_SECONDS)],
         }
         for reached, way in ways.items():
             way()
@@ -114,9 +126,14 @@ class Lead:
         assert commands[-1] is end
         return end
 
+    @property
+    def is_settling(self) -> bool:
+        """Whether it looks for the cause of a failure."""
+        return "looks for the cause" in self.coordinator.reasons()[0]
+
     def settled(self) -> End:
         """How it ends once the moment after a failure has passed."""
-        assert self.coordinator.phase is Phase.SETTLING
+        assert self.is_settling
         assert self.on(Tick(), SETTLE_SECONDS / 2) == []
         assert self.coordinator.rest(self.now) <= SETTLE_SECONDS / 2
         return self.ended(self.on(Tick(), SETTLE_SECONDS / 2))

@@ -24,10 +24,12 @@ from thinwire.run.events import (
     Record,
     Say,
     StopAsked,
+    Tell,
     Tick,
 )
 from thinwire.run.protocol import (
     Finished,
+    Leave,
     OfStage,
 )
 from thinwire.run.signals import Interrupted
@@ -86,8 +88,8 @@ def test_the_run_ends_when_the_last_part_has_arrived() -> None:
         lead.say(stage, written[stage])
     lead.on(PartArrived(0, 1))
     assert lead.say(0, goodbye) == [Record(0, goodbye)]
-    recorded, told = lead.say(1, goodbye)
-    assert recorded == Record(1, goodbye)
+    recorded, *leave, told = lead.say(1, goodbye)
+    assert recorded == Record(1, goodbye) and leave == [Tell(0, Leave()), Tell(1, Leave())]
     assert told == Say("all stages have stopped; the host waits for the checkpoint of stage 1")
     assert lead.coordinator.phase is Phase.COLLECTING
     for stage in (0, 1):
@@ -116,7 +118,7 @@ def test_a_part_that_is_not_the_state_of_its_stage_convicts_it(moment: str) -> N
             lead.say(stage, Finished(METERS))
     assert lead.on(PartArrived(0, 1)) == []
     assert lead.on(PartRefused(1, 1, "it holds NaN")) == []
-    assert lead.on(PartLost(1, 1, "it holds NaN")) == [], "the run does not end in good order"
+    assert lead.on(PartLost(1, 1, "it holds NaN")) == [Discard(1, "it holds NaN")], "and no end"
     end = lead.settled()
     assert end.culprit is not None
     assert (end.culprit.stage, end.culprit.deed) == (1, "broke the contract")

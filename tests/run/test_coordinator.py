@@ -37,6 +37,7 @@ from thinwire.run.protocol import (
     Chosen,
     Connect,
     Finished,
+    Leave,
     Leaving,
     LinkDown,
     Linked,
@@ -65,7 +66,8 @@ def test_a_run_from_its_layers_to_the_last_goodbye() -> None:
     for stage, report in reports:
         assert lead.say(stage, report) == [Record(stage, report)]
     goodbye = Finished(METERS)
-    assert lead.say(1, goodbye) == [Record(1, goodbye), End()]
+    leave = [Tell(0, Leave()), Tell(1, Leave())]
+    assert lead.say(1, goodbye) == [Record(1, goodbye), *leave, End()]
     assert lead.coordinator.is_over and not lead.coordinator.stop_asked
 
 
@@ -161,9 +163,10 @@ def test_a_late_request_to_stop_disturbs_nothing() -> None:
 def test_a_request_to_stop_while_a_cause_is_sought_ends_nothing_sooner_unless_repeated() -> None:
     lead = Lead().until(Phase.TRAINING)
     lead.on(Exited(1, -9))
-    assert lead.on(StopAsked()) == []
+    lead.on(StopAsked())
     assert "killed by SIGKILL" in str(lead.settled().error)
-    lead = Lead().until(Phase.SETTLING)  # which was asked to stop on its way
+    lead = Lead().until(Phase.STOPPING)
+    lead.on(Exited(1, -9))
     assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
 
 
@@ -226,9 +229,9 @@ def test_the_cause_may_be_heard_of_last() -> None:
         lead.say(stage, step(stage, 6))
     lead.say(0, failed("link cut-0 is broken", accuses=(1,)))
     lead.on(Exited(0, 1), 0.1)
-    assert lead.say(1, step(1, 7)) == [], "reports are no evidence"
+    assert lead.say(1, step(1, 7)) == [Record(1, step(1, 7))], "reports are no evidence"
     lead.on(Exited(1, -11), 0.1)
-    assert str(lead.settled().error) == "stage 1 died at step 7: killed by SIGSEGV"
+    assert str(lead.settled().error) == "stage 1 died at step 8: killed by SIGSEGV"
 
 
 def test_nobody_is_blamed_for_leaving_after_the_goodbye() -> None:
@@ -282,7 +285,8 @@ def test_a_message_that_cannot_be_meant_is_its_sender_s_error_in_any_phase() -> 
     lead = Lead()
     lead.say(0, LinkDown(0, "it is not mine"))
     assert "stage 0 sent a LinkDown message of cut 0" in str(lead.settled().error)
-    lead = Lead().until(Phase.SETTLING)
+    lead = Lead().until(Phase.TRAINING)
+    lead.on(Exited(1, -9))
     lead.say(0, failed("x", accuses=(7,)))
     assert "stage 0 broke the contract" in str(lead.settled().error)
 

@@ -265,7 +265,7 @@ def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file
 
     monkeypatch.setattr(Holding, "prepare", fail)
     said: list[tuple[Any, int]] = []
-    peer = joined_peer(tmp_path, SimpleNamespace(address="", refusal=None))
+    peer = joined_peer(tmp_path, Routes("", "127.0.0.1:1"))
     peer._channel = SimpleNamespace(  # type: ignore[assignment]
         send=lambda message, generation: said.append((message, generation))
     )
@@ -290,10 +290,10 @@ def test_what_a_stage_says_of_its_end_quotes_no_file_of_its_machine(
     error: Exception, told: str
 ) -> None:
     said: list[Any] = []
-    peer = SimpleNamespace(order=SimpleNamespace(generation=1), _links={}, say=said.append)
+    peer = SimpleNamespace(order=SimpleNamespace(host={"routes": []}), _links={}, say=said.append)
     Peer.fail(peer, error)  # type: ignore[arg-type]
     assert told in said[0].error and "hunter2" not in str(said[0]) and said[0].trace == ""
-    peer.order.generation = 0  # on the machine of its coordinator
+    peer.order.host = {}  # on the machine of its coordinator
     Peer.fail(peer, error)  # type: ignore[arg-type]
     assert str(error) in said[1].error
 

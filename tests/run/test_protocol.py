@@ -31,6 +31,7 @@ from thinwire.run.protocol import (
     MOST_SAID,
     Alive,
     AskAlive,
+    Await,
     Chosen,
     Connect,
     Declined,
@@ -41,6 +42,7 @@ from thinwire.run.protocol import (
     Finished,
     Hello,
     Hold,
+    Leave,
     Leaving,
     LinkDown,
     Linked,
@@ -52,6 +54,8 @@ from thinwire.run.protocol import (
     Read,
     Ready,
     Release,
+    Relink,
+    Saved,
     ScoreNews,
     Start,
     StepNews,
@@ -86,6 +90,7 @@ STEP = Step(
 SHARD = Shard("stage-1.safetensors", "ab", 10, ["a/b"])
 WRITTEN = ShardWritten(4, Versions(4, 0), SHARD, {"0": {"forward": "ab", "backward": ""}})
 FAILED = Failed("WireError", True, "link cut-0 is broken", "", [0], [])
+CONNECT = Connect("127.0.0.1:1", [0, 1], ["ana", "ben"], reach=[Way("a:1", "direct", "t")])
 MESSAGES: list[Any] = [
     Hello({"torch": "2.6"}, Machine("ana", tflops=1.0, memory_gb=2.0), "127.0.0.1:1", "", "ab"),
     Alive(),
@@ -114,9 +119,13 @@ MESSAGES: list[Any] = [
     ScoreNews(1, 2.0, None),
     TryDoor(),
     Dismiss("over", in_order=True),
-    Connect("127.0.0.1:1", ["ana", "ben"], reach=[Way("a:1", "direct", "t")]),
+    CONNECT,
     Start(),
+    Await(0),
+    Relink(0, CONNECT),
+    Saved(8),
     Stop(),
+    Leave(),
     Read([1, 2], seed=-3),
 ]
 

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 
 from thinwire.engine.checkpoint import Shard, partial_folder, sha256_of
 from thinwire.engine.reports import ShardWritten
-from thinwire.engine.shard_check import most_shard_bytes
 from thinwire.engine.source import Versions
 from thinwire.errors import WireError
 from thinwire.run.transfer import (
@@ -275,25 +274,6 @@ def test_a_member_dials_again(host: Host, tmp_path: Path, monkeypatch: pytest.Mo
     host.written(member, 10, 6 * PIECE_BYTES)
     assert host.wait(2) == [("arrived", 0, 10), ("arrived", 1, 10)] and next(dials) == 2
     sender.close()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 3},
-        {"codec__forward": "topk(0.2)+ef21", "codec__backward": "lowrank(2)+ef"},
-    ],
-)
-def test_no_state_is_larger_than_its_limit(
-    changes: dict, make_settings: Callable, run_in_threads: Callable
-) -> None:
-    settings = make_settings(pipeline__stages=3, train__checkpoint_every=2, **changes)
-    written = run_in_threads(settings).shards()
-    limits = [most_shard_bytes(settings, stage) for stage in range(3)]
-    for parts in written.values():
-        for part, limit in zip(parts, limits, strict=True):
-            assert part.shard.bytes <= limit < 100 * part.shard.bytes
 
 
 def test_a_host_that_says_nothing_of_shards_does_not_fill_the_disk(tmp_path: Path) -> None:

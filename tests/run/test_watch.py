@@ -151,6 +151,7 @@ def test_a_link_that_is_down_is_waited_for_as_long_as_it_may_be() -> None:
     wait.watch.down("cut-0", True)
     wait.let(85, **WAITS)
     wait.watch.down("cut-0", False)
+    wait.let(9, **WAITS)  # what waited for it waits anew
     with pytest.raises(Stuck):
         wait.let(2, **WAITS)
 

@@ -352,28 +352,6 @@ def test_spans_are_recorded_without_emulation_and_bounded(direct_ends, monkeypat
     other.link.close()
 
 
-def test_links_of_one_host_share_its_uplink():
-    nic = Nic(mbps_up=8, mbps_down=0, latency_ms=0)
-    ends = []
-    for name in ("left", "right"):
-        here, there = memory_pair()
-        ends.append((End(name, here, nic), End(f"from {name}", there, free())))
-    for near, _ in ends:
-        for number in range(3):
-            near.link.send(forward(number, size=936))
-    for _, far in ends:
-        far.heard.wait(lambda far=far: len(far.heard.frames) == 3)
-    for near, _ in ends:
-        near.link.settle()
-    spans = sorted((s, e) for near, _ in ends for *_, s, e in near.link.take_spans())
-    assert len(spans) == 6
-    for (_, end), (start, _) in itertools.pairwise(spans):
-        assert start >= end
-    for near, far in ends:
-        near.link.close()
-        far.link.close()
-
-
 def test_an_unstarted_link_closes_and_a_started_one_starts_once(direct_ends):
     with pytest.raises(WireError, match="already started"):
         direct_ends[0].link.start(print, print)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from thinwire.data.chat import CHATML, CHATML_TOKENS, ChatTemplate, form_of
 from thinwire.data.corpus import Corpus, Progress, TokenChunk, found_or_made, write_corpus
 from thinwire.data.documents import Conversations, HubDataset, LostCharacters, Texts
-from thinwire.data.shards import ShardScan, changed, find_shards, scan_shards
+from thinwire.data.shards import changed, find_shards
 from thinwire.data.sources import SourceFile, read_records, stdlib_files, text_files
-from thinwire.data.split import Scan, ValidationSplit, scan_documents
+from thinwire.data.split import ValidationSplit
 from thinwire.data.tokenizer import RESERVED, SMALLEST_VOCAB, Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
 from thinwire.paths import expanded
@@ -165,27 +165,25 @@ def _documents(
             report(phase, of.size, of.size)
 
     def read() -> tuple[str, Callable[[Path], None]]:
-        scan = scan_documents(documents("reading"))
-        if given and not scan.given:
+        split = ValidationSplit(documents("reading"), config.valid_fraction, of.whole)
+        if given and not split.given:
             raise DataError(f"there is no text to validate on in {given}")
-        return scan.content, partial(make, scan)
+        return split.content, partial(make, split)
 
-    def sample(scan: Scan, split: ValidationSplit) -> Iterator[str]:
+    def sample(split: ValidationSplit) -> Iterator[str]:
         """Text for the tokenizer: all of a small corpus, drawn documents of a large one."""
-        share, taken = TOKENIZER_SAMPLE_BYTES / scan.size, False
+        share, taken = TOKENIZER_SAMPLE_BYTES / split.size, False
         for side, text, drawn in split.passages(documents("training the tokenizer")):
             if side == "train" and (drawn < share or not taken):
                 taken = True
                 yield from of.texts(text)
 
-    def make(scan: Scan, folder: Path) -> None:
-        split, used = ValidationSplit(scan, config.valid_fraction, of.whole), tokenizer
-        if used is None:
-            used = Tokenizer.train(sample(scan, split), vocab, special)
+    def make(split: ValidationSplit, folder: Path) -> None:
+        used = tokenizer or Tokenizer.train(sample(split), vocab, special)
         texts = ((p.side, p.text) for p in split.passages(documents("tokenising")))
         losses = LostCharacters()
         chunks = of.encode(used, texts, losses)
-        told = scan.documents, losses.summary, template, of.remarks
+        told = split.documents, losses.summary, template, of.remarks
         write_corpus(folder, config.source, used.vocab_size, chunks, used, *told)
 
     encoding = tokenizer.digest if tokenizer else " ".join(["train", str(vocab), *special])
@@ -201,24 +199,25 @@ def _token_shards(
     shards = find_shards(config.path, config.valid_path)
 
     def read() -> tuple[str, Callable[[Path], None]]:
-        scan = scan_shards(shards, lambda done: report("reading", done, shards.size))
-        _check_ids(scan.largest, str(scan.largest_in), tokenizer, vocab)
-        return scan.content, partial(make, scan)
+        content, largest, where = shards.scan(lambda done: report("reading", done, shards.size))
+        _check_ids(largest, str(where), tokenizer, vocab)
+        used = tokenizer.vocab_size if tokenizer else largest + 1
+        return content, lambda folder: write_corpus(
+            folder, config.source, used, copied(content), tokenizer
+        )
 
-    def copied(scan: ShardScan) -> Iterator[TokenChunk]:
+    def copied(scanned: str) -> Iterator[TokenChunk]:
         content, done = shards.new_hash(), 0
         end_of_text = tokenizer.end_of_text if tokenizer else None
-        for side, ids in shards.sides(config.valid_fraction, end_of_text):
-            yield TokenChunk(side, ids)
-            content.update(ids.astype("<u4"))
-            done += ids.nbytes
-            report("copying", done, shards.size)
-        if content.hexdigest() != scan.content:
+        cut = shards.validation_start(config.valid_fraction, end_of_text)
+        for side, start, stop in (("train", 0, cut), ("valid", cut, sum(shards.counts))):
+            for ids in shards.read(start, stop):
+                yield TokenChunk(side, ids)
+                content.update(ids.astype("<u4"))
+                done += ids.nbytes
+                report("copying", done, shards.size)
+        if content.hexdigest() != scanned:
             raise changed(Path(config.path))
-
-    def make(scan: ShardScan, folder: Path) -> None:
-        used = tokenizer.vocab_size if tokenizer else scan.largest + 1
-        write_corpus(folder, config.source, used, copied(scan), tokenizer)
 
     encoding = tokenizer.digest if tokenizer else "no tokenizer"
     files = [[shard.file for shard in side] for side in (shards.train, shards.valid)]

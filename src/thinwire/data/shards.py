@@ -61,14 +61,6 @@ class TokenShard:
                 yield np.frombuffer(raw, dtype=dtype)
 
 
-class ShardScan(NamedTuple):
-    """What one reading of all shards tells: a hash of the ids, and the largest one."""
-
-    content: str
-    largest: int
-    largest_in: Path
-
-
 @dataclass(frozen=True)
 class Shards:
     """The token files of a corpus, by side, in name order."""
@@ -77,24 +69,61 @@ class Shards:
     valid: tuple[TokenShard, ...]
 
     @property
+    def counts(self) -> list[int]:
+        """Ids to train on, and to validate on."""
+        return [sum(shard.count for shard in side) for side in (self.train, self.valid)]
+
+    @property
     def size(self) -> int:
         """Bytes of all ids."""
         return sum(shard.count * shard.layout.dtype.itemsize for shard in self.train + self.valid)
 
-    def sides(self, fraction: float, end_of_text: int | None) -> Iterator[tuple[str, np.ndarray]]:
-        """All ids in order, each few million with their side; without shards for validation the
-        last `fraction` of the others validates.
-        """
-        total = count_tokens(self.train)
-        cut = total if self.valid else split_for_validation(self.train, fraction, end_of_text)
-        yield from (("train", ids) for ids in chunks(self.train, 0, cut))
-        yield from (("valid", ids) for ids in chunks(self.train, cut, total))
-        yield from (("valid", ids) for ids in chunks(self.valid, 0, count_tokens(self.valid)))
+    def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Ids [start, stop) of all shards laid end to end, a few million at a time."""
+        first = 0
+        for shard in self.train + self.valid:
+            low, high = max(start - first, 0), min(stop - first, shard.count)
+            if low < high:
+                yield from shard.read(low, high)
+            first += shard.count
+
+    def scan(self, report: Callable[[int], None]) -> tuple[str, int, Path]:
+        """A hash of the ids, the largest, and where it is; `report` gets the bytes read so far."""
+        content, largest, largest_in, done = self.new_hash(), -1, Path(), 0
+        for shard in self.train + self.valid:
+            for ids in shard.read(0, shard.count):
+                content.update(ids.astype("<u4"))
+                highest = int(ids.max())
+                if highest > largest:
+                    largest, largest_in = highest, shard.file.path
+                done += ids.nbytes
+                report(done)
+        if largest < 0:
+            raise DataError(f"the corpus is empty: no tokens in {self.train[0].file.path.parent}")
+        return content.hexdigest(), largest, largest_in
 
     def new_hash(self) -> Any:
         """Takes the ids of both sides in order, as uint32: their hash wherever they are stored."""
-        counts = [count_tokens(side) for side in (self.train, self.valid)]
-        return hashlib.blake2b(f"{counts} tokens".encode(), digest_size=16)
+        return hashlib.blake2b(f"{self.counts} tokens".encode(), digest_size=16)
+
+    def validation_start(self, fraction: float, end_of_text: int | None) -> int:
+        """Where validation begins: with its shards, or with the last `fraction` of the others.
+
+        That moves to just after the nearest end of text, if one is near.
+        """
+        total, given = self.counts
+        if given:
+            return total
+        if total < 2:
+            raise DataError(f"{total} tokens cannot be split into training and validation")
+        length = min(max(1, round(total * fraction)), total - 1)
+        cut = total - length
+        separator = self.train[-1].layout.end_of_text if end_of_text is None else end_of_text
+        reach = min(length // 2, cut // 2, _REACH)
+        nearby = [np.empty(0, "<u4"), *self.read(cut - reach, cut + reach)]
+        found = np.flatnonzero(np.concatenate(nearby) == separator)
+        after = cut - reach + found + 1
+        return int(after[np.argmin(np.abs(after - cut))]) if len(found) else cut
 
 
 def find_shards(path: str, valid_path: str = "") -> Shards:
@@ -174,62 +203,8 @@ def open_shard(file: SourceFile) -> TokenShard:
     return TokenShard(file, layout, HEADER_BYTES, count)
 
 
-def chunks(shards: tuple[TokenShard, ...], start: int, stop: int) -> Iterator[np.ndarray]:
-    """Tokens [start, stop) of the shards laid end to end, a few million at a time."""
-    first = 0
-    for shard in shards:
-        low, high = max(start - first, 0), min(stop - first, shard.count)
-        if low < high:
-            yield from shard.read(low, high)
-        first += shard.count
-
-
-def count_tokens(shards: tuple[TokenShard, ...]) -> int:
-    """Tokens of several shards together."""
-    return sum(shard.count for shard in shards)
-
-
-def scan_shards(shards: Shards, report: Callable[[int], None]) -> ShardScan:
-    """Read everything once; `report` gets the number of bytes read as it grows."""
-    content = shards.new_hash()
-    largest, largest_in, done = -1, Path(), 0
-    for shard in shards.train + shards.valid:
-        for ids in shard.read(0, shard.count):
-            content.update(ids.astype("<u4"))
-            highest = int(ids.max())
-            if highest > largest:
-                largest, largest_in = highest, shard.file.path
-            done += ids.nbytes
-            report(done)
-    if largest < 0:
-        raise DataError(f"the corpus is empty: no tokens in {shards.train[0].file.path.parent}")
-    return ShardScan(content.hexdigest(), largest, largest_in)
-
-
 def changed(path: Path) -> DataError:
     """The error for a source that is no longer what it was when it was first read."""
     return DataError(
         f"{path} changed while it was being read: wait until it is written, then retry"
     )
-
-
-def split_for_validation(
-    train: tuple[TokenShard, ...], fraction: float, end_of_text: int | None
-) -> int:
-    """Where validation begins when no shard is named for it: the last `fraction` of the tokens.
-
-    It moves to just after the nearest end of text, if one is near.
-    """
-    total = count_tokens(train)
-    if total < 2:
-        raise DataError(f"{total} tokens cannot be split into training and validation")
-    length = min(max(1, round(total * fraction)), total - 1)
-    cut = total - length
-    separator = train[-1].layout.end_of_text if end_of_text is None else end_of_text
-    reach = min(length // 2, cut // 2, _REACH)
-    nearby = [np.empty(0, "<u4"), *chunks(train, cut - reach, cut + reach)]
-    found = np.flatnonzero(np.concatenate(nearby) == separator)
-    if len(found) == 0:
-        return cut
-    after = cut - reach + found + 1
-    return int(after[np.argmin(np.abs(after - cut))])

@@ -41,48 +41,6 @@ class DocumentHash:
         return int.from_bytes(self.digest[8:], "little") / _RANGE
 
 
-@dataclass(frozen=True)
-class Scan:
-    """What one reading of all documents tells, in constant memory but for `given`."""
-
-    content: str  # hash of all documents in order, and of which were given for validation
-    documents: int
-    size: int  # in UTF-8 bytes, of the documents not given for validation
-    lowest: int  # smallest and largest place of any of these
-    highest: int
-    given: frozenset[bytes]  # digests of the documents given for validation
-
-
-def scan_documents(documents: Iterable[tuple[str, bool]]) -> Scan:
-    """Read every document once; an empty corpus is an error."""
-    hashes = _new_hashes()
-    count = size = highest = 0
-    lowest = _RANGE
-    given: set[bytes] = set()
-    for text, is_given in documents:
-        document = DocumentHash.of(text)
-        hashes[is_given].update(document.digest)
-        count += 1
-        if is_given:
-            given.add(document.digest)
-            continue
-        size += document.size
-        lowest = min(lowest, document.place)
-        highest = max(highest, document.place)
-    if size == 0:
-        raise DataError("the corpus is empty: its files hold only white space; check data.path")
-    return Scan(_content(hashes), count, size, lowest, highest, frozenset(given))
-
-
-def _new_hashes() -> list[Any]:
-    """Of documents in their order, wherever they are stored: to train on, and given to validate."""
-    return [hashlib.blake2b(digest_size=16) for _ in range(2)]
-
-
-def _content(hashes: list[Any]) -> str:
-    return " ".join(each.hexdigest() for each in hashes)
-
-
 class SidedText(NamedTuple):
     """Text for one side of the corpus: a document, or a part of one."""
 
@@ -99,33 +57,54 @@ class ValidationSplit:
     validation, or the highest to training.
     """
 
-    def __init__(self, scan: Scan, fraction: float, whole: bool = False) -> None:
-        """`whole` keeps every document in one piece, however long it is."""
-        if whole and scan.lowest == scan.highest and not scan.given:
+    def __init__(
+        self, documents: Iterable[tuple[str, bool]], fraction: float, whole: bool = False
+    ) -> None:
+        """Read every document once, in constant memory but for `given`; an empty corpus is refused.
+
+        `whole` keeps every document in one piece, however long it is.
+        """
+        self.documents = self.size = highest = 0  # size: UTF-8 bytes of those not given
+        self.given: set[bytes] = set()  # digests of the documents given for validation
+        lowest, hashes = _RANGE, _new_hashes()
+        for text, is_given in documents:
+            document = DocumentHash.of(text)
+            hashes[is_given].update(document.digest)
+            self.documents += 1
+            if is_given:
+                self.given.add(document.digest)
+                continue
+            self.size += document.size
+            lowest, highest = min(lowest, document.place), max(highest, document.place)
+        self.content = _content(hashes)
+        """A hash of all documents in order, and of which were given for validation."""
+        if self.size == 0:
+            raise DataError("the corpus is empty: its files hold only white space; check data.path")
+        self._is_one = lowest == highest
+        if whole and self._is_one and not self.given:
             raise DataError(
                 "the corpus is a single conversation: there must be another one to validate on; "
                 "add some, or set data.valid_path"
             )
-        self._scan = scan
         self._whole = whole
         self._fraction = fraction
         self._threshold = int(fraction * _RANGE)
-        if scan.lowest >= self._threshold:
-            self._threshold = scan.lowest + 1
-        elif scan.highest < self._threshold:
-            self._threshold = scan.highest
+        if lowest >= self._threshold:
+            self._threshold = lowest + 1
+        elif highest < self._threshold:
+            self._threshold = highest
         # Bytes that one document should give to validation.
-        self._longest = max(fraction * scan.size, SHORTEST_TAIL_BYTES)
+        self._longest = max(fraction * self.size, SHORTEST_TAIL_BYTES)
 
     def passages(self, documents: Iterable[tuple[str, bool]]) -> Iterator[SidedText]:
-        """The scanned documents once more, by side; an error at the end if they are others."""
+        """The same documents once more, by side; an error at the end if they are others."""
         hashes = _new_hashes()
         for text, is_given in documents:
             document = DocumentHash.of(text)
             hashes[is_given].update(document.digest)
             for side, part in self._parts(text, document, is_given):
                 yield SidedText(side, part, document.sample)
-        if _content(hashes) != self._scan.content:
+        if _content(hashes) != self.content:
             raise DataError("the corpus changed while it was being read: start again")
 
     def _parts(self, text: str, document: DocumentHash, is_given: bool) -> list[tuple[str, str]]:
@@ -135,17 +114,26 @@ class ValidationSplit:
         would be twice the share wanted, or the only one. None for a training document that was
         given for validation as well.
         """
-        if self._scan.given:
+        if self.given:
             if is_given:
                 return [("valid", text)]
-            return [] if document.digest in self._scan.given else [("train", text)]
-        if self._scan.lowest == self._scan.highest:
+            return [] if document.digest in self.given else [("train", text)]
+        if self._is_one:
             return _split_near_end(text, self._fraction)
         if document.place >= self._threshold:
             return [("train", text)]
         if self._whole or document.size <= 2 * self._longest:
             return [("valid", text)]
         return _split_near_end(text, self._longest / document.size)
+
+
+def _new_hashes() -> list[Any]:
+    """Of documents in their order, wherever they are stored: to train on, and given to validate."""
+    return [hashlib.blake2b(digest_size=16) for _ in range(2)]
+
+
+def _content(hashes: list[Any]) -> str:
+    return " ".join(each.hexdigest() for each in hashes)
 
 
 def _split_near_end(text: str, fraction: float) -> list[tuple[str, str]]:

@@ -228,8 +228,8 @@ class Mailbox:
 
 
 def decision_number(kind: FrameKind, step: int) -> int:
-    """The number of a decision of the first stage; a validation comes before the step."""
-    return 2 * step + (kind is FrameKind.VERDICT)
+    """The number of a decision of the first stage, from 1; a validation comes before the step."""
+    return 2 * step + 1 + (kind is FrameKind.VERDICT)
 
 
 class Port:
@@ -351,16 +351,6 @@ class Port:
                 self._admit(frame)
         self._mailbox.changed()
 
-    def past_decision(self, number: int) -> bool | None:
-        """Whether the first stage, as its lost self, ended the run with this decision.
-
-        None if nobody has heard of it: then it is to be made now. Known on the first stage alone.
-        """
-        theirs = self._state.theirs if self._state is not None else None
-        if theirs is None or number > theirs.decided:
-            return None
-        return number == theirs.decided and theirs.stops
-
     def _on_frame(self, frame: Frame) -> None:
         is_again = self._state is not None and frame.step <= self._state.sent_again
         if is_again and not self._mailbox.wait_until(lambda: self._is_due(frame)):
@@ -446,8 +436,7 @@ class Port:
             elif kind is not FrameKind.ROWS:  # whose size the stage itself knows at the step's end
                 said = _MESSAGE_CHECKS[kind](content)
                 if isinstance(said, Verdict) and self._state is not None:
-                    self._state.decided = decision_number(kind, step)
-                    self._state.stops = said.stop
+                    self._state.decide(decision_number(kind, step), said.stop)
                 if isinstance(said, list) and not all(map(math.isfinite, said)):
                     self._sightings.note(step, NORMS)
         except WireError as error:

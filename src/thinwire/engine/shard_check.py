@@ -21,7 +21,7 @@ from thinwire.engine.cut import MEMORY, CutEnd
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import COVARIANCE, NEXT_BASIS, NEXT_MEASURES
 from thinwire.engine.reports import ShardWritten
-from thinwire.engine.source import Source, Versions
+from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import OPTIMIZER, StageState
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, printable
@@ -97,23 +97,21 @@ class ShardCheck:
 
     def _memories(self, stage: int, part: ShardWritten, file: Any) -> dict[str, Tensor]:
         """What the codecs at the cuts of a stage remember when they are restored from the file."""
-        source, agreements = _Memories(file, self._settings, part), {}
+        # They are mapped, and each is read as it is restored.
+        saved = {name: file.get_tensor(name) for name in file.keys() if name.startswith(MEMORY)}  # noqa: SIM118
+        source, agreements = Snapshot(saved, self._settings, part.step, part.versions), {}
         found: dict[str, Tensor] = {}
         for cut, is_lower in ((stage - 1, False), (stage, True)):
             if 0 <= cut < self._settings.pipeline.stages - 1:
-                end = CutEnd.build(
-                    self._settings, cut, is_lower, self._spec(cut), self._feed, self._scratch
-                )
+                dtype = WEIGHT_TYPES[self._settings.run.precision]
+                spec = TensorSpec(wire_shape(self._settings, cut), dtype, torch.device("cpu"))
+                end = CutEnd.build(self._settings, cut, is_lower, spec, self._feed, self._scratch)
                 end.load(source)
                 agreements[str(cut)] = end.agreements()
                 found |= end.state_tensors()
         if agreements != part.agreements:
             raise CheckpointError("its codecs do not remember what its stage reported")
         return found
-
-    def _spec(self, cut: int) -> TensorSpec:
-        dtype = WEIGHT_TYPES[self._settings.run.precision]
-        return TensorSpec(wire_shape(self._settings, cut), dtype, torch.device("cpu"))
 
 
 def shard_like(
@@ -152,24 +150,3 @@ class _Moments:
 
 def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-
-
-class _Memories(Source):
-    """The codec memories in a file, as a stage restores them."""
-
-    def __init__(self, file: Any, settings: Settings, part: ShardWritten):
-        super().__init__(part.step, part.versions)
-        self._file, self._settings = file, settings
-
-    @property
-    def settings(self) -> Settings:
-        return self._settings
-
-    def names(self) -> set[str]:
-        return {name for name in self._file.keys() if name.startswith(MEMORY)}  # noqa: SIM118
-
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        return {name: self._file.get_tensor(name) for name in names}
-
-    def __str__(self) -> str:
-        return "the file"

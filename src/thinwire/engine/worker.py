@@ -87,6 +87,7 @@ class Worker:
         self.last = settings.pipeline.stages - 1
         shutil.rmtree(self._scratch, ignore_errors=True)  # of a lost process in whose place it is
         self.stop_requested = threading.Event()
+        self.decided, self.stops = 0, False  # the last known decision of a first stage that is lost
         self.device = choose_device(settings.run.device, self.index)
         self.data = far or Corpus.open(assignment.corpus)
         self.feed = Feed(self.data, settings, self.device)
@@ -231,9 +232,13 @@ class Worker:
         return checkpoint and commit, stop
 
     def _stops_at(self, kind: FrameKind, step: int) -> bool:
-        """Whether to stop now; the first stage does as its lost self did where that is known."""
-        past = self._ports[0].past_decision(decision_number(kind, step)) if self._ports else None
-        return self.stop_requested.is_set() if past is None or self.index else past
+        """Whether to stop now: the first stage decides, as its lost self did where that is known.
+
+        The others do what follows from its frames alone, so that each can be replaced.
+        """
+        if (number := decision_number(kind, step)) > self.decided:
+            return self.index == 0 and self.stop_requested.is_set()
+        return self.stops and number == self.decided
 
     def _evaluate(self, runner: Runner, done: int, tell: Tell) -> bool:
         """Validate and report the score; whether all stages leave now, as was asked meanwhile."""

@@ -17,8 +17,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -162,11 +163,11 @@ def _short(path: Path) -> Iterator[str]:
         yield str(link / path.name)
 
 
-def _say(lines: IO[bytes], values: dict[str, Any]) -> None:
+def _say(lines: BufferedIOBase, values: dict[str, Any]) -> None:
     lines.write(msgspec.json.encode(values) + b"\n")
 
 
-def _heard(lines: IO[bytes]) -> dict[str, Any]:
+def _heard(lines: BufferedIOBase) -> dict[str, Any]:
     line = lines.readline(LONGEST_LINE)
     try:
         if not line.endswith(b"\n"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
 
+from thinwire.engine.port import decision_number
 from thinwire.engine.reports import (
     Agreements,
     Evaluation,
@@ -80,6 +81,7 @@ from thinwire.run.protocol import (
 )
 from thinwire.run.signals import Interrupted
 from thinwire.run.watch import Watch
+from thinwire.wire import FrameKind
 
 MOST_AHEAD = 4096
 """Steps that a stage may report before the others do. Training keeps stages together, but a control
@@ -167,9 +169,11 @@ class Coordinator:
         self._lost: dict[int, Phase] = {}  # stages that are replaced, and how far that is
         self._lost_at: dict[int, float] = {}  # ... and since when, until they have caught up
         self._deaths: Counter[int] = Counter()  # since the last step that is new
+        self._gone: set[int] = set()  # whose processes have ended, also after they had finished
         self._links = [0] * max(0, stages - 1)  # how often the link over each cut was opened anew
         self._saved = 0  # the step of the last complete checkpoint, as stages were told
         self._complete = 0  # ... and as it is
+        self._base = 0  # ... and from which stages were last replaced
         self._heard: dict[tuple[int, type], int] = {}  # the last step of each kind of report
         self._followers: dict[tuple[int, ...], Follower] = {}  # by the stages that they follow
         self._promoted: set[int] = set()  # lost stages whose followers take their places
@@ -236,8 +240,11 @@ class Coordinator:
             case Exited(stage=stage, code=0):
                 self._left.add(stage)
             case Exited(stage=stage) | Lost(stage=stage):
-                if stage not in self._finished:
+                # One that has finished is needed until all have: for its log.
+                is_needed = self._together and self.phase is not Phase.COLLECTING
+                if stage not in self._finished or (is_needed and isinstance(event, Exited)):
                     self._suspect(event, now)
+                self._gone.add(stage)
             case Away() | Back():
                 return self._on_absence(event, now)
             case PartArrived() | PartLost():
@@ -260,7 +267,7 @@ class Coordinator:
         return []
 
     def _on_message(self, stage: int, message: OfStage, now: float) -> list[Command]:
-        if self._is_repeated(stage, message):
+        if self._is_late(stage, message) or self._is_repeated(stage, message):
             return []
         evidence = len(self._evidence)
         try:
@@ -308,7 +315,7 @@ class Coordinator:
 
     def _end_if_done(self) -> list[Command]:
         """The end of the run, once all stages have finished and no part is on its way."""
-        if len(self._finished) < len(self._all):
+        if len(self._finished) < len(self._all) or self._settled_at is not None:
             return []
         leave = self._tell_all(Leave())
         if not self._travelling:
@@ -380,12 +387,19 @@ class Coordinator:
         if isinstance(event, PartLost):
             self._parts[event.step][event.stage] = ShardFailed(event.step, event.error)
         commands = self._settle_checkpoint(event.step)
-        if self.phase is Phase.COLLECTING and not self._travelling:
+        is_last = self.phase is Phase.COLLECTING and not self._travelling
+        if is_last and self._settled_at is None:
             commands.append(self._end())
         return commands
 
     def _settle_checkpoint(self, step: int) -> list[Command]:
-        """What becomes of a checkpoint, once every stage's part of it is here or has failed."""
+        """What becomes of a checkpoint, once every stage's part of it is here or has failed.
+
+        Not while a stage is behind: it writes its part again, and whoever is lost now must begin
+        where it did, for it needs what its neighbours sent since.
+        """
+        if self._lost_at:
+            return []
         parts = self._parts[step]
         if len(parts) < len(self._all) or any((step, stage) in self._travelling for stage in parts):
             return []  # another stage may be writing still
@@ -451,13 +465,14 @@ class Coordinator:
         """Something is wrong: listen a moment before blaming anyone.
 
         A stage that dies takes its neighbours' links down, and they may complain before its death
-        is seen. A process that was killed is evidence enough.
+        is seen. A process that was killed is evidence enough, once that was said of all its stages.
         """
-        if self._settled_at is None:
-            self._settled_at = now + SETTLE_SECONDS
-        if self._together and isinstance(evidence, Exited) and evidence.code < 0:
-            self._settled_at = now
         self._evidence.append(evidence)
+        killed = {e.stage for e in self._evidence if isinstance(e, Exited) and e.code < 0}
+        if killed and killed.issuperset(self._together.get(evidence.stage, ())) and self._together:
+            self._settled_at = now
+        elif self._settled_at is None:
+            self._settled_at = now + SETTLE_SECONDS
 
     def _settle(self, now: float) -> list[Command]:
         """What follows from a failure: the end of the run, or others in the place of the lost."""
@@ -496,6 +511,15 @@ class Coordinator:
         # Whoever was linking to one of them would wait in vain, and begins anew.
         linking = {s for s, phase in self._lost.items() if phase is Phase.LINKING}
         lost |= {other for stage in linking for other in self._together[stage]}
+        # Whoever still computes anew would ask for more than the logs of others that begin at a
+        # newer checkpoint will have: it begins there too.
+        if self._complete > self._base:
+            lost |= {other for stage in self._lost_at for other in self._together[stage]}
+            self._base = self._complete
+        # What a neighbour sent that has finished and is gone is lost too.
+        while gone := {s for s in self._gone if {s - 1, s + 1} & lost} - lost:
+            lost |= {other for stage in gone for other in self._together[stage]}
+        self._gone -= lost
         self._deaths[culprit.stage] += 1
         for stage in lost:
             self._lost[stage] = Phase.BUILDING
@@ -550,12 +574,17 @@ class Coordinator:
         """What follows once all who take the places of lost stages are through with a phase."""
         if not all(self._lost[s] is phase and s in self._arrived for s in self._lost):
             return []
+        arrived = [*self._arrived.values()]
         self._arrived.clear()
         lost = sorted(self._lost)
         if phase is Phase.LINKING:
             self._lost.clear()
             stop = [Tell(s, Stop()) for s in lost if self.stop_asked]
-            return [*(Tell(stage, Start()) for stage in lost), *stop]
+            # Not before the steps that were reported, if nobody is left who knows more.
+            reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
+            known = [(linked.decided, linked.stops) for linked in arrived]
+            start = Start(*max((reported, False), *known))
+            return [*(Tell(stage, start) for stage in lost), *stop]
         cuts = {cut for s in lost for cut in (s - 1, s)} & {*range(len(self._links))}
         relinks = [Tell(s, Relink(cut, self._connect(s))) for s, cut in self._ends_alive(cuts)]
         self._lost = dict.fromkeys(lost, Phase.LINKING)
@@ -627,9 +656,18 @@ class Coordinator:
             return False
         kind = ShardWritten if isinstance(message, ShardFailed) else type(message)
         if stage in self._lost_at and message.step <= self._heard.get((stage, kind), -1):
+            parts = self._parts.get(message.step, {})
+            is_here = self._parts_travel and (message.step, stage) not in self._travelling
+            if isinstance(message, ShardWritten) and stage in parts and not is_here:
+                parts[stage] = message  # another machine may write other bytes
             return True
         self._heard[stage, kind] = message.step
         return False
+
+    def _is_late(self, stage: int, message: OfStage) -> bool:
+        """Whether this is of a process that was given up and lives: its successor is not built."""
+        is_building = self._lost.get(stage) is Phase.BUILDING
+        return is_building and isinstance(message, Linked | Report | Finished)
 
     def _with_all_moved(self, stage: int, message: OfStage) -> OfStage:
         """A report with the bytes of all processes that this stage had."""
@@ -649,7 +687,10 @@ class Coordinator:
         seconds = now - self._lost_at.pop(stage)
         self._watch.caught_up(stage)
         note = f"stage {stage} is back after {seconds:.1f} s; no other stage trained a step again"
-        return [Say(note), *self._tell_saved()]
+        parts = [
+            command for step in sorted(self._parts) for command in self._settle_checkpoint(step)
+        ]
+        return [Say(note), *parts, *self._tell_saved()]
 
     def _tell_saved(self) -> list[Command]:
         """What stages sent before a complete checkpoint is needed no more, unless one is behind."""
@@ -667,7 +708,8 @@ class Coordinator:
         self.phase, self._since = phase, self._watch.now
 
     def _tell_all(self, message: ToStage) -> list[Command]:
-        return [Tell(stage, message) for stage in self._all]
+        """Who takes a lost one's place hears it once it trains."""
+        return [Tell(stage, message) for stage in self._all if stage not in self._lost]
 
 
 def _sum(one: Meters | None, other: Meters | None) -> Meters:

@@ -28,7 +28,14 @@ from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.engine.cut import are_cuts_learned
 from thinwire.engine.reports import ShardFailed, ShardWritten
 from thinwire.engine.shard_check import ShardCheck, most_shard_bytes
-from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
+from thinwire.errors import (
+    BreachError,
+    ConfigError,
+    StageError,
+    ThinwireError,
+    WireError,
+    printable,
+)
 from thinwire.folders import replace_private_file
 from thinwire.report import Display
 from thinwire.report.human import elapsed
@@ -192,8 +199,8 @@ def over_real_links(settings: Settings) -> Settings:
 
 def as_peer(member: Member, reachable: bool) -> Machine:
     """A member that is here, for the choice of a split."""
-    assert member.hello is not None
-    machine = member.hello.machine
+    hello = member.hello  # it may leave at any moment: then another is asked
+    machine = hello.machine if hello is not None else Machine()
     memory = machine.memory_gb or _UNKNOWN_GB
     return dataclasses.replace(machine, name=member.name, memory_gb=memory, reachable=reachable)
 
@@ -502,6 +509,8 @@ class HostedPeers(Peers):
         self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
         self._standbys: dict[tuple[int, ...], str] = {}  # by the stages that they follow
         self._standby_ways: dict[tuple[tuple[int, ...], str], Ways] = {}  # of the latest
+        self._had: dict[str, set[int]] = {}  # by member: the stages that it holds or has held
+        self._replaces = bool(placement(settings, formation.groups()))  # those who are lost
         self._given_up: set[tuple[str, float]] = set()  # members that were away for too long
         self._base, self._formation, self._settings = base, formation, settings
         self._checkpoint = checkpoint
@@ -693,7 +702,9 @@ class HostedPeers(Peers):
         self._keep(self._formation)
         self._ended -= {*stages}
         if before != name:
-            self._collected[before][:] = [s for s in self._collected[before] if s not in stages]
+            left = [s for s in self._collected[before] if s not in stages]
+            self._collected[before][:] = left  # whoever collects from it looks there
+            self.collector.retract(stages)
             release = Release(f"{name} holds stage {', '.join(map(str, stages))} now", stages)
             self._base.members.tell(before, release, generation=self._formation.epoch)
         self._ways = self._probed_ways({before, name})
@@ -704,7 +715,7 @@ class HostedPeers(Peers):
         Where nobody could, its stream says when it has been away for too long.
         """
         now = time.monotonic()
-        for member in self._base.members.all():
+        for member in self._base.members.all() if self._replaces else ():
             held, away = self._formation.held_by(member.name), (member.name, member.down_since)
             if not held or not member.is_down or away in self._given_up:
                 continue
@@ -779,6 +790,7 @@ class HostedPeers(Peers):
     def _serve(self, name: str, stages: list[int], states: SeatServer | None) -> None:
         """Accept what stages on a member open beside its own stream: states and token ids."""
         generation = self._formation.epoch
+        self._had.setdefault(name, set()).update(stages)
         if states is not None:
             stream = stream_name("state", stages[0], generation, self._again)
             self._streams.serve(stream, name, partial(states.serve, stages=tuple(stages)))
@@ -809,7 +821,8 @@ class HostedPeers(Peers):
         """On the thread of a member's stream, which may wait for room in the queue: so no stage of
         this generation says too much.
         """
-        held, epoch = self._formation.held_by(name), self._formation.epoch
+        epoch, homeless = self._formation.epoch, {s for group in self._homeless for s in group}
+        held = [stage for stage in self._formation.held_by(name) if stage not in homeless]
         match what:
             case Envelope(Hello() | Alive()):
                 self.said.note(Tick())  # somebody may be waited for
@@ -819,6 +832,9 @@ class HostedPeers(Peers):
             case Gone() | Down() | Envelope(Declined() | Leaving()) if followed := self._of(name):
                 self.said.note(FollowerLost(followed))
             case Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
+                if stage not in self._had.get(name, ()):
+                    never = f"stage {stage}, which it never held"
+                    raise BreachError(f"{name} sent a message of {never}")
                 return False  # others hold it now; it counts as talk
             case Up() if not held:
                 release = Release("others hold its stages now")
@@ -859,7 +875,7 @@ class HostedPeers(Peers):
         checkpoint, and waits for somebody.
         """
         others = [as_peer(m, False) for m in self._base.members.here() if m.name != name]
-        can_move = self.is_training and placement(self._settings, self._formation.groups())
+        can_move = self.is_training and self._replaces
         if can_move and next_holder(held, self._formation.seats, others, self._settings):
             self._lose(name, f"{name} leaves")
             return

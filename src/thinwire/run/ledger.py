@@ -378,8 +378,9 @@ class Ledger:
         mean, crossed = self._timed.mean, self._crossed_in_all()
         frames = max(1, self._steps_run * self.settings.pipeline.microbatches)
         kinds = ("forward", "backward", "update")
-        times = ([mean(s, kind) / faster for s in self._stages] for kind in kinds)
-        return Costs(*times, *(crossed // frames).T.tolist())
+        forward, backward, update = ([mean(s, k) / faster for s in self._stages] for k in kinds)
+        up, down = (crossed // frames).T.tolist()
+        return Costs(forward, backward, update, up, down)
 
     def _record(self, reports: list[Step]) -> StepRecord:
         settings = self.settings
@@ -424,8 +425,8 @@ class Ledger:
         moved = self._crossed - before
         busy = self._busy(moved, _step_seconds(reports))
         return [
-            LinkRecord(cut, *both, _busiest(busy[cut : cut + 2]))
-            for cut, both in enumerate(moved.tolist())
+            LinkRecord(cut, forward, backward, _busiest(busy[cut : cut + 2]))
+            for cut, (forward, backward) in enumerate(moved.tolist())
         ]
 
     @property

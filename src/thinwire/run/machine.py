@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from thinwire.errors import ConfigError
 from thinwire.report.human import human_bytes, human_flops
@@ -103,20 +103,18 @@ def load_peers(path: Path) -> list[Machine]:
         raise ConfigError(f"{path} lists no peers: {example}")
     if len(listed) > MOST_PEERS:
         raise ConfigError(f"{path} lists {len(listed):,} peers: at most {MOST_PEERS} are allowed")
-    peers = [_listed(table, f"{path}: peer[{index}]") for index, table in enumerate(listed)]
+    peers = []
+    for index, table in enumerate(listed):
+        where = f"{path}: peer[{index}]"
+        try:
+            peers.append(from_plain(Machine, table, where))
+        except ValueError as error:
+            raise ConfigError(f"{where} must have {error}") from None
+        needed = ("name", "tflops", "memory_gb")
+        if lacking := [key for key in needed if not getattr(peers[-1], key)]:
+            raise ConfigError(f"{where} lacks {lacking[0]}: every peer needs {', '.join(needed)}")
     check_names(peers, f"{path}: ")
     return peers
-
-
-def _listed(table: Any, where: str) -> Machine:
-    try:
-        peer = from_plain(Machine, table, where)
-    except ValueError as error:
-        raise ConfigError(f"{where} must have {error}") from None
-    for key in ("name", "tflops", "memory_gb"):
-        if not getattr(peer, key):
-            raise ConfigError(f"{where} lacks {key}: every peer needs name, tflops and memory_gb")
-    return peer
 
 
 def check_names(peers: list[Machine], where: str = "") -> None:

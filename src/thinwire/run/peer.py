@@ -206,8 +206,14 @@ class Peer:
         """Link to the neighbours, and wait for the start."""
         self._progress.begin("waits for its neighbours to link")
         self._join(worker, connect)
-        self.say(Linked(self._way_below()))
-        self.receive(Start)
+        states = [logged.state for logged in self._logged.values()]
+        heard = [(s.theirs.decided, s.theirs.stops) for s in states if s.theirs is not None]
+        self.say(Linked(self._way_below(), *max(heard, default=(0, False))))
+        start = self.receive(Start)
+        for state in states:
+            state.decide(start.decided, start.stops)
+        if isinstance(worker, Worker):
+            worker.decided, worker.stops = start.decided, start.stops
 
     def _leave(self, wait: Callable[[], Any] = lambda: None) -> None:
         """Say what the links have moved, and goodbye; and wait until nobody needs this stage."""

@@ -98,7 +98,7 @@ def recording(record: RunRecord, peers: "Peers") -> Callable[[Command], None]:
         record.carry_out(command)
         if isinstance(command, Commit) and command.step not in record.checkpoints.failed:
             peers.saved = record.checkpoints.latest
-            peers.said.note(Completed(command.step))
+            peers.said.note_first(Completed(command.step))  # others may be replaced from it
 
     return carry_out
 
@@ -247,7 +247,7 @@ class LocalPeers(Peers):
         self._logs, self._module = run_folder / "logs", module
         self._fork = forks(settings.run.device)
         self._here: list[StagesHere] = []
-        self._replaced: set[StagesHere] = set()  # of which nothing more is heard
+        self._replaced: set[StageProcess] = set()  # of which nothing more is heard
         self._began = began
         raise_descriptor_limit()  # for the stages too, which inherit it
 
@@ -266,7 +266,7 @@ class LocalPeers(Peers):
     def replace(self, stages: list[int]) -> None:
         place = next(i for i, here in enumerate(self._here) if here.stages == stages)
         lost, order = self._here[place], self._orders[place]
-        self._replaced.add(lost)
+        self._replaced.add(lost.process)
         lost.process.end()  # it may be frozen
         resume = str(self.saved.resolve()) if self.saved else order.resume
         order = dataclasses.replace(order, resume=resume, began=self._began)
@@ -303,13 +303,16 @@ class LocalPeers(Peers):
         return self._logs / f"stage-{'-'.join(map(str, order.stages))}.log"
 
     def _attended(self, order: Order, process: StageProcess) -> StagesHere:
+        def hear(stage: int, message: Any) -> None:
+            if process not in self._replaced:
+                self.said.hear(stage, message)
+
         def on_lost(error: ThinwireError) -> None:
-            for stage in order.stages if here not in self._replaced else ():
+            for stage in order.stages if process not in self._replaced else ():
                 self.said.note(Lost(stage, str(error), isinstance(error, BreachError)))
 
         def on_exit(stages: list[int], code: int) -> None:
-            for stage in stages if here not in self._replaced else ():
+            for stage in stages if process not in self._replaced else ():
                 self.said.note(Exited(stage, code))
 
-        here = StagesHere(order, process, self.said.hear, on_lost, on_exit)
-        return here
+        return StagesHere(order, process, hear, on_lost, on_exit)

@@ -114,10 +114,14 @@ class Ready:
 class Linked:
     """A stage has its links, and both ends agree on their contract.
 
-    Between machines, `way` is the kind of way to the stage below.
+    Between machines, `way` is the kind of way to the stage below. A stage that takes the place of a
+    lost one says which decision of the first stage its neighbours know, and whether it ends the run
+    (engine/port.py numbers them).
     """
 
     way: str = ""
+    decided: int = 0
+    stops: bool = False
 
 
 @dataclass(frozen=True)
@@ -320,7 +324,10 @@ class Connect:
 
 @dataclass(frozen=True)
 class Start:
-    """All stages are linked: train."""
+    """All stages are linked: train; in the place of a lost stage, with the last decision known."""
+
+    decided: int = 0
+    stops: bool = False
 
 
 @dataclass(frozen=True)

@@ -133,13 +133,12 @@ def is_public(host: str) -> bool:
 
 
 def _show(door: Door, stream: TextIO, is_over: threading.Event) -> None:
-    console = Console(file=stream, highlight=False)
+    """A table on a terminal; a line at times where lines cannot be rewritten."""
+    console, last = Console(file=stream, highlight=False), ""
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
             while not is_over.wait(_TABLE_EVERY_S):
                 live.update(_table(door.traffic()), refresh=True)
-        return
-    last = ""
     while not is_over.wait(_LINE_EVERY_S):
         line = ", ".join(
             f"run {run}: {traffic.connections} connections, {human_bytes(traffic.relayed_bytes)}"

@@ -343,6 +343,13 @@ class ShardCollector:
             self._give_up(step, reason)
             self._choose()
 
+    def retract(self, stages: Collection[int]) -> None:
+        """Others hold these stages now: what was not fetched, they write and announce again."""
+        with self._changed:
+            for step, parts in self._announced.items():
+                for stage in stages if step != self._current else self._missing & {*stages}:
+                    parts.pop(stage, None)
+
     def forget(self) -> None:
         """The run is complete: nothing that has arrived of shards is of use any more."""
         shutil.rmtree(self._incoming, ignore_errors=True)
@@ -371,9 +378,9 @@ class ShardCollector:
         """The shard that a member is asked for next; None once all is over."""
         with self._changed:
             while not self._closed:
-                waiting = self._missing & set(stages)
-                if self._current is not None and waiting:
-                    return min(waiting), self._announced[self._current][min(waiting)]
+                announced = self._announced.get(-1 if self._current is None else self._current, {})
+                if waiting := self._missing & set(stages) & announced.keys():
+                    return min(waiting), announced[min(waiting)]
                 self._changed.wait()
             return None
 

@@ -55,6 +55,7 @@ class Watch:
         self._is_training = False
         self._outage = outage
         self._down: set[object] = set()  # links and control streams
+        self._back_at = 0.0  # one of them: what waited for it begins to wait anew
         self._unheard: set[int] = set()  # stages that are replaced, until they speak
         self._behind: set[int] = set()  # ... and until they have caught up
         self._longest = 0.0  # wait of the training that ended well
@@ -104,8 +105,9 @@ class Watch:
         """A link or a control stream is lost, or back."""
         if is_down:
             self._down.add(what)
-        else:
-            self._down.discard(what)
+        elif what in self._down:
+            self._down.remove(what)
+            self._back_at = self.now
 
     def replace(self, stage: int) -> None:
         """Another process takes the place of this stage. Until it speaks no time counts, for it may
@@ -216,7 +218,8 @@ class Watch:
 
     def _stuck_for(self) -> float:
         """Seconds since any stage has begun something: while one works, the others may wait."""
-        return self.now - max((seen.advanced for seen in self._seen.values()), default=self.now)
+        advanced = max((seen.advanced for seen in self._seen.values()), default=self.now)
+        return self.now - max(advanced, self._back_at)
 
     def _culprit(self) -> int | None:
         """Who is silent, else who is at work; None if all say that they wait."""

@@ -145,7 +145,8 @@ class DelayLine(Generic[T]):
             while len(self._waiting) >= self._most and self._seconds_left() <= 0:
                 self._changed.wait()
             self._waiting.append((due, item))
-            self._changed.notify_all()
+            if len(self._waiting) == 1:  # else the thread waits for the first, or delivers one
+                self._changed.notify_all()
 
     def stop(self) -> None:
         """Forget what is still waiting and end the thread."""

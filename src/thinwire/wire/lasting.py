@@ -58,7 +58,11 @@ class LastingPipe(Pipe):
         self.outages = 0
         self._connection: Pipe | None = None  # on which both ends have said what they have
         self._down_since, self._reason = time.monotonic(), ""  # of an outage
-        self._sent = Sent()
+        # What we have to say and the other end has not acknowledged: in order, with its number.
+        self._kept: collections.deque[bytes] = collections.deque()
+        self._kept_bytes = 0
+        self._first = 0  # the number of the first that is kept
+        self._written = 0  # of those kept, on this connection
         self._received = 0
         self._unsaid = 0  # bytes received since we last acknowledged
         self._closed = False  # by us
@@ -71,14 +75,13 @@ class LastingPipe(Pipe):
             raise WireError("an empty message cannot be sent")
         with self._changed:
             self._changed.wait_for(
-                lambda: self._sent.has_room() or self._closed or self._over or self._stopped
+                lambda: self._has_room() or self._closed or self._over or self._stopped
             )
             if self._closed:
                 raise WireError("the pipe is closed")
             if self._over or self._stopped:
                 raise self._stopped or WireError("the other end is gone")
-            self._sent.add(LastingKind.DATA, message)
-            self._changed.notify_all()
+            self._keep(LastingKind.DATA, message)
 
     def read(self) -> BytesLike | None:
         with self._reading:
@@ -101,8 +104,7 @@ class LastingPipe(Pipe):
         with self._changed:
             if not self._closed:
                 self._closed = True
-                self._sent.add(LastingKind.END, b"")
-                self._changed.notify_all()
+                self._keep(LastingKind.END, b"")
                 # Somebody must read to the end, and from here on it may be nobody else.
                 on_daemon_thread("thinwire close", self.read)
             self._changed.wait_for(lambda: self._stopped, grace)
@@ -115,6 +117,26 @@ class LastingPipe(Pipe):
             is_down = self.outages and not self._connection and not self._stopped
             return time.monotonic() - self._down_since if is_down else 0.0
 
+    def _has_room(self) -> bool:
+        """Whether all is on the connection, and not too much of it is kept."""
+        return self._written == len(self._kept) and self._kept_bytes < MOST_KEPT
+
+    def _keep(self, kind: "LastingKind", message: BytesLike) -> None:
+        """Give a message its number, and have it written."""
+        self._kept.append(HEAD.pack(kind, self._first + len(self._kept)) + message)
+        self._kept_bytes += len(self._kept[-1])
+        self._changed.notify_all()
+
+    def _forget(self, count: int) -> None:
+        """The other end has so many messages: they need not be kept."""
+        known = self._first + len(self._kept)
+        if count > known:
+            raise BreachError(f"{count} messages are acknowledged, but only {known} were sent")
+        while self._first < count:
+            self._kept_bytes -= len(self._kept.popleft())
+            self._first += 1
+            self._written = max(0, self._written - 1)
+
     def _wait_for_connection(self) -> Pipe | None:
         """The connection to read from; None once there will be none."""
         with self._changed:
@@ -126,7 +148,7 @@ class LastingPipe(Pipe):
         kind, number = head_of(raw)
         with self._changed:
             if kind == LastingKind.HAVE:
-                self._sent.forget(number)
+                self._forget(number)
             elif kind not in (LastingKind.DATA, LastingKind.END) or number > self._received:
                 raise BreachError(f"message {number} arrived, but {self._received} was due")
             elif number == self._received:  # else it came twice
@@ -186,9 +208,8 @@ class LastingPipe(Pipe):
             if self._stopped:
                 raise self._stopped
             self._other = other
-            self._sent.forget(count)
-            self._sent.rewind()
-            self._connection = connection
+            self._forget(count)
+            self._connection, self._written = connection, 0  # all that is kept is written again
             self._changed.notify_all()
             if self.outages:
                 self._on_up(time.monotonic() - self._down_since)
@@ -200,22 +221,26 @@ class LastingPipe(Pipe):
                 lambda: (
                     self._connection is not connection
                     or self._unsaid >= ACKNOWLEDGE_BYTES
-                    or self._sent.unwritten()
+                    or self._written < len(self._kept)
                     or self._is_done()
                 )
             )
             self._changed.notify_all()
-            if self._connection is connection and self._unsaid >= ACKNOWLEDGE_BYTES:
+            if self._connection is not connection:
+                return None
+            if self._unsaid >= ACKNOWLEDGE_BYTES:
                 self._unsaid = 0
                 return HEAD.pack(LastingKind.HAVE, self._received)
             if self._is_done():  # whoever closes it hangs up
                 self._stopped = self._stopped or WireError("the pipe is closed")
-            is_due = self._connection is connection and self._stopped is None
-            return self._sent.next() if is_due else None
+            if self._stopped:
+                return None
+            self._written += 1
+            return self._kept[self._written - 1]
 
     def _is_done(self) -> bool:
         """Whether the other end has all that we had to say, our last word included."""
-        return self._closed and not self._sent.kept
+        return self._closed and not self._kept
 
     def _wait_for_the_reader(self, connection: Pipe | None) -> None:
         """Let whoever reads say first how a connection ended, if the other end has ended.
@@ -272,45 +297,3 @@ def head_of(raw: BytesLike) -> tuple[int, int]:
         raise BreachError(f"a message of {len(raw)} bytes is shorter than a header")
     kind, number = HEAD.unpack_from(raw)
     return kind, number
-
-
-class Sent:
-    """What one end has to say and the other has not acknowledged, by number; from 0, in order."""
-
-    def __init__(self) -> None:
-        self.kept: collections.deque[bytes] = collections.deque()
-        self._bytes = 0
-        self._first = 0  # the number of the first that is kept
-        self._next = 0  # the number of the next to write on this connection
-
-    def has_room(self) -> bool:
-        """Whether all is on the connection, and not too much of it is kept."""
-        return not self.unwritten() and self._bytes < MOST_KEPT
-
-    def unwritten(self) -> int:
-        """How many messages this connection has not carried."""
-        return self._first + len(self.kept) - self._next
-
-    def add(self, kind: LastingKind, message: BytesLike) -> None:
-        """Give a message its number."""
-        self.kept.append(HEAD.pack(kind, self._first + len(self.kept)) + message)
-        self._bytes += len(self.kept[-1])
-
-    def next(self) -> bytes:
-        """The next to write."""
-        self._next += 1
-        return self.kept[self._next - 1 - self._first]
-
-    def rewind(self) -> None:
-        """There is another connection: on it all that is kept is written again."""
-        self._next = self._first
-
-    def forget(self, count: int) -> None:
-        """The other end has so many messages: they need not be kept."""
-        known = self._first + len(self.kept)
-        if count > known:
-            raise BreachError(f"{count} messages are acknowledged, but only {known} were sent")
-        while self._first < count:
-            self._bytes -= len(self.kept.popleft())
-            self._first += 1
-        self._next = max(self._next, self._first)

@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ class Entry(NamedTuple):
     """Where the log has a frame."""
 
     step: int
+    kind: int
     file: Path
     offset: int
     length: int
@@ -64,14 +66,14 @@ class FrameLog:
             for old in folder.glob("*.frames"):
                 old.unlink()
 
-    def add(self, step: int, message: BytesLike) -> None:
+    def add(self, step: int, kind: int, message: BytesLike) -> None:
         """Keep one more; a goodbye belongs to the last step."""
         with self._lock:
             self._step = max(step, self._step)
             try:
                 if self.bytes + len(message) > self._limit:
                     raise OSError(f"it would be larger than {self._limit >> 20} MB")
-                self._entries.append(Entry(step, *self._store(message), len(message)))
+                self._entries.append(Entry(step, kind, *self._store(message), len(message)))
             except OSError as error:
                 self.trouble, self._from = str(error), self._step + 1
                 self._drop(lambda entry: True)
@@ -153,8 +155,8 @@ class Position(msgspec.Struct, frozen=True):
 
     start: int  # the step that it is at: it has all frames of earlier ones
     latest: int  # the last step that it has sent frames of
-    received: dict[int, int]  # by step, from there on: how many frames have arrived
-    decided: int = -1  # the last decision of the first stage that has arrived, and whether it
+    received: list[tuple[int, int, int]]  # step and kind, and how many such frames have arrived
+    decided: int = 0  # the last decision of the first stage that is known, and whether it
     stops: bool = False  # ended the run (engine/port.py numbers them)
 
 
@@ -171,18 +173,15 @@ class LinkState:
     def __init__(self, log: FrameLog, start: int = 0, is_new: bool = False, follows: bool = False):
         self.log, self.start, self.is_new, self.follows = log, start, is_new, follows
         self.theirs: Position | None = None  # once either end was replaced
-        self.decided, self.stops = -1, False  # of a Position: whoever reads the frames knows
+        self.sent_again = sys.maxsize if follows else -1
+        """The last step whose frames may come before they are due: the other end has sent them
+        before, or has all that it needs to send them."""
+        self.decided, self.stops = 0, False  # as of a Position
         self.said_bye = self.heard_bye = False
-        self._skip: Counter[int] = Counter()  # by step: frames of ours that the other end has
-        self._received: Counter[int] = Counter()
+        # By step and kind, for validations are cut short, and then have fewer frames:
+        self._skip: Counter[tuple[int, int]] = Counter()  # frames of ours that the other end has
+        self._received: Counter[tuple[int, int]] = Counter()
         self._unwritten = 0  # that were logged, and not written yet
-
-    @property
-    def sent_again(self) -> int:
-        """The last step whose frames come from the log of the other end: as fast as it can."""
-        if self.follows:
-            return sys.maxsize
-        return self.theirs.latest if self.is_new and self.theirs is not None else -1
 
     @property
     def holds_goodbye(self) -> bool:
@@ -196,8 +195,8 @@ class LinkState:
         kind, step = kind_and_step(message)
         if kind == FrameKind.BYE:
             step, self.said_bye = GOODBYE, True
-        self.log.add(step, message)
-        if self.follows or self._has(step):
+        self.log.add(step, kind, message)
+        if self.follows or self._has(step, kind):
             return False
         self._unwritten += 1
         return True
@@ -211,12 +210,20 @@ class LinkState:
         kind, step = kind_and_step(message)
         if kind == FrameKind.BYE:
             step, self.heard_bye = GOODBYE, True
-        self._received[step] += 1
+        self._received[step, kind] += 1
+
+    def decide(self, number: int, stops: bool) -> None:
+        """Note a decision of the first stage; one that is made anew was known before."""
+        if number > self.decided:
+            self.decided, self.stops = number, stops
 
     def position(self) -> Position:
         """Where this end stands."""
-        known = self._received.items()
-        received = {step: n for step, n in known if step >= self.start or step == GOODBYE}
+        received = [
+            (step, kind, count)
+            for (step, kind), count in self._received.items()
+            if step >= self.start or step == GOODBYE
+        ]
         return Position(self.start, self.log.latest, received, self.decided, self.stops)
 
     def go_on(self, theirs: Position) -> list[Entry]:
@@ -228,23 +235,29 @@ class LinkState:
                 f"the log of what was sent does not reach back to step {theirs.start}"
                 + (f": {self.log.trouble}" if self.log.trouble else "")
             )
-        self.theirs, self._skip, self.follows = theirs, Counter(theirs.received), False
+        if self.follows:
+            self.follows, self.sent_again = False, -1
+        self.theirs = theirs
+        self._skip = Counter({(step, kind): count for step, kind, count in theirs.received})
+        if self.is_new:
+            last = max((step for step, _, _ in theirs.received), default=-1)
+            self.sent_again = max(self.sent_again, theirs.latest, last + 1)
         entries = self.log.since(theirs.start)
         # What waits for its time on an emulated uplink will be written by itself.
         entries = entries[: max(0, len(entries) - self._unwritten)]
-        return [entry for entry in entries if not self._has(entry.step)]
+        return [entry for entry in entries if not self._has(entry.step, entry.kind)]
 
-    def _has(self, step: int) -> bool:
-        """Whether the other end has the next frame of this step."""
+    def _has(self, step: int, kind: int) -> bool:
+        """Whether the other end has the next frame of this kind."""
         if self.theirs is not None and GOODBYE < step < self.theirs.start:
             return True
-        self._skip[step] -= 1
-        return self._skip[step] >= 0
+        self._skip[step, kind] -= 1
+        return self._skip[step, kind] >= 0
 
     def trim(self, step: int) -> None:
         """A state of this step is safe everywhere: earlier frames are needed no more."""
         self.log.trim(step)
-        for old in [one for one in self._received if GOODBYE < one < step]:
+        for old in [one for one in self._received if GOODBYE < one[0] < step]:
             del self._received[old]
 
 
@@ -263,6 +276,7 @@ class LoggedPipe(Pipe):
         self._changed = threading.Condition()  # guards all that follows
         self.state: LinkState = state
         self._pipe = pipe
+        self._coming: Pipe | None = None  # while both ends say where they stand
         self._awaits = self._closed = False
 
     def keep(self, message: BytesLike) -> bool:
@@ -322,10 +336,11 @@ class LoggedPipe(Pipe):
         """The process at the other end is gone, and another will come in its place."""
         with self._changed:
             self._awaits = True
-            before, self._pipe = self._pipe, None
+            gone = [pipe for pipe in (self._pipe, self._coming) if pipe is not None]
+            self._pipe = self._coming = None
             self._changed.notify_all()
-        if before is not None:
-            on_daemon_thread("thinwire close", lambda: before.close(0))
+        for pipe in gone:
+            on_daemon_thread("thinwire close", partial(pipe.close, 0))
 
     def go_on(self, pipe: Pipe) -> None:
         """Continue with another process at the other end, or as one; both say where they stand.
@@ -333,10 +348,14 @@ class LoggedPipe(Pipe):
         WireError where the log does not reach back to its state, or the new one is lost too.
         """
         with self._writing:
+            with self._changed:
+                self._coming = pipe
             theirs = self._exchange(pipe)
             with self._changed:
+                if self._coming is not pipe:
+                    raise WireError("whoever was to take the place is lost too")
                 entries = self.state.go_on(theirs)
-                self._pipe, self._awaits = pipe, False
+                self._pipe, self._coming, self._awaits = pipe, None, False
                 self._changed.notify_all()
             for entry in entries:
                 message = self.state.log.read(entry)

@@ -1,0 +1,300 @@
+"""Stages that are lost and replaced, as the coordinator leads it: plain events, no processes."""
+
+import pytest
+from leading import Lead, failed, meters, part, ready, step
+
+from thinwire.engine.reports import Evaluation, Step
+from thinwire.run.coordinator import MOST_DEATHS, SETTLE_SECONDS, Coordinator, Phase
+from thinwire.run.events import (
+    Command,
+    Commit,
+    Completed,
+    End,
+    Event,
+    Exited,
+    Lost,
+    Record,
+    Replace,
+    Said,
+    Say,
+    StopAsked,
+    Tell,
+    Tick,
+)
+from thinwire.run.protocol import (
+    Await,
+    Connect,
+    Finished,
+    Leave,
+    Linked,
+    Pulse,
+    Relink,
+    Saved,
+    Start,
+    Stop,
+)
+
+FOUR = [[0], [1], [2], [3]]
+KILLED = "killed by SIGKILL"
+
+
+def training(placement: list[list[int]] = FOUR, steps: int = 0) -> Lead:
+    """A run of four stages that trains, and of which all have reported so many steps."""
+    lead = Lead(stages=4, placement=placement).until(Phase.TRAINING)
+    for number in range(steps):
+        report(lead, number)
+    return lead
+
+
+def report(lead: Lead, number: int, *stages: int) -> list[Command]:
+    said = [lead.say(s, step(s, number, 4, frames=number + 1)) for s in stages or range(4)]
+    return [command for commands in said for command in commands]
+
+
+def link(lead: Lead, *stages: int) -> list[Command]:
+    """Those who take the place of these stages are built, and link; what was told at each point."""
+    built = [command for s in stages for command in lead.say(s, ready(s))]
+    linked = [command for s in stages for command in lead.say(s, Linked())]
+    return [*built, *linked]
+
+
+def texts(commands: list[Command]) -> list[str]:
+    return [command.text for command in commands if isinstance(command, Say)]
+
+
+def replaced(commands: list[Command]) -> list[list[int]]:
+    return [command.stages for command in commands if isinstance(command, Replace)]
+
+
+@pytest.mark.parametrize(("stage", "ends"), [(0, [(1, 0)]), (1, [(0, 0), (2, 1)]), (3, [(2, 2)])])
+def test_a_stage_that_dies_is_replaced_while_its_neighbours_wait(
+    stage: int, ends: list[tuple[int, int]]
+) -> None:
+    lead = training(steps=2)
+    *told, note, replace = lead.on(Exited(stage, -9))
+    assert told == [Tell(neighbour, Await(cut)) for neighbour, cut in ends]
+    assert replace == Replace([stage]) and texts([note]) == [
+        f"stage {stage} died at step 2: {KILLED}; another process takes its place, and the rest "
+        "waits"
+    ]  # fmt: skip
+    again = [int(cut in (stage - 1, stage)) for cut in range(3)]  # links that are opened anew
+    below = {s: f"at-{s - 1}" if s else "" for s in range(4)}
+    assert lead.say(stage, ready(stage)) == [
+        *(Tell(s, Relink(cut, Connect(below[s], again))) for s, cut in ends),
+        Tell(stage, Connect(below[stage], again)),
+    ]
+    assert lead.say(stage, Linked()) == [Tell(stage, Start())]
+    assert report(lead, 0, stage) == report(lead, 1, stage) == [], "it was heard before"
+    back, recorded = report(lead, 2, stage)
+    assert texts([back]) == [
+        f"stage {stage} is back after 0.0 s; no other stage trained a step again"
+    ]
+    assert isinstance(recorded, Record) and recorded.report.step == 2
+    assert lead.coordinator.phase is Phase.TRAINING
+
+
+def test_each_step_is_recorded_once_and_meters_add_up() -> None:
+    """What a lost process had moved was moved; so was what its successor sends beside it."""
+    lead, recorded = training(), list[Command]()
+    for number in range(4):
+        recorded += report(lead, number)
+        recorded += lead.say(3, Evaluation(number + 1, 1.0, 0.1))
+    lead.on(Exited(3, -9))
+    link(lead, 3)
+    for number in range(2, 6):  # from a checkpoint of step 2
+        recorded += report(lead, number, 3)
+        recorded += lead.say(3, Evaluation(number + 1, 1.0, 0.1))
+    of_last = [c.report for c in recorded if isinstance(c, Record) and c.stage == 3]
+    assert [r.step for r in of_last if isinstance(r, Step)] == [*range(6)]
+    assert [r.step for r in of_last if isinstance(r, Evaluation)] == [*range(1, 7)]
+    (latest,) = (r for r in of_last if isinstance(r, Step) and r.step == 5)
+    assert latest.meters["cut-2"]["sent"] == {"FORWARD": {"frames": 4 + 6, "payload_bytes": 100}}
+    (goodbye,) = lead.say(3, Finished(meters(3, 4, frames=7)))
+    assert isinstance(goodbye, Record) and isinstance(goodbye.report, Finished)
+    assert goodbye.report.meters["cut-2"]["sent"]["FORWARD"]["frames"] == 4 + 7
+
+
+def test_two_neighbours_that_die_are_linked_to_each_other() -> None:
+    lead = training(steps=1)
+    lead.on(Exited(1, -9))
+    assert replaced(lead.on(Exited(2, -9))) == [[2]], "the first is not begun anew"
+    assert lead.say(2, ready(2)) == [], "the other is not built"
+    again = [1, 2, 1]
+    assert lead.say(1, ready(1)) == [
+        Tell(0, Relink(0, Connect("", again))),
+        Tell(3, Relink(2, Connect("at-2", again))),
+        Tell(1, Connect("at-0", again)),
+        Tell(2, Connect("at-1", again)),
+    ]
+    assert lead.say(1, Linked()) == []
+    assert lead.say(2, Linked()) == [Tell(1, Start()), Tell(2, Start())]
+
+
+def test_stages_that_share_a_process_are_lost_and_replaced_together() -> None:
+    lead = training([[0, 1], [2, 3]], steps=1)
+    assert lead.on(Exited(2, -9)) == [], "the same is about to be said of the other"
+    told, _, replace = lead.on(Exited(3, -9))
+    assert (told, replace) == (Tell(1, Await(1)), Replace([2, 3]))
+    told = link(lead, 2, 3)
+    assert told[-2:] == [Tell(2, Start()), Tell(3, Start())]
+    assert lead.on(Tick(), 5.0) == [], "one death, one replacement"
+
+
+def test_a_stage_that_dies_again_while_it_links_takes_those_along_who_link_to_it() -> None:
+    lead = training(steps=1)
+    lead.on(Exited(1, -9))
+    lead.on(Exited(2, -9))
+    lead.say(1, ready(1))
+    lead.say(2, ready(2))
+    lead.say(1, Linked())
+    commands = lead.on(Exited(2, -9))
+    assert replaced(commands) == [[1], [2]], "stage 1 waits for a process that is gone"
+    assert link(lead, 1, 2)[-2:] == [Tell(1, Start()), Tell(2, Start())]
+
+
+def test_a_stage_that_dies_while_another_is_built_has_no_part_in_it() -> None:
+    lead = training(steps=1)
+    lead.on(Exited(0, -9))
+    assert replaced(lead.on(Exited(3, -9))) == [[3]]
+    assert lead.say(0, ready(0)) == []
+    assert Tell(1, Relink(0, Connect("at-0", [1, 0, 1]))) in lead.say(3, ready(3))
+
+
+def test_a_stage_that_dies_without_end_ends_the_run() -> None:
+    lead = training(steps=1)
+    for _ in range(MOST_DEATHS):
+        assert replaced(lead.on(Exited(1, -9))) == [[1]]
+        link(lead, 1)
+    end = lead.ended(lead.on(Exited(1, -9)))
+    assert str(end.error) == f"stage 1 died at step 1: {KILLED}"
+
+
+def test_deaths_count_from_the_last_step_that_is_new() -> None:
+    lead = training(steps=1)
+    for number in range(1, 3 * MOST_DEATHS):
+        assert replaced(lead.on(Exited(1, -9))) == [[1]]
+        link(lead, 1)
+        report(lead, number)
+
+
+def test_who_takes_the_place_of_one_that_was_to_stop_is_told_so_once_it_trains() -> None:
+    lead = training(steps=1)
+    lead.on(StopAsked())
+    assert replaced(lead.on(Exited(0, -9))) == [[0]]
+    assert link(lead, 0)[-2:] == [Tell(0, Start()), Tell(0, Stop())]
+
+
+def test_a_request_to_stop_does_not_reach_a_process_that_is_built() -> None:
+    """It would hear it where it waits for where its neighbours are."""
+    lead = training(steps=1)
+    lead.on(Exited(0, -9))
+    told = [c.stage for c in lead.on(StopAsked()) if isinstance(c, Tell)]
+    assert told == [1, 2, 3]
+    assert link(lead, 0)[-2:] == [Tell(0, Start()), Tell(0, Stop())]
+    goodbyes = [lead.say(s, Finished(meters(s, 4))) for s in range(4)]
+    assert goodbyes[-1][-1] == End() and Tell(0, Leave()) in goodbyes[-1]
+
+
+@pytest.mark.parametrize("goodbye", [True, False])
+def test_a_stage_that_has_finished_is_needed_until_all_have(goodbye: bool) -> None:
+    """Whoever is lost then needs its log: so one that dies meanwhile is replaced too."""
+    lead = training(steps=1)
+    lead.say(3, Finished(meters(3, 4)))
+    assert replaced(lead.on(Exited(3, -9))) == [[3]]
+    assert lead.coordinator.waiting_for() == [0, 1, 2, 3]
+    link(lead, 3)
+    assert report(lead, 0, 3) == []
+    for stage in (3, 0, 1, 2) if goodbye else ():
+        commands = lead.say(stage, Finished(meters(stage, 4)))
+    assert lead.coordinator.is_over is goodbye
+    assert not goodbye or commands[-1] == End()
+
+
+def test_no_checkpoint_is_complete_while_a_stage_is_behind() -> None:
+    """A second one that is lost must begin where the first did: it has what that one needs."""
+    lead = training(steps=4)
+    parts = [part(s, 4) for s in range(4)]
+    lead.say(1, parts[1])
+    lead.on(Exited(1, -9))
+    assert [lead.say(s, parts[s]) for s in (0, 2, 3)] == [[], [], []]
+    link(lead, 1)
+    for number in range(4):
+        assert report(lead, number, 1) == []
+    assert lead.say(1, parts[1]) == [], "it was reported before"
+    back, commit, recorded = report(lead, 4, 1)
+    assert commit == Commit(4, parts) and texts([back]) and isinstance(recorded, Record)
+    assert lead.on(Completed(4)) == [Tell(s, Saved(4)) for s in range(4)]
+
+
+def test_what_was_sent_is_kept_until_nobody_is_behind() -> None:
+    lead = training(steps=2)
+    lead.on(Exited(2, -9))
+    assert lead.on(Completed(1)) == [], "the one that is lost begins before it"
+    link(lead, 2)
+    report(lead, 1, 2)
+    _, *told, _ = report(lead, 2, 2)
+    assert told == [Tell(s, Saved(1)) for s in range(4)]
+    assert lead.on(Completed(1)) == [], "once"
+
+
+NO_FAULT: list[list[Event]] = [
+    [Exited(1, 3)],
+    [Lost(1, "gone")],
+    [Said(1, failed("out of memory", "ValueError"))],
+    [Said(2, failed("link cut-1 is broken", accuses=(1,)))],
+]
+
+
+@pytest.mark.parametrize("events", NO_FAULT, ids=["exit", "lost", "unforeseen", "accused"])
+def test_who_fails_without_a_fault_is_replaced_after_a_moment(events: list[Event]) -> None:
+    lead = training(steps=1)
+    assert [lead.on(event) for event in events] == [[]]
+    commands = lead.on(Tick(), SETTLE_SECONDS)
+    assert [1] in replaced(commands) and not lead.coordinator.is_over
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Lost(1, "odd", in_breach=True),
+        Said(1, failed("no such device", "ConfigError")),
+        Said(2, failed("odd frame", "BreachError", convicts=(1,))),
+    ],
+)
+def test_who_is_at_fault_or_would_fail_again_ends_the_run(event: Event) -> None:
+    lead = training(steps=1)
+    lead.on(event)
+    assert "stage 1" in str(lead.ended(lead.on(Tick(), SETTLE_SECONDS)).error)
+
+
+@pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.LINKING])
+def test_a_death_before_training_ends_the_run(phase: Phase) -> None:
+    lead = Lead(stages=4, placement=FOUR).until(phase)
+    assert KILLED in str(lead.ended(lead.on(Exited(1, -9))).error)
+
+
+def test_what_is_not_due_of_a_new_process_is_its_error() -> None:
+    lead = training(steps=1)
+    lead.on(Exited(1, -9))
+    lead.say(1, Linked())
+    end = lead.ended(lead.on(Tick(), SETTLE_SECONDS))
+    assert "stage 1 broke the contract" in str(end.error)
+
+
+def test_a_wait_for_a_new_process_is_no_stuck_run() -> None:
+    """Until it speaks no time counts; then the others wait for it, and it works."""
+    lead = training(steps=1)
+    lead.on(Exited(1, -9))
+    for _ in range(500):
+        assert lead.on(Tick(), 1.0) == []
+    assert "stage 1 is lost, and waits for a peer" in " ".join(lead.coordinator.reasons())
+    for begun in range(500):
+        for s in range(4):
+            assert lead.say(s, Pulse(begun if s == 1 else 7, "builds its layers")) == []
+        assert lead.on(Tick(), 1.0) == []
+
+
+def test_without_a_placement_nobody_is_replaced() -> None:
+    coordinator = Coordinator(4, 100.0)
+    assert coordinator.on(Exited(1, -9), 0.0) == []
+    assert isinstance(coordinator.on(Tick(), SETTLE_SECONDS)[-1], End)

@@ -1,0 +1,327 @@
+"""Pipes that outlive the process at their other end: what is sent again, and what is left out."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from wiring import MAX_PAYLOAD, Recorder, in_background
+
+from thinwire.errors import BreachError, WireError
+from thinwire.wire import (
+    Frame,
+    FrameKind,
+    FrameLog,
+    Link,
+    LinkState,
+    LoggedPipe,
+    Meter,
+    Nic,
+    Pipe,
+    Position,
+    encode,
+    logged,
+    memory_pair,
+)
+from waiting import PATIENCE, wait_until
+
+NICS: dict[str, Callable[[], Nic | None]] = {
+    "direct": lambda: None,
+    "emulated": lambda: Nic(80, 80, latency_ms=3, jitter_ms=1),
+}
+MICROBATCHES = 2
+
+
+class Side:
+    """A process at one end of a link: it sends the same frames for a step, whoever it is."""
+
+    def __init__(self, folder: Path, pipe: Pipe | None, start: int = 0, nic: Nic | None = None):
+        self.state = LinkState(FrameLog(folder, 1 << 20), start, is_new=pipe is None)
+        self.pipe, self.heard = LoggedPipe(pipe, self.state, nic), Recorder()
+        self.link = Link(self.pipe, Meter(), nic, folder.name, MAX_PAYLOAD)
+        self.kind = FrameKind.FORWARD if "below" in folder.name else FrameKind.BACKWARD
+        if pipe is not None:
+            self.start()
+
+    def start(self) -> "Side":
+        self.link.start(self.heard.on_frame, self.heard.on_broken, self.heard.on_end)
+        return self
+
+    def send(self, *steps: int, microbatches: int = MICROBATCHES) -> None:
+        for step in steps:
+            for number in range(microbatches):
+                payload = f"{self.kind.name} {step}.{number}".encode()
+                self.link.send(Frame(self.kind, step=step, microbatch=number, payload=payload))
+
+    def got(self) -> list[tuple[int, int]]:
+        return [(frame.step, frame.microbatch) for frame in self.heard.frames]
+
+    def wait_for(self, count: int) -> None:
+        self.heard.wait(lambda: len(self.heard.frames) >= count or self.heard.errors)
+        assert not self.heard.errors
+
+
+def frames_of(*steps: int) -> list[tuple[int, int]]:
+    return [(step, number) for step in steps for number in range(MICROBATCHES)]
+
+
+def meet(staying: Side, new: Side) -> None:
+    """Both say where they stand; the one that stays sends its log again."""
+    ours, theirs = memory_pair()
+    going = in_background(lambda: staying.pipe.go_on(ours))
+    new.pipe.go_on(theirs)
+    new.start()
+    going.join(PATIENCE)
+    assert not going.is_alive()
+
+
+def goes_on_in_vain(side: Side, pipe: Pipe) -> None:
+    with pytest.raises(WireError):
+        side.pipe.go_on(pipe)
+
+
+@pytest.fixture(params=NICS)
+def nic(request: pytest.FixtureRequest) -> Callable[[], Nic | None]:
+    return NICS[request.param]
+
+
+@pytest.fixture
+def pair(tmp_path: Path, nic: Callable[[], Nic | None]) -> tuple[Side, Side, Pipe]:
+    """A stage below, the stage above it and the pipe of that, which dies with it."""
+    ours, theirs = memory_pair()
+    below = Side(tmp_path / "below", ours, nic=nic())
+    return below, Side(tmp_path / "above", theirs, nic=nic()), theirs
+
+
+def die(above: Side, its_pipe: Pipe, below: Side) -> None:
+    """The process above is gone; whoever leads says so before the link gives up."""
+    below.pipe.await_another()
+    above.link.close(0)
+    its_pipe.close()
+
+
+def after_a_death(below: Side, above: Side, its_pipe: Pipe, new: Side) -> list[tuple[int, int]]:
+    """What the stage below gets in all, if the one above dies in step 3 and begins anew at 2."""
+    below.send(0, 1, 2, 3)
+    above.wait_for(4 * MICROBATCHES)
+    above.send(0, 1, 2)
+    above.send(3, microbatches=1)
+    below.wait_for(3 * MICROBATCHES + 1)
+    die(above, its_pipe, below)
+    below.pipe.trim(2)
+    meet(below, new)
+    new.wait_for(2 * MICROBATCHES)
+    assert new.got() == frames_of(2, 3), "its log since that state, in order"
+    new.send(2, 3, 4)
+    below.send(4)
+    new.wait_for(3 * MICROBATCHES)
+    assert new.got() == frames_of(2, 3, 4)
+    below.wait_for(5 * MICROBATCHES)
+    return below.got()
+
+
+def test_a_new_process_gets_what_it_needs_and_the_other_end_nothing_twice(
+    pair: tuple[Side, Side, Pipe], tmp_path: Path, nic: Callable[[], Nic | None]
+) -> None:
+    new = Side(tmp_path / "new", None, start=2, nic=nic())
+    assert after_a_death(*pair, new) == frames_of(0, 1, 2, 3, 4)
+    assert new.state.sent_again == 3
+    sent = new.link.meter.snapshot()["sent"][FrameKind.BACKWARD.name]
+    assert sent["frames"] == MICROBATCHES + 1, "what the other end had was not sent"
+    assert 0 < pair[0].pipe.replayed_bytes < 1000
+
+
+@pytest.mark.parametrize("error", [-1, 1])
+def test_a_wrong_count_of_what_arrived_would_show(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failing side of the test above: a frame comes twice, or one is missing."""
+    ours, theirs = memory_pair()
+    below, above = Side(tmp_path / "below", ours), Side(tmp_path / "above", theirs)
+    new, true = Side(tmp_path / "new", None, start=2), LinkState.position
+
+    def wrong(state: LinkState) -> Position:
+        said = true(state)
+        wrong = {step: count + error * (step == 3) for step, count in said.received.items()}
+        return Position(said.start, said.latest, wrong)
+
+    monkeypatch.setattr(LinkState, "position", wrong)
+    below.send(0, 1, 2, 3)
+    above.send(0, 1, 2)
+    above.send(3, microbatches=1)
+    below.wait_for(3 * MICROBATCHES + 1)
+    die(above, theirs, below)
+    meet(below, new)
+    new.send(2, 3, 4)
+    below.wait_for(4 * MICROBATCHES + 1 + (error < 0))
+    missing = set(frames_of(0, 1, 2, 3)) - set(below.got())
+    assert (error < 0 and below.got().count((3, 0)) == 2) or missing == {(3, 1)}
+
+
+def test_who_is_lost_again_is_replaced_again(pair: tuple[Side, Side, Pipe], tmp_path: Path) -> None:
+    """Both in the middle of what is sent again, and before it has said where it stands."""
+    below, above, its_pipe = pair
+    nic = below.pipe._nic
+    below.send(*range(20))
+    above.wait_for(20 * MICROBATCHES)
+    die(above, its_pipe, below)
+
+    ours, theirs = memory_pair(limit=1)
+    silent = in_background(partial(goes_on_in_vain, below, ours))
+    assert theirs.read(), "where the other end stands; and no answer"
+    below.pipe.await_another()
+    silent.join(PATIENCE / 3)
+    assert not silent.is_alive(), "it does not wait for an answer that cannot come"
+
+    ours, theirs = memory_pair(limit=1)
+    stuck = in_background(partial(goes_on_in_vain, below, ours))
+    second = LoggedPipe(None, LinkState(FrameLog(tmp_path / "second", 1 << 20), 0, True), nic)
+    second.go_on(theirs)
+    assert second.read() and second.read(), "it dies after the first frames"
+    below.pipe.await_another()
+    stuck.join(PATIENCE)
+    assert not stuck.is_alive()
+
+    third = Side(tmp_path / "third", None, start=0, nic=nic)
+    meet(below, third)
+    third.wait_for(20 * MICROBATCHES)
+    assert third.got() == frames_of(*range(20))
+
+
+def test_both_ends_may_be_new(tmp_path: Path) -> None:
+    below, above = (Side(tmp_path / name, None, start=5) for name in ("below", "above"))
+    ours, theirs = memory_pair()
+    going = in_background(lambda: below.pipe.go_on(ours))
+    above.pipe.go_on(theirs)
+    going.join(PATIENCE)
+    for side in (below, above):
+        side.start()
+    below.send(5, 6)
+    above.send(5)
+    above.wait_for(2 * MICROBATCHES)
+    below.wait_for(MICROBATCHES)
+    assert (above.got(), below.got()) == (frames_of(5, 6), frames_of(5))
+
+
+def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(
+    pair: tuple[Side, Side, Pipe], tmp_path: Path, nic: Callable[[], Nic | None]
+) -> None:
+    """Else it would end a link over which there is still something to say."""
+    below, above, its_pipe = pair
+    below.send(0, 1)
+    above.send(0)
+    above.wait_for(2 * MICROBATCHES)
+    below.wait_for(MICROBATCHES)
+    in_background(lambda: below.link.close(None))
+    above.heard.wait(lambda: above.heard.ends)
+    die(above, its_pipe, below)
+    new = Side(tmp_path / "new", None, nic=nic())
+    meet(below, new)
+    new.wait_for(2 * MICROBATCHES)
+    new.send(0)  # which the other end has
+    new.link.flush(PATIENCE)
+    assert new.got() == frames_of(0, 1) and not new.heard.ends and not new.heard.errors
+    new.link.close(PATIENCE)
+    assert not new.heard.errors
+
+
+def test_without_a_word_that_another_comes_a_loss_is_the_end(tmp_path: Path) -> None:
+    ours, theirs = memory_pair()
+    below = Side(tmp_path / "below", ours)
+    theirs.close()
+    below.heard.wait(lambda: below.heard.errors)
+    assert "closed it without a goodbye" in str(below.heard.errors[0])
+
+
+def test_what_is_sent_while_nobody_is_there_is_sent_to_who_comes(
+    pair: tuple[Side, Side, Pipe], tmp_path: Path, nic: Callable[[], Nic | None]
+) -> None:
+    below, above, its_pipe = pair
+    below.send(0)
+    above.wait_for(MICROBATCHES)
+    die(above, its_pipe, below)
+    below.send(1, 2)
+    below.link.flush(PATIENCE)
+    new = Side(tmp_path / "new", None, start=1, nic=nic())
+    below.send(3)  # may still wait for its time on the uplink
+    meet(below, new)
+    new.wait_for(3 * MICROBATCHES)
+    assert new.got() == frames_of(1, 2, 3)
+
+
+@pytest.mark.parametrize("answer", [b"\xc1", b"\x93\x01\x02\x03", b"x" * (logged.MOST_SAID + 1)])
+def test_an_answer_that_is_no_position_is_refused(answer: bytes, tmp_path: Path) -> None:
+    ours, theirs = memory_pair()
+    theirs.write(answer)
+    state = LinkState(FrameLog(tmp_path, 1 << 20))
+    with pytest.raises(WireError, match="did not say where it stands") as caught:
+        LoggedPipe(None, state).go_on(ours)
+    assert isinstance(caught.value, BreachError) or len(answer) > logged.MOST_SAID
+
+
+def message(step: int, kind: FrameKind = FrameKind.FORWARD, size: int = 100) -> bytes:
+    return encode(Frame(kind, step=step, payload=bytes([step]) * size))
+
+
+def test_a_log_gives_back_what_it_was_given_and_forgets_what_is_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logged, "SEGMENT_BYTES", 1000)
+    (tmp_path / "000007.frames").write_bytes(b"of an earlier process")
+    log = FrameLog(tmp_path, 1 << 20)
+    for step in range(50):
+        log.add(step, message(step))
+    log.add(logged.GOODBYE, message(0, FrameKind.BYE, 0))
+    assert log.latest == 49 and log.reaches(0)
+    held = len(list(tmp_path.iterdir()))
+    log.trim(40)
+    assert log.reaches(40) and not log.reaches(39)
+    wanted = [*(message(step) for step in range(40, 50)), message(0, FrameKind.BYE, 0)]
+    assert [log.read(entry) for entry in log.since(0)] == wanted
+    assert len(log.since(45)) == 6, "with the goodbye"
+    assert log.bytes == sum(map(len, wanted))
+    assert len(list(tmp_path.iterdir())) < held / 2, "files go with what they hold"
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"")
+    with pytest.raises(WireError, match="was cut off"):
+        log.read(log.since(45)[0])
+
+
+@pytest.mark.parametrize("reason", ["limit", "disk"])
+def test_a_log_that_has_no_room_costs_no_training_and_helps_again_after_the_next_state(
+    reason: str, tmp_path: Path
+) -> None:
+    full = tmp_path / "full"
+    log = FrameLog(full, 1000 if reason == "limit" else 1 << 20)
+    if reason == "disk":
+        full.write_text("a file where the folder should be")
+    for step in range(10):
+        log.add(step, message(step))
+    assert not log.reaches(0) and log.trouble
+    state = LinkState(log)
+    with pytest.raises(WireError, match="does not reach back to step 0: ") as caught:
+        state.go_on(Position(0, 0, {}))
+    assert log.trouble in str(caught.value)
+    if reason == "disk":
+        full.unlink()
+    log.trim(10)
+    log.add(10, message(10))
+    assert log.reaches(10)
+    assert [log.read(entry) for entry in state.go_on(Position(10, 0, {}))] == [message(10)]
+
+
+def test_what_both_ends_do_at_once_keeps_its_order(tmp_path: Path) -> None:
+    """Frames are sent by one thread while another sends the log again."""
+    ours, theirs = memory_pair()
+    below, above = Side(tmp_path / "below", ours), Side(tmp_path / "above", theirs)
+    below.send(*range(10))
+    above.wait_for(10 * MICROBATCHES)
+    sending = threading.Thread(target=lambda: below.send(*range(10, 300)), daemon=True)
+    die(above, theirs, below)
+    sending.start()
+    new = Side(tmp_path / "new", None)
+    meet(below, new)
+    sending.join(PATIENCE)
+    wait_until(lambda: len(new.heard.frames) >= 300 * MICROBATCHES)
+    assert new.got() == frames_of(*range(300))
