@@ -284,7 +284,7 @@ class Peer:
         again = connect.links[cut] if connect.links else 0
         name = stream_name("cut", cut, self.order.generation, again)
         if feeds := connect.follower:
-            name = stream_name("follow", cut, self.order.generation, feeds)
+            name = f"{name}.f{feeds}"
         outage, limit = worker.settings.link.outage, worker.max_payload() + 64
         listener, at_doors = self._listener, _at_doors(connect, name)
         routes = Routes(at_doors, _routes(connect.reach)) if connect.reach else None
@@ -346,13 +346,15 @@ class Peer:
         """On a thread of its own: send what is logged to a process that follows a neighbour."""
         cut = message.cut
         neighbour = cut if cut < self.stage else cut + 1
-        with suppress(WireError):  # whoever leads sees that it is lost
+        try:
             pipe = self._open(worker, neighbour, message.connect)
-            self._agree(worker, pipe, cut, Meter(), at_start=False)
             try:
+                self._agree(worker, pipe, cut, Meter(), at_start=False)
                 self._logged[cut].feed(pipe)
             finally:
                 pipe.close(0)
+        except WireError as error:  # whoever leads sees that it is lost
+            print(f"the follower of stage {neighbour} is fed no more: {error}", file=sys.stderr)
 
     def _take_over(self, worker: Worker, message: TakeOver) -> None:
         """On a thread of its own: take the place of the stage that this one followed."""
