@@ -82,7 +82,7 @@ class Document(NamedTuple):
     consumed: int
 
 
-class Passage(NamedTuple):
+class TextPiece(NamedTuple):
     """A text for one side of the corpus, or a part of one."""
 
     side: str
@@ -146,13 +146,13 @@ class Texts:
         meet at line ends.
         """
 
-        def encoded(batch: Iterator[Passage]) -> list[TokenChunk]:
+        def encoded(batch: Iterator[TextPiece]) -> list[TokenChunk]:
             found = self._encoded(tokenizer, list(batch))
             decoded = tokenizer.decode_all([each.chunk.ids for each in found])
             losses.add([each.text for each in found], decoded)
             return [_ended(e.chunk, tokenizer) if e.is_open else e.chunk for e in found]
 
-        batch: list[Passage] = []
+        batch: list[TextPiece] = []
         size = 0
         for passage in self._pieces(passages):
             batch.append(passage)
@@ -164,12 +164,12 @@ class Texts:
             yield from interruptible(encoded, batch)
         losses.check()
 
-    def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[Passage]:
+    def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[TextPiece]:
         for side, text in passages:
             for piece, is_end in pieces_of(text):
-                yield Passage(side, piece, is_end)
+                yield TextPiece(side, piece, is_end)
 
-    def _encoded(self, tokenizer: Tokenizer, batch: list[Passage]) -> list[EncodedText]:
+    def _encoded(self, tokenizer: Tokenizer, batch: list[TextPiece]) -> list[EncodedText]:
         train = iter(tokenizer.encode_all([p.text for p in batch if p.side == "train"]))
         valid = iter(tokenizer.encode_measured([p.text for p in batch if p.side == "valid"]))
         found = []
@@ -228,10 +228,10 @@ class Conversations(Texts):
             )
         return found
 
-    def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[Passage]:
-        return (Passage(side, text) for side, text in passages)
+    def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[TextPiece]:
+        return (TextPiece(side, text) for side, text in passages)
 
-    def _encoded(self, tokenizer: Tokenizer, batch: list[Passage]) -> list[EncodedText]:
+    def _encoded(self, tokenizer: Tokenizer, batch: list[TextPiece]) -> list[EncodedText]:
         """With which of the ids are learned. The end of text follows a conversation unless it ends
         with that already. It is not learned: an answer has an end of its own.
         """

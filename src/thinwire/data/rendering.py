@@ -155,7 +155,7 @@ def _environment() -> Any:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """Puts marks around {% generation %} ... {% endgeneration %}."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -176,7 +176,7 @@ def _environment() -> Any:
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = as_json
     environment.globals["raise_exception"] = refuse
