@@ -124,10 +124,8 @@ class SafeStream:
                     self._size -= len(text)
                     lost, self._dropped = self._dropped, 0
                 if lost:
-                    text = (
-                        f"[note]  {lost} earlier pieces of output were dropped unread\n".encode()
-                        + text
-                    )
+                    gap = f"[note]  {lost} earlier pieces of output were dropped unread\n"
+                    text = gap.encode() + text
                 if self._after is not None:
                     self._after.finish()
                 # Not through the stream: a thread that waits in there would keep the stream's
