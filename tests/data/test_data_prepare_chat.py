@@ -61,20 +61,15 @@ def test_answers_are_learned_and_the_rest_is_read(chats: Path, cache: Path) -> N
     assert corpus.documents == 30 and "30 conversations" in corpus.summary()
     assert "learned" in corpus.summary()
     assert corpus.notes[0] == "conversations by their form: 30 messages; chat template: chatml"
-    ends = corpus.train == tokenizer.end_of_text
-    assert ends.any() and not corpus.train_learned[ends].any()
-    assert np.isin(tokenizer.id_of("<|im_end|>"), corpus.train[corpus.train_learned == 1])
-
-
-def test_no_conversation_is_on_both_sides_or_cut_in_two(chats: Path, cache: Path) -> None:
-    corpus = prepare(config_of(chats, valid_path=""), VOCAB, cache)
-    tokenizer = corpus.tokenizer()
     sides = [
         set(tokenizer.decode(getattr(corpus, side)).split("<|endoftext|>")[:-1])
         for side in ("train", "valid")
-    ]
+    ]  # none is on both, and none is cut in two
     assert all(sides) and not sides[0] & sides[1] and len(sides[0] | sides[1]) == 30
     assert all(text.startswith("<|im_start|>system") for side in sides for text in side)
+    ends = corpus.train == tokenizer.end_of_text
+    assert ends.any() and not corpus.train_learned[ends].any()
+    assert np.isin(tokenizer.id_of("<|im_end|>"), corpus.train[corpus.train_learned == 1])
 
 
 def test_the_same_conversations_in_any_form_are_the_same_corpus(
@@ -101,23 +96,17 @@ def test_the_same_conversations_in_any_form_are_the_same_corpus(
         assert prepare(config_of(folder), VOCAB, cache).fingerprint == first.fingerprint, folder
 
 
-def test_forms_may_be_mixed_and_are_said(tmp_path: Path, cache: Path) -> None:
-    records = [talk(i) for i in range(5)]
-    records += [{"instruction": f"Say {i}.", "input": "", "output": f"{i}"} for i in range(4)]
-    records += [{"prompt": f"Count {i}", "completion": f"{i} {i}"} for i in range(3)]
-    written(tmp_path / "mixed.jsonl", records)
-    corpus = prepare(config_of(tmp_path / "mixed.jsonl"), VOCAB, cache)
-    assert "5 messages, 4 Alpaca, 3 prompt and completion" in corpus.notes[0]
-
-
-def test_conversations_without_an_answer_are_left_out(
+def test_forms_are_said_and_conversations_without_an_answer_left_out(
     chats: Path, cache: Path, tmp_path: Path
 ) -> None:
     asked = {"messages": [{"role": "user", "content": "Anybody there?"}]}
     empty = {"prompt": "Say nothing.", "completion": " "}
-    written(chats / "b.jsonl", [asked, empty])
+    mixed = [{"instruction": f"Say {i}.", "input": "", "output": f"{i}"} for i in range(4)]
+    mixed += [{"prompt": f"Count {i}", "completion": f"{i} {i}"} for i in range(3)]
+    written(chats / "b.jsonl", [asked, *mixed, empty])
     corpus = prepare(config_of(chats), VOCAB, cache)
-    assert corpus.documents == 30
+    assert corpus.documents == 37
+    assert "30 messages, 4 Alpaca, 3 prompt and completion" in corpus.notes[0]
     assert corpus.notes[1].startswith("2 conversations without an answer")
     only = written(tmp_path / "only.jsonl", [asked, empty])
     with pytest.raises(DataError, match=r"no conversation to learn from: 2 without an answer"):

@@ -19,14 +19,6 @@ class Clock:
         return self.now
 
 
-class CountingStream(io.StringIO):
-    flushes = 0
-
-    def flush(self):
-        self.flushes += 1
-        super().flush()
-
-
 class Terminal(io.TextIOWrapper):
     """A terminal as far as a program can tell, kept in memory."""
 
@@ -58,7 +50,7 @@ def clock():
 
 @pytest.fixture
 def stream():
-    return CountingStream()
+    return io.StringIO()
 
 
 @pytest.fixture

@@ -16,18 +16,10 @@ from thinwire.report.human import (
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (999_949, "999.9 kB"),
-        (999_950, "1.0 MB"),  # would round to the four digits of "1000.0 kB"
-        (10_200_000, "10.2 MB"),
-        (3e9, "3.0 GB"),
-        (5e18, "5000.0 PB"),  # the largest suffix keeps growing
-        (math.nan, "-"),
-    ],
-)
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (10_200_000, "10.2 MB"),
+     (999_950, "1.0 MB"),  # would round to the four digits of "1000.0 kB"
+     (3e9, "3.0 GB"), (5e18, "5000.0 PB"), (math.nan, "-")],
+)  # fmt: skip
 def test_human_bytes(count, text):
     assert human_bytes(count) == text
 
@@ -42,39 +34,20 @@ def test_human_count(count, decimals, text):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (0.4, "0s"),
-        (45, "45s"),
-        (59.6, "1m00s"),  # rounded before it is split, never "0m60s"
-        (192, "3m12s"),
-        (3599.7, "1h00m"),
-        (7500, "2h05m"),
-        (3 * 86400 + 4 * 3600, "3d04h"),
-        (-3, "0s"),
-        (math.nan, "-"),
-        (math.inf, "-"),
-    ],
-)
+    [(0.4, "0s"), (45, "45s"), (192, "3m12s"), (3599.7, "1h00m"), (7500, "2h05m"),
+     (59.6, "1m00s"),  # rounded before it is split, never "0m60s"
+     (3 * 86400 + 4 * 3600, "3d04h"), (-3, "0s"), (math.nan, "-"), (math.inf, "-")],
+)  # fmt: skip
 def test_duration(seconds, text):
     assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (0, "0.000 s"),
-        (0.4123, "0.412 s"),
-        (0.9996, "1.00 s"),
-        (1.234, "1.23 s"),
-        (9.996, "10.0 s"),
-        (13.84, "13.8 s"),
-        (59.94, "59.9 s"),
-        (59.96, "1m00s"),
-        (192, "3m12s"),
-        (None, "-"),
-        (math.nan, "-"),
-    ],
-)
+    [(0, "0.000 s"), (0.4123, "0.412 s"), (0.9996, "1.00 s"), (1.234, "1.23 s"), (9.996, "10.0 s"),
+     (13.84, "13.8 s"), (59.94, "59.9 s"), (59.96, "1m00s"), (192, "3m12s"), (None, "-"),
+     (math.nan, "-")],
+)  # fmt: skip
 def test_elapsed_has_three_digits(seconds, text):
     assert elapsed(seconds) == text
 

@@ -124,18 +124,9 @@ def test_a_run_that_was_formed_again_says_so(summary):
 
 @pytest.mark.parametrize(
     ("ratio", "told"),
-    [
-        (12.34, "12.3x fewer"),
-        (123.4, "123x fewer"),
-        (99.96, "100x fewer"),
-        (1.2, "1.20x fewer"),
-        (1.004, "no saving"),
-        (0.999, "no saving"),
-        (0.5, "2.00x more"),
-        (None, "-"),
-        (math.nan, "-"),
-    ],
-)
+    [(12.34, "12.3x fewer"), (123.4, "123x fewer"), (99.96, "100x fewer"), (1.2, "1.20x fewer"),
+     (1.004, "no saving"), (0.999, "no saving"), (0.5, "2.00x more"), (None, "-"), (math.nan, "-")],
+)  # fmt: skip
 def test_a_comparison_of_bytes_has_a_direction(summary, ratio, told):
     assert saving(ratio) == told
     line = fact(as_text(summary_table(summary | {"ratio_vs_bf16": ratio})), "bytes at the cuts")
@@ -150,10 +141,7 @@ def test_a_loss_that_is_not_finite_is_named_with_its_reason(summary):
         "NaN (mean of the last 10 steps, of which one was not finite), 3.2000 in the last"
     )
     assert line_with(as_text(comparison_table({"bad": summary | bad})), "bad").split()[1] == "NaN"
-
-
-def test_a_loss_that_was_not_finite_is_named_after_a_way_through_json(summary):
-    """There it is null, as one that is unknown."""
+    # After a way through JSON it is null there, as one that is unknown.
     read = summary | {"final_valid_loss": None, "not_finite": ["final_valid_loss"]}
     assert "-> NaN nats" in fact(as_text(summary_table(read)), "validation loss")
     assert line_with(as_text(comparison_table({"bad": read})), "bad").split()[1] == "NaN"
@@ -161,7 +149,10 @@ def test_a_loss_that_was_not_finite_is_named_after_a_way_through_json(summary):
 
 def test_tables_are_ascii_without_colour_within_80_columns(summary, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    both = as_text(summary_table(summary)) + as_text(comparison_table({"a": summary, "b": summary}))
+    long = "a-run-with-a-very-long-name-and-no-spaces" * 2  # folds, and squeezes no number
+    runs = as_text(comparison_table({"a": summary, long: summary}))
+    assert runs.count("3.4567") == runs.count("81.4") == 2
+    both = as_text(summary_table(summary)) + runs
     assert both.isascii()
     assert "\x1b" not in both
     assert max(len(line) for line in both.splitlines()) <= 80
@@ -186,16 +177,8 @@ def test_an_empty_summary_is_all_dashes():
 
 def test_every_byte_is_in_the_summary_with_those_of_validations(summary):
     assert "bytes sent" not in as_text(summary_table(summary)), "not said, so not shown"
-    sent = {
-        "by_kind": {
-            "FORWARD": 3_000_000,
-            "EVALUATE": 400_000,
-            "PROBE": 60_000,
-            "VALIDATED": 40_000,
-            "BYE": 64,
-        },
-        "total": 3_500_064,
-    }
+    kinds = {"FORWARD": 3_000_000, "EVALUATE": 400_000, "PROBE": 60_000, "VALIDATED": 40_000}
+    sent = {"by_kind": {**kinds, "BYE": 64}, "total": 3_500_064}
     text = as_text(summary_table(summary | {"bytes_sent": sent}))
     assert line_with(text, "bytes sent").endswith(
         "3.5 MB between stages, 500.0 kB of it for validations"
@@ -229,9 +212,3 @@ def test_comparison_has_a_row_per_run(summary):
         "dense", "3.3000", "100", "133.4", "264.8", "no", "saving", "2,777.8",
     ]  # fmt: skip
     assert line_with(text, "unknown").split() == ["unknown"] + ["-"] * 6
-
-
-def test_long_run_names_fold_instead_of_squeezing_the_numbers(summary):
-    text = as_text(comparison_table({"a-run-with-a-very-long-name-and-no-spaces" * 2: summary}))
-    assert "3.4567" in text and "81.4" in text
-    assert max(len(line) for line in text.splitlines()) <= 80

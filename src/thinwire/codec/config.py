@@ -57,7 +57,15 @@ class CodecConfig:
 
     def check(self, cuts: int) -> None:
         """Import the plugins, then refuse codecs that do not exist, of cuts that do not exist."""
-        self._import_plugins()
+        for name in self.plugins:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # a plugin may stumble over anything
+                raise PluginError(
+                    f'codec.plugins: importing "{name}" failed: {type(error).__name__}: {error}. '
+                    "Every stage imports it by this name: install it, or set PYTHONPATH to its "
+                    "folder"
+                ) from error
         if {self.forward, self.backward, self.rows} <= set(PLAIN) and not self.cuts:
             return
         from thinwire.codec.parse import build_codecs, parse_codec
@@ -101,14 +109,3 @@ class CodecConfig:
                     raise ConfigError(f"{where}: {leg} is given twice")
                 found[cut][leg] = name.strip()
         return found
-
-    def _import_plugins(self) -> None:
-        for name in self.plugins:
-            try:
-                importlib.import_module(name)
-            except Exception as error:  # a plugin may stumble over anything
-                raise PluginError(
-                    f'codec.plugins: importing "{name}" failed: {type(error).__name__}: {error}. '
-                    "Every stage imports it by this name: install it, or set PYTHONPATH to its "
-                    "folder"
-                ) from error

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thinwire.data.rendering import BEGIN, END, RENDERER, InvalidTemplate, RenderError
+from thinwire.data.rendering import BEGIN, END, RENDERER
 from thinwire.data.sources import reading
 from thinwire.data.tokenizer import PIECE_CHARACTERS, Tokenizer, pieces_of
 from thinwire.errors import DataError
@@ -279,16 +279,17 @@ class ChatTemplate:
             "add_generation_prompt": prompts,
             **self.tokens,
         }
-        try:
-            return RENDERER.render(self.source, values)
-        except InvalidTemplate as error:
-            raise DataError(f"{self.name} is not a valid chat template: {error}") from None
-        except RenderError as error:
+        answer = RENDERER.render(self.source, values)
+        if "invalid" in answer:
+            raise DataError(f"{self.name} is not a valid chat template: {answer['invalid']}")
+        if "error" in answer:
             start = next((str(m.get("content", "")) for m in messages), "")[:60]
             raise DataError(
                 f"the chat template ({self.name}) cannot render a conversation that begins with "
-                f"{start!r}: {error}; correct the conversation, or choose another data.template"
-            ) from None
+                f"{start!r}: {answer['error']}; correct the conversation, or choose another "
+                "data.template"
+            )
+        return answer["text"]
 
     @cached_property
     def tokens(self) -> dict[str, str]:

@@ -82,22 +82,10 @@ class Document(NamedTuple):
     consumed: int
 
 
-class Passage(NamedTuple):
-    """A text for one side of the corpus, or a part of one."""
-
-    side: str
-    text: str
-    is_end: bool = True  # whether its text ends here
-
-
-class EncodedText(NamedTuple):
-    """What became of a passage, the text that its ids stand for, and whether it must be ended."""
-
-    chunk: TokenChunk
-    text: str
-    is_open: bool
-
-
+TextPiece = tuple[str, str, bool]
+"""Its side, a text or a part of one, and whether the text ends here."""
+EncodedPiece = tuple[TokenChunk, str, bool]
+"""The ids, the text that they stand for, and whether the end of text must follow."""
 Group = tuple[Callable[[], Iterator[SourceRecord]], int]
 """Where to read records, and how far that goes, in whatever their positions count."""
 
@@ -146,17 +134,17 @@ class Texts:
         meet at line ends.
         """
 
-        def encoded(batch: Iterator[Passage]) -> list[TokenChunk]:
+        def encoded(batch: Iterator[TextPiece]) -> list[TokenChunk]:
             found = self._encoded(tokenizer, list(batch))
-            decoded = tokenizer.decode_all([each.chunk.ids for each in found])
-            losses.add([each.text for each in found], decoded)
-            return [_ended(e.chunk, tokenizer) if e.is_open else e.chunk for e in found]
+            decoded = tokenizer.decode_all([chunk.ids for chunk, _, _ in found])
+            losses.add([text for _, text, _ in found], decoded)
+            return [_ended(chunk, tokenizer) if is_open else chunk for chunk, _, is_open in found]
 
-        batch: list[Passage] = []
+        batch: list[TextPiece] = []
         size = 0
-        for passage in self._pieces(passages):
-            batch.append(passage)
-            size += len(passage.text)
+        for piece in self._pieces(passages):
+            batch.append(piece)
+            size += len(piece[1])
             if size >= BATCH_CHARACTERS:
                 yield from interruptible(encoded, batch)
                 batch, size = [], 0
@@ -164,18 +152,18 @@ class Texts:
             yield from interruptible(encoded, batch)
         losses.check()
 
-    def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[Passage]:
+    def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[TextPiece]:
         for side, text in passages:
-            for piece, is_end in pieces_of(text):
-                yield Passage(side, piece, is_end)
+            yield from ((side, piece, is_end) for piece, is_end in pieces_of(text))
 
-    def _encoded(self, tokenizer: Tokenizer, batch: list[Passage]) -> list[EncodedText]:
-        train = iter(tokenizer.encode_all([p.text for p in batch if p.side == "train"]))
-        valid = iter(tokenizer.encode_measured([p.text for p in batch if p.side == "valid"]))
+    def _encoded(self, tokenizer: Tokenizer, batch: list[TextPiece]) -> list[EncodedPiece]:
+        sides = {side: [p[1] for p in batch if p[0] == side] for side in ("train", "valid")}
+        train = iter(tokenizer.encode_all(sides["train"]))
+        valid = iter(tokenizer.encode_measured(sides["valid"]))
         found = []
         for side, text, is_end in batch:
             chunk = TokenChunk(side, *((next(train),) if side == "train" else next(valid)[:2]))
-            found.append(EncodedText(chunk, text, is_end))
+            found.append((chunk, text, is_end))
         return found
 
 
@@ -228,21 +216,20 @@ class Conversations(Texts):
             )
         return found
 
-    def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[Passage]:
-        return (Passage(side, text) for side, text in passages)
+    def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[TextPiece]:
+        return ((side, text, True) for side, text in passages)
 
-    def _encoded(self, tokenizer: Tokenizer, batch: list[Passage]) -> list[EncodedText]:
+    def _encoded(self, tokenizer: Tokenizer, batch: list[TextPiece]) -> list[EncodedPiece]:
         """With which of the ids are learned. The end of text follows a conversation unless it ends
         with that already. It is not learned: an answer has an end of its own.
         """
-        talks = [Conversation.from_json(passage.text) for passage in batch]
+        talks = [Conversation.from_json(text) for _, text, _ in batch]
         encoded = Chat(tokenizer, self._template).encode_all(talks, self._learn_all)
         found = []
-        for (side, *_), (ids, learned, sizes, text) in zip(batch, encoded, strict=True):
+        for (side, _, _), (ids, learned, sizes, text) in zip(batch, encoded, strict=True):
             measured = sizes if side == "valid" else None
             chunk = TokenChunk(side, ids, measured, None if self._learn_all else learned)
-            is_open = ids[-1:].tolist() != [tokenizer.end_of_text]
-            found.append(EncodedText(chunk, text, is_open))
+            found.append((chunk, text, ids[-1:].tolist() != [tokenizer.end_of_text]))
         return found
 
 

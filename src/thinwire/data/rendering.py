@@ -36,14 +36,6 @@ _TODAY = date(2024, 7, 26)
 _LOOK_SECONDS = 0.05  # of computing, between two looks at the memory
 
 
-class InvalidTemplate(Exception):
-    """What is given as a template is none."""
-
-
-class RenderError(Exception):
-    """A template cannot render these values, and why."""
-
-
 class Renderer:
     """The process that renders, as it is seen from here: started when it is needed."""
 
@@ -51,16 +43,13 @@ class Renderer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, source: str, values: dict[str, Any]) -> str:
-        """The text of a template with these values."""
+    def render(self, source: str, values: dict[str, Any]) -> dict[str, str]:
+        """The `text` of a template with these values, or why there is none: it is `invalid`, or
+        meets an `error`.
+        """
         request = json.dumps({"source": source, "values": values}, default=str).encode()
         with self._lock:
-            answer = self._answer(request)
-        if "invalid" in answer:
-            raise InvalidTemplate(answer["invalid"])
-        if "error" in answer:
-            raise RenderError(answer["error"])
-        return answer["text"]
+            return self._answer(request)
 
     def _answer(self, request: bytes) -> dict[str, str]:
         if self._process is None or self._process.poll() is not None:
@@ -155,7 +144,7 @@ def _environment() -> Any:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """Puts marks around {% generation %} ... {% endgeneration %}."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -176,7 +165,7 @@ def _environment() -> Any:
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = as_json
     environment.globals["raise_exception"] = refuse

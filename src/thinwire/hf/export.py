@@ -91,7 +91,7 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
             "AutoModelForCausalLM opens it"
         )
     with new_folder(wanted.folder) as folder:
-        model, ends = checkpoint.settings.model, tokenizer.generation()
+        model, ends = weights.settings.model, tokenizer.generation()
         config = {
             **(config_with_cuts(weights.settings) if why_not else config_of(model)),
             # Not the one for padding: transformers would take it out of training.

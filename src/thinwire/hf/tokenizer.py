@@ -79,8 +79,15 @@ class TokenizerFiles:
         for name in BESIDE:
             if (found := self._beside(name)) is not None:
                 shutil.copyfile(found, folder / name)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self._context,
+            "clean_up_tokenization_spaces": False,
+        }
+        if (end := self.tokenizer.end_of_text) is not None:
+            config |= dict.fromkeys(("bos_token", "eos_token"), self.tokenizer.decode([end]))
         known = self._beside(CONFIG)
-        write_json(folder / CONFIG, self._config() | (read_json(known) if known else {}))
+        write_json(folder / CONFIG, config | (read_json(known) if known else {}))
 
     def generation(self) -> dict[str, Any]:
         """Where a text begins and ends, in ids, for the configs of the model."""
@@ -107,17 +114,6 @@ class TokenizerFiles:
                 if template is not None:
                     return set(Chat(self.tokenizer, template).end_ids)
         return set()
-
-    def _config(self) -> dict[str, Any]:
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": self._context,
-            "clean_up_tokenization_spaces": False,
-        }
-        if self.tokenizer.end_of_text is None:
-            return config
-        text = self.tokenizer.decode([self.tokenizer.end_of_text])
-        return {**config, "bos_token": text, "eos_token": text}
 
     def _beside(self, name: str) -> Path | None:
         folders = self._folders

@@ -136,8 +136,8 @@ class Model(Joined, TextModel):
             "step": self.checkpoint.step,
             "compression": "on" if self.compression else "off",
             "valid_loss": score.loss,
-            # A float holds no more.
-            "perplexity": math.exp(score.loss) if score.loss < 709 else math.inf,
+            # A float holds no more; NaN stays NaN.
+            "perplexity": math.inf if score.loss > 709 else math.exp(score.loss),
             "bits_per_byte": bits_per_byte(score.loss, tokens, size),
             "tokens": score.count,
         }

@@ -8,6 +8,7 @@ machine alone unless told to.
 
 import collections
 import contextlib
+import functools
 import io
 import ipaddress
 import json
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -51,23 +52,9 @@ class RefusedError(Exception):
         }
 
 
-@dataclass(frozen=True)
-class TextRequest:
-    """A text to write."""
-
-    ids: list[int]
-    tokens: int
-    sampling: Sampling
-    stop: list[str]
-    ends: Collection[int]
-    is_chat: bool
-    streams: bool
-    wants_usage: bool  # at the end of a stream
-
-
 def read_request(
     body: Any, is_chat: bool, model: TextModel, name: str, most_tokens: int
-) -> TextRequest:
+) -> "ServedText":
     """The request in a body of JSON; RefusedError says which field is wrong."""
     if not isinstance(body, dict):
         raise RefusedError("the body must be a JSON object")
@@ -101,68 +88,79 @@ def read_request(
     asked = _number(body, "max_completion_tokens", None, 1, most_tokens, whole=True)
     options = body.get("stream_options")
     seed = _number(body, "seed", None, -(1 << 63), 1 << 63, whole=True)
-    return TextRequest(
-        ids=ids,
-        tokens=asked or _number(body, "max_tokens", usual, 1, most_tokens, whole=True),
-        sampling=Sampling(
-            temperature=_number(body, "temperature", 1.0, 0, 100),
-            top_k=_number(body, "top_k", 0, 0, 1 << 31, whole=True),
-            top_p=_number(body, "top_p", 1.0, 1e-9, 1),
-            seed=secrets.randbits(48) if seed is None else seed,
-        ),
-        stop=_stops(body.get("stop")),
-        ends=model.chat().end_ids if is_chat else (),
+    tokens = asked or _number(body, "max_tokens", usual, 1, most_tokens, whole=True)
+    sampling = Sampling(
+        temperature=_number(body, "temperature", 1.0, 0, 100),
+        top_k=_number(body, "top_k", 0, 0, 1 << 31, whole=True),
+        top_p=_number(body, "top_p", 1.0, 1e-9, 1),
+        seed=secrets.randbits(48) if seed is None else seed,
+    )
+    ends = model.chat().end_ids if is_chat else ()
+    return ServedText(
+        writing=model.write(ids, tokens, sampling, ends, _stops(body.get("stop"))),
+        prompt=len(ids),
+        tokens=tokens,
         is_chat=is_chat,
         streams=body.get("stream") is True,
         wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        model=name,
     )
 
 
+@dataclass(frozen=True)
 class ServedText:
-    """A text in the shapes of OpenAI's answers."""
+    """A text that was asked for, in the shapes of OpenAI's answers: written while it is read."""
 
-    def __init__(self, asked: TextRequest, writing: Writing, name: str):
-        self._asked, self._writing = asked, writing
-        kind = "chat.completion" if asked.is_chat else "text_completion"
-        self._head = {
-            "id": f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": kind + (".chunk" if asked.is_chat and asked.streams else ""),
+    writing: Writing
+    prompt: int  # tokens
+    tokens: int  # to write at most
+    is_chat: bool
+    streams: bool
+    wants_usage: bool  # at the end of a stream
+    model: str
+
+    @functools.cached_property
+    def _head(self) -> dict[str, Any]:
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": kind + (".chunk" if self.is_chat and self.streams else ""),
             "created": int(time.time()),
-            "model": name,
+            "model": self.model,
         }
 
     def whole(self, is_wanted: Callable[[], bool]) -> dict[str, Any] | None:
         """All of it; None if nobody wants it any more."""
         text = ""
-        for piece in self._writing:
+        for piece in self.writing:
             if not is_wanted():
                 return None
             text += piece
         said = {"message": {"role": "assistant", "content": text}}
-        return self._with(said if self._asked.is_chat else {"text": text}, usage=True)
+        return self._with(said if self.is_chat else {"text": text}, usage=True)
 
     def events(self, is_wanted: Callable[[], bool]) -> Iterator[str]:
         """Piece by piece, then how it ended."""
-        if self._asked.is_chat:
+        if self.is_chat:
             yield json.dumps(self._with({"delta": {"role": "assistant", "content": ""}}, False))
-        for piece in self._writing:
+        for piece in self.writing:
             if not is_wanted():
                 return
             if piece:
-                said = {"delta": {"content": piece}} if self._asked.is_chat else {"text": piece}
+                said = {"delta": {"content": piece}} if self.is_chat else {"text": piece}
                 yield json.dumps(self._with(said, False))
-        yield json.dumps(self._with({"delta": {}} if self._asked.is_chat else {"text": ""}))
-        if self._asked.wants_usage:
+        yield json.dumps(self._with({"delta": {}} if self.is_chat else {"text": ""}))
+        if self.wants_usage:
             yield json.dumps({**self._head, "choices": [], "usage": self._usage()})
         yield "[DONE]"
 
     def _with(self, said: dict[str, Any], ended: bool = True, usage: bool = False) -> Any:
-        reason = self._writing.ended_by if ended else None
+        reason = self.writing.ended_by if ended else None
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
         return {**self._head, "choices": [choice], **({"usage": self._usage()} if usage else {})}
 
     def _usage(self) -> dict[str, int]:
-        prompt, written = len(self._asked.ids), self._writing.count
+        prompt, written = self.prompt, self.writing.count
         return {
             "prompt_tokens": prompt,
             "completion_tokens": written,
@@ -405,19 +403,16 @@ class Handler(BaseHTTPRequestHandler):
         except (ValueError, RecursionError) as error:
             raise RefusedError(f"the body is not JSON: {printable(str(error), 200)}") from None
 
-    def _answer(self, asked: TextRequest) -> None:
+    def _answer(self, asked: ServedText) -> None:
         if self.server.is_over.is_set():  # the model may be gone
             raise RefusedError("the server is ending", 503)
-        model = self.server.model
-        writing = model.write(asked.ids, asked.tokens, asked.sampling, asked.ends, asked.stop)
-        answer = ServedText(asked, writing, self.server.name)
         try:
             if asked.streams:
                 self._start(200, "text/event-stream", None)
-                for event in answer.events(self._is_wanted):
+                for event in asked.events(self._is_wanted):
                     self.wfile.write(b"data: " + event.encode() + b"\n\n")
                 return
-            plain = answer.whole(self._is_wanted)
+            plain = asked.whole(self._is_wanted)
         except ThinwireError as error:  # such as a lost stage, which will not come back
             self.server.failure = error
             self.server.is_over.set()

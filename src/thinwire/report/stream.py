@@ -115,7 +115,17 @@ class SafeStream:
         assert self._descriptor is not None
         try:
             while True:
-                text = self._next()
+                with self._changed:
+                    self._is_writing = False
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._held)
+                    self._is_writing = True
+                    text = self._held.popleft()
+                    self._size -= len(text)
+                    lost, self._dropped = self._dropped, 0
+                if lost:
+                    gap = f"[note]  {lost} earlier pieces of output were dropped unread\n"
+                    text = gap.encode() + text
                 if self._after is not None:
                     self._after.finish()
                 # Not through the stream: a thread that waits in there would keep the stream's
@@ -132,19 +142,6 @@ class SafeStream:
             with self._changed:
                 self._is_lost = True
                 self._changed.notify_all()
-
-    def _next(self) -> bytes:
-        with self._changed:
-            self._is_writing = False
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._held)
-            self._is_writing = True
-            text = self._held.popleft()
-            self._size -= len(text)
-            if self._dropped:
-                gap = f"[note]  {self._dropped} earlier pieces of output were dropped unread\n"
-                text, self._dropped = gap.encode() + text, 0
-            return text
 
 
 def safe_stream(stream: TextIO | SafeStream) -> SafeStream:
