@@ -43,6 +43,7 @@ from thinwire.errors import (
     printable,
 )
 from thinwire.folders import private_folder, replace_private_file
+from thinwire.typed import learn_types
 from thinwire.wire import Grant, Identity, Listener, Pipe, Route, Routes, ping
 from thinwire.wire.keys import RUN_DIGITS, fingerprint_of, is_name, shown_key
 from thinwire.wire.sockets import split_address
@@ -501,6 +502,9 @@ class HostSays(msgspec.Struct):
     refused: str = ""  # why the invite does not let this machine in; empty if it does
     name: str = ""  # of the machine in the run
     reached: str = ""  # "yes" or "no": whether the host reached the door that it was asked about
+
+
+learn_types(_Asked, HostSays)
 
 
 def serve_enrolment(listener: Listener, book: AuthorityBook) -> None:

@@ -57,6 +57,7 @@ from thinwire.folders import flush, put_in_place, write_file
 from thinwire.run.events import PartArrived, PartLost, PartRefused
 from thinwire.run.machine import free_disk
 from thinwire.settings import Settings
+from thinwire.typed import learn_types
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.door import Allowance
@@ -114,6 +115,10 @@ class _CheckedManifest(msgspec.Struct):
     settings: dict[str, dict[str, Any]]
 
 
+_WORDS = msgspec.json.Decoder(Want | Refusal | SeatFiles)
+learn_types(_CheckedManifest)
+
+
 class Talk:
     """Words and pieces over a pipe, one after the other; what arrives is checked, all is billed."""
 
@@ -149,7 +154,7 @@ class Talk:
                 return frame
             if frame.kind is not FrameKind.CONTROL:
                 raise WireError(f"a {frame.kind.name} frame came among files")
-            return msgspec.json.decode(frame.payload, type=Want | Refusal | SeatFiles)
+            return _WORDS.decode(frame.payload)
         except (WireError, msgspec.MsgspecError, RecursionError) as error:
             reason = printable(str(error), 200)
             raise BreachError(f"what came among files cannot be read: {reason}") from None
