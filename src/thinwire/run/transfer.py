@@ -326,6 +326,7 @@ class ShardCollector:
         self._given_up: dict[int, str] = {}  # steps, and why: parts of them may still be announced
         self._current: int | None = None  # the step whose shards travel
         self._missing: set[int] = set()  # its stages whose shards are not here
+        self._taken: set[int] = set()  # ... and are being fetched
         self._have: dict[int, int] = {}  # bytes of its shards that are here, by stage
         self._closed = False
         self._moved_at = time.monotonic()
@@ -376,9 +377,10 @@ class ShardCollector:
         """The shard that a member is asked for next; None once all is over."""
         with self._changed:
             while not self._closed:
-                waiting = self._missing & set(stages)
+                waiting = (self._missing & set(stages)) - self._taken
                 if self._current is not None and waiting:
-                    return min(waiting), self._announced[self._current][min(waiting)]
+                    self._taken.add(stage := min(waiting))
+                    return stage, self._announced[self._current][stage]
                 self._changed.wait()
             return None
 
@@ -413,6 +415,10 @@ class ShardCollector:
             self.give_up(step, f"{whose} cannot be kept: {error}")
         else:
             self._arrive(step, stage)
+        finally:
+            with self._changed:
+                self._taken.discard(stage)
+                self._changed.notify_all()
 
     def _objection(self, stage: int, shard: Shard) -> str:
         """Why a shard is not even asked for; empty if it is."""
