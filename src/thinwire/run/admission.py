@@ -43,7 +43,6 @@ from thinwire.errors import (
     printable,
 )
 from thinwire.folders import private_folder, replace_private_file
-from thinwire.typed import learn_types
 from thinwire.wire import Grant, Identity, Listener, Pipe, Route, Routes, ping
 from thinwire.wire.keys import RUN_DIGITS, fingerprint_of, is_name, shown_key
 from thinwire.wire.sockets import split_address
@@ -504,21 +503,18 @@ class HostSays(msgspec.Struct):
     reached: str = ""  # "yes" or "no": whether the host reached the door that it was asked about
 
 
-learn_types(_Asked, HostSays)
+_ASKED, _SAYS = msgspec.json.Decoder(_Asked), msgspec.json.Decoder(HostSays)
 
 
 def serve_enrolment(listener: Listener, book: AuthorityBook) -> None:
     """Let the host's listener enrol who has an invite."""
 
     def answer(stream: Stream) -> None:
-        said = _heard(stream, dict)
         try:
-            asked = msgspec.convert(said, _Asked)
-        except msgspec.ValidationError:
+            says = _answer(book, _heard(stream, _ASKED), stream.public, stream.comes_from)
+        except WireError:
             lacking = "the enrolment lacks a part: install the host's version of thinwire"
             says = HostSays(refused=lacking)
-        else:
-            says = _answer(book, asked, stream.public, stream.comes_from)
         stream.write(msgspec.json.encode(says))
 
     listener.serve(ENROL, answer)
@@ -595,13 +591,13 @@ def _exchange(
         ) from None
     with contextlib.closing(stream):
         stream.write(msgspec.json.encode(asked))
-        texts = msgspec.structs.astuple(_heard(stream, HostSays))
+        texts = msgspec.structs.astuple(_heard(stream, _SAYS))
         return HostSays(*(printable(text, 500) for text in texts)), stream.public
 
 
-def _heard(stream: Pipe, kind: type[T]) -> T:
+def _heard(stream: Pipe, decoder: msgspec.json.Decoder[T]) -> T:
     try:
-        return msgspec.json.decode(bytes(stream.read() or b""), type=kind)
+        return decoder.decode(bytes(stream.read() or b""))
     except (ValueError, RecursionError):
         raise WireError("a message of enrolment cannot be read") from None
 
