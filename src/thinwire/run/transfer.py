@@ -321,12 +321,12 @@ class ShardCollector:
         self._run_folder, self._incoming = run_folder, incoming_folder(run_folder)
         self._limits, self._objection_to, self._patience = list(limits), objection, patience
         self._tell, self._on_progress = tell, on_progress
+        self._fetching = [threading.Lock() for _ in self._limits]  # one at a time writes a part
         self._changed = threading.Condition()  # guards all that follows
         self._announced: dict[int, dict[int, ShardWritten]] = {}  # by step and stage
         self._given_up: dict[int, str] = {}  # steps, and why: parts of them may still be announced
         self._current: int | None = None  # the step whose shards travel
         self._missing: set[int] = set()  # its stages whose shards are not here
-        self._taken: set[int] = set()  # ... and are being fetched
         self._have: dict[int, int] = {}  # bytes of its shards that are here, by stage
         self._closed = False
         self._moved_at = time.monotonic()
@@ -367,7 +367,8 @@ class ShardCollector:
         talk = Talk(pipe, self.meter)
         try:
             while (job := self._next_job(stages)) is not None:
-                self._fetch(talk, member, *job)
+                with self._fetching[job[0]]:
+                    self._fetch(talk, member, *job)
         except WireError:
             return  # the member dials again
         finally:
@@ -377,10 +378,9 @@ class ShardCollector:
         """The shard that a member is asked for next; None once all is over."""
         with self._changed:
             while not self._closed:
-                waiting = (self._missing & set(stages)) - self._taken
+                waiting = self._missing & set(stages)
                 if self._current is not None and waiting:
-                    self._taken.add(stage := min(waiting))
-                    return stage, self._announced[self._current][stage]
+                    return min(waiting), self._announced[self._current][min(waiting)]
                 self._changed.wait()
             return None
 
@@ -415,10 +415,6 @@ class ShardCollector:
             self.give_up(step, f"{whose} cannot be kept: {error}")
         else:
             self._arrive(step, stage)
-        finally:
-            with self._changed:
-                self._taken.discard(stage)
-                self._changed.notify_all()
 
     def _objection(self, stage: int, shard: Shard) -> str:
         """Why a shard is not even asked for; empty if it is."""
