@@ -134,7 +134,7 @@ def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(
     stages: int, thinwire: Callable, config: Callable
 ) -> None:
     """While it imports, that is; two stages have one process that imports for both."""
-    settings = ["--set", "run.patience=15", "--set", f"pipeline.stages={stages}"]
+    settings = ["--set", "run.patience=6", "--set", f"pipeline.stages={stages}"]
     run = thinwire("train", long_run(config), *settings)
     importing = run.stages if stages == 1 else run.forking
     until(importing, run)

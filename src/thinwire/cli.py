@@ -244,21 +244,17 @@ def plan_command(options: argparse.Namespace) -> None:
     settings = load_settings(options.config, options.set, options.allow_plugins)
     for remark in remarks(settings):
         print(f"note: {remark}", file=sys.stderr)
-    if options.peers is not None:
-        _plan_split(settings, options)
+    if options.peers is None:
+        plan = make_plan(settings, options.tflops * 1e12 if options.tflops else None)
+        print(json.dumps(plan_to_plain(plan), indent=1) if options.json else plan_text(plan))
         return
-    plan = make_plan(settings, options.tflops * 1e12 if options.tflops else None)
-    print(json.dumps(plan_to_plain(plan), indent=1) if options.json else plan_text(plan))
-
-
-def _plan_split(settings: "Settings", options: argparse.Namespace) -> None:
-    from thinwire.run.machine import load_peers
-    from thinwire.run.placement import better_window, choose_split, split_text, split_to_plain
-
     if options.tflops is not None:
         raise ConfigError(
             "--tflops and --peers contradict each other: the file has each peer's rate"
         )
+    from thinwire.run.machine import load_peers
+    from thinwire.run.placement import better_window, choose_split, split_text, split_to_plain
+
     split = choose_split(settings, load_peers(options.peers))
     window = better_window(split)
     plain = json.dumps(split_to_plain(split, window), indent=1) if options.json else ""

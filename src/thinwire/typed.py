@@ -167,6 +167,14 @@ def _texts(text: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 
+def learn_types(*kinds: Any) -> None:
+    """Let msgspec learn types where they are defined. It learns a type when it first decodes one,
+    and crashes (0.22) where two threads do that at once, as those of two peers may.
+    """
+    for kind in kinds:
+        msgspec.msgpack.Decoder(kind)
+
+
 def _converted(value: Any, wanted: Any, place: str) -> Any:
     """The value in its type, which numbers fit that a machine can count with."""
     try:

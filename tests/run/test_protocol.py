@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import subprocess
+import sys
 import time
 import zlib
 from dataclasses import asdict, replace
@@ -360,3 +362,13 @@ def test_a_channel_convicts_who_sent_it_nonsense(frame: Frame) -> None:
     assert "link control of stage 0 is broken" in str(lost[0])
     assert heard == []
     channel.close()
+
+
+def test_messages_of_two_peers_may_be_the_first_of_their_kind_at_once() -> None:
+    """Where two threads first decode a type at once msgspec crashes: types are learnt at import."""
+    lines = (
+        "from thinwire.run.protocol import FROM_COORDINATOR, FROM_PEER\n"
+        "kinds = {*FROM_PEER.values(), *FROM_COORDINATOR.values()}\n"
+        "assert all('__msgspec_cache__' in vars(kind) for kind in kinds)"
+    )
+    assert subprocess.run([sys.executable, "-c", lines]).returncode == 0

@@ -294,20 +294,40 @@ def test_a_host_that_says_nothing_of_shards_does_not_fill_the_disk(tmp_path: Pat
     serving.result(30)
 
 
-@pytest.mark.parametrize("why", ["given up", "the epoch is over"])
-def test_a_transfer_ends_with_the_wish_for_it(
-    why: str, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Held(Allowance):
+    """Lets nothing pass until a moment."""
+
+    def __init__(self, begun: threading.Event, ended: threading.Event):
+        super().__init__(1.0)
+        self._begun, self._ended = begun, ended
+
+    def book(self, count: int, now: float) -> float:
+        self._begun.set()
+        self._ended.wait(PATIENCE)
+        return 0.0
+
+
+def test_a_stage_that_changed_hands_is_fetched_over_one_connection_at_a_time(
+    host: Host, tmp_path: Path
 ) -> None:
+    member, begun, ended = tmp_path / "member", threading.Event(), threading.Event()
+    shards = host.written(member, 10, 8 * PIECE_BYTES)
+    before, after = ShardSender(member, Held(begun, ended)), ShardSender(member)
+    host.join("ana", before, [0])
+    assert begun.wait(PATIENCE)
+    host.join("ben", after, [0, 1])
+    ended.set()
+    assert sorted(host.wait(2)) == [("arrived", 0, 10), ("arrived", 1, 10)]
+    assert [arrived(host, stage, 10) for stage in (0, 1)] == [shard.sha256 for shard in shards]
+    assert pieces_sent(before) + pieces_sent(after) == 16, "nothing was sent twice"
+
+
+@pytest.mark.parametrize("why", ["given up", "the epoch is over"])
+def test_a_transfer_ends_with_the_wish_for_it(why: str, host: Host, tmp_path: Path) -> None:
     member, begun, ended = tmp_path / "member", threading.Event(), threading.Event()
     host.written(member, 10, 8 * PIECE_BYTES)
 
-    class Slow(Allowance):
-        def book(self, count: int, now: float) -> float:
-            begun.set()
-            ended.wait(PATIENCE)
-            return 0.0
-
-    sender, here = ShardSender(member, Slow(1.0)), memory_pair(2)
+    sender, here = ShardSender(member, Held(begun, ended)), memory_pair(2)
     serving = on_daemon_thread("member", lambda: sender.serve(here[1]))
     fetching = on_daemon_thread(
         "host", lambda: host.collector.collect_from("peer", [0, 1], here[0])

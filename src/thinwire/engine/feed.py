@@ -195,6 +195,7 @@ class CorpusTokens(TokenSource):
 
     @cached_property
     def validation_text(self) -> tuple[int, int]:  # type: ignore[override]
+        """As that of a feed."""
         if self._valid_sizes is None:
             return 0, 0
         validation = self._validation

@@ -503,18 +503,18 @@ class HostSays(msgspec.Struct):
     reached: str = ""  # "yes" or "no": whether the host reached the door that it was asked about
 
 
+_ASKED, _SAYS = msgspec.json.Decoder(_Asked), msgspec.json.Decoder(HostSays)
+
+
 def serve_enrolment(listener: Listener, book: AuthorityBook) -> None:
     """Let the host's listener enrol who has an invite."""
 
     def answer(stream: Stream) -> None:
-        said = _heard(stream, dict)
         try:
-            asked = msgspec.convert(said, _Asked)
-        except msgspec.ValidationError:
+            says = _answer(book, _heard(stream, _ASKED), stream.public, stream.comes_from)
+        except WireError:
             lacking = "the enrolment lacks a part: install the host's version of thinwire"
             says = HostSays(refused=lacking)
-        else:
-            says = _answer(book, asked, stream.public, stream.comes_from)
         stream.write(msgspec.json.encode(says))
 
     listener.serve(ENROL, answer)
@@ -590,13 +590,13 @@ def _exchange(
         ) from None
     with contextlib.closing(stream):
         stream.write(msgspec.json.encode(asked))
-        texts = msgspec.structs.astuple(_heard(stream, HostSays))
+        texts = msgspec.structs.astuple(_heard(stream, _SAYS))
         return HostSays(*(printable(text, 500) for text in texts)), stream.public
 
 
-def _heard(stream: Pipe, kind: type[T]) -> T:
+def _heard(stream: Pipe, decoder: msgspec.json.Decoder[T]) -> T:
     try:
-        return msgspec.json.decode(bytes(stream.read() or b""), type=kind)
+        return decoder.decode(bytes(stream.read() or b""))
     except (ValueError, RecursionError):
         raise WireError("a message of enrolment cannot be read") from None
 

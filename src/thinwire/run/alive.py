@@ -59,11 +59,11 @@ class ControlSocket:
                 with contextlib.suppress(OSError, WireError):
                     _say(self.wfile, _answered(handlers, _heard(self.rfile)))
 
+        self._server = _Server(str(self.path), Caller, bind_and_activate=False)
         try:
             if self.path.is_socket():  # a killed process has left it
                 self.path.unlink()
-            with _short(self.path) as name:
-                self._server = _Server(name, Caller, bind_and_activate=False)
+            with _short(self.path) as self._server.server_address:
                 self._server.server_bind()
             self.path.chmod(0o600)  # before it listens, so nobody comes in between
             self._server.server_activate()

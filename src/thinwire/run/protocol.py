@@ -33,7 +33,7 @@ import msgspec
 from thinwire.engine.reports import Meters, Report, Step
 from thinwire.errors import WireError, printable
 from thinwire.run.machine import Machine
-from thinwire.typed import Finite
+from thinwire.typed import Finite, learn_types
 from thinwire.wire import HEADER_BYTES
 
 MOST_SAID = 1 << 20
@@ -422,6 +422,7 @@ def kinds_of(*unions: Any) -> Kinds:
 
 FROM_PEER = kinds_of(OfPeer, OfStage)
 FROM_COORDINATOR = kinds_of(ToPeer, ToStage)
+learn_types(*FROM_PEER.values(), *FROM_COORDINATOR.values())
 
 
 def pack(envelope: Envelope) -> bytes:

@@ -1,5 +1,6 @@
 """What is kept and shown of a run: metrics and checkpoints on the way, then summary and plots."""
 
+import contextlib
 import json
 import math
 import time
@@ -146,13 +147,14 @@ class RunRecord:
         trouble = self._trouble() or (self._exploded() if self._explosion else None)
         if trouble is None:
             self.checkpoints.end(ledger.done)
-        latest = self.checkpoints.latest
+        latest, earlier = self.checkpoints.latest, list[EvaluationRecord]()
+        if ledger.first_step:
+            with contextlib.suppress(OSError, ThinwireError):  # the plots say what is damaged
+                earlier = read_evaluations(self.folder)
         logs = self.folder / "logs"  # absent where all stages are on other machines
         seconds = time.monotonic() - started
         summary = {
-            **ledger.summary(
-                self._versions, seconds, self._began - started, self._earlier_validations()
-            ),
+            **ledger.summary(self._versions, seconds, self._began - started, earlier),
             "control_bytes": control_bytes,
             **({"beside_bytes": dict(beside_bytes)} if beside_bytes is not None else {}),
             **self._origin,
@@ -213,25 +215,13 @@ class RunRecord:
         try:
             text = header + "\n" + to_toml(settings.relaxed(), settings.with_window())
             (self.folder / "config.toml").write_text(text)
-            self._metrics = MetricsWriter(self.folder, self._resume_step, self._wandb())
+            run, log = settings.run, None
+            if run.wandb:
+                plain = settings.to_plain()
+                log = WandbLog(run.wandb, run.name, self.folder, plain, self.display.note)
+            self._metrics = MetricsWriter(self.folder, self._resume_step, log)
         except OSError as error:
             raise ConfigError(f"cannot write the run's record to {self.folder}: {error}") from error
-
-    def _earlier_validations(self) -> list[EvaluationRecord]:
-        """Those that the run's folder has; the last of each step."""
-        if not self.ledger.first_step:
-            return []
-        try:
-            return read_evaluations(self.folder)
-        except (OSError, ThinwireError):
-            return []  # the plots say what is damaged
-
-    def _wandb(self) -> WandbLog | None:
-        run = self.settings.run
-        if not run.wandb:
-            return None
-        config = self.settings.to_plain()
-        return WandbLog(run.wandb, run.name, self.folder, config, self.display.note)
 
     def _on_step(self, stage: int, report: Step) -> None:
         record = self.ledger.add_step(stage, report)

@@ -34,6 +34,7 @@ from thinwire.engine.build import StageBuilder
 from thinwire.engine.feed import At, CorpusTokens, FarCorpus
 from thinwire.errors import WireError, printable
 from thinwire.settings import Settings
+from thinwire.typed import learn_types
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, handshake
 from thinwire.wire.background import on_daemon_thread
 
@@ -69,6 +70,9 @@ class Facts(msgspec.Struct, frozen=True):
     text_bytes: Count
     id_bytes: Literal[2, 4]
     masked: bool  # whether only some tokens are learned
+
+
+learn_types(Facts)
 
 
 def columns_read(settings: Settings, stage: int) -> Columns:

@@ -57,6 +57,7 @@ from thinwire.folders import flush, put_in_place, write_file
 from thinwire.run.events import PartArrived, PartLost, PartRefused
 from thinwire.run.machine import free_disk
 from thinwire.settings import Settings
+from thinwire.typed import learn_types
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.door import Allowance
@@ -114,6 +115,10 @@ class _CheckedManifest(msgspec.Struct):
     settings: dict[str, dict[str, Any]]
 
 
+_WORDS = msgspec.json.Decoder(Want | Refusal | SeatFiles)
+learn_types(_CheckedManifest)
+
+
 class Talk:
     """Words and pieces over a pipe, one after the other; what arrives is checked, all is billed."""
 
@@ -149,7 +154,7 @@ class Talk:
                 return frame
             if frame.kind is not FrameKind.CONTROL:
                 raise WireError(f"a {frame.kind.name} frame came among files")
-            return msgspec.json.decode(frame.payload, type=Want | Refusal | SeatFiles)
+            return _WORDS.decode(frame.payload)
         except (WireError, msgspec.MsgspecError, RecursionError) as error:
             reason = printable(str(error), 200)
             raise BreachError(f"what came among files cannot be read: {reason}") from None
@@ -316,6 +321,7 @@ class ShardCollector:
         self._run_folder, self._incoming = run_folder, incoming_folder(run_folder)
         self._limits, self._objection_to, self._patience = list(limits), objection, patience
         self._tell, self._on_progress = tell, on_progress
+        self._fetching = [threading.Lock() for _ in self._limits]  # one at a time writes a part
         self._changed = threading.Condition()  # guards all that follows
         self._announced: dict[int, dict[int, ShardWritten]] = {}  # by step and stage
         self._given_up: dict[int, str] = {}  # steps, and why: parts of them may still be announced
@@ -368,7 +374,8 @@ class ShardCollector:
         talk = Talk(pipe, self.meter)
         try:
             while (job := self._next_job(stages)) is not None:
-                self._fetch(talk, member, *job)
+                with self._fetching[job[0]]:
+                    self._fetch(talk, member, *job)
         except WireError:
             return  # the member dials again
         finally:
