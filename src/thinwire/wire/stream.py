@@ -341,7 +341,7 @@ class Listener:
             with self._lock:
                 if not arrival.cancel():  # it came in this very moment
                     return arrival.result()
-                del self._expected[name]
+                self._expected.pop(name)
             raise WireError(
                 f"{name!r} did not dial {self.address} within {timeout:g} s: is that process "
                 "running, and can it reach this address?"
@@ -360,11 +360,12 @@ class Listener:
             self._port.close()
         with self._lock:
             self._is_closed = True
-            expected, streams = self._expected, [*self._streams]
-        for name, one in expected.items():
-            if not one.arrival.done():
-                reason = f"{self.address} was closed before {name!r} dialed it"
-                one.arrival.set_exception(WireError(reason))
+            streams = [*self._streams]
+            for name, expected in self._expected.items():
+                if not expected.arrival.done():
+                    reason = f"{self.address} was closed before {name!r} dialed it"
+                    expected.arrival.set_exception(WireError(reason))
+            self._expected = {}
         for stream in streams:
             stream.cut()
 
