@@ -35,7 +35,7 @@ from thinwire.wire.routes import (
     to_sign,
     who_of,
 )
-from thinwire.wire.sockets import Port, hang_up, split_address
+from thinwire.wire.sockets import ListeningPort, hang_up, split_address
 
 LINK_MBPS = 200.0
 CHUNK = 1 << 16  # bytes that a direction holds at most, between reading and writing
@@ -95,7 +95,7 @@ class Door:
         self._pass: tuple[str, float] | None = None
         self._callers: list[_Caller] = []  # in the order in which they came
         self._is_closed = False
-        self._port = Port(host, port, self._receive)
+        self._port = ListeningPort(host, port, self._receive)
         self.port, self.address = self._port.number, self._port.address
 
     def serve(self, name: str, take: Take) -> None:
