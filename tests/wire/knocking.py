@@ -9,7 +9,7 @@ from concurrent import futures
 from thinwire.wire import Door
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import proof_of, who_of
-from thinwire.wire.sockets import Port
+from thinwire.wire.sockets import ListeningPort
 from waiting import PATIENCE
 
 RUN, TOKEN = "0123456789abcdef", "the run's token"
@@ -20,7 +20,7 @@ class Service:
 
     def __init__(self) -> None:
         self._taken: queue.Queue[socket.socket] = queue.Queue()
-        self._port = Port("127.0.0.1", 0, self.take)
+        self._port = ListeningPort("127.0.0.1", 0, self.take)
         self.address = self._port.address
 
     def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:

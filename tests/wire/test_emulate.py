@@ -94,19 +94,10 @@ def test_the_downlink_never_exceeds_its_rate_and_never_runs_ahead(arrivals):
         free = done
 
 
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ((80, -1.0, 25), r"link\.mbps_down"),
-        ((80, float("nan"), 25), r"link\.mbps_down"),
-        ((float("inf"), 80, 25), r"link\.mbps_up"),
-        ((80, 80, 1e13), r"link\.latency_ms \+ link\.jitter_ms"),
-        ((80, 80, 3.6e6, 1), r"link\.latency_ms \+ link\.jitter_ms"),
-    ],
-)
-def test_impossible_rates_and_delays_are_refused_by_the_name_of_their_setting(values, named):
-    with pytest.raises(ConfigError, match=named):
-        Nic(*values)
+@pytest.mark.parametrize("delays", [(1e13, 0), (3.6e6, 1)])
+def test_impossible_delays_are_refused_by_the_name_of_their_setting(delays):
+    with pytest.raises(ConfigError, match=r"link\.latency_ms \+ link\.jitter_ms"):
+        Nic(80, 80, *delays)
 
 
 def test_config_makes_the_nic_or_none():

@@ -130,22 +130,10 @@ def test_payload_limit_is_exact():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("sender", 1 << 16),
-        ("step", 1 << 64),
-        ("step", -1),
-        ("microbatch", 1 << 32),
-        ("weight_version", 1 << 32),
-        ("basis_version", -1),
-        ("codec", 1 << 32),
-        ("shape", (1, 2, 3, 4, 5)),
-        ("shape", (1 << 32,)),
-        ("shape", (-1,)),
-    ],
+    ("field", "value"), [("sender", 1 << 16), ("step", -1), ("shape", (1, 2, 3, 4, 5))]
 )
 def test_values_that_do_not_fit_the_header_are_refused(field, value):
-    with pytest.raises(WireError, match=field):
+    with pytest.raises(WireError, match=f"a frame cannot be sent, .*{field}"):
         encode(dataclasses.replace(EXAMPLE, **{field: value}))
 
 

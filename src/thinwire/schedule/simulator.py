@@ -67,14 +67,10 @@ class Network:
     mbps_down: float = 0.0
     latency_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            _check_amount(f"network.{name}", value)
-
     def links(self, stages: int) -> "Links":
         """The same for so many stages, each on a host of its own."""
         rates = [self.mbps_up] * stages, [self.mbps_down] * stages
-        return Links(*rates, [self.latency_s] * (stages - 1))
+        return Links(*rates, [self.latency_s] * (stages - 1)).links(stages)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from thinwire.wire.routes import (
     to_sign,
     who_of,
 )
-from thinwire.wire.sockets import Port, hang_up, split_address
+from thinwire.wire.sockets import ListeningPort, hang_up, split_address
 
 LINK_MBPS = 200.0
 CHUNK = 1 << 16  # bytes that a direction holds at most, between reading and writing
@@ -95,7 +95,7 @@ class Door:
         self._pass: tuple[str, float] | None = None
         self._callers: list[_Caller] = []  # in the order in which they came
         self._is_closed = False
-        self._port = Port(host, port, self._receive)
+        self._port = ListeningPort(host, port, self._receive)
         self.port, self.address = self._port.number, self._port.address
 
     def serve(self, name: str, take: Take) -> None:
@@ -186,15 +186,25 @@ class Door:
 
     def _attend(self, caller: "_Caller") -> None:
         """The life of a connection, from its first byte to its last."""
-        with caller.connection, contextlib.suppress(OSError):
+        connection = caller.connection
+        with connection, contextlib.suppress(OSError):
             try:
                 wish, run = self._admit(caller)
                 grant = run.grant_of(caller.who) if run.grant_of else Grant("")
                 if grant is None or grant.refusal:  # it was struck off in this very moment
                     raise WireError("the token shown does not count any more")
-                self._fulfil(caller, wish, run)
+                connection.settimeout(self._limits.idle_s)
+                if wish == "ping":
+                    say(connection, f"ok {caller.address} {time.time():.3f}")
+                elif wish == "wait":
+                    self._keep_waiting(caller)
+                elif take := self._served.get(caller.name):
+                    say(connection, "ok")
+                    futures.wait([take(connection.dup(), caller.host)])
+                else:
+                    self._join_waiting(caller, run)
             except WireError as error:
-                _turn_away(caller.connection, error)
+                _turn_away(connection, error)
             finally:
                 with self._lock:
                     self._callers.remove(caller)
@@ -236,7 +246,15 @@ class Door:
                 f"this token opens {' and '.join(sorted(opens))} alone: join the run first"
             )
         if wish == "wait" and not service.startswith(_LINK):
-            _check_host(run_name, name, to_sign(nonce, name, proof), " ".join(shown))
+            # Whoever knows the token could wait in the host's place, and nobody reach the host.
+            if not shown:
+                raise WireError(
+                    f"only the host of run {run_name} may wait for {name}: the request lacks its "
+                    "signature"
+                )
+            public = proven_by(to_sign(nonce, name, proof), " ".join(shown))
+            if fingerprint_of(public)[:RUN_DIGITS] != run_name:
+                raise WireError(f"the key shown is not the one of the host of run {run_name}")
         with self._lock:
             run = self._runs.get(run_name) or self._new_run(run_name, mbps)
             held = [other.who for other in self._callers if other.run == run_name]
@@ -258,19 +276,6 @@ class Door:
         self._runs[name] = run = _Run(Allowance(mbps))
         return run
 
-    def _fulfil(self, caller: "_Caller", wish: str, run: "_Run") -> None:
-        connection = caller.connection
-        connection.settimeout(self._limits.idle_s)
-        if wish == "ping":
-            say(connection, f"ok {caller.address} {time.time():.3f}")
-        elif wish == "wait":
-            self._keep_waiting(caller)
-        elif take := self._served.get(caller.name):
-            say(connection, "ok")
-            futures.wait([take(connection.dup(), caller.host)])
-        else:
-            self._join_waiting(caller, run)
-
     def _join_waiting(self, caller: "_Caller", run: "_Run") -> None:
         """Call those who wait, the latest first, until one answers."""
         limits = self._limits
@@ -279,7 +284,13 @@ class Door:
         def book(size: int) -> float:
             return max(bound.book(size, time.monotonic()) for bound in (run.allowance, own))
 
-        while waiter := self._next_waiter(caller.name):
+        while True:
+            with self._lock:
+                waiting = [other for other in self._callers if other.waits_for == caller.name]
+                if not waiting:
+                    raise WireError(f"{caller.name} is not served here, and nobody waits for it")
+                waiter = waiting[-1]
+                waiter.waits_for = ""
             try:
                 with contextlib.suppress(OSError, TimeoutError):
                     say(waiter.connection, f"call {caller.host}")
@@ -290,15 +301,6 @@ class Door:
             finally:
                 hang_up(waiter.connection)
                 waiter.is_over.set()
-        raise WireError(f"{caller.name} is not served here, and nobody waits for it")
-
-    def _next_waiter(self, name: str) -> "_Caller | None":
-        with self._lock:
-            waiting = [caller for caller in self._callers if caller.waits_for == name]
-            if not waiting:
-                return None
-            waiting[-1].waits_for = ""
-            return waiting[-1]
 
     def _keep_waiting(self, caller: "_Caller") -> None:
         limits, connection = self._limits, caller.connection
@@ -422,16 +424,6 @@ def splice(
     back = on_daemon_thread("thinwire splice", partial(passing, other, one))
     passing(one, other)
     futures.wait([back])
-
-
-def _check_host(run: str, name: str, text: str, shown: str) -> None:
-    """Whoever knows the token could wait in the host's place, so that nobody reaches the host."""
-    if not shown:
-        raise WireError(
-            f"only the host of run {run} may wait for {name}: the request lacks its signature"
-        )
-    if fingerprint_of(proven_by(text, shown))[:RUN_DIGITS] != run:
-        raise WireError(f"the key shown is not the one of the host of run {run}")
 
 
 def _turn_away(caller: socket.socket, error: WireError) -> None:

@@ -66,34 +66,20 @@ class Frame:
     payload: BytesLike = b""
 
 
-# The numbers of a frame in the order of the header, and what each must stay below.
-_LIMITS = {
-    "sender": 1 << 16,
-    "step": 1 << 64,
-    "microbatch": 1 << 32,
-    "weight_version": 1 << 32,
-    "basis_version": 1 << 32,
-    "codec": 1 << 32,
-}
+# The numbers of a frame in the order of the header.
+_NUMBERS = ("sender", "step", "microbatch", "weight_version", "basis_version", "codec")
 
 
 def encode(frame: Frame) -> bytes:
     """The message of a frame; copies the payload once, behind its header."""
-    numbers = {name: getattr(frame, name) for name in _LIMITS}
-    for name, value in numbers.items():
-        if not 0 <= value < _LIMITS[name]:
-            most = _LIMITS[name] - 1
-            raise WireError(f"frame cannot be sent: {name} = {value} must be in 0..{most}")
-    if len(frame.shape) > MAX_DIMS or not all(0 <= dim < 1 << 32 for dim in frame.shape):
-        raise WireError(
-            f"frame cannot be sent: shape {frame.shape} must have at most {MAX_DIMS} dimensions, "
-            "each below 2^32"
-        )
-    payload = memoryview(frame.payload)
-    ndim = len(frame.shape)
+    payload, ndim = memoryview(frame.payload), len(frame.shape)
+    numbers = (FrameKind(frame.kind), *(getattr(frame, name) for name in _NUMBERS), ndim)
     dims = (*frame.shape, *(0,) * (MAX_DIMS - ndim))
-    start = (MAGIC, WIRE_VERSION, FrameKind(frame.kind), *numbers.values())
-    head = _HEAD.pack(*start, ndim, _RESERVED, *dims, payload.nbytes)
+    try:
+        head = _HEAD.pack(MAGIC, WIRE_VERSION, *numbers, _RESERVED, *dims, payload.nbytes)
+    except struct.error as error:
+        said = vars(frame) | {"payload": f"{payload.nbytes} bytes"}
+        raise WireError(f"a frame cannot be sent, {error}: {said}") from None
     checksum = zlib.crc32(payload, zlib.crc32(head))
     return b"".join((head, _CHECKSUM.pack(checksum), payload))
 
@@ -116,8 +102,8 @@ def decode(message: BytesLike, max_payload: int) -> Frame:
     if view.nbytes < HEADER_BYTES:
         raise _malformed("length", f"{view.nbytes} bytes, a header alone has {HEADER_BYTES}")
     magic, version, kind, *others = _HEAD.unpack_from(view)
-    numbers = dict(zip(_LIMITS, others[: len(_LIMITS)], strict=True))
-    ndim, reserved, *dims, length = others[len(_LIMITS) :]
+    numbers = dict(zip(_NUMBERS, others[: len(_NUMBERS)], strict=True))
+    ndim, reserved, *dims, length = others[len(_NUMBERS) :]
     if magic != MAGIC:
         raise _malformed("magic", f"{magic!r} instead of {MAGIC!r}: not a thinwire frame")
     if version != WIRE_VERSION:

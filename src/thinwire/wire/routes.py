@@ -16,7 +16,6 @@ service of the host, which is any name but that of a link, shows after the proof
 public key and a signature: RUN is the beginning of that key's fingerprint.
 """
 
-import contextlib
 import hashlib
 import hmac
 import re
@@ -173,9 +172,11 @@ class Standby:
             try:
                 connection, _ = call(self.route, "wait", self.name, ROUTE_S, self._prover)
                 self.trouble = ""
-                if self._is_called(connection):
+                if (home := self._wait_for_call(connection)) is not None:
+                    self._take(connection, home)
                     pause = _FIRST_PAUSE_S
                     continue
+                connection.close()
             except WireError as error:
                 self.trouble = str(error)
             if time.monotonic() - begin > _LONGEST_PAUSE_S:
@@ -183,27 +184,23 @@ class Standby:
             self._is_over.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _is_called(self, connection: socket.socket) -> bool:
-        """Wait for a call, and have it served; False if the door ended the wait."""
+    def _wait_for_call(self, connection: socket.socket) -> str | None:
+        """Wait for a call, and answer it; from which host it came, None if the wait has ended."""
         with self._lock:
             if self._is_over.is_set():
-                connection.close()
-                return False
+                return None
             self._waiting.add(connection)
-        word = home = ""
         try:
-            with contextlib.suppress(OSError, WireError):
-                word, _, home = hear(connection, None).partition(" ")
-                if word == "call":
-                    connection.sendall(HERE)
+            word, _, home = hear(connection, None).partition(" ")
+            if word == "call":
+                connection.sendall(HERE)
+                return home
+        except (OSError, WireError):
+            pass
         finally:
             with self._lock:
                 self._waiting.discard(connection)
-        if word != "call":
-            connection.close()
-            return False
-        self._take(connection, home)
-        return True
+        return None
 
 
 def call(

@@ -72,7 +72,7 @@ def why(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
-class Port:
+class ListeningPort:
     """Listens on a port, and passes each connection on with its address, until it is closed.
 
     A WireError says why it cannot listen there, and what to change.

@@ -32,7 +32,7 @@ from thinwire.wire.frame import BytesLike
 from thinwire.wire.keys import Identity, dialing_context, fingerprint_of, proven_by, shown_key
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 from thinwire.wire.routes import Routes
-from thinwire.wire.sockets import Port, hang_up, split_address
+from thinwire.wire.sockets import ListeningPort, hang_up, split_address
 
 T = TypeVar("T")
 
@@ -308,7 +308,9 @@ class Listener:
         self._is_closed = False
         self.address, self._port = "", None
         if host is not None:
-            self._port = Port(host, port, lambda one, at: self.take(one, split_address(at)[0]))
+            self._port = ListeningPort(
+                host, port, lambda one, at: self.take(one, split_address(at)[0])
+            )
             self.address = self._port.address
 
     def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:
@@ -341,7 +343,7 @@ class Listener:
             with self._lock:
                 if not arrival.cancel():  # it came in this very moment
                     return arrival.result()
-                del self._expected[name]
+                self._expected.pop(name)
             raise WireError(
                 f"{name!r} did not dial {self.address} within {timeout:g} s: is that process "
                 "running, and can it reach this address?"
@@ -360,11 +362,12 @@ class Listener:
             self._port.close()
         with self._lock:
             self._is_closed = True
-            expected, streams = self._expected, [*self._streams]
-        for name, one in expected.items():
-            if not one.arrival.done():
-                reason = f"{self.address} was closed before {name!r} dialed it"
-                one.arrival.set_exception(WireError(reason))
+            streams = [*self._streams]
+            for name, expected in self._expected.items():
+                if not expected.arrival.done():
+                    reason = f"{self.address} was closed before {name!r} dialed it"
+                    expected.arrival.set_exception(WireError(reason))
+            self._expected = {}
         for stream in streams:
             stream.cut()
 
