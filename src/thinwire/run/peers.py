@@ -30,7 +30,7 @@ from thinwire.run.events import (
     Suspect,
     Tell,
 )
-from thinwire.run.processes import TRAINING, StageProcess, forks, start_processes
+from thinwire.run.processes import TRAINING, Forker, StageProcess, forks, start_processes
 from thinwire.run.protocol import (
     FROM_PEER,
     Connect,
@@ -236,7 +236,8 @@ class LocalPeers(Peers):
             for _ in group
         ]
         self._logs, self._module = run_folder / "logs", module
-        self._fork = forks(settings.run.device)
+        is_worth_it = forks(settings.run.device) and len(held) > 1
+        self._forker = Forker(module) if is_worth_it else None
         self._here: list[StagesHere] = []
         self._replaced: set[StageProcess] = set()  # of which nothing more is heard
         self._began = began
@@ -247,10 +248,12 @@ class LocalPeers(Peers):
             here.process.kill()
         for here in self._here:
             here.process.end()
+        if self._forker is not None:
+            self._forker.close()
 
     def start(self) -> None:
         logs = [self._log(order) for order in self._orders]
-        started = start_processes(logs, self._module, self._fork)
+        started = start_processes(logs, self._module, self._forker)
         for order, process in zip(self._orders, started, strict=True):
             self._here.append(self._attended(order, process))
 
@@ -261,7 +264,7 @@ class LocalPeers(Peers):
         lost.process.end()  # it may be frozen
         resume = str(self.saved.resolve()) if self.saved else order.resume
         order = dataclasses.replace(order, resume=resume, began=self._began)
-        (process,) = start_processes([self._log(order)], self._module)
+        (process,) = start_processes([self._log(order)], self._module, self._forker)
         self._here[place] = self._attended(order, process)
 
     def tell(self, stage: int, message: ToStage) -> None:
