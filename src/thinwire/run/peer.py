@@ -52,6 +52,7 @@ from thinwire.run.protocol import (
     LinkDown,
     Linked,
     LinkUp,
+    LogLost,
     OfStage,
     Order,
     Pulse,
@@ -361,9 +362,14 @@ class Peer:
 
     def _pulse(self, patience: float) -> None:
         """Say now and then what this stage is doing, for as long as the coordinator listens."""
+        has_log = True
         while True:
             try:
                 self.say(Pulse(self._progress.begun, self._doing()))
+                troubles = [logged.state.log.trouble for logged in [*self._logged.values()]]
+                if has_log and any(troubles):
+                    has_log = False
+                    self.say(LogLost(max(troubles)))
             except WireError:
                 return
             time.sleep(pulse_seconds(patience))

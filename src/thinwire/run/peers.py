@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from thinwire.run.events import (
     Lost,
     Replace,
     StopAsked,
+    Stopped,
     Suspect,
     Tell,
 )
@@ -45,6 +47,7 @@ from thinwire.settings import Settings
 from thinwire.wire import Identity, raise_descriptor_limit
 
 LAST_WORDS_SECONDS = 2.0  # to hear what a process said before it ended
+STOPPED_SECONDS = 5  # for which a process is stopped, before it is said
 EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
 
 
@@ -241,6 +244,8 @@ class LocalPeers(Peers):
         self._here: list[StagesHere] = []
         self._replaced: set[StageProcess] = set()  # of which nothing more is heard
         self._began = began
+        self._looked_at = 0.0  # when it was last seen which processes are stopped
+        self._stopped: Counter[StageProcess] = Counter()  # ... and how often in a row
         raise_descriptor_limit()  # for the stages too, which inherit it
 
     def __exit__(self, *error: object) -> None:
@@ -266,6 +271,17 @@ class LocalPeers(Peers):
         order = dataclasses.replace(order, resume=resume, began=self._began)
         (process,) = start_processes([self._log(order)], self._module, self._forker)
         self._here[place] = self._attended(order, process)
+
+    def next_event(self, coordinator: Coordinator) -> Event:
+        if time.monotonic() >= self._looked_at + 1.0:
+            self._looked_at = time.monotonic()
+            for here in self._here:
+                process = here.process
+                self._stopped[process] = (self._stopped[process] + 1) * process.is_stopped()
+                if self._stopped[process] > STOPPED_SECONDS:
+                    self._stopped[process] = 0
+                    self.said.note(Stopped(here.stages[0]))
+        return super().next_event(coordinator)
 
     def tell(self, stage: int, message: ToStage) -> None:
         if isinstance(message, Connect):
