@@ -177,8 +177,9 @@ class Coordinator:
                 commands.append(self._end(StageError(verdict), culprit))
                 return commands
             for stage, silence in self._watch.frozen().items():
-                why = f"it has said nothing for {silence:.0f} s"
-                return [*commands, *self._replace_stuck(stage, why, now)]
+                if stage not in self._lost:
+                    why = f"it has said nothing for {silence:.0f} s"
+                    return [*commands, *self._replace_stuck(stage, why, now)]
         return commands
 
     @property

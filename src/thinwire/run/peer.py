@@ -263,7 +263,7 @@ class Peer:
             else:
                 pipe, meter, card = self._open(worker, neighbour, connect), Meter(), nic
                 self._agree(worker, pipe, cut, meter)
-                pipe = self._logged_pipe(worker, pipe, cut, nic)
+                pipe = self._logged_pipe(worker, pipe, cut, nic, meter)
             self._links[neighbour] = Link(pipe, meter, card, f"cut-{cut}", worker.max_payload())
 
     def _open(self, worker: Linkable, neighbour: int, connect: Connect) -> Pipe:
@@ -312,7 +312,9 @@ class Peer:
         self._down_since = 0.0
         self._mention(LinkUp(self.stage - 1, seconds, self._way_below()))
 
-    def _logged_pipe(self, worker: Linkable, pipe: Pipe, cut: int, nic: Nic | None) -> Pipe:
+    def _logged_pipe(
+        self, worker: Linkable, pipe: Pipe, cut: int, nic: Nic | None, meter: Meter
+    ) -> Pipe:
         """The same pipe with a log of what is sent, so that whoever is at its other end may be
         replaced; or, where this stage is such a replacement, what goes on with the log there.
         """
@@ -321,7 +323,7 @@ class Peer:
             return pipe
         log = FrameLog(worker.log_folder(cut), most)
         state = LinkState(log, worker.state.step, self._is_new)
-        logged = LoggedPipe(None if self._is_new else pipe, state, nic)
+        logged = LoggedPipe(None if self._is_new else pipe, state, nic, meter.count_sent)
         self._logged[cut] = logged
         if self._is_new:
             logged.go_on(pipe)
