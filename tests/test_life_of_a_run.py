@@ -96,7 +96,7 @@ def test_a_stopped_stage_does_not_outlive_a_killed_coordinator(
     assert gone(stages)
 
 
-@pytest.mark.parametrize("command", ["peer", "processes thinwire.run.peer 1 0,1"])
+@pytest.mark.parametrize("command", ["peer", "processes thinwire.run.peer"])
 @pytest.mark.parametrize("slow", ["numpy", "torch"])
 def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(
     slow: str, command: str, tmp_path: Path

@@ -31,6 +31,7 @@ from thinwire.settings import Settings, machine_cores
 from thinwire.settings.crossing import (
     bytes_per_token,
     frame_bytes,
+    logged_bytes,
     row_bytes,
     size_notes,
     wire_shape,
@@ -514,3 +515,27 @@ def test_finer_choices_of_rows_cost_more(finer: dict, make_settings: MakeSetting
     usual = slow_link(make_settings, **shared)
     chosen = slow_link(make_settings, **shared, **changes)
     assert row_bytes(usual) < row_bytes(chosen) <= 64 + 300 * (32 // 2 + 2)  # all rows, in int4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2,
+         "codec__backward": "int4+ef"},
+        {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "embedding",
+         "boundary__row_tokens": 20, "boundary__row_steps": 5, "codec__rows": "fp64"},
+    ],
+    ids=["dense", "a basis that moves", "rows of the embedding"],
+)  # fmt: skip
+def test_a_stage_logs_no_more_than_is_planned(
+    changes: dict[str, object], make_settings: Callable, run_in_threads: Callable
+) -> None:
+    settings = make_settings(**changes)
+    outcome, planned = run_in_threads(settings), logged_bytes(settings, 4)
+    for stage in range(2):
+        sent = outcome.workers[stage]._ports[0].link.meter.sent_bytes()
+        assert sent < planned
+    assert planned < 4 * sent or changes, "and not much less"
+    assert "logs: up to " in plan_text(make_plan(settings, RATE))
+    assert "logs: " not in plan_text(make_plan(make_settings(train__log_mb=0), RATE))

@@ -24,6 +24,8 @@ from thinwire.settings.crossing import (
     BF16_BYTES,
     bytes_per_token,
     frame_bytes,
+    logged_bytes,
+    logged_steps,
     network_of,
     row_bytes,
     size_kind,
@@ -251,6 +253,7 @@ def plan_text(plan: Plan) -> str:
         f"compute: {human_flops(plan.flops_per_s)} per stage, "
         f"{'measured here with one block' if plan.is_measured else 'as given'}; {plan.machine}",
         _link_line(settings),
+        *_log_lines(settings),
         "",
         "schedule (a column is a slot of equal length, F forward, B backward, U update):",
         short_grid(simulation.schedule),
@@ -418,6 +421,20 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
         "schedule": str(plan.simulation.schedule),
         "config_hash": plan.settings.hash,
     }
+
+
+def _log_lines(settings: Settings) -> list[str]:
+    """How much disk the logs take from which a lost stage is computed again."""
+    reach, every = logged_steps(settings), settings.checkpoint_interval
+    if not reach:
+        return []
+    steps = min(every if every > 0 else settings.train.steps, settings.train.steps, reach)
+    ends = 2 if settings.pipeline.stages > 2 else 1
+    room = human_bytes(ends * logged_bytes(settings, steps))
+    return [
+        f"logs: up to {room} on the disk of a stage, what it sends in {steps:,} steps, until a "
+        "checkpoint is complete"
+    ]
 
 
 def _link_line(settings: Settings) -> str:

@@ -12,8 +12,8 @@ import pytest
 from programs import gone
 from thinwire.errors import StageError
 from thinwire.run import processes
-from thinwire.run.processes import StageProcess, forks, start_processes
-from waiting import PATIENCE
+from thinwire.run.processes import Forker, StageProcess, forks, start_processes
+from waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.skipif(not forks("cpu"), reason="stages are forked on Linux alone")
 
@@ -38,19 +38,24 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]
     """Starts stages of a module with this text; what is left of them ends with the test."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     started: list[StageProcess] = []
+    forkers: list[Forker] = []
 
     def start(text: str = STAGE, count: int = 3, fork: bool = True) -> Sequence[StageProcess]:
         (tmp_path / "stage_of_a_test.py").write_text(text)
         logs = [tmp_path / f"{stage}.log" for stage in range(count)]
-        stages = start_processes(logs, "stage_of_a_test", fork)
+        forkers.append(Forker("stage_of_a_test"))
+        stages = start_processes(logs, "stage_of_a_test", forkers[-1] if fork else None)
         started.extend(stages)
         for number, stage in enumerate(stages):
             stage.ours.sendall(str(number).encode())
         return stages
 
+    start.forkers = forkers
     yield start
     for process in started:
         process.end()
+    for forker in forkers:
+        forker.close()
 
 
 def said(log: Path, words: str) -> str:
@@ -85,6 +90,28 @@ def test_each_stage_has_its_own_order_log_and_end(start: Callable, tmp_path: Pat
     assert stages[2].wait(PATIENCE) == -signal.SIGKILL
     stages[2].kill()  # once more does no harm
     assert gone(pids)
+
+
+def test_another_is_forked_in_no_time_while_the_forker_lives(
+    start: Callable, tmp_path: Path
+) -> None:
+    """For one that is lost; a forker that is gone itself is started anew."""
+    first = start(count=2)
+    wait_until(lambda: first[1].process)
+    first[1].kill()
+    assert first[1].wait(PATIENCE) == -signal.SIGKILL
+    logs = [tmp_path / "1.log"]
+    (second,) = start_processes(logs, "stage_of_a_test", start.forkers[0])
+    assert second.process is not None, "it runs"
+    second.ours.sendall(b"7")
+    said(tmp_path / "1.log", "stage 7 is")
+    assert "imported" not in (tmp_path / "1.log").read_text()
+    os.kill(second._parent.pid, signal.SIGKILL)
+    assert [stage.wait(PATIENCE) for stage in (first[0], second)] == [-signal.SIGKILL] * 2
+    (third,) = start_processes(logs, "stage_of_a_test", start.forkers[0])
+    third.ours.sendall(b"8")
+    said(tmp_path / "1.log", "stage 8 is")
+    third.end()
 
 
 def test_stages_end_with_the_process_that_forked_them(start: Callable, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from thinwire.run.events import (
     Said,
     Say,
     StopAsked,
+    Stopped,
     Tell,
     Tick,
 )
@@ -27,6 +28,7 @@ from thinwire.run.protocol import (
     Finished,
     Leave,
     Linked,
+    LogLost,
     Pulse,
     Relink,
     Saved,
@@ -292,6 +294,36 @@ def test_a_wait_for_a_new_process_is_no_stuck_run() -> None:
         for s in range(4):
             assert lead.say(s, Pulse(begun if s == 1 else 7, "builds its layers")) == []
         assert lead.on(Tick(), 1.0) == []
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_process_that_is_stopped_is_replaced(stage: int) -> None:
+    lead = training(steps=1)
+    commands = lead.on(Stopped(stage))
+    assert replaced(commands) == [[stage]]
+    assert texts(commands)[0].startswith(f"stage {stage} got stuck at step 1: its process is stop")
+    alone = Lead(stages=4).until(Phase.TRAINING)
+    assert alone.on(Stopped(stage)) == [], "where it cannot be replaced it may go on by itself"
+
+
+def test_a_stage_that_falls_silent_while_others_speak_is_replaced() -> None:
+    lead, told = Lead(900.0, stages=4, placement=FOUR).until(Phase.TRAINING), list[Command]()
+    for second in range(60):
+        for stage in range(4) if second < 10 else (0, 1, 3):
+            told += lead.say(stage, Pulse(second, "works"))
+        told += lead.on(Tick(), 1.0)
+        if replaced(told):
+            break
+    assert replaced(told) == [[2]] and 29 <= second <= 31
+    assert texts(told) == [
+        "stage 2 got stuck at the start: it has said nothing for 21 s; another process takes its "
+        "place, and the rest waits"
+    ]  # fmt: skip
+
+
+def test_a_log_that_is_lost_is_told() -> None:
+    (note,) = texts(training(steps=1).say(1, LogLost("the disk is full")))
+    assert note.startswith("stage 1 keeps no log of what it sends, for the disk is full: ")
 
 
 def test_without_a_placement_nobody_is_replaced() -> None:

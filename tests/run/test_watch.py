@@ -167,3 +167,28 @@ def test_a_stage_far_away_is_silent_only_if_it_was_not_so_before() -> None:
         return "silent" in "".join(wait.watch.doing())
 
     assert silent(pulse_every=5) and not silent(pulse_every=20)
+
+
+def silence(wait: Wait, seconds: int, every: int, who: str = "stage_0") -> dict[int, float]:
+    """Who is frozen after so long, if one stage speaks every second and the other so often."""
+    for second in range(seconds):
+        wait.let(1, **{who: "works"}, **({} if second % every else {"stage_1": "works"}))
+    return wait.watch.frozen()
+
+
+def test_a_stage_is_frozen_after_several_of_its_own_pauses_and_never_where_nobody_speaks() -> None:
+    wait = Wait(900.0)
+    assert not silence(wait, 30, every=5)
+    assert not silence(wait, 20, every=100) and wait.let(3, stage_0="works") == []
+    assert list(wait.watch.frozen()) == [1], "which spoke 23 s ago, and every 5 s before"
+    slow = Wait(900.0)
+    assert not silence(slow, 120, every=15), "its machine is loaded"
+    assert not silence(slow, 50, every=100) and list(silence(slow, 20, every=100)) == []
+    assert list(silence(Wait(900.0), 25, every=100)) == [1]
+    alone = Wait(900.0)
+    silence(alone, 10, every=5)
+    alone.let(100)
+    assert not alone.watch.frozen(), "perhaps this process was not heard, or the machine was away"
+    away = Wait(900.0)
+    away.watch.down("control-1", True)
+    assert not silence(away, 60, every=100), "the way to it is known to be down"

@@ -13,6 +13,8 @@ from thinwire.settings import (
     machine_cores,
     threads_per_stage,
 )
+from thinwire.settings.crossing import MOST_LOGGED_STEPS, logged_bytes
+from thinwire.settings.remarks import remarks
 from thinwire.typed import Scope, to_toml
 from thinwire.wire import LinkConfig
 
@@ -95,6 +97,32 @@ def test_checkpoints_and_validations_come_on_time_and_at_the_end(
     settings = make_settings(train__steps=8, train__checkpoint_every=every, train__eval_every=every)
     assert [done for done in range(1, 9) if settings.is_checkpoint_step(done)] == wanted
     assert [done for done in range(1, 9) if settings.is_evaluation_step(done)] == wanted
+
+
+def test_a_checkpoint_comes_before_the_log_of_what_stages_send_is_full(
+    make_settings: Callable[..., Settings],
+) -> None:
+    def interval(every: int, room: int, **changes: Any) -> int:
+        settings = make_settings(train__checkpoint_every=every, train__log_mb=room, **changes)
+        return settings.checkpoint_interval
+
+    few = interval(0, 1)
+    assert 10 < few < 30, "of 33 kB each, and what validations send"
+    settings = make_settings(train__log_mb=1)
+    assert logged_bytes(settings, few) <= 1 << 20 < logged_bytes(settings, few + 1)
+    assert interval(100, 1) == few and interval(5, 1) == 5
+    assert interval(-1, 1) == -1 and interval(0, 0) == interval(0, 1, pipeline__stages=1) == 0
+    assert interval(0, 10**6) == MOST_LOGGED_STEPS
+    long = make_settings(train__checkpoint_every=0, train__log_mb=1, train__steps=2 * few + 1)
+    saves = [done for done in range(1, 2 * few + 2) if long.is_checkpoint_step(done)]
+    assert saves == [few, 2 * few, 2 * few + 1]
+    note = f"a checkpoint follows every {few} steps, before train.log_mb = 1 is full"
+    assert note in remarks(long) and note not in remarks(make_settings())
+    large = make_settings(train__log_mb=1, train__batch=400)
+    assert (
+        "train.log_mb = 1 holds no step: a stage sends up to 4 MB in one"
+        in remarks(large)
+    )
 
 
 # --- this machine ---

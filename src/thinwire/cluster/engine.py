@@ -50,7 +50,8 @@ def run(
     # Of any machine: torchrun counts on each one only the failures that it saw itself.
     restarted = world.sum([world.seat.restarts])[0] > 0
     link = dataclasses.replace(settings.link, emulate=False)  # PyTorch sends as the network does
-    settings = dataclasses.replace(settings, link=link)
+    kept = dataclasses.replace(settings.train, log_mb=0)  # for no rank is replaced
+    settings = dataclasses.replace(settings, link=link, train=kept)
     folder = settings.run.folder.resolve()
     with contextlib.ExitStack() as stack:
         checkpoint = weights = None

@@ -51,6 +51,7 @@ from thinwire.run.events import (
     Say,
     Starting,
     StopAsked,
+    Stopped,
     Suspect,
     Tell,
     TellFollower,
@@ -69,6 +70,7 @@ from thinwire.run.protocol import (
     LinkDown,
     Linked,
     LinkUp,
+    LogLost,
     OfStage,
     Pulse,
     Ready,
@@ -198,6 +200,11 @@ class Coordinator:
                 if culprit is not None and self._may_replace(culprit):
                     return [*commands, *self._replace({culprit.stage}, culprit, now)]
                 commands.append(self._end(StageError(verdict), culprit))
+                return commands
+            for stage, silence in self._watch.frozen().items():
+                if stage not in self._lost:
+                    why = f"it has said nothing for {silence:.0f} s"
+                    return [*commands, *self._replace_stuck(stage, why, now)]
         return commands
 
     @property
@@ -232,6 +239,9 @@ class Coordinator:
                 self._watch.heard(stage, begun, doing)
             case Said(stage, LinkDown() | LinkUp() as message):
                 return self._on_outage(stage, message, now)
+            case Said(stage, LogLost(reason)):
+                lost = f"stage {stage} keeps no log of what it sends, for {reason}"
+                return [Say(f"{lost}: until the next checkpoint a lost neighbour ends the run")]
             case Said(stage, Ended() as ended):
                 return self._respond(Exited(stage, ended.returncode), now)
             case Said(stage, message):
@@ -251,6 +261,8 @@ class Coordinator:
                 return self._on_travelled(event)
             case PartRefused(stage=stage, error=error):
                 self._suspect(Lost(stage, error, in_breach=True), now)
+            case Stopped(stage):
+                return self._replace_stuck(stage, "its process is stopped", now)
             case Completed(step):
                 self._complete = step
                 return self._tell_saved()
@@ -557,6 +569,11 @@ class Coordinator:
             if not self._promoted.issuperset(group):
                 commands.append(DropFollower(list(group)))
         return [*commands, *self._link_replaced(Phase.BUILDING)]
+
+    def _replace_stuck(self, stage: int, why: str, now: float) -> list[Command]:
+        """Replace a stage that is frozen, if it can be: else it may go on by itself."""
+        culprit = Suspect(3, stage, "got stuck", why, True)
+        return self._replace({stage}, culprit, now) if self._may_replace(culprit) else []
 
     def _ends_alive(self, cuts: set[int]) -> list[tuple[int, int]]:
         """The ends of these cuts that are not lost: stage and cut."""

@@ -32,6 +32,13 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Stopped:
+    """The process of a stage on this machine is stopped, as SIGSTOP does; it may stay so."""
+
+    stage: int
+
+
+@dataclass(frozen=True)
 class Away:
     """The control stream of a stage on another machine is down; it may come back."""
 
@@ -111,6 +118,7 @@ Event = (
     Said
     | Exited
     | Lost
+    | Stopped
     | PartArrived
     | PartLost
     | PartRefused

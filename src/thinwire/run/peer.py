@@ -54,6 +54,7 @@ from thinwire.run.protocol import (
     LinkDown,
     Linked,
     LinkUp,
+    LogLost,
     OfStage,
     Order,
     Pulse,
@@ -275,7 +276,7 @@ class Peer:
             else:
                 pipe, meter, card = self._open(worker, neighbour, connect), Meter(), nic
                 self._agree(worker, pipe, cut, meter)
-                pipe = self._logged_pipe(worker, pipe, cut, nic)
+                pipe = self._logged_pipe(worker, pipe, cut, nic, meter)
             self._links[neighbour] = Link(pipe, meter, card, f"cut-{cut}", worker.max_payload())
 
     def _open(self, worker: Linkable, neighbour: int, connect: Connect) -> Pipe:
@@ -325,7 +326,9 @@ class Peer:
         self._down_since = 0.0
         self._mention(LinkUp(self.stage - 1, seconds, self._way_below()))
 
-    def _logged_pipe(self, worker: Linkable, pipe: Pipe, cut: int, nic: Nic | None) -> Pipe:
+    def _logged_pipe(
+        self, worker: Linkable, pipe: Pipe, cut: int, nic: Nic | None, meter: Meter
+    ) -> Pipe:
         """The same pipe with a log of what is sent, so that whoever is at its other end may be
         replaced; or, where this stage is such a replacement, what goes on with the log there.
         """
@@ -334,7 +337,7 @@ class Peer:
             return pipe
         log = FrameLog(worker.log_folder(cut), most)
         state = LinkState(log, worker.state.step, self._is_new, self._follows)
-        logged = LoggedPipe(None if self._is_new else pipe, state, nic)
+        logged = LoggedPipe(None if self._is_new else pipe, state, nic, meter.count_sent)
         self._logged[cut] = logged
         if self._follows:
             logged.follow(pipe)
@@ -413,9 +416,14 @@ class Peer:
 
     def _pulse(self, patience: float) -> None:
         """Say now and then what this stage is doing, for as long as the coordinator listens."""
+        has_log = True
         while True:
             try:
                 self.say(Pulse(self._progress.begun, self._doing()))
+                troubles = [logged.state.log.trouble for logged in [*self._logged.values()]]
+                if has_log and any(troubles):
+                    has_log = False
+                    self.say(LogLost(max(troubles)))
             except WireError:
                 return
             time.sleep(pulse_seconds(patience))

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ from thinwire.run.events import (
     Promote,
     Replace,
     StopAsked,
+    Stopped,
     Suspect,
     Tell,
     TellFollower,
 )
-from thinwire.run.processes import TRAINING, StageProcess, forks, start_processes
+from thinwire.run.processes import TRAINING, Forker, StageProcess, forks, start_processes
 from thinwire.run.protocol import (
     FROM_PEER,
     Connect,
@@ -49,6 +51,7 @@ from thinwire.settings import Settings
 from thinwire.wire import Identity, raise_descriptor_limit
 
 LAST_WORDS_SECONDS = 2.0  # to hear what a process said before it ended
+STOPPED_SECONDS = 5  # for which a process is stopped, before it is said
 EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
 
 
@@ -245,10 +248,13 @@ class LocalPeers(Peers):
             for _ in group
         ]
         self._logs, self._module = run_folder / "logs", module
-        self._fork = forks(settings.run.device)
+        is_worth_it = forks(settings.run.device) and len(held) > 1
+        self._forker = Forker(module) if is_worth_it else None
         self._here: list[StagesHere] = []
         self._replaced: set[StageProcess] = set()  # of which nothing more is heard
         self._began = began
+        self._looked_at = 0.0  # when it was last seen which processes are stopped
+        self._stopped: Counter[StageProcess] = Counter()  # ... and how often in a row
         raise_descriptor_limit()  # for the stages too, which inherit it
 
     def __exit__(self, *error: object) -> None:
@@ -256,10 +262,12 @@ class LocalPeers(Peers):
             here.process.kill()
         for here in self._here:
             here.process.end()
+        if self._forker is not None:
+            self._forker.close()
 
     def start(self) -> None:
         logs = [self._log(order) for order in self._orders]
-        started = start_processes(logs, self._module, self._fork)
+        started = start_processes(logs, self._module, self._forker)
         for order, process in zip(self._orders, started, strict=True):
             self._here.append(self._attended(order, process))
 
@@ -270,8 +278,19 @@ class LocalPeers(Peers):
         lost.process.end()  # it may be frozen
         resume = str(self.saved.resolve()) if self.saved else order.resume
         order = dataclasses.replace(order, resume=resume, began=self._began)
-        (process,) = start_processes([self._log(order)], self._module)
+        (process,) = start_processes([self._log(order)], self._module, self._forker)
         self._here[place] = self._attended(order, process)
+
+    def next_event(self, coordinator: Coordinator) -> Event:
+        if time.monotonic() >= self._looked_at + 1.0:
+            self._looked_at = time.monotonic()
+            for here in self._here:
+                process = here.process
+                self._stopped[process] = (self._stopped[process] + 1) * process.is_stopped()
+                if self._stopped[process] > STOPPED_SECONDS:
+                    self._stopped[process] = 0
+                    self.said.note(Stopped(here.stages[0]))
+        return super().next_event(coordinator)
 
     def tell(self, stage: int, message: ToStage) -> None:
         if isinstance(message, Connect):

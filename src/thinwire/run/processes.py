@@ -2,7 +2,8 @@
 
 A process speaks with whoever started it over a socket on its standard input. When that closes, the
 starter is gone and the process leaves at once: no orphans, whatever happened. Where it helps, one
-process imports torch, which takes seconds of a core, and forks a process for each of several.
+process imports torch, which takes seconds of a core, and forks a process for each of several; and
+later one for each that is lost.
 
 This file imports nothing slow, for it comes first in a process that is to die with its starter.
 """
@@ -12,6 +13,7 @@ import ctypes
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -28,6 +30,7 @@ LOG_LINES = 12
 TRAINING = "thinwire.run.peer"  # the module that a process of stages runs, to train
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _PR_SET_PDEATHSIG = 1
+_FORK_SECONDS = 30.0  # for a process that has imported all, to fork another
 
 
 def die_with_starter() -> None:
@@ -51,12 +54,19 @@ class StageProcess:
         self.ours, self.log = ours, log
         self.process: int | None = None  # its number, once it runs
         self._parent: subprocess.Popen[bytes] | None = None
-        self._ended = threading.Event()
+        self._runs, self._ended = threading.Event(), threading.Event()
         self._code: int | None = None
 
     def poll(self) -> int | None:
         """How it ended; None while it runs."""
         return self._code
+
+    def is_stopped(self) -> bool:
+        """Whether it is stopped, as SIGSTOP does; known on Linux alone. A debugger is no reason."""
+        with contextlib.suppress(OSError, IndexError):
+            stat = Path(f"/proc/{self.process}/stat").read_text()
+            return self._code is None and stat.rsplit(")", 1)[1].split()[0] == "T"
+        return False
 
     def wait(self, timeout: float | None = None) -> int:
         """How it ended, once it has; TimeoutExpired if it does not in time."""
@@ -97,6 +107,7 @@ class StageProcess:
         """Let all who wait know."""
         if self._code is None:
             self._code = code
+            self._runs.set()
             self._ended.set()
 
     def _follow(self, process: "subprocess.Popen[bytes]") -> None:
@@ -115,10 +126,10 @@ def forks(device: str) -> bool:
 
 
 def start_processes(
-    logs: Sequence[Path], module: str = TRAINING, fork: bool = False
+    logs: Sequence[Path], module: str = TRAINING, forker: "Forker | None" = None
 ) -> list[StageProcess]:
-    """Start a process for each of these logs, by itself or forked from one, each on the thread
-    that also ends it. If one cannot be started, none is left.
+    """Start a process for each of these logs, by itself or by a forker, each on the thread that
+    also ends it. If one cannot be started, none is left.
     """
     for folder in {log.parent for log in logs}:
         try:
@@ -136,8 +147,8 @@ def start_processes(
                 ours, end = socket.socketpair()
                 theirs.append(files.enter_context(end))
                 started.append(StageProcess(ours, log))
-            if fork and len(logs) > 1:
-                _fork_all(started, theirs, outputs, module)
+            if forker is not None:
+                forker.fork(started, theirs, outputs)
             else:
                 for process, end, output in zip(started, theirs, outputs, strict=True):
                     process._follow(_python(module, stdin=end.fileno(), output=output))
@@ -152,61 +163,80 @@ def start_processes(
     return started
 
 
-def _python(
-    *arguments: str, stdin: int, output: BinaryIO, pass_fds: Sequence[int] = ()
-) -> "subprocess.Popen[bytes]":
+def _python(*arguments: str, stdin: int, output: BinaryIO) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         # -P: a file in the user's folder must not pass for a module
         [sys.executable, "-P", "-m", *arguments],
         stdin=stdin,
         stdout=output,
         stderr=subprocess.STDOUT,
-        pass_fds=pass_fds,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,  # Ctrl-C reaches the coordinator alone
     )
 
 
-def _fork_all(
-    stages: list[StageProcess],
-    theirs: list[socket.socket],
-    outputs: Sequence[BinaryIO],
-    module: str,
-) -> None:
-    read, write = os.pipe()
-    pairs = [(end.fileno(), log.fileno()) for end, log in zip(theirs, outputs, strict=True)]
-    try:
-        parent = _python(
-            __name__,
-            module,
-            str(write),
-            *(f"{end},{log}" for end, log in pairs),
-            stdin=subprocess.DEVNULL,
-            output=outputs[0],
-            pass_fds=[write, *(number for pair in pairs for number in pair)],
-        )
-    except OSError:
-        os.close(read)
-        raise
-    finally:
-        os.close(write)
-    for stage in stages:
-        stage._parent = parent
+class Forker:
+    """A process that imports a module once, and forks a process that runs it whenever one is
+    wanted: so whoever takes the place of a lost one need not import anything. All end with it.
+    """
 
-    def hear() -> None:
-        """Take down which process each is and how it ends. All end with their parent."""
-        with os.fdopen(read, "rb") as said:
-            for line in said:
-                number, verb, value = line.split()
-                if verb == b"runs":
-                    stages[int(number)].process = int(value)
-                else:
-                    stages[int(number)]._has_ended(int(value))
-        code = parent.wait()
-        for stage in stages:
-            stage._has_ended(code or -signal.SIGKILL)
+    def __init__(self, module: str = TRAINING):
+        self._module = module
+        self._parent: subprocess.Popen[bytes] | None = None  # once the first are wanted
+        self._ours: socket.socket | None = None
+        self._stages: list[StageProcess] = []
 
-    threading.Thread(target=hear, daemon=True).start()
+    def fork(
+        self,
+        stages: Sequence[StageProcess],
+        theirs: Sequence[socket.socket],
+        outputs: Sequence[BinaryIO],
+    ) -> None:
+        """Have these run, each with its end of a socket and its log; OSError if that fails."""
+        is_new = self._parent is None or self._parent.poll() is not None
+        if is_new:
+            self._start(outputs[0])
+        assert self._ours is not None
+        for stage, end, output in zip(stages, theirs, outputs, strict=True):
+            stage._parent = self._parent
+            self._stages.append(stage)
+            socket.send_fds(self._ours, [b"."], [end.fileno(), output.fileno()])
+        if not is_new and not all(stage._runs.wait(_FORK_SECONDS) for stage in stages):
+            raise OSError("the process that forks stages does not answer")
+
+    def close(self) -> None:
+        """End it, and all that it has forked."""
+        if self._parent is not None and self._ours is not None:
+            self._parent.kill()
+            self._parent.wait()
+            self._ours.close()
+
+    def _start(self, output: BinaryIO) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                parent = _python(__name__, self._module, stdin=theirs.fileno(), output=output)
+            except OSError:
+                ours.close()
+                raise
+        stages: list[StageProcess] = []
+        self._parent, self._ours, self._stages = parent, ours, stages
+
+        def hear() -> None:
+            """Take down which process each is and how it ends. All end with their parent."""
+            with contextlib.suppress(OSError), ours.makefile("rb") as said:
+                for line in said:
+                    number, verb, value = line.split()
+                    if verb == b"runs":
+                        stages[int(number)].process = int(value)
+                        stages[int(number)]._runs.set()
+                    else:
+                        stages[int(number)]._has_ended(int(value))
+            code = parent.wait()
+            for stage in stages:
+                stage._has_ended(code or -signal.SIGKILL)
+
+        threading.Thread(target=hear, daemon=True).start()
 
 
 def _become_stage(
@@ -215,6 +245,8 @@ def _become_stage(
     """Be the process of a stage from here on, as if it had been started for that alone."""
     try:
         die_with_starter()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if os.getppid() == parent:  # it could have died in between
             os.dup2(end, 0)
             os.dup2(log, 1)
@@ -228,33 +260,46 @@ def _become_stage(
 
 
 def main(arguments: list[str]) -> None:
-    """Entry point of `python -m thinwire.run.processes MODULE REPORT END,LOG...`: import the module
-    once and fork a process for each pair of descriptors. No thread of ours runs before. Then
-    wait for all of them, say on REPORT which process each one is and how it ended, and leave.
+    """Entry point of `python -m thinwire.run.processes MODULE`: import the module once, and fork a
+    process for each pair of descriptors, a socket and a log, that comes on standard input. No
+    thread of ours runs here. Say there which process each one is and how it ended, by its number.
     """
-    module, report, *pairs = arguments
-    stages = [tuple(map(int, pair.split(","))) for pair in pairs]
+    (module,) = arguments
+    starter = socket.socket(fileno=0)
     try:
         live = importlib.import_module(module).main
     except BaseException:
-        for _, log in stages:
-            os.write(log, traceback.format_exc().encode())
+        starter.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while descriptors := socket.recv_fds(starter, 1, 2)[1]:
+                os.write(descriptors[1], traceback.format_exc().encode())
         sys.exit(1)
     gc.freeze()  # stages share these pages for as long as nobody writes to them
-    parent, running, said = os.getpid(), {}, os.fdopen(int(report), "w")
-    descriptors = [said.fileno(), *(number for pair in stages for number in pair)]
-    for number, (end, log) in enumerate(stages):
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    parent, count, running = os.getpid(), 0, dict[int, int]()
+    while True:
+        ready, _, _ = select.select([starter, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+        while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            code = os.waitstatus_to_exitcode(ended[1])
+            starter.sendall(f"{running.pop(ended[0])} ended {code}\n".encode())
+        if starter not in ready:
+            continue
+        _, descriptors, _, _ = socket.recv_fds(starter, 1, 2)
+        if not descriptors:
+            return  # whoever started this is gone, and all that was forked goes too
         process = os.fork()
         if process == 0:
-            _become_stage(end, log, descriptors, parent, live)
-        running[process] = number
-        print(f"{number} runs {process}", file=said, flush=True)
-    for descriptor in descriptors[1:]:
-        os.close(descriptor)
-    while running:
-        process, status = os.wait()
-        code = os.waitstatus_to_exitcode(status)
-        print(f"{running.pop(process)} ended {code}", file=said, flush=True)
+            _become_stage(*descriptors, [*descriptors, woken, wakes], parent, live)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        running[process] = count
+        starter.sendall(f"{count} runs {process}\n".encode())
+        count += 1
 
 
 if __name__ == "__main__":

@@ -142,6 +142,13 @@ class LinkUp:
 
 
 @dataclass(frozen=True)
+class LogLost:
+    """A stage has no room to keep what it sends: whoever needs it cannot be replaced for now."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Finished:
     """A stage is done; what each of its links has moved, to the goodbye."""
 
@@ -394,7 +401,19 @@ class Read:
 
 
 OfPeer = Hello | Alive | Leaving | Tried | Declined
-OfStage = Pulse | Ready | Linked | LinkDown | LinkUp | Report | Finished | Failed | Ended | Chosen
+OfStage = (
+    Pulse
+    | Ready
+    | Linked
+    | LinkDown
+    | LinkUp
+    | LogLost
+    | Report
+    | Finished
+    | Failed
+    | Ended
+    | Chosen
+)
 ToPeer = AskAlive | Hold | Order | Release | News | StepNews | ScoreNews | TryDoor | Dismiss
 ToStage = Connect | Start | Await | Relink | Follow | TakeOver | Saved | Stop | Leave | Read
 FromPeer = OfPeer | OfStage

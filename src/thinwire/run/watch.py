@@ -6,6 +6,7 @@ run ends with the name of the stage that is stuck. A link that breaks, or a proc
 long before; this is for a stage that is frozen, or that answers and does nothing. Pulses prove
 little: a stage that alone claims to work, while all others wait, is stuck too, and so is a run in
 which everybody is busy and no step ends. How long is too long depends on what was seen before.
+Silence proves more: pulses come from a thread of their own, however long a piece of work takes.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ _SLOW_STEP, _ENDLESS_STEP = (
 )  # a step, of the longest so far, before it is said; before the end
 _ENDLESS = 10  # ... and at least so many times the patience
 _LATE = 3  # a pulse, of the longest time between two so far, before its stage counts as silent
+_FROZEN, _LEAST_FROZEN = 4, 20.0  # ... before it counts as frozen; and seconds, at least
 _PULSE_SECONDS = 5.0  # between two pulses of a stage, at most
 _LEAST_PULSE = 0.05  # ... and at least: more would pass for a flood (pace.py)
 
@@ -161,6 +163,27 @@ class Watch:
             return self._ending(f"no step has ended for {step:.0f} s"), None
         return "", None
 
+    def frozen(self) -> dict[int, float]:
+        """Stages that have fallen silent while others speak, and for how many seconds.
+
+        A stage that works speaks every five seconds from a thread of its own. That thread may come
+        late where a machine is overloaded, but then others do too, and each late word raises what
+        counts as usual: only four times the longest pause of late, and 20 s at least, is frozen.
+        Where nobody speaks, or the way to a stage is known to be down, silence says nothing of it.
+        """
+        if not self._is_training:
+            return {}
+        usual = {stage: self._usual(seen) for stage, seen in self._seen.items()}
+        silent = {stage: self.now - seen.heard for stage, seen in self._seen.items() if seen.heard}
+        if not any(silence <= 2 * usual[stage] for stage, silence in silent.items()):
+            return {}
+        return {
+            stage: silence
+            for stage, silence in silent.items()
+            if silence > max(_FROZEN * usual[stage], _LEAST_FROZEN)
+            and f"control-{stage}" not in self._down
+        }
+
     def doing(self) -> list[str]:
         """What each stage that has not finished says it does, and for how long."""
         lines = []
@@ -231,8 +254,11 @@ class Watch:
     def _silence(self, seen: _Seen) -> float:
         """Seconds for which a stage has not spoken, if that is out of the ordinary."""
         silence = self.now - seen.heard
-        usual = max(pulse_seconds(self._patience), seen.gap)  # it may be slow, or far away
-        return silence if silence > max(_LATE * usual, 1.0) else 0.0
+        return silence if silence > max(_LATE * self._usual(seen), 1.0) else 0.0
+
+    def _usual(self, seen: _Seen) -> float:
+        """Seconds between two words of a stage: it may be slow, or far away."""
+        return max(pulse_seconds(self._patience), seen.gap)
 
     def _all_stages(self) -> str:
         return "; ".join(self.doing())

@@ -1,5 +1,6 @@
 """What crosses a cut, by the settings alone: shapes, bytes, links. Nothing is built for it."""
 
+import bisect
 import math
 
 from thinwire.codec import Codec, build_codecs, parse_codec
@@ -9,6 +10,8 @@ from thinwire.settings.tree import Settings
 from thinwire.wire import HEADER_BYTES
 
 BF16_BYTES = 2  # of a number, where a dense cut carries bf16: what ratios compare with
+MOST_LOGGED_STEPS = 10_000  # more would take too long to compute again
+_MESSAGES = 4096  # bytes of a step's tally and verdict with their headers, and more than that
 _SIZE_WORDS = {"exact": "", "expected": "about ", "limits": "at most "}
 _SIZE_NOTES = {
     "expected": "what these codecs are expected to send",
@@ -90,6 +93,42 @@ def bytes_per_token(settings: Settings, cut: int = 0) -> float:
     """What one token costs at a cut, both ways: frames of microbatches, and rows if there are."""
     frames = sum(frame_bytes(settings, cut)) / settings.tokens_per_microbatch
     return frames + 2 * row_bytes(settings) / settings.tokens_per_step
+
+
+def logged_bytes(settings: Settings, steps: int) -> int:
+    """The most that one end of a link sends, and so logs, in so many steps and their validations.
+
+    Of the busiest cut and direction. How much a whole validation set is only the data say.
+    """
+    boundary, dim, every = settings.boundary, settings.model.dim, settings.train.eval_every
+    batches = settings.train.eval_batches * (2 + (steps // every if every else 0))
+    rows = moves = 0
+    if boundary.shares_embedding:
+        most = min(settings.model.vocab, settings.tokens_per_step)
+        rows = parse_codec(settings.codec.rows).payload_limit((most, dim)) + HEADER_BYTES
+    if boundary.basis_update_every:
+        moves = 1 + steps // boundary.basis_update_every
+    most_bytes = 0
+    for cut in range(settings.pipeline.stages - 1):
+        shape = wire_shape(settings, cut)
+        out, back = (c.payload_limit(shape) + HEADER_BYTES for c in _codecs(settings, cut))
+        frames = settings.pipeline.microbatches
+        up = steps * frames * out + batches * out + 2 * moves * out
+        down = steps * frames * back + moves * (8 * dim * boundary.rank + HEADER_BYTES)
+        most_bytes = max(most_bytes, up, down)
+    return most_bytes + steps * (rows + _MESSAGES)
+
+
+def logged_steps(settings: Settings) -> int:
+    """For how many steps the log of what a stage sends is large enough; 0: for none.
+
+    It follows from what all machines of a run agree on, for all must save after the same steps.
+    """
+    room = settings.train.log_mb << 20
+    reach = range(MOST_LOGGED_STEPS + 1)
+    if not room or settings.pipeline.stages == 1:
+        return 0
+    return max(0, bisect.bisect_right(reach, room, key=lambda n: logged_bytes(settings, n)) - 1)
 
 
 def size_notes(settings: Settings) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from thinwire.settings.crossing import MOST_LOGGED_STEPS, logged_bytes, logged_steps
 from thinwire.settings.recipe import stale_rates
 from thinwire.settings.tree import Settings
 
@@ -57,7 +58,7 @@ def remarks(settings: Settings) -> list[str]:
     if sizes:
         changes = ", ".join(f"{key} {value} (not {own})" for key, (value, own) in sizes.items())
         found.append(f'model.preset = "{settings.model.preset}" is changed: {changes}')
-    found += filter(None, [stale_rates(settings), _short_patience(settings)])
+    found += filter(None, [stale_rates(settings), _short_patience(settings), _small_log(settings)])
     plain, default = settings.relaxed().to_plain(), Settings().to_plain()
     for use in _USES:
         section, key = use.key.split(".")
@@ -65,6 +66,16 @@ def remarks(settings: Settings) -> list[str]:
         if value != default[section][key] and not use.holds(settings):
             found.append(f"{use.key} = {value!r} has no effect without {use.when}")
     return found
+
+
+def _small_log(settings: Settings) -> str:
+    room, every = settings.train.log_mb, settings.checkpoint_interval
+    if room and settings.pipeline.stages > 1 and not logged_steps(settings):
+        need = -(-logged_bytes(settings, 1) >> 20)
+        return f"train.log_mb = {room} holds no step: a stage sends up to {need} MB in one"
+    if every < 1 or every in (settings.train.checkpoint_every, MOST_LOGGED_STEPS):
+        return ""
+    return f"a checkpoint follows every {every} steps, before train.log_mb = {room} is full"
 
 
 def _short_patience(settings: Settings) -> str:

@@ -25,7 +25,7 @@ import msgspec
 from thinwire.errors import BreachError, WireError
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.emulate import STAMP_BYTES, Nic, stamp
-from thinwire.wire.frame import BytesLike, FrameKind, kind_and_step
+from thinwire.wire.frame import HEADER_BYTES, BytesLike, FrameKind, kind_and_step
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 
 SEGMENT_BYTES = 16 << 20  # of a file of the log: what is no longer needed goes file by file
@@ -268,10 +268,18 @@ class LoggedPipe(Pipe):
     `go_on` continues with the pipe to whoever took the place; without that, the loss is the end.
     """
 
-    def __init__(self, pipe: Pipe | None, state: LinkState, nic: Nic | None = None):
-        """Without a pipe, this end is the one that was replaced: `go_on` gives it one."""
-        self.replayed_bytes = self.fed_bytes = 0
-        self._nic = nic
+    def __init__(
+        self,
+        pipe: Pipe | None,
+        state: LinkState,
+        nic: Nic | None = None,
+        count: Callable[[FrameKind, int], None] = lambda kind, payload_bytes: None,
+    ):
+        """Without a pipe, this end is the one that was replaced: `go_on` gives it one. `count` is
+        called with each frame that is sent again, and the bytes of its payload.
+        """
+        self._nic, self._count = nic, count
+        self.fed_bytes = 0  # to followers, beside the link
         self._writing = threading.Lock()
         self._changed = threading.Condition()  # guards all that follows
         self.state: LinkState = state
@@ -359,7 +367,7 @@ class LoggedPipe(Pipe):
                 self._changed.notify_all()
             for entry in entries:
                 message = self.state.log.read(entry)
-                self.replayed_bytes += len(message)
+                self._count(FrameKind(kind_and_step(message)[0]), len(message) - HEADER_BYTES)
                 if self._nic is not None:
                     passage = self._nic.reserve_up(len(message), time.monotonic())
                     message = stamp(message, passage.arrival)
