@@ -36,6 +36,7 @@ from thinwire.run.events import (
     Exited,
     Exploded,
     Lost,
+    Moved,
     PartArrived,
     PartLost,
     PartRefused,
@@ -171,7 +172,7 @@ class Coordinator:
             if verdict:
                 culprit = None if stuck is None else Suspect(3, stuck, "got stuck", verdict, True)
                 if culprit is not None and self._may_replace(culprit):
-                    return [*commands, *self._replace({culprit.stage}, culprit, now)]
+                    return [*commands, *self._bury({culprit.stage}, culprit, now)]
                 commands.append(self._end(StageError(verdict), culprit))
         return commands
 
@@ -226,6 +227,10 @@ class Coordinator:
             case Completed(step):
                 self._complete = step
                 return self._tell_saved()
+            case Moved(stages, reason):
+                is_calm = self.phase is Phase.TRAINING and not (self._finished or self._evidence)
+                if is_calm and self._together and not self._lost_at:
+                    return self._replace({*stages}, reason, now)
             case StopAsked(who):
                 return self._on_stop(who)
             case Tick():
@@ -438,7 +443,7 @@ class Coordinator:
         evidence, self._evidence, self._settled_at = self._evidence, [], None
         culprit = blame(evidence)
         if self._may_replace(culprit):
-            return self._replace({one.stage for one in evidence} | {culprit.stage}, culprit, now)
+            return self._bury({one.stage for one in evidence} | {culprit.stage}, culprit, now)
         return [self._explain(culprit)]
 
     def _explain(self, culprit: Suspect) -> End:
@@ -464,13 +469,18 @@ class Coordinator:
             and self._deaths[culprit.stage] < MOST_DEATHS
         )
 
-    def _replace(self, stages: set[int], culprit: Suspect, now: float) -> list[Command]:
+    def _bury(self, stages: set[int], culprit: Suspect, now: float) -> list[Command]:
+        """Have others take the place of stages that are lost, and say because of whom."""
+        self._deaths[culprit.stage] += 1
+        note = f"{self._described(culprit)}; another process takes its place, and the rest waits"
+        return self._replace(stages, note, now)
+
+    def _replace(self, stages: set[int], note: str, now: float) -> list[Command]:
         """Have others take the place of these stages, and all who share their processes."""
         lost = {other for stage in stages for other in self._together[stage]}
         # Whoever was linking to one of them would wait in vain, and begins anew.
         linking = {s for s, phase in self._lost.items() if phase is Phase.LINKING}
         lost |= {other for stage in linking for other in self._together[stage]}
-        self._deaths[culprit.stage] += 1
         for stage in lost:
             self._lost[stage] = Phase.BUILDING
             self._lost_at.setdefault(stage, now)
@@ -486,7 +496,6 @@ class Coordinator:
             self._watch.down(f"cut-{cut}", is_down=False)
         groups = sorted({tuple(self._together[stage]) for stage in lost})
         told = [Tell(s, Await(cut)) for s, cut in self._ends_alive(cuts)]
-        note = f"{self._described(culprit)}; another process takes its place, and the rest waits"
         return [*told, Say(note), *(Replace(list(group)) for group in groups)]
 
     def _ends_alive(self, cuts: set[int]) -> list[tuple[int, int]]:
