@@ -83,22 +83,25 @@ class Machines:
         self.started: list[Machine] = []
         self.invite = ""
 
-    def config(self, **changes: object) -> Path:
-        """A run.toml on the host's machine."""
-        home = self.folder / "host"
-        home.mkdir(exist_ok=True)
+    def settings(self, **changes: object) -> Settings:
+        """Settings of a run, as a host's run.toml has them."""
         defaults: dict[str, object] = {
             "run__precision": "fp32",
             "codec__forward": "bf16",
             "codec__backward": "bf16",
-            "run__out": str(home / "runs"),
+            "run__out": str(self.folder / "host" / "runs"),
             "train__checkpoint_every": 2,
             "link__outage": 20.0,
             # Peers that share a loaded machine measure unlike rates; what is trained must not vary.
             "pipeline__split": even_split(changes),
         }
-        path = home / "run.toml"
-        path.write_text(to_toml(self._make_settings(**{**defaults, **changes})))
+        return self._make_settings(**{**defaults, **changes})
+
+    def config(self, **changes: object) -> Path:
+        """A run.toml on the host's machine."""
+        path = self.folder / "host" / "run.toml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(to_toml(self.settings(**changes)))
         return path
 
     def host(self, *arguments: object) -> Machine:

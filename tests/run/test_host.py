@@ -59,6 +59,7 @@ from waiting import PATIENCE, wait_until
         ("ana ben cleo", "", 1, None),
         ("ana ana cleo", "dan cleo", 2, "dan dan cleo"),
         ("ana ana cleo", "ana cleo", 3, "ana ana cleo"),
+        ("ana ana ana cleo", "ana ben cleo dan", 2, "ana dan ben cleo"),
         ("ana ben cleo dan", "ben cleo", 2, "ben ben cleo cleo"),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines: Mach
     seen = asked("status")
     assert (seen["role"], seen["state"], seen["epoch"]) == ("host", "training", 1)
     assert seen["step"] > 0 and seen["loss"] > 0
-    assert sorted(peer["stage"] for peer in seen["peers"]) == [0, 1]
+    assert sorted(peer["stages"] for peer in seen["peers"]) == [[0], [1]]
     for peer in seen["peers"]:
         assert peer["state"] not in ("", "away", "kicked")
         assert peer["machine"]["device"].startswith("cpu")

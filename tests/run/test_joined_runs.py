@@ -63,29 +63,28 @@ def test_a_run_with_fewer_machines_than_stages_trains_to_the_same_weights(
 
 STEPPING_AGAIN = r"(?s)epoch 2 .*\[train\] step +\d"
 SAVED = r"\[save\] +checkpoint of step \d+"
-LONG = {"train__steps": 100_000, "train__eval_every": 0, "link__outage": 3.0}
+LONG = {"train__steps": 100_000, "train__eval_every": 0, "link__outage": 3.0, "train__log_mb": 0}
 
 
 @pytest.mark.slow
 def test_a_peer_and_the_host_are_killed_and_the_run_ends_as_if_nothing_had_happened(
     machines: Machines,  # noqa: F811
 ) -> None:
-    """Each time it goes on from the last complete checkpoint; both have their seats again."""
+    """Who is killed has its stage again, or a neighbour has; with another host, all begin at the
+    last complete checkpoint.
+    """
     machines.config(train__steps=80, train__eval_every=0, train__checkpoint_every=10)
     host = machines.host()
     ana, ben = machines.join("ana"), machines.join("ben")
     host.wait_for(SAVED)
     ben.kill()
     ben = machines.join("ben")
-    host.wait_for(r"epoch 2 from step [1-9]\d*, stages 0: \w+, 1: \w+")
-    assert "was lost at step" in host.text() and "it was started anew" in host.text()
-    host.wait_for(STEPPING_AGAIN)
+    host.wait_for(r"stage \d is back after")
+    assert "was lost at step" in host.text()
     host.kill()
 
     again = machines.host()
-    again.wait_for(r"epoch 3 from step [1-9]\d*, stages 0: \w+, 1: \w+")
-    seats = re.findall(r"epoch \d from step \d+, (stages .*)", host.text() + again.text())
-    assert len(seats) == 3 and len(set(seats)) == 1, "each peer has the seat that it had"
+    again.wait_for(r"epoch 2 from step [1-9]\d*, stages 0: \w+, 1: \w+")
     assert again.wait() == 0, again.text()
     for peer in (ana, ben):
         assert peer.wait() == 0, peer.text()
@@ -106,6 +105,7 @@ def test_a_peer_and_the_host_are_killed_and_the_run_ends_as_if_nothing_had_happe
 def test_a_seat_passes_from_peer_to_peer_and_who_was_removed_stays_out(
     machines: Machines,  # noqa: F811
 ) -> None:
+    """Without logs of what was sent, each time all stages begin at the last checkpoint."""
     machines.config(**LONG, train__checkpoint_every=5)
     host = machines.host()
     ana, ben = machines.join("ana"), machines.join("ben")

@@ -47,7 +47,7 @@ REPORT = StatusReport(
     last_checkpoint=100,
     peers=[
         PeerStatus(
-            "ana", "training", 0, "0..5", NOW - 2,
+            "ana", "training", [0], "0..5", NOW - 2,
             machine=Machine("ana", 45.5, 24.0, 40.0, 200.0, 15.5, device="cuda (NVIDIA H200)"),
         ),
         PeerStatus("ben", "away", last_word=NOW - 192),
@@ -141,7 +141,7 @@ def test_a_report_in_words() -> None:
     ):
         assert part in text
     assert text.index("ana") < text.index("ben")
-    bad = PeerStatus("ana\x1b[2J", "training\x1b]0;x\x07", 0, machine=Machine(device="\x1b[31mgpu"))
+    bad = PeerStatus("ana\x1b[2J", "busy\x1b]0;x\x07", [0], machine=Machine(device="\x1b[31mgpu"))
     text = as_text(status_table(StatusReport("r", "0", "host", "training", NOW, peers=[bad])))
     assert "\x1b" not in text and "\x07" not in text, "a terminal would obey"
 

@@ -41,6 +41,7 @@ from thinwire.run.events import (
     FollowerLost,
     FollowerSaid,
     Lost,
+    Moved,
     PartArrived,
     PartLost,
     PartRefused,
@@ -198,7 +199,7 @@ class Coordinator:
             if verdict:
                 culprit = None if stuck is None else Suspect(3, stuck, "got stuck", verdict, True)
                 if culprit is not None and self._may_replace(culprit):
-                    return [*commands, *self._replace({culprit.stage}, culprit, now)]
+                    return [*commands, *self._bury({culprit.stage}, culprit, now)]
                 commands.append(self._end(StageError(verdict), culprit))
                 return commands
             for stage, silence in self._watch.frozen().items():
@@ -271,6 +272,10 @@ class Coordinator:
             case FollowerLost(stages):
                 self._followers.pop(tuple(stages), None)
                 return [DropFollower(stages)]
+            case Moved(stages, reason):
+                is_calm = self.phase is Phase.TRAINING and not (self._finished or self._evidence)
+                if is_calm and self._together and not self._lost_at:
+                    return self._replace({*stages}, reason, now)
             case StopAsked(who):
                 return self._on_stop(who)
             case Tick():
@@ -491,7 +496,7 @@ class Coordinator:
         evidence, self._evidence, self._settled_at = self._evidence, [], None
         culprit = blame(evidence)
         if self._may_replace(culprit):
-            return self._replace({one.stage for one in evidence} | {culprit.stage}, culprit, now)
+            return self._bury({one.stage for one in evidence} | {culprit.stage}, culprit, now)
         return [self._explain(culprit)]
 
     def _explain(self, culprit: Suspect) -> End:
@@ -517,7 +522,13 @@ class Coordinator:
             and self._deaths[culprit.stage] < MOST_DEATHS
         )
 
-    def _replace(self, stages: set[int], culprit: Suspect, now: float) -> list[Command]:
+    def _bury(self, stages: set[int], culprit: Suspect, now: float) -> list[Command]:
+        """Have others take the place of stages that are lost, and say because of whom."""
+        self._deaths[culprit.stage] += 1
+        note = f"{self._described(culprit)}; another process takes its place, and the rest waits"
+        return self._replace(stages, note, now)
+
+    def _replace(self, stages: set[int], note: str, now: float) -> list[Command]:
         """Have others take the place of these stages, and all who share their processes."""
         lost = {other for stage in stages for other in self._together[stage]}
         # Whoever was linking to one of them would wait in vain, and begins anew.
@@ -532,7 +543,6 @@ class Coordinator:
         while gone := {s for s in self._gone if {s - 1, s + 1} & lost} - lost:
             lost |= {other for stage in gone for other in self._together[stage]}
         self._gone -= lost
-        self._deaths[culprit.stage] += 1
         for stage in lost:
             self._lost[stage] = Phase.BUILDING
             self._lost_at.setdefault(stage, now)
@@ -548,7 +558,6 @@ class Coordinator:
             self._watch.down(f"cut-{cut}", is_down=False)
         groups = sorted({tuple(self._together[stage]) for stage in lost})
         told = [Tell(s, Await(cut)) for s, cut in self._ends_alive(cuts)]
-        note = f"{self._described(culprit)}; another process takes its place, and the rest waits"
         # Whoever follows a stage beside a lost one is fed no more: it begins anew.
         beside = {s for cut in cuts for s in (cut, cut + 1)}
         fed = [group for group in self._followers if not beside.isdisjoint(group)]
@@ -573,7 +582,7 @@ class Coordinator:
     def _replace_stuck(self, stage: int, why: str, now: float) -> list[Command]:
         """Replace a stage that is frozen, if it can be: else it may go on by itself."""
         culprit = Suspect(3, stage, "got stuck", why, True)
-        return self._replace({stage}, culprit, now) if self._may_replace(culprit) else []
+        return self._bury({stage}, culprit, now) if self._may_replace(culprit) else []
 
     def _ends_alive(self, cuts: set[int]) -> list[tuple[int, int]]:
         """The ends of these cuts that are not lost: stage and cut."""

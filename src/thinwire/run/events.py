@@ -103,6 +103,14 @@ class Completed:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """Stages that share a process are to be held by another machine, though nobody was lost."""
+
+    stages: list[int]
+    reason: str
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """The user asks the run to end, or a peer that leaves it (`who`)."""
 
@@ -127,6 +135,7 @@ Event = (
     | Completed
     | FollowerSaid
     | FollowerLost
+    | Moved
     | StopAsked
     | Tick
 )

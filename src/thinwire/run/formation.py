@@ -90,8 +90,8 @@ def is_hosted(run_folder: Path) -> bool:
 
 def fill_seats(before: list[str], present: list[str], least: int) -> list[str] | None:
     """A member for each stage, of those who are present: those of before keep theirs, and others
-    take what was held by who is gone. With fewer than before, but at least so many, a neighbour
-    holds more. None while there are too few.
+    take what was held by who is gone, or half of what somebody holds. With fewer than before, but
+    at least so many, a neighbour holds more. None while there are too few.
     """
     waiting = [name for name in present if name not in before]
     replaced = {
@@ -106,6 +106,11 @@ def fill_seats(before: list[str], present: list[str], least: int) -> list[str] |
             below = seats[stage - 1] if stage else ""
             above = next((n for n in seats[stage:] if n in there), "")
             seats[stage] = below or above
+    for name in waiting:
+        crowded = max(seats, key=seats.count)
+        held = [stage for stage, holder in enumerate(seats) if holder == crowded]
+        for stage in held[(len(held) + 1) // 2 :]:
+            seats[stage] = name
     return seats
 
 

@@ -53,6 +53,7 @@ from thinwire.run.events import (
     FollowerLost,
     FollowerSaid,
     Lost,
+    Moved,
     OfFollower,
     Promote,
     Suspect,
@@ -100,6 +101,7 @@ from thinwire.run.protocol import (
     Ready,
     Release,
     Relink,
+    Saved,
     TakeOver,
     ToStage,
     Way,
@@ -502,10 +504,12 @@ class HostedPeers(Peers):
         stages = len(formation.seats)
         super().__init__(stages)
         self._keep = keep
-        self._processes = formation.groups()  # stages that share a process, wherever it is
         self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
         self._asked_at = 0.0  # when members were asked whether they are there
         self._again = 0  # how often stages were given anew
+        self._groups = formation.groups()  # the stages that share a process
+        self._moves: dict[int, str] = {}  # by the first stage of a group: who is to hold it
+        self._is_saved = False  # a checkpoint is complete since the placement was last looked at
         self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
         self._standbys: dict[tuple[int, ...], str] = {}  # by the stages that they follow
         self._standby_ways: dict[tuple[tuple[int, ...], str], Ways] = {}  # of the latest
@@ -586,6 +590,7 @@ class HostedPeers(Peers):
 
     def next_event(self, coordinator: Coordinator) -> Event:
         self._give_up_the_absent()
+        self._spread()
         for stages in [*self._homeless]:
             self._find_holder(stages)
         if self.is_training and not self._homeless and not self.is_stopping:
@@ -607,9 +612,13 @@ class HostedPeers(Peers):
         """Give lost stages to whoever is best for them, or wait for somebody who is."""
         base, before = self._base, self._formation.seats[stages[0]]
         candidates, waited = self._candidates(), time.monotonic() - self._asked_at
-        is_expected = any(member.name == before for member in base.members.here())
-        name = next_holder(stages, self._formation.seats, candidates, self._settings)
-        is_hoped_for = name is None or (is_expected and name != before)
+        wanted = self._moves.get(stages[0], before)
+        is_expected = any(member.name == wanted for member in base.members.here())
+        if any(machine.name == wanted for machine in candidates if wanted != before):
+            name: str | None = wanted
+        else:
+            name = next_holder(stages, self._formation.seats, candidates, self._settings)
+        is_hoped_for = name is None or (is_expected and name != wanted)
         if is_hoped_for and waited < ANSWER_SECONDS:
             return  # they may answer; and whoever had the stages has the files
         which = "stage " + ", ".join(map(str, stages))
@@ -621,6 +630,7 @@ class HostedPeers(Peers):
                 self._ask_who_is_there()
             return
         self._homeless.remove(stages)
+        self._moves.pop(stages[0], None)
         self._is_waiting = False
         self._again += 1
         self._drop_standby(self._of(name))
@@ -637,17 +647,23 @@ class HostedPeers(Peers):
     # Stand-bys: members that hold nothing, and follow stages whose loss would cost most
 
     def _find_standby(self) -> None:
-        """Have a member that holds nothing follow stages that nobody follows: those of the weakest
-        machine first, for it is the likeliest to go.
+        """Have a member that holds nothing follow stages that nobody follows: of a member that holds
+        several groups of them, to take one over; then of the weakest, the likeliest to go.
         """
-        groups = placement(self._settings, self._processes)
+        groups = placement(self._settings, self._groups)
         seats, busy = self._formation.seats, {*self._formation.seats, *self._standbys.values()}
         free = [m for m in self._base.members.here() if m.name not in busy]
         left = [group for group in groups if tuple(group) not in self._standbys]
         if not free or not left:
             return
         rates = {m.name: m.hello.machine.tflops for m in self._base.members.all() if m.hello}
-        stages = min(left, key=lambda group: rates.get(seats[group[0]], 0.0))
+        holders = [seats[group[0]] for group in self._groups]
+
+        def turn(group: list[int]) -> tuple[int, float]:
+            name = seats[group[0]]
+            return -holders.count(name), rates.get(name, 0.0)
+
+        stages = min(left, key=turn)
         machines = [as_peer(member, False) for member in free]
         name = next_holder(stages, seats, machines, self._settings)
         if name is None:
@@ -726,7 +742,28 @@ class HostedPeers(Peers):
                 self._given_up.add(away)
                 self._lose(member.name, f"{member.name} could not be reached for {limit:.0f} s")
 
+    def _spread(self) -> None:
+        """After a complete checkpoint, have a member that holds nothing take over one of several
+        groups of stages that another holds since members were lost: the replay is short then.
+        """
+        is_due, self._is_saved = self._is_saved and self.is_training, False
+        idle = [m for m in self._base.members.here() if m.name not in self._formation.seats]
+        if not (is_due and idle) or self._homeless or self.is_stopping:
+            return
+        holders = [self._formation.seats[stages[0]] for stages in self._groups]
+        crowded = max(holders, key=holders.count)
+        movable = [g for g, name in zip(self._groups, holders, strict=True) if name == crowded]
+        movable.sort(key=lambda group: tuple(group) not in self._standbys)
+        for stages in movable if len(movable) > 1 else ():
+            machines = [as_peer(member, False) for member in idle]
+            if name := next_holder(stages, self._formation.seats, machines, self._settings):
+                self._moves[stages[0]] = name
+                which = "stage " + ", ".join(map(str, stages))
+                self.said.note(Moved(stages, f"{which} moves from {crowded} to {name}"))
+                return
+
     def tell(self, stage: int, message: ToStage) -> None:
+        self._is_saved |= isinstance(message, Saved)
         if self._ways is not None:
             if isinstance(message, Connect):
                 message = self._ways.connect(stage, message)

@@ -28,6 +28,7 @@ from typing import Any
 
 from thinwire.data import DataConfig, prepare
 from thinwire.data.chat import TEMPLATES
+from thinwire.engine.checkpoint import checkpoints_folder
 from thinwire.engine.shard_check import most_shard_bytes
 from thinwire.errors import (
     AdmissionError,
@@ -533,6 +534,11 @@ class JoinedPeer:
         return self._holdings[0] if self._holdings else None
 
     @property
+    def stages(self) -> list[int]:
+        """All stages that it holds."""
+        return sorted(stage for held in self._holdings for stage in held.stages)
+
+    @property
     def is_open(self) -> bool:
         """Whether it has a door that others may try."""
         return bool(self._place.outside)
@@ -760,6 +766,10 @@ class JoinedPeer:
         if isinstance(prepared.result, ThinwireError):
             self._decline(held.generation, held.stages, prepared.result)
             return
+        firsts = {f"{holding.stages[0]}" for holding in self._holdings}
+        for fetched in checkpoints_folder(held.run_folder).glob("step-*-*"):
+            if fetched.name.rpartition("-")[2] not in firsts:  # others hold that stage now
+                shutil.rmtree(fetched, ignore_errors=True)
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
         self._pace.mbps = uplink_share(share * self.machine.mbps_up)
         try:

@@ -57,8 +57,8 @@ class PeerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     state: str  # what it does, "waiting for a seat", "away", "kicked"
-    stage: int | None = None
-    blocks: str = ""  # "0..5"
+    stages: list[int] = []
+    blocks: str = ""  # "0..5", and of stages that are no neighbours "0..5, 9..11"
     last_word: float = 0.0  # when it was last heard
     is_this_machine: bool = False
     machine: Machine | None = None  # None while it is away
@@ -325,11 +325,11 @@ class HostConsole:
     def _peer(self, member: Member, formation: Formation, settings: Settings) -> PeerStatus:
         heard = time.time() - (time.monotonic() - member.heard)
         state = f"gets no stage: {member.why_unfit}" if member.is_unfit else "waiting for a stage"
-        stage, machine = None, None
-        if member.name in formation.seats:
-            stage = formation.seats.index(member.name)
-            word, doing = self._standing.word_of(stage)
-            heard, state = max(heard, word), doing or "starting"
+        stages, machine = formation.held_by(member.name), None
+        if stages:
+            words, doing = zip(*map(self._standing.word_of, stages), strict=True)
+            doings = dict.fromkeys(what or "starting" for what in doing)
+            heard, state = max(heard, *words), "; ".join(doings)
         if member.hello is not None:
             has = member.hello.machine
             machine = dataclasses.replace(
@@ -341,8 +341,8 @@ class HostConsole:
         return PeerStatus(
             name=member.name,
             state=state if machine else "away",
-            stage=stage,
-            blocks=_blocks(settings, stage),
+            stages=stages,
+            blocks=_blocks(settings, stages),
             last_word=heard,
             machine=machine,
         )
@@ -362,8 +362,8 @@ class HostConsole:
             "not let in again, nor is anybody new by the same invite; `thinwire invite` makes "
             "another"
         )
-        for stage in sorted(seats.index(one) for one in kicked if one in seats):
-            text += f"; stage {stage} waits for another peer"
+        for stage in (stage for stage, name in enumerate(seats) if name in kicked):
+            text += f"; stage {stage} gets another peer"
         if others:
             text += (
                 f"\nby the same invite came, and stay: {', '.join(others)}; `thinwire kick {name} "
@@ -392,12 +392,15 @@ class HostConsole:
         return {"text": f"thinwire join {self._invite(machines)}"}
 
 
-def _blocks(settings: Settings, stage: int | None) -> str:
-    """The blocks of a stage, as a report has them."""
-    split = settings.split()
-    if stage is None or stage >= len(split):
-        return ""
-    return f"{split[stage].start}..{split[stage].stop - 1}"
+def _blocks(settings: Settings, stages: list[int]) -> str:
+    """The blocks of stages, as a report has them."""
+    split, parts = settings.split(), list[list[int]]()
+    for stage in (stage for stage in stages if stage < len(split)):
+        if parts and parts[-1][1] == split[stage].start:
+            parts[-1][1] = split[stage].stop
+        else:
+            parts.append([split[stage].start, split[stage].stop])
+    return ", ".join(f"{start}..{stop - 1}" for start, stop in parts)
 
 
 def member_handlers(member: "JoinedPeer", invite: Invite) -> dict[str, Handler]:
@@ -423,12 +426,12 @@ def _member_status(member: "JoinedPeer", invite: Invite) -> StatusReport:
     doing = "waiting for a stage"
     if held is not None:
         doing = "training" if held.is_running else "prepares its stage"
-    name, stage = member.identity.name, held.stages[0] if held else None
+    name, stages = member.identity.name, member.stages
     itself = PeerStatus(
         name=name,
         state=doing,
-        stage=stage,
-        blocks=_blocks(held.settings, stage) if held else "",
+        stages=stages,
+        blocks=_blocks(held.settings, stages) if held else "",
         is_this_machine=True,
         machine=dataclasses.replace(member.machine, name=name, reachable=member.is_open),
     )
@@ -447,12 +450,12 @@ def _member_status(member: "JoinedPeer", invite: Invite) -> StatusReport:
 
 def status_table(report: StatusReport) -> RenderableType:
     """The report for a person."""
-    peers = sorted(report.peers, key=lambda p: (p.stage is None, p.stage or 0, p.name))
-    heads: tuple[str, ...] = ("peer", "stage", "blocks", "state", ">last word")
+    peers = sorted(report.peers, key=lambda p: (not p.stages, p.stages, p.name))
+    heads: tuple[str, ...] = ("peer", "stages", "blocks", "state", ">last word")
     seats = [
         (
             f"{peer.name} (here)" if peer.is_this_machine else peer.name,
-            "" if peer.stage is None else str(peer.stage),
+            ", ".join(map(str, peer.stages)),
             peer.blocks,
             peer.state,
             f"{duration(report.time - peer.last_word)} ago" if peer.last_word else "",

@@ -1,0 +1,135 @@
+"""Members of a hosted run that die, leave or are removed: others take their stages, nobody else
+trains a step again, and the weights end as those of an undisturbed run.
+"""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from machines import Machine, Machines, assert_same_weights, machines  # noqa: F401
+from thinwire.data import Corpus
+from thinwire.run.alive import ask
+from thinwire.run.formation import read_formation
+from trained import trained
+from waiting import wait_until
+
+# ruff: noqa: F811
+
+STEPS = 160
+RUN: dict[str, Any] = {
+    "pipeline__stages": 3, "train__steps": STEPS, "train__eval_every": 0,
+    "train__checkpoint_every": 20,
+}  # fmt: skip
+SAVED = r"\[save\] +checkpoint of step \d+"
+
+
+class Hosted:
+    """A host with members that hold one stage each; and what is to be true at the end."""
+
+    def __init__(self, machines: Machines, *names: str):
+        self.machines = machines
+        machines.config(**RUN)
+        self.host = machines.host()
+        self.peers: dict[str, Machine] = {}
+        for name in names:
+            self.join(name)
+        self.host.wait_for(SAVED)
+
+    def join(self, name: str) -> Machine:
+        self.peers[name] = self.machines.join(name)
+        return self.peers[name]
+
+    @property
+    def seats(self) -> list[str]:
+        """Who holds which stage, as the host has written down."""
+        return read_formation(self.machines.run_folder).seats
+
+    def held(self) -> dict[str, tuple[list[int], str]]:
+        """What its status says: which stages each member holds, and what it does."""
+        peers = ask(self.machines.run_folder, {"ask": "status"})["peers"]
+        return {peer["name"]: (peer["stages"], peer["state"]) for peer in peers}
+
+    def has_spare(self, name: str) -> None:
+        """Wait until a member is there that holds nothing."""
+        wait_until(lambda: self.held().get(name) == ([], "waiting for a stage"))
+
+    def goes_on(self, stage: int) -> None:
+        self.host.wait_for(rf"stage {stage} is back after [\d.]+ s; no other stage trained a step")
+
+    def ends_as_if_undisturbed(self, corpus: Corpus) -> None:
+        """With the weights of the chain in this process, each step once, and one epoch."""
+        host, run = self.host, self.machines.run_folder
+        assert host.wait() == 0, host.text()
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+        assert [row["step"] for row in rows if row["kind"] == "step"] == [*range(1, STEPS + 1)]
+        assert re.findall(r"epoch (\d+)", host.text()) == ["1"], "the run was not formed again"
+        alone = self.machines.folder / "alone"
+        trained(self.machines.settings(**RUN), corpus, alone)
+        assert_same_weights(run, alone, STEPS)
+        assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+
+
+def test_a_spare_takes_the_stage_of_who_is_killed_and_who_was_killed_is_a_spare_then(
+    machines: Machines, corpus: Corpus
+) -> None:
+    hosted = Hosted(machines, "ana", "ben", "cleo")
+    host, (_, victim, removed) = hosted.host, hosted.seats
+    hosted.join("dan")
+    hosted.has_spare("dan")
+    hosted.peers[victim].kill()
+    host.wait_for(r"\[form\] +stage 1: dan, from the last checkpoint and the logs")
+    hosted.join(victim)
+    hosted.goes_on(1)
+    hosted.has_spare(victim)
+    held = {name: stages for name, (stages, _) in hosted.held().items()}
+    assert held["dan"] == [1] and held[removed] == [2]
+    kick = machines.run("host", "kick", removed, machines.run_folder)
+    assert kick.wait() == 0, kick.text()
+    host.wait_for(rf"stage 2: {victim}, from the last checkpoint and the logs")
+    hosted.goes_on(2)
+    assert hosted.peers[removed].wait() != 0
+    hosted.ends_as_if_undisturbed(corpus)
+    for name in {*hosted.peers} - {removed}:
+        assert hosted.peers[name].wait() == 0, hosted.peers[name].text()
+
+
+@pytest.mark.slow
+def test_neighbours_that_die_together_are_held_by_who_is_left_until_one_is_back(
+    machines: Machines, corpus: Corpus
+) -> None:
+    hosted = Hosted(machines, "ana", "ben", "cleo")
+    host, (left, *killed) = hosted.host, hosted.seats
+    for name in killed:
+        hosted.peers[name].kill()
+    for stage in (1, 2):
+        host.wait_for(rf"stage {stage}: {left}, from the last checkpoint and the logs")
+        hosted.goes_on(stage)
+    assert hosted.seats == [left] * 3
+    hosted.join(killed[0])
+    host.wait_for(rf"stage \d moves from {left} to {killed[0]}")
+    host.wait_for(rf"stage \d: {killed[0]}, from the last checkpoint and the logs")
+    hosted.ends_as_if_undisturbed(corpus)
+    assert sorted(hosted.seats) == sorted([left, left, killed[0]])
+
+
+@pytest.mark.slow
+def test_who_is_back_at_once_has_its_stage_again_and_who_leaves_gives_it_to_a_spare(
+    machines: Machines, corpus: Corpus
+) -> None:
+    hosted = Hosted(machines, "ana", "ben", "cleo")
+    host, (leaves, _, again) = hosted.host, hosted.seats
+    hosted.peers[again].kill()
+    hosted.join(again)
+    host.wait_for(rf"stage 2: {again}, from the last checkpoint and the logs")
+    hosted.goes_on(2)
+    hosted.join("dan")
+    hosted.has_spare("dan")
+    left = hosted.peers[leaves]
+    left.interrupt()
+    host.wait_for("stage 0: dan, from the last checkpoint and the logs")
+    assert left.wait() == 0 and "left the run" in left.text(), left.text()
+    hosted.goes_on(0)
+    assert "the run stops after this step" not in host.text()
+    hosted.ends_as_if_undisturbed(corpus)
