@@ -219,7 +219,8 @@ class Coordinator:
             case Exited(stage=stage, code=0):
                 self._left.add(stage)
             case Exited(stage=stage) | Lost(stage=stage):
-                if stage not in self._finished:
+                # One that has finished is missed only by those who compute anew what it sent to.
+                if stage not in self._finished or self._lost_at:
                     self._suspect(event, now)
                 self._gone.add(stage)
             case Away() | Back():

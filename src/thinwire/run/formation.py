@@ -1,6 +1,7 @@
 """Who holds which stage: placed when a run is formed, and kept across restarts of the host."""
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -8,6 +9,8 @@ from pathlib import Path
 
 from thinwire.errors import ConfigError
 from thinwire.folders import replace_file
+from thinwire.run.machine import Machine
+from thinwire.run.placement import StageFigures
 from thinwire.schedule import OPEN
 from thinwire.settings import Settings
 from thinwire.typed import from_plain
@@ -41,6 +44,16 @@ class Formation:
     def held_by(self, name: str) -> list[int]:
         """The stages that a member holds."""
         return [stage for stage, holder in enumerate(self.seats) if holder == name]
+
+    def groups(self) -> list[list[int]]:
+        """The stages that one process holds when a generation begins: neighbours of one member."""
+        runs = itertools.groupby(range(len(self.seats)), key=lambda stage: self.seats[stage])
+        return [list(stages) for _, stages in runs]
+
+    def given(self, stages: list[int], name: str) -> "Formation":
+        """The same with another holder of these stages."""
+        seats = [name if s in stages else holder for s, holder in enumerate(self.seats)]
+        return dataclasses.replace(self, seats=seats)
 
     def members(self) -> list[str]:
         """Those who hold stages, in the order of these."""
@@ -94,6 +107,36 @@ def fill_seats(before: list[str], present: list[str], least: int) -> list[str] |
             above = next((n for n in seats[stage:] if n in there), "")
             seats[stage] = below or above
     return seats
+
+
+def next_holder(
+    stages: list[int], seats: list[str], here: list[Machine], settings: Settings
+) -> str | None:
+    """Who takes stages that are lost, of the machines that are here and answer; None: nobody can.
+
+    Whoever had them, if it is back: it has the files. Else one that holds nothing, a neighbour, or
+    anyone, of those with the memory for it the one with most of it left; memory that is not known
+    is enough.
+    """
+    if not here:
+        return None
+    figures, split = StageFigures(settings, here), settings.split()
+
+    def left(machine: Machine) -> float:
+        """The share of its memory that is free once it has them."""
+        if not machine.memory_gb:
+            return 0.0
+        held = {s for s, name in enumerate(seats) if name == machine.name} | {*stages}
+        number = here.index(machine)
+        return 1 - sum(figures.fullness(number, stage, split[stage]) for stage in held)
+
+    def preference(machine: Machine) -> tuple[bool, bool, bool, float]:
+        beside = [seats[s] for s in (stages[0] - 1, stages[-1] + 1) if 0 <= s < len(seats)]
+        name = machine.name
+        return name == seats[stages[0]], name not in seats, name in beside, left(machine)
+
+    able = [machine for machine in here if left(machine) >= 0]
+    return max(able, key=preference).name if able else None
 
 
 class Failures:
