@@ -251,9 +251,8 @@ class Coordinator:
             case Exited(stage=stage, code=0):
                 self._left.add(stage)
             case Exited(stage=stage) | Lost(stage=stage):
-                # One that has finished is needed until all have: for its log.
-                is_needed = self._together and self.phase is not Phase.COLLECTING
-                if stage not in self._finished or (is_needed and isinstance(event, Exited)):
+                # One that has finished is missed only by those who compute anew what it sent to.
+                if stage not in self._finished or self._lost_at:
                     self._suspect(event, now)
                 self._gone.add(stage)
             case Away() | Back():

@@ -647,7 +647,7 @@ class HostedPeers(Peers):
     # Stand-bys: members that hold nothing, and follow stages whose loss would cost most
 
     def _find_standby(self) -> None:
-        """Have a member that holds nothing follow stages that nobody follows: of a member that holds
+        """Have a member that holds nothing follow stages that nobody follows: of one that holds
         several groups of them, to take one over; then of the weakest, the likeliest to go.
         """
         groups = placement(self._settings, self._groups)

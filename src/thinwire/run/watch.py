@@ -57,7 +57,7 @@ class Watch:
         self._is_training = False
         self._outage = outage
         self._down: set[object] = set()  # links and control streams
-        self._back_at = 0.0  # one of them: what waited for it begins to wait anew
+        self._freed_at = 0.0  # one of them is back, or a stage is done: others begin to wait anew
         self._unheard: set[int] = set()  # stages that are replaced, until they speak
         self._behind: set[int] = set()  # ... and until they have caught up
         self._longest = 0.0  # wait of the training that ended well
@@ -109,7 +109,7 @@ class Watch:
             self._down.add(what)
         elif what in self._down:
             self._down.remove(what)
-            self._back_at = self.now
+            self._freed_at = self.now
 
     def replace(self, stage: int) -> None:
         """Another process takes the place of this stage. Until it speaks no time counts, for it may
@@ -127,6 +127,7 @@ class Watch:
     def dismiss(self, stage: int) -> None:
         """A stage has finished: nobody waits for it any more."""
         self._seen.pop(stage, None)
+        self._freed_at = self.now
 
     def complaint(self) -> str:
         """What to tell a person about a long wait, each time that it has doubled; or nothing."""
@@ -242,7 +243,7 @@ class Watch:
     def _stuck_for(self) -> float:
         """Seconds since any stage has begun something: while one works, the others may wait."""
         advanced = max((seen.advanced for seen in self._seen.values()), default=self.now)
-        return self.now - max(advanced, self._back_at)
+        return self.now - max(advanced, self._freed_at)
 
     def _culprit(self) -> int | None:
         """Who is silent, else who is at work; None if all say that they wait."""

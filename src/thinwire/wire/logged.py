@@ -213,8 +213,8 @@ class LinkState:
         self._received[step, kind] += 1
 
     def decide(self, number: int, stops: bool) -> None:
-        """Note a decision of the first stage; one that is made anew was known before."""
-        if number > self.decided:
+        """Note a decision of the first stage; one before the last was made anew."""
+        if number >= self.decided:
             self.decided, self.stops = number, stops
 
     def position(self) -> Position:
