@@ -1,14 +1,19 @@
 """What a log holds, and what tables and verdicts make of runs."""
 
+import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.settings import Settings
 from thinwire_lab import convergence as lab
 from thinwire_lab.arms import Arm, Values
 from thinwire_lab.decide import compared, gap_to_dense, noise_of
+from thinwire_lab.measure import copying
 from thinwire_lab.pool import Trained
 
 
@@ -91,3 +96,22 @@ def test_gaps_are_against_dense_of_the_same_seed() -> None:
     assert gap_to_dense([run(7, 5.4)], dense) == pytest.approx(0.2)
     assert noise_of(compared(dense, dense)) == pytest.approx(1 / 4.5)
     assert noise_of(compared(dense[:1], dense)) is None and noise_of(None) is None
+
+
+def test_copying_is_what_a_second_saying_gains() -> None:
+    text = torch.arange(2 * 32).reshape(2, 32)  # no token twice
+
+    def copier(tokens: Tensor) -> Tensor:
+        """Knows what followed a token before, and nothing else."""
+        logits = torch.zeros(*tokens.shape, text.numel())
+        for row, said in enumerate(tokens.tolist()):
+            for place, token in enumerate(said):
+                for before in (p for p in range(place) if said[p] == token):
+                    logits[row, place, said[before + 1]] = 100.0
+        return logits
+
+    feed = SimpleNamespace(validation=lambda number: SimpleNamespace(inputs=text))
+    chain = SimpleNamespace(feed=feed, done=0, go_to=lambda *place, training: None, logits=copier)
+    assert copying(chain) == pytest.approx(math.log(text.numel()))  # type: ignore[arg-type]
+    chain.logits = lambda tokens: torch.zeros(*tokens.shape, text.numel())
+    assert copying(chain) == 0  # type: ignore[arg-type]

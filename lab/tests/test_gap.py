@@ -9,9 +9,9 @@ import pytest
 
 import thinwire_lab
 from thinwire.cli import main
-from thinwire_lab.gap import panels_of, published, rows_of, verdict
+from thinwire_lab.gap import over_length, panels_of, published, rows_of, usual_of, verdict
 from thinwire_lab.logs import grounds_of, read_logs
-from thinwire_lab.plots import draw
+from thinwire_lab.plots import Panel, draw
 
 LOGS = Path(thinwire_lab.__file__).parent / "logs"
 GAPS = {"dense": 0.0, "thin32": 0.01, "thin100": 0.02}
@@ -80,6 +80,19 @@ def test_a_trend_over_the_length_is_told_from_chance(write_log: Callable[..., Pa
     assert thin32["to"] - thin32["from"] > 0.01, "with one seed little is known"
     thin32, _ = rows_of(read_logs([write_log(grows, [100, 300])]))
     assert "gap per tenfold length" not in thin32, "two lengths are too few"
+
+
+def test_gaps_of_recipes_are_drawn_over_the_length(write_log: Callable[..., Path]) -> None:
+    def drawn(lengths: list[int]) -> list[Panel]:
+        grounds = grounds_of(read_logs([write_log(loss, lengths, seeds=(0, 1))]))
+        return over_length(grounds, usual_of([row for own in grounds for row in rows_of(own)]))
+
+    (panel,) = drawn([50, 100])
+    thin100, thin32 = panel.lines
+    assert (thin32.label, list(thin32.x)) == ("thin32", [0.1024, 0.2048])
+    assert thin32.y == pytest.approx([1.5, 1.5]) and thin100.y == pytest.approx([3, 3])
+    assert thin32.errors is not None and thin32.errors[1] == pytest.approx([0.5, 0.5])
+    assert drawn([100]) == []
 
 
 def test_arms_with_settings_that_are_gone_are_left_out(write_log: Callable[..., Path]) -> None:

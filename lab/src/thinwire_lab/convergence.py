@@ -7,6 +7,7 @@ crosses the cut. Learning rates are swept per arm.
 import argparse
 import itertools
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 from thinwire.errors import ConfigError
 from thinwire.settings import Settings
@@ -40,6 +41,9 @@ CONTROL = "dense+tables"
 MODES = "subspace,reparam,projected"
 POINTS = 10  # of a curve
 CONTROL_NOTE = f"gap to control: against {CONTROL}, which has the token tables but whole cuts"
+COPYING_NOTE = (
+    "copying: how much lower the loss of half a window is, per token, when it is said a second time"
+)
 
 Place = tuple[int, int, str]
 """Stages, steps and label: what is one row of the table."""
@@ -133,6 +137,8 @@ def table(best: dict[Place, list[Trained]], base: Values) -> list[Row]:
         row = {"stages": stages, "tokens": tokens, "method": label, **figures}
         if control := best.get((stages, steps, CONTROL)):
             row["gap to control"] = gap_to_dense(runs, control)
+        if copies := [run.figures["copying"][-1][1] for run in runs if "copying" in run.figures]:
+            row["copying"] = fmean(copies)
         rows.append(row)
     return rows
 
@@ -181,6 +187,8 @@ def outcome(runs: list[Trained], base: Values) -> Outcome:
     )
     if any("gap to control" in row for row in rows):
         found.notes.append(CONTROL_NOTE)
+    if any("copying" in row for row in rows):
+        found.notes.append(COPYING_NOTE)
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.engine.build import parameter_count
+from thinwire.recipes import SHEETS
 from thinwire.settings.crossing import is_entropy_coded
 from thinwire_lab.decide import CAST_NOISE, gap_to_dense
 from thinwire_lab.experiment import Say, sheet, words
@@ -37,15 +38,19 @@ CLOSE = 4.0  # the second panel shows what costs less than this, in percent
 TABLES = {"per-stage": " + stages' own tables", "embedding": " around a shared embedding"}
 MODES = {"subspace": "the paper's subspace", "reparam": "reparam", "projected": "projected"}
 
+Place = tuple[str, int, str]
+"""Model, stages and tokens."""
+
 
 def run(options: argparse.Namespace, say: Say) -> Outcome:
     """Read the logs and draw."""
     runs = read_logs(options.logs or [options.out / "convergence.jsonl"])
-    ours = [row for ground in grounds_of(runs) for row in rows_of(ground)]
+    grounds = grounds_of(runs)
+    ours = [row for ground in grounds for row in rows_of(ground)]
     ours = [row for row in ours if not options.stages or row["stages"] == options.stages]
     others = published()
     rows = [*ours, *others]
-    panels = panels_of(ours, others)
+    panels = [*panels_of(ours, others), *over_length(grounds, usual_of(ours))]
     return Outcome(**words("gap"), verdict=verdict(ours), holds=None, rows=rows, panels=panels)
 
 
@@ -160,12 +165,45 @@ def verdict(ours: list[Row]) -> str:
     return f"Least loss at about {bars} or more: {'; '.join(parts)}."
 
 
+def usual_of(rows: list[Row]) -> Place:
+    """Where most rows were measured."""
+    places = [_place(row) for row in rows]
+    return max(places, key=places.count, default=("", 0, ""))
+
+
+def over_length(grounds: list[list[Trained]], usual: Place) -> list[Panel]:
+    """The gap of recipes over the length of training, each run to the end of its own schedule.
+
+    Of the usual model and stages; nothing where no recipe has two lengths.
+    """
+    lines = []
+    for ground in grounds:
+        methods = methods_of(ground)
+        dense = dense_among(methods)
+        for method in methods:
+            settings, gaps = method.settings, gaps_by_length(method, dense)
+            is_usual = (settings.model.preset, method.stages) == usual[:2]
+            if is_usual and method is not dense and method.label in SHEETS and len(gaps) > 1:
+                norms = ", norms on queries and keys" if settings.model.qk_norm else ""
+                means = [100 * fmean(own) for own in gaps.values()]
+                ends = [(100 * min(own), 100 * max(own)) for own in gaps.values()]
+                below = [max(0.0, mean - low) for mean, (low, _) in zip(means, ends, strict=True)]
+                above = [max(0.0, high - mean) for mean, (_, high) in zip(means, ends, strict=True)]
+                name, across = f"{method.label}{norms}", [tokens / 1e6 for tokens in gaps]
+                names = [""] * (len(gaps) - 1) + [name]
+                lines.append(Line(name, across, means, "o-", "", names, (below, above)))
+    title = f"recipes over the length of training: {usual[0]}, {usual[1]} stages"
+    levels, up = {"as dense": 0.0}, "validation loss above dense, %"
+    return [Panel(title, "million tokens", up, lines, "x", levels)] if lines else []
+
+
 def panels_of(ours: list[Row], others: list[Row]) -> list[Panel]:
     """Gap over ratio, whole and from close; a bar reaches from the least to the most."""
-    places = [(row["model"], row["stages"]) for row in ours]
-    usual = max(places, key=places.count, default=("", 0))
+    usual = usual_of(ours)
     lowest = min([-1.0, *(100 * row["least"] - 0.3 for row in ours)])
-    unless = f"{usual[0]}, {usual[1]} stages unless named; bars: seeds, or a published range"
+    unless = (
+        f"{usual[0]}, {usual[1]} stages, {usual[2]} tokens unless named; bars: seeds, or a range"
+    )
     across, up = "times fewer bytes at a cut than bf16, both ways", "validation loss above dense, %"
     panels = []
     for title, limits in ((unless, None), (f"below {CLOSE:g} %", (lowest, CLOSE))):
@@ -192,10 +230,15 @@ def _line(
     return Line(label, ratios, gaps, style, colour, names or (), (below, above))
 
 
-def _name(row: Row, usual: tuple[str, int]) -> str:
+def _place(row: Row) -> Place:
+    return row["model"], row["stages"], f"{row['tokens'] / 1e6:.0f}M"
+
+
+def _name(row: Row, usual: Place) -> str:
     """The name at a point: its colour says the mode and its tables."""
     method = re.sub(r" boundary\.anchor=\S+", "", row["method"])
     first, _, rest = method.partition(" ")
     name = short_name(rest if first in MODES and rest else method)
-    model = f", {row['model']}" if row["model"] != usual[0] else ""
-    return name + model + (f", {row['stages']} stages" if row["stages"] != usual[1] else "")
+    model, stages, tokens = _place(row)
+    parts = {model: usual[0], f"{stages} stages": f"{usual[1]} stages", tokens: usual[2]}
+    return ", ".join([name, *(own for own, others in parts.items() if own != others)])

@@ -2,8 +2,9 @@
 compression at test time and without it, and the bytes that crossed.
 
 Figures: loss and loss_off (compression on and off), accuracy likewise for images, curve (tokens
-and loss) where asked for, bytes_forward and bytes_backward (of one token or image at one cut, with
-headers), ratio (bf16 both ways over these), error_forward and error_backward (`Errors`), seconds.
+and loss) and copying (tokens and `copying`) where asked for, bytes_forward and bytes_backward (of
+one token or image at one cut, with headers), ratio (bf16 both ways over these), error_forward and
+error_backward (`Errors`), seconds.
 """
 
 import math
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from thinwire.codec import Leg
 from thinwire.data import Corpus
@@ -91,11 +93,14 @@ def train_measured(chain: "Chain | ImageChain", width: float, points: int = 0) -
     """
     steps, errors = chain.settings.train.steps, Errors(chain.settings.train.steps)
     due = {steps, *range(0, steps, max(1, steps // points))} if points else set()
-    curve, weighing = [], max(1, steps // WEIGHED)
+    curve, copies, weighing = [], [], max(1, steps // WEIGHED)
     start = time.perf_counter()
     for step in range(steps + 1):
         if step in due:
-            curve.append((step * chain.settings.tokens_per_step, chain.score().loss))
+            tokens = step * chain.settings.tokens_per_step
+            curve.append((tokens, chain.score().loss))
+            if isinstance(chain, Chain):
+                copies.append((tokens, copying(chain)))
         if step < steps:
             for cut in chain.cuts:
                 cut.observe = errors.add if errors.wants(step) else None
@@ -108,12 +113,34 @@ def train_measured(chain: "Chain | ImageChain", width: float, points: int = 0) -
         figures |= {"accuracy": on.accuracy, "accuracy_off": off.accuracy}
     if points:
         figures["curve"] = curve
+    if copies:
+        figures["copying"] = copies
     figures |= {f"error_{leg.value}": errors.mean(leg) for leg in Leg}
     header = HEADER_BYTES / chain.settings.tokens_per_microbatch
     forward, backward = (chain.payload_bytes_per_token(leg) + header for leg in Leg)
     ratio = 2 * BF16_BYTES * width / (forward + backward)
     sizes = {"bytes_forward": forward, "bytes_backward": backward, "ratio": ratio}
     return {**figures, **sizes, "seconds": seconds}
+
+
+@torch.no_grad()
+def copying(chain: Chain) -> float:
+    """How much cheaper a text is, per token, when it is said a second time in the same window.
+
+    Half a window of validation text is said twice. What the second time gains, the model has from
+    its context: it has learned to copy. The first sixteenth of each half is left out.
+    """
+    assert chain.feed is not None, "copying needs a text"
+    text = chain.feed.validation(0).inputs
+    half = text[:, : text.shape[1] // 2]
+    chain.go_to(chain.done, 0, training=False)
+    logits, skip = chain.logits(torch.cat([half, half], 1)).float(), half.shape[1] // 16
+    said = half[:, 1 + skip :].flatten()
+    first, second = (
+        cross_entropy(part[:, skip : half.shape[1] - 1].flatten(0, 1), said)
+        for part in (logits, logits[:, half.shape[1] :])
+    )
+    return float(first - second)
 
 
 def save_weights(chain: Chain, path: Path) -> None:
