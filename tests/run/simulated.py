@@ -66,7 +66,7 @@ class WrongError(Exception):
     """What a simulated run must never do."""
 
 
-class NotDue(Exception):  # noqa: N818 -- no error
+class NotDue(Exception):
     """A frame comes too early, and waits."""
 
 
@@ -1190,8 +1190,18 @@ class World:
 
 
 FAULTS = {
-    **{"kill": 6, "kill two": 3, "vanish": 2, "crash": 1, "pause": 4, "partition": 3, "delay": 2},
-    **{"slow": 2, "away": 2, "full disk": 2, "stop": 3, "host restart": 1},
+    "kill": 6,
+    "kill two": 3,
+    "vanish": 2,
+    "crash": 1,
+    "pause": 4,
+    "partition": 3,
+    "delay": 2,
+    "slow": 2,
+    "away": 2,
+    "full disk": 2,
+    "stop": 3,
+    "host restart": 1,
 }
 """What can go wrong, and how often of all."""
 

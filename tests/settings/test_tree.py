@@ -119,10 +119,7 @@ def test_a_checkpoint_comes_before_the_log_of_what_stages_send_is_full(
     note = f"a checkpoint follows every {few} steps, before train.log_mb = 1 is full"
     assert note in remarks(long) and note not in remarks(make_settings())
     large = make_settings(train__log_mb=1, train__batch=400)
-    assert (
-        "train.log_mb = 1 holds no step: a stage sends up to 4 MB in one"
-        in remarks(large)
-    )
+    assert "train.log_mb = 1 holds no step: a stage sends up to 4 MB in one" in remarks(large)
 
 
 # --- this machine ---

@@ -294,7 +294,8 @@ def main(arguments: list[str]) -> None:
             return  # whoever started this is gone, and all that was forked goes too
         process = os.fork()
         if process == 0:
-            _become_stage(*descriptors, [*descriptors, woken, wakes], parent, live)
+            end, log = descriptors
+            _become_stage(end, log, [end, log, woken, wakes], parent, live)
         for descriptor in descriptors:
             os.close(descriptor)
         running[process] = count
