@@ -42,6 +42,7 @@ from thinwire.run.protocol import (
     Envelope,
     Failed,
     Finished,
+    Follow,
     Hello,
     Hold,
     Leave,
@@ -63,6 +64,7 @@ from thinwire.run.protocol import (
     Start,
     StepNews,
     Stop,
+    TakeOver,
     Tried,
     TryDoor,
     Way,
@@ -93,7 +95,7 @@ STEP = Step(
 SHARD = Shard("stage-1.safetensors", "ab", 10, ["a/b"])
 WRITTEN = ShardWritten(4, Versions(4, 0), SHARD, {"0": {"forward": "ab", "backward": ""}})
 FAILED = Failed("WireError", True, "link cut-0 is broken", "", [0], [])
-CONNECT = Connect("127.0.0.1:1", [0, 1], ["ana", "ben"], reach=[Way("a:1", "direct", "t")])
+CONNECT = Connect("127.0.0.1:1", [0, 1], seats=["ana", "ben"], reach=[Way("a:1", "direct", "t")])
 MESSAGES: list[Any] = [
     Hello({"torch": "2.6"}, Machine("ana", tflops=1.0, memory_gb=2.0), "127.0.0.1:1", "", "ab"),
     Alive(),
@@ -127,6 +129,8 @@ MESSAGES: list[Any] = [
     Start(),
     Await(0),
     Relink(0, CONNECT),
+    Follow(0, CONNECT),
+    TakeOver([Relink(0, CONNECT)]),
     Saved(8),
     Stop(),
     Leave(),

@@ -127,7 +127,7 @@ def test_a_new_process_gets_what_it_needs_and_the_other_end_nothing_twice(
 ) -> None:
     new = Side(tmp_path / "new", None, start=2, nic=nic())
     assert after_a_death(*pair, new) == frames_of(0, 1, 2, 3, 4)
-    assert new.state.sent_again == 3
+    assert new.state.sent_again == 4, "it has what it needs to send that"
     sent = [side.link.meter.snapshot()["sent"] for side in (new, pair[0])]
     assert sent[0]["BACKWARD"]["frames"] == MICROBATCHES + 1, "what the other end had was not sent"
     assert sent[1]["FORWARD"]["frames"] == 7 * MICROBATCHES, "what is sent again is counted again"
@@ -144,7 +144,7 @@ def test_a_wrong_count_of_what_arrived_would_show(
 
     def wrong(state: LinkState) -> Position:
         said = true(state)
-        wrong = {step: count + error * (step == 3) for step, count in said.received.items()}
+        wrong = [(step, kind, n + error * (step == 3)) for step, kind, n in said.received]
         return Position(said.start, said.latest, wrong)
 
     monkeypatch.setattr(LinkState, "position", wrong)
@@ -272,8 +272,8 @@ def test_a_log_gives_back_what_it_was_given_and_forgets_what_is_safe(
     (tmp_path / "000007.frames").write_bytes(b"of an earlier process")
     log = FrameLog(tmp_path, 1 << 20)
     for step in range(50):
-        log.add(step, message(step))
-    log.add(logged.GOODBYE, message(0, FrameKind.BYE, 0))
+        log.add(step, FrameKind.FORWARD, message(step))
+    log.add(logged.GOODBYE, FrameKind.BYE, message(0, FrameKind.BYE, 0))
     assert log.latest == 49 and log.reaches(0)
     held = len(list(tmp_path.iterdir()))
     log.trim(40)
@@ -298,7 +298,7 @@ def test_a_log_that_has_no_room_costs_no_training_and_helps_again_after_the_next
     if reason == "disk":
         full.write_text("a file where the folder should be")
     for step in range(10):
-        log.add(step, message(step))
+        log.add(step, FrameKind.FORWARD, message(step))
     assert not log.reaches(0) and log.trouble
     state = LinkState(log)
     with pytest.raises(WireError, match="does not reach back to step 0: ") as caught:
@@ -307,7 +307,7 @@ def test_a_log_that_has_no_room_costs_no_training_and_helps_again_after_the_next
     if reason == "disk":
         full.unlink()
     log.trim(10)
-    log.add(10, message(10))
+    log.add(10, FrameKind.FORWARD, message(10))
     assert log.reaches(10)
     assert [log.read(entry) for entry in state.go_on(Position(10, 0, {}))] == [message(10)]
 
