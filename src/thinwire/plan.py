@@ -23,6 +23,7 @@ from thinwire.settings import Settings, machine_cores, threads_per_stage
 from thinwire.settings.crossing import (
     BF16_BYTES,
     bytes_per_token,
+    checkpoint_interval,
     frame_bytes,
     logged_bytes,
     logged_steps,
@@ -425,7 +426,7 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
 
 def _log_lines(settings: Settings) -> list[str]:
     """How much disk the logs take from which a lost stage is computed again."""
-    reach, every = logged_steps(settings), settings.checkpoint_interval
+    reach, every = logged_steps(settings), checkpoint_interval(settings)
     if not reach:
         return []
     steps = min(every if every > 0 else settings.train.steps, settings.train.steps, reach)

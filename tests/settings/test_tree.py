@@ -13,7 +13,12 @@ from thinwire.settings import (
     machine_cores,
     threads_per_stage,
 )
-from thinwire.settings.crossing import MOST_LOGGED_STEPS, logged_bytes
+from thinwire.settings.crossing import (
+    MOST_LOGGED_STEPS,
+    checkpoint_interval,
+    checkpoint_steps,
+    logged_bytes,
+)
 from thinwire.settings.remarks import remarks
 from thinwire.typed import Scope, to_toml
 from thinwire.wire import LinkConfig
@@ -95,7 +100,7 @@ def test_checkpoints_and_validations_come_on_time_and_at_the_end(
     make_settings: Callable[..., Settings], every: int, wanted: list[int]
 ) -> None:
     settings = make_settings(train__steps=8, train__checkpoint_every=every, train__eval_every=every)
-    assert [done for done in range(1, 9) if settings.is_checkpoint_step(done)] == wanted
+    assert [done for done in range(1, 9) if checkpoint_steps(settings)(done)] == wanted
     assert [done for done in range(1, 9) if settings.is_evaluation_step(done)] == wanted
 
 
@@ -104,7 +109,7 @@ def test_a_checkpoint_comes_before_the_log_of_what_stages_send_is_full(
 ) -> None:
     def interval(every: int, room: int, **changes: Any) -> int:
         settings = make_settings(train__checkpoint_every=every, train__log_mb=room, **changes)
-        return settings.checkpoint_interval
+        return checkpoint_interval(settings)
 
     few = interval(0, 1)
     assert 10 < few < 30, "of 33 kB each, and what validations send"
@@ -114,7 +119,7 @@ def test_a_checkpoint_comes_before_the_log_of_what_stages_send_is_full(
     assert interval(-1, 1) == -1 and interval(0, 0) == interval(0, 1, pipeline__stages=1) == 0
     assert interval(0, 10**6) == MOST_LOGGED_STEPS
     long = make_settings(train__checkpoint_every=0, train__log_mb=1, train__steps=2 * few + 1)
-    saves = [done for done in range(1, 2 * few + 2) if long.is_checkpoint_step(done)]
+    saves = [done for done in range(1, 2 * few + 2) if checkpoint_steps(long)(done)]
     assert saves == [few, 2 * few, 2 * few + 1]
     note = f"a checkpoint follows every {few} steps, before train.log_mb = 1 is full"
     assert note in remarks(long) and note not in remarks(make_settings())

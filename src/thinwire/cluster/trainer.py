@@ -34,6 +34,7 @@ from thinwire.engine.worker import PATIENCE, scratch_folder
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.model import learning_rate
 from thinwire.settings import Settings
+from thinwire.settings.crossing import checkpoint_steps
 from thinwire.wire import FrameKind
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -118,6 +119,7 @@ class OtherRanks:
         self.asks_to_stop = False
         self.loss = 0.0  # of the step, once there is a verdict
         self._settings, self._world = settings, world
+        self._saves_after = checkpoint_steps(settings)
         self._proposer = settings.pipeline.stages - 1
         self._squares: list[float] = []
         self._misses = 0  # steps in a row that were refused
@@ -147,7 +149,7 @@ class OtherRanks:
         dtype = torch.float64 if self._settings.run.precision == "fp64" else torch.float32
         losses = [loss for _, losses, _ in heard for loss in losses]  # in microbatches' order
         self.loss = float(torch.tensor(losses, dtype=dtype).sum())
-        checkpoint = commit and (self._settings.is_checkpoint_step(step + 1) or stop)
+        checkpoint = commit and (self._saves_after(step + 1) or stop)
         return Verdict(norm, commit, checkpoint, stop)
 
 

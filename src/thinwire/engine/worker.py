@@ -31,6 +31,7 @@ from thinwire.engine.trace import Progress, Sightings
 from thinwire.errors import CheckpointError
 from thinwire.model import learning_rate
 from thinwire.settings import Settings
+from thinwire.settings.crossing import checkpoint_steps
 from thinwire.wire import FrameKind, Link, Span
 
 RELEASE, EPOCH, SECTIONS = "thinwire", "epoch", "settings"  # of a contract between machines
@@ -103,6 +104,7 @@ class Worker:
         else:
             # Whoever started the run has been asked about plugins before any stage was.
             self.state.restore(Checkpoint.open(assignment.resume, allow_plugins=True))
+        self._saves_after = checkpoint_steps(settings)
         self._misses = 0
         self._sightings = Sightings()
         self._ports: list[Port] = []
@@ -228,7 +230,7 @@ class Worker:
         """
         self._misses = 0 if commit else self._misses + 1
         stop = self._misses >= PATIENCE or self._stops_at(FrameKind.VERDICT, step)
-        checkpoint = self.settings.is_checkpoint_step(step + 1) or stop
+        checkpoint = self._saves_after(step + 1) or stop
         return checkpoint and commit, stop
 
     def _stops_at(self, kind: FrameKind, step: int) -> bool:

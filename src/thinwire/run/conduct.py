@@ -9,6 +9,7 @@ from thinwire.engine.worker import PATIENCE
 from thinwire.errors import WireError, printable
 from thinwire.run.protocol import Failed, Finished, LinkDown, LinkUp, OfStage
 from thinwire.settings import Settings
+from thinwire.settings.crossing import checkpoint_steps
 
 # What a report may hold, for reports of fast stages wait until those of slow ones are there
 MOST_MICROBATCHES = 1 << 12
@@ -112,6 +113,7 @@ class Course:
 
     def __init__(self, settings: Settings, first_step: int, stages: int):
         self._settings, self._first = settings, first_step
+        self._saves_after = checkpoint_steps(settings)
         self._done = [first_step] * stages
         self._decided = [first_step - 1] * stages  # until where it is known what they did
         self._deeds: list[set[tuple[int, str]]] = [set() for _ in range(stages)]
@@ -131,12 +133,12 @@ class Course:
                 if step != done or step >= steps:
                     yield stage, f"it reported step {step + 1} after step {done} of {steps}"
                 if stage == 0:
-                    yield from self._omission(is_due=self._settings.is_checkpoint_step(done))
+                    yield from self._omission(is_due=self._saves_after(done))
                     self._is_committed = committed
                     self._misses = 0 if committed else self._misses + 1
                 self._decided[stage], self._done[stage] = done, step + 1
             case ShardWritten(step=step) | ShardFailed(step=step):
-                is_due = self._settings.is_checkpoint_step(done) or stop_asked
+                is_due = self._saves_after(done) or stop_asked
                 if step != done or step == self._first:
                     yield stage, f"it saved a checkpoint of step {step} after step {done}"
                 elif stage == 0 and not (is_due and self._is_committed):
@@ -147,7 +149,7 @@ class Course:
                     if done < steps and not is_stop_due:
                         of = f"step {done} of {steps}"
                         yield 0, f"it ended the run after {of}, and nobody had asked it to stop"
-                    is_due = self._settings.is_checkpoint_step(done) or done < steps
+                    is_due = self._saves_after(done) or done < steps
                     yield from self._omission(is_due)
                 self._decided[stage] = done
                 self._deeds[stage].add((done, "ended"))

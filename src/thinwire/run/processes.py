@@ -281,13 +281,13 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     parent, count, running = os.getpid(), 0, dict[int, int]()
     while True:
-        ready, _, _ = select.select([starter, woken], [], [])
+        ready, _, _ = select.select([starter.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
         while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
             code = os.waitstatus_to_exitcode(ended[1])
             starter.sendall(f"{running.pop(ended[0])} ended {code}\n".encode())
-        if starter not in ready:
+        if starter.fileno() not in ready:
             continue
         _, descriptors, _, _ = socket.recv_fds(starter, 1, 2)
         if not descriptors:

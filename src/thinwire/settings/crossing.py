@@ -2,6 +2,7 @@
 
 import bisect
 import math
+from collections.abc import Callable
 
 from thinwire.codec import Codec, build_codecs, parse_codec
 from thinwire.model import architecture
@@ -129,6 +130,20 @@ def logged_steps(settings: Settings) -> int:
     if not room or settings.pipeline.stages == 1:
         return 0
     return max(0, bisect.bisect_right(reach, room, key=lambda n: logged_bytes(settings, n)) - 1)
+
+
+def checkpoint_interval(settings: Settings) -> int:
+    """Steps between checkpoints: those of `train.checkpoint_every`, or fewer where the logs of what
+    stages send would be full before; 0: only at the end, -1: none.
+    """
+    every = settings.train.checkpoint_every
+    return every if every < 0 else min(filter(None, (every, logged_steps(settings))), default=0)
+
+
+def checkpoint_steps(settings: Settings) -> Callable[[int], bool]:
+    """Says whether a checkpoint follows the update after which so many updates are done."""
+    every, last = checkpoint_interval(settings), settings.train.steps
+    return lambda done: every >= 0 and (done == last or (every > 0 and done % every == 0))
 
 
 def size_notes(settings: Settings) -> list[str]:

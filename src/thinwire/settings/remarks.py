@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from thinwire.settings.crossing import MOST_LOGGED_STEPS, logged_bytes, logged_steps
+from thinwire.settings.crossing import MOST_LOGGED_STEPS, checkpoint_interval, logged_bytes, logged_steps
 from thinwire.settings.recipe import stale_rates
 from thinwire.settings.tree import Settings
 
@@ -69,7 +69,7 @@ def remarks(settings: Settings) -> list[str]:
 
 
 def _small_log(settings: Settings) -> str:
-    room, every = settings.train.log_mb, settings.checkpoint_interval
+    room, every = settings.train.log_mb, checkpoint_interval(settings)
     if room and settings.pipeline.stages > 1 and not logged_steps(settings):
         need = -(-logged_bytes(settings, 1) >> 20)
         return f"train.log_mb = {room} holds no step: a stage sends up to {need} MB in one"

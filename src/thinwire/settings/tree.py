@@ -6,7 +6,6 @@ resolved tree (every default filled in) is what travels to the stages, is saved,
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -244,21 +243,6 @@ class Settings:
     def split(self) -> list[range]:
         """The blocks of each stage."""
         return split_layers(self.model.layers, self.pipeline.split, self.pipeline.stages)
-
-    @functools.cached_property
-    def checkpoint_interval(self) -> int:
-        """Steps between checkpoints: those of `train.checkpoint_every`, or fewer where the logs of
-        what stages send would be full before; 0: only at the end, -1: none.
-        """
-        from thinwire.settings.crossing import logged_steps  # which needs this file
-
-        every = self.train.checkpoint_every
-        return every if every < 0 else min(filter(None, (every, logged_steps(self))), default=0)
-
-    def is_checkpoint_step(self, done: int) -> bool:
-        """Whether a checkpoint follows the update after which `done` updates are done."""
-        every = self.checkpoint_interval
-        return every >= 0 and (done == self.train.steps or (every > 0 and done % every == 0))
 
     def is_evaluation_step(self, done: int) -> bool:
         """Whether a validation follows the update after which `done` updates are done."""
