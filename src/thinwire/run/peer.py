@@ -338,7 +338,9 @@ class Peer:
                 return
             if neighbour < self.stage and self._down_since:
                 self._on_up(time.monotonic() - self._down_since)
+            before = logged.replayed_bytes
             logged.go_on(pipe)
+            print(f"cut {cut}: sent {logged.replayed_bytes - before} bytes again", flush=True)
         except WireError as error:
             if message is self._relinks[cut]:  # else that one is lost too, and another comes
                 self.fail(error)
