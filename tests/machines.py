@@ -1,6 +1,7 @@
 """A host and its peers as real processes that share no folder: each has a home of its own."""
 
 import contextlib
+import glob
 import os
 import re
 import signal
@@ -62,6 +63,14 @@ class Machine:
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
+
+    def kill_children(self) -> None:
+        """Kill the processes that it has started."""
+        children = f"/proc/{self.process.pid}/task/*/children"
+        pids = [pid for path in glob.glob(children) for pid in Path(path).read_text().split()]
+        assert pids, "it has started none"
+        for pid in pids:
+            os.kill(int(pid), signal.SIGKILL)
 
     def kill(self) -> None:
         self.process.kill()

@@ -54,7 +54,10 @@ def add_host_commands(
         "200 for each link)"
     )
     sub.add_argument("--mbps", type=number(float, 0), default=0.0, help=about)
-    about = "machines that the invite lets in (default: one for each stage that is not here)"
+    about = (
+        "machines that the invite lets in (default: one for each stage that is not here, and two "
+        "spares)"
+    )
     sub.add_argument("--machines", type=number(int, 1), default=0, metavar="N", help=about)
 
     sub = add("join", join_command, "take part in a run with the invite of its host")

@@ -140,6 +140,7 @@ ANSWER_SECONDS = 3.0  # for whoever had lost stages to say that it is there
 SPARE_SECONDS, NEIGHBOUR_SECONDS = 3.0, 8.0
 """For which a member may be away before another takes its stages: one that holds nothing at once;
 one that holds stages already would be slower with more."""
+SPARES = 2  # machines that an invite lets in beyond those that the run needs
 LEAVE_SECONDS = 5.0  # for them to end after the host has said goodbye
 _UNKNOWN_GB = 1e6  # memory of a member that does not know its own: it will see
 
@@ -153,7 +154,7 @@ class HostOptions:
     relay: str = ""
     relay_pass: str = field(default="", repr=False)
     lasts: float = 86_400.0  # seconds for which the invite is good
-    machines: int = 0  # that the invite lets in; 0: as many as the run has stages for others
+    machines: int = 0  # that the invite lets in; 0: one for each stage of others, and SPARES
     stages_here: int = 0  # that this machine holds itself
     resume: bool = False  # a run that `train` began in this folder
     mbps: float = 0.0  # between peers that meet at this host, all together; 0: each link apart
@@ -1050,7 +1051,8 @@ class _Hosting:
         )
         opened.enter_context(ControlSocket(folder, console.handlers()))
         self._base = Base(self._members, door, folder, data, self._display)
-        machines = options.machines or max(1, settings.pipeline.stages - options.stages_here)
+        others = max(1, settings.pipeline.stages - options.stages_here)
+        machines = options.machines or others + SPARES
         self._announce(door.invite(machines), machines)
         if options.stages_here:
             here = own_peers(options.stages_here, door.own_invite(), folder, settings.run.device)

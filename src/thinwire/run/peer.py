@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ import thinwire
 from thinwire.engine.reports import Report, meters_of
 from thinwire.engine.trace import Progress
 from thinwire.engine.worker import Assignment, Worker, remedy
-from thinwire.errors import ThinwireError, WireError, outward
+from thinwire.errors import BreachError, ThinwireError, WireError, outward
 from thinwire.report.stream import SafeStream
 from thinwire.run.channel import Channel, SocketPipe
 from thinwire.run.protocol import (
@@ -224,8 +224,8 @@ class Peer:
         if self._listener:
             self._listener.close()
 
-    def fail(self, error: BaseException) -> None:
-        """Say why this stage cannot go on, if anybody still listens.
+    def fail(self, error: BaseException, convicts: Sequence[int] = ()) -> None:
+        """Say why this stage cannot go on, if anybody still listens, and who broke the contract.
 
         A broken link says more about the neighbour who vanished than about this stage. What goes
         to another machine holds nothing of this one's files: its log has the rest.
@@ -237,6 +237,7 @@ class Peer:
         elif not known:
             trace = "".join(traceback.format_exception(error)[-_TRACE_PARTS:])
         lost = [stage for stage, link in self._links.items() if link.other_end_lost]
+        at_fault = [stage for stage, link in self._links.items() if link.other_end_at_fault]
         with suppress(ThinwireError):  # whoever started this sees the exit code and the log
             self.say(
                 Failed(
@@ -245,7 +246,7 @@ class Peer:
                     error=told,
                     trace=trace,
                     accuses=lost if is_wire else [],
-                    convicts=[s for s, link in self._links.items() if link.other_end_at_fault],
+                    convicts=[*{*at_fault, *convicts}],
                 )
             )
 
@@ -396,7 +397,7 @@ class Peer:
             logged.go_on(pipe)
         except WireError as error:
             if message is self._relinks[cut]:  # else that one is lost too, and another comes
-                self.fail(error)
+                self.fail(error, [neighbour] if isinstance(error, BreachError) else [])
 
     def _way_below(self) -> str:
         route = self._routes.in_use if self._routes else None

@@ -409,9 +409,12 @@ class LoggedPipe(Pipe):
         if raw is None or len(raw) > MOST_SAID:
             raise WireError("the other end did not say where it stands")
         try:
-            return msgspec.msgpack.decode(raw, type=Position)
+            theirs = msgspec.msgpack.decode(raw, type=Position)
         except msgspec.MsgspecError as error:
             raise BreachError(f"the other end did not say where it stands: {error}") from None
+        if theirs.start < 0:
+            raise BreachError(f"the other end says that it stands at step {theirs.start}")
+        return theirs
 
     def trim(self, step: int) -> None:
         """A state of this step is safe everywhere: earlier frames are needed no more."""

@@ -1,0 +1,347 @@
+"""`python -m thinwire_lab.deaths`: kills processes of runs at random moments, and shows the cost.
+
+Stages of a run on one machine die, then members of a hosted run, each of which joins again at once.
+Afterwards the weights are compared with those of an undisturbed run, and the steps are counted.
+
+With `--wan PROGRAM` (root): a member of a hosted run dies that holds as much as an inner stage of
+four holds of the preset 160m, between network namespaces that PROGRAM joins. It is called with
+Mbit/s, one-way milliseconds, milliseconds of queue, lost packets in a million and the names of the
+namespaces, gives node K the address 10.88.0.K there, and carries packets until it is told to end.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from thinwire.run.formation import read_formation
+from thinwire.settings import Settings, merged
+from thinwire.typed import to_toml
+from thinwire_lab.bench_link import Row, show
+
+STAGES, STEPS_A_DEATH = 3, 25
+PATIENCE_S = 900.0
+SMALL = {
+    "model": {"layers": 6, "dim": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 300,
+              "context": 64},
+    "train": {"batch": 8, "checkpoint_every": 10},
+}  # fmt: skip
+LARGE = {  # three blocks of the preset 160m for each stage: 226 MB of weights and moments
+    "model": {"layers": 9, "dim": 768, "heads": 12, "kv_heads": 4, "ffn": 2048, "vocab": 512,
+              "context": 64},
+    "train": {"batch": 4, "steps": 10_000, "checkpoint_every": 5},
+    "link": {"shard_share": 0.5},
+}  # fmt: skip
+
+
+class Program:
+    """A `thinwire` command as a process with a home of its own."""
+
+    def __init__(self, prefix: list[str], home: Path, *words: object, said: str = ""):
+        home.mkdir(parents=True, exist_ok=True)
+        self._log = home / f"output-{time.monotonic_ns()}.txt"
+        own = {"HOME": home, "THINWIRE_CACHE": home / "cache", "THINWIRE_DATA": home / "data"}
+        with self._log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-P", "-m", "thinwire", *map(str, words)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **{key: str(path) for key, path in own.items()}},
+            )
+        assert self.process.stdin is not None
+        self.process.stdin.write(said.encode())
+        self.process.stdin.close()
+
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self._log.read_text()
+
+    def find(self, pattern: str) -> str:
+        """Wait for something that it prints."""
+        found: re.Match[str] | None = None
+
+        def look() -> bool:
+            nonlocal found
+            found = re.search(pattern, self.text())
+            return found is not None
+
+        self.wait_until(look, pattern)
+        assert found is not None
+        return found[1]
+
+    def wait_until(self, holds: Any, what: str) -> None:
+        """Wait for something that this process brings about."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"waited for {what!r} in vain:\n{self.text()}")
+            time.sleep(0.02)
+
+    def leaves(self) -> list[int]:
+        """Its processes that have started no others: the stages of a run on this machine."""
+        table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout
+        parents = [tuple(map(int, line.split())) for line in table.splitlines()]
+        below, found = [self.process.pid], []
+        while below:
+            pid = below.pop()
+            children = [child for child, parent in parents if parent == pid]
+            below += children
+            found += [] if children or pid == self.process.pid else [pid]
+        return found
+
+    def end(self) -> None:
+        """Kill it, if it is alive, as a loss of power would."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+class Run:
+    """A run's folder, with the program that leads it."""
+
+    def __init__(self, folder: Path, leader: Program):
+        self.folder, self.leader = folder, leader
+
+    def rows(self) -> list[Row]:
+        """What it has written of its steps."""
+        with contextlib.suppress(OSError):
+            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+            rows = [json.loads(line) for line in lines if line.endswith("}")]
+            return [row for row in rows if row["kind"] == "step"]
+        return []
+
+    def wait_for(self, step: int) -> None:
+        """Wait until so many steps are written."""
+        self.leader.wait_until(lambda: len(self.rows()) >= step, f"step {step}")
+
+    def pause(self) -> float:
+        """Seconds until a step is written that is not there yet."""
+        began, have = time.monotonic(), len(self.rows())
+        self.leader.wait_until(lambda: len(self.rows()) > have, f"step {have + 1}")
+        return time.monotonic() - began
+
+    def result(self, undisturbed: "Run") -> Row:
+        """Whether it ended as the other did, and how many steps were written twice."""
+        steps = [row["step"] for row in self.rows()]
+        mine, theirs = (weights_of(run.folder) for run in (self, undisturbed))
+        same = mine.keys() == theirs.keys() and all(
+            torch.equal(tensor, theirs[name]) for name, tensor in mine.items()
+        )
+        return {"weights equal": same, "steps twice": len(steps) - len({*steps})}
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a run's last checkpoint."""
+    last = max((run / "checkpoints").glob("step-*"))
+    return {k: v for file in last.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def settings_of(folder: Path, name: str, values: dict[str, Any], steps: int = 0) -> Settings:
+    """A run of three stages that computes with one thread each."""
+    run = {
+        "run": {"name": name, "out": str(folder), "device": "cpu", "threads": 1},
+        "pipeline": {"stages": STAGES, "microbatches": 4, "window": 4,
+                     "split": [values["model"]["layers"] // STAGES] * STAGES},
+        "train": {"eval_every": 0, "eval_batches": 1, **({"steps": steps} if steps else {})},
+        "link": {"emulate": False, "outage": 60.0},
+    }  # fmt: skip
+    return Settings.from_plain(merged(values, run))
+
+
+def train_here(folder: Path, name: str, steps: int) -> Run:
+    """`thinwire train`, with its stages on this machine."""
+    settings = settings_of(folder, name, SMALL, steps)
+    config = folder / f"{name}.toml"
+    config.write_text(to_toml(settings))
+    return Run(settings.run.folder, Program([], folder / "home", "train", config))
+
+
+class Hosted(contextlib.ExitStack):
+    """A host and its members; with a network, each on a node of its own."""
+
+    def __init__(self, folder: Path, settings: Settings, has_network: bool = False):
+        super().__init__()
+        self._folder, self._has_network = folder, has_network
+        self.members: dict[str, Program] = {}
+        config = folder / f"{settings.run.name}.toml"
+        config.write_text(to_toml(settings))
+        words = ["host", config, "--listen", f"{self._address(0)}:0", "--machines", 99]
+        host = Program(self._prefix(0), folder / "host", *words)
+        self.callback(host.end)
+        self.run = Run(settings.run.folder, host)
+        self._invite = host.find(r"thinwire join (tw1-\S+)")
+
+    def join(self, number: int) -> None:
+        """Have a member join, or join again."""
+        name = f"peer-{number}"
+        words = ["join", "-", "--name", name, "--listen", f"{self._address(number)}:0"]
+        home = self._folder / name
+        self.members[name] = Program(self._prefix(number), home, *words, said=self._invite)
+        self.callback(self.members[name].end)
+        self.members[name].find("(enrolled as)")
+
+    def _address(self, number: int) -> str:
+        return f"10.88.0.{number + 1}" if self._has_network else "127.0.0.1"
+
+    def _prefix(self, number: int) -> list[str]:
+        return ["ip", "netns", "exec", node_of(number)] if self._has_network else []
+
+
+def kill_stages(folder: Path, deaths: int, chance: random.Random) -> Row:
+    """Stages of a run on one machine die, at random moments."""
+    steps = STEPS_A_DEATH * max(deaths, 1)
+    undisturbed = train_here(folder, "undisturbed", steps)
+    undisturbed.leader.process.wait()
+    run = train_here(folder, "local", steps)
+    pauses = [_kill(run, chance, run.leader.leaves, _kill_process) for _ in range(deaths)]
+    run.leader.process.wait()
+    return {"killed": "a stage", **_times(pauses), **run.result(undisturbed)}
+
+
+def kill_members(folder: Path, deaths: int, spares: int, chance: random.Random) -> Row:
+    """Members of a hosted run die, at random moments, and join again."""
+    steps = STEPS_A_DEATH * max(deaths, 1)
+    undisturbed = train_here(folder, "reference", steps)
+    undisturbed.leader.process.wait()
+    with Hosted(folder, settings_of(folder, "hosted", SMALL, steps)) as hosted:
+        for number in range(1, STAGES + spares + 1):
+            hosted.join(number)
+
+        def holders() -> list[str]:
+            return read_formation(hosted.run.folder).members()
+
+        def kill(name: str) -> None:
+            hosted.members[name].end()
+            hosted.join(int(name.rpartition("-")[2]))
+
+        pauses = [_kill(hosted.run, chance, holders, kill) for _ in range(deaths)]
+        hosted.run.leader.process.wait(PATIENCE_S)
+        which = f"a member, of {STAGES} and {spares} spare"
+        return {"killed": which, **_times(pauses), **hosted.run.result(undisturbed)}
+
+
+def _kill(run: Run, chance: random.Random, alive: Any, kill: Any) -> float:
+    """Kill one of those who are alive, a few steps from now; seconds without a step."""
+    run.wait_for(len(run.rows()) + chance.randint(2, STEPS_A_DEATH // 2))
+    time.sleep(chance.random() * 0.3)
+    began = time.monotonic()
+    kill(chance.choice(sorted(alive())))
+    spent = time.monotonic() - began  # by whoever joins again: it is part of the pause
+    return spent + run.pause()
+
+
+def _kill_process(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 9)
+
+
+def _times(pauses: list[float]) -> Row:
+    return {
+        "times": len(pauses),
+        "seconds without a step: median": statistics.median(pauses),
+        "worst": max(pauses),
+    }
+
+
+# Over an emulated internet
+
+
+def node_of(number: int) -> str:
+    """The namespace of a node."""
+    return f"thinwire-{number}"
+
+
+@contextlib.contextmanager
+def network(wan: Path, mbps: float, latency_ms: float) -> Iterator[None]:
+    """Nodes for the host, for a member of each stage and for a spare; gone afterwards."""
+    names = [node_of(number) for number in range(STAGES + 2)]
+    with contextlib.ExitStack() as held:
+        for name in names:
+            subprocess.run(["ip", "netns", "add", name], check=True)
+            held.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+            subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+        figures = map(str, (mbps, latency_ms, 50, 0))
+        process = subprocess.Popen([str(wan.resolve()), *figures, *names])
+        held.callback(process.wait)
+        held.callback(process.terminate)
+        time.sleep(1.0)
+        yield
+
+
+def over_wan(folder: Path, spares: int, log_mb: int | None) -> Row:
+    """The member of the middle stage dies after a checkpoint is complete: how long that takes."""
+    changes = {} if log_mb is None else {"train": {"log_mb": log_mb}}
+    settings = settings_of(folder, "wan", merged(LARGE, changes))
+    with Hosted(folder, settings, has_network=True) as hosted:
+        run = hosted.run
+        for number in range(1, STAGES + spares + 1):
+            hosted.join(number)
+        saved = int(run.leader.find(r"checkpoint of step (\d+) in"))
+        run.wait_for(len(run.rows()) + 3)
+        before = [row["step_seconds"] for row in run.rows()[2:]]
+        hosted.members[read_formation(run.folder).seats[1]].end()
+        pause = run.pause()
+        moved = [sum(cut_bytes(link) for link in row["links"]) for row in run.rows()]
+        step, usual = statistics.median(before), statistics.median(moved[:-1])
+        return {
+            "spares": spares,
+            "logs": "off" if log_mb == 0 else "on",
+            "step s": step,
+            "tokens/s": settings.tokens_per_step / step,
+            "pause s": pause,
+            "steps to compute anew": len(before) + 2 - saved,
+            "MB sent again": (moved[-1] - usual) / 1e6,
+        }
+
+
+def cut_bytes(link: Row) -> int:
+    """What a row of metrics says of a cut, both ways."""
+    return int(link["forward_bytes"] + link["backward_bytes"])
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        prog="python -m thinwire_lab.deaths", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--deaths", type=int, default=50, help="of both kinds together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--wan", type=Path, help="program that joins network namespaces")
+    parser.add_argument("--mbps", type=float, default=80.0)
+    parser.add_argument("--latency-ms", type=float, default=25.0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="thinwire-deaths-") as scratch:
+        rows: list[Row] = []
+        if options.wan is None:
+            chance, half = random.Random(options.seed), options.deaths // 2
+            rows.append(kill_stages(Path(scratch), options.deaths - half, chance))
+            if half:
+                rows.append(kill_members(Path(scratch), half, 1, chance))
+        for number, (spares, log_mb) in enumerate(((0, None), (1, None), (1, 0))):
+            if options.wan is not None:
+                folder = Path(scratch) / str(number)
+                folder.mkdir()
+                with network(options.wan, options.mbps, options.latency_ms):
+                    rows.append(over_wan(folder, spares, log_mb))
+        show(rows)
+        if not all(row.get("weights equal", True) for row in rows):
+            raise SystemExit("the weights differ from those of an undisturbed run")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Who holds stages that are lost or crowded, and what members and the coordinator hear of it: no
+processes; test_hosted_recovery.py has them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hosting import House, Joined, house  # noqa: F401
+from leading import part, ready, step
+
+from thinwire.data import Corpus
+from thinwire.run import host as host_module
+from thinwire.run.coordinator import Coordinator
+from thinwire.run.events import (
+    Commit,
+    Event,
+    Lost,
+    Moved,
+    PartArrived,
+    Replace,
+    Said,
+    StopAsked,
+    Tell,
+    Tick,
+)  # fmt: skip
+from thinwire.run.formation import Formation, next_holder
+from thinwire.run.host import HostedPeers
+from thinwire.run.machine import Machine
+from thinwire.run.protocol import (
+    Await,
+    Finished,
+    Hold,
+    Leaving,
+    Linked,
+    Pulse,
+    Release,
+    Saved,
+    Start,
+)  # fmt: skip
+from thinwire.settings import Settings
+from waiting import wait_until
+
+# ruff: noqa: F811
+
+MakeSettings = Callable[..., Settings]
+
+
+@pytest.mark.parametrize(
+    ("stages", "seats", "here", "chosen"),
+    [
+        ([1], "ana ben cleo", {"ana": 8, "ben": 1, "dan": 8}, "ben"),
+        ([1], "ana ben cleo", {"ana": 8, "dan": 4, "eva": 6}, "eva"),
+        ([1], "ana ben cleo", {"ana": 8, "dan": 1e-5, "cleo": 6}, "ana"),
+        ([0], "ana ben cleo", {"ben": 4, "cleo": 8}, "ben"),
+        ([0], "ana ben cleo", {"ben": 1e-5, "cleo": 8}, "cleo"),
+        ([1, 2], "ana ben ben cleo", {"cleo": 8, "ana": 6}, "cleo"),
+        ([0], "ana ben cleo", {"ben": 1e-5, "cleo": 1e-5}, None),
+        ([0], "ana ben cleo", {"ben": 0}, "ben"),
+        ([0], "ana ben cleo", {}, None),
+    ],
+    ids=["who is back", "the freer spare", "no spare with the memory", "a neighbour", "anyone",
+         "the freer neighbour", "nobody", "memory that is not known", "nobody is here"],
+)  # fmt: skip
+def test_lost_stages_go_to_who_had_them_a_spare_a_neighbour_or_anyone_with_the_memory(
+    stages: list[int], seats: str, here: dict[str, float], chosen: str | None,
+    make_settings: MakeSettings,
+) -> None:  # fmt: skip
+    held = seats.split()
+    settings = make_settings(pipeline__stages=len(held))
+    machines = [Machine(name, 1.0, memory) for name, memory in here.items()]
+    assert next_holder(stages, held, machines, settings) == chosen
+
+
+class Led:
+    """Members that hold stages, and what their coordinator would hear."""
+
+    def __init__(self, house: House, peers: HostedPeers):
+        self.house, self.peers = house, peers
+        self.coordinator: Any = SimpleNamespace(rest=lambda now: 0.02)
+
+    def next(self, kind: type[Event] = Event) -> Any:  # type: ignore[assignment]
+        """The next event of a kind."""
+        found: list[Event] = []
+        wait_until(
+            lambda: (
+                found.append(self.peers.next_event(self.coordinator)) or isinstance(found[-1], kind)
+            )
+        )
+        return found[-1]
+
+    def gives(self, joined: Joined) -> Hold:
+        """What a member is told to hold, in place of another."""
+
+        def told() -> list[Hold]:
+            self.peers.next_event(self.coordinator)
+            messages = [said.message for said in joined.heard]
+            return [m for m in messages if isinstance(m, Hold) and m.again]
+
+        wait_until(told)
+        return told()[-1]
+
+    def is_quiet(self, seconds: float = 0.3) -> bool:
+        heard = [self.peers.next_event(self.coordinator) for _ in range(int(seconds / 0.02))]
+        return not any(isinstance(event, Lost | Moved) for event in heard)
+
+
+Leads = Callable[..., Any]
+
+
+@pytest.fixture
+def leads(house: House, make_settings: MakeSettings, corpus: Corpus) -> Leads:
+    """A generation of members that trains."""
+
+    @contextmanager
+    def start(*seats: str, **changes: Any) -> Iterator[Led]:
+        settings = make_settings(pipeline__stages=len(seats), **changes)
+        peers = house.peers(Formation(1, [*seats]), settings, corpus)
+        peers.start()
+        peers.is_training = True
+        with peers:
+            yield Led(house, peers)
+
+    return start
+
+
+def test_lost_stages_are_given_to_a_spare_and_the_old_holder_is_not_heard_any_more(
+    house: House, leads: Leads
+) -> None:
+    ana, ben = house.join("ana"), house.join("ben")
+    with leads("ana", "ben") as led:
+        cleo = house.join("cleo")
+        ben.say(Pulse(1, "works"), 1)
+        assert led.next(Said) == Said(1, Pulse(1, "works"))
+        ben.is_cut_off = True
+        ben.lose_connection()  # it lives, and cannot be reached
+        led.peers.replace([1])
+        hold = led.gives(cleo)
+        assert (hold.stages, hold.began, hold.again) == ([1], 0, 1)
+        ben.is_cut_off = False
+        ben.hears(Release("cleo holds stage 1 now", [1]))
+        ben.say(Pulse(2, "works"), 1)
+        cleo.say(Pulse(3, "works"), 1)
+        assert led.next(Said) == Said(1, Pulse(3, "works"))
+        led.peers.tell(1, Start())
+        cleo.hears(Start())
+        assert not any(said.message == Start() for said in ben.heard + ana.heard)
+
+
+def test_stages_of_who_does_not_answer_are_given_to_who_does(
+    house: House, leads: Leads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen machine's stream is open."""
+    monkeypatch.setattr(host_module, "ANSWER_SECONDS", 0.2)
+    ana, ben = house.join("ana"), house.join("ben")
+    with leads("ana", "ben") as led:
+        ben._is_frozen = True
+        led.peers.replace([1])
+        assert led.gives(ana).stages == [1]
+        assert led.peers._formation.seats == ["ana", "ana"]
+
+
+@pytest.mark.parametrize(("log_mb", "has_spare"), [(64, True), (64, False), (0, True)])
+def test_who_cannot_be_reached_is_given_up_sooner_with_a_spare_and_never_without_logs(
+    house: House, leads: Leads, monkeypatch: pytest.MonkeyPatch, log_mb: int, has_spare: bool
+) -> None:
+    monkeypatch.setattr(host_module, "SPARE_SECONDS", 0.1)
+    monkeypatch.setattr(host_module, "NEIGHBOUR_SECONDS", 0.2)
+    house.join("ana")
+    ben = house.join("ben")
+    with leads("ana", "ben", train__log_mb=log_mb) as led:
+        if has_spare:
+            house.join("cleo")
+        ben.is_cut_off = True
+        ben.lose_connection()
+        wait_until(lambda: "ben" not in house.here())
+        if log_mb:
+            lost = led.next(Lost)
+            assert lost.stage == 1 and "ben could not be reached for 0 s" in lost.error
+        else:
+            led.next(Tick)
+            assert led.is_quiet()
+        ben.is_cut_off = False
+
+
+def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(
+    house: House, leads: Leads
+) -> None:
+    house.join("ana")
+    ben = house.join("ben")
+    with leads("ana", "ben") as led:
+        ben.say(Leaving())
+        assert led.next(Lost) == Lost(1, "ben leaves") and not led.peers.leaving
+    cleo = house.join("cleo")
+    with leads("ana", "cleo", train__log_mb=0) as led:
+        cleo.say(Leaving())
+        assert led.next(StopAsked) == StopAsked("cleo") and led.peers.leaving == "cleo"
+
+
+def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_holds_beside(
+    house: House, leads: Leads
+) -> None:
+    ana, ben = house.join("ana"), house.join("ben")
+    with leads("ana", "ben") as led:
+        ben.say(Leaving())
+        led.next(Lost)
+        led.peers.replace([1])
+        assert led.gives(ana).stages == [1]
+        cleo = house.join("cleo")
+        led.next(Tick)
+        assert led.is_quiet(), "it waits for a checkpoint"
+        led.peers.tell(0, Saved(4))
+        moved = led.next(Moved)
+        assert moved == Moved([0], "stage 0 moves from ana to cleo")
+        led.peers.replace(moved.stages)
+        hold = led.gives(cleo)
+        assert (hold.stages, hold.again) == ([0], 2) and led.peers._formation.seats == [
+            "cleo", "ana"
+        ]  # fmt: skip
+        ana.hears(Release("cleo holds stage 0 now", [0]))
+        led.peers.tell(0, Saved(8))
+        assert led.is_quiet(), "one group each"
+
+
+# What the coordinator makes of it
+
+
+class Run:
+    """A coordinator of two stages that train, whose parts of checkpoints travel."""
+
+    def __init__(self) -> None:
+        self.coordinator = Coordinator(2, 100.0, parts_travel=True, placement=[[0], [1]])
+        for message in (ready, lambda stage: Linked()):
+            self.say(*((stage, message(stage)) for stage in (0, 1)))
+
+    def say(self, *said: tuple[int, Any]) -> list[Any]:
+        return [c for stage, message in said for c in self.on(Said(stage, message))]
+
+    def on(self, event: Event) -> list[Any]:
+        return self.coordinator.on(event, 1000.0)
+
+    def replaced(self, stage: int) -> list[Any]:
+        """Another process is built, linked and started in the place of this stage."""
+        assert Replace([stage]) in self.on(Moved([stage], "it moves"))
+        return self.say((stage, ready(stage)), (stage, Linked()))
+
+
+def test_a_move_is_no_death_however_often_it_comes() -> None:
+    run = Run()
+    run.say((0, step(0, 0)), (1, step(1, 0)))
+    for number in range(5):
+        commands = run.on(Moved([1], "stage 1 moves from ana to ben"))
+        assert commands[0] == Tell(0, Await(0)) and commands[-1] == Replace([1])
+        assert run.on(Moved([0], "not while another is on its way")) == []
+        assert run.say((1, ready(1)), (1, Linked()))[-1] == Tell(1, Start())
+        run.say((1, step(1, number)), (1, step(1, number + 1)), (0, step(0, number + 1)))
+    assert not run.coordinator.is_over
+
+
+def test_late_words_of_a_process_that_was_given_up_are_not_heard() -> None:
+    run = Run()
+    run.say((0, step(0, 0)), (1, step(1, 0)))
+    run.on(Moved([1], "it moves"))
+    assert run.say((1, step(1, 1)), (1, Linked()), (1, Finished({}))) == []
+    assert run.say((1, ready(1)), (1, Linked()))[-1] == Tell(1, Start())
+    recorded = run.say((1, step(1, 0)), (1, step(1, 1)))
+    assert [command.report.step for command in recorded if hasattr(command, "report")] == [1]
+    assert not run.coordinator.is_over
+
+
+def test_a_part_that_another_machine_writes_anew_counts_as_it_was_written_there() -> None:
+    """Other machines may round differently; what is complete has the hashes of its files."""
+    run = Run()
+    run.say((0, step(0, 0)), (1, step(1, 0)), (0, part(0, 1)), (1, part(1, 1)))
+    run.replaced(1)
+    anew = part(1, 1)
+    anew.shard.tensors.append("another")
+    run.say((1, step(1, 0)), (1, anew))
+    run.on(PartArrived(0, 1))
+    (commit,) = run.on(PartArrived(1, 1))
+    assert isinstance(commit, Commit) and commit.parts[1] is anew
