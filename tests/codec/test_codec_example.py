@@ -1,9 +1,6 @@
 """The codecs of examples/: found through the settings, in every process, as good as their word."""
 
-import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from io import StringIO
@@ -24,7 +21,6 @@ from thinwire.report import PlainDisplay
 from thinwire.run.checkpoints import commit
 from thinwire.run.start import open_resume
 from thinwire.settings import Settings
-from thinwire.typed import to_toml
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLACE = Place(Leg.BACKWARD, step=0, microbatch=0)
@@ -155,33 +151,3 @@ def test_what_speed_says_of_a_codec_with_memory_is_that_of_a_first_tensor(
     assert [row[0] for row in rows] == names
     assert rows[0][-2] == "16.00", "a first visit travels whole"
     assert len({tuple(row[-2:]) for row in rows[1:]}) == 1, "bits and error"
-
-
-@pytest.mark.slow  # docs/codecs.md has the same command, which is always run
-def test_every_process_of_a_run_finds_it(
-    make_settings: Callable[..., Settings], tmp_path: Path
-) -> None:
-    """`thinwire train` as the example's first lines say, and the bytes that its formula says."""
-    run = make_settings(
-        run__precision="fp32", codec__forward="bf16", codec__backward="bf16", train__steps=2,
-        train__eval_every=0,
-    )  # fmt: skip
-    (tmp_path / "run.toml").write_text(to_toml(run))
-    options = ["codec.plugins=sign_codec", "codec.forward=int4", "codec.backward=sign+ef"]
-    command = [sys.executable, "-m", "thinwire.cli", "train", "run.toml"]
-    done = subprocess.run(
-        [*command, *(part for option in options for part in ("--set", option))],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES), "THINWIRE_CACHE": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "test" / "summary.json").read_text())
-    tokens = run.microbatch_size * run.model.context
-    frames = run.train.steps * run.pipeline.microbatches
-    sent = summary["bytes_sent"]["by_kind"]
-    assert sent["FORWARD"] == frames * (2 * tokens + tokens * run.model.dim // 2 + HEADER)
-    assert sent["BACKWARD"] == frames * (2 * tokens + tokens * run.model.dim // 8 + HEADER)
-    assert summary["cuts"][0]["backward_codec"] == "sign+ef"

@@ -19,12 +19,11 @@ from thinwire.codec import (
     Surroundings,
     TensorSpec,
     cross,
-    noise,
     parse_codec,
+    quantize,
     spec_of,
 )
 from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
-from thinwire.codec.noise import random_words
 from thinwire.codec.quantize import (
     FORMATS,
     LARGEST,
@@ -33,6 +32,7 @@ from thinwire.codec.quantize import (
     StepCodec,
     TensorInteger,
     blocks,
+    random_words,
     rotate,
 )
 from thinwire.errors import ConfigError
@@ -243,7 +243,7 @@ def every_dither(count: int, key: int, device: torch.device) -> Tensor:
 def test_the_mean_of_a_gradient_is_kept_as_well_as_the_docs_say(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(noise, "random_words", every_dither)
+    monkeypatch.setattr(quantize, "random_words", every_dither)
     sizes = torch.logspace(-3, 1, 32) if name in ("step(3)", "step(12)") else 1
     codec, sent = parse_codec(name), (normal((1, 32), 0) * sizes).expand(2**15, 32)
     mean = cross(codec, codec, sent, BACKWARD).double().mean(0)

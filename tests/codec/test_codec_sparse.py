@@ -13,8 +13,7 @@ from thinwire.codec import Cast, Codec, Leg, Place
 from thinwire.codec.base import spec_of
 from thinwire.codec.bits import PositionCode
 from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
-from thinwire.codec.noise import drawn
-from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
+from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks, drawn
 from thinwire.errors import ConfigError, WireError
 
 CPU = torch.device("cpu")

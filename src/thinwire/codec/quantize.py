@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from thinwire.codec.base import (
     Codec,
     Layout,
+    Leg,
     Part,
     Parts,
     Place,
@@ -29,7 +30,6 @@ from thinwire.codec.base import (
     elements,
 )
 from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
-from thinwire.codec.noise import random_words, round_at
 from thinwire.errors import ConfigError
 
 FORMATS = {
@@ -50,6 +50,11 @@ _CODED_FRAME = 64  # bytes of a frame and of its table of codes, about
 _MOST_STEPS = 32_000  # the largest symbol: with the shift it stays within 16 bits
 _SHIFT = 128  # symbols from -128 to 127 have an upper byte of zero, which then costs nothing
 _SMALLEST_LARGEST = 2.0**-100  # a tensor below is rounded as if it reached up to there
+
+# Of random words, a hash of a key and a counter: the same numbers on every device and in any order
+# of calls, so runs repeat exactly and no state has to be saved.
+_STRIDE = -0x61C88647  # 2**32 over the golden ratio, modulo 2**32: neighbours land far apart
+_FACTORS = (-0x7A143595, -0x3D4D51CB)  # those of MurmurHash3's last mix, as signed numbers
 
 # Of the rotation:
 _SIZES = (256, 64, 16, 4)
@@ -338,6 +343,48 @@ def _codes(levels: Tensor, center: int, bits: int) -> Tensor:
     if bits < 8:
         codes.bitwise_and_(2**bits - 1)
     return codes.view(torch.uint8)
+
+
+def random_words(count: int, key: int, device: torch.device) -> Tensor:
+    """int32 numbers, uniform over all 32 bits, decided by the key and their index alone."""
+    start, summand = _spread(key)
+    words = torch.add(start, torch.arange(count, dtype=torch.int32, device=device), alpha=_STRIDE)
+    _fold(words)
+    words = torch.add(summand, words, alpha=_FACTORS[0])
+    _fold(words)
+    return words.mul_(_FACTORS[1])
+
+
+def round_at(values: Tensor, place: Place) -> Tensor:
+    """Round in place to whole numbers: to nearest forward, stochastically backward.
+
+    A gradient is rounded up or down so that its mean is kept: x becomes x's floor plus one with
+    the probability of x's fraction, to within 2**-16 and half a place of x in float32. Whole
+    numbers up to 255 stay as they are; for larger ones float32's places are too coarse to promise.
+    """
+    if place.leg is Leg.BACKWARD:
+        count = values.numel()
+        words = random_words((count + 1) // 2, place.key, values.device)
+        # Odd multiples of 2**-16 lie symmetrically within (-1/2, 1/2) and never on its ends.
+        dither = words.bitwise_or_(0x00010001).view(torch.int16)[:count].to(values.dtype)
+        values.add_(dither.view(values.shape), alpha=2.0**-16)
+    return values.round_()
+
+
+def _fold(words: Tensor) -> None:
+    """words ^= words >>> 16, in one pass: the lower half takes in the upper (little-endian)."""
+    halves = words.view(torch.int16).view(len(words), 2)
+    halves[:, 0].bitwise_xor_(halves[:, 1])
+
+
+def _spread(key: int) -> tuple[Tensor, Tensor]:
+    """Two numbers of 32 bits from a key of 64, by SplitMix64: near keys give far numbers."""
+    key = (key + 0x9E3779B97F4A7C15) % 2**64
+    key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    key = (key ^ key >> 27) * 0x94D049BB133111EB % 2**64
+    key ^= key >> 31
+    low, high = torch.tensor([key % 2**32 - 2**31, (key >> 32) - 2**31], dtype=torch.int32)
+    return low, high
 
 
 def rotate(x_RD: Tensor, largest: int, back: bool = False) -> Tensor:

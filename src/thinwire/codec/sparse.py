@@ -8,19 +8,21 @@ None of these codecs rescales what it keeps, so the error is never longer than t
 arrives as a finite one.
 """
 
+import hashlib
 import math
 import threading
 from abc import abstractmethod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.codec.base import Codec, Layout, Part, Parts, Place, Shape, TensorSpec, elements
 from thinwire.codec.bits import PositionCode, row_starts
-from thinwire.codec.noise import drawn
 from thinwire.errors import ConfigError, WireError
 
 VALUES = torch.bfloat16
+_ROUNDS = 4  # of the network that draws positions
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Positions = Tensor | slice
@@ -292,3 +294,32 @@ def _scattered(values: Tensor, positions: Positions, spec: TensorSpec) -> Tensor
         return values.view(spec.shape)
     flat = torch.zeros(elements(spec.shape), dtype=spec.dtype, device=spec.device)
     return flat.scatter_(0, positions.to(spec.device), values).view(spec.shape)
+
+
+def drawn(count: int, k: int, key: int, device: torch.device) -> Tensor:
+    """The first k of the positions 0..count-1 in a random order that the key decides.
+
+    A position is a pair of numbers below ceil(sqrt(count)), and the order a Feistel network over
+    such pairs, with tables of random numbers that SHAKE-256 makes of the key. Pairs past the end
+    (few: they lie in the last rows) go through it again until they are inside. So k positions cost
+    k evaluations, no sorting, and are the same on every device.
+    """
+    if k == 0:
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    side = math.isqrt(count - 1) + 1
+    noise = hashlib.shake_256(key.to_bytes(8, "little")).digest(4 * _ROUNDS * side)
+    numbers = (np.frombuffer(noise, dtype="<u4") % side).astype(np.int64)
+    tables = torch.from_numpy(numbers).to(device).view(_ROUNDS, side)
+
+    def shuffled(positions: Tensor) -> Tensor:
+        left = positions.div(side, rounding_mode="floor")
+        right = positions - left * side
+        for table in tables:
+            total = left + table[right]
+            left, right = right, total - side * (total >= side)
+        return left * side + right
+
+    positions = shuffled(torch.arange(k, device=device))
+    while len(outside := (positions >= count).nonzero().view(-1)):
+        positions[outside] = shuffled(positions[outside])
+    return positions
