@@ -17,6 +17,7 @@ from thinwire.schedule import Costs, simulate
 from thinwire.settings import Settings
 
 MakeSettings = Callable[..., Settings]
+MakeLedger = Callable[..., Ledger]
 FRAME = 1064  # bytes of one frame, header included
 
 
@@ -69,7 +70,7 @@ def follow(ledger: Ledger, durations: list[float], **changes: list[Any]) -> Ledg
 
 
 @pytest.fixture
-def make_ledger(make_settings: MakeSettings) -> Callable[..., Ledger]:
+def make_ledger(make_settings: MakeSettings) -> MakeLedger:
     def make(**changes: Any) -> Ledger:
         values = {"link__emulate": True, "link__mbps_up": 8.0, "train__steps": 1000}
         values |= {"train__eval_every": 0, **changes}
@@ -79,7 +80,7 @@ def make_ledger(make_settings: MakeSettings) -> Callable[..., Ledger]:
     return make
 
 
-def test_a_summary_of_known_steps(make_ledger: Callable[..., Ledger]) -> None:
+def test_a_summary_of_known_steps(make_ledger: MakeLedger) -> None:
     ledger = follow(make_ledger(train__eval_every=0), [9.0, 9.0, 1.0, 2.0, 6.0])
     summary = ledger.summary({"torch": "x"}, 30.0)
     tokens = ledger.settings.tokens_per_step
@@ -108,7 +109,7 @@ def test_a_summary_of_known_steps(make_ledger: Callable[..., Ledger]) -> None:
 
 
 def test_speed_leaves_out_first_steps_and_those_that_share_their_time_with_a_validation(
-    make_ledger: Callable[..., Ledger],
+    make_ledger: MakeLedger,
 ) -> None:
     """Step 5 follows a validation, and lasts on the first stage until the others have done it."""
     ledger = follow(make_ledger(train__eval_every=4), [9.0, 9.0, 1.0, 2.0, 50.0, 3.0])
@@ -135,9 +136,7 @@ def test_a_resumed_run_tells_its_own_steps_from_those_before(make_settings: Make
     assert summary["final_train_loss_steps"] == 4, "the mean is over these, not over ten"
 
 
-def test_a_run_that_was_formed_again_is_summed_up_as_a_whole(
-    make_ledger: Callable[..., Ledger],
-) -> None:
+def test_a_run_that_was_formed_again_is_summed_up_as_a_whole(make_ledger: MakeLedger) -> None:
     """Two steps are lost with a peer, and trained again after a wait of 7 s."""
     ledger = make_ledger()
     ledger.add_evaluation(Evaluation(0, 6.0, 1.0))
@@ -201,7 +200,7 @@ def test_an_uplink_carries_what_a_stage_sends_both_ways(make_settings: MakeSetti
     assert busy(measured) == pytest.approx([share / 2, last, last]), "the rates of its peers"
 
 
-def test_waits_are_told_by_what_was_waited_for(make_ledger: Callable[..., Ledger]) -> None:
+def test_waits_are_told_by_what_was_waited_for(make_ledger: MakeLedger) -> None:
     """Stage 1 waits 3 s for F0: 2 until stage 0 has computed it, 1 for the link."""
     below = [("compute", "F0", 0.0, 2.0), ("wait", "B0", 2.0, 6.0), ("wait", "U", 6.0, 6.5)]
     above = [("wait", "F0", 0.0, 3.0), ("compute", "B0", 3.0, 5.5), ("wait", "basis", 6.0, 6.25)]
@@ -245,7 +244,7 @@ def size_of(value: object, seen: set[int]) -> int:
     return 1 + sum(size_of(inner, seen) for inner in value)
 
 
-def test_a_long_run_holds_no_more_than_a_short_one(make_ledger: Callable[..., Ledger]) -> None:
+def test_a_long_run_holds_no_more_than_a_short_one(make_ledger: MakeLedger) -> None:
     def held(steps: int) -> int:
         ledger = follow(make_ledger(), [1.0] * steps)
         return size_of(vars(ledger), set())
@@ -256,7 +255,7 @@ def test_a_long_run_holds_no_more_than_a_short_one(make_ledger: Callable[..., Le
     assert 10 <= len(follow(make_ledger(), [1.0] * 50).records) < 50
 
 
-def test_the_step_to_draw_is_a_typical_one(make_ledger: Callable[..., Ledger]) -> None:
+def test_the_step_to_draw_is_a_typical_one(make_ledger: MakeLedger) -> None:
     draw = random.Random(3)
     durations = [draw.uniform(1.0, 3.0) for _ in range(200)]
     drawn = follow(make_ledger(), durations).typical_step()
@@ -270,7 +269,7 @@ def test_the_step_to_draw_is_a_typical_one(make_ledger: Callable[..., Ledger]) -
     assert "norm" not in {span.label for span in spans}
 
 
-def test_every_byte_that_left_is_counted_by_kind(make_ledger: Callable[..., Ledger]) -> None:
+def test_every_byte_that_left_is_counted_by_kind(make_ledger: MakeLedger) -> None:
     """The last verdict and tally are not in the meters that the last step reports."""
     ledger = follow(make_ledger(), [1.0, 1.0, 1.0])
     ledger.add_finished(0, {"cut-0": meter(FORWARD=12, VERDICT=4, EVALUATE=5, HELLO=1)})
@@ -287,14 +286,14 @@ def test_every_byte_that_left_is_counted_by_kind(make_ledger: Callable[..., Ledg
 
 @pytest.mark.parametrize("changes", [{"link__emulate": False}, {"link__mbps_up": 0.0}])
 def test_a_link_without_a_rate_is_never_busy(
-    make_ledger: Callable[..., Ledger], changes: dict[str, Any]
+    make_ledger: MakeLedger, changes: dict[str, Any]
 ) -> None:
     summary = follow(make_ledger(**changes), [1.0] * 4).summary({}, 1.0)
     assert summary["link_utilisation"] is None
     assert math.isnan(summary["cuts"][0]["link_utilisation"])
 
 
-def test_the_subspace_is_followed_over_the_whole_run(make_ledger: Callable[..., Ledger]) -> None:
+def test_the_subspace_is_followed_over_the_whole_run(make_ledger: MakeLedger) -> None:
     measures: list[dict[str, float]] = [{} for _ in range(60)]
     measures[4] = {"drift": 0.5}
     measures[10] = {"energy_before": 0.1, "energy_after": 0.2, "loss_jump": -0.003}
@@ -306,9 +305,7 @@ def test_the_subspace_is_followed_over_the_whole_run(make_ledger: Callable[..., 
     assert (last["step"], last["loss_jump"], last["energy_after"]) == (60, None, 0.6)
 
 
-def test_losses_that_are_null_for_not_being_finite_are_listed(
-    make_ledger: Callable[..., Ledger],
-) -> None:
+def test_losses_that_are_null_for_not_being_finite_are_listed(make_ledger: MakeLedger) -> None:
     ledger = follow(make_ledger(), [1.0] * 3, loss=[5.0, math.nan, 4.0])
     assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss"], "the mean of all three"
     json.dumps(ledger.summary({}, 1.0))  # it is plain data

@@ -20,6 +20,8 @@ from thinwire.run.admission import AuthorityBook, Invite, door_token, hash_of, i
 from thinwire.wire import Identity
 from thinwire.wire.keys import dialing_context
 
+Again = Callable[[], AuthorityBook]
+
 
 class Clock:
     def __init__(self) -> None:
@@ -40,7 +42,7 @@ def book(tmp_path: Path, clock: Clock) -> AuthorityBook:
 
 
 @pytest.fixture
-def again(tmp_path: Path, clock: Clock) -> Callable[[], AuthorityBook]:
+def again(tmp_path: Path, clock: Clock) -> Again:
     """The book as the next process finds it."""
     return lambda: AuthorityBook(tmp_path / "authority", "first", clock)
 
@@ -135,9 +137,7 @@ def test_a_kicked_peer_is_refused_everywhere(book: AuthorityBook) -> None:
     assert book.kick("bob") == ["fay"], "who else came by its invites is told"
 
 
-def test_the_book_survives_a_restart(
-    book: AuthorityBook, again: Callable[[], AuthorityBook]
-) -> None:
+def test_the_book_survives_a_restart(book: AuthorityBook, again: Again) -> None:
     key, gone = new_key(), new_key()
     once = book.invite(["h:1"])
     several = book.invite(["h:1"])
@@ -158,7 +158,7 @@ def test_the_book_survives_a_restart(
 
 
 def test_a_torn_write_changes_nothing(
-    book: AuthorityBook, again: Callable[[], AuthorityBook], monkeypatch: pytest.MonkeyPatch
+    book: AuthorityBook, again: Again, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     invite = book.invite(["h:1"])
     whole = (book.folder / "book.json").read_bytes()
@@ -182,7 +182,7 @@ def test_a_torn_write_changes_nothing(
     "content", [b"", b"{", b'{"version": 2}', b'{"run_name": 1, "invites": [], "peers": []}']
 )
 def test_a_damaged_book_is_an_error_and_not_an_empty_book(
-    book: AuthorityBook, again: Callable[[], AuthorityBook], content: bytes
+    book: AuthorityBook, again: Again, content: bytes
 ) -> None:
     (book.folder / "book.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"book\.json is damaged"):
@@ -194,9 +194,7 @@ def test_a_damaged_book_is_an_error_and_not_an_empty_book(
         again()
 
 
-def test_a_book_of_the_release_before_is_read(
-    book: AuthorityBook, again: Callable[[], AuthorityBook]
-) -> None:
+def test_a_book_of_the_release_before_is_read(book: AuthorityBook, again: Again) -> None:
     """It kept certificates; what counts is the key in each, and that it is the one enrolled."""
     peer = Identity.create("ada")
     enrol(book, book.invite(["h:1"]), peer.public, "ada")

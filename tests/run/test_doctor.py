@@ -31,6 +31,8 @@ from thinwire.run.doctor import (
 from thinwire.wire import Door, Listener, Route, Standby, ping
 from thinwire.wire.speed import SpeedService
 
+Doctor = Callable[..., Findings]
+
 
 @dataclass
 class Host:
@@ -60,7 +62,7 @@ def enrolling(book: AuthorityBook) -> Listener:
 
 
 @pytest.fixture
-def doctor(tmp_path: Path) -> Callable[..., Findings]:
+def doctor(tmp_path: Path) -> Doctor:
     def run(invite: Invite, listen: str = "", folder: Path = tmp_path / "peer") -> Findings:
         return examine(str(invite), folder, listen)
 
@@ -81,7 +83,7 @@ def blocking(found: Findings) -> Finding:
 
 def test_a_machine_that_can_join_is_told_so(
     host: Host,
-    doctor: Callable[..., Findings],
+    doctor: Doctor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -129,7 +131,7 @@ def test_a_host_that_is_away_blocks(
 
 
 def test_a_way_that_does_not_answer_is_a_note_where_another_works(
-    host: Host, doctor: Callable[..., Findings], monkeypatch: pytest.MonkeyPatch
+    host: Host, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("thinwire.run.doctor.ping", partial(ping, timeout=0.5))
     with socket.create_server(("127.0.0.1", 0)) as silent, Door("127.0.0.1", 0) as other:
@@ -144,7 +146,7 @@ def test_a_way_that_does_not_answer_is_a_note_where_another_works(
     assert one(found, "no-such-host.invalid").level == "note"
 
 
-def test_a_host_behind_a_relay_is_reached(host: Host, doctor: Callable[..., Findings]) -> None:
+def test_a_host_behind_a_relay_is_reached(host: Host, doctor: Doctor) -> None:
     with Door("127.0.0.1", 0) as relay:
         relay.admit_any("open-sesame")
         route = Route(relay.address, "relayed", "open-sesame")
@@ -162,9 +164,7 @@ def test_a_host_behind_a_relay_is_reached(host: Host, doctor: Callable[..., Find
     assert "open-sesame" not in away.text() + found.text()
 
 
-def test_an_invite_that_lets_in_nobody_blocks(
-    host: Host, doctor: Callable[..., Findings], tmp_path: Path
-) -> None:
+def test_an_invite_that_lets_in_nobody_blocks(host: Host, doctor: Doctor, tmp_path: Path) -> None:
     invite, folder = host.invite(), tmp_path / "other"
     name = identity_in(folder, invite.to_service("enrol"), invite).name
     assert not doctor(invite, folder=folder).is_blocked, "who joined before is let in again"
@@ -174,7 +174,7 @@ def test_an_invite_that_lets_in_nobody_blocks(
 
 
 def test_an_impostor_behind_the_right_door_blocks(
-    host: Host, doctor: Callable[..., Findings], tmp_path: Path
+    host: Host, doctor: Doctor, tmp_path: Path
 ) -> None:
     other = AuthorityBook(tmp_path / "other", "first")
     with contextlib.closing(enrolling(other)) as impostor:

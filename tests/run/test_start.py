@@ -26,6 +26,7 @@ from trained import trained
 
 CPU = torch.device("cpu")
 Changes = dict[str, Any]
+Make = Callable[..., Settings]
 SUBSPACE: Changes = {"boundary__mode": "subspace", "boundary__rank": 6}
 REPARAM: Changes = {"boundary__mode": "reparam", "boundary__rank": 6}
 MOVED: Changes = {"boundary__basis_update_every": 2}
@@ -66,8 +67,8 @@ CLOSE: dict[str, tuple[Changes, Changes]] = {
 @pytest.mark.parametrize(("before", "after"), [*EXACT.values(), *CLOSE.values()],
                          ids=[*EXACT, *CLOSE])  # fmt: skip
 def test_a_new_run_begins_where_the_other_ended(
-    before: Changes, after: Changes, make_settings: Callable[..., Settings], corpus: Corpus,
-    tmp_path: Path,
+    before: Changes, after: Changes, make_settings: Make, corpus: Corpus,
+    tmp_path: Path
 ) -> None:  # fmt: skip
     source = trained(make_settings(**before, train__steps=3), corpus, tmp_path / "source")
     settings = make_settings(**after, train__init_from=str(source), run__seed=9)
@@ -97,8 +98,8 @@ GROWN: dict[str, tuple[Changes, Changes]] = {
 
 @pytest.mark.parametrize(("before", "after"), GROWN.values(), ids=GROWN)
 def test_a_vocabulary_grows_by_rows(
-    before: Changes, after: Changes, make_settings: Callable[..., Settings], corpus: Corpus,
-    tmp_path: Path,
+    before: Changes, after: Changes, make_settings: Make, corpus: Corpus,
+    tmp_path: Path
 ) -> None:  # fmt: skip
     """What the model says of old tokens stays; rows of new ones come from names and the seed."""
     source = trained(make_settings(**before, train__steps=3), corpus, tmp_path / "source")
@@ -129,7 +130,7 @@ def saved_by_an_earlier_release(
 
 
 def test_a_model_trained_on_text_learns_chat(
-    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokenizer has the tokens of ChatML. One of an earlier release grows: as the error says"""
     own = make_settings(train__steps=2)
@@ -158,7 +159,7 @@ def test_a_model_trained_on_text_learns_chat(
 
 
 def test_a_run_of_an_earlier_release_keeps_its_tokenizer(
-    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
     settings = make_settings(train__steps=2)
@@ -167,9 +168,7 @@ def test_a_run_of_an_earlier_release_keeps_its_tokenizer(
     assert prepare_data(settings, silent(), old).fingerprint == old.manifest["corpus"]
 
 
-def test_what_a_change_costs_is_said(
-    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
-) -> None:
+def test_what_a_change_costs_is_said(make_settings: Make, corpus: Corpus, tmp_path: Path) -> None:
     """Free weights do not fit into a subspace; a cut that the weights do not know starts anew; a
     projected model that loses its cuts is told, and never folded.
     """
@@ -189,7 +188,7 @@ def test_what_a_change_costs_is_said(
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(
-    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+    make_settings: Make, corpus: Corpus, tmp_path: Path
 ) -> None:
     source = trained(make_settings(train__steps=2), corpus, tmp_path / "source")
 
@@ -220,7 +219,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 
 
 def test_adapters_start_beside_the_weights_of_another_run(
-    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+    make_settings: Make, corpus: Corpus, tmp_path: Path
 ) -> None:
     """And never beside random ones; a run that starts from adapted weights has them merged."""
     lora: Changes = {"lora__rank": 3, "optim__lr": 0.05}
@@ -248,7 +247,7 @@ def test_adapters_start_beside_the_weights_of_another_run(
 
 
 def test_weights_without_a_tokenizer_need_one_for_text(
-    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+    make_settings: Make, corpus: Corpus, tmp_path: Path
 ) -> None:
     settings = make_settings(train__steps=2)
     shard = write_shard(partial_folder(tmp_path / "bare", 0), 0, {"w": torch.zeros(2)})
@@ -260,8 +259,8 @@ def test_weights_without_a_tokenizer_need_one_for_text(
 
 
 def test_a_run_on_other_text_in_processes(
-    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_settings: Make, corpus: Corpus, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """The tokenizer comes along; the record says where; a resume needs the origin no more."""
     source = trained(make_settings(train__steps=2), corpus, tmp_path / "source")
