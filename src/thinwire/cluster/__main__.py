@@ -5,15 +5,11 @@ import io
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from thinwire.arguments import add_config, add_resume, number
-from thinwire.cluster.grid import SCHEDULES, Seat, lay_out
+from thinwire.cluster.grid import SCHEDULES, Grid, Seat, lay_out
 from thinwire.errors import StageError, ThinwireError, printable
-
-if TYPE_CHECKING:
-    from thinwire.cluster.grid import Grid
-    from thinwire.settings import Settings
+from thinwire.settings import Settings, load_settings
 
 NEWEST = Path()  # `--resume` without a value
 INTERRUPTED = 130
@@ -52,7 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         seat = Seat.read()
         is_first_here = seat.local_rank == 0
-        settings, grid = _read(options, seat)
+        settings = load_settings(options.config, options.set, options.allow_plugins)
+        grid = lay_out(settings, seat.world, options.schedule, options.replicas)
     except ThinwireError as error:
         if is_first_here:  # all ranks find the same: one of each machine says it
             _say(f"error: {error}")
@@ -69,17 +66,12 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _read(options: argparse.Namespace, seat: Seat) -> "tuple[Settings, Grid]":
-    from thinwire.settings import load_settings
+def _train(options: argparse.Namespace, settings: Settings, grid: Grid, seat: Seat) -> int:
+    from rich.console import Console
 
-    settings = load_settings(options.config, options.set, options.allow_plugins)
-    return settings, lay_out(settings, seat.world, options.schedule, options.replicas)
-
-
-def _train(options: argparse.Namespace, settings: "Settings", grid: "Grid", seat: Seat) -> int:
     from thinwire.cluster.engine import run
     from thinwire.cluster.world import World
-    from thinwire.report import PlainDisplay, open_display
+    from thinwire.report import PlainDisplay, open_display, summary_table
 
     resume = options.resume
     if resume == NEWEST:
@@ -91,19 +83,11 @@ def _train(options: argparse.Namespace, settings: "Settings", grid: "Grid", seat
     world.close()
     if summary is None:
         return 0
-    _show(summary)
-    return INTERRUPTED if summary["interrupted"] else 0
-
-
-def _show(summary: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    from thinwire.report import summary_table
-
     Console(highlight=False).print(summary_table(summary))
     for what, path in summary["paths"].items():
         if path:
             print(f"{what + ':':<12}{path}")
+    return INTERRUPTED if summary["interrupted"] else 0
 
 
 def _known(error: BaseException) -> ThinwireError | None:

@@ -181,16 +181,13 @@ class Trainer:
         self._step_end = StepEnd(
             [held.update for held in self.held], 0, below, above, world.device, EachStage(self.held)
         )
-        self._schedule = self._make_schedule()
-
-    def _make_schedule(self) -> Any:
-        """PyTorch's schedule of the grid's name over the stages of this rank."""
-        name, count = self.world.grid.schedule, self.world.grid.microbatches
+        name, count = world.grid.schedule, world.grid.microbatches
         stages = [held.pipelined for held in self.held]
         options: dict[str, Any] = {"loss_fn": _the_output, "scale_grads": False}
         if name in SINGLE:
-            return SINGLE[name](stages[0], count, **options)
-        return SEVERAL[name](list(stages), count, **options)
+            self._schedule: Any = SINGLE[name](stages[0], count, **options)
+        else:
+            self._schedule = SEVERAL[name](list(stages), count, **options)
 
     def train_step(self) -> tuple[Verdict, float, list[tuple[int, Step]]]:
         """One step: what all ranks decided, its loss, and what each stage of this rank reports."""
