@@ -671,9 +671,10 @@ class HostedPeers(Peers):
             return
         self._again += 1
         self._standbys[tuple(stages)] = name
+        self._base.display.standing.standbys[name] = stages
         self._doors.pop(name, None)
         if not self._give(stages, name, *self._where_to_begin(), follows=True):
-            del self._standbys[tuple(stages)]
+            self._forget_standby(stages)
 
     def on_follower(self, command: OfFollower) -> None:
         match command:
@@ -683,7 +684,7 @@ class HostedPeers(Peers):
                         message = self._ways_of_standby(stage).connect(stage, message)
                     self._base.members.tell(name, message, stage, self._formation.epoch)
             case Promote(stages):
-                name = self._standbys.pop(tuple(stages))
+                name = self._forget_standby(stages)
                 self._take_seat(stages, name)
                 self._collect(name, stages)
                 which = ", ".join(map(str, stages))
@@ -698,8 +699,14 @@ class HostedPeers(Peers):
         """The stages that a member follows."""
         return next((list(group) for group, who in [*self._standbys.items()] if who == name), [])
 
+    def _forget_standby(self, stages: list[int]) -> str:
+        """Who followed these stages, and does so no more; nobody: nothing."""
+        name = self._standbys.pop(tuple(stages), "")
+        self._base.display.standing.standbys.pop(name, None)
+        return name
+
     def _drop_standby(self, stages: list[int]) -> None:
-        if name := self._standbys.pop(tuple(stages), ""):
+        if name := self._forget_standby(stages):
             release = Release("its stage is placed anew", stages)
             self._base.members.tell(name, release, generation=self._formation.epoch)
 

@@ -731,9 +731,10 @@ class JoinedPeer:
         counts = [len(blocks) for blocks in holding.settings.split()]
         blocks = sum(counts[stage] for stage in hold.stages)
         which = f"stage {hold.stages[0]}" if len(hold.stages) == 1 else f"stages {hold.stages}"
+        stands_by = "stands by for " if hold.follows else ""
         self._display.phase(
             "seat",
-            f"{which} of {len(counts)} ({blocks} block{'s' if blocks > 1 else ''}), "
+            f"{stands_by}{which} of {len(counts)} ({blocks} block{'s' if blocks > 1 else ''}), "
             f"epoch {generation}",
         )
         self._begin(self._prepare, holding)

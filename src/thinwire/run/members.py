@@ -309,12 +309,16 @@ class Members:
                 self._lose(member, channel, reason, in_breach)
 
         def on_down(reason: str) -> None:
-            if member.channel is channel:
+            with self._changed:  # until the channel is there
+                counts = member.channel is channel
+            if counts:
                 member.is_down, member.down_since = True, time.monotonic()
                 self.on_happening(member.name, Down(reason))
 
         def on_up(seconds: float) -> None:
-            if member.channel is channel:
+            with self._changed:
+                counts = member.channel is channel
+            if counts:
                 member.is_down = False
                 self.on_happening(member.name, Up(seconds))
 

@@ -137,6 +137,7 @@ class Standing:
 
     run: str
     run_id: str
+    standbys: dict[str, list[int]] = field(default_factory=dict)  # the stages that members follow
     _state: str = "starting"
     _step: StepRecord | None = None
     _waiting_for: str = ""
@@ -150,7 +151,7 @@ class Standing:
         """The run is formed, or formed again: what was known of stages and links holds no more."""
         with self._lock:
             self._state, self._waiting_for = "forming", ""
-            self._stages, self._cuts = {}, {}
+            self._stages, self._cuts, self.standbys = {}, {}, {}
 
     def waits(self, what: str) -> None:
         """The run waits; as long as it does, the beginning of the wait stays."""
@@ -325,6 +326,8 @@ class HostConsole:
     def _peer(self, member: Member, formation: Formation, settings: Settings) -> PeerStatus:
         heard = time.time() - (time.monotonic() - member.heard)
         state = f"gets no stage: {member.why_unfit}" if member.is_unfit else "waiting for a stage"
+        if followed := self._standing.standbys.get(member.name):
+            state = f"stands by for stage {', '.join(map(str, followed))}"
         stages, machine = formation.held_by(member.name), None
         if stages:
             words, doing = zip(*map(self._standing.word_of, stages), strict=True)
@@ -426,6 +429,7 @@ def _member_status(member: "JoinedPeer", invite: Invite) -> StatusReport:
     doing = "waiting for a stage"
     if held is not None:
         doing = "training" if held.is_running else "prepares its stage"
+        doing = "stands by" if held.hold.follows else doing
     name, stages = member.identity.name, member.stages
     itself = PeerStatus(
         name=name,

@@ -3,7 +3,12 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from thinwire.settings.crossing import MOST_LOGGED_STEPS, checkpoint_interval, logged_bytes, logged_steps
+from thinwire.settings.crossing import (
+    MOST_LOGGED_STEPS,
+    checkpoint_interval,
+    logged_bytes,
+    logged_steps,
+)
 from thinwire.settings.recipe import stale_rates
 from thinwire.settings.tree import Settings
 

@@ -1,0 +1,110 @@
+"""Processes that follow a stage: linked, promoted or let go, as the coordinator leads it."""
+
+from leading import ready, step
+from test_replacement import FOUR, report, texts, training
+
+from thinwire.run.events import (
+    Completed,
+    DropFollower,
+    Exited,
+    FollowerLost,
+    FollowerSaid,
+    Promote,
+    Replace,
+    StopAsked,
+    Tell,
+    TellFollower,
+)
+from thinwire.run.protocol import (
+    Await,
+    Connect,
+    Ended,
+    Failed,
+    Follow,
+    Linked,
+    Relink,
+    Saved,
+    Start,
+    TakeOver,
+)
+
+
+def followed(*stages: int, placement: list[list[int]] = FOUR, steps: int = 2):
+    """A run of four stages in which a process follows these, which share one."""
+    lead = training(placement, steps)
+    told = [command for s in stages for command in lead.on(FollowerSaid(s, ready(s)))]
+    for stage in stages:
+        told += lead.on(FollowerSaid(stage, Linked()))
+    return lead, told
+
+
+def test_a_process_that_follows_a_stage_is_fed_by_its_neighbours_and_then_starts() -> None:
+    _, told = followed(1)
+    own, below, above, start, note = told
+    connect = Connect("at-0", [0, 0, 0], follower=1)
+    assert own == TellFollower(1, connect)
+    assert below == Tell(0, Follow(0, Connect("", [0, 0, 0], follower=1)))
+    assert above == Tell(2, Follow(1, Connect("at-1", [0, 0, 0], follower=1)))
+    assert start == TellFollower(1, Start())
+    assert texts([note]) == ["stage 1 has a stand-by, which follows it"]
+
+
+def test_stages_that_share_a_process_are_fed_from_outside_alone() -> None:
+    _, told = followed(1, 2, placement=[[0], [1, 2], [3]])
+    fed = [command for command in told if isinstance(command, Tell)]
+    assert [(tell.stage, tell.message.cut) for tell in fed] == [(0, 0), (3, 2)]
+
+
+def test_whoever_follows_a_lost_stage_takes_its_place_at_once() -> None:
+    lead, _ = followed(1)
+    *awaits, _, promote, below, above, own = lead.on(Exited(1, -9))
+    assert awaits == [Tell(0, Await(0)), Tell(2, Await(1))] and promote == Promote([1])
+    assert below == Tell(0, Relink(0, Connect("", [1, 1, 0])))
+    assert above == Tell(2, Relink(1, Connect("at-1", [1, 1, 0])))
+    relinks = [Relink(cut, Connect("at-0", [1, 1, 0])) for cut in (0, 1)]
+    assert own == Tell(1, TakeOver(relinks)), "it keeps what it has computed"
+    (start,) = lead.say(1, Linked())
+    assert isinstance(start, Tell) and isinstance(start.message, Start)
+    assert lead.say(1, step(1, 1, 4)) == [], "the lost one had said that"
+    assert "stage 1 is back" in texts(report(lead, 2))[0]
+
+
+def test_one_that_follows_beside_a_lost_stage_is_let_go_for_nobody_feeds_it() -> None:
+    lead, _ = followed(1)
+    commands = lead.on(Exited(2, -9))
+    assert commands[-2:] == [Replace([2]), DropFollower([1])]
+    assert Replace([1]) in lead.on(Exited(1, -9)), "it is not promoted later"
+
+
+def test_a_stage_and_its_neighbour_are_lost_together_and_one_has_a_follower() -> None:
+    lead, _ = followed(1)
+    commands = lead.on(Exited(1, -9))
+    assert Promote([1]) in commands
+    again = lead.on(Exited(2, -9))
+    assert Replace([1]) in again and Replace([2]) in again, "who was linking begins anew"
+
+
+def test_one_that_fails_or_is_lost_or_is_not_linked_is_not_promoted() -> None:
+    for gone in (
+        FollowerSaid(1, Failed("StageError", True, "no", "", [], [])),
+        FollowerSaid(1, Ended(0, "")),
+        FollowerLost([1]),
+    ):
+        lead, _ = followed(1)
+        assert lead.on(gone) == [DropFollower([1])]
+        assert Replace([1]) in lead.on(Exited(1, -9))
+    lead = training(steps=1)
+    lead.on(FollowerSaid(1, ready(1)))
+    commands = lead.on(Exited(1, -9))
+    assert Replace([1]) in commands and DropFollower([1]) in commands
+
+
+def test_a_run_that_stops_replaces_a_lost_stage_by_one_that_knows_where() -> None:
+    lead, _ = followed(0)
+    lead.on(StopAsked())
+    assert Replace([0]) in lead.on(Exited(0, -9))
+
+
+def test_followers_hear_what_is_saved() -> None:
+    lead, _ = followed(1)
+    assert TellFollower(1, Saved(2)) in lead.on(Completed(2))
