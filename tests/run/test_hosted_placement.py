@@ -263,7 +263,7 @@ def test_late_words_of_a_process_that_was_given_up_are_not_heard() -> None:
     run = Run()
     run.say((0, step(0, 0)), (1, step(1, 0)))
     run.on(Moved([1], "it moves"))
-    assert run.say((1, step(1, 1)), (1, Linked()), (1, Finished({}))) == []
+    assert run.say((1, step(1, 1)), (1, Finished({}))) == []
     assert run.say((1, ready(1)), (1, Linked()))[-1] == Tell(1, Start())
     recorded = run.say((1, step(1, 0)), (1, step(1, 1)))
     assert [command.report.step for command in recorded if hasattr(command, "report")] == [1]
