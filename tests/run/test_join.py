@@ -21,7 +21,7 @@ from thinwire.run.admission import AuthorityBook
 from thinwire.run.join import Holding, JoinedPeer, JoinOptions, Place, Terms, join, own_settings
 from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer
-from thinwire.run.protocol import Declined, Envelope, Hold, News, Tried, TryDoor
+from thinwire.run.protocol import Declined, Envelope, Hold, News, Order, Tried, TryDoor
 from thinwire.settings import Settings
 from thinwire.wire import Door, Identity, Pipe, Route, Routes
 from waiting import PATIENCE, wait_until
@@ -296,6 +296,21 @@ def test_what_a_stage_says_of_its_end_quotes_no_file_of_its_machine(
     peer.order.host = {}  # on the machine of its coordinator
     Peer.fail(peer, error)  # type: ignore[arg-type]
     assert str(error) in said[1].error
+
+
+def test_states_of_stages_that_others_hold_now_are_removed(
+    tmp_path: Path, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that gives one stage after the other does not fill this disk."""
+    monkeypatch.setattr(Holding, "start", lambda *_: None)
+    peer, plain = joined_peer(tmp_path), make_settings().to_plain()
+    held = Holding(Hold([1], plain, True, ""), 1, Terms(), tmp_path)
+    peer._holdings = [held]
+    fetched = [tmp_path / "run" / "checkpoints" / f"step-00000003-{stage}" for stage in (0, 1)]
+    for folder in fetched:
+        folder.mkdir(parents=True)
+    peer._on(join_module._Prepared(held, Order([1], {}, {}, "", "")))
+    assert [folder.exists() for folder in fetched] == [False, True]
 
 
 @pytest.mark.parametrize(

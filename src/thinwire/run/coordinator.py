@@ -692,7 +692,7 @@ class Coordinator:
     def _is_late(self, stage: int, message: OfStage) -> bool:
         """Whether this is of a process that was given up and lives: its successor is not built."""
         is_building = self._lost.get(stage) is Phase.BUILDING
-        return is_building and isinstance(message, Linked | Report | Finished)
+        return is_building and isinstance(message, Report | Finished)
 
     def _with_all_moved(self, stage: int, message: OfStage) -> OfStage:
         """A report with the bytes of all processes that this stage had."""

@@ -1,0 +1,191 @@
+"""What an outsider, a member or a host could try while lost stages are replaced, and what it gets;
+docs/guarantees.md has the table of all attacks and their tests.
+"""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hosting import House, house  # noqa: F401
+
+from thinwire.data import Corpus
+from thinwire.engine.worker import Assignment, Worker
+from thinwire.errors import BreachError, WireError
+from thinwire.run.formation import Formation
+from thinwire.run.peer import Peer
+from thinwire.run.protocol import Connect, Hold, Relink, Start, stream_name
+from thinwire.settings import Settings
+from thinwire.wire import (
+    FrameLog,
+    Identity,
+    LinkState,
+    Listener,
+    LoggedPipe,
+    Pipe,
+    dial,
+    handshake,
+    memory_pair,
+)
+from thinwire.wire.frame import Frame, FrameKind, encode
+from waiting import PATIENCE, wait_until
+
+# ruff: noqa: F811
+
+MakeSettings = Callable[..., Settings]
+
+
+# A member that was removed, and a stranger
+
+
+@pytest.mark.parametrize("who", ["removed", "stranger"])
+def test_nobody_but_the_new_holder_opens_the_stream_of_a_cut(who: str) -> None:
+    ana, cleo = Identity.create("ana"), Identity.create("cleo")
+    name = stream_name("cut", 0, 1, again=1)
+    listener = Listener(ana, "127.0.0.1", 0, 1 << 16)
+    opened: list[Pipe] = []
+    waiting = threading.Thread(
+        target=lambda: opened.append(listener.accept(name, PATIENCE, cleo.fingerprint))
+    )
+    waiting.start()
+    wait_until(lambda: waiting.is_alive())
+    intruder = Identity.create(who)
+    for tried in (name, stream_name("cut", 0, 1)):  # the name of now, and that of before
+        with pytest.raises(WireError):
+            dial(listener.address, tried, intruder, ana.fingerprint, 2.0, 1 << 16)
+    assert not opened
+    dial(listener.address, name, cleo, ana.fingerprint, PATIENCE, 1 << 16)
+    waiting.join(PATIENCE)
+    assert opened
+    listener.close()
+
+
+def test_who_was_removed_is_told_neither_word_nor_stage_of_what_follows(
+    house: House, make_settings: MakeSettings, corpus: Corpus
+) -> None:
+    """Links are called by another word, and by the key of the new holder."""
+    ana, ben = house.join("ana"), house.join("ben")
+    settings = make_settings(pipeline__stages=2)
+    with house.peers(Formation(1, ["ana", "ben"]), settings, corpus) as peers:
+        peers.start()
+        peers.tell(0, Connect("", [0]))
+        ana.hears(Connect)
+        cleo = house.join("cleo")
+        house.members.kick("ben")
+        wait_until(lambda: "ben" not in house.here())
+        peers.replace([1])
+        wait_until(lambda: peers.next_event(_SOON) and _heard(cleo, Hold))
+        peers.tell(0, Relink(0, Connect("", [1])))
+        peers.tell(1, Start())
+        ana.hears(Relink)
+        cleo.hears(Start())
+        (first,), (again,) = _heard(ana, Connect), _heard(ana, Relink)
+        assert first.word != again.connect.word
+        assert again.connect.seats == [house.book.key_of(name) for name in ("ana", "cleo")]
+        assert not _heard(ben, Start) and not _heard(ben, Relink)
+
+
+_SOON: Any = SimpleNamespace(rest=lambda now: 0.02)
+
+
+def _heard(joined: Any, kind: type) -> list[Any]:
+    return [said.message for said in joined.heard if isinstance(said.message, kind)]
+
+
+# A neighbour that lies about where it stands
+
+
+class Cut:
+    """The end of a cut whose other end is replaced, and what the new one says and gets."""
+
+    def __init__(self, folder: Path):
+        state = LinkState(FrameLog(folder, 1 << 20))
+        here, self._gone = memory_pair()
+        self.pipe = LoggedPipe(here, state)
+        for number in range(4):
+            frame = encode(Frame(FrameKind.FORWARD, 0, number, payload=b"x"))
+            self.pipe.keep(frame)
+            self.pipe.write(frame)
+        self.pipe.await_another()
+        self.honest = msgspec.to_builtins(
+            LinkState(FrameLog(folder / "new", 1), 0, True).position()
+        )
+
+    def go_on(self, **lies: Any) -> int:
+        """How many frames of the log the other end gets, that says so."""
+        here, there = memory_pair()
+        there.write(msgspec.msgpack.encode({**self.honest, **lies}))
+        self.pipe.go_on(here)
+        self.pipe.close(0)
+        there.read()  # the position of this end
+        return len([*iter(there.read, None)])
+
+
+def test_an_honest_neighbour_gets_the_log(tmp_path: Path) -> None:
+    assert Cut(tmp_path).go_on() == 4
+    assert Cut(tmp_path).go_on(start=2) == 2
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [{"start": -1}, {"start": "none"}, {"start": None}, {"received": 7}, {"received": [["a"]]}],
+    ids=str,
+)
+def test_a_position_that_cannot_be_is_its_sender_s_fault(
+    lies: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(BreachError):
+        Cut(tmp_path).go_on(**lies)
+
+
+@pytest.mark.parametrize(
+    "lies", [{"start": 1 << 60}, {"latest": 1 << 60}, {"decided": 1 << 60}], ids=str
+)
+def test_who_claims_to_be_further_than_it_is_gets_less_and_costs_nothing(
+    lies: dict[str, Any], tmp_path: Path
+) -> None:
+    """What it does not ask for it lacks; the run names who does not go on (run/watch.py)."""
+    assert Cut(tmp_path).go_on(**lies) == (0 if "start" in lies else 4)
+
+
+def test_a_position_without_end_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(WireError, match="did not say where it stands"):
+        Cut(tmp_path).go_on(padding="x" * (1 << 20))
+
+
+def test_who_lied_is_convicted_and_not_who_found_it() -> None:
+    said: list[Any] = []
+    order = SimpleNamespace(host={"routes": []})
+    peer: Any = SimpleNamespace(order=order, _links={}, say=said.append)
+    Peer.fail(peer, BreachError("it stands at step -1"), [2])
+    assert (said[0].convicts, said[0].accuses) == ([2], [])
+
+
+# The log of another run
+
+
+@pytest.mark.parametrize("change", [{"run__seed": 7}, {"optim__lr": 0.5}], ids=str)
+def test_a_process_of_another_run_is_refused_before_a_frame_is_sent_again(
+    change: dict[str, Any], make_settings: MakeSettings, corpus: Corpus, tmp_path: Path
+) -> None:
+    """As at the start, but for what changes from step to step; and so is one of another epoch."""
+
+    def contract(epoch: int = 3, **changes: Any) -> dict[str, Any]:
+        assignment = Assignment(make_settings(**changes), 0, corpus.folder, tmp_path / "run")
+        return Worker(assignment).contract(0, epoch, at_start=False)
+
+    mine = contract()
+    for theirs in (contract(**change), contract(epoch=2), {**mine, "corpus": "another"}):
+        here, there = memory_pair()
+        other = threading.Thread(target=_shake, args=(there, theirs))
+        other.start()
+        with pytest.raises(WireError, match="match"):
+            handshake(here, mine, mine, PATIENCE)
+        other.join(PATIENCE)
+
+
+def _shake(pipe: Pipe, contract: dict[str, Any]) -> None:
+    handshake(pipe, contract, {}, PATIENCE)
