@@ -1,0 +1,140 @@
+"""Runs under faults end as they would without; and the simulator that shows it finds planted bugs.
+
+What a seed is and how to replay one: tests/run/simulated.py.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+from simulated import Fault, Leader, Plan, Speeds, World, failing, reference, simulate
+
+from thinwire.run.coordinator import Coordinator, Phase
+from thinwire.run.events import Tell
+from thinwire.run.protocol import Await, Relink, Saved
+from thinwire.wire import LinkState
+
+SEEDS = 1000
+
+
+def test_a_thousand_seeds() -> None:
+    assert failing(range(SEEDS)) == {}
+
+
+def test_a_seed_is_replayed_exactly(capsys: pytest.CaptureFixture[str]) -> None:
+    stories = []
+    for _ in range(2):
+        simulate(14, tells=True)
+        stories.append(capsys.readouterr().out)
+    assert stories[0] == stories[1] and "FAULT" in stories[0]
+
+
+def test_a_stand_by_shortens_the_wait() -> None:
+    plan = Plan(3, 3, 3, 8, 8, 9, "1f1b", False)
+    faults = [Fault(2.5, "kill", 1)]
+    slow = World(plan, 0, faults, Speeds(build=5.0)).run()
+    soon = World(plan, 0, faults, Speeds(build=5.0, stand_by=1)).run()
+    assert slow.steps == soon.steps == reference(plan).steps
+    assert soon.seconds < slow.seconds - 4.0
+
+
+# Planted bugs: what is replaced, by what, and how many seeds it takes to find it
+
+
+def _skip_one_more(go_on: Any) -> Any:
+    def wrong(self: LinkState, theirs: Any) -> Any:
+        received = [(step, kind, count + 1) for step, kind, count in theirs.received]
+        return go_on(self, msgspec.structs.replace(theirs, received=received))
+
+    return wrong
+
+
+def _without(kind: type, method: Any) -> Any:
+    """Drop the first message of a kind."""
+
+    def wrong(self: Any, *args: Any) -> Any:
+        commands = method(self, *args)
+        told = [c for c in commands if isinstance(c, Tell) and isinstance(c.message, kind)]
+        return [c for c in commands if c not in told[:1]]
+
+    return wrong
+
+
+def _with(during: Callable[[Any], dict[str, Any]], method: Any) -> Any:
+    """Let the coordinator know other things while it does this."""
+
+    def wrong(self: Any, *args: Any) -> Any:
+        other = during(self)
+        before = {name: getattr(self, name) for name in other}
+        vars(self).update(other)
+        commands = method(self, *args)
+        vars(self).update(before)
+        return commands
+
+    return wrong
+
+
+def _linking_goes_on(replace: Any) -> Any:
+    def wrong(self: Coordinator, *args: Any) -> Any:
+        linking = {s: phase for s, phase in self._lost.items() if phase is Phase.LINKING}
+        for stage in linking:
+            del self._lost[stage]
+        commands = replace(self, *args)
+        self._lost |= {s: phase for s, phase in linking.items() if s not in self._lost}
+        return commands
+
+    return wrong
+
+
+def _from_an_older_checkpoint(find_holder: Any) -> Any:
+    def wrong(self: Leader, stages: list[int], lost: Any) -> None:
+        world, saved = self.world, self.world.saved
+        world.saved = max((step for step, _ in world.shards if step < saved), default=0)
+        find_holder(self, stages, lost)
+        world.saved = saved
+
+    return wrong
+
+
+def _nothing(_: Any) -> Any:
+    return lambda *args: None
+
+
+MUTANTS: dict[str, tuple[type, str, Callable[[Any], Any], int]] = {
+    "a frame too many is left out": (LinkState, "go_on", _skip_one_more, 100),
+    "frames that come early are refused": (
+        LinkState, "sent_again", lambda _: property(lambda self: -1, _nothing(0)), 100,
+    ),
+    "a stop is decided anew": (LinkState, "decide", _nothing, 100),
+    "a neighbour is not told to wait": (Coordinator, "_replace", partial(_without, Await), 100),
+    "a neighbour is not told to link": (
+        Coordinator, "_on_replaced", partial(_without, Relink), 100,
+    ),
+    "one is not told what is saved": (Coordinator, "_tell_saved", partial(_without, Saved), 100),
+    "logs are trimmed though one is behind": (
+        Coordinator, "_tell_saved", partial(_with, lambda _: {"_lost_at": {}}), 100,
+    ),
+    "who is behind goes on from an older checkpoint": (
+        Coordinator, "_replace", partial(_with, lambda self: {"_complete": self._base}), 100,
+    ),
+    "who links to a lost one goes on": (Coordinator, "_replace", _linking_goes_on, 100),
+    "reports are heard twice": (Coordinator, "_is_repeated", _nothing, 100),
+    "a finished neighbour that is gone is forgotten": (
+        Coordinator, "_replace", partial(_with, lambda _: {"_gone": set()}), 100,
+    ),
+    "a stop is told to one that is built": (
+        Coordinator, "_on_stop", partial(_with, lambda _: {"_lost": {}}), 100,
+    ),
+    "a lost stage begins at an older checkpoint": (
+        Leader, "_find_holder", _from_an_older_checkpoint, 100,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, what, how, seeds = MUTANTS[name]
+    monkeypatch.setattr(where, what, how(getattr(where, what, None)), raising=False)
+    assert any(simulate(seed)[1] for seed in range(seeds))
