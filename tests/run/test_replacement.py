@@ -85,7 +85,7 @@ def test_a_stage_that_dies_is_replaced_while_its_neighbours_wait(
         *(Tell(s, Relink(cut, Connect(below[s], again))) for s, cut in ends),
         Tell(stage, Connect(below[stage], again)),
     ]
-    assert lead.say(stage, Linked()) == [Tell(stage, Start())]
+    assert lead.say(stage, Linked()) == [Tell(stage, Start(4))]
     assert report(lead, 0, stage) == report(lead, 1, stage) == [], "it was heard before"
     back, recorded = report(lead, 2, stage)
     assert texts([back]) == [
@@ -129,7 +129,7 @@ def test_two_neighbours_that_die_are_linked_to_each_other() -> None:
         Tell(2, Connect("at-1", again)),
     ]
     assert lead.say(1, Linked()) == []
-    assert lead.say(2, Linked()) == [Tell(1, Start()), Tell(2, Start())]
+    assert lead.say(2, Linked()) == [Tell(1, Start(2)), Tell(2, Start(2))]
 
 
 def test_stages_that_share_a_process_are_lost_and_replaced_together() -> None:
@@ -138,7 +138,7 @@ def test_stages_that_share_a_process_are_lost_and_replaced_together() -> None:
     told, _, replace = lead.on(Exited(3, -9))
     assert (told, replace) == (Tell(1, Await(1)), Replace([2, 3]))
     told = link(lead, 2, 3)
-    assert told[-2:] == [Tell(2, Start()), Tell(3, Start())]
+    assert told[-2:] == [Tell(2, Start(2)), Tell(3, Start(2))]
     assert lead.on(Tick(), 5.0) == [], "one death, one replacement"
 
 
@@ -151,7 +151,7 @@ def test_a_stage_that_dies_again_while_it_links_takes_those_along_who_link_to_it
     lead.say(1, Linked())
     commands = lead.on(Exited(2, -9))
     assert replaced(commands) == [[1], [2]], "stage 1 waits for a process that is gone"
-    assert link(lead, 1, 2)[-2:] == [Tell(1, Start()), Tell(2, Start())]
+    assert link(lead, 1, 2)[-2:] == [Tell(1, Start(2)), Tell(2, Start(2))]
 
 
 def test_a_stage_that_dies_while_another_is_built_has_no_part_in_it() -> None:
@@ -183,7 +183,7 @@ def test_who_takes_the_place_of_one_that_was_to_stop_is_told_so_once_it_trains()
     lead = training(steps=1)
     lead.on(StopAsked())
     assert replaced(lead.on(Exited(0, -9))) == [[0]]
-    assert link(lead, 0)[-2:] == [Tell(0, Start()), Tell(0, Stop())]
+    assert link(lead, 0)[-2:] == [Tell(0, Start(2)), Tell(0, Stop())]
 
 
 def test_a_request_to_stop_does_not_reach_a_process_that_is_built() -> None:
@@ -192,24 +192,22 @@ def test_a_request_to_stop_does_not_reach_a_process_that_is_built() -> None:
     lead.on(Exited(0, -9))
     told = [c.stage for c in lead.on(StopAsked()) if isinstance(c, Tell)]
     assert told == [1, 2, 3]
-    assert link(lead, 0)[-2:] == [Tell(0, Start()), Tell(0, Stop())]
+    assert link(lead, 0)[-2:] == [Tell(0, Start(2)), Tell(0, Stop())]
     goodbyes = [lead.say(s, Finished(meters(s, 4))) for s in range(4)]
     assert goodbyes[-1][-1] == End() and Tell(0, Leave()) in goodbyes[-1]
 
 
-@pytest.mark.parametrize("goodbye", [True, False])
-def test_a_stage_that_has_finished_is_needed_until_all_have(goodbye: bool) -> None:
-    """Whoever is lost then needs its log: so one that dies meanwhile is replaced too."""
+def test_a_stage_that_has_finished_and_is_gone_is_missed_by_who_needs_its_log() -> None:
     lead = training(steps=1)
     lead.say(3, Finished(meters(3, 4)))
-    assert replaced(lead.on(Exited(3, -9))) == [[3]]
+    assert lead.on(Exited(3, -9)) == [], "nobody needs it"
+    assert replaced(lead.on(Exited(2, -9))) == [[2], [3]]
     assert lead.coordinator.waiting_for() == [0, 1, 2, 3]
-    link(lead, 3)
+    link(lead, 2, 3)
     assert report(lead, 0, 3) == []
-    for stage in (3, 0, 1, 2) if goodbye else ():
+    for stage in (3, 0, 1, 2):
         commands = lead.say(stage, Finished(meters(stage, 4)))
-    assert lead.coordinator.is_over is goodbye
-    assert not goodbye or commands[-1] == End()
+    assert commands[-1] == End()
 
 
 def test_no_checkpoint_is_complete_while_a_stage_is_behind() -> None:

@@ -1,9 +1,17 @@
-"""Processes that follow a stage: linked, promoted or let go, as the coordinator leads it."""
+"""Processes that follow a stage: linked, promoted or let go, as the coordinator leads it; and one
+machine that stands by for another.
+"""
 
-from leading import ready, step
+import re
+
+from leading import Lead, ready, step
+from test_hosted_recovery import Hosted
 from test_replacement import FOUR, report, texts, training
 
+from machines import Machines, machines  # noqa: F401
+from thinwire.data import Corpus
 from thinwire.run.events import (
+    Command,
     Completed,
     DropFollower,
     Exited,
@@ -29,7 +37,9 @@ from thinwire.run.protocol import (
 )
 
 
-def followed(*stages: int, placement: list[list[int]] = FOUR, steps: int = 2):
+def followed(
+    *stages: int, placement: list[list[int]] = FOUR, steps: int = 2
+) -> tuple[Lead, list[Command]]:
     """A run of four stages in which a process follows these, which share one."""
     lead = training(placement, steps)
     told = [command for s in stages for command in lead.on(FollowerSaid(s, ready(s)))]
@@ -108,3 +118,21 @@ def test_a_run_that_stops_replaces_a_lost_stage_by_one_that_knows_where() -> Non
 def test_followers_hear_what_is_saved() -> None:
     lead, _ = followed(1)
     assert TellFollower(1, Saved(2)) in lead.on(Completed(2))
+
+
+def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(
+    machines: Machines,  # noqa: F811
+    corpus: Corpus,
+) -> None:
+    hosted = Hosted(machines, "ana", "ben", "cleo", "dan")
+    host, (spare,) = hosted.host, {*hosted.peers} - {*hosted.seats}
+    host.wait_for(r"stage \d has a stand-by, which follows it")
+    found = re.search(r"stage (\d) has a stand-by", host.text())
+    assert found is not None
+    stage = int(found[1])
+    assert hosted.held()[spare] == ([], f"stands by for stage {stage}")
+    hosted.peers[hosted.seats[stage]].kill()
+    host.wait_for(rf"\[form\] +stage {stage}: {spare}, which stood by")
+    hosted.goes_on(stage)
+    hosted.ends_as_if_undisturbed(corpus)
+    assert hosted.peers[spare].wait() == 0, hosted.peers[spare].text()

@@ -330,6 +330,8 @@ class LoggedPipe(Pipe):
                     continue
                 if self.state.heard_bye or self._closed:
                     return None
+                if self.state.follows:
+                    raise failure or WireError("the other end feeds this follower no more")
                 if not self._awaits:
                     if failure is not None:
                         raise failure
