@@ -2,12 +2,15 @@
 
 import bisect
 import math
+from typing import TYPE_CHECKING
 
 from thinwire.codec import Codec, build_codecs, parse_codec
 from thinwire.model import architecture
 from thinwire.schedule import Network
-from thinwire.settings.tree import Settings
 from thinwire.wire import HEADER_BYTES
+
+if TYPE_CHECKING:  # settings ask here when checkpoints are due
+    from thinwire.settings.tree import Settings
 
 BF16_BYTES = 2  # of a number, where a dense cut carries bf16: what ratios compare with
 MOST_LOGGED_STEPS = 10_000  # more would take too long to compute again
@@ -19,18 +22,18 @@ _SIZE_NOTES = {
 }
 
 
-def wire_shape(settings: Settings, cut: int) -> tuple[int, ...]:
+def wire_shape(settings: "Settings", cut: int) -> tuple[int, ...]:
     """The shape of one microbatch's tensor at a cut."""
     batch, tokens, channels = _stream_shape(settings, cut)
     return batch, tokens, settings.boundary.rank or channels
 
 
-def stream_width(settings: Settings, cut: int) -> int:
+def stream_width(settings: "Settings", cut: int) -> int:
     """Numbers that a dense cut carries for each token."""
     return math.prod(_stream_shape(settings, cut)) // settings.tokens_per_microbatch
 
 
-def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
+def frame_bytes(settings: "Settings", cut: int = 0) -> tuple[int, int]:
     """Bytes of one microbatch's frame forward and backward at a cut, headers included.
 
     Where sizes depend on the data they are what is expected, or the most, see `size_kind`.
@@ -43,7 +46,7 @@ def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
     return out, back
 
 
-def size_kind(settings: Settings, cut: int) -> str:
+def size_kind(settings: "Settings", cut: int) -> str:
     """What `frame_bytes` of a cut are: exact, expected or limits.
 
     Where sizes vary with the data, only multiples of one step (`step(b)+zstd`) have an estimate.
@@ -53,18 +56,18 @@ def size_kind(settings: Settings, cut: int) -> str:
     return "expected" if _are_expected(settings, cut) else "limits"
 
 
-def size_word(settings: Settings, cut: int) -> str:
+def size_word(settings: "Settings", cut: int) -> str:
     """What to write before `frame_bytes` of a cut, with a space behind it; often nothing."""
     return _SIZE_WORDS[size_kind(settings, cut)]
 
 
-def is_entropy_coded(settings: Settings) -> bool:
+def is_entropy_coded(settings: "Settings") -> bool:
     """Whether a codec of any cut packs by content."""
     cuts = range(settings.pipeline.stages - 1)
     return any(codec.content_decides_size for cut in cuts for codec in _codecs(settings, cut))
 
 
-def row_bytes(settings: Settings) -> int:
+def row_bytes(settings: "Settings") -> int:
     """About: bytes of the frame that carries rows of a shared embedding up, or their gradients
     down, in the mean step.
 
@@ -89,13 +92,13 @@ def _zipf(always: float, last: float) -> float:
     return last if always >= last else always * (1 + math.log(last / always))
 
 
-def bytes_per_token(settings: Settings, cut: int = 0) -> float:
+def bytes_per_token(settings: "Settings", cut: int = 0) -> float:
     """What one token costs at a cut, both ways: frames of microbatches, and rows if there are."""
     frames = sum(frame_bytes(settings, cut)) / settings.tokens_per_microbatch
     return frames + 2 * row_bytes(settings) / settings.tokens_per_step
 
 
-def logged_bytes(settings: Settings, steps: int) -> int:
+def logged_bytes(settings: "Settings", steps: int) -> int:
     """The most that one end of a link sends, and so logs, in so many steps and their validations.
 
     Of the busiest cut and direction. How much a whole validation set is only the data say.
@@ -119,7 +122,7 @@ def logged_bytes(settings: Settings, steps: int) -> int:
     return most_bytes + steps * (rows + _MESSAGES)
 
 
-def logged_steps(settings: Settings) -> int:
+def logged_steps(settings: "Settings") -> int:
     """For how many steps the log of what a stage sends is large enough; 0: for none.
 
     It follows from what all machines of a run agree on, for all must save after the same steps.
@@ -131,7 +134,7 @@ def logged_steps(settings: Settings) -> int:
     return max(0, bisect.bisect_right(reach, room, key=lambda n: logged_bytes(settings, n)) - 1)
 
 
-def size_notes(settings: Settings) -> list[str]:
+def size_notes(settings: "Settings") -> list[str]:
     """What to know of `frame_bytes` of the first cut, taken as the size of all frames."""
     notes = []
     if note := _SIZE_NOTES.get(size_kind(settings, 0)):
@@ -141,7 +144,7 @@ def size_notes(settings: Settings) -> list[str]:
     return notes
 
 
-def network_of(settings: Settings) -> Network | None:
+def network_of(settings: "Settings") -> Network | None:
     """The simulator's network for these settings; None when links are not emulated."""
     link = settings.link
     if not link.emulate:
@@ -149,17 +152,17 @@ def network_of(settings: Settings) -> Network | None:
     return Network(link.mbps_up, link.mbps_down, (link.latency_ms + link.jitter_ms / 2) / 1e3)
 
 
-def _stream_shape(settings: Settings, cut: int) -> tuple[int, ...]:
+def _stream_shape(settings: "Settings", cut: int) -> tuple[int, ...]:
     block = settings.split()[cut].stop
     return architecture(settings.model).stream_shape(block, settings.microbatch_size)
 
 
-def _are_expected(settings: Settings, cut: int) -> bool:
+def _are_expected(settings: "Settings", cut: int) -> bool:
     """Whether both directions of a cut have sizes, or estimates, and not one of them a limit."""
     shape = wire_shape(settings, cut)
     varying = [codec for codec in _codecs(settings, cut) if codec.size_varies]
     return all(codec.expected_bytes(shape) < codec.payload_limit(shape) for codec in varying)
 
 
-def _codecs(settings: Settings, cut: int) -> list[Codec]:
+def _codecs(settings: "Settings", cut: int) -> list[Codec]:
     return list(build_codecs(*settings.codec.names(cut)).values())

@@ -252,7 +252,7 @@ class Settings:
         """Steps between checkpoints: those of `train.checkpoint_every`, or fewer where the logs of
         what stages send would be full before; 0: only at the end, -1: none.
         """
-        from thinwire.settings.crossing import logged_steps  # which needs this file
+        from thinwire.settings.crossing import logged_steps  # with torch, which takes seconds
 
         every = self.train.checkpoint_every
         return every if every < 0 else min(filter(None, (every, logged_steps(self))), default=0)
