@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -106,12 +107,15 @@ def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(
     told += "ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(tied))\n"
     (tmp_path / f"{slow}.py").write_text(f"{told}import os; os._exit(tied.value)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(thinwire_package.__file__).parents[1])])
+    ours, theirs = socket.socketpair()
     stage = subprocess.run(
         [sys.executable, "-P", "-m", *f"thinwire.run.{command}".split()],
         env={**os.environ, "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
+        stdin=theirs,
         timeout=PROCESS_PATIENCE,
     )
+    ours.close()
+    theirs.close()
     assert stage.returncode == signal.SIGKILL
 
 

@@ -281,23 +281,23 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     parent, count, running = os.getpid(), 0, dict[int, int]()
     while True:
-        ready, _, _ = select.select([starter.fileno(), woken], [], [])
+        ready, _, _ = select.select([0, woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
         while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
             code = os.waitstatus_to_exitcode(ended[1])
             starter.sendall(f"{running.pop(ended[0])} ended {code}\n".encode())
-        if starter.fileno() not in ready:
+        if 0 not in ready:
             continue
         _, descriptors, _, _ = socket.recv_fds(starter, 1, 2)
-        if not descriptors:
+        if len(descriptors) < 2:
             return  # whoever started this is gone, and all that was forked goes too
+        end, log = descriptors
         process = os.fork()
         if process == 0:
-            end, log = descriptors
             _become_stage(end, log, [end, log, woken, wakes], parent, live)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        os.close(end)
+        os.close(log)
         running[process] = count
         starter.sendall(f"{count} runs {process}\n".encode())
         count += 1
