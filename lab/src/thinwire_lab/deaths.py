@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from thinwire.paths import cache_folder
 from thinwire.run.formation import read_formation
 from thinwire.settings import Settings, merged
 from thinwire.typed import to_toml
@@ -53,7 +54,7 @@ class Program:
     def __init__(self, prefix: list[str], home: Path, *words: object, said: str = ""):
         home.mkdir(parents=True, exist_ok=True)
         self._log = home / f"output-{time.monotonic_ns()}.txt"
-        own = {"HOME": home, "THINWIRE_CACHE": home / "cache", "THINWIRE_DATA": home / "data"}
+        own = {"HOME": home, "THINWIRE_DATA": home / "data", "THINWIRE_CACHE": cache_folder()}
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-P", "-m", "thinwire", *map(str, words)],
