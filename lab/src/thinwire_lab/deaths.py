@@ -35,12 +35,12 @@ from thinwire_lab.bench_link import Row, show
 
 STAGES, STEPS_A_DEATH = 3, 25
 PATIENCE_S = 900.0
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "model": {"layers": 6, "dim": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 300,
               "context": 64},
     "train": {"batch": 8, "checkpoint_every": 10},
 }  # fmt: skip
-LARGE = {  # three blocks of the preset 160m for each stage: 226 MB of weights and moments
+LARGE: dict[str, dict[str, Any]] = {  # three blocks of the preset 160m for each stage: 226 MB of weights and moments
     "model": {"layers": 9, "dim": 768, "heads": 12, "kv_heads": 4, "ffn": 2048, "vocab": 512,
               "context": 64},
     "train": {"batch": 4, "steps": 10_000, "checkpoint_every": 5},
@@ -151,9 +151,11 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return {k: v for file in last.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-def settings_of(folder: Path, name: str, values: dict[str, Any], steps: int = 0) -> Settings:
+def settings_of(
+    folder: Path, name: str, values: dict[str, dict[str, Any]], steps: int = 0
+) -> Settings:
     """A run of three stages that computes with one thread each."""
-    run = {
+    run: dict[str, dict[str, Any]] = {
         "run": {"name": name, "out": str(folder), "device": "cpu", "threads": 1},
         "pipeline": {"stages": STAGES, "microbatches": 4, "window": 4,
                      "split": [values["model"]["layers"] // STAGES] * STAGES},
@@ -285,7 +287,7 @@ def network(wan: Path, mbps: float, latency_ms: float) -> Iterator[None]:
 
 def over_wan(folder: Path, spares: int, log_mb: int | None) -> Row:
     """The member of the middle stage dies after a checkpoint is complete: how long that takes."""
-    changes = {} if log_mb is None else {"train": {"log_mb": log_mb}}
+    changes: dict[str, dict[str, Any]] = {} if log_mb is None else {"train": {"log_mb": log_mb}}
     settings = settings_of(folder, "wan", merged(LARGE, changes))
     with Hosted(folder, settings, has_network=True) as hosted:
         run = hosted.run
