@@ -40,7 +40,7 @@ SMALL: dict[str, dict[str, Any]] = {
               "context": 64},
     "train": {"batch": 8, "checkpoint_every": 10},
 }  # fmt: skip
-LARGE: dict[str, dict[str, Any]] = {  # three blocks of the preset 160m for each stage: 226 MB of weights and moments
+LARGE: dict[str, dict[str, Any]] = {  # each stage: three blocks of the preset 160m, 226 MB of state
     "model": {"layers": 9, "dim": 768, "heads": 12, "kv_heads": 4, "ffn": 2048, "vocab": 512,
               "context": 64},
     "train": {"batch": 4, "steps": 10_000, "checkpoint_every": 5},
@@ -316,6 +316,21 @@ def cut_bytes(link: Row) -> int:
     return int(link["forward_bytes"] + link["backward_bytes"])
 
 
+def measured(scratch: Path, options: argparse.Namespace) -> Iterator[Row]:
+    """One row after the other: each takes minutes."""
+    if options.wan is None:
+        chance, half = random.Random(options.seed), options.deaths // 2
+        yield kill_stages(scratch, options.deaths - half, chance)
+        if half:
+            yield kill_members(scratch, half, 1, chance)
+        return
+    for number, (spares, log_mb) in enumerate(((0, None), (1, None), (1, 0))):
+        folder = scratch / str(number)
+        folder.mkdir()
+        with network(options.wan, options.mbps, options.latency_ms):
+            yield over_wan(folder, spares, log_mb)
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(
@@ -330,17 +345,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="thinwire-deaths-") as scratch:
         rows: list[Row] = []
-        if options.wan is None:
-            chance, half = random.Random(options.seed), options.deaths // 2
-            rows.append(kill_stages(Path(scratch), options.deaths - half, chance))
-            if half:
-                rows.append(kill_members(Path(scratch), half, 1, chance))
-        for number, (spares, log_mb) in enumerate(((0, None), (1, None), (1, 0))):
-            if options.wan is not None:
-                folder = Path(scratch) / str(number)
-                folder.mkdir()
-                with network(options.wan, options.mbps, options.latency_ms):
-                    rows.append(over_wan(folder, spares, log_mb))
+        for row in measured(Path(scratch), options):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
         show(rows)
         if not all(row.get("weights equal", True) for row in rows):
             raise SystemExit("the weights differ from those of an undisturbed run")
