@@ -31,6 +31,7 @@ test: install lint
 
 bench: install
 	$(BIN)/python -m thinwire_lab.bench
+	$(BIN)/python -m thinwire_lab.deaths
 	$(BIN)/python -m pytest -m slow
 
 clean:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from thinwire.paths import cache_folder
 from thinwire.run.formation import read_formation
 from thinwire.settings import Settings, merged
 from thinwire.typed import to_toml
@@ -34,12 +35,12 @@ from thinwire_lab.bench_link import Row, show
 
 STAGES, STEPS_A_DEATH = 3, 25
 PATIENCE_S = 900.0
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "model": {"layers": 6, "dim": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 300,
               "context": 64},
     "train": {"batch": 8, "checkpoint_every": 10},
 }  # fmt: skip
-LARGE = {  # three blocks of the preset 160m for each stage: 226 MB of weights and moments
+LARGE: dict[str, dict[str, Any]] = {  # each stage: three blocks of the preset 160m, 226 MB of state
     "model": {"layers": 9, "dim": 768, "heads": 12, "kv_heads": 4, "ffn": 2048, "vocab": 512,
               "context": 64},
     "train": {"batch": 4, "steps": 10_000, "checkpoint_every": 5},
@@ -53,7 +54,7 @@ class Program:
     def __init__(self, prefix: list[str], home: Path, *words: object, said: str = ""):
         home.mkdir(parents=True, exist_ok=True)
         self._log = home / f"output-{time.monotonic_ns()}.txt"
-        own = {"HOME": home, "THINWIRE_CACHE": home / "cache", "THINWIRE_DATA": home / "data"}
+        own = {"HOME": home, "THINWIRE_DATA": home / "data", "THINWIRE_CACHE": cache_folder()}
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-P", "-m", "thinwire", *map(str, words)],
@@ -150,9 +151,11 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return {k: v for file in last.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-def settings_of(folder: Path, name: str, values: dict[str, Any], steps: int = 0) -> Settings:
+def settings_of(
+    folder: Path, name: str, values: dict[str, dict[str, Any]], steps: int = 0
+) -> Settings:
     """A run of three stages that computes with one thread each."""
-    run = {
+    run: dict[str, dict[str, Any]] = {
         "run": {"name": name, "out": str(folder), "device": "cpu", "threads": 1},
         "pipeline": {"stages": STAGES, "microbatches": 4, "window": 4,
                      "split": [values["model"]["layers"] // STAGES] * STAGES},
@@ -284,7 +287,7 @@ def network(wan: Path, mbps: float, latency_ms: float) -> Iterator[None]:
 
 def over_wan(folder: Path, spares: int, log_mb: int | None) -> Row:
     """The member of the middle stage dies after a checkpoint is complete: how long that takes."""
-    changes = {} if log_mb is None else {"train": {"log_mb": log_mb}}
+    changes: dict[str, dict[str, Any]] = {} if log_mb is None else {"train": {"log_mb": log_mb}}
     settings = settings_of(folder, "wan", merged(LARGE, changes))
     with Hosted(folder, settings, has_network=True) as hosted:
         run = hosted.run
@@ -313,6 +316,21 @@ def cut_bytes(link: Row) -> int:
     return int(link["forward_bytes"] + link["backward_bytes"])
 
 
+def measured(scratch: Path, options: argparse.Namespace) -> Iterator[Row]:
+    """One row after the other: each takes minutes."""
+    if options.wan is None:
+        chance, half = random.Random(options.seed), options.deaths // 2
+        yield kill_stages(scratch, options.deaths - half, chance)
+        if half:
+            yield kill_members(scratch, half, 1, chance)
+        return
+    for number, (spares, log_mb) in enumerate(((0, None), (1, None), (1, 0))):
+        folder = scratch / str(number)
+        folder.mkdir()
+        with network(options.wan, options.mbps, options.latency_ms):
+            yield over_wan(folder, spares, log_mb)
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(
@@ -327,17 +345,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="thinwire-deaths-") as scratch:
         rows: list[Row] = []
-        if options.wan is None:
-            chance, half = random.Random(options.seed), options.deaths // 2
-            rows.append(kill_stages(Path(scratch), options.deaths - half, chance))
-            if half:
-                rows.append(kill_members(Path(scratch), half, 1, chance))
-        for number, (spares, log_mb) in enumerate(((0, None), (1, None), (1, 0))):
-            if options.wan is not None:
-                folder = Path(scratch) / str(number)
-                folder.mkdir()
-                with network(options.wan, options.mbps, options.latency_ms):
-                    rows.append(over_wan(folder, spares, log_mb))
+        for row in measured(Path(scratch), options):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
         show(rows)
         if not all(row.get("weights equal", True) for row in rows):
             raise SystemExit("the weights differ from those of an undisturbed run")
