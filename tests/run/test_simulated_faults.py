@@ -13,7 +13,7 @@ from simulated import Fault, Leader, Plan, Speeds, World, failing, reference, si
 
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Tell
-from thinwire.run.protocol import Await, Relink, Saved
+from thinwire.run.protocol import Relink, Saved
 from thinwire.wire import LinkState
 
 SEEDS = 1000
@@ -33,14 +33,15 @@ def test_a_seed_is_replayed_exactly(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_stand_by_shortens_the_wait() -> None:
     plan = Plan(3, 3, 3, 8, 8, 9, "1f1b", False)
-    faults = [Fault(2.5, "kill", 1)]
+    faults = [Fault(6.7, "kill", 1)]
     slow = World(plan, 0, faults, Speeds(build=5.0)).run()
     soon = World(plan, 0, faults, Speeds(build=5.0, stand_by=1)).run()
     assert slow.steps == soon.steps == reference(plan).steps
     assert soon.seconds < slow.seconds - 4.0
 
 
-# Planted bugs: what is replaced, by what, and how many seeds it takes to find it
+# Planted bugs: what is replaced, by what, and within how many seeds it must be found. When this was
+# written each took 5 to 41.
 
 
 def _skip_one_more(go_on: Any) -> Any:
@@ -103,32 +104,22 @@ def _nothing(_: Any) -> Any:
 
 
 MUTANTS: dict[str, tuple[type, str, Callable[[Any], Any], int]] = {
-    "a frame too many is left out": (LinkState, "go_on", _skip_one_more, 100),
+    "a frame too many is left out": (LinkState, "go_on", _skip_one_more, 60),
     "frames that come early are refused": (
-        LinkState, "sent_again", lambda _: property(lambda self: -1, _nothing(0)), 100,
+        LinkState, "sent_again", lambda _: property(lambda self: -1, _nothing(0)), 60,
     ),
-    "a stop is decided anew": (LinkState, "decide", _nothing, 100),
-    "a neighbour is not told to wait": (Coordinator, "_replace", partial(_without, Await), 100),
+    "a stop is decided anew": (LinkState, "decide", _nothing, 60),
     "a neighbour is not told to link": (
-        Coordinator, "_on_replaced", partial(_without, Relink), 100,
+        Coordinator, "_on_replaced", partial(_without, Relink), 60,
     ),
-    "one is not told what is saved": (Coordinator, "_tell_saved", partial(_without, Saved), 100),
-    "logs are trimmed though one is behind": (
-        Coordinator, "_tell_saved", partial(_with, lambda _: {"_lost_at": {}}), 100,
-    ),
-    "who is behind goes on from an older checkpoint": (
-        Coordinator, "_replace", partial(_with, lambda self: {"_complete": self._base}), 100,
-    ),
-    "who links to a lost one goes on": (Coordinator, "_replace", _linking_goes_on, 100),
-    "reports are heard twice": (Coordinator, "_is_repeated", _nothing, 100),
-    "a finished neighbour that is gone is forgotten": (
-        Coordinator, "_replace", partial(_with, lambda _: {"_gone": set()}), 100,
-    ),
+    "one is not told what is saved": (Coordinator, "_tell_saved", partial(_without, Saved), 60),
+    "who links to a lost one goes on": (Coordinator, "_replace", _linking_goes_on, 60),
+    "reports are heard twice": (Coordinator, "_is_repeated", _nothing, 60),
     "a stop is told to one that is built": (
-        Coordinator, "_on_stop", partial(_with, lambda _: {"_lost": {}}), 100,
+        Coordinator, "_on_stop", partial(_with, lambda _: {"_lost": {}}), 60,
     ),
     "a lost stage begins at an older checkpoint": (
-        Leader, "_find_holder", _from_an_older_checkpoint, 100,
+        Leader, "_find_holder", _from_an_older_checkpoint, 60,
     ),
 }  # fmt: skip
 

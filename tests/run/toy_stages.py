@@ -1,0 +1,774 @@
+"""Toy stages for the simulator of faults: stages, their links and their processes, without threads.
+
+The ports and the state of each link (what is logged, sent again, left out) are those of the
+product. What stands for the rest says so, and does what it does in the same order.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+from thinwire.codec import Leg
+from thinwire.engine.checkpoint import Shard
+from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port, decision_number
+from thinwire.engine.reports import (
+    Evaluation,
+    Meters,
+    ShardFailed,
+    ShardWritten,
+    StageCosts,
+    Step,
+    Versions,
+)
+from thinwire.engine.step_end import Verdict, global_norm, pack_tally, unpack_tally
+from thinwire.engine.worker import PATIENCE as MISSES
+from thinwire.errors import BreachError, WireError
+from thinwire.run import events as ev
+from thinwire.run import protocol as pr
+from thinwire.run.watch import pulse_seconds
+from thinwire.schedule import Kind
+from thinwire.wire import Frame, FrameKind, FrameLog, LinkState, Position, decode, encode
+
+PATIENCE, OUTAGE = 10.0, 20.0  # seconds, as of settings
+ANSWER, JOIN = 30.0, 120.0  # how long an end waits for a position, and for a connection
+VALIDATION = 2  # microbatches of one
+
+Life = Generator[Any, None, Any]
+"""What waits in the middle: it yields the seconds that it works, or what it waits for."""
+
+
+class NotDue(Exception):
+    """A frame comes too early, and waits."""
+
+
+def mix(*numbers: int) -> int:
+    """A number that depends on these and on their order; the same in every process."""
+    return hash(numbers) & 0xFFFF_FFFF_FFFF
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is, but for its faults; in part as of Settings."""
+
+    stages: int
+    processes: int
+    microbatches: int
+    steps: int
+    save_every: int
+    score_every: int
+    schedule: str
+    hosted: bool  # by machines: none can be killed from here, and parts of checkpoints travel
+
+    log_mb: ClassVar = 0
+
+    @property
+    def train(self) -> "Plan":
+        return self
+
+    @property
+    def checkpoint_every(self) -> int:
+        return self.save_every
+
+    def is_checkpoint_step(self, done: int) -> bool:
+        return done % self.save_every == 0 or done == self.steps
+
+    def is_evaluation_step(self, done: int) -> bool:
+        return done % self.score_every == 0
+
+    def split(self) -> list[range]:
+        return [range(stage, stage + 1) for stage in range(self.stages)]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Seconds of a frame on the uplink and on its way, of each piece of work, and of a new process
+    until it has its state.
+    """
+
+    uplink: float = 0.002
+    latency: float = 0.01
+    compute: tuple[float, ...] = (0.02,)  # of a forward and of a backward, by stage
+    save: float = 0.03
+    build: float = 0.5
+    upload: float = 0.1
+    stand_by: int | None = None  # whoever takes a lost stage has followed it, so many steps behind
+    patience: float = PATIENCE
+    deaths: float = 0.0  # the chance that a process dies in a step
+
+
+@dataclass
+class State:
+    """All that a stage saves: its weights, and what its codecs remember, by cut and leg."""
+
+    step: int = 0
+    version: int = 0
+    weights: int = 1
+    memory: dict[tuple[int, Leg], int] = field(default_factory=dict)
+
+    def copy(self) -> "State":
+        return State(self.step, self.version, self.weights, dict(self.memory))
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Stands for a tensor."""
+
+    value: int
+    shape: tuple[int, ...] = ()
+    is_cuda: bool = False
+
+    def to(self, dtype: object) -> "Toy":
+        return self
+
+
+class ToyCodec:
+    """Packs by what it has seen before: an end that saw other frames unpacks something else."""
+
+    tag, name, remembers = 1, "toy", True
+
+    def __init__(self, memory: dict[tuple[int, Leg], int], cut: int, leg: Leg):
+        self._memory, self._key = memory, (cut, leg)
+        memory.setdefault(self._key, 0)
+
+    def payload_limit(self, shape: object) -> int:
+        return 8
+
+    def pack(self, toy: Toy, place: Any) -> bytes:
+        return (toy.value ^ self._before(toy.value, 0, place)).to_bytes(8, "little")
+
+    def unpack(self, payload: bytes, spec: object, place: Any) -> Toy:
+        packed = int.from_bytes(payload, "little")
+        return Toy(packed ^ self._before(packed, self._memory[self._key], place))
+
+    def _before(self, value: int, mask: int, place: Any) -> int:
+        memory = self._memory[self._key]
+        if not place.training:
+            return 0
+        self._memory[self._key] = mix(memory, value ^ mask)
+        return memory
+
+
+class ToyEnd:
+    """Stands for the codecs of one end of a cut (CutEnd)."""
+
+    spec = SimpleNamespace(shape=(), dtype=None)
+
+    def __init__(self, state: State, cut: int, microbatches: int):
+        self.codecs = {leg: ToyCodec(state.memory, cut, leg) for leg in Leg}
+        self.microbatches = microbatches
+
+    def place(self, leg: Leg, step: int, microbatch: int, training: bool) -> Any:
+        return SimpleNamespace(leg=leg, training=training)
+
+
+class ToyMailbox(Mailbox):
+    """A mailbox in which nobody waits: who asks too early asks again."""
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        if not self._failure and not condition():
+            raise NotDue
+        return self._failure is None
+
+    def has(self, *keys: Any) -> bool:
+        return self._failure is not None or any(key in self._items for key in keys)
+
+    def is_full(self) -> bool:
+        return sum(key[0] is FrameKind.EVALUATE for key in self._items) >= EVALUATION_WINDOW
+
+
+class MemoryLog(FrameLog):
+    """The log of frames, without files."""
+
+    def __init__(self, process: "Process"):
+        super().__init__(Path("nowhere"), 1 << 30)
+        self._process, self._frames = process, list[bytes]()
+
+    def _store(self, message: Any) -> tuple[Path, int]:
+        if self._process.disk_full:
+            raise OSError("no space left on device")
+        self._frames.append(bytes(message))
+        return self._folder, len(self._frames) - 1
+
+    def read(self, entry: Any) -> bytes:
+        return self._frames[entry.offset]
+
+
+class Wire:
+    """A connection between two ends: in order and whole, or lost with one of its processes.
+
+    What TCP, TLS and LastingPipe make of packets that are dropped, doubled, swapped or changed is a
+    delay, or another connection on which the rest comes again: a delay too.
+    """
+
+    def __init__(self, world: Any, cut: int, ends: list["LinkEnd"]):
+        self.world, self.cut, self.ends = world, cut, ends
+        self.positions: dict[LinkEnd, Position] = {}
+        self._under_way: list[deque[Any]] = [deque(), deque()]
+        self._arrival = [0.0, 0.0]
+        self._lost_after = [float("inf")] * 2
+
+    def carry(self, sender: "LinkEnd", message: Any, uplink: float = 0.0) -> None:
+        """`uplink`: seconds on it, if it was not there yet."""
+        way = self.ends.index(sender)
+        arrival = self.world.now if sender.state is None else self.world.arrival(self.cut)
+        self._arrival[way] = arrival = max(self._arrival[way] + uplink, arrival)
+        self._under_way[way].append(message)
+        self.world.at(arrival, self._arrive, way)
+
+    def _arrive(self, way: int) -> None:
+        end = self.ends[1 - way]
+        if end.state is not None and (up := self.world.up_at[self.cut]) > self.world.now:
+            self.world.at(up, self._arrive, way)
+        elif self.world.now <= self._lost_after[way]:
+            end.stage.process.do(end.arrive, self, self._under_way[way].popleft())
+
+    def lose(self, end: "LinkEnd") -> None:
+        """The process at this end is gone: some of what it had sent still arrives."""
+        way, now = self.ends.index(end), self.world.now
+        tail = max(0.0, self._arrival[way] - now) * self.world.random.random()
+        self._lost_after[way] = now + tail
+        other = self.ends[1 - way]
+        if other is self.ends[1]:  # the stage above notices, for it would dial
+            self.world.after(0.05, other.stage.process.do, other.miss, self)
+        self.world.after(OUTAGE, other.give_up, self)
+
+
+class LinkEnd:
+    """A stage's end of a link: stands for Link and LoggedPipe, without their threads."""
+
+    def __init__(self, stage: "Stage", neighbour: int, is_inner: bool):
+        self.stage, self.world, self.neighbour = stage, stage.world, neighbour
+        self.cut = min(stage.index, neighbour)
+        self.name, self.pipe = f"cut-{self.cut}", self
+        self.state: LinkState | None = None
+        if not is_inner:
+            log = MemoryLog(stage.process)
+            self.state = LinkState(log, stage.state.step, stage.process.is_new)
+        self.wire: Wire | None = None
+        self.is_left = self.is_lost = self.at_fault = False
+        self._exchange_on: Wire | None = None  # nothing is written while positions are exchanged
+        self._on_frame: Any = None
+        self._outgoing: deque[tuple[float, bytes]] = deque()
+        self._inbox: deque[bytes] = deque()
+        self._free_at = 0.0
+
+    def start(self, on_frame: Any, on_broken: Any, on_end: Any) -> None:
+        self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
+        if self.is_lost:
+            on_broken(WireError(f"link {self.name} is broken"))
+
+    def wait_for_room(self, frames: int) -> None:
+        """There is always room."""
+
+    def send(self, item: Frame | Callable[[], Frame]) -> None:
+        if self.is_left or self.is_lost:
+            raise WireError(f"link {self.name} takes no more frames")
+        message = encode(item() if callable(item) else item)
+        if self.state is None or self.state.keep(message):
+            seconds = self.world.speeds.uplink if self.state else 0.0
+            self._free_at = max(self._free_at, self.world.now) + seconds
+            self._outgoing.append((self._free_at, message))
+            self.world.at(self._free_at, self.stage.process.do, self.write)
+        self.pump()  # a goodbye may have waited for ours
+
+    def is_flushed(self) -> bool:
+        return not self._outgoing or self.is_lost
+
+    def write(self) -> None:
+        """Write what has had its time on the uplink."""
+        while self._outgoing and self._outgoing[0][0] <= self.world.now and not self._exchange_on:
+            _, message = self._outgoing.popleft()
+            if self.state is not None:
+                self.state.written()
+            if self.wire is not None:
+                self.wire.carry(self, message)
+        self.stage.poke()
+
+    def arrive(self, wire: Wire, message: Any) -> None:
+        if isinstance(message, Position):
+            wire.positions[self] = message
+        elif wire is self.wire:
+            if self.state is not None:
+                self.state.receive(message)
+            self._inbox.append(message)
+            self.pump()
+        self.stage.poke()
+
+    def pump(self) -> None:
+        """Hand on what has arrived and is due."""
+        while self._inbox and self._on_frame and not self.is_lost:
+            frame = decode(self._inbox[0], 1 << 10)
+            if frame.kind is FrameKind.EVALUATE and self.stage.mailbox.is_full():
+                return
+            try:
+                if frame.kind is not FrameKind.BYE:
+                    self._on_frame(frame)
+                elif self.state is None or not self.state.holds_goodbye:
+                    self.is_left = True
+                    self._on_end()
+                else:
+                    return
+            except NotDue:
+                return
+            except WireError as error:
+                self.at_fault = True
+                self.break_off(BreachError(f"link {self.name} is broken: {error}"))
+            self._inbox.popleft()
+
+    def miss(self, wire: Wire) -> None:
+        if self.wire is wire:
+            self.stage.mention(is_down=True)
+
+    def give_up(self, wire: Wire) -> None:
+        """There was no other connection for as long as a link may be down."""
+        if self.wire is wire:
+            error = WireError(f"link {self.name} is broken: no connection for {OUTAGE} s")
+            self.stage.process.do(self.break_off, error)
+
+    def break_off(self, error: WireError) -> None:
+        if not self.is_left and not self.is_lost:
+            self.is_lost = True
+            if self._on_frame:
+                self._on_broken(error)
+            self.stage.poke()
+
+    def await_another(self) -> None:
+        self.wire = self._exchange_on = None
+
+    def exchange(self, wire: Wire) -> Life:
+        """As LoggedPipe.go_on: say where this end stands, hear where the other does, send again."""
+        assert self.state is not None
+        self._exchange_on, deadline = wire, self.world.now + ANSWER
+        wire.carry(self, self.state.position())
+        self.stage.poke_at(deadline)
+        yield (
+            lambda: (
+                self in wire.positions
+                or self._exchange_on is not wire
+                or self.world.now >= deadline
+            )
+        )
+        if self._exchange_on is not wire:
+            return
+        self._exchange_on = None
+        if self not in wire.positions:
+            raise WireError("the other end did not say where it stands")
+        entries, self.wire = self.state.go_on(wire.positions[self]), wire
+        self.world.note(
+            "stage %s sends %s frames again over cut %s, for %s",
+            *(self.stage.index, len(entries), self.cut, self.state.theirs),
+        )
+        for entry in entries:
+            wire.carry(self, self.state.log.read(entry), self.world.speeds.uplink)
+        self.write()
+
+
+class Stage:
+    """A toy stage: stands for Peer, Worker and Runner, which have threads or tensors."""
+
+    def __init__(self, process: "Process", index: int, state: State):
+        self.process, self.world, self.index, self.state = process, process.world, index, state
+        self.plan, self.last = self.world.plan, self.world.plan.stages - 1
+        self.seconds = self.world.speeds.compute[index % len(self.world.speeds.compute)]
+        self.mailbox = ToyMailbox()
+        self.ends: dict[int, LinkEnd] = {}  # by neighbour
+        self.below: Port | None = None
+        self.above: Port | None = None
+        self.saved = self.decided = self._misses = self._begun = 0
+        self.is_finished = self.stops = self._stop_asked = self._may_leave = self._obeys = (
+            self._is_down
+        ) = False
+        self._heard: deque[Any] = deque()
+        self._relinks: dict[int, pr.Relink | None] = {}
+        self._tasks: list[list[Any]] = []  # lives, and what each waits for
+        self._is_poked, self._doing = False, "builds its layers"
+        self.say = partial(process.say, index)
+        self._begin(self.live())
+        self._pulse()
+
+    def _begin(self, task: Life) -> None:
+        self._tasks.append([task, None])
+        self.poke()
+
+    def poke(self) -> None:
+        """Something has happened: whatever waited for it goes on."""
+        if self._is_poked:
+            return
+        self._is_poked = True
+        while self.process.runs and sum(self._move(entry) for entry in [*self._tasks]):
+            pass
+        self._is_poked = False
+
+    def _move(self, entry: list[Any]) -> bool:
+        task, wait = entry
+        if not self.process.runs or (wait is not None and not wait()):
+            return False
+        try:
+            wait = next(task)
+        except StopIteration:
+            self._tasks.remove(entry)
+            return True
+        except WireError as error:
+            self._tasks.remove(entry)
+            self.process.complain(self, error)
+            self.process.die(1)
+            return False
+        if isinstance(wait, float):
+            until = self.world.now + wait * self.process.slowness
+            self.poke_at(until)
+            entry[1] = lambda: self.world.now >= until
+        else:
+            entry[1] = wait
+        return True
+
+    def poke_at(self, time: float) -> None:
+        self.world.at(time, self.process.do, self.poke)
+
+    def _pulse(self) -> None:
+        self.say(pr.Pulse(self._begun, self._doing))
+        self.world.after(pulse_seconds(self.world.speeds.patience), self.process.do, self._pulse)
+
+    def work(self, doing: str, seconds: float) -> Life:
+        self._begun, self._doing, self.world.active_at = self._begun + 1, doing, self.world.now
+        yield seconds * self.world.random.uniform(0.8, 1.2)
+
+    def wait(self, doing: str, condition: Callable[[], bool]) -> Life:
+        self._begun, self._doing = self._begun + 1, f"waits for {doing}"
+        yield condition
+
+    # As run/peer.py
+
+    def live(self) -> Life:
+        yield from self.work("builds its layers", self.process.build)
+        self.say(pr.Ready(f"at-{self.index}", "", "cpu"))
+        connect = yield from self._receive(pr.Connect)
+        for neighbour in (self.index - 1, self.index + 1):
+            if 0 <= neighbour <= self.last:
+                yield from self._join(neighbour, connect)
+        states = [end.state for end in self.ends.values() if end.state is not None]
+        heard = [(s.theirs.decided, s.theirs.stops) for s in states if s.theirs is not None]
+        self.say(pr.Linked("", *max(heard, default=(0, False))))
+        start = yield from self._receive(pr.Start)
+        self.decided, self.stops, self._obeys = start.decided, start.stops, True
+        for state in states:
+            state.decide(start.decided, start.stops)
+        self.below, self.above = self._port(self.index - 1), self._port(self.index + 1)
+        while self._heard:
+            self._obey(self._heard.popleft())
+        self.pump()
+        yield from self.train()
+        for end in self.ends.values():
+            if not end.is_left:
+                end.send(Frame(FrameKind.BYE))
+            yield from self.wait("its links", end.is_flushed)
+        self.say(pr.Finished(self._meters()))
+        self.is_finished = True
+        yield from self.wait("the other stages to finish", lambda: self._may_leave)
+        self.process.leave(self.index)
+
+    def hear(self, message: Any) -> None:
+        if self._obeys:
+            self._obey(message)
+        else:
+            self._heard.append(message)
+        self.poke()
+
+    def _receive(self, kind: type) -> Life:
+        yield from self.wait("the coordinator", lambda: bool(self._heard))
+        message = self._heard.popleft()
+        if not isinstance(message, kind):
+            raise WireError(f"expected {kind.__name__}, got {type(message).__name__}")
+        return message
+
+    def _obey(self, message: Any) -> None:
+        logged = {end.cut: end for end in self.ends.values() if end.state is not None}
+        match message:
+            case pr.Stop():
+                self._stop_asked = True
+            case pr.Saved(step):
+                self.saved = step
+                for end in logged.values():
+                    cast(LinkState, end.state).trim(step)
+            case pr.Await(cut) if cut in logged:
+                self._relinks[cut] = None
+                logged[cut].await_another()
+            case pr.Relink(cut=cut) if cut in logged:
+                self._relinks[cut] = message
+                self._begin(self._relink(logged[cut], message))
+            case pr.Leave():
+                self._may_leave = True
+
+    def _join(self, neighbour: int, connect: pr.Connect) -> Life:
+        is_inner = neighbour in self.process.group
+        end = self.ends[neighbour] = LinkEnd(self, neighbour, is_inner)
+        wire = yield from self._open(end, connect, not self.process.is_new)
+        if self.process.is_new and not is_inner:
+            yield from end.exchange(wire)
+        else:
+            end.wire = wire
+
+    def _open(self, end: LinkEnd, connect: pr.Connect, at_start: bool) -> Life:
+        """Meet the neighbour by the name of the link, and agree on the contract."""
+        again = connect.links[end.cut] if connect.links else 0
+        meeting = self.world.meet((self.world.life, end.cut, again), end, at_start)
+        deadline = self.world.now + JOIN
+        self.poke_at(deadline)
+        yield lambda: meeting.wire is not None or self.world.now >= deadline
+        if meeting.wire is None:
+            raise WireError(f"stage {end.neighbour} did not link within {JOIN} s")
+        if len(terms := {terms for _, terms in meeting.ends.values()}) > 1:
+            raise BreachError(f"the ends of cut {end.cut} do not agree: {terms}")
+        return meeting.wire
+
+    def _relink(self, end: LinkEnd, message: pr.Relink) -> Life:
+        try:
+            wire = yield from self._open(end, message.connect, False)
+            if message is self._relinks[end.cut]:
+                if end.neighbour < self.index:
+                    self.mention(is_down=False)
+                yield from end.exchange(wire)
+        except WireError as error:
+            if message is self._relinks[end.cut]:
+                self.process.complain(self, error)
+
+    def mention(self, is_down: bool) -> None:
+        """The connection to the stage below is lost, or there is another."""
+        if is_down != self._is_down:
+            self._is_down, cut = is_down, self.index - 1
+            self.say(pr.LinkDown(cut, "it broke") if is_down else pr.LinkUp(cut, 1.0))
+
+    def _port(self, neighbour: int) -> Port | None:
+        if neighbour not in self.ends:
+            return None
+        end, step = self.ends[neighbour], self.state.step
+        due = Due.from_above(self.index, step)
+        if neighbour < self.index:
+            due = Due.from_below(self.index, step, VALIDATION, schedule=self.world.schedule)
+        toy: Any = ToyEnd(self.state, end.cut, self.plan.microbatches)
+        blind: Any = SimpleNamespace(look=lambda *_: None, note=lambda *_: None)
+        return Port(cast(Any, end), self.index, toy, self.mailbox, due, blind)
+
+    def _meters(self) -> Meters:
+        return {end.name: {"sent": {}, "received": {}} for end in self.ends.values()}
+
+    # As engine/worker.py, runner.py and step_end.py
+
+    def train(self) -> Life:
+        done, stop, unsaved = self.state.step, False, False
+        while done < self.plan.steps and not stop:
+            if done == self.process.began or self.plan.is_evaluation_step(done):
+                stop = yield from self.validate(done)
+                if stop and unsaved:
+                    yield from self.save(done)
+                if stop:
+                    break
+            for port in (self.below, self.above):
+                if port is not None:
+                    port.open_step(done)
+            self.pump()
+            verdict = yield from self.train_step(done)
+            self.mailbox.close_step(done)
+            done = self.state.step = done + 1
+            self.world.keep(self.index, self.state)
+            stop, unsaved = verdict.stop, verdict.commit and not verdict.checkpoint
+            if verdict.checkpoint:
+                yield from self.save(done)
+        if not stop:
+            yield from self.validate(done)
+
+    def train_step(self, step: int) -> Life:
+        versions, inputs, gradient, loss = Versions(self.state.version, 0), dict[int, int](), 0, 0
+        for action in self.world.schedule.rows[self.index]:
+            number, is_forward = action.microbatch, action.kind is Kind.F
+            if action.kind is Kind.U:
+                continue
+            kind = FrameKind.FORWARD if is_forward else FrameKind.BACKWARD
+            source, to = (self.below, self.above) if is_forward else (self.above, self.below)
+            given = mix(step, number)
+            if source is not None:
+                yield from self._await(kind, step, number)
+                given = cast(Any, source.take_tensor(kind, step, number, versions)).value
+            yield from self.work(f"computes {action} of step {step}", self.seconds)
+            if is_forward:
+                made = inputs[number] = mix(self.state.weights, given, step, number)
+                loss = mix(loss, made)
+            else:
+                made = mix(self.state.weights, inputs.pop(number), given)
+                gradient = mix(gradient, made)
+            if to is not None:
+                to.send_tensor(kind, cast(Any, Toy(made)), step, number, versions)
+            self.pump()
+        verdict = yield from self._agree(step, gradient)
+        if verdict.commit:
+            self.state.version += 1
+            self.state.weights = mix(self.state.weights, gradient, int(verdict.grad_norm * 64))
+        self.say(self._report(step, verdict, loss))
+        return verdict
+
+    def _agree(self, step: int, gradient: int) -> Life:
+        tally = [float("inf") if gradient % 23 == 0 else gradient % 1000 + 1.0]
+        parts, decided = pack_tally(tally), None
+        if self.above is not None:
+            yield from self._await(FrameKind.TALLY, step)
+            parts += (message := self.above.take_message(FrameKind.TALLY, step))
+            tally += unpack_tally(message)
+        if self.below is not None:
+            self.below.send_message(FrameKind.TALLY, step, parts)
+        else:
+            norm = global_norm(tally)
+            commit = norm < float("inf")
+            self._misses = 0 if commit else self._misses + 1
+            stop = self._misses >= MISSES or self._stops_at(FrameKind.VERDICT, step)
+            saves = self.plan.is_checkpoint_step(step + 1) or stop
+            decided = Verdict(norm, commit, saves and commit, stop)
+        return (yield from self._pass_up(FrameKind.VERDICT, step, decided))
+
+    def _pass_up(self, kind: FrameKind, step: int, decided: Verdict | None) -> Life:
+        content = b"" if decided is None else decided.to_bytes()
+        if self.below is not None:
+            yield from self._await(kind, step)
+            content = self.below.take_message(kind, step)
+        if self.above is not None:
+            self.above.send_message(kind, step, content)
+        return Verdict.from_bytes(content)
+
+    def _stops_at(self, kind: FrameKind, step: int) -> bool:
+        if (number := decision_number(kind, step)) > self.decided:
+            return self.index == 0 and self._stop_asked
+        return self.stops and number == self.decided
+
+    def validate(self, step: int) -> Life:
+        versions, score, done = Versions(self.state.version, 0), 0, 0
+        for number in range(VALIDATION):
+            given: Any = Toy(number)
+            if self.below is not None:
+                yield from self._await(FrameKind.EVALUATE, step, number, FrameKind.VALIDATED)
+                given = self.below.take_evaluated(step, number, versions)
+                self.pump()
+            if given is None or self._stops_at(FrameKind.VALIDATED, step):
+                break
+            yield from self.work(f"validates {number}", self.seconds)
+            score = mix(score, given.value, self.state.weights)
+            if self.above is not None:
+                toy: Any = Toy(score)
+                self.above.send_tensor(FrameKind.EVALUATE, toy, step, number, versions)
+            done += 1
+        decided = Verdict(0.0, False, False, self._stops_at(FrameKind.VALIDATED, step))
+        verdict = yield from self._pass_up(FrameKind.VALIDATED, step, decided)
+        if self.index == self.last and done == VALIDATION:
+            self.say(Evaluation(step, float(score), 0.1))
+        return verdict.stop
+
+    def save(self, step: int) -> Life:
+        yield from self.work(f"saves step {step}", self.world.speeds.save)
+        if self.process.disk_full:
+            self.say(ShardFailed(step, "no space left on device"))
+            return
+        self.world.shards[step, self.index] = self.state.copy()
+        shard = Shard(f"stage-{self.index}.safetensors", str(self.state.weights), 1, ["w"])
+        agreements: dict[str, dict[str, str]] = {}
+        for (cut, leg), seen in self.state.memory.items():
+            agreements.setdefault(str(cut), {})[leg.value] = str(seen)
+        self.say(ShardWritten(step, Versions(self.state.version, 0), shard, agreements))
+
+    def _await(
+        self, kind: FrameKind, step: int, number: int = 0, other: FrameKind | None = None
+    ) -> Life:
+        keys = [(kind, step, number), (other, step, 0)]
+        doing = f"{kind.name} {number} of step {step}"
+        yield from self.wait(doing, lambda: self.mailbox.has(*keys))
+
+    def pump(self) -> None:
+        """What has waited in the ports for its turn may be due now."""
+        for end in self.ends.values():
+            end.pump()
+
+    def _report(self, step: int, verdict: Verdict, loss: int) -> Step:
+        own_loss = float(loss) if self.index == self.last else None
+        measures = {"weights": float(self.state.weights)}
+        facts = (step, own_loss, 0.1, verdict.grad_norm, verdict.commit, 0.0, 1.0, 0.0)
+        return Step(*facts, StageCosts(0, 0, 0), [], measures, self._meters(), self.mailbox.dropped)
+
+
+class Process:
+    """A process of a machine that holds stages: it lives, is paused, dies."""
+
+    def __init__(self, leader: Any, group: list[int], saved: int | None, member: str):
+        self.leader, self.world, self.group, self.member = leader, leader.world, group, member
+        self.number, self.began, self.is_new = self.world.count(), leader.began, saved is not None
+        self.is_alive, self.is_paused, self.is_replaced, self.disk_full = True, False, False, False
+        self.slowness, self.away_until, self.told_at, self._said_at = 1.0, 0.0, 0.0, 0.0
+        self.wires: list[tuple[Wire, LinkEnd]] = []
+        self._backlog: list[tuple[Any, ...]] = []
+        self._failed: list[int] = []
+        self._left: set[int] = set()
+        self.start = leader.began if saved is None else saved
+        self.build = self.world.speeds.build
+        states = [self.world.state_of(stage, self.start) for stage in group]
+        if self.is_new and (followed := self.world.followed(group)):
+            states, self.build = followed, 0.1
+        self.stages: dict[int, Stage] = {}
+        for stage, state in zip(group, states, strict=True):
+            self.stages[stage] = Stage(self, stage, state)
+
+    def __str__(self) -> str:
+        return f"process {self.number} of stage {'+'.join(map(str, self.group))} on {self.member}"
+
+    @property
+    def runs(self) -> bool:
+        return self.is_alive and not self.is_paused
+
+    def do(self, *what: Any) -> None:
+        """Do something in this process, once it runs; never if it is dead."""
+        if self.is_paused:
+            self._backlog.append(what)
+        elif self.is_alive:
+            what[0](*what[1:])
+
+    def pause(self, is_paused: bool) -> None:
+        if self.is_alive:
+            self.is_paused, backlog = is_paused, self._backlog
+            self._backlog = []
+            for what in [*backlog, *((stage.poke,) for stage in self.stages.values())]:
+                self.do(*what)
+
+    def tell(self, event: Any) -> None:
+        """Tell the coordinator: in order, after a moment, later where the stream is away."""
+        soon = self.world.now + self.world.random.uniform(1e-4, 0.02)
+        self._said_at = max(self._said_at, soon, self.away_until)
+        self.world.at(self._said_at, self.leader.hear, event, self)
+
+    def say(self, stage: int, message: Any) -> None:
+        if self.is_alive:
+            self.tell(ev.Said(stage, message))
+
+    def complain(self, stage: Stage, error: WireError) -> None:
+        self._failed.append(stage.index)
+        ends, what = stage.ends.items(), (type(error).__name__, True, str(error), "")
+        accused = [s for s, end in ends if end.is_lost and not end.at_fault]
+        convicted = [s for s, end in ends if end.at_fault]
+        self.say(stage.index, pr.Failed(*what, accused, convicted))
+
+    def leave(self, stage: int) -> None:
+        self._left.add(stage)
+        if len(self._left) == len(self.group):
+            self.die(0)
+
+    def die(self, code: int, is_silent: bool = False) -> None:
+        """The process ends; with `is_silent`, nobody says so."""
+        if not self.is_alive:
+            return
+        self.is_alive, self.is_paused = False, False
+        for wire, end in self.wires:
+            wire.lose(end)
+        for stage in self._failed or self.group:
+            if is_silent:
+                self.tell(ev.Away(stage, "no answer"))
+                given_up = OUTAGE * self.world.random.uniform(0.3, 1.05)
+                self.world.after(given_up, self.leader.hear, ev.Lost(stage, "no answer"), self)
+            else:
+                self.tell(ev.Exited(stage, code))
