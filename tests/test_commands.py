@@ -44,7 +44,7 @@ def perform(
 
     Commands of ours run in this process, which has imported torch already; their stages do not.
     """
-    for folder in ("examples", "tools", "lab"):
+    for folder in ("examples", "tools", "lab", "tests"):
         (tmp_path / folder).symlink_to(ROOT / folder)
 
     def run(words: Words, variables: dict[str, str]) -> str:

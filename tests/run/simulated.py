@@ -12,6 +12,7 @@ leaves that nothing disturbs.
     python tests/run/simulated.py goodput        what deaths cost a run of a 160m model
 """
 
+import argparse
 import heapq
 import itertools
 import os
@@ -546,10 +547,13 @@ def goodput(steps: int = 500, deaths: float = 0.01) -> None:
 
 def main() -> None:
     """Simulate the seeds of the command line: tell the story of one, or which of many go wrong."""
-    if sys.argv[1] == "goodput":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("seeds", help="one seed, as 17; several, as 0..1000; or the word goodput")
+    seeds_or_word = parser.parse_args().seeds
+    if seeds_or_word == "goodput":
         goodput()
         return
-    first, _, last = sys.argv[1].partition("..")
+    first, _, last = seeds_or_word.partition("..")
     if not last:
         _, wrong = simulate(int(first), tells=True)
         sys.exit(f"seed {first} goes wrong: {wrong}" if wrong else 0)

@@ -1,23 +1,15 @@
 """The state of a logged link, and the pipe that goes by it."""
 
-import time
 from pathlib import Path
 
-import pytest
-
-from thinwire.errors import WireError
 from thinwire.wire import (
     Frame,
     FrameKind,
     FrameLog,
     LinkState,
-    LoggedPipe,
     Position,
     encode,
-    memory_pair,
 )
-from thinwire.wire.background import on_daemon_thread
-from waiting import PATIENCE
 
 NEW = Position(start=0, latest=0, received=[])
 
@@ -43,14 +35,3 @@ def test_what_waits_on_the_uplink_is_not_sent_twice_when_the_log_was_lost(tmp_pa
         state.keep(frame(step))
     assert log.reaches(1) and not log.reaches(0)
     assert state.go_on(Position(start=1, latest=0, received=[])) == []
-
-
-def test_a_neighbour_that_is_lost_before_it_answers_holds_up_nobody(tmp_path: Path) -> None:
-    logged = LoggedPipe(None, LinkState(FrameLog(tmp_path, 1 << 20)))
-    silent, _ = memory_pair()
-    going_on = on_daemon_thread("go on", lambda: logged.go_on(silent))
-    while logged._next is None:
-        time.sleep(0.001)
-    logged.await_another()
-    with pytest.raises(WireError, match="did not say where it stands"):
-        going_on.result(PATIENCE)
