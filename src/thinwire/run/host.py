@@ -593,7 +593,7 @@ class HostedPeers(Peers):
         best = self._best(stages, [as_peer(member, False) for member in base.members.here()])
         name = self._best(stages, self._candidates())
         if (name is None or name != best) and waited < ANSWER_SECONDS:
-            return  # a better one may answer, such as a spare, or whoever had them and has the files
+            return  # a better one may answer: a spare, or whoever had them and has the files
         which = "stage " + ", ".join(map(str, stages))
         if name is None:
             if waited > REMIND_SECONDS or not self._is_waiting:
