@@ -30,6 +30,8 @@ from thinwire.run.formation import Formation, next_holder
 from thinwire.run.host import HostedPeers
 from thinwire.run.machine import Machine
 from thinwire.run.protocol import (
+    Alive,
+    AskAlive,
     Await,
     Finished,
     Hold,
@@ -161,6 +163,23 @@ def test_stages_of_who_does_not_answer_are_given_to_who_does(
         led.peers.replace([1])
         led.gives("ana", [0, 1])
         assert not any(isinstance(m, Hold) and m.again for m, *_ in ben.heard)
+
+
+def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(
+    house: House, leads: Leads
+) -> None:
+    ana = house.join("ana")
+    house.join("ben")
+    cleo = Joined(house.listener.address, house.enrol("cleo"), is_frozen=True).arrive()
+    with leads("ana", "ben") as led:
+        wait_until(lambda: "cleo" in house.here())
+        house.members.kick("ben")
+        led.peers.replace([1])
+        ana.hears(AskAlive)
+        led.next(Tick)
+        assert led.is_quiet() and led.peers._formation.seats == ["ana", "ben"]
+        cleo.say(Alive())
+        led.gives("cleo", [1])
 
 
 @pytest.mark.parametrize(("log_mb", "has_spare"), [(64, True), (64, False), (0, True)])

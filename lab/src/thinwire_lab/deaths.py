@@ -286,7 +286,9 @@ def network(wan: Path, mbps: float, latency_ms: float) -> Iterator[None]:
 
 
 def over_wan(folder: Path, spares: int, log_mb: int | None) -> Row:
-    """The member of the middle stage dies after a checkpoint is complete: how long that takes."""
+    """A member dies after a checkpoint is complete: how long that takes. With a spare, it is the
+    one that the spare stands by for; else that of the middle stage.
+    """
     changes: dict[str, dict[str, Any]] = {} if log_mb is None else {"train": {"log_mb": log_mb}}
     settings = settings_of(folder, "wan", merged(LARGE, changes))
     with Hosted(folder, settings, has_network=True) as hosted:
@@ -296,7 +298,10 @@ def over_wan(folder: Path, spares: int, log_mb: int | None) -> Row:
         saved = int(run.leader.find(r"checkpoint of step (\d+) in"))
         run.wait_for(len(run.rows()) + 3)
         before = [row["step_seconds"] for row in run.rows()[2:]]
-        hosted.members[read_formation(run.folder).seats[1]].end()
+        killed = 1
+        if spares and log_mb != 0:
+            killed = int(run.leader.find(r"stage (\d+) has a stand-by"))
+        hosted.members[read_formation(run.folder).seats[killed]].end()
         pause = run.pause()
         moved = [sum(cut_bytes(link) for link in row["links"]) for row in run.rows()]
         step, usual = statistics.median(before), statistics.median(moved[:-1])

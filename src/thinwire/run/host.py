@@ -612,16 +612,11 @@ class HostedPeers(Peers):
     def _find_holder(self, stages: list[int]) -> None:
         """Give lost stages to whoever is best for them, or wait for somebody who is."""
         base, before = self._base, self._formation.seats[stages[0]]
-        candidates, waited = self._candidates(), time.monotonic() - self._asked_at
-        wanted = self._moves.get(stages[0], before)
-        is_expected = any(member.name == wanted for member in base.members.here())
-        if any(machine.name == wanted for machine in candidates if wanted != before):
-            name: str | None = wanted
-        else:
-            name = next_holder(stages, self._formation.seats, candidates, self._settings)
-        is_hoped_for = name is None or (is_expected and name != wanted)
-        if is_hoped_for and waited < ANSWER_SECONDS:
-            return  # they may answer; and whoever had the stages has the files
+        waited = time.monotonic() - self._asked_at
+        best = self._best(stages, [as_peer(member, False) for member in base.members.here()])
+        name = self._best(stages, self._candidates())
+        if (name is None or name != best) and waited < ANSWER_SECONDS:
+            return  # a better one may answer: a spare, or whoever had them and has the files
         which = "stage " + ", ".join(map(str, stages))
         if name is None:
             if waited > REMIND_SECONDS or not self._is_waiting:
@@ -732,6 +727,13 @@ class HostedPeers(Peers):
             release = Release(f"{name} holds stage {', '.join(map(str, stages))} now", stages)
             self._base.members.tell(before, release, generation=self._formation.epoch)
         self._ways = self._probed_ways({before, name})
+
+    def _best(self, stages: list[int], machines: list[Machine]) -> str | None:
+        """Who of these is to hold lost stages; None: nobody can."""
+        moves_to = self._moves.get(stages[0])
+        if any(machine.name == moves_to for machine in machines):
+            return moves_to
+        return next_holder(stages, self._formation.seats, machines, self._settings)
 
     def _give_up_the_absent(self) -> None:
         """Have others hold the stages of a member that cannot be reached, if there are others.
