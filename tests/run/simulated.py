@@ -75,7 +75,6 @@ class Leader:
             placement=self.groups,
         )
         self.is_over, self.told, self.told_at, self.completed = False, 0, 0.0, 0
-        self.safe = 0
         self.recorded: list[int] = [began] * plan.stages
         self.scored: set[int] = set()
         self.seats = [f"m{i}" for i, group in enumerate(self.groups) for _ in group]
@@ -149,8 +148,6 @@ class Leader:
             case ev.Commit(step, parts):
                 world.complete(step, parts)
                 if not self.coordinator.is_over:
-                    # With machines, one of which may just begin there, the logs reach further back.
-                    self.safe = self.completed if self.world.plan.hosted else step
                     self.completed = step
                     self.hear(ev.Completed(step))
             case ev.End(error):
@@ -349,8 +346,8 @@ class World:
             logs = [end.state.log.since(-1) for end in stage.ends.values() if end.state]
             if any(-1 < entry.step < stage.saved for log in logs for entry in log):
                 raise WrongError(f"stage {index} still logs what was saved")
-        if leader.told < leader.safe and self.now - self.calm_at > 1:
-            raise WrongError(f"step {leader.safe} is saved, and nobody was told")
+        if leader.told < leader.completed and self.now - self.calm_at > 1:
+            raise WrongError(f"step {leader.completed} is saved, and nobody was told")
         due = {s for s in range(leader.began, done + 1) if self.plan.is_evaluation_step(s)}
         if not self.stop_asked and due - leader.scored:
             raise WrongError(f"validations are missing: {due - leader.scored}")

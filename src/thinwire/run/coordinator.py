@@ -176,7 +176,6 @@ class Coordinator:
         self._links = [0] * max(0, stages - 1)  # how often the link over each cut was opened anew
         self._saved = 0  # the step of the last complete checkpoint, as stages were told
         self._complete = 0  # ... and as it is
-        self._safe = 0  # what was sent before it is needed by nobody
         self._base = 0  # ... and from which stages were last replaced
         self._heard: dict[tuple[int, type], int] = {}  # the last step of each kind of report
         self._followers: dict[tuple[int, ...], Follower] = {}  # by the stages that they follow
@@ -265,8 +264,6 @@ class Coordinator:
             case Stopped(stage):
                 return self._replace_stuck(stage, "its process is stopped", now)
             case Completed(step):
-                # A stand-by on another machine may just begin at the one before.
-                self._safe = self._complete if self._parts_travel else step
                 self._complete = step
                 return self._tell_saved()
             case FollowerSaid(stage, message):
@@ -722,9 +719,9 @@ class Coordinator:
 
     def _tell_saved(self) -> list[Command]:
         """What stages sent before a complete checkpoint is needed no more, unless one is behind."""
-        if self._lost_at or self._safe <= self._saved or not self._together:
+        if self._lost_at or self._complete <= self._saved or not self._together:
             return []
-        self._saved = self._safe
+        self._saved = self._complete
         followed = [TellFollower(s, Saved(self._saved)) for group in self._followers for s in group]
         return [*self._tell_all(Saved(self._saved)), *followed]
 

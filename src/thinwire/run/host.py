@@ -611,7 +611,7 @@ class HostedPeers(Peers):
 
     def _find_holder(self, stages: list[int]) -> None:
         """Give lost stages to whoever is best for them, or wait for somebody who is."""
-        base, before = self._base, self._formation.seats[stages[0]]
+        base = self._base
         waited = time.monotonic() - self._asked_at
         best = self._best(stages, [as_peer(member, False) for member in base.members.here()])
         name = self._best(stages, self._candidates())

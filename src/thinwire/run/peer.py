@@ -336,7 +336,7 @@ class Peer:
         most = worker.settings.train.log_mb << 20
         if not isinstance(worker, Worker) or not most or not worker.settings.link.outage:
             return pipe
-        log = FrameLog(worker.log_folder(cut), most)
+        log = FrameLog(worker.log_folder(cut), most, most // 2)
         state = LinkState(log, worker.state.step, self._is_new, self._follows)
         logged = LoggedPipe(None if self._is_new else pipe, state, nic, meter.count_sent)
         self._logged[cut] = logged

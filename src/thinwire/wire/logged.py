@@ -52,9 +52,11 @@ class FrameLog:
     a later state is saved.
     """
 
-    def __init__(self, folder: Path, limit: int):
-        """`limit`: bytes that it may have; one more, and it begins anew as after a full disk."""
-        self._folder, self._limit = folder, limit
+    def __init__(self, folder: Path, limit: int, keeps: int = 0):
+        """`limit`: bytes that it may have; one more, and it begins anew as after a full disk.
+        `keeps`: bytes that stay although no state needs them: who begins to follow may be late.
+        """
+        self._folder, self._limit, self._keeps = folder, limit, keeps
         self._entries: deque[Entry] = deque()
         self._lock = threading.Lock()
         self._number, self._size, self.bytes = 0, 0, 0
@@ -136,13 +138,14 @@ class FrameLog:
     def trim(self, step: int) -> None:
         """A state of this step is safe: frames of earlier steps are needed no more."""
         with self._lock:
-            self._from = max(self._from, step)
-            self._drop(lambda entry: entry.step < step and entry.step != GOODBYE)
+            self._drop(lambda entry: GOODBYE < entry.step < step and self.bytes > self._keeps)
 
     def _drop(self, is_old: Callable[[Entry], bool]) -> None:
         files = {entry.file for entry in self._entries}
         while self._entries and is_old(self._entries[0]):
-            self.bytes -= self._entries.popleft().length
+            entry = self._entries.popleft()
+            self._from = max(self._from, entry.step + 1)
+            self.bytes -= entry.length
             self._dropped += 1
         current = self._folder / f"{self._number:06d}.frames"
         for file in files - {entry.file for entry in self._entries} - {current}:
