@@ -94,6 +94,7 @@ from thinwire.wire.keys import fingerprint_of
 from thinwire.wire.routes import Kind
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
+FOR_FOLLOWERS = 256 << 20  # bytes that a log keeps beside what is needed: who follows may be late
 MOST_UNSAID = 16  # reports of the last steps that a follower keeps: a lost stage may owe them
 _TRACE_PARTS = 12  # of a traceback, sent along in case that the log is lost
 MessageT = TypeVar("MessageT")
@@ -336,7 +337,7 @@ class Peer:
         most = worker.settings.train.log_mb << 20
         if not isinstance(worker, Worker) or not most or not worker.settings.link.outage:
             return pipe
-        log = FrameLog(worker.log_folder(cut), most, most // 2)
+        log = FrameLog(worker.log_folder(cut), most + FOR_FOLLOWERS, FOR_FOLLOWERS)
         state = LinkState(log, worker.state.step, self._is_new, self._follows)
         logged = LoggedPipe(None if self._is_new else pipe, state, nic, meter.count_sent)
         self._logged[cut] = logged

@@ -125,7 +125,7 @@ def logged_steps(settings: Settings) -> int:
 
     It follows from what all machines of a run agree on, for all must save after the same steps.
     """
-    room = settings.train.log_mb << 19  # half: the rest is for stand-bys (run/peer.py)
+    room = settings.train.log_mb << 20
     reach = range(MOST_LOGGED_STEPS + 1)
     if not room or settings.pipeline.stages == 1:
         return 0

@@ -117,7 +117,7 @@ class TrainConfig:
         scope="keeping",
     )
     log_mb: int = option(
-        2048,
+        4096,
         "megabytes of frames that each end of a link keeps on disk since the last checkpoint, so "
         "that a lost stage is computed again and nothing else; a checkpoint is saved before they "
         "are full; 0 = none: a lost stage costs the steps since the last checkpoint",
