@@ -71,6 +71,7 @@ class Hosted:
         assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_stage_of_who_is_killed_and_a_neighbour_that_of_who_is_removed(
     machines: Machines, corpus: Corpus
 ) -> None:

@@ -140,6 +140,7 @@ KILLS = [
         {**SUBSPACE, "boundary__anchor": "embedding", "boundary__row_tokens": 20,
          "boundary__row_steps": 5, "codec__rows": "fp64", "pipeline__stages": 3},
         id="rows of the embedding",
+        marks=pytest.mark.slow,
     ),
 ]  # fmt: skip
 

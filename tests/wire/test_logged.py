@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from wiring import MAX_PAYLOAD, Recorder, in_background
 
@@ -326,3 +327,54 @@ def test_what_both_ends_do_at_once_keeps_its_order(tmp_path: Path) -> None:
     sending.join(PATIENCE)
     wait_until(lambda: len(new.heard.frames) >= 300 * MICROBATCHES)
     assert new.got() == frames_of(*range(300))
+
+
+def test_a_follower_gets_what_another_gets_sends_nothing_and_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    ours, theirs = memory_pair()
+    below, above = Side(tmp_path / "below", ours), Side(tmp_path / "above", theirs)
+    below.send(0, 1)
+    fed, follows = memory_pair()
+    feeding = in_background(lambda: below.pipe.feed(fed))
+    follower = Side(tmp_path / "follower above", None)
+    follower.state.follows, follower.state.sent_again = True, 1 << 60
+    follower.pipe.follow(follows)
+    follower.start()
+    follower.wait_for(2 * MICROBATCHES)
+    below.send(2)
+    follower.wait_for(3 * MICROBATCHES)
+    above.send(0, 1)
+    above.send(2, microbatches=1)
+    below.wait_for(2 * MICROBATCHES + 1)
+    follower.send(0, 1, 2)
+    wait_until(lambda: follower.state.log.latest == 2)
+    assert below.got() == [*frames_of(0, 1), (2, 0)], "it sends nothing"
+    die(above, theirs, below)
+    ours, theirs = memory_pair()
+    going = in_background(lambda: below.pipe.go_on(ours))
+    follower.pipe.await_another()
+    follower.pipe.go_on(theirs)
+    going.join(PATIENCE)
+    below.send(3)
+    follower.wait_for(4 * MICROBATCHES)
+    follower.send(3)
+    below.wait_for(4 * MICROBATCHES)
+    assert below.got() == frames_of(0, 1, 2, 3), "what the lost one had not sent, and nothing twice"
+    assert follower.got() == frames_of(0, 1, 2, 3)
+    fed.close()
+    below.pipe.close()
+    feeding.join(PATIENCE)
+
+
+def test_a_follower_that_is_fed_no_more_says_so(tmp_path: Path) -> None:
+    ours, theirs = memory_pair()
+    state = LinkState(FrameLog(tmp_path / "follower", 1 << 20), 0, is_new=True, follows=True)
+    pipe = LoggedPipe(None, state)
+    going = in_background(lambda: pipe.follow(theirs))
+    assert ours.read()
+    ours.write(msgspec.msgpack.encode(Position(0, 0, [])))
+    going.join(PATIENCE)
+    ours.close()
+    with pytest.raises(WireError, match="feeds this follower no more"):
+        pipe.read()
