@@ -1,5 +1,6 @@
 """Pipes that outlive the process at their other end: what is sent again, and what is left out."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -336,7 +337,12 @@ def test_a_follower_gets_what_another_gets_sends_nothing_and_takes_its_place(
     below, above = Side(tmp_path / "below", ours), Side(tmp_path / "above", theirs)
     below.send(0, 1)
     fed, follows = memory_pair()
-    feeding = in_background(lambda: below.pipe.feed(fed))
+
+    def feed() -> None:
+        with contextlib.suppress(WireError):  # at the end of the test
+            below.pipe.feed(fed)
+
+    feeding = in_background(feed)
     follower = Side(tmp_path / "follower above", None)
     follower.state.follows, follower.state.sent_again = True, 1 << 60
     follower.pipe.follow(follows)
