@@ -137,9 +137,9 @@ LOOK_SECONDS = 1.0
 PROBE_SECONDS = 3.0
 OWN_INVITE_SECONDS = 3600.0  # for peers on this machine, which join at once
 ANSWER_SECONDS = 3.0  # for whoever had lost stages to say that it is there
-SPARE_SECONDS, NEIGHBOUR_SECONDS = 3.0, 8.0
-"""For which a member may be away before another takes its stages: one that holds nothing at once;
-one that holds stages already would be slower with more."""
+FOLLOWED_SECONDS, SPARE_SECONDS, NEIGHBOUR_SECONDS = 1.5, 3.0, 8.0
+"""For which a member may be away before another takes its stages: one that follows them loses
+nothing by it, one that holds nothing a little, one that holds stages is slower with more."""
 SPARES = 2  # machines that an invite lets in beyond those that the run needs
 LEAVE_SECONDS = 5.0  # for them to end after the host has said goodbye
 _UNKNOWN_GB = 1e6  # memory of a member that does not know its own: it will see
@@ -748,9 +748,11 @@ class HostedPeers(Peers):
             others = [as_peer(m, False) for m in self._base.members.here()]
             name = next_holder(held, self._formation.seats, others, self._settings)
             limit = SPARE_SECONDS if name not in self._formation.seats else NEIGHBOUR_SECONDS
+            if all(self._standby_of(stage) for stage in held):
+                limit = FOLLOWED_SECONDS
             if name is not None and now - member.down_since > limit:
                 self._given_up.add(away)
-                self._lose(member.name, f"{member.name} could not be reached for {limit:.0f} s")
+                self._lose(member.name, f"{member.name} could not be reached for {limit:g} s")
 
     def _spread(self) -> None:
         """After a complete checkpoint, have a member that holds nothing take over one of several
