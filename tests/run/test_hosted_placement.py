@@ -198,7 +198,7 @@ def test_who_cannot_be_reached_is_given_up_sooner_with_a_spare_and_never_without
         wait_until(lambda: "ben" not in house.here())
         if log_mb:
             lost = led.next(Lost)
-            assert lost.stage == 1 and "ben could not be reached for 0 s" in lost.error
+            assert lost.stage == 1 and "ben could not be reached for 0." in lost.error
         else:
             led.next(Tick)
             assert led.is_quiet()
