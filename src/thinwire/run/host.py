@@ -140,6 +140,7 @@ ANSWER_SECONDS = 3.0  # for whoever had lost stages to say that it is there
 FOLLOWED_SECONDS, SPARE_SECONDS, NEIGHBOUR_SECONDS = 1.5, 3.0, 8.0
 """For which a member may be away before another takes its stages: one that follows them loses
 nothing by it, one that holds nothing a little, one that holds stages is slower with more."""
+STANDBY_PAUSE = 5.0  # between a stand-by that was lost and the next one
 SPARES = 2  # machines that an invite lets in beyond those that the run needs
 LEAVE_SECONDS = 5.0  # for them to end after the host has said goodbye
 _UNKNOWN_GB = 1e6  # memory of a member that does not know its own: it will see
@@ -513,6 +514,7 @@ class HostedPeers(Peers):
         self._is_saved = False  # a checkpoint is complete since the placement was last looked at
         self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
         self._standbys: dict[tuple[int, ...], str] = {}  # by the stages that they follow
+        self._standby_after = 0.0  # no other stand-by begins before
         self._standby_ways: dict[tuple[tuple[int, ...], str], Ways] = {}  # of the latest
         self._had: dict[str, set[int]] = {}  # by member: the stages that it holds or has held
         self._replaces = bool(placement(settings, formation.groups()))  # those who are lost
@@ -650,7 +652,7 @@ class HostedPeers(Peers):
         seats, busy = self._formation.seats, {*self._formation.seats, *self._standbys.values()}
         free = [m for m in self._base.members.here() if m.name not in busy]
         left = [group for group in groups if tuple(group) not in self._standbys]
-        if not free or not left:
+        if not free or not left or time.monotonic() < self._standby_after:
             return
         rates = {m.name: m.hello.machine.tflops for m in self._base.members.all() if m.hello}
         holders = [seats[group[0]] for group in self._groups]
@@ -702,6 +704,7 @@ class HostedPeers(Peers):
 
     def _drop_standby(self, stages: list[int]) -> None:
         if name := self._forget_standby(stages):
+            self._standby_after = time.monotonic() + STANDBY_PAUSE  # it may fail again at once
             release = Release("its stage is placed anew", stages)
             self._base.members.tell(name, release, generation=self._formation.epoch)
 
