@@ -625,7 +625,7 @@ class Coordinator:
 
     def _outer_cuts(self, stage: int) -> list[int]:
         """The cuts of a stage that are between two processes."""
-        cuts = [(cut, other) for cut, other in ((stage - 1, stage - 1), (stage, stage + 1))]
+        cuts = (stage - 1, stage - 1), (stage, stage + 1)
         return [c for c, other in cuts if other in self._all and other not in self._together[stage]]
 
     # Processes that follow a stage, to take its place at once

@@ -847,7 +847,9 @@ class HostedPeers(Peers):
             stream = stream_name("state", stages[0], generation, self._again)
             self._streams.serve(stream, name, partial(states.serve, stages=tuple(stages)))
         for stage in stages:
-            threading.Thread(target=self._serve_tokens, args=(stage, name), daemon=True).start()
+            tokens = stream_name("tokens", stage, generation, self._again)
+            serving = threading.Thread(target=self._serve_tokens, args=(tokens, name), daemon=True)
+            serving.start()
 
     def _collect(self, name: str, stages: list[int]) -> None:
         """Accept shards of these stages from a member."""
@@ -857,9 +859,7 @@ class HostedPeers(Peers):
             collect = partial(self.collector.collect_from, name, self._collected[name])
             self._streams.serve(store_name(name), name, collect)
 
-    def _serve_tokens(self, stage: int, name: str) -> None:
-        stream = stream_name("tokens", stage, self._formation.epoch, self._again)
-
+    def _serve_tokens(self, stream: str, name: str) -> None:
         def accept(timeout: float | None) -> Pipe:
             return self._streams.accept(stream, name, timeout)
 
