@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,14 @@ LARGE: dict[str, dict[str, Any]] = {  # each stage: three blocks of the preset 1
 class Program:
     """A `thinwire` command as a process with a home of its own."""
 
-    def __init__(self, prefix: list[str], home: Path, *words: object, said: str = ""):
+    def __init__(
+        self,
+        prefix: list[str],
+        home: Path,
+        *words: object,
+        said: str = "",
+        env: Mapping[str, str] | None = None,
+    ):
         home.mkdir(parents=True, exist_ok=True)
         self._log = home / f"output-{time.monotonic_ns()}.txt"
         own = {"HOME": home, "THINWIRE_DATA": home / "data", "THINWIRE_CACHE": cache_folder()}
@@ -61,7 +68,7 @@ class Program:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **{key: str(path) for key, path in own.items()}},
+                env={**os.environ, **{key: str(path) for key, path in own.items()}, **(env or {})},
             )
         assert self.process.stdin is not None
         self.process.stdin.write(said.encode())
@@ -188,12 +195,12 @@ class Hosted(contextlib.ExitStack):
         self.run = Run(settings.run.folder, host)
         self._invite = host.find(r"thinwire join (tw1-\S+)")
 
-    def join(self, number: int) -> None:
+    def join(self, number: int, env: Mapping[str, str] | None = None) -> None:
         """Have a member join, or join again."""
         name = f"peer-{number}"
         words = ["join", "-", "--name", name, "--listen", f"{self._address(number)}:0"]
         home = self._folder / name
-        self.members[name] = Program(self._prefix(number), home, *words, said=self._invite)
+        self.members[name] = Program(self._prefix(number), home, *words, said=self._invite, env=env)
         self.callback(self.members[name].end)
         self.members[name].find("(enrolled as)")
 

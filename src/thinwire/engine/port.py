@@ -24,7 +24,7 @@ from thinwire.wire import Frame, FrameKind, Link
 
 Key = tuple[Any, ...]
 
-_LEGS = {
+LEGS = {
     FrameKind.FORWARD: Leg.FORWARD,
     FrameKind.EVALUATE: Leg.FORWARD,
     FrameKind.PROBE: Leg.FORWARD,
@@ -283,7 +283,7 @@ class Port:
 
         Returns at once in training; in a validation it waits while enough frames wait to be sent.
         """
-        codec = self._end.codecs[_LEGS[kind]]
+        codec = self._end.codecs[LEGS[kind]]
         if kind is FrameKind.EVALUATE:
             self.link.wait_for_room(EVALUATION_WINDOW)
         elif kind in _TRAINING:  # before it leaves: the neighbour may answer at once
@@ -364,7 +364,7 @@ class Port:
             )
         if frame.kind is FrameKind.EVALUATE:
             self._on_evaluation(frame)
-        elif frame.kind not in _LEGS:
+        elif frame.kind not in LEGS:
             self._check_step(frame)
             self._on_message(frame)
         else:
@@ -492,14 +492,14 @@ class Port:
     def _place(self, kind: FrameKind, step: int, number: int) -> Place:
         """Where a tensor is packed; both probes of a move at one place, so chance is the same."""
         microbatch = 0 if kind is FrameKind.PROBE else number
-        return self._end.place(_LEGS[kind], step, microbatch, kind in _TRAINING)
+        return self._end.place(LEGS[kind], step, microbatch, kind in _TRAINING)
 
     def _described(self, frame: Frame) -> str:
         work = f"step {frame.step}, microbatch {frame.microbatch}"
         return f"{self.link.name}: {frame.kind.name} of {work}"
 
     def _check_contract(self, frame: Frame) -> Codec:
-        what, codec = self._described(frame), self._end.codecs[_LEGS[frame.kind]]
+        what, codec = self._described(frame), self._end.codecs[LEGS[frame.kind]]
         most = PROBES if frame.kind is FrameKind.PROBE else self._end.microbatches
         if frame.kind is not FrameKind.EVALUATE and frame.microbatch >= most:
             raise WireError(f"{what} does not exist: a step has {most} of them")

@@ -5,7 +5,7 @@ Their annotations say all that is checked when a report arrives from another pro
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypedDict, cast
+from typing import Literal, TypedDict, cast
 
 from thinwire.engine.checkpoint import Shard
 from thinwire.engine.source import Versions
@@ -40,6 +40,22 @@ Meters = dict[str, Moved]
 def meters_of(links: Iterable[Link]) -> Meters:
     """What these links have moved until now."""
     return cast(Meters, {link.name: link.meter.snapshot() for link in links})
+
+
+@dataclass(frozen=True)
+class Audited:
+    """How what a stage sent stands against what the process that follows it computes.
+
+    So many tensors were compared, up to this step. With a `tensor` it is the first that differs by
+    more than rounding; a difference of 0 is then not known, for there was only a digest.
+    """
+
+    step: int
+    compared: int
+    difference: Finite  # the largest so far, relative to the tensor's norm; or that of `tensor`
+    tolerance: Finite
+    tensor: Literal["", "activation", "gradient", "tally"] = ""
+    microbatch: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
 
+from thinwire.engine.audit import DRIFTED
 from thinwire.engine.port import decision_number
 from thinwire.engine.reports import (
     Agreements,
+    Audited,
     Evaluation,
     Meters,
     Report,
@@ -33,6 +35,7 @@ from thinwire.run.events import (
     Commit,
     Completed,
     Discard,
+    Doubt,
     DropFollower,
     End,
     Event,
@@ -91,6 +94,7 @@ MOST_AHEAD = 4096
 stream may be down for a while and its reports come later."""
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
 MOST_DEATHS = 3  # of a stage, without a step that is new, before the run ends
+DECIDE_BITS = ("torch", "machine", "processor")  # of the versions of a process
 REPLACEABLE = ("died", "was lost", "got stuck")
 """The deeds of a stage after which another process may take its place: it did nothing wrong."""
 
@@ -147,6 +151,8 @@ class Coordinator:
         losses: LossWatch | None = None,
         course: Course | None = None,
         placement: Sequence[Sequence[int]] = (),
+        audits: bool = False,
+        audit_replaces: bool = False,
     ):
         self.phase = Phase.BUILDING
         self.stop_asked = False
@@ -179,6 +185,7 @@ class Coordinator:
         self._base = 0  # ... and from which stages were last replaced
         self._heard: dict[tuple[int, type], int] = {}  # the last step of each kind of report
         self._followers: dict[tuple[int, ...], Follower] = {}  # by the stages that they follow
+        self._audits, self._audit_replaces = audits, audit_replaces
         self._promoted: set[int] = set()  # lost stages whose followers take their places
         self._followed = 0  # how many followers there were
         self._moved: dict[int, Meters] = {}  # what lost processes of a stage had moved
@@ -267,7 +274,10 @@ class Coordinator:
                 self._complete = step
                 return self._tell_saved()
             case FollowerSaid(stage, message):
-                return self._on_follower(tuple(self._together[stage]), stage, message)
+                group = tuple(self._together[stage])
+                if isinstance(message, Audited):
+                    return self._on_audited(group, stage, message, now)
+                return self._on_follower(group, stage, message)
             case FollowerLost(stages):
                 self._followers.pop(tuple(stages), None)
                 return [DropFollower(stages)]
@@ -652,9 +662,39 @@ class Coordinator:
             if len(found.linked) == len(group):
                 found.is_linked = True
                 which = ", ".join(map(str, group))
-                start = [TellFollower(s, Start()) for s in group]
-                return [*start, Say(f"stage {which} has a stand-by, which follows it")]
+                alike = self._audits and all(self._is_alike(s, found.ready[s]) for s in group)
+                start = [TellFollower(s, Start(is_alike=alike)) for s in group]
+                note = f"stage {which} has a stand-by, which follows it"
+                if self._audits:
+                    how = "equal bits" if alike else "another kind of machine, small differences"
+                    note += f" and compares what it sends; expected: {how}"
+                return [*start, Say(note)]
         return []
+
+    def _is_alike(self, stage: int, ready: Ready) -> bool:
+        """Whether whoever follows a stage is on a machine that computes the same bits."""
+        theirs, mine = self._ready[stage], ready
+        same = [(r.device, *(r.versions.get(k) for k in DECIDE_BITS)) for r in (theirs, mine)]
+        return same[0] == same[1]
+
+    def _on_audited(
+        self, group: tuple[int, ...], stage: int, found: Audited, now: float
+    ) -> list[Command]:
+        """Whoever follows a stage says how what it computes stands against what that sent."""
+        follower = self._followers.get(group)
+        if follower is None or self._lost or self.phase is not Phase.TRAINING:
+            return []
+        if not found.tensor:
+            # What has drifted so far finds only what is as far: it begins at a newer checkpoint.
+            if found.difference < DRIFTED:
+                return []
+            del self._followers[group]
+            return [DropFollower(list(group))]
+        doubt = Doubt(stage, found, self._audit_replaces)
+        if not self._audit_replaces:
+            return [doubt]
+        note = f"stage {stage} is replaced by its stand-by, for it sent other values"
+        return [doubt, *self._replace({stage}, note, now)]
 
     def _link_follower(self, group: tuple[int, ...], follower: "Follower") -> list[Command]:
         commands: list[Command] = []

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from thinwire.engine.reports import Evaluation, ShardWritten, Step
+from thinwire.engine.reports import Audited, Evaluation, ShardWritten, Step
 from thinwire.run.protocol import Finished, LinkUp, OfStage, Ready, ToStage
 
 
@@ -244,6 +244,17 @@ class DropFollower:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """What a stage sent is not what the process that follows it computes; with `replaces`, the
+    machine that holds it gets no stage any more.
+    """
+
+    stage: int
+    found: Audited
+    replaces: bool
+
+
+@dataclass(frozen=True)
 class Suspect:
     """A stage that may be the cause of a failure, and how unsure the evidence leaves us of that.
 
@@ -266,7 +277,7 @@ class End:
     culprit: Suspect | None = None
 
 
-OfFollower = TellFollower | Promote | DropFollower
+OfFollower = TellFollower | Promote | DropFollower | Doubt
 Command = (
     Tell
     | Say

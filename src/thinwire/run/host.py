@@ -26,7 +26,7 @@ from typing import Any
 from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.engine.cut import are_cuts_learned
-from thinwire.engine.reports import ShardFailed, ShardWritten
+from thinwire.engine.reports import Audited, ShardFailed, ShardWritten
 from thinwire.engine.shard_check import ShardCheck, most_shard_bytes
 from thinwire.errors import (
     BreachError,
@@ -48,6 +48,7 @@ from thinwire.run.events import (
     Back,
     Begin,
     Command,
+    Doubt,
     DropFollower,
     Event,
     FollowerLost,
@@ -112,7 +113,7 @@ from thinwire.run.record import RunRecord
 from thinwire.run.relay import is_public, outside_address
 from thinwire.run.signals import Interrupted, heeding, leave_at_once, stopping
 from thinwire.run.start import make_start, open_resume, opened, prepare_data
-from thinwire.run.status import HostConsole, SharedDisplay, Standing
+from thinwire.run.status import HostConsole, SharedDisplay, Standing, doubt_text
 from thinwire.run.tokens import TokenServer
 from thinwire.run.transfer import SeatServer, ShardCollector, incoming_folder
 from thinwire.settings import Settings
@@ -688,6 +689,12 @@ class HostedPeers(Peers):
                 self._base.display.announce("form", f"stage {which}: {name}, which stood by")
             case DropFollower(stages):
                 self._drop_standby(stages)
+            case Doubt(stage, found, replaces):
+                holder, standby = self._formation.seats[stage], self._standby_of(stage)
+                self._base.display.announce("audit", doubt_text(stage, holder, standby, found))
+                if replaces:
+                    reason = f"{standby} computed other values than it sent for stage {stage}"
+                    self._base.members.set_aside(holder, reason)
 
     def _standby_of(self, stage: int) -> str:
         return next((name for group, name in [*self._standbys.items()] if stage in group), "")
@@ -700,6 +707,7 @@ class HostedPeers(Peers):
         """Who followed these stages, and does so no more; nobody: nothing."""
         name = self._standbys.pop(tuple(stages), "")
         self._base.display.standing.standbys.pop(name, None)
+        self._base.display.standing.audits.pop(name, None)
         return name
 
     def _drop_standby(self, stages: list[int]) -> None:
@@ -879,8 +887,10 @@ class HostedPeers(Peers):
             case Envelope(Hello() | Alive()):
                 self.said.note(Tick())  # somebody may be waited for
             case Envelope(message, stage, said) if said == epoch and stage in self._of(name):
-                if isinstance(message, Ready | Linked | Failed | Ended):
+                if isinstance(message, Ready | Linked | Failed | Ended | Audited):
                     self.said.note(FollowerSaid(stage, message))
+                if isinstance(message, Audited):
+                    self._base.display.standing.audits[name] = message
             case Gone() | Down() | Envelope(Declined() | Leaving()) if followed := self._of(name):
                 self.said.note(FollowerLost(followed))
             case Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
@@ -964,6 +974,8 @@ class Generation:
             losses=watch_losses(settings, base.folder, checkpoint),
             course=Course(settings, step, stages),
             placement=placement(settings, formation.groups()),
+            audits=settings.train.audit,
+            audit_replaces=settings.train.audit_replaces,
         )
         machines = {m.name: m.hello.machine for m in base.members.all() if m.hello is not None}
         uplinks = [machines[n].mbps_up if n in machines else 0.0 for n in formation.seats]

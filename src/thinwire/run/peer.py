@@ -33,6 +33,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 
 import thinwire
+from thinwire.engine.audit import Audit
 from thinwire.engine.reports import Report, meters_of
 from thinwire.engine.trace import Progress
 from thinwire.engine.worker import Assignment, Worker, remedy
@@ -107,7 +108,22 @@ def versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "processor": f"{_cpu()} ({_torch_on_it()})",
     }
+
+
+def _torch_on_it() -> str:
+    return f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+
+
+def _cpu() -> str:
+    """The kind of this machine's CPU: machines of one kind compute the same bits."""
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "CPU part"):
+                return value.strip()[:80]
+    return platform.processor()
 
 
 class Linkable(Protocol):
@@ -161,6 +177,7 @@ class Peer:
         self._standbys: dict[bool, list[Standby]] = {}
         self._unsaid: collections.deque[Any] = collections.deque(maxlen=MOST_UNSAID)
         self._follows = self.order.follows
+        self._audit: Audit | None = None  # of the stage that this one follows
         self._progress = Progress()
 
     def run(self) -> None:
@@ -216,6 +233,10 @@ class Peer:
             state.decide(start.decided, start.stops)
         if isinstance(worker, Worker):
             worker.decided, worker.stops = start.decided, start.stops
+            if self._follows and worker.settings.train.audit:
+                self._audit = Audit(worker.sent_over(), start.is_alike, self._say)
+                for logged in self._logged.values():
+                    logged.audit = self._audit
 
     def _leave(self, wait: Callable[[], Any] = lambda: None) -> None:
         """Say what the links have moved, and goodbye; and wait until nobody needs this stage."""
@@ -355,7 +376,7 @@ class Peer:
             pipe = self._open(worker, neighbour, message.connect)
             try:
                 self._agree(worker, pipe, cut, Meter(), at_start=False)
-                self._logged[cut].feed(pipe)
+                self._logged[cut].feed(pipe, worker.settings.train.audit)
             finally:
                 pipe.close(0)
         except WireError as error:  # whoever leads sees that it is lost
@@ -372,7 +393,9 @@ class Peer:
 
     def _speak_up(self) -> None:
         """From here on it is the stage, and says what the lost one may not have said."""
-        self._follows = False
+        self._follows, self._audit = False, None
+        for logged in self._logged.values():
+            logged.audit = None
         while self._unsaid:
             self._say(self._unsaid.popleft())
 
@@ -445,6 +468,8 @@ class Peer:
                 case Saved(step):
                     for logged in self._logged.values():
                         logged.trim(step)
+                    if self._audit is not None:
+                        self._say(self._audit.standing())
                 case Await(cut) if cut in self._logged:
                     self._relinks[cut] = None
                     self._logged[cut].await_another()

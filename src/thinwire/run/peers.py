@@ -22,6 +22,7 @@ from thinwire.run.events import (
     Command,
     Commit,
     Completed,
+    Doubt,
     DropFollower,
     End,
     Event,
@@ -88,7 +89,7 @@ def heed(
                 peers.wait_for_exits()
             case Replace(stages):
                 peers.replace(stages)
-            case TellFollower() | Promote() | DropFollower():
+            case TellFollower() | Promote() | DropFollower() | Doubt():
                 peers.on_follower(command)
             case _:
                 carry_out(command)

@@ -15,6 +15,7 @@ in one generation of the placement:
     ShardWritten, ...     ->     (Stop, Saved)     training; a step never waits for this stream
                           <-     Await, Relink     a neighbour is lost, another takes its place
                           <-     Follow, TakeOver  a process follows a stage, and takes its place
+    Audited               ->                       ... and compares what both compute
     Finished or Failed    ->
                           <-     Leave             all stages have finished
     Ended                 ->                       the process of the stages has ended
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from thinwire.engine.reports import Meters, Report, Step
+from thinwire.engine.reports import Audited, Meters, Report, Step
 from thinwire.errors import WireError, printable
 from thinwire.run.machine import Machine
 from thinwire.typed import Finite, learn_types
@@ -335,6 +336,7 @@ class Start:
 
     decided: int = 0
     stops: bool = False
+    is_alike: bool = False  # for one that follows: its machine computes the stage's bits
 
 
 @dataclass(frozen=True)
@@ -408,6 +410,7 @@ OfStage = (
     | LinkDown
     | LinkUp
     | LogLost
+    | Audited
     | Report
     | Finished
     | Failed

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.engine.checkpoint import list_checkpoints, step_of
-from thinwire.engine.reports import Step
+from thinwire.engine.reports import Audited, Step
 from thinwire.errors import ConfigError, WireError, printable
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.human import ABSENT, duration, human_bytes, human_flops, loss_text
@@ -110,6 +110,25 @@ class StatusReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+def audit_text(found: Audited) -> str:
+    """How an audit stands, for a person."""
+    if found.tensor:
+        return f"found another {found.tensor} at step {found.step}"
+    close = f"none differs by more than {found.difference:.1e}" if found.difference else "all equal"
+    return f"compared {found.compared:,} of its tensors up to step {found.step}, {close}"
+
+
+def doubt_text(stage: int, holder: str, standby: str, found: Audited) -> str:
+    """That what a stage sent is not what its stand-by computes, for a person."""
+    size = f"differs by {found.difference:.2%}" if found.difference else "has other bits"
+    allowed = f"up to {found.tolerance:.1e} is rounding" if found.tolerance else "none is expected"
+    return (
+        f"{holder} sent something else for stage {stage} than {standby}, which stands by for it, "
+        f"computes: the {found.tensor} of step {found.step}, microbatch {found.microbatch}, {size} "
+        f"({allowed}). One of the two computes wrongly"
+    )
+
+
 def status_from_plain(values: dict[str, Any]) -> StatusReport:
     """A report that another process gave; WireError if this version does not know its form."""
     try:
@@ -138,6 +157,7 @@ class Standing:
     run: str
     run_id: str
     standbys: dict[str, list[int]] = field(default_factory=dict)  # the stages that members follow
+    audits: dict[str, Audited] = field(default_factory=dict)  # what members that stand by found
     _state: str = "starting"
     _step: StepRecord | None = None
     _waiting_for: str = ""
@@ -328,6 +348,8 @@ class HostConsole:
         state = f"gets no stage: {member.why_unfit}" if member.is_unfit else "waiting for a stage"
         if followed := self._standing.standbys.get(member.name):
             state = f"stands by for stage {', '.join(map(str, followed))}"
+            if found := self._standing.audits.get(member.name):
+                state += f"; {audit_text(found)}"
         stages, machine = formation.held_by(member.name), None
         if stages:
             words, doing = zip(*map(self._standing.word_of, stages), strict=True)

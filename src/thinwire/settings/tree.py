@@ -125,6 +125,17 @@ class TrainConfig:
         most=10**9,
         scope="keeping",
     )
+    audit: bool = option(
+        False,
+        "whether a stand-by compares what it computes with what the stage that it follows has sent",
+        scope="keeping",
+    )
+    audit_replaces: bool = option(
+        False,
+        "whether a stand-by takes the place of a stage that it found to send other values; else "
+        "the run only says so",
+        scope="keeping",
+    )
     keep: int = option(
         3,
         "checkpoints to keep; older ones are deleted, but never the last known good one or that "

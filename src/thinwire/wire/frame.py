@@ -49,6 +49,7 @@ class FrameKind(enum.IntEnum):
     TOKENS = 12  # token ids of a microbatch, for a stage without the corpus; empty: asks for them
     PIECE = 13  # the next bytes of a file
     ROWS = 14  # rows of the embedding: their gradients on the way down, their changes up
+    WITNESS = 15  # what the stage that a process follows has sent: its payload, or a digest
 
 
 @dataclass(frozen=True)

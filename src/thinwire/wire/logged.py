@@ -9,7 +9,9 @@ follow from the state and from each other, so nobody else notices.
 """
 
 import contextlib
+import hashlib
 import itertools
+import random
 import sys
 import threading
 import time
@@ -18,20 +20,33 @@ from collections.abc import Callable
 from concurrent import futures
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from thinwire.errors import BreachError, WireError
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.emulate import STAMP_BYTES, Nic, stamp
-from thinwire.wire.frame import HEADER_BYTES, BytesLike, FrameKind, kind_and_step
+from thinwire.wire.frame import (
+    HEADER_BYTES,
+    BytesLike,
+    Frame,
+    FrameKind,
+    decode,
+    encode,
+    kind_and_step,
+)
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 
 SEGMENT_BYTES = 16 << 20  # of a file of the log: what is no longer needed goes file by file
 MOST_SAID = 1 << 20  # bytes of a position
 _ANSWER_S = 30.0
 _LOOK_S = 0.2  # between two looks for what a follower has not got
+MOST_UNWITNESSED = 4096  # frames that wait for a follower which audits; older ones are dropped
+_WHOLE_ONE_IN = 8  # witnesses have the payload, by chance; the others a digest of it
+_TENSORS = (FrameKind.FORWARD, FrameKind.BACKWARD)
+_WITNESSED = (*_TENSORS, FrameKind.TALLY)
+_chance = random.SystemRandom()
 GOODBYE = -1  # instead of a step, for the last frame of a link
 
 
@@ -264,6 +279,42 @@ class LinkState:
             del self._received[old]
 
 
+class Auditor(Protocol):
+    """Holds what a stage sent against what the process that follows it computes."""
+
+    def computed(self, frame: Frame) -> None:
+        """A frame that this process would send, were it the stage."""
+
+    def witnessed(self, frame: Frame) -> None:
+        """A witness of a frame that the stage has sent."""
+
+
+def witness_of(message: BytesLike) -> bytes | None:
+    """What an auditor hears of a frame that came from the stage; None: it is not audited."""
+    frame = decode(message, len(message))
+    if frame.kind not in _WITNESSED:
+        return None
+    shape, payload = frame.shape, frame.payload
+    if frame.kind not in _TENSORS or _chance.random() * _WHOLE_ONE_IN >= 1:
+        shape, payload = (), digest(payload)
+    return encode(
+        Frame(
+            FrameKind.WITNESS,
+            sender=frame.kind,
+            step=frame.step,
+            microbatch=frame.microbatch,
+            codec=frame.codec,
+            shape=shape,
+            payload=payload,
+        )
+    )
+
+
+def digest(payload: BytesLike) -> bytes:
+    """What stands for a payload in a witness of it."""
+    return hashlib.blake2b(payload, digest_size=16).digest()
+
+
 class LoggedPipe(Pipe):
     """Joins successive processes at the other end into one pipe.
 
@@ -283,6 +334,8 @@ class LoggedPipe(Pipe):
         """
         self._nic, self._count = nic, count
         self.fed_bytes = 0  # to followers, beside the link
+        self.audit: Auditor | None = None  # while this end follows
+        self._unwitnessed: list[deque[BytesLike]] = []  # by follower that audits: what has arrived
         self._writing = threading.Lock()
         self._changed = threading.Condition()  # guards all that follows
         self.state: LinkState = state
@@ -294,7 +347,9 @@ class LoggedPipe(Pipe):
         with self._changed:
             is_needed = self.state.keep(message)
             self._changed.notify_all()
-            return is_needed
+        if self.audit is not None:
+            self.audit.computed(decode(message, len(message)))
+        return is_needed
 
     def write(self, message: BytesLike) -> None:
         with self._writing:
@@ -325,8 +380,8 @@ class LoggedPipe(Pipe):
                 message, failure = None, error
             with self._changed:
                 if message is not None:
-                    if pipe is not self._pipe:
-                        continue  # of a process that was replaced meanwhile
+                    if pipe is not self._pipe or self._is_witness(message):
+                        continue  # or of a process that was replaced meanwhile
                     self._receive(message)
                     return message
                 if pipe is not self._pipe:
@@ -341,8 +396,19 @@ class LoggedPipe(Pipe):
                     return None
                 self._pipe = None
 
+    def _is_witness(self, message: BytesLike) -> bool:
+        """Whether this is for the audit; it has it then."""
+        if not self.state.follows or kind_and_step(message)[0] != FrameKind.WITNESS:
+            return False
+        if self.audit is not None:
+            self.audit.witnessed(decode(message, len(message)))
+        return True
+
     def _receive(self, message: BytesLike) -> None:
-        self.state.receive(memoryview(message)[STAMP_BYTES if self._nic is not None else 0 :])
+        frame = memoryview(message)[STAMP_BYTES if self._nic is not None else 0 :]
+        self.state.receive(frame)
+        for waiting in self._unwitnessed:
+            waiting.append(frame)
         self._changed.wait_for(lambda: not self.state.holds_goodbye or self._closed)
 
     def await_another(self) -> None:
@@ -387,21 +453,30 @@ class LoggedPipe(Pipe):
             self._pipe, self._awaits = pipe, True
             self._changed.notify_all()
 
-    def feed(self, pipe: Pipe) -> None:
-        """Send the log to a process that follows the one at the other end, for as long as it reads.
+    def feed(self, pipe: Pipe, is_audited: bool = False) -> None:
+        """Send the log to a process that follows the one at the other end, for as long as it reads;
+        and witnesses of what comes from there, if that is audited.
 
         On a thread of its own, which reads the log: nobody waits for a follower. WireError once it
         is lost, or has fallen back behind what the log holds.
         """
         count = self.state.log.count_before(self._exchange(pipe).start)
-        while not self._closed:
-            count, entries = self.state.log.after(count)
-            for entry in entries:
-                message = self.state.log.read(entry)
-                self.fed_bytes += len(message)
-                pipe.write(message)
-            with self._changed:
-                self._changed.wait(_LOOK_S)
+        came: deque[BytesLike] = deque(maxlen=MOST_UNWITNESSED)
+        if is_audited:
+            self._unwitnessed.append(came)
+        try:
+            while not self._closed:
+                count, entries = self.state.log.after(count)
+                messages = map(self.state.log.read, entries)
+                witnesses = (witness_of(came.popleft()) for _ in range(len(came)))
+                for message in filter(None, itertools.chain(messages, witnesses)):
+                    self.fed_bytes += len(message)
+                    pipe.write(message)
+                with self._changed:
+                    self._changed.wait(_LOOK_S)
+        finally:
+            if is_audited:
+                self._unwitnessed.remove(came)
 
     def _exchange(self, pipe: Pipe) -> Position:
         with self._changed:

@@ -1,0 +1,147 @@
+"""Audits: a process that follows a stage holds what that stage sent against what it computes.
+
+The neighbours of the stage send a witness of each tensor that came from it: a digest, and of some,
+which nobody can foresee, the payload itself. A machine of the same kind computes the same bits.
+Another one rounds otherwise, by little, and drifts away step by step: there the payloads are held
+against each other, and what is far from all before is no rounding.
+"""
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from thinwire.engine.cut import CutEnd
+from thinwire.engine.port import LEGS
+from thinwire.engine.reports import Audited
+from thinwire.errors import WireError
+from thinwire.wire import Frame, FrameKind
+from thinwire.wire.logged import digest
+
+MOST_ROUNDING = 0.04  # of a tensor's norm: more is never taken for rounding
+LEAST_ROUNDING = 0.002  # less always is: a codec makes more of what falls between two values
+FACTOR = 10.0  # times the largest difference so far may be rounding too
+IN_A_ROW = 3  # tensors of a kind differ by more where a machine lies; one alone may be chance
+DRIFTED = MOST_ROUNDING / 4  # whoever is so far away may soon be further: it is to begin anew
+MOST_WAITING = 64 << 20  # bytes of payloads whose counterpart has not come yet
+_NAMES: dict[FrameKind, Literal["activation", "gradient", "tally"]] = {
+    FrameKind.FORWARD: "activation",
+    FrameKind.BACKWARD: "gradient",
+    FrameKind.TALLY: "tally",
+}
+
+
+class Audit:
+    """What one process has computed in a stage's place, and what the neighbours got from it.
+
+    `ends` are the stage's ends of its cuts, by the kind of frame that it sends there. The first
+    difference is told; `Audited` says how it stands.
+    """
+
+    def __init__(
+        self, ends: Mapping[FrameKind, CutEnd], is_exact: bool, tell: Callable[[Audited], None]
+    ):
+        self._ends, self._is_exact, self._tell = ends, is_exact, tell
+        self._lock = threading.Lock()
+        self._computed, self._witnessed = _Waiting(), _Waiting()
+        self._compared = self._step = 0
+        self._largest = 0.0
+        self._beyond: Counter[FrameKind] = Counter()  # in a row
+        self._tolerance = 0.0 if is_exact else MOST_ROUNDING
+        self._has_told = False
+
+    def computed(self, frame: Frame) -> None:
+        """A frame that this process would send, were it the stage."""
+        if frame.kind in _NAMES:
+            key = frame.kind, frame.step, frame.microbatch
+            self._match(key, self._computed, bytes(frame.payload), self._witnessed)
+
+    def witnessed(self, frame: Frame) -> None:
+        """A witness of a frame that the stage has sent, as a neighbour got it."""
+        try:
+            key = FrameKind(frame.sender), frame.step, frame.microbatch
+        except ValueError:
+            return
+        is_whole, payload = bool(frame.shape), bytes(frame.payload)
+        self._match(key, self._witnessed, (is_whole, payload), self._computed)
+
+    def standing(self) -> Audited:
+        """How many tensors were compared, up to which step, and how they differed."""
+        with self._lock:
+            return Audited(self._step, self._compared, self._largest, self._tolerance)
+
+    def _match(self, key: "Key", own: "_Waiting", item: Any, others: "_Waiting") -> None:
+        with self._lock:
+            other = others.take(key)
+            if other is None:
+                own.put(key, item)
+                return
+            ours, (is_whole, theirs) = (item, other) if own is self._computed else (other, item)
+            found = self._compare(key, ours, theirs, is_whole)
+        if found is not None:
+            self._tell(found)
+
+    def _compare(self, key: "Key", ours: bytes, theirs: bytes, is_whole: bool) -> Audited | None:
+        """What is to be told, if anything."""
+        kind, step, microbatch = key
+        is_equal = (ours if is_whole else digest(ours)) == theirs
+        difference = 0.0
+        if not is_equal:
+            difference = self._difference(key, ours, theirs) if is_whole else -1.0
+            if difference < 0 and not self._is_exact:
+                return None  # such a payload says nothing to those who round otherwise
+        self._compared, self._step = self._compared + 1, max(self._step, step)
+        if is_equal or (not self._is_exact and difference <= self._tolerance):
+            self._beyond[kind] = 0
+            self._largest = max(self._largest, difference)
+            if not self._is_exact and self._largest:
+                likely = max(LEAST_ROUNDING, FACTOR * self._largest)
+                self._tolerance = min(MOST_ROUNDING, likely)
+            return None
+        self._beyond[kind] += 1
+        if self._has_told or (not self._is_exact and self._beyond[kind] < IN_A_ROW):
+            return None
+        self._has_told = True
+        return Audited(
+            step, self._compared, max(0.0, difference), self._tolerance, _NAMES[kind], microbatch
+        )
+
+    def _difference(self, key: "Key", ours: bytes, theirs: bytes) -> float:
+        """Of two payloads, relative to the norm of ours; -1 where they cannot be compared."""
+        kind, step, microbatch = key
+        if kind not in self._ends:
+            return -1.0
+        end, leg = self._ends[kind], LEGS[kind]
+        # Not as in training: then the codec would remember them.
+        place = end.place(leg, step, microbatch, training=False)
+        try:
+            a, b = (end.codecs[leg].unpack(one, end.spec, place).double() for one in (ours, theirs))
+        except WireError:
+            return -1.0
+        return min(1e9, float((a - b).norm() / a.norm().clamp_min(1e-30)))
+
+
+Key = tuple[FrameKind, int, int]
+
+
+class _Waiting:
+    """Payloads whose counterpart has not come yet; the oldest are dropped where they are many."""
+
+    def __init__(self) -> None:
+        self._items: OrderedDict[Key, Any] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, key: Key, item: Any) -> None:
+        self._items[key] = item
+        self._bytes += _size(item)
+        while self._bytes > MOST_WAITING:
+            self._bytes -= _size(self._items.popitem(last=False)[1])
+
+    def take(self, key: Key) -> Any:
+        item = self._items.pop(key, None)
+        self._bytes -= _size(item) if item is not None else 0
+        return item
+
+
+def _size(item: Any) -> int:
+    return 64 + len(item if isinstance(item, bytes) else item[1])
