@@ -13,10 +13,10 @@ from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
 
 
-def trained(settings: Settings, corpus: Corpus, folder: Path) -> Path:
-    """A checkpoint of a run in this process."""
+def trained(settings: Settings, corpus: Corpus, folder: Path, steps: int | None = None) -> Path:
+    """A checkpoint of a run in this process, at its end or after so many steps."""
     chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
-    for step in range(settings.train.steps):
+    for step in range(settings.train.steps if steps is None else steps):
         chain.train_step(step)
     shards = []
     for index, (stage, update) in enumerate(zip(chain.stages, chain.updates, strict=True)):

@@ -8,8 +8,8 @@ PATIENCE = 90.0  # for threads
 PROCESS_PATIENCE = 240.0  # for processes, which import torch first
 
 
-def wait_until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
+def wait_until(holds: Callable[[], object], patience: float = PATIENCE) -> None:
+    deadline = time.monotonic() + patience
     while not holds():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.01)

@@ -13,14 +13,14 @@ from thinwire.data import Corpus
 from thinwire.run.alive import ask
 from thinwire.run.formation import read_formation
 from trained import trained
-from waiting import wait_until
+from waiting import PROCESS_PATIENCE, wait_until
 
 # ruff: noqa: F811
 
-STEPS = 200
+# Steps without end, however slow others are to join.
 RUN: dict[str, Any] = {
-    "pipeline__stages": 3, "train__steps": STEPS, "train__eval_every": 0,
-    "train__checkpoint_every": 20,
+    "pipeline__stages": 3, "train__steps": 100_000, "train__eval_every": 0,
+    "train__checkpoint_every": 10,
 }  # fmt: skip
 SAVED = r"\[save\] +checkpoint of step \d+"
 
@@ -53,22 +53,25 @@ class Hosted:
 
     def has_spare(self, name: str) -> None:
         """Wait until a member is there that holds nothing."""
-        wait_until(lambda: self.held().get(name, ([0], ""))[0] == [])
+        wait_until(lambda: self.held().get(name, ([0], ""))[0] == [], PROCESS_PATIENCE)
 
     def goes_on(self, stage: int) -> None:
         self.host.wait_for(rf"stage {stage} is back after [\d.]+ s; no other stage trained a step")
 
     def ends_as_if_undisturbed(self, corpus: Corpus) -> None:
-        """With the weights of the chain in this process, each step once, and one epoch."""
+        """Stop it: the weights are those of the chain in this process, each step came once, and
+        there was one epoch.
+        """
         host, run = self.host, self.machines.run_folder
-        assert host.wait() == 0, host.text()
+        host.interrupt()
+        assert host.wait() == 130, host.text()
+        steps = json.loads((run / "summary.json").read_text())["steps"]
         rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-        assert [row["step"] for row in rows if row["kind"] == "step"] == [*range(1, STEPS + 1)]
+        assert [row["step"] for row in rows if row["kind"] == "step"] == [*range(1, steps + 1)]
         assert re.findall(r"epoch (\d+)", host.text()) == ["1"], "the run was not formed again"
         alone = self.machines.folder / "alone"
-        trained(self.machines.settings(**RUN), corpus, alone)
-        assert_same_weights(run, alone, STEPS)
-        assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+        trained(self.machines.settings(**RUN), corpus, alone, steps)
+        assert_same_weights(run, alone, steps)
 
 
 @pytest.mark.slow

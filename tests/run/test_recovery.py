@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_outages import detour  # noqa: F401
 
-from thinwire.engine.checkpoint import checkpoints_folder, partial_folder
+from proxy import Proxy
+from thinwire.engine.checkpoint import checkpoints_folder, partial_folder, step_of
 from thinwire.report import PlainDisplay
 from thinwire.settings import Settings
 from thinwire.train import train
@@ -21,11 +23,13 @@ pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="looks at processes through /proc"
 )
 
-STEPS = 24
 BASE = {
-    "pipeline__stages": 4, "train__steps": STEPS, "train__checkpoint_every": 5,
-    "train__eval_every": 8, "link__emulate": True, "link__jitter_ms": 5.0,
-    "link__latency_ms": 20.0,  # so that processes are not done before they are disturbed
+    "pipeline__stages": 4, "train__checkpoint_every": 5, "train__eval_every": 8,
+    "optim__schedule": "constant",  # a step does not depend on how many there are to be
+}  # fmt: skip
+# Steps without end, however slow this machine is to disturb them.
+LONG = {
+    "train__steps": 100_000, "link__emulate": True, "link__latency_ms": 20.0, "link__jitter_ms": 5.0
 }  # fmt: skip
 SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
 Shards = dict[str, bytes]
@@ -38,10 +42,10 @@ def processes_of(folder: Path) -> dict[int, int]:
         try:
             log = os.readlink(place / "fd" / "1")
             is_stage = os.readlink(place / "fd" / "0").startswith("socket:")
+            is_forker = b"thinwire.run.processes" in (place / "cmdline").read_bytes()
         except OSError:
             continue
         name = re.fullmatch(r"stage-([\d-]+)\.log", Path(log).name)
-        is_forker = b"thinwire.run.processes" in (place / "cmdline").read_bytes()
         if name and is_stage and Path(log).is_relative_to(folder):
             for stage in name[1].split("-"):
                 # The process that forks writes to the log of the first, and was there first.
@@ -53,25 +57,41 @@ def processes_of(folder: Path) -> dict[int, int]:
 
 class Disturbing(PlainDisplay):
     """Does something to the processes of stages after some steps, as these are shown; but not
-    before those that were lost are back, for what is shown may lag behind what happens.
+    before those that were lost are back, for what is shown may lag behind what happens. Then it
+    asks the run to stop; or with the last deed.
     """
 
-    def __init__(self, folder: Path, deeds: dict[int, Sequence[int]], number: signal.Signals):
+    def __init__(
+        self,
+        folder: Path,
+        deeds: dict[int, Sequence[int]],
+        number: signal.Signals,
+        stops_with_the_last: bool,
+    ):
         super().__init__(io.StringIO())
         self.folder, self.deeds, self.number = folder, dict(deeds), number
-        self.before = lambda: None
+        self._stops_early, self._has_stopped = stops_with_the_last, False
         self._lost = 0
 
     def step(self, record: Any) -> None:
         super().step(record)
-        are_back = self.text().count("trained a step again") == self._lost
-        if are_back and self.deeds and record.step >= min(self.deeds):
+        if self.text().count("trained a step again") < self._lost:
+            return
+        if not self.deeds:
+            self._stop()
+        elif record.step >= min(self.deeds):
             stages = self.deeds.pop(min(self.deeds))
             self._lost += len(stages)
-            self.before()
+            if self._stops_early and not self.deeds:
+                self._stop()
             found = processes_of(self.folder)
             for stage in stages:
                 os.kill(found[stage], self.number)
+
+    def _stop(self) -> None:
+        if not self._has_stopped:  # asked twice, it would not end in good order
+            os.kill(os.getpid(), signal.SIGINT)
+        self._has_stopped = True
 
     def text(self) -> str:
         return " ".join(self._stream.getvalue().split())
@@ -80,15 +100,15 @@ class Disturbing(PlainDisplay):
 @pytest.fixture
 def undisturbed(
     make_settings: Callable[..., Settings], run_in_threads: Callable, tmp_path: Path
-) -> Callable[..., Callable[[int], Shards]]:
-    """What the stages of an undisturbed run save after each step: weights and all else."""
+) -> Callable[..., Shards]:
+    """What the stages of an undisturbed run save after so many steps: weights and all else."""
 
-    def run(**changes: Any) -> Callable[[int], Shards]:
+    def run(steps: int, **changes: Any) -> Shards:
         folder = tmp_path / "undisturbed"
-        changes |= {"train__checkpoint_every": 1, "link__emulate": False}
-        settings = make_settings(**{**BASE, **changes})
-        run_in_threads(settings, folder=folder)
-        return lambda step: shards(partial_folder(folder, step))
+        # A run that ends as planned does not move its basis for steps that do not come.
+        changes = {"train__steps": steps + 1, **changes, "train__checkpoint_every": steps}
+        run_in_threads(make_settings(**{**BASE, **changes}), folder=folder)
+        return shards(partial_folder(folder, steps))
 
     return run
 
@@ -105,25 +125,36 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.fixture
-def disturbed(make_settings: Callable[..., Settings], tmp_path: Path) -> Callable[..., Any]:
-    """A run with processes to which something happens after these steps."""
+def disturbed(
+    make_settings: Callable[..., Settings], undisturbed: Callable[..., Shards], tmp_path: Path
+) -> Callable[..., tuple[dict[str, Any], str]]:
+    """A run with processes to which something happens after these steps, and which is then asked to
+    stop. It leaves what an undisturbed one of as many steps leaves. Its summary, and what it said.
+    """
 
     def run(
         deeds: dict[int, Sequence[int]],
         number: signal.Signals = signal.SIGKILL,
-        peers: int = 0,
-        before: Callable[[], None] = lambda: None,
+        stops_with_the_last: bool = False,
         **changes: Any,
-    ) -> tuple[dict[str, Any], Disturbing]:
-        display = Disturbing(tmp_path / "test", deeds, number)
-        display.before = before
-        summary = train(make_settings(**{**BASE, **changes}), display, peers=peers)
-        assert not display.deeds, display.text()
-        assert not list(checkpoints_folder(tmp_path / "test").glob(".partial*"))
-        assert not (tmp_path / "test" / "scratch").exists()
-        return summary, display
+    ) -> tuple[dict[str, Any], str]:
+        folder = tmp_path / "test"
+        display = Disturbing(folder, deeds, number, stops_with_the_last)
+        summary = train(make_settings(**{**BASE, **LONG, **changes}), display)
+        assert not display.deeds and summary["interrupted"], display.text()
+        assert_undisturbed(folder, undisturbed(summary["steps"], **changes))
+        return summary, display.text()
 
     return run
+
+
+def assert_undisturbed(run: Path, saved: Shards) -> None:
+    """Its last checkpoint is this, each step was recorded once, and nothing is left over."""
+    folder = checkpoints_folder(run)
+    *_, newest = sorted(folder.glob("step-*"))
+    assert shards(newest) == saved
+    assert steps_of(run) == [*range(1, step_of(newest) + 1)]
+    assert not list(folder.glob(".partial*")) and not (run / "scratch").exists()
 
 
 KILLS = [
@@ -147,55 +178,46 @@ KILLS = [
 
 @pytest.mark.parametrize(("deeds", "changes"), KILLS)
 def test_a_run_whose_processes_are_killed_is_the_same_bit_for_bit(
-    deeds: dict[int, list[int]],
-    changes: dict[str, Any],
+    deeds: dict[int, list[int]], changes: dict[str, Any], disturbed: Callable
+) -> None:
+    summary, said = disturbed(deeds, **changes)
+    validated = [step for step, _ in summary["valid_losses"]]
+    assert validated == [*range(0, 8 * len(validated), 8)] and validated[-1] + 8 >= summary["steps"]
+    assert "died at step" in said, "one is named, where several die in one moment"
+    for stage in {stage for stages in deeds.values() for stage in stages}:
+        assert re.search(rf"stage {stage} is back after .* no other stage trained a step", said)
+
+
+def test_stages_that_share_a_process_are_replaced_together_and_the_run_ends_by_itself(
+    make_settings: Callable[..., Settings],
+    detour: Callable,  # noqa: F811
     undisturbed: Callable,
-    disturbed: Callable,
     tmp_path: Path,
 ) -> None:
-    summary, display = disturbed(deeds, **changes)
-    assert shards(tmp_path / "test/checkpoints/step-00000024") == undisturbed(**changes)(STEPS)
-    assert steps_of(tmp_path / "test") == [*range(1, STEPS + 1)], "each step once"
-    assert [step for step, _ in summary["valid_losses"]] == [0, 8, 16, 24]
-    for stages in deeds.values():
-        for stage in stages:
-            assert f"stage {stage} died at step" in display.text(), display.text()
-            assert f"stage {stage} is back after" in display.text()
-    assert "no other stage trained a step again" in display.text()
+    """Killed by the path that their bytes take, so that they cannot be done before."""
+    killed: list[int] = []
+
+    def kill(data: bytes) -> bytes:
+        if not killed and proxies[1].carried > 100_000:
+            killed.append(processes_of(tmp_path / "test")[3])
+            os.kill(killed[0], signal.SIGKILL)
+        return data
+
+    proxies = detour(lambda cut, address: Proxy(address, tap=kill))
+    log = io.StringIO()
+    train(make_settings(**BASE, train__steps=24), PlainDisplay(log), peers=2)
+    assert killed and log.getvalue().count("another process takes its place") == 1
+    assert_undisturbed(tmp_path / "test", undisturbed(24, train__steps=24))
 
 
-def test_stages_that_share_a_process_are_replaced_together(
-    undisturbed: Callable, disturbed: Callable, tmp_path: Path
-) -> None:
-    _, display = disturbed({5: [3]}, peers=2)
-    assert shards(tmp_path / "test/checkpoints/step-00000024") == undisturbed()(STEPS)
-    assert steps_of(tmp_path / "test") == [*range(1, STEPS + 1)]
-    assert display.text().count("another process takes its place") == 1
-
-
-def test_a_stage_that_is_frozen_is_replaced(
-    undisturbed: Callable, disturbed: Callable, tmp_path: Path
-) -> None:
-    _, display = disturbed({5: [1]}, signal.SIGSTOP, pipeline__stages=2)
-    changes = {"pipeline__stages": 2}
-    assert shards(tmp_path / "test/checkpoints/step-00000024") == undisturbed(**changes)(STEPS)
-    assert steps_of(tmp_path / "test") == [*range(1, STEPS + 1)]
-    assert "stage 1 got stuck at step" in display.text()
-    assert re.search(r"stage 1 is back after \d+\.\d s", display.text())
+def test_a_stage_that_is_frozen_is_replaced(disturbed: Callable) -> None:
+    _, said = disturbed({5: [1]}, signal.SIGSTOP, pipeline__stages=2)
+    assert "stage 1 got stuck at step" in said
+    assert re.search(r"stage 1 is back after \d+\.\d s", said)
 
 
 def test_a_run_that_stops_while_its_first_stage_dies_ends_where_all_agreed(
-    undisturbed: Callable, disturbed: Callable, tmp_path: Path
+    disturbed: Callable,
 ) -> None:
     """Whoever takes its place ends the run after the same step, if any stage has heard of that."""
-
-    def ask() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    summary, _ = disturbed({4: [0]}, before=ask, pipeline__stages=2, train__steps=40)
-    done = summary["steps"]
-    assert summary["interrupted"] and 4 <= done < 40
-    saved = shards(tmp_path / f"test/checkpoints/step-{done:08d}")
-    changes = {"pipeline__stages": 2, "train__steps": 40}
-    assert saved == undisturbed(**changes)(done)
-    assert steps_of(tmp_path / "test") == [*range(1, done + 1)]
+    disturbed({4: [0]}, stops_with_the_last=True, pipeline__stages=2)

@@ -35,6 +35,7 @@ from thinwire.run.protocol import (
     Start,
     TakeOver,
 )
+from waiting import wait_until
 
 
 def followed(
@@ -130,7 +131,7 @@ def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(
     found = re.search(r"stage (\d) has a stand-by", host.text())
     assert found is not None
     stage = int(found[1])
-    assert hosted.held()[spare] == ([], f"stands by for stage {stage}")
+    wait_until(lambda: hosted.held()[spare] == ([], f"stands by for stage {stage}"))
     hosted.peers[hosted.seats[stage]].kill()
     host.wait_for(rf"\[form\] +stage {stage}: {spare}, which stood by")
     hosted.goes_on(stage)

@@ -30,7 +30,7 @@ def test_what_was_written_before_closing_still_arrives(pipes):
         received = pool.submit(read_all, there)
         for message in sent:
             here.write(message)
-        here.close()
+        here.close(None)
         assert received.result(PATIENCE) == sent
 
 
