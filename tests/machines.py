@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,13 @@ from waiting import PROCESS_PATIENCE
 class Machine:
     """A `thinwire` process with a home, a cache and a data folder that no other has."""
 
-    def __init__(self, home: Path, *arguments: object, said: str = ""):
+    def __init__(
+        self,
+        home: Path,
+        *arguments: object,
+        said: str = "",
+        env: Mapping[str, str] | None = None,
+    ):
         home.mkdir(parents=True, exist_ok=True)
         self.home = home
         self.log = home / f"output-{time.monotonic_ns()}.txt"
@@ -37,7 +43,7 @@ class Machine:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=home,
-                env={**os.environ, **{k: str(v) for k, v in own.items()}, **more},
+                env={**os.environ, **{k: str(v) for k, v in own.items()}, **more, **(env or {})},
             )
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -121,17 +127,23 @@ class Machines:
         self.invite = re.findall(r"tw1-\S+", machine.text())[-1]
         return machine
 
-    def join(self, name: str, *arguments: object) -> Machine:
+    def join(self, name: str, *arguments: object, env: Mapping[str, str] | None = None) -> Machine:
         """Start a peer; it reads the invite from its input, as no other process should see it."""
-        listen = ("--listen", "127.0.0.1:0")
-        return self._start(name, "join", "-", "--name", name, *listen, *arguments, said=self.invite)
+        words = ("join", "-", "--name", name, "--listen", "127.0.0.1:0", *arguments)
+        return self._start(name, *words, said=self.invite, env=env)
 
     def run(self, home: str, *arguments: object) -> Machine:
         """Start any command on a machine."""
         return self._start(home, *arguments)
 
-    def _start(self, home: str, *arguments: object, said: str = "") -> Machine:
-        self.started.append(Machine(self.folder / home, *arguments, said=said))
+    def _start(
+        self,
+        home: str,
+        *arguments: object,
+        said: str = "",
+        env: Mapping[str, str] | None = None,
+    ) -> Machine:
+        self.started.append(Machine(self.folder / home, *arguments, said=said, env=env))
         return self.started[-1]
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ trains a step again, and the weights end as those of an undisturbed run.
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -28,17 +29,18 @@ SAVED = r"\[save\] +checkpoint of step \d+"
 class Hosted:
     """A host with members that hold one stage each; and what is to be true at the end."""
 
-    def __init__(self, machines: Machines, *names: str):
+    def __init__(self, machines: Machines, *names: str, **changes: object):
         self.machines = machines
-        machines.config(**RUN)
+        machines.config(**{**RUN, **changes})
         self.host = machines.host()
         self.peers: dict[str, Machine] = {}
         for name in names:
             self.join(name)
-        self.host.wait_for(SAVED)
+        if names:
+            self.host.wait_for(SAVED)
 
-    def join(self, name: str) -> Machine:
-        self.peers[name] = self.machines.join(name)
+    def join(self, name: str, env: Mapping[str, str] | None = None) -> Machine:
+        self.peers[name] = self.machines.join(name, env=env)
         return self.peers[name]
 
     @property

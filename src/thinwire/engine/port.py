@@ -261,7 +261,7 @@ class Port:
         sightings: Sightings | None = None,
     ):
         self.link = link
-        self._stage = stage
+        self.stage = stage
         self._end = end
         self._mailbox = mailbox
         self._due = due
@@ -296,7 +296,7 @@ class Port:
             place = self._place(kind, step, microbatch)
             return Frame(
                 kind=kind,
-                sender=self._stage,
+                sender=self.stage,
                 step=step,
                 microbatch=microbatch,
                 weight_version=made_with.weight_version,
@@ -331,7 +331,7 @@ class Port:
     def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
         """Hand over a message as it travels: a tally, a verdict, a basis."""
         self.link.send(
-            Frame(kind=kind, sender=self._stage, step=step, microbatch=number, payload=payload)
+            Frame(kind=kind, sender=self.stage, step=step, microbatch=number, payload=payload)
         )
 
     def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:

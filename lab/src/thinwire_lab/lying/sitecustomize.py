@@ -29,9 +29,10 @@ def lies(lie: str) -> bool:
 def send(port: Port, kind: FrameKind, tensor: torch.Tensor, step: int, *more: Any) -> None:
     """Send a tensor, or another one."""
     now[0] = step
-    if kind is FrameKind.BACKWARD and lies("scale"):
+    own = FrameKind.BACKWARD if port.stage else FrameKind.FORWARD  # the first sends no gradients
+    if kind is own and lies("scale"):
         tensor = 1.05 * tensor
-    if kind is FrameKind.BACKWARD and lies("noise"):
+    if kind is own and lies("noise"):
         noise = torch.randn_like(tensor)
         tensor = noise * (tensor.norm() / noise.norm())
     send_honestly(port, kind, tensor, step, *more)
