@@ -25,7 +25,8 @@ from thinwire.wire import LinkConfig
 
 KEEPING = {
     ("run", "name"), ("run", "out"), ("run", "patience"), ("run", "on_explosion"), ("run", "wandb"),
-    ("train", "keep"), ("train", "checkpoint_every"), ("train", "log_mb"), ("pipeline", "window"),
+    ("train", "keep"), ("train", "checkpoint_every"), ("train", "log_mb"), ("train", "audit"),
+    ("train", "audit_replaces"), ("pipeline", "window"),
 }  # fmt: skip
 MACHINE = {
     ("run", "device"), ("run", "threads"), ("codec", "memory_mb"),

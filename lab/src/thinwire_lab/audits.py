@@ -10,6 +10,7 @@ import dataclasses
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import thinwire_lab
 from thinwire.settings import merged
@@ -30,7 +31,7 @@ def audited(folder: Path, lie: str, is_alike: bool, steps: int, codec: str) -> R
         "THINWIRE_LIE": lie,
         "THINWIRE_LIE_FROM": str(begins),
     }
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "train": {"audit": True, "checkpoint_every": 50},
         "codec": {"forward": codec, "backward": codec},
     }

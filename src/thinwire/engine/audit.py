@@ -9,11 +9,11 @@ against each other, and what is far from all before is no rounding.
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.port import LEGS
-from thinwire.engine.reports import Audited
+from thinwire.engine.reports import Audited, Named
 from thinwire.errors import WireError
 from thinwire.wire import Frame, FrameKind
 from thinwire.wire.logged import digest
@@ -24,10 +24,12 @@ FACTOR = 10.0  # times the largest difference so far may be rounding too
 IN_A_ROW = 3  # tensors of a kind differ by more where a machine lies; one alone may be chance
 DRIFTED = MOST_ROUNDING / 4  # whoever is so far away may soon be further: it is to begin anew
 MOST_WAITING = 64 << 20  # bytes of payloads whose counterpart has not come yet
-_NAMES: dict[FrameKind, Literal["activation", "gradient", "tally"]] = {
+_NAMES: dict[FrameKind, Named] = {
     FrameKind.FORWARD: "activation",
     FrameKind.BACKWARD: "gradient",
     FrameKind.TALLY: "tally",
+    FrameKind.BASIS: "basis",
+    FrameKind.ROWS: "rows",
 }
 
 

@@ -33,6 +33,8 @@ class Moved(TypedDict):
     received: dict[str, Counts]
 
 
+Named = Literal["", "activation", "gradient", "tally", "basis", "rows"]
+"""What a stage sends that is audited."""
 Meters = dict[str, Moved]
 """What each link of a stage has moved, by the link's name."""
 
@@ -54,7 +56,7 @@ class Audited:
     compared: int
     difference: Finite  # the largest so far, relative to the tensor's norm; or that of `tensor`
     tolerance: Finite
-    tensor: Literal["", "activation", "gradient", "tally"] = ""
+    tensor: Named = ""
     microbatch: int = 0
 
 

@@ -94,6 +94,7 @@ from thinwire.run.protocol import (
     Ended,
     Envelope,
     Failed,
+    Finished,
     Follow,
     Hello,
     Hold,
@@ -484,11 +485,13 @@ class Base:
     beside: dict[str, Meter] = field(  # what travels beside the cuts, by what it is
         default_factory=lambda: {"checkpoints": Meter(), "states": Meter(), "token ids": Meter()}
     )
+    fed_bytes: int = 0  # that stages sent to those who stand by for their neighbours
     record: RunRecord | None = None  # of the last generation that trained
 
     def beside_bytes(self) -> dict[str, int]:
         """Every byte of that so far, both ways, frame headers included."""
-        return {what: m.sent_bytes() + m.received_bytes() for what, m in self.beside.items()}
+        moved = {what: m.sent_bytes() + m.received_bytes() for what, m in self.beside.items()}
+        return {**moved, **({"frames to stand-bys": self.fed_bytes} if self.fed_bytes else {})}
 
 
 class HostedPeers(Peers):
@@ -931,6 +934,8 @@ class HostedPeers(Peers):
                 self.collector.announce(stage, message)
             case ShardFailed(step=step, error=error):
                 self.collector.give_up(step, error)
+            case Finished(fed_bytes=fed):
+                self._base.fed_bytes += max(0, fed)
 
     def _on_leaving(self, name: str, held: list[int]) -> None:
         """A member leaves: others take its stages; where nobody can, the run stops with a

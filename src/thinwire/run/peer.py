@@ -240,7 +240,8 @@ class Peer:
 
     def _leave(self, wait: Callable[[], Any] = lambda: None) -> None:
         """Say what the links have moved, and goodbye; and wait until nobody needs this stage."""
-        self.say(Finished(meters_of(self._links.values())))
+        fed = sum(logged.fed_bytes for logged in self._logged.values())
+        self.say(Finished(meters_of(self._links.values()), fed))
         self._progress.begin("waits for the other stages to finish")
         wait()
         if self._listener:

@@ -154,6 +154,7 @@ class Finished:
     """A stage is done; what each of its links has moved, to the goodbye."""
 
     meters: Meters
+    fed_bytes: int = 0  # to those who follow its neighbours
 
 
 @dataclass(frozen=True)

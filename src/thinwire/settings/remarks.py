@@ -38,6 +38,7 @@ _USES = [
     ),
     _Use("lora.alpha", "lora.rank", lambda s: s.lora.rank > 0),
     _Use("lora.targets", "lora.rank", lambda s: s.lora.rank > 0),
+    _Use("train.audit_replaces", "train.audit", lambda s: s.train.audit),
     _Use("data.path", "another data.source", lambda s: s.data.source != "stdlib"),
     _Use(
         "data.text_key",

@@ -45,7 +45,7 @@ _LOOK_S = 0.2  # between two looks for what a follower has not got
 MOST_UNWITNESSED = 4096  # frames that wait for a follower which audits; older ones are dropped
 _WHOLE_ONE_IN = 8  # witnesses have the payload, by chance; the others a digest of it
 _TENSORS = (FrameKind.FORWARD, FrameKind.BACKWARD)
-_WITNESSED = (*_TENSORS, FrameKind.TALLY)
+_WITNESSED = (*_TENSORS, FrameKind.TALLY, FrameKind.BASIS, FrameKind.ROWS)
 _chance = random.SystemRandom()
 GOODBYE = -1  # instead of a step, for the last frame of a link
 

@@ -47,6 +47,6 @@ def commit(update: StageUpdate, step: int, *more: Any) -> None:
     update.version += 1
 
 
-Port.send_tensor = send  # type: ignore[method-assign]
-StageUpdate.commit = commit  # type: ignore[method-assign]
+Port.send_tensor = send  # type: ignore[method-assign,assignment]
+StageUpdate.commit = commit  # type: ignore[method-assign,assignment]
 machine.matmul_rate = lambda *more, **named: 1e8
