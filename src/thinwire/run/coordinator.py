@@ -84,6 +84,7 @@ from thinwire.run.protocol import (
     Stop,
     TakeOver,
     ToStage,
+    other_end,
 )
 from thinwire.run.signals import Interrupted
 from thinwire.run.watch import Watch
@@ -704,7 +705,7 @@ class Coordinator:
             connect = Connect(below, list(self._links), follower.number)
             commands.append(TellFollower(stage, connect))
             for cut in self._outer_cuts(stage):
-                fed_by = cut if cut < stage else cut + 1
+                fed_by = other_end(cut, stage)
                 address = follower.ready[stage].address if fed_by > stage else ""
                 feed = Follow(cut, Connect(address, list(self._links), follower.number))
                 commands.append(Tell(fed_by, feed))

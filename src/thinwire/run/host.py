@@ -102,13 +102,13 @@ from thinwire.run.protocol import (
     Linked,
     Ready,
     Release,
-    Relink,
     Saved,
-    TakeOver,
     ToStage,
     Way,
+    other_end,
     store_name,
     stream_name,
+    with_ways,
 )
 from thinwire.run.record import RunRecord
 from thinwire.run.relay import is_public, outside_address
@@ -790,22 +790,11 @@ class HostedPeers(Peers):
 
     def tell(self, stage: int, message: ToStage) -> None:
         self._is_saved |= isinstance(message, Saved)
-        if self._ways is not None:
-            if isinstance(message, Connect):
-                message = self._ways.connect(stage, message)
-            elif isinstance(message, Relink):
-                connect = self._ways.connect(stage, message.connect)
-                message = dataclasses.replace(message, connect=connect)
-            elif isinstance(message, TakeOver):
-                relinks = [
-                    dataclasses.replace(one, connect=self._ways.connect(stage, one.connect))
-                    for one in message.relinks
-                ]
-                message = TakeOver(relinks)
-            elif isinstance(message, Follow):
-                follower = message.cut if message.cut < stage else message.cut + 1
-                connect = self._ways_of_standby(follower).connect(stage, message.connect)
-                message = dataclasses.replace(message, connect=connect)
+        ways = self._ways
+        if isinstance(message, Follow):
+            ways = self._ways_of_standby(other_end(message.cut, stage))
+        if ways is not None:
+            message = with_ways(message, partial(ways.connect, stage))
         name = self._formation.seats[stage]
         self._base.members.tell(name, message, stage, self._formation.epoch)
 

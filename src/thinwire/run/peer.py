@@ -66,6 +66,7 @@ from thinwire.run.protocol import (
     Stop,
     TakeOver,
     Way,
+    other_end,
     stream_name,
 )
 from thinwire.run.tokens import FetchedCorpus
@@ -372,7 +373,7 @@ class Peer:
     def _feed(self, worker: Worker, message: Follow) -> None:
         """On a thread of its own: send what is logged to a process that follows a neighbour."""
         cut = message.cut
-        neighbour = cut if cut < self.stage else cut + 1
+        neighbour = other_end(cut, self.stage)
         try:
             pipe = self._open(worker, neighbour, message.connect)
             try:
@@ -410,7 +411,7 @@ class Peer:
     def _relink(self, worker: Worker, message: Relink) -> None:
         """On a thread of its own: go on with another process at the other end of a cut."""
         cut = message.cut
-        logged, neighbour = self._logged[cut], cut if cut < self.stage else cut + 1
+        logged, neighbour = self._logged[cut], other_end(cut, self.stage)
         try:
             pipe = self._open(worker, neighbour, message.connect)
             self._agree(worker, pipe, cut, self._links[neighbour].meter, at_start=False)

@@ -12,6 +12,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,11 @@ from thinwire.run.events import (
 from thinwire.run.processes import TRAINING, Forker, StageProcess, forks, start_processes
 from thinwire.run.protocol import (
     FROM_PEER,
-    Connect,
     Envelope,
     Failed,
     Order,
-    Relink,
     ToStage,
+    with_ways,
 )
 from thinwire.run.record import RunRecord
 from thinwire.settings import Settings
@@ -294,12 +294,8 @@ class LocalPeers(Peers):
         return super().next_event(coordinator)
 
     def tell(self, stage: int, message: ToStage) -> None:
-        if isinstance(message, Connect):
-            message = dataclasses.replace(message, seats=self._seats)
-        elif isinstance(message, Relink):
-            connect = dataclasses.replace(message.connect, seats=self._seats)
-            message = dataclasses.replace(message, connect=connect)
-        self._with(stage).tell(stage, message)
+        known = partial(dataclasses.replace, seats=self._seats)
+        self._with(stage).tell(stage, with_ways(message, known))
 
     def wait_for_exits(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS

@@ -26,6 +26,7 @@ control characters, for a terminal would obey them.
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -425,6 +426,25 @@ FromCoordinator = ToPeer | ToStage
 Message = FromPeer | FromCoordinator
 
 OF_NO_STAGE = -1
+
+
+def other_end(cut: int, stage: int) -> int:
+    """The stage at the other end of a cut."""
+    return cut if cut < stage else cut + 1
+
+
+def with_ways(message: ToStage, found: Callable[[Connect], Connect]) -> ToStage:
+    """A message with what is `found` instead of what the coordinator knows of where others are."""
+    match message:
+        case Connect():
+            return found(message)
+        case Relink(cut, connect):
+            return Relink(cut, found(connect))
+        case Follow(cut, connect):
+            return Follow(cut, found(connect))
+        case TakeOver(relinks):
+            return TakeOver([Relink(one.cut, found(one.connect)) for one in relinks])
+    return message
 
 
 class Envelope(NamedTuple):
