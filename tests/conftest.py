@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -21,6 +22,12 @@ from thinwire.settings import Settings
 from thinwire.typed import to_toml
 from thinwire.wire import Link, Meter, memory_pair
 from waiting import PROCESS_PATIENCE
+
+# A slow machine is no reason to refuse an example.
+hypothesis.settings.register_profile(
+    "calm", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("calm")
 
 # Files that take long begin first: one that began last would leave the other workers idle.
 LONGEST = (

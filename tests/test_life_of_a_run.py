@@ -73,7 +73,7 @@ def test_a_request_to_stop_cuts_a_validation_short(
     name: str, thinwire: Callable, config: Callable, tmp_path: Path
 ) -> None:
     """Machines that are taken away give half a minute: a validation of many is left at once."""
-    slow = {"link__mbps_up": 0.05, "link__mbps_down": 0.0}  # a third of a second for each batch
+    slow = {"link__mbps_up": 0.01, "link__mbps_down": 0.0}  # two seconds for each batch
     path = config(train__eval_batches=0, train__batch=4, pipeline__microbatches=4, **slow)
     run = thinwire("train", path)
     folder = tmp_path / "test"

@@ -23,6 +23,7 @@ from thinwire.engine.port import Port
 from thinwire.errors import CheckpointError, WireError
 from thinwire.run.coordinator import disagreement
 from thinwire.wire import Frame, FrameKind, handshake, memory_pair
+from waiting import PATIENCE
 
 
 def codec_states(outcome: Any) -> dict[str, Tensor]:
@@ -56,7 +57,7 @@ def neighbour_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def late(worker: Worker, done: int, report: Any) -> None:
         if worker.index > 0 and done < worker.settings.train.steps:
-            assert event(worker.index, done).wait(30), "the neighbour does not go ahead"
+            assert event(worker.index, done).wait(PATIENCE), "the neighbour does not go ahead"
         save(worker, done, report)
 
     monkeypatch.setattr(Port, "_on_frame", seen)

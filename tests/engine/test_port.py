@@ -18,7 +18,7 @@ from thinwire.engine.step_end import Verdict, pack_tally
 from thinwire.errors import BreachError, WireError
 from thinwire.schedule import Schedule, build
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, memory_pair
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
 
 SHAPE = (2, 4, 8)
 MICROBATCHES = 3
@@ -409,9 +409,7 @@ def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(
 
     thread = threading.Thread(target=send_all, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 30
-    while len(pair.mailbox._items) < EVALUATION_WINDOW and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(pair.mailbox._items) >= EVALUATION_WINDOW)
     thread.join(0.5)  # unhindered, the others would have come in this time
     assert len(pair.mailbox._items) == EVALUATION_WINDOW
     assert len(sent) < VALIDATION_BATCHES - 5

@@ -36,7 +36,7 @@ from thinwire.run.status import HostConsole, SharedDisplay, Standing
 from thinwire.settings import Settings
 from thinwire.wire import Identity, LastingPipe, Listener, Pipe, dial
 from thinwire.wire.keys import fingerprint_of
-from waiting import wait_until
+from waiting import PATIENCE, wait_until
 
 
 def hello(version: str = thinwire.__version__, process: str = "") -> Hello:
@@ -66,7 +66,7 @@ class Joined:
         def on_lost(error: ThinwireError | None = None) -> None:
             self.lost.set()
 
-        pipe = LastingPipe(self._connect(10.0), self._connect, 60.0)
+        pipe = LastingPipe(self._connect(PATIENCE), self._connect, 60.0)
         self.channel = Channel(pipe, "host", FROM_COORDINATOR, self._hear, on_lost, on_lost)
 
     def arrive(self, version: str = thinwire.__version__) -> "Joined":

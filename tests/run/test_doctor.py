@@ -6,10 +6,8 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +28,7 @@ from thinwire.run.doctor import (
 )
 from thinwire.wire import Door, Listener, Route, Standby, ping
 from thinwire.wire.speed import SpeedService
+from waiting import PATIENCE, wait_until
 
 Doctor = Callable[..., Findings]
 
@@ -133,9 +132,12 @@ def test_a_host_that_is_away_blocks(
 def test_a_way_that_does_not_answer_is_a_note_where_another_works(
     host: Host, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.run.doctor.ping", partial(ping, timeout=0.5))
     with socket.create_server(("127.0.0.1", 0)) as silent, Door("127.0.0.1", 0) as other:
         address = "{}:{}".format(*silent.getsockname())
+        monkeypatch.setattr(
+            "thinwire.run.doctor.ping",
+            lambda route, name: ping(route, name, 0.5 if route.address == address else PATIENCE),
+        )
         found = doctor(host.invite(address, other.address, "no-such-host.invalid:7000"))
     assert not found.is_blocked, found.text()
     swallowed = one(found, f"{address}: no answer within")
@@ -157,8 +159,7 @@ def test_a_host_behind_a_relay_is_reached(host: Host, doctor: Doctor) -> None:
         assert "nobody waits for it" in away.text()
         name, prover = f"{invite.run_id}/enrol", host.book.identity.prove
         with Standby(name, route, host.listener.take, prover=prover) as standby:
-            while not standby.waiting:
-                time.sleep(0.01)
+            wait_until(lambda: standby.waiting)
             found = doctor(invite)
     assert not found.is_blocked and "would let this machine in" in found.text()
     assert "open-sesame" not in away.text() + found.text()

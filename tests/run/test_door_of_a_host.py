@@ -13,9 +13,7 @@ from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.wire import Door, Identity, Route, Traffic
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import Wish, call
-from waiting import wait_until
-
-PATIENCE = 20.0
+from waiting import PATIENCE, wait_until
 
 
 class Clock:

@@ -7,7 +7,6 @@ import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,9 +26,8 @@ from thinwire.run.admission import (
 )
 from thinwire.wire import Door, Identity, Listener, Route, Routes, Standby, dial, ping
 from thinwire.wire.stream import Stream
-from waiting import wait_until
+from waiting import PATIENCE, wait_until
 
-PATIENCE = 30.0
 MAX_MESSAGE = 1 << 16
 
 
@@ -190,12 +188,16 @@ def test_a_host_opens_no_connection_but_to_where_its_caller_comes_from(
     book: AuthorityBook, listener: Listener, is_relayed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else whoever has an invite looks around in the host's network, port by port."""
-    monkeypatch.setattr("thinwire.run.admission.ping", partial(ping, timeout=0.5))
     with (
         socket.create_server(("127.0.0.2", 0)) as inner,
         socket.create_server(("127.0.0.1", 0)) as own,
         host_door(book, listener, is_relayed) as invite,
     ):
+        silent = "{}:{}".format(*own.getsockname())
+        monkeypatch.setattr(
+            "thinwire.run.admission.ping",
+            lambda route, name: ping(route, name, 0.5 if route.address == silent else PATIENCE),
+        )
         to = invite.to_service("enrol")
         for listening, is_dialled in ((inner, False), (own, True)):
             asked = "{}:{}".format(*listening.getsockname())

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -60,10 +59,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]
 
 def said(log: Path, words: str) -> str:
     """What a log says, once it says these words."""
-    deadline = time.monotonic() + PATIENCE
-    while words not in log.read_text():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.01)
+    wait_until(lambda: words in log.read_text())
     return log.read_text()
 
 

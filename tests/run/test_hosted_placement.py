@@ -43,7 +43,7 @@ from thinwire.run.protocol import (
     Start,
 )  # fmt: skip
 from thinwire.settings import Settings
-from waiting import wait_until
+from waiting import PATIENCE, wait_until
 
 # ruff: noqa: F811
 
@@ -166,8 +166,9 @@ def test_stages_of_who_does_not_answer_are_given_to_who_does(
 
 
 def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(
-    house: House, leads: Leads
+    house: House, leads: Leads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(host_module, "ANSWER_SECONDS", PATIENCE)
     ana = house.join("ana")
     house.join("ben")
     cleo = Joined(house.listener.address, house.enrol("cleo"), is_frozen=True).arrive()

@@ -140,9 +140,6 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines: Mach
     assert machines.run("ana", "status").wait() == NOT_ALIVE
 
 
-STEPS = 80
-
-
 def stage_files(home: Path) -> dict[str, int]:
     """The files of states that a machine has fetched, with their sizes."""
     found = home.rglob("checkpoints/step-*/stage-*.safetensors")
@@ -159,13 +156,10 @@ def test_a_peer_that_takes_a_stage_fetches_it_and_a_restarted_host_goes_on_bit_f
     }  # fmt: skip
     source = trained(make_settings(**narrow, train__steps=2), corpus, machines.folder / "source")
     config = machines.config(
-        **narrow, train__steps=STEPS, train__eval_every=30, train__checkpoint_every=20,
-        train__keep=100, link__outage=2.0,
+        **narrow, train__steps=100_000, train__eval_every=30, train__checkpoint_every=20,
+        train__keep=100, link__outage=2.0, optim__schedule="constant",
     )  # fmt: skip
     start = ("--init-from", source)
-    out = machines.folder / "alone"
-    alone = machines.run("alone", "train", config, *start, "--set", f"run.out={out}")
-    assert alone.wait() == 0, alone.text()
     host = machines.host(*start)
     ana, ben = machines.join("ana"), machines.join("ben")
     host.wait_for(r"\[save\] +checkpoint of step", times=2)  # a step after the first is proof of it
@@ -175,22 +169,27 @@ def test_a_peer_that_takes_a_stage_fetches_it_and_a_restarted_host_goes_on_bit_f
     host = machines.host(*start)
     cleo = machines.join("cleo")
     host.wait_for(r"epoch 2 from step [1-9]")
-    cleo.wait_for(rf"step +\d+/{STEPS}")
+    cleo.wait_for(r"step +\d+/")
     fetched = stage_files(cleo.home)
-    assert host.wait() == 0, host.text()
+    host.interrupt()
+    assert host.wait() == 130, host.text()
     for peer in (ana, cleo):
         assert peer.wait() == 0, peer.text()
 
-    run = machines.run_folder
-    assert_same_weights(run, out / "test", STEPS)
+    run, out = machines.run_folder, machines.folder / "alone"
+    summary = json.loads((run / "summary.json").read_text())
+    steps, begun = summary["steps"], summary["first_step"]
+    source.with_name("gone").rename(source)
+    changes = ("--set", f"run.out={out}", "--set", f"train.steps={steps}")
+    alone = machines.run("alone", "train", config, *start, *changes)
+    assert alone.wait() == 0, alone.text()
+    assert_same_weights(run, out / "test", steps)
     checkpoint = Checkpoint.open(run)
     checkpoint.verify()
     whole = {shard.file: shard.bytes for shard in checkpoint.shards}
-    summary = json.loads((run / "summary.json").read_text())
-    expected = json.loads((out / "test" / "summary.json").read_text())
-    assert [
-        score for score in expected["valid_losses"] if score not in summary["valid_losses"]
-    ] == []
+    expected = json.loads((out / "test" / "summary.json").read_text())["valid_losses"]
+    seen = summary["valid_losses"]
+    assert [score for score in expected if score[0] < steps and score not in seen] == []
 
     seat = json.loads((run / "epochs.json").read_text())["seats"].index("cleo")
     own = f"stage-{seat}.safetensors"
@@ -202,8 +201,5 @@ def test_a_peer_that_takes_a_stage_fetches_it_and_a_restarted_host_goes_on_bit_f
     sent = summary["beside_bytes"]
     # Ana, who was there before, had her own shard; at most she lacked the basis.
     assert whole[own] < sent["states"] < whole[own] + 20_000
-    assert sent["checkpoints"] > (STEPS - summary["first_step"]) // 20 * sum(whole.values())
-    tokens = (STEPS - summary["first_step"]) * 8 * (16 + 17) * 2
-    assert tokens < sent["token ids"]
-    assert not list((run / "checkpoints").glob(".[ip]*")), "nothing is left over"
-    assert stage_files(cleo.home) == stage_files(ana.home) == {}, "neither there"
+    assert sent["checkpoints"] >= sum(whole.values())
+    assert sent["token ids"] > (steps - begun) * 8 * (16 + 17) * 2

@@ -26,6 +26,7 @@ from thinwire.run.protocol import FROM_PEER, Finished, LinkDown, LinkUp, Order, 
 from thinwire.settings import Settings
 from thinwire.train import train
 from thinwire.wire import memory_pair
+from waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def make_peers(
 @pytest.fixture
 def coordinate(make_settings: Callable[..., Settings]) -> Callable[..., Coordinator]:
     def make(**changes: object) -> Coordinator:
-        return Coordinator(make_settings(**changes).pipeline.stages, 100.0)
+        return Coordinator(make_settings(**changes).pipeline.stages, patience=1000.0)
 
     return make
 
@@ -221,13 +222,11 @@ def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end() -> None:
     total = 4 * MOST_UNHEARD
     for number in range(total):
         flooding.send(Pulse(number, "floods"))
-    deadline = time.monotonic() + 60
-    while heard.waiting < MOST_UNHEARD and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: heard.waiting >= MOST_UNHEARD)
     time.sleep(0.2)  # for those that must not come
     assert heard.waiting == MOST_UNHEARD
     heard.note(StopAsked())
-    events = [heard.next(60) for _ in range(total + 1)]
+    events = [heard.next(PATIENCE) for _ in range(total + 1)]
     begun = [e.message.begun for e in events if isinstance(e, Said)]
     assert begun == list(range(total))
     assert StopAsked() in events

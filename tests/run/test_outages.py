@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
+from machines import assert_same_weights
 from proxy import Proxy
 from thinwire import train as train_module
 from thinwire.engine.trace import Progress
@@ -53,18 +52,6 @@ def detour(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Make], dict[in
         proxy.close()
 
 
-def weights_of(run: Path, steps: int) -> dict[str, torch.Tensor]:
-    files = sorted((run / "checkpoints").glob(f"*{steps}/*.safetensors"))
-    assert files
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def assert_same_weights(one: Path, other: Path, steps: int) -> None:
-    first, second = weights_of(one, steps), weights_of(other, steps)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-
-
 def test_a_run_whose_links_are_cut_again_and_again_is_the_same_bit_for_bit(
     make_settings: Callable[..., Settings], detour: Callable, tmp_path: Path
 ) -> None:
@@ -75,18 +62,19 @@ def test_a_run_whose_links_are_cut_again_and_again_is_the_same_bit_for_bit(
     once = sum(whole["bytes_sent"]["by_kind"].values()) // 2  # bytes over one of the two cuts
     cuts = {0: [once * part // 10 for part in (1, 2, 4, 5, 7)], 1: [once // 3]}
 
-    proxies = detour(lambda cut, address: Proxy(address, cuts[cut]))
+    silences: list[threading.Timer] = []
+
+    def silence(data: bytes) -> bytes:
+        """Once, for longer than keepalive takes to notice: the connections of then are given up."""
+        if not silences and proxies[1].carried >= once // 2:
+            silences.append(threading.Timer(12, proxies[1].speak))
+            proxies[1].fall_silent()
+            silences[0].start()
+        return data
+
+    taps = {0: lambda data: data, 1: silence}
+    proxies = detour(lambda cut, address: Proxy(address, cuts[cut], taps[cut]))
     log = io.StringIO()
-
-    def silence() -> None:
-        """For longer than keepalive takes to notice: the connections of then are given up."""
-        while 1 not in proxies or proxies[1].carried < once // 2:
-            time.sleep(0.01)
-        proxies[1].fall_silent()
-        time.sleep(12)
-        proxies[1].speak()
-
-    threading.Thread(target=silence, daemon=True).start()
     rough = train(make_settings(run__name="rough", **changes), PlainDisplay(log))
     assert_same_weights(tmp_path / "smooth", tmp_path / "rough", 8)
     assert rough["valid_losses"] == whole["valid_losses"]

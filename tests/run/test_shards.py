@@ -27,10 +27,10 @@ from thinwire.run.transfer import (
 from thinwire.wire import FrameKind, Pipe, memory_pair
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.door import Allowance
+from waiting import PATIENCE, wait_until
 
 LIMIT = 4 << 20
 SIZE = 2 * PIECE_BYTES + 99
-PATIENCE = 30.0
 
 
 class Host:
@@ -143,9 +143,13 @@ def test_members_forget_what_is_of_no_more_use(host: Host, tmp_path: Path) -> No
         host.written(member, step)
     there = host.join("peer", ShardSender(member), [0, 1])
     host.wait(4)
-    left = sorted(int(folder.name[-2:]) for folder in member.glob("checkpoints/.partial-*"))
-    assert left == [20, 40, 50]
-    assert len(list(incoming_folder(host.folder).iterdir())) == 2, "those of the last step alone"
+
+    def left() -> list[int]:
+        return sorted(int(folder.name[-2:]) for folder in member.glob("checkpoints/.partial-*"))
+
+    wait_until(lambda: left() == [20, 40, 50])
+    kept = incoming_folder(host.folder)
+    wait_until(lambda: len(list(kept.iterdir())) == 2)  # those of the last step alone
     host.collector.forget()
     assert not incoming_folder(host.folder).exists()
     there.close()
@@ -286,12 +290,12 @@ def test_a_host_that_says_nothing_of_shards_does_not_fill_the_disk(tmp_path: Pat
         os.utime(partial_folder(tmp_path, step), ns=(step, step))
     for step in (0, 5):
         talk.say(Want(step, 1, "0" * 64, 1))
-        assert isinstance(talk.hear(30), Refusal)
+        assert isinstance(talk.hear(PATIENCE), Refusal)
     sender.remove_spare()
     kept = [int(folder.name[-2:]) for folder in sorted(tmp_path.glob("checkpoints/.partial-*"))]
     assert kept == [0, 5, *range(20 - KEPT_SHARDS, 20)], "those it wanted, and the newest"
     here.close()
-    serving.result(30)
+    serving.result(PATIENCE)
 
 
 class Held(Allowance):

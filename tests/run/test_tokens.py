@@ -15,7 +15,7 @@ from thinwire.run.tokens import Columns, FetchedCorpus, TokenServer, columns_rea
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, encode, handshake, memory_pair
 from thinwire.wire.background import on_daemon_thread
-from waiting import wait_until
+from waiting import PATIENCE, wait_until
 
 CPU = torch.device("cpu")
 NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "none"}
@@ -38,7 +38,7 @@ def greeted(settings: Settings, **change: Any) -> tuple[Pipe, FetchedCorpus]:
              "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False,
              **change}  # fmt: skip
     here, there = memory_pair()
-    greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
+    greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, PATIENCE))
     far = FetchedCorpus(there, settings, 0)
     greeting.result()
     return here, far
@@ -229,10 +229,10 @@ def test_what_is_no_request_ends_the_stream(
     settings = make_settings()
     here, there = memory_pair()
     serving = on_daemon_thread("server", lambda: TokenServer(here, corpus, settings))
-    handshake(there, {"config_hash": settings.hash}, {}, 30)
+    handshake(there, {"config_hash": settings.hash}, {}, PATIENCE)
     server = serving.result()
     link, gone = Link(there, Meter(), None, "peer", 1 << 20), threading.Event()
     link.start(lambda frame: None, lambda error: gone.set())
     link.send(frame)
-    assert gone.wait(30)
+    assert gone.wait(PATIENCE)
     assert server.failure is not None

@@ -276,7 +276,7 @@ def slower_or_equal(steps):
     return all(later >= earlier - SLACK for earlier, later in pairwise(steps))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(pipelines(), rates, rates, latencies, st.sampled_from([None, 1, 2]))
 def test_no_step_is_shorter_than_its_busiest_resource(pipeline, up, down, latency, cores):
     schedule, costs = pipeline
@@ -292,7 +292,7 @@ def test_no_step_is_shorter_than_its_busiest_resource(pipeline, up, down, latenc
             assert all(a.end <= b.start + SLACK for a, b in pairwise(spans))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pipelines(), rates, latencies)
 def test_worse_links_never_help_while_downlinks_are_unlimited(pipeline, rate, latency):
     """Every queue then has one sender in a fixed order, so a delay can only be passed on."""
@@ -301,7 +301,7 @@ def test_worse_links_never_help_while_downlinks_are_unlimited(pipeline, rate, la
     assert slower_or_equal(delayed) and slower_or_equal(slower)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pipelines(max_stages=2), latencies)
 def test_two_stages_are_monotone_with_downlinks_too(pipeline, latency):
     """With two stages each downlink has a single sender as well."""

@@ -2,15 +2,13 @@
 
 import queue
 import socket
-import time
-from collections.abc import Callable
 from concurrent import futures
 
 from thinwire.wire import Door
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import proof_of, who_of
 from thinwire.wire.sockets import ListeningPort
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
 
 RUN, TOKEN = "0123456789abcdef", "the run's token"
 
@@ -25,7 +23,9 @@ class Service:
 
     def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:
         self._taken.put(connection)
-        return on_daemon_thread("service", lambda: until(lambda: connection.fileno() < 0, 3600))
+        return on_daemon_thread(
+            "service", lambda: wait_until(lambda: connection.fileno() < 0, 3600)
+        )
 
     def accept(self) -> socket.socket:
         return with_patience(self._taken.get(timeout=PATIENCE))
@@ -58,10 +58,3 @@ def ask(door: Door, wish: str, name: str, token: str = TOKEN) -> socket.socket:
     proof = proof_of(token, nonce, wish, name)
     caller.sendall(f"{wish} {name} {who_of(token) or '-'} {proof}\n".encode())
     return caller
-
-
-def until(condition: Callable[[], object], patience: float = PATIENCE) -> None:
-    deadline = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from knocking import RUN, TOKEN, Service, ask, knock, line, until
+from knocking import RUN, TOKEN, Service, ask, knock, line
 
 from proxy import Proxy
 from thinwire.errors import AdmissionError, WireError
@@ -17,7 +17,7 @@ from thinwire.wire import Door, Limits, Route, Standby, Traffic, ping
 from thinwire.wire.door import CHUNK, Allowance, home_of
 from thinwire.wire.routes import LONGEST_LINE, proof_of
 from thinwire.wire.sockets import prepare, split_address
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
 
 OTHER_RUN = "fedcba9876543210"
 PATIENT = Limits(preamble_s=PATIENCE)  # with strangers that are slow
@@ -51,12 +51,12 @@ def test_a_service_is_reached_and_each_direction_ends_by_itself(
     served.sendall(b"and back")  # after the other direction has ended
     served.close()
     assert read_to_end(caller) == b"and back"
-    until(lambda: door.traffic() == {RUN: Traffic(0, 0, relayed_bytes=0)})
+    wait_until(lambda: door.traffic() == {RUN: Traffic(0, 0, relayed_bytes=0)})
 
 
 def test_two_who_dial_out_meet(door: Door, service: Service) -> None:
     with Standby(f"{RUN}/cut-0@1", Route(door.address, token=TOKEN), service.take) as standby:
-        until(lambda: standby.waiting == 2)
+        wait_until(lambda: standby.waiting == 2)
         caller = reach(door, "cut-0@1")
         assert line(caller) == "ok"
         served = service.accept()
@@ -65,7 +65,7 @@ def test_two_who_dial_out_meet(door: Door, service: Service) -> None:
         assert read_to_end(served) == b"x" * 1000
         served.close()
         assert read_to_end(caller) == b""
-        until(lambda: door.traffic()[RUN] == Traffic(2, 2, relayed_bytes=1000))
+        wait_until(lambda: door.traffic()[RUN] == Traffic(2, 2, relayed_bytes=1000))
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def test_a_lost_end_ends_the_other(door: Door) -> None:
         served.close()  # as a process that is killed with bytes unread
         with contextlib.suppress(ConnectionResetError):
             assert caller.recv(1) == b""
-        until(lambda: door.traffic()[RUN].connections == 0)
+        wait_until(lambda: door.traffic()[RUN].connections == 0)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_request_that_is_too_long_or_too_slow_is_refused() -> None:
         caller.sendall(b"reach ")
         assert line(caller) == "no no request within 0.2 s"
         assert caller.recv(1) == b""
-        until(lambda: door.strangers() == 0)
+        wait_until(lambda: door.strangers() == 0)
 
 
 @pytest.mark.parametrize("has_one_ended", [False, True])
@@ -158,7 +158,7 @@ def test_joined_connections_without_a_byte_are_cut(has_one_ended: bool) -> None:
             for end in (caller, served):
                 with contextlib.suppress(ConnectionResetError):
                     assert end.recv(1) == b""
-            until(lambda: door.traffic()[RUN].connections == 0)
+            wait_until(lambda: door.traffic()[RUN].connections == 0)
 
 
 def test_a_slow_reader_slows_the_sender_and_loses_nothing() -> None:
@@ -187,7 +187,7 @@ def test_connections_are_bounded(limits: dict[str, int]) -> None:
         with pytest.raises(WireError, match="the door refused: there are too many connections"):
             ping(Route(door.address, token=TOKEN), f"{RUN}/door")
         kept.pop().close()
-        until(lambda: door.strangers() == 1)
+        wait_until(lambda: door.strangers() == 1)
         ping(Route(door.address, token=TOKEN), f"{RUN}/door")
 
 
@@ -231,7 +231,7 @@ def test_waiting_is_bounded_by_address_and_in_time() -> None:
         refused = line(ask(relay, "wait", f"{RUN}/cut-b", "pass"))
         assert refused == "no 1 connections from 127.0.0.1 wait here, the most"
         waiting.close()
-        until(lambda: relay.traffic()[RUN].waiting == 0)
+        wait_until(lambda: relay.traffic()[RUN].waiting == 0)
         assert line(ask(relay, "wait", f"{RUN}/cut-b", "pass")) == "ok"
     with Door("127.0.0.1", 0, Limits(wait_s=0.1)) as relay:
         relay.admit_any("pass")
@@ -291,7 +291,7 @@ def test_one_who_waits_and_does_not_answer_is_passed_over() -> None:
         alive, gone, silent = (ask(door, "wait", f"{RUN}/cut-a") for _ in range(3))
         assert [line(waiter) for waiter in (alive, gone, silent)] == ["ok"] * 3
         gone.close()
-        until(lambda: door.traffic()[RUN].waiting == 2)
+        wait_until(lambda: door.traffic()[RUN].waiting == 2)
         caller = reach(door, "cut-a")
         assert line(alive) == "call 127.0.0.1"  # once the silent one had its time
         alive.sendall(b"+")
@@ -317,7 +317,7 @@ def test_a_relay_admits_every_run_that_knows_its_pass() -> None:
         assert "nobody waits" in line(ask(relay, "reach", f"{OTHER_RUN}/cut-a", "pass"))
         # Runs that have nobody here any more give way to others; those that have do not.
         assert line(ask(relay, "ping", f"{OTHER_RUN}/cut-a", "pass")).startswith("ok ")
-        until(lambda: relay.traffic()[OTHER_RUN].connections == 0)
+        wait_until(lambda: relay.traffic()[OTHER_RUN].connections == 0)
         third = ask(relay, "wait", f"{'0' * 16}/cut-a", "pass")
         assert line(third) == "ok"
         fourth = ask(relay, "wait", f"{'1' * 16}/cut-a", "pass")
@@ -347,7 +347,7 @@ def test_what_passes_between_others_stays_below_the_bound(
         relay.admit_any("pass", mbps=mbps)
         route = Route(relay.address, token="pass")
         with Standby(f"{RUN}/cut-a", route, service.take) as standby:
-            until(lambda: standby.waiting == 2)
+            wait_until(lambda: standby.waiting == 2)
             caller = ask(relay, "reach", f"{RUN}/cut-a", "pass")
             assert line(caller) == "ok"
             served = service.accept()
@@ -421,7 +421,7 @@ def test_closing_cuts_all_and_ends_every_thread(service: Service) -> None:
     waiter = ask(door, "wait", f"{RUN}/cut-a")
     assert (line(caller), line(waiter)) == ("ok", "ok")
     standby = Standby(f"{RUN}/cut-b", Route(door.address, token=TOKEN), service.take)
-    until(lambda: standby.waiting == 2)
+    wait_until(lambda: standby.waiting == 2)
     door.close()
     for end in (stranger, caller, waiter):
         with contextlib.suppress(ConnectionResetError):
@@ -429,6 +429,6 @@ def test_closing_cuts_all_and_ends_every_thread(service: Service) -> None:
     service.accept().close()
     standby.close()
     door.close()  # a second time does nothing
-    until(lambda: set(threading.enumerate()) <= before)
+    wait_until(lambda: set(threading.enumerate()) <= before)
     with Door("127.0.0.1", door.port):
         pass

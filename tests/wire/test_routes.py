@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from knocking import RUN, TOKEN, Service, ask, knock, line, until
+from knocking import RUN, TOKEN, Service, ask, knock, line
 from wiring import HOST, MAX_MESSAGE, PEER
 
 from proxy import Proxy
@@ -26,7 +26,7 @@ from thinwire.wire import (
 )
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import proof_of, to_sign
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
 
 NAME = f"{RUN}/cut-0@1"
 SECRET = b"a gradient that nobody else shall see"
@@ -72,7 +72,7 @@ class Ends:
 
     def wait_at(self, address: str) -> Standby:
         standby = self._held.enter_context(Standby(NAME, relayed(address), self.listener.take))
-        until(lambda: standby.waiting == 2)
+        wait_until(lambda: standby.waiting == 2)
         return standby
 
     def dial(self, routes: Routes, timeout: float = PATIENCE, tries_again: bool = True) -> Pipe:
@@ -144,10 +144,10 @@ def test_a_relayed_link_outlives_its_relay(ends: Ends) -> None:
     assert routes.in_use == relayed(relay.address)
     assert relay.traffic()[RUN].relayed_bytes > 400_000
     relay.close()
-    until(lambda: standby.trouble and above.outages())
+    wait_until(lambda: standby.trouble and above.outages())
     ends.door(relay.port)
     exchange(below, above)
-    until(lambda: standby.trouble == "")
+    wait_until(lambda: standby.trouble == "")
 
 
 def test_a_link_goes_from_relayed_to_direct_and_back(ends: Ends) -> None:
@@ -159,11 +159,11 @@ def test_a_link_goes_from_relayed_to_direct_and_back(ends: Ends) -> None:
     assert routes.in_use == relayed(relay.address)  # nothing is served at the first door yet
     own.serve(NAME, ends.listener.take)
     relay.cut(RUN, "")
-    until(above.outages)
+    wait_until(above.outages)
     exchange(below, above)
     assert routes.in_use == direct(own.address)
     own.close()
-    until(lambda: above.outages() > 1)
+    wait_until(lambda: above.outages() > 1)
     exchange(below, above)
     assert routes.in_use == relayed(relay.address)
 
@@ -259,7 +259,7 @@ def test_only_the_holder_of_its_key_waits_in_the_hosts_place(
         relay.admit_any(TOKEN)
         route = Route(relay.address, "relayed", TOKEN)
         with Standby(name, route, service.take, prover=HOST.prove) as standby:
-            until(lambda: standby.waiting == 2)
+            wait_until(lambda: standby.waiting == 2)
             caller = knock(relay)
             nonce = line(caller).split(" ")[2]
             proof = proof_of(TOKEN, nonce, "wait", name)
@@ -290,7 +290,7 @@ def test_a_standby_without_the_key_gets_no_calls(service: Service) -> None:
     with Door("127.0.0.1", 0) as relay:
         relay.admit_any(TOKEN)
         with Standby(name, Route(relay.address, token=TOKEN), service.take) as thief:
-            until(lambda: "the request lacks its signature" in thief.trouble)
+            wait_until(lambda: "the request lacks its signature" in thief.trouble)
             assert thief.waiting == 0
             assert "nobody waits for it" in line(ask(relay, "reach", name))
 
@@ -314,4 +314,4 @@ def test_the_longest_name_of_a_service_leaves_room_for_its_proof(service: Servic
         relay.admit_any(TOKEN)
         route = Route(relay.address, token=TOKEN)
         with Standby(name, route, service.take, prover=HOST.prove) as standby:
-            until(lambda: standby.waiting == 2)
+            wait_until(lambda: standby.waiting == 2)
