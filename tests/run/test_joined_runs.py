@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import socket
 
 import pytest
 
@@ -67,17 +69,23 @@ LONG = {"train__steps": 100_000, "train__eval_every": 0, "link__outage": 3.0, "t
 
 
 @pytest.mark.slow
-def test_a_peer_and_the_host_are_killed_and_the_run_ends_as_if_nothing_had_happened(
+def test_a_peer_and_the_host_are_killed_and_another_machine_leads_the_run_on(
     machines: Machines,  # noqa: F811
 ) -> None:
     """Who is killed has its stage again, or a neighbour has; with another host, all begin at the
-    last complete checkpoint.
+    last complete checkpoint. It has a copy of the run's folder, and peers know where it may be.
     """
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as two,
+    ):
+        first, second = (f"127.0.0.1:{place.getsockname()[1]}" for place in (one, two))
+    addresses = ("--address", first, "--address", second)
     config = machines.config(
         train__steps=100_000, train__eval_every=0, train__checkpoint_every=10,
         optim__schedule="constant",
     )  # fmt: skip
-    host = machines.host()
+    host = machines.host("--listen", first, *addresses)
     ana, ben = machines.join("ana"), machines.join("ben")
     host.wait_for(SAVED)
     ben.kill()
@@ -86,7 +94,11 @@ def test_a_peer_and_the_host_are_killed_and_the_run_ends_as_if_nothing_had_happe
     assert "was lost at step" in host.text()
     host.kill()
 
-    again = machines.host()
+    run = machines.folder / "heir" / "runs" / "test"
+    shutil.copytree(machines.run_folder, run, ignore=shutil.ignore_patterns("*.sock"))
+    shutil.rmtree(machines.run_folder)
+    own = ("--set", f"run.out={run.parent}", "--resume", "--listen", second)
+    again = machines.run("heir", "host", run / "config.toml", *own, *addresses)
     again.wait_for(r"epoch 2 from step [1-9]\d*, stages 0: \w+, 1: \w+")
     again.wait_for(STEPPING_AGAIN)
     again.interrupt()
@@ -94,13 +106,13 @@ def test_a_peer_and_the_host_are_killed_and_the_run_ends_as_if_nothing_had_happe
     for peer in (ana, ben):
         assert peer.wait() == 0, peer.text()
         assert "the host is back after" in peer.text()
-    summary = json.loads((machines.run_folder / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
     steps, out = summary["steps"], machines.folder / "alone"
     changes = ("--set", f"run.out={out}", "--set", f"train.steps={steps}")
     alone = machines.run("alone", "train", config, *changes)
     assert alone.wait() == 0, alone.text()
-    assert_same_weights(machines.run_folder, out / "test", steps)
-    rows = [json.loads(line) for line in (machines.run_folder / "metrics.jsonl").open()]
+    assert_same_weights(run, out / "test", steps)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert [row["step"] for row in rows if row["kind"] == "step"] == [*range(1, steps + 1)]
     validated = [step for step, _ in summary["valid_losses"]]
     assert validated == [0], "of the whole run, though its host was killed"
