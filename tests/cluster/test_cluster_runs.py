@@ -17,7 +17,6 @@ from thinwire.engine.build import StageBuilder, choose_device
 from thinwire.engine.checkpoint import list_checkpoints
 from thinwire.engine.cut import CutEnd
 from thinwire.errors import ConfigError
-from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
@@ -64,10 +63,7 @@ def test_either_engine_continues_the_others_run(
     settings: Settings = make_settings(**EXACT)
     folder = tmp_path / settings.run.name
     whole = run_in_threads(settings, folder=folder)
-    shards = whole.shards()[2]
-    facts = {"settings": settings.to_plain(), "corpus": corpus.fingerprint,
-             **vars(shards[0].versions)}  # fmt: skip
-    commit(folder, 2, [part.shard for part in shards], facts, corpus.tokenizer())
+    whole.commit(folder, 2, corpus)
     (tmp_path / "run.toml").write_text(to_toml(settings))
     program = torchrun("-m", "thinwire.cluster", "run.toml", "--resume", "--set", "train.steps=4",
                        cwd=tmp_path, cache=cache)  # fmt: skip
