@@ -59,7 +59,7 @@ CACHED = [
 
 @pytest.mark.parametrize("changes", CACHED)
 def test_a_cache_changes_no_logit_and_no_token(changes: dict[str, Any], trained: Callable) -> None:
-    """Also when the window is full, twice: the context is 16, and 40 tokens are chosen."""
+    """Also when the window is full, twice: the context is 16, and 26 tokens are chosen."""
     folder, _ = trained(**changes)
     model = Model(folder, "cpu")
     assert model.crosses_by_token
@@ -74,7 +74,7 @@ def test_a_cache_changes_no_logit_and_no_token(changes: dict[str, Any], trained:
     assert (torch.cat(parts, 1) - whole).abs().max().item() < tolerance
     for temperature in (0.0, 0.9):
         texts = [
-            model.generate("stage link ", 40, temperature, 0, 3, cache=cache)
+            model.generate("stage link ", 26, temperature, 0, 3, cache=cache)
             for cache in (True, False)
         ]
         assert texts[0] == texts[1] and len(texts[0]) > len("stage link ")
