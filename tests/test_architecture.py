@@ -6,6 +6,7 @@ counts too.
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -43,6 +44,7 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_ATTRIBUTES = {"torch.load", "torch.save", "builtins.eval", "builtins.exec"}
 
 
+@cache
 def modules() -> dict[str, str]:
     """Every module of the package by dotted name, with its source."""
     found = {}
@@ -53,9 +55,9 @@ def modules() -> dict[str, str]:
     return found
 
 
-def imported(source: str) -> Iterator[str]:
+def imported(source: str | ast.AST) -> Iterator[str]:
     """Dotted names that a module imports; `from a import b` gives a.b, which may be a room."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source) if isinstance(source, str) else source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -75,7 +77,7 @@ def drawing(sources: dict[str, str]) -> dict[str, set[str]]:
     arrows: dict[str, set[str]] = {}
     for module, source in sources.items():
         tree = WithoutTypeChecking().visit(ast.parse(source))
-        names = imported(ast.unparse(tree))
+        names = imported(tree)
         # `from a import b` imports a.b where that is a module, and else a.
         targets = {name if name in sources else name.rpartition(".")[0] for name in names}
         arrows[module] = (targets & sources.keys()) - {PACKAGE}
