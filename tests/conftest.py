@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine import Assignment, Worker
 from thinwire.engine.feed import FarCorpus
 from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
+from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 from thinwire.wire import Link, Meter, memory_pair
@@ -126,6 +128,17 @@ class Outcome:
                     found.setdefault(report.step, []).append(report)
         return found
 
+    def commit(self, folder: Path, step: int, corpus: Corpus, has_tokenizer: bool = True) -> Path:
+        """Complete the checkpoint of a step, as the coordinator of a run does."""
+        written = self.shards()[step]
+        facts = {
+            "settings": self.workers[0].settings.to_plain(),
+            "corpus": corpus.fingerprint,
+            **vars(written[0].versions),
+        }
+        tokenizer = corpus.tokenizer() if has_tokenizer else None
+        return commit(folder, step, [part.shard for part in written], facts, tokenizer)
+
 
 @pytest.fixture
 def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
@@ -177,6 +190,22 @@ def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
         return Outcome(workers, reports)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def keep(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a folder once for all tests that ask for it in the same words; each gets a copy."""
+    made: dict[str, Path] = {}
+
+    def copy(words: str, folder: Path, make: Callable[[Path], object]) -> Path:
+        if words not in made:
+            kept = tmp_path_factory.mktemp("kept") / folder.name
+            make(kept)
+            made[words] = kept
+        shutil.copytree(made[words], folder)
+        return folder
+
+    return copy
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,8 @@ counts too.
 
 import ast
 from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,7 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_ATTRIBUTES = {"torch.load", "torch.save", "builtins.eval", "builtins.exec"}
 
 
+@cache
 def modules() -> dict[str, str]:
     """Every module of the package by dotted name, with its source."""
     found = {}
@@ -52,9 +55,9 @@ def modules() -> dict[str, str]:
     return found
 
 
-def imported(source: str) -> Iterator[str]:
+def imported(source: str | ast.AST) -> Iterator[str]:
     """Dotted names that a module imports; `from a import b` gives a.b, which may be a room."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source) if isinstance(source, str) else source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -74,33 +77,20 @@ def drawing(sources: dict[str, str]) -> dict[str, set[str]]:
     arrows: dict[str, set[str]] = {}
     for module, source in sources.items():
         tree = WithoutTypeChecking().visit(ast.parse(source))
-        names = imported(ast.unparse(tree))
+        names = imported(tree)
         # `from a import b` imports a.b where that is a module, and else a.
         targets = {name if name in sources else name.rpartition(".")[0] for name in names}
         arrows[module] = (targets & sources.keys()) - {PACKAGE}
     return arrows
 
 
-def circles(sources: dict[str, str]) -> list[set[str]]:
-    """Groups of modules that all lead back to each other."""
-    arrows = drawing(sources)
-
-    def reached(start: str) -> set[str]:
-        found: set[str] = set()
-        ahead = [start]
-        while ahead:
-            new = arrows[ahead.pop()] - found
-            found |= new
-            ahead += new
-        return found
-
-    ways = {module: reached(module) for module in arrows}
-    on_a_circle = {module for module, way in ways.items() if module in way}
-    groups = {
-        frozenset(other for other in ways[module] if module in ways[other])
-        for module in on_a_circle
-    }
-    return [set(group) for group in sorted(groups, key=sorted)]
+def circle(sources: dict[str, str]) -> list[str]:
+    """Modules that lead from one to the next and back to the first; none where there are none."""
+    try:
+        TopologicalSorter(drawing(sources)).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def room_of(name: str) -> str | None:
@@ -155,18 +145,8 @@ def dangers(source: str) -> list[str]:
     return found
 
 
-def test_the_package_is_where_we_look() -> None:
-    names = modules()
-    assert len(names) > 30
-    assert {
-        "thinwire",
-        "thinwire.codec.quantize",
-        "thinwire.engine",
-        "thinwire.train",
-    } <= names.keys()
-
-
 def test_every_room_is_on_a_floor() -> None:
+    assert {"thinwire", "thinwire.codec.quantize", "thinwire.engine"} <= modules().keys()
     rooms = {room for name in modules() if (room := room_of(name))}
     assert rooms <= FLOOR.keys()
     assert sum(map(len, FLOORS)) == len(FLOOR), "a room is on one floor only"
@@ -180,24 +160,14 @@ def test_rooms_import_only_downward() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "reason"),
     [
-        (
-            "thinwire.codec.quantize",
-            "from thinwire.settings import Settings",
-            "settings is above codec",
-        ),
-        ("thinwire.codec.quantize", "import thinwire.engine.runner", "engine is above codec"),
         ("thinwire.codec.quantize", "from thinwire import engine", "engine is above codec"),
         ("thinwire.wire.link", "from thinwire.codec import Codec", "wire and codec share a floor"),
-        ("thinwire.data.order", "import thinwire.codec", "data and codec share a floor"),
         (
             "thinwire.run.coordinator",
             "def f():\n    import thinwire.cluster",
             "cluster is above run",
         ),
         ("thinwire.model", "if x:\n    from thinwire.cli import main", "cli is above model"),
-        ("thinwire.plan", "import thinwire.train", "train is above plan"),
-        ("thinwire.hf.export", "import thinwire.cluster", "hf and cluster share a floor"),
-        ("thinwire.settings", "import thinwire.cli", "cli is above settings"),
         ("thinwire.errors", "import thinwire.typed", "errors and typed share a floor"),
         ("thinwire.data.order", "from .. import errors", "write the whole name"),
         ("thinwire.run.host", "import thinwire.attic", "attic is on no floor"),
@@ -207,21 +177,6 @@ def test_rooms_import_only_downward() -> None:
 def test_an_import_upward_or_sideways_is_refused(module: str, source: str, reason: str) -> None:
     (line,) = objections(module, source)
     assert line.startswith(f"{module} imports ") and line.endswith(reason)
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("thinwire.codec.quantize", "from thinwire.errors import WireError\nimport torch"),
-        ("thinwire.codec.quantize", "from thinwire.codec.base import Codec"),
-        ("thinwire.run.peer", "import thinwire\nfrom thinwire import __version__"),
-        ("thinwire.run.host", "import thinwire.plan, thinwire.wire"),
-        ("thinwire.inference", "from thinwire.run.start import prepare_data"),
-        ("thinwire.cli", "from thinwire.settings import load_settings"),
-    ],
-)
-def test_an_import_downward_is_welcome(module: str, source: str) -> None:
-    assert objections(module, source) == []
 
 
 def test_the_product_stands_without_the_lab_and_the_lab_on_what_is_public() -> None:
@@ -234,21 +189,21 @@ def test_the_product_stands_without_the_lab_and_the_lab_on_what_is_public() -> N
 
 
 def test_no_module_leads_back_to_itself() -> None:
-    assert circles(modules()) == []
+    assert circle(modules()) == []
 
 
 @pytest.mark.parametrize(
     ("first", "second", "found"),
     [
-        ("import thinwire.b", "from thinwire import a", [{"thinwire.a", "thinwire.b"}]),
-        ("from thinwire.b import x", "def f(): import thinwire.a", [{"thinwire.a", "thinwire.b"}]),
-        ("import thinwire.a", "x = 1", [{"thinwire.a"}]),
-        ("import thinwire.b", "if TYPE_CHECKING:\n    import thinwire.a", []),
-        ("import thinwire.b", "import thinwire, torch", []),
+        ("import thinwire.b", "from thinwire import a", True),
+        ("from thinwire.b import x", "def f(): import thinwire.a", True),
+        ("import thinwire.a", "x = 1", True),
+        ("import thinwire.b", "if TYPE_CHECKING:\n    import thinwire.a", False),
+        ("import thinwire.b", "import thinwire, torch", False),
     ],
 )
-def test_circles_are_found(first: str, second: str, found: list[set[str]]) -> None:
-    assert circles({"thinwire": "", "thinwire.a": first, "thinwire.b": second}) == found
+def test_circles_are_found(first: str, second: str, found: bool) -> None:
+    assert bool(circle({"thinwire": "", "thinwire.a": first, "thinwire.b": second})) == found
 
 
 def test_nothing_that_arrives_is_ever_executed() -> None:
@@ -273,11 +228,3 @@ def test_nothing_that_arrives_is_ever_executed() -> None:
 )
 def test_what_could_execute_is_found(source: str) -> None:
     assert dangers(source)
-
-
-@pytest.mark.parametrize(
-    "source", ["model.eval()", "np.load('x', allow_pickle=False)", "# pickle", "re.compile('x')",
-               "run([sys.executable, '-P', '-m', 'torch'])"],
-)  # fmt: skip
-def test_what_is_harmless_passes(source: str) -> None:
-    assert dangers(source) == []

@@ -206,16 +206,6 @@ def start(arguments: list[object], cache: Path, **streams: Any) -> subprocess.Po
     )
 
 
-def test_a_reader_that_leaves_changes_no_exit_code(config: Path, tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    error = tmp_path / "error.txt"
-    with error.open("wb") as errors, os.fdopen(writing, "wb") as pipe:
-        program = start(["plan", config, "--tflops", "1"], tmp_path, stdout=pipe, stderr=errors)
-        assert program.wait(PROCESS_PATIENCE) == 0
-    assert "Traceback" not in error.read_text() and "BrokenPipe" not in error.read_text()
-
-
 def test_a_run_whose_reader_leaves_goes_on_to_its_end(config: Path, tmp_path: Path) -> None:
     """As in `thinwire train run.toml | head -1`."""
     error = tmp_path / "error.txt"
@@ -233,21 +223,19 @@ def test_a_run_whose_reader_leaves_goes_on_to_its_end(config: Path, tmp_path: Pa
 # --- what a command does not need ---
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["lab", "codecs", "--help"], ["completion", "bash"],
-     ["init", "b.toml", "--set", "model.preset=8b", "--set", "train.steps=9"]],
-    ids=" ".join,
-)  # fmt: skip
-def test_commands_that_compute_nothing_do_not_wait_for_torch(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_commands_that_compute_nothing_do_not_wait_for_torch(tmp_path: Path) -> None:
+    lines = [
+        "--help", "lab --help", "lab codecs --help", "completion bash",
+        "init b.toml --set model.preset=8b --set train.steps=9",
+    ]  # fmt: skip
     program = (
         "import sys\nfrom thinwire.cli import main\n"
-        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert not end.code\n"
-        "print('torch' in sys.modules)\n"
+        f"for line in {lines}:\n"
+        "    try:\n        main(line.split())\n"
+        "    except SystemExit as end:\n        assert not end.code\n"
+        "print([name for name in ('torch', 'matplotlib') if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=tmp_path,
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path,
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "False"
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,14 +1,13 @@
 """The demo: its two arms, and the lines that a newcomer repeats to a friend."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from thinwire.cli import main
-from thinwire.demo import RECIPES, _draw, conclusion
+from thinwire.demo import RECIPES, conclusion
 
 QUICK = (
     *("train.steps=2", "train.eval_batches=1", "link.mbps_up=0", "link.mbps_down=0"),
@@ -58,8 +57,3 @@ def test_the_demo_trains_both_arms_and_shows_them_side_by_side(
     lines = shown.split("[start]")[0].splitlines()
     lines = [line for line in lines if not re.match(r"\[[a-z ]+\] +\d+ %", line)]  # of the data
     assert len(lines) < 12, "a newcomer does not read a screen of settings first"
-
-
-def test_without_matplotlib_the_demo_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert _draw({}) is None, "each run has said why"

@@ -62,10 +62,3 @@ def test_every_extra_that_an_error_names_brings_the_package() -> None:
     assert {("pyarrow", "data"), ("transformers", "hf")} <= {call[1:] for call in found}
     wrong = [call for call in found if call[1] not in names(extras.get(call[2], []))]
     assert wrong == []
-
-
-def test_optional_packages_stay_out_of_the_core() -> None:
-    extras = PROJECT["optional-dependencies"]
-    optional = set().union(*(names(extras[extra]) for extra in extras.keys() - {"dev"}))
-    assert {"transformers", "datasets", "matplotlib", "wandb", "lm_eval"} <= optional
-    assert not optional & names(PROJECT["dependencies"])

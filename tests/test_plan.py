@@ -23,17 +23,14 @@ from thinwire.plan import (
     measure_flops,
     plan_text,
     plan_to_plain,
-    short_grid,
     stage_memory,
 )
-from thinwire.schedule import build
 from thinwire.settings import Settings, machine_cores
 from thinwire.settings.crossing import (
     bytes_per_token,
     frame_bytes,
     logged_bytes,
     row_bytes,
-    size_notes,
     wire_shape,
 )
 from thinwire.typed import to_toml
@@ -347,42 +344,12 @@ def test_a_slow_last_stage_gets_a_split_suggested(make_settings: MakeSettings) -
     assert "times as long as any other, and no split would be faster" in stuck
 
 
-def test_a_long_grid_shows_its_two_ends() -> None:
-    short, long = build("1f1b", 2, 4), build("1f1b", 3, 100)
-    assert short_grid(short) == short.grid()
-    lines, whole = short_grid(long).splitlines(), long.grid().splitlines()
-    columns = len(whole[0].split()) - 1
-    assert columns > 40 and max(map(len, lines)) < 220
-    for line, full in zip(lines[:-1], whole, strict=True):
-        cells, wanted = line.split("..."), full.split()
-        label = wanted[:1] if full.startswith("slot") else wanted[:2]
-        assert cells[0].split() == [*label, *wanted[len(label) :][:12]]
-        assert cells[1].split() == wanted[-12:]
-    assert lines[-1] == f"({columns - 24} slots are left out here; --json has them all)"
-
-
 def test_very_many_microbatches_are_planned_in_a_few_lines(make_settings: MakeSettings) -> None:
     settings = slow_link(make_settings, pipeline__microbatches=256, train__batch=256)
     plan = make_plan(settings, RATE)
     assert len(plan.windows) <= 12
     assert len(plan_text(plan)) < 5000 and "slots are left out" in plan_text(plan)
     assert plan_to_plain(plan)["schedule"].count("F") == 2 * 256, "whole for programs"
-
-
-def test_sizes_that_are_limits_or_of_one_cut_are_named_as_such(make_settings: Callable) -> None:
-    assert size_notes(make_settings()) == []
-    (varies,) = size_notes(make_settings(codec__forward="int4+zstd"))
-    assert "the most that these codecs may send" in varies
-    (expected,) = size_notes(make_settings(codec__forward="step(3)+zstd"))
-    assert "what these codecs are expected to send" in expected
-    both = {"codec__forward": "step(3)+zstd", "codec__backward": "int4+zstd"}
-    (varies,) = size_notes(make_settings(**both))
-    assert "the most that these codecs may send" in varies, "of one direction nothing is known"
-    limits = frame_bytes(make_settings(codec__forward="step(3)", codec__backward="int4+zstd"))
-    packed = frame_bytes(make_settings(**both))
-    assert packed[0] >= limits[0] and packed[1] == limits[1], "then both are limits"
-    (differ,) = size_notes(make_settings(pipeline__stages=3, codec__cuts=["1: forward=int8"]))
-    assert "of the first cut; codec.cuts" in differ
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
@@ -504,17 +471,6 @@ def test_rows_of_a_shared_embedding_are_counted(make_settings: MakeSettings) -> 
     frames = sum(frame_bytes(settings)) / settings.tokens_per_microbatch
     assert bytes_per_token(settings) == pytest.approx(frames + 2 * per_token)
     assert bytes_per_token(fixed) == pytest.approx(frames)
-
-
-@pytest.mark.parametrize(
-    "finer", [{"row_tokens": 1}, {"row_steps": 1}, {"row_tokens": 4}, {"row_steps": 20}]
-)
-def test_finer_choices_of_rows_cost_more(finer: dict, make_settings: MakeSettings) -> None:
-    changes = {f"boundary__{key}": value for key, value in finer.items()}
-    shared = {"boundary__mode": "subspace", "boundary__rank": 5, "boundary__anchor": "embedding"}
-    usual = slow_link(make_settings, **shared)
-    chosen = slow_link(make_settings, **shared, **changes)
-    assert row_bytes(usual) < row_bytes(chosen) <= 64 + 300 * (32 // 2 + 2)  # all rows, in int4
 
 
 @pytest.mark.parametrize(

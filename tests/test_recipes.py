@@ -82,15 +82,6 @@ def test_the_file_begins_with_its_cost_and_means_the_recipe(name: str, tmp_path:
     assert (optim.name, optim.lr, optim.matrix_lr) == ("muon", 6e-4, 3.0)
 
 
-def test_a_plain_init_takes_the_best_recipe_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "run.toml"
-    main(["init", str(path)])
-    assert f"recipe {BEST}" in capsys.readouterr().out
-    assert load_settings(path, []) == make_recipe(BEST, []).asked.resolved()
-
-
 def test_the_rank_follows_a_model_that_is_chosen_later(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     main(["init", str(path)])
@@ -115,17 +106,6 @@ def test_what_goes_with_the_rates_of_a_size_gives_way_to_a_change() -> None:
     assert measured_with in " ".join(recipe.about)
     assert recipe.about[-1].endswith("do not apply: model.embed_std=0.7")
     assert "do not apply" not in " ".join(make_recipe("exact32", ["model.embed_std=0.7"]).about)
-
-
-@pytest.mark.parametrize("name", FROM_SEED)
-def test_queries_and_keys_have_norms_at_the_rates_that_need_them(name: str) -> None:
-    def has_norms(*overrides: str) -> bool:
-        return make_recipe(name, list(overrides)).asked.resolved().model.qk_norm
-
-    assert has_norms("model.preset=160m") and has_norms("model.preset=8b") and not has_norms()
-    assert not has_norms("model.preset=160m", "optim.name=adamw")
-    assert not has_norms("model.preset=160m", "model.qk_norm=false")
-    assert not make_recipe("finetune", ["model.preset=160m"]).asked.resolved().model.qk_norm
 
 
 def test_rates_that_were_not_tuned_for_a_size_are_named_as_such() -> None:

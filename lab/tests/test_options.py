@@ -1,8 +1,6 @@
 """Each experiment takes its own options and settings, and refuses all others."""
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -103,20 +101,6 @@ def test_help_shows_the_options_of_one_experiment(
     every, own = set().union(*flags.values()), flags[name]
     assert {flag for flag in every if f"  {flag} " in text or f"  {flag}\n" in text} == own
     assert ("MODE [RANK] FORWARD/BACKWARD" in text) == (name == "frontier")
-
-
-@pytest.mark.parametrize("arguments", [["lab", "--help"], ["lab", "lossless", "--help"]])
-def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
-    script = f"""
-import sys
-from thinwire.cli import main
-try:
-    main({arguments!r})
-except SystemExit:
-    print([name for name in ("torch", "numpy", "matplotlib") if name in sys.modules])
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout.endswith("[]\n"), run.stdout
 
 
 def outcome(command: str, verdict: str = "As expected.") -> Outcome:

@@ -14,8 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
-
 import thinwire
 from thinwire.arguments import add_config, add_init_from, add_resume, add_set, number, overrides
 from thinwire.cli_host import add_host_commands, add_listen, run_to_end
@@ -153,7 +151,7 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     add_model_commands(add)
-    add_host_commands(add, _show_summary)
+    add_host_commands(add)
 
     lab = add("lab", lab_command, "run an experiment and write its report")
     if find_spec(LAB) is None:
@@ -179,7 +177,7 @@ def demo(options: argparse.Namespace) -> None:
     """Train the same small model with a thin cut and dense, and show both side by side."""
     from thinwire.demo import run_demo
 
-    run_demo(options.set, _trained)
+    run_demo(options.set, lambda settings: _trained(settings, shows_summary=False))
 
 
 def init(options: argparse.Namespace) -> None:
@@ -215,7 +213,7 @@ def train_command(options: argparse.Namespace) -> None:
     settings = load_settings(config, overrides(options), options.allow_plugins)
     if resume is NEWEST:
         resume = config if config.is_dir() else settings.run.folder
-    _trained(settings, resume, options.allow_plugins, _show_summary, options.peers)
+    _trained(settings, resume, options.allow_plugins, options.peers)
 
 
 def _config_and_resume(options: argparse.Namespace) -> tuple[Path, Any]:
@@ -287,21 +285,12 @@ def completion_command(options: argparse.Namespace) -> None:
     print(completion_script(options.shell, make_parser()), end="")
 
 
-def _show_summary(summary: dict[str, Any]) -> None:
-    from thinwire.report import summary_table
-
-    Console(highlight=False).print(summary_table(summary))
-    for what, path in summary["paths"].items():
-        if path and Path(path).exists():
-            print(f"{what + ':':<12}{path}")
-
-
 def _trained(
     settings: "Settings",
     resume: Path | None = None,
     allow_plugins: bool = False,
-    show: Callable[[dict[str, Any]], None] = lambda summary: None,
     peers: int = 0,
+    shows_summary: bool = True,
 ) -> dict[str, Any]:
     """Train with a display around it; what ends a run early carries the command to continue it."""
     from thinwire.train import train
@@ -311,7 +300,7 @@ def _trained(
         lambda display: train(settings, display, resume, allow_plugins, peers),
         settings.run.name,
         lambda: _way_on(settings),
-        show,
+        shows_summary,
     )
 
 

@@ -18,16 +18,10 @@ if TYPE_CHECKING:
 WAY_ON = "to continue: start the same command again; peers have to join again too"
 
 
-def add_host_commands(
-    add: AddCommand,
-    show_summary: Callable[[dict[str, Any]], None],
-) -> None:
+def add_host_commands(add: AddCommand) -> None:
     """Put the commands on the command line."""
-    sub = add(
-        "host",
-        lambda options: host_command(options, show_summary),
-        "train with stages on other people's machines; prints an invite",
-    )
+    about = "train with stages on other people's machines; prints an invite"
+    sub = add("host", host_command, about)
     add_config(sub)
     add_listen(sub, "0.0.0.0:0", "address and port that peers reach; port 0 = any free one")
     about = (
@@ -116,9 +110,7 @@ def add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
     )
 
 
-def host_command(
-    options: argparse.Namespace, show_summary: Callable[[dict[str, Any]], None]
-) -> None:
+def host_command(options: argparse.Namespace) -> None:
     """Host a run to its end."""
     from thinwire.run.host import HostOptions, host
     from thinwire.run.relay import Relay
@@ -139,22 +131,23 @@ def host_command(
         options.peers,
     )
     name, way_on = settings.run.name, lambda: WAY_ON
-    run_to_end(lambda display: host(settings, chosen, display), name, way_on, show_summary)
+    run_to_end(lambda display: host(settings, chosen, display), name, way_on)
 
 
 def run_to_end(
     run: Callable[["Display"], dict[str, Any]],
     name: str,
     way_on: Callable[[], str],
-    show_summary: Callable[[dict[str, Any]], None] = lambda summary: None,
+    shows_summary: bool = True,
 ) -> dict[str, Any]:
     """Run with a display around it; what ends it early carries the words by which it goes on."""
-    from thinwire.report import open_display
+    from thinwire.report import open_display, print_summary
 
     try:
         with open_display(sys.stdout, name) as display:
             summary = run(display)
-        show_summary(summary)
+        if shows_summary:
+            print_summary(summary)
         if summary.get("interrupted"):
             raise KeyboardInterrupt
     except (StageError, WireError, KeyboardInterrupt) as error:

@@ -17,8 +17,6 @@ from thinwire.engine.build import StageBuilder, choose_device
 from thinwire.engine.checkpoint import list_checkpoints
 from thinwire.engine.cut import CutEnd
 from thinwire.errors import ConfigError
-from thinwire.report.metrics import read_metrics
-from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
@@ -52,6 +50,11 @@ def torchrun(*words: object, ranks: int = 2, cwd: Path, cache: Path) -> subproce
     )
 
 
+def metrics(folder: Path, kind: str) -> list[dict]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] == kind]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # three processes load torch
 def test_either_engine_continues_the_others_run(
@@ -60,21 +63,18 @@ def test_either_engine_continues_the_others_run(
     settings: Settings = make_settings(**EXACT)
     folder = tmp_path / settings.run.name
     whole = run_in_threads(settings, folder=folder)
-    shards = whole.shards()[2]
-    facts = {"settings": settings.to_plain(), "corpus": corpus.fingerprint,
-             **vars(shards[0].versions)}  # fmt: skip
-    commit(folder, 2, [part.shard for part in shards], facts, corpus.tokenizer())
+    whole.commit(folder, 2, corpus)
     (tmp_path / "run.toml").write_text(to_toml(settings))
     program = torchrun("-m", "thinwire.cluster", "run.toml", "--resume", "--set", "train.steps=4",
                        cwd=tmp_path, cache=cache)  # fmt: skip
     output, _ = program.communicate(timeout=280)
     assert program.returncode == 0, output
-    steps, evaluations = read_metrics(folder)
-    assert [record.step for record in steps] == [3, 4]
-    assert [record.loss for record in steps] == whole.losses()[2:4]
-    assert f"step    4/4  loss  {steps[-1].loss:.4f}" in output, "the first rank shows the loss"
+    steps, evaluations = (metrics(folder, kind) for kind in ("step", "evaluation"))
+    assert [row["step"] for row in steps] == [3, 4]
+    assert [row["loss"] for row in steps] == whole.losses()[2:4]
+    assert f"step    4/4  loss  {steps[-1]['loss']:.4f}" in output, "the first rank shows the loss"
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["final_valid_loss"] == evaluations[-1].loss
+    assert summary["final_valid_loss"] == evaluations[-1]["loss"]
     assert summary["bytes_sent"]["by_kind"].keys() == {"BACKWARD", "EVALUATE", "FORWARD"}
     assert [path.name for path in list_checkpoints(folder)] == ["step-00000002", "step-00000004"]
     back = run_in_threads(settings, resume=folder / "checkpoints/step-00000004")
@@ -103,8 +103,8 @@ def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(
                        cwd=tmp_path, cache=cache)  # fmt: skip
     output, _ = program.communicate(timeout=280)
     assert program.returncode == 0, output
-    steps, _ = read_metrics(tmp_path / settings.run.name)
-    assert [record.step for record in steps] == list(range(1, 41))
+    steps = metrics(tmp_path / settings.run.name, "step")
+    assert [row["step"] for row in steps] == list(range(1, 41))
     assert ", from " in output
 
 

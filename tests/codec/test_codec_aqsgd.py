@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, TensorSpec, spec_of
+from thinwire.codec import Codec, Leg, Place, Surroundings, TensorSpec, spec_of
 from thinwire.codec.entropy import Zstd
 from thinwire.codec.feedback import AQSGD, ExampleMemory, bytes_needed
 from thinwire.codec.lowrank import LowRank
 from thinwire.codec.quantize import Integer
-from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
+from thinwire.codec.sparse import RandK, TopK
 from thinwire.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -108,18 +108,6 @@ def test_both_ends_remember_the_same_over_any_traffic(
     assert {i for i, flag in enumerate(mine["seen"].tolist()) if flag} == seen
 
 
-def test_a_first_visit_travels_whole_and_later_ones_by_the_inner_codec() -> None:
-    ends, shape = Ends("topk"), (3, *ROW)
-    whole, small = 2 * math.prod(shape), TopK(0.2).payload_limit(shape)
-    sizes = []
-    for number, examples in enumerate([[0, 1, 2], [2, 1, 0], [0, 1, 3], [3, 0, 2]]):
-        sizes.append(len(ends.sender.pack(normal(number), at(number, examples))))
-    assert sizes == [whole, small, whole, small]
-    assert ends.sender.payload_limit(shape) == whole
-    assert AQSGD(Cast("fp32")).payload_limit(shape) == 2 * whole
-    assert ends.sender.remembers_examples and ends.sender.size_varies
-
-
 def test_an_example_comes_nearer_with_every_visit() -> None:
     ends, tensor = Ends("topk"), normal(5)
     ends.send(normal(0), at(0, [0, 1, 2]))
@@ -130,23 +118,6 @@ def test_an_example_comes_nearer_with_every_visit() -> None:
         errors.append(float((got - tensor).norm()))
     assert all(later < earlier for earlier, later in pairwise(errors))
     assert errors[-1] < 0.02 * errors[0]
-
-
-@pytest.mark.parametrize("forward", ["topk", "randk"])
-def test_a_shared_mask_follows_what_went_forward(forward: str) -> None:
-    ends, back = Ends(forward), (SharedMask(), SharedMask())
-    bind_masks(ends.receiver, back[0])
-    bind_masks(ends.sender, back[1])
-    kept = []
-    for number in range(3):
-        ends.send(normal(number), at(number, [0, 1, 2]))
-        place = Place(Leg.BACKWARD, number, 0)
-        payload = bytes(back[0].pack(torch.ones(3, *ROW), place))
-        assert len(payload) <= back[1].payload_limit((3, *ROW)) == 2 * 72
-        kept.append(int(back[1].unpack(payload, spec_of(normal(0)), place).sum()))
-    count = INNERS[forward]().kept((3, *ROW))  # type: ignore[attr-defined]
-    assert kept == [72, count, count] and count < 20
-    assert back[0].size_varies
 
 
 def test_training_without_examples_is_refused_with_the_reason() -> None:
@@ -201,22 +172,6 @@ def test_a_folder_that_cannot_hold_it_is_an_error_at_once(tmp_path: Path) -> Non
     # More than any disk: the file's blocks are taken before the first tensor, not at a crash.
     with pytest.raises(ConfigError, match="cannot be kept"):
         ExampleMemory((2**44,), Surroundings(2**14, 2**62, tmp_path), CPU)
-
-
-def test_the_later_of_two_rows_of_one_example_counts() -> None:
-    memory = ExampleMemory((2,), ENOUGH, CPU)
-    memory.write([3, 1, 3], torch.tensor([[1.0, 1], [2, 2], [3, 3]]))
-    assert memory.read([3, 1], CPU).tolist() == [[3, 3], [2, 2]]
-    same = ExampleMemory((2,), ENOUGH, CPU)
-    same.write([1], torch.tensor([[2.0, 2]]))
-    same.write([3], torch.tensor([[3.0, 3]]))
-    assert memory.fingerprint() == same.fingerprint()
-    same.write([3], torch.tensor([[3.0, 4]]))
-    assert memory.fingerprint() != same.fingerprint()
-    zeros = ExampleMemory((2,), ENOUGH, CPU)
-    untouched = zeros.fingerprint()
-    zeros.write([0], torch.zeros(1, 2))
-    assert zeros.fingerprint() != untouched, "seen is part of it"
 
 
 def test_another_memory_is_not_loaded() -> None:

@@ -8,13 +8,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import normal
-from torch import Tensor
 
 from thinwire.codec import (
     Cast,
     Leg,
     Place,
-    Surroundings,
     TensorSpec,
     Wrapper,
     cross,
@@ -128,27 +126,6 @@ def test_a_bomb_is_refused_by_what_it_says_and_by_what_it_is() -> None:
     liar = small[:5] + small[5:6] + large[6:]
     with pytest.raises(WireError, match="cannot be read"):
         codec.unpack(liar, spec, FORWARD)
-
-
-def remembered(name: str) -> list[Tensor]:
-    """What arrives over two visits of the same examples."""
-    ends = parse_codec(name), parse_codec(name)
-    got: list[Tensor] = []
-    for codec in ends:
-        codec.prepare(TensorSpec((2, 8), torch.float32, CPU), Surroundings(4, 2**20))
-    for step in range(2):
-        sent, place = normal((2, 8), step), Place(Leg.FORWARD, step, 0, examples=(1, 3))
-        payload = bytes(ends[0].pack(sent, place))
-        assert len(payload) <= ends[1].payload_limit((2, 8))
-        got.append(ends[1].unpack(payload, spec_of(sent), place))
-    assert ends[0].agreement() == ends[1].agreement() != ""
-    return got
-
-
-def test_the_order_of_suffixes_changes_bytes_alone() -> None:
-    plain = remembered("int4+aqsgd")
-    for name in ("int4+aqsgd+zstd", "int4+zstd+aqsgd"):
-        assert all(map(torch.equal, remembered(name), plain))
 
 
 class Deflated(Wrapper):

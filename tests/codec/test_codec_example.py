@@ -24,7 +24,6 @@ from thinwire.settings import Settings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLACE = Place(Leg.BACKWARD, step=0, microbatch=0)
-HEADER = 64
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +58,6 @@ def test_an_unknown_codec_becomes_known_by_a_plugin(make_settings: Callable[...,
     assert parse_codec("sign+ef21+zstd").name == "sign+ef21+zstd"
 
 
-def test_a_plugin_that_is_not_there_is_refused(make_settings: Callable[..., Settings]) -> None:
-    with pytest.raises(ConfigError, match=r'codec\.plugins: importing "sign_codex" failed'):
-        make_settings(codec__plugins=["sign_codex"])
-
-
 @settings(deadline=None, max_examples=40, derandomize=True)
 @given(st.lists(st.integers(0, 9), max_size=4).map(tuple), st.integers(0, 2**32))
 def test_what_it_promises_holds(shape: tuple[int, ...], seed: int) -> None:
@@ -83,16 +77,6 @@ def test_what_it_promises_holds(shape: tuple[int, ...], seed: int) -> None:
         torch.testing.assert_close(got.abs(), mean.expand(shape), rtol=2.0**-8, atol=0)
         with pytest.raises(WireError, match="sign payload"):
             codec.unpack(payload[:-1], spec, PLACE)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_visible(bad: float) -> None:
-    import sign_codec
-
-    sent = torch.randn(3, 5)
-    sent[1, 2] = bad
-    got = cross(sign_codec.Sign(), sign_codec.Sign(), sent, PLACE)
-    assert not got[1].isfinite().any() and got[::2].isfinite().all()
 
 
 def test_a_checkpoint_whose_plugin_is_missing_says_which(

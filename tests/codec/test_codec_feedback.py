@@ -22,7 +22,7 @@ from thinwire.codec import (
 )
 from thinwire.codec.base import Shape
 from thinwire.codec.entropy import Zstd
-from thinwire.codec.feedback import AQSGD, EF21, ErrorFeedback, Feedback, MixedErrorFeedback
+from thinwire.codec.feedback import EF21, ErrorFeedback, Feedback, MixedErrorFeedback
 from thinwire.codec.lowrank import LowRank
 from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, TopK
@@ -47,7 +47,6 @@ PAIRS = [
     for inner in (BUDGETED if wrapper is MixedErrorFeedback else INNERS)
 ]
 
-pairs = st.sampled_from(PAIRS)
 seeds = st.integers(0, 2**32)
 dtypes = st.sampled_from((torch.float32, torch.float64, torch.bfloat16))
 # What happens to a microbatch: trained on, evaluated, or spoilt by a value that is not finite
@@ -172,15 +171,6 @@ def test_the_wrong_state_is_refused() -> None:
             codec.load_state_tensors({"inner.q": torch.zeros(1)})
 
 
-def test_the_warm_starts_inside_are_saved_as_well() -> None:
-    place = Place(Leg.FORWARD, 0, 0)
-    single, mixed = ErrorFeedback(LowRank(2)), MixedErrorFeedback(LowRank(4))
-    for codec in (single, mixed, mixed):  # at the first tensor there is no error yet
-        codec.pack(normal(0), place)
-    assert single.state_tensors().keys() == {"buffer", "inner.q"}
-    assert mixed.state_tensors().keys() == {"buffer", "tensor.q", "error.q"}
-
-
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_another_shape_or_type_is_refused(wrapper: type[Feedback]) -> None:
     codec, place = wrapper(TopK(0.2)), Place(Leg.FORWARD, 0, 0)
@@ -213,14 +203,3 @@ def test_mixed_feedback_spends_half_on_the_error() -> None:
     # And the second half does not draw what a run of the next seed draws.
     second = cross(RandK(0.125), RandK(0.125), buffer, replace(place, seed=1))
     assert not torch.equal(arrived - cross(RandK(0.125), RandK(0.125), buffer, place), second)
-
-
-@pytest.mark.parametrize("outer", [*WRAPPERS, AQSGD])
-@pytest.mark.parametrize("wrapper", [*WRAPPERS, AQSGD])
-def test_feedback_around_feedback_is_refused(
-    outer: type[Feedback], wrapper: type[Feedback]
-) -> None:
-    with pytest.raises(ConfigError, match=r"topk\(0.2\)\+.*only one kind of feedback"):
-        outer(wrapper(TopK(0.2)))
-    with pytest.raises(ConfigError, match="only one kind of feedback"):
-        outer(Zstd(wrapper(TopK(0.2))))

@@ -19,13 +19,6 @@ seeds = st.integers(0, 2**32)
 few = settings(deadline=None, max_examples=60)
 
 
-def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """By hand: the width is last."""
-    if len(shape) < 2:
-        return math.prod(shape), 1
-    return math.prod(shape[:-1]), shape[-1]
-
-
 def relative_error(sent: Tensor, got: Tensor) -> float:
     return float((sent.double() - got.double()).norm() / sent.double().norm())
 
@@ -60,15 +53,6 @@ def test_three_cold_iterations_come_near_the_best_and_warm_ones_nearer() -> None
     errors = [relative_error(sent, round_trip(codec, sent)) for _ in range(6)]
     assert best < errors[-1] < errors[0] < 1.1 * best
     assert errors[-1] < 1.01 * best
-
-
-@pytest.mark.parametrize("shape", [(4, 6, 7), (12, 9)])
-def test_rows_are_tokens(shape: tuple[int, ...]) -> None:
-    """A tensor whose every token holds a multiple of one vector has rank one."""
-    sent = normal(shape[:-1], 1).unsqueeze(-1) * normal(shape[-1:], 0)
-    got = round_trip(LowRank(1), sent)
-    assert got.is_contiguous() and relative_error(sent, got) < 2**-6
-    assert len(LowRank(1).pack(sent, PLACE)) == 2 * sum(matrix_shape(shape))
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (0, 4), (1, 9), (9, 1), (3, 3), (2, 4, 1, 2)])
@@ -127,22 +111,3 @@ def test_a_width_that_changes_is_refused() -> None:
     round_trip(codec, normal((5, 11), 0))
     with pytest.raises(ConfigError, match=r"Q of shape \(11, 1\).* 12 columns"):
         codec.pack(normal((9, 12), 0), PLACE)
-
-
-@pytest.mark.skipif(not torch.backends.mps.is_available(), reason="needs Apple's MPS")
-def test_a_device_without_float64_gets_the_same() -> None:
-    sent = normal((9, 11), 0)
-    payload = bytes(LowRank(2).pack(sent.to("mps"), PLACE))
-    assert payload == bytes(LowRank(2).pack(sent, PLACE))
-    got = LowRank(2).unpack(payload, spec_of(sent.to("mps")), PLACE)
-    assert got.device.type == "mps" and torch.equal(got.cpu(), round_trip(LowRank(2), sent))
-
-
-def test_names_ranks_and_halves() -> None:
-    assert LowRank(8).name == "lowrank(8)"
-    assert LowRank(8).halved().name == "lowrank(4)" and LowRank(5).halved().rank == 2
-    with pytest.raises(ConfigError, match="cannot be halved"):
-        LowRank(1).halved()
-    for rank in (0, -1, 1.5):
-        with pytest.raises(ConfigError, match="integer, 1 or more"):
-            LowRank(rank)  # type: ignore[arg-type]

@@ -23,7 +23,6 @@ from thinwire.codec import (
     register_codec,
 )
 from thinwire.codec.parse import _CODECS
-from thinwire.codec.quantize import FORMATS
 from thinwire.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "codecs.md"
@@ -42,21 +41,6 @@ def test_a_name_reads_back_to_the_same_codec(name: str) -> None:
     assert codec.name == name
     again = parse_codec(codec.name)
     assert type(again) is type(codec) and again.tag == codec.tag and again is not codec
-
-
-@pytest.mark.parametrize("name", [n for n in CANONICAL if n != "topk(shared)"])
-def test_what_crosses_by_token_is_the_same_alone_and_among_others(name: str) -> None:
-    """Text is generated token by token where a codec says so: it must not look beside itself."""
-    base = name.partition("(")[0].partition("+")[0]
-    codec = parse_codec(name)
-    by_token = base in FORMATS or (base.startswith(("int", "fp8")) and "tensor" not in name)
-    assert codec.by_token == by_token
-    spread = torch.linspace(0.1, 3.0, 6)[:, None]
-    x_BTD = torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(0)) * spread
-    place = Place(Leg.FORWARD, 3, 1, training=False)
-    whole = cross(parse_codec(name), parse_codec(name), x_BTD, place)
-    parts = [cross(parse_codec(name), parse_codec(name), x, place) for x in x_BTD.split(1, dim=1)]
-    assert torch.equal(torch.cat(parts, 1), whole) == by_token
 
 
 @pytest.mark.parametrize(
@@ -231,13 +215,13 @@ def test_a_place_has_a_key_of_its_own() -> None:
     keys = {
         Place(leg, step, microbatch, cut, seed, salt=salt).key
         for leg in Leg
-        for step in range(250)
-        for microbatch in range(10)
+        for step in range(50)
+        for microbatch in range(5)
         for cut in range(5)
         for seed in (0, 1)
         for salt in (0, 1)
     }
-    assert len(keys) == 100_000 and all(0 <= key < 2**63 for key in keys)
+    assert len(keys) == 10_000 and all(0 <= key < 2**63 for key in keys)
 
 
 # What docs/codecs.md says a token can see
@@ -271,9 +255,13 @@ def test_a_token_sees_in_evaluation_what_the_docs_say(decides: str, name: str, s
     other[0, -1] = 50 * sent[0, 0]
     place = Place(Leg.FORWARD, 3, 1, training=False)
     codec = parse_codec(name + suffix)
-    changed = cross(codec, codec, sent, place) != cross(codec, codec, other, place)
+    whole = cross(codec, codec, sent, place)
+    changed = whole != cross(codec, codec, other, place)
     assert bool(changed[0, :-1].any()) is (decides != "the token alone")
     assert bool(changed[1].any()) is (decides == "the microbatch")
+    # Text is generated token by token where a codec says so.
+    tokens = [cross(codec, codec, token, place) for token in sent.split(1, dim=1)]
+    assert torch.equal(torch.cat(tokens, 1), whole) is codec.by_token
 
 
 # What docs/codecs.md says about bytes, held against what codecs make.

@@ -218,10 +218,9 @@ MANY, DONE = "{% for i in range(100000) %}", "{% endfor %}"
     [
         MANY * 3 + DONE * 3,
         "{{ 'a' * 10**11 }}",
-        "{{ 10 ** (10 ** 10) }}",
         "{{ 'a' * 10**8 }}",
     ],
-    ids=["loops", "one text", "one number", "output"],
+    ids=["loops", "one text", "output"],
 )
 def test_templates_that_take_too_much_are_ended(
     tokenizer: Tokenizer, source: str, monkeypatch: pytest.MonkeyPatch
@@ -236,34 +235,12 @@ def test_templates_that_take_too_much_are_ended(
     RENDERER.close()
 
 
-def test_chatml_needs_its_tokens() -> None:
-    bare = Tokenizer.train(TEXT, 300)
-    with pytest.raises(DataError, match=r"needs <\|im_start\|> and <\|im_end\|> as special tokens"):
-        Chat(bare, ChatTemplate(CHATML, "chatml"))
-    more = bare.with_special(CHATML_TOKENS)
-    assert more.vocab_size == bare.vocab_size + 2
-    assert learned_text(Chat(more, ChatTemplate(CHATML, "chatml")), TALK).startswith("Two miles.")
-
-
 def test_empty_answers_and_those_of_weight_0_are_not_learned(chat: Chat) -> None:
     empty = {"role": "assistant", "content": " \n"}
     assert learned_text(chat, [ASKED, empty, *TALK[1:3]]) == "Two miles.<|im_end|>"
     light = {"role": "assistant", "content": "No.", "weight": 0}
     assert learned_text(chat, [ASKED, light, *TALK[1:3]]) == "Two miles.<|im_end|>"
     assert not Conversation([ASKED, empty]).has_answer
-
-
-def test_a_template_is_kept_and_found_beside_a_tokenizer(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    chat = with_source(tokenizer, HEADERS)
-    tokenizer.save(tmp_path / "tokenizer.json")
-    (tmp_path / "tokenizer_config.json").write_text(chat.template.json())
-    found = Chat.open(tmp_path)
-    assert found.prompt_ids(TALK[:2]) == chat.prompt_ids(TALK[:2])
-    assert found.template.digest == chat.template.digest
-    (tmp_path / "chat_template.jinja").write_text(CHATML)
-    assert Chat.open(tmp_path).template.source == CHATML
 
 
 def test_long_conversations_are_encoded_in_pieces(

@@ -13,8 +13,7 @@ from thinwire.data import Corpus, DataConfig, Tokenizer, prepare
 from thinwire.data import corpus as prepared_module
 from thinwire.data.chat import CHATML, ChatTemplate
 from thinwire.data.tokenizer import RESERVED
-from thinwire.errors import ConfigError, DataError
-from thinwire.typed import from_plain
+from thinwire.errors import DataError
 
 VOCAB = 300
 prepare_module = sys.modules["thinwire.data.prepare"]
@@ -180,23 +179,6 @@ def test_a_killed_run_leaves_nothing_that_is_taken_for_complete(text_folder, cac
     assert kept == corpus.folder, "and what it left is removed"
 
 
-def test_everything_is_on_the_disk_before_it_has_its_name(text_folder, cache, monkeypatch):
-    synced: list[int] = []
-    synced_before: list[set[int]] = []
-    rename = Path.rename
-    fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), fsync(fd))[1])
-    monkeypatch.setattr(
-        Path, "rename", lambda *names: (synced_before.append(set(synced)), rename(*names))[1]
-    )
-    corpus = prepare(text_config(text_folder), VOCAB, cache)
-    (before,) = synced_before
-    paths = [corpus.folder, *corpus.folder.iterdir()]
-    assert len(paths) == 6
-    assert {path.stat().st_ino for path in paths} <= before
-    assert synced[-1] == cache.stat().st_ino
-
-
 @pytest.mark.parametrize("when", ["reading", "training the tokenizer"])
 def test_corpus_that_changes_while_it_is_read(text_folder, cache, when):
     """Found out by whichever pass comes next, the tokenizer's or the last one."""
@@ -308,17 +290,3 @@ def test_what_a_tokenizer_loses_is_said_each_time(text_folder, cache, tmp_path, 
         (note,) = prepare(config, VOCAB, cache).notes
         assert f"loses {zeros:,} of {total:,} characters" in note and "'0'" in note
     assert prepare(text_config(text_folder), VOCAB, cache).notes == []
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
-def test_impossible_fraction(tmp_path, cache, fraction):
-    with pytest.raises(ConfigError, match=r"data\.valid_fraction"):
-        prepare(text_config(tmp_path, valid_fraction=fraction), VOCAB, cache)
-
-
-def test_config_is_read_strictly(cache):
-    assert from_plain(DataConfig, {"source": "text"}, "data").source == "text"
-    with pytest.raises(ConfigError, match=r'data\.source = .*did you mean "text"'):
-        from_plain(DataConfig, {"source": "texts"}, "data")
-    with pytest.raises(ConfigError, match=r"data\.source = 'web' is not one of"):
-        prepare(DataConfig(source="web"), VOCAB, cache)

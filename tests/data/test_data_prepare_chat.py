@@ -187,13 +187,6 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, cache: Path) -> Non
         prepare(config_of(tmp_path / "none.jsonl"), VOCAB, cache)
 
 
-def test_separate_conversations_to_validate_on(chats: Path, cache: Path, tmp_path: Path) -> None:
-    written(tmp_path / "valid.jsonl", [talk(5), talk(100)])
-    corpus = prepare(config_of(chats, valid_path=str(tmp_path / "valid.jsonl")), VOCAB, cache)
-    assert learned(corpus, "valid").count("Yes.") == 2
-    assert learned(corpus, "train").count("Yes.") == 29, "a copy is not trained on"
-
-
 def test_a_text_corpus_keeps_the_template_of_its_tokenizer(
     text_folder: Path, cache: Path, tmp_path: Path
 ) -> None:

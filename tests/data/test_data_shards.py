@@ -180,22 +180,6 @@ def test_token_shards_that_change_between_scan_and_copy(tmp_path, cache, change)
     assert not [path for path in cache.iterdir() if path.name != "seen"]
 
 
-def test_token_shards_are_cut_at_the_tokenizers_end_of_text(tmp_path, cache):
-    Tokenizer.train(["text"], 257).save(tmp_path / "t.json")
-    ids = np.ones(100, dtype=np.uint16)
-    ids[87] = 0  # the id of <|endoftext|>
-    write_raw(tmp_path / "one.bin", ids)
-    config = DataConfig(
-        source="tokens",
-        path=str(tmp_path / "one.bin"),
-        tokenizer=str(tmp_path / "t.json"),
-        valid_fraction=0.1,
-    )
-    corpus = prepare(config, 257, cache)
-    assert (len(corpus.train), len(corpus.valid)) == (88, 12)
-    assert corpus.tokenizer().end_of_text == 0
-
-
 def test_shard_ids_beyond_the_vocabulary(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(prepared_module, "_CLOCK_TICK_NS", -1)
     write_raw(tmp_path / "s" / "a_train_1.bin", [1, 2, 3])

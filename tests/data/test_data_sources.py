@@ -3,8 +3,8 @@ import json
 import lzma
 import os
 import struct
-import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
@@ -144,33 +144,18 @@ def test_the_key_of_the_text_can_be_chosen(tmp_path):
     assert texts(tmp_path, "content") == ["yes", "also"]
 
 
-@pytest.mark.parametrize("packing", [".gz", ".xz", ".zst"])
-def test_a_bomb_is_refused(tmp_path, packing, monkeypatch):
+@pytest.mark.parametrize(("packing", "megabytes"), [(".gz", 20), (".xz", 20), (".zst", 200)])
+def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path, packing, megabytes, monkeypatch):
     monkeypatch.setattr(sources, "ALWAYS_ALLOWED_BYTES", 1 << 20)
     path = tmp_path / f"bomb.txt{packing}"
-    path.write_bytes(PACK[packing](bytes(20 << 20)))
-    with pytest.raises(DataError, match=r"bomb\.txt.*500 times .*decompress it first"):
-        texts(path)
-
-
-def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path):
-    """Read in a process of its own, so that its largest size tells of nothing else."""
-    path = tmp_path / "bomb.txt.zst"
-    path.write_bytes(zstandard.compress(bytes(300 << 20)))
-    code = (
-        "import resource, sys; from thinwire.data import sources\n"
-        "from thinwire.errors import DataError\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "try:\n"
-        "    for _ in sources.read_records(sources.text_files(sys.argv[1]), 'text'): pass\n"
-        "except DataError as error: print('refused')\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
-    told = subprocess.run(
-        [sys.executable, "-c", code, path], check=True, capture_output=True, text=True
-    )
-    refused, grown = told.stdout.splitlines()
-    assert refused == "refused" and int(grown) < 200_000, "in kB; unpacked it has 300,000"
+    path.write_bytes(PACK[packing](bytes(megabytes << 20)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=r"bomb\.txt.*500 times .*decompress it first"):
+            texts(path)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_parquet_file_that_repeats_one_text_without_measure_is_refused(tmp_path, monkeypatch):
@@ -265,24 +250,6 @@ def test_links_and_pipes_that_lead_nowhere_are_named(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(DataError, match=r"pipe\.txt is not a regular file"):  # not waited for
         text_files(str(tmp_path / "pipe.txt"))
-
-
-needs_permissions = pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="permissions do not bind this user"
-)
-
-
-@needs_permissions
-def test_files_without_permission_are_named(tmp_path):
-    write(tmp_path, "a.txt", "a.bin", "t.json")
-    for path in tmp_path.iterdir():
-        path.chmod(0)
-    with pytest.raises(DataError, match=r"cannot read .*a\.txt"):
-        texts(tmp_path / "a.txt")
-    with pytest.raises(DataError, match=r"cannot read .*a\.bin"):
-        find_shards(str(tmp_path / "a.bin"))
-    with pytest.raises(DataError, match=r"cannot read the tokenizer .*t\.json"):
-        Tokenizer.load(tmp_path / "t.json")
 
 
 @pytest.mark.parametrize("read", [text_files, find_shards, Tokenizer.load])

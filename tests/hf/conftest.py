@@ -1,8 +1,7 @@
 """Checkpoints of small runs in stages, to export."""
 
-import functools
-import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 
 from thinwire.data import Corpus
 from thinwire.engine.checkpoint import partial_folder, write_shard
-from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
 
 
@@ -23,43 +21,31 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A place to keep the run of each set of changes: tests may alter their own copies."""
-    return functools.cache(lambda changes: tmp_path_factory.mktemp("kept") / "run")
-
-
 @pytest.fixture
 def trained(
     make_settings: Callable[..., Settings],
     run_in_threads: Callable,
     corpus: Corpus,
     tmp_path: Path,
-    runs: Callable[[str], Path],
+    keep: Callable[..., Path],
 ) -> Callable[..., Path]:
     """The checkpoint of a run in four stages, after three steps in float32."""
 
     def make(with_tokenizer: bool = True, is_ruined: bool = False, **changes: Any) -> Path:
-        kept, run = runs(f"{with_tokenizer} {is_ruined} {changes}"), tmp_path / "run"
-        if kept.is_dir():
-            shutil.copytree(kept, run)
-            return next((run / "checkpoints").glob("step-*"))
         exact = {"codec__forward": "fp32", "codec__backward": "fp32", "run__precision": "fp32"}
         settings = make_settings(**{"pipeline__stages": 4, "train__steps": 3, **exact, **changes})
-        reports = run_in_threads(settings).shards()[3]
-        facts = {
-            "settings": settings.to_plain(),
-            "corpus": corpus.fingerprint,
-            **vars(reports[0].versions),
-        }
-        shards = [report.shard for report in reports]
-        if is_ruined:
-            partial = partial_folder(run, 3)
-            tensors = load_file(partial / shards[-1].file)
-            tensors["lm_head.weight"][5, 3] = torch.nan
-            shards[-1] = write_shard(partial, len(shards) - 1, tensors)
-        found = commit(run, 3, shards, facts, corpus.tokenizer() if with_tokenizer else None)
-        shutil.copytree(run, kept)
-        return found
+
+        def train(run: Path) -> None:
+            outcome = run_in_threads(settings, folder=run)
+            if is_ruined:
+                last, partial = outcome.shards()[3][-1], partial_folder(run, 3)
+                tensors = load_file(partial / last.shard.file)
+                tensors["lm_head.weight"][5, 3] = torch.nan
+                spoilt = replace(last, shard=write_shard(partial, 3, tensors))
+                outcome.reports[-1][outcome.reports[-1].index(last)] = spoilt
+            outcome.commit(run, 3, corpus, with_tokenizer)
+
+        run = keep(f"hf {with_tokenizer} {is_ruined} {changes}", tmp_path / "run", train)
+        return next((run / "checkpoints").glob("step-*"))
 
     return make

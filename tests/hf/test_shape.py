@@ -4,6 +4,7 @@ For each shape our model and the class of transformers get the same weights: log
 float32, gradients in float64 (where their norms, which round to float32, are exchanged).
 """
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from thinwire.model import ModelConfig, Stage, architecture
 
 SIZES = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 40, "vocab": 61, "context": 64}
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {},
+    "llama": {"rope_theta": 700.0, "norm_eps": 1e-3},
+    "all heads": {"kv_heads": 4},
+    "one key head": {"heads": 8, "kv_heads": 1},
     "wide heads": {"head_dim": 12},
     "llama3": {"rope_scaling": "llama3(factor=8, low=1, high=4, context=32)", "rope_theta": 1e3},
     "qwen2": {"qkv_bias": True, "norm_eps": 1e-6},
@@ -27,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def model_of(shape: str) -> ModelConfig:
-    return ModelConfig(preset="custom", **SIZES, **SHAPES[shape]).resolved()
+    return ModelConfig(preset="custom", **{**SIZES, **SHAPES[shape]}).resolved()
 
 
 def lively(config: ModelConfig) -> Stage:
@@ -85,11 +88,13 @@ def test_the_model_computes_what_transformers_does(shape: str) -> None:
     config = model_of(shape)
     stage = lively(config)
     model = theirs(config, stage)
-    ids = torch.randint(config.vocab, (3, config.context + 1), generator=torch.Generator())
+    ids = torch.randint(config.vocab, (3, config.context - 10), generator=torch.Generator())
     inputs, targets = ids[:, :-1], ids[:, 1:]
     assert widen_norms(model) == (4 if config.qk_norm else 2) * config.layers + 1
     ours, expected = stage(inputs), model(inputs).logits
     assert distance(ours, expected) < 1e-10
+    wrong = dataclasses.replace(config, rope_theta=1.1 * config.rope_theta)
+    assert distance(lively(wrong)(inputs), expected) > 1e-5, "the comparison sees it"
     found = slopes(ours, targets, stage.global_parameters())
     wanted = slopes(expected, targets, dict(model.named_parameters()))
     for name, slope in found.items():

@@ -59,7 +59,7 @@ CACHED = [
 
 @pytest.mark.parametrize("changes", CACHED)
 def test_a_cache_changes_no_logit_and_no_token(changes: dict[str, Any], trained: Callable) -> None:
-    """Also when the window is full, twice: the context is 16, and 40 tokens are chosen."""
+    """Also when the window is full, twice: the context is 16, and 26 tokens are chosen."""
     folder, _ = trained(**changes)
     model = Model(folder, "cpu")
     assert model.crosses_by_token
@@ -74,7 +74,7 @@ def test_a_cache_changes_no_logit_and_no_token(changes: dict[str, Any], trained:
     assert (torch.cat(parts, 1) - whole).abs().max().item() < tolerance
     for temperature in (0.0, 0.9):
         texts = [
-            model.generate("stage link ", 40, temperature, 0, 3, cache=cache)
+            model.generate("stage link ", 26, temperature, 0, 3, cache=cache)
             for cache in (True, False)
         ]
         assert texts[0] == texts[1] and len(texts[0]) > len("stage link ")
@@ -89,9 +89,11 @@ def test_a_codec_that_looks_at_the_whole_window_is_not_cached(trained: Callable)
     assert texts[0] == texts[1], "what is cached follows the codec, not the wish"
 
 
-def test_text_streams_in_whole_characters(save: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_streams_in_whole_characters(
+    chatting: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model is made to say these bytes; a character of three bytes is three tokens of it."""
-    model = Model(save(1.0), "cpu")
+    model = Model(chatting(), "cpu")
     tokenizer = model.tokenizer()
     said = tokenizer.encode("né €\U0001f600!")
     assert any("\ufffd" in tokenizer.decode([id]) for id in said), "characters are split"
@@ -104,16 +106,18 @@ def test_text_streams_in_whole_characters(save: Callable, monkeypatch: pytest.Mo
     assert sum(bool(piece) for piece in pieces[:-1]) > 4, "it comes piece by piece"
 
 
-def test_an_empty_prompt_begins_a_text_and_one_that_is_no_text_is_refused(save: Callable) -> None:
-    model = Model(save(1.0), "cpu")
+def test_an_empty_prompt_begins_a_text_and_one_that_is_no_text_is_refused(
+    chatting: Callable,
+) -> None:
+    model = Model(chatting(), "cpu")
     text = model.generate("", 6, 0.0, 0, 0)
     assert text and "endoftext" not in text
     with pytest.raises(ConfigError, match="not valid Unicode"):
         model.encode("a\udcff")
 
 
-def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(save: Callable) -> None:
-    found = Model(save(1e5), "cpu").evaluate(PlainDisplay(StringIO()))
+def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(chatting: Callable) -> None:
+    found = Model(chatting(factor=1e5), "cpu").evaluate(PlainDisplay(StringIO()))
     assert 710 < found["valid_loss"] < math.inf
     assert found["perplexity"] == math.inf
     assert json.loads(json.dumps(without_nan(found), allow_nan=False))["perplexity"] is None

@@ -40,21 +40,6 @@ def test_landmarks_of_the_decay(schedule: str, quarter: float, half: float, end:
     assert shares == pytest.approx([quarter, half, end], abs=1e-12)
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.25, 1.0])
-def test_cosine_ends_at_its_floor(floor: float) -> None:
-    config = OptimConfig(lr=PEAK, warmup=10, schedule="cosine", floor=floor)
-    shares = [learning_rate(config, step, 110) / PEAK for step in (10, 60, 110)]
-    assert shares == pytest.approx([1.0, (1 + floor) / 2, floor], abs=1e-12)
-
-
-def test_wsd_holds_the_peak_and_falls_in_the_last_fifth() -> None:
-    assert rate("wsd", 89) == PEAK
-    assert rate("wsd", 90) == pytest.approx(PEAK)
-    assert rate("wsd", 91) < PEAK
-    assert rate("wsd", 100) == pytest.approx(PEAK / 2)
-    assert rate("wsd", 105) == pytest.approx(PEAK / 4)
-
-
 @given(st.sampled_from(SCHEDULES), st.integers(1, 300), st.integers(0, 300), st.floats(1e-6, 10.0))
 def test_up_then_down_and_never_past_the_peak(
     schedule: str, steps: int, warmup: int, peak: float

@@ -18,22 +18,13 @@ RANK, ALPHA = 3, 6.0
 def stock_llama(shape: ModelConfig, targets: list[str]) -> torch.nn.Module:
     """A Llama of transformers with peft's LoRA layers, in float64."""
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.dim,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.context,
-        rms_norm_eps=shape.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    llama = LlamaForCausalLM(config)
+    from thinwire.hf.shape import config_of
+
+    plain = config_of(shape)
+    config = AutoConfig.for_model(plain.pop("model_type"), **plain, use_cache=False)
+    llama = AutoModelForCausalLM.from_config(config)
     norms = [name for name, _ in llama.named_modules() if name.endswith("norm")]
     for name in norms:  # theirs rounds to float32
         llama.set_submodule(name, torch.nn.RMSNorm(shape.dim, shape.norm_eps))

@@ -75,7 +75,7 @@ def test_only_in_coordinates_weights_stay_in_the_subspace(in_coordinates: bool) 
     """The failing side: the whole matrix in bfloat16, as on a GPU, is rounded out of S."""
     basis_DK = random_basis(DIM, RANK, seed=0).float()
     weight = basis_DK @ normal(1, RANK, INPUTS, dtype=torch.float32)
-    for step in range(200):
+    for step in range(40):
         gradient = project(normal(step, DIM, INPUTS, dtype=torch.float32), basis_DK, 0)
         if in_coordinates:
             update = basis_DK @ orthogonalised((basis_DK.T @ gradient).bfloat16()).float()
@@ -84,13 +84,3 @@ def test_only_in_coordinates_weights_stay_in_the_subspace(in_coordinates: bool) 
         weight = weight - 0.02 * update
     found = drift(weight, basis_DK, 0)
     assert found < 1e-6 if in_coordinates else found > 1e-3
-
-
-def test_a_shape_of_its_own_and_a_missing_gradient_do_no_harm() -> None:
-    square, wide, idle = (nn.Parameter(normal(i, 4, n)) for i, n in enumerate((4, 9, 4)))
-    before = idle.detach().clone()
-    optimizer = Muon([square, wide, idle], lr=0.1)
-    square.grad, wide.grad = torch.ones_like(square), torch.ones_like(wide)
-    optimizer.step()
-    assert torch.equal(idle, before) and idle not in optimizer.state
-    assert torch.linalg.svdvals(square.detach() - normal(0, 4, 4))[1] < 1e-9, "a gradient of rank 1"

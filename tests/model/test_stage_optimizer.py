@@ -197,22 +197,6 @@ def test_rates_are_shares_of_one(optimizer: str) -> None:
         torch.testing.assert_close(moved[True][name], wanted, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "has_own_tables", "rate"),
-    [
-        ("muon", 1000, True, 100.0),
-        ("muon", 1001, True, 30.0),
-        ("muon", 1001, False, 100.0),
-        ("adamw", 1001, True, 1.0),
-    ],
-)
-def test_tables_of_stages_learn_slower_in_a_long_run(
-    name: str, steps: int, has_own_tables: bool, rate: float
-) -> None:
-    assert OptimConfig(name=name).resolved(steps, has_own_tables).table_lr == rate
-    assert OptimConfig(name=name, table_lr=7.0).resolved(steps, has_own_tables).table_lr == 7.0
-
-
 @optimizers
 def test_the_rate_given_at_the_step_counts_and_not_the_configured_one(optimizer: str) -> None:
     results = []

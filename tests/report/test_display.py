@@ -148,15 +148,6 @@ def test_a_reader_that_leaves_does_not_end_the_run(tty, make_record):
     stream.close()  # what was buffered must not fail later, when the program ends
 
 
-@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_a_stream_that_is_closed_does_not_end_the_run(kind, make_record):
-    stream = kind()
-    with open_display(stream) as display:
-        display.phase("data", "ready")
-        stream.close()
-        run_of(display, make_record)
-
-
 def test_a_terminal_gets_the_panel_and_its_cursor_back(make_record):
     terminal = Terminal()
     with open_display(terminal, "shakespeare") as display:
@@ -165,17 +156,6 @@ def test_a_terminal_gets_the_panel_and_its_cursor_back(make_record):
     assert "shakespeare" in terminal.shown
     assert "5.1234" in terminal.shown
     assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")
-
-
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_no_color_keeps_the_panel_without_colours(monkeypatch, make_record, is_plain):
-    monkeypatch.setenv(*("NO_COLOR", "1") if is_plain else ("TERM", "xterm"))
-    terminal = Terminal()
-    with open_display(terminal) as display:
-        assert isinstance(display, LiveDisplay)
-        display.phase("data", "ready")
-        display.step(make_record())
-    assert ("\x1b[3" in terminal.shown) is not is_plain  # foreground colours are 30 to 38
 
 
 @pytest.mark.parametrize("term", ["dumb", "unknown"])
@@ -247,21 +227,6 @@ def test_the_panel_is_drawn_at_most_four_times_a_second(make_record):
         clock.now = step * 0.01
         display.step(make_record(step + 1))
     assert drawings(console) == 4
-    display.close()
-
-
-def test_costly_drawing_is_done_less_often(make_record):
-    display, console, clock = make_display()
-
-    def costly_panel():
-        clock.used += 0.04
-        return "ETA"
-
-    display._panel = costly_panel
-    for _ in range(100):
-        clock.now += 0.1
-        display.step(make_record())
-    assert 5 <= drawings(console) <= 6  # in 10 s at two per cent, 0.04 s each
     display.close()
 
 

@@ -9,7 +9,6 @@ from thinwire.report.human import (
     human_bytes,
     human_count,
     loss_text,
-    meter_bar,
     percent,
 )
 
@@ -62,10 +61,3 @@ def test_percent_and_amount():
     assert percent(None) == percent(math.nan) == "-"
     assert amount(4_100_000, 10_200_000, "B") == "4.1 MB / 10.2 MB"
     assert amount(1200, 5000, "files") == "1,200 / 5,000 files"
-
-
-def test_meter_bar_is_clamped_and_empty_when_unknown():
-    assert meter_bar(0.5, 4) == "██░░"
-    assert meter_bar(1.7, 4) == "████"
-    assert meter_bar(-1, 4) == "░░░░"
-    assert meter_bar(math.nan) == ""

@@ -8,15 +8,38 @@ import signal
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from thinwire.errors import ThinwireError
-from thinwire.report import EvaluationRecord, MetricsWriter, read_metrics
-from thinwire.report.metrics import ID_FILE, Losses, WandbLog, losses_of
+from thinwire.report import EvaluationRecord, MetricsWriter
+from thinwire.report.metrics import (
+    FILE_NAME,
+    ID_FILE,
+    Losses,
+    WandbLog,
+    last_step,
+    losses_of,
+    read_evaluations,
+)
 from waiting import wait_until
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """What the file holds: JSON, which has neither NaN nor infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = (folder / FILE_NAME).read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def steps(folder: Path) -> list[int]:
+    return [row["step"] for row in rows(folder) if row["kind"] == "step"]
 
 
 def write_run(folder, make_record, last_step, first_step=1, resume_step=None):
@@ -32,45 +55,37 @@ def without_tensorboard(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
 
 
-def test_round_trip(tmp_path, make_record, without_tensorboard):
-    record = make_record(7, stage_count=2)  # its one link has a finite utilisation
+def test_what_is_written_is_read(tmp_path, make_record, without_tensorboard):
+    """At once, while the run goes on; what is not finite is null on disk and NaN in memory."""
+    record = make_record(7, loss=math.nan, stage_count=2)
     with MetricsWriter(tmp_path) as writer:
         writer.step(record)
         writer.evaluation(EvaluationRecord(7, 4.5, 1.25))
         writer.evaluation(EvaluationRecord(8, 4.25))
-        # readers see each line while the run goes on
-        assert read_metrics(tmp_path) == (
-            [record],
-            [EvaluationRecord(7, 4.5, 1.25), EvaluationRecord(8, 4.25, None)],
-        )
+        last = last_step(tmp_path)
+        assert last is not None and math.isnan(last.loss)
+        assert replace(last, loss=0.0) == replace(record, loss=0.0)
+        evaluations = [EvaluationRecord(7, 4.5, 1.25), EvaluationRecord(8, 4.25, None)]
+        assert read_evaluations(tmp_path) == evaluations
+        assert rows(tmp_path)[0]["loss"] is None
+    losses = Losses.read(tmp_path)
+    assert (losses.steps, losses.valid) == ([7], [4.5, 4.25]) and math.isnan(losses.train[0])
 
 
-def test_nan_is_null_on_disk_and_nan_again_in_memory(tmp_path, make_record, without_tensorboard):
-    with MetricsWriter(tmp_path) as writer:
-        writer.step(make_record(1, loss=math.nan, grad_norm=math.inf))
-    text = (tmp_path / "metrics.jsonl").read_text()
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    line = json.loads(text, parse_constant=refuse)
-    assert line["loss"] is None
-    assert line["links"][1]["utilisation"] is None
-    (record,), _ = read_metrics(tmp_path)
-    assert math.isnan(record.loss)
-    assert math.isnan(record.grad_norm)
-    assert math.isnan(record.links[1].utilisation)
-    assert record.links[0].utilisation == 0.83
-
-
-def test_a_torn_line_in_the_middle_is_left_out(tmp_path, make_record, without_tensorboard):
+def test_a_torn_line_is_left_out_and_one_of_something_else_is_an_error(
+    tmp_path, make_record, without_tensorboard
+):
     write_run(tmp_path, make_record, 3)
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / FILE_NAME
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], '{"kind": "st' + lines[1], *lines[2:], ""]))
-    assert [record.step for record in read_metrics(tmp_path)[0]] == [1, 3]
+    assert [loss.step for loss in losses_of(tmp_path)] == [1, 2, 3]
     MetricsWriter(tmp_path, resume_step=1).close()
-    assert [record.step for record in read_metrics(tmp_path)[0]] == [1]
+    assert steps(tmp_path) == [1]
+    for line in ('{"kind": "step", "step": 1}', "[1]", '"text"', "{}"):
+        path.write_text(line + "\n")
+        with pytest.raises(ThinwireError, match="line 1 of"):
+            list(losses_of(tmp_path))
 
 
 @contextlib.contextmanager
@@ -100,31 +115,8 @@ def test_a_full_disk_leaves_a_hole_that_is_marked(tmp_path, make_record, without
         assert writer.missing == 2
         writer.step(make_record(4))
         assert writer.missing == 0
-    kinds = [json.loads(line) for line in path.read_text().splitlines()]
-    assert kinds[1] == {"kind": "missing", "step": 4, "rows": 2}
-    assert [record.step for record in read_metrics(tmp_path)[0]] == [1, 4]
-
-
-@pytest.mark.parametrize("line", ['{"kind": "step", "step": 1}', "[1]", '"text"', "{}"])
-def test_a_line_of_something_else_is_an_error(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text(line + "\n")
-    with pytest.raises(ThinwireError, match="line 1 of"):
-        read_metrics(tmp_path)
-
-
-def test_resume_drops_later_lines_and_leaves_no_duplicates(
-    tmp_path, make_record, without_tensorboard
-):
-    write_run(tmp_path, make_record, 6)
-    path = tmp_path / "metrics.jsonl"
-    kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= 4]
-    writer = MetricsWriter(tmp_path, resume_step=4)
-    assert path.read_text().splitlines() == kept
-    writer.close()
-    write_run(tmp_path, make_record, 8, first_step=5, resume_step=4)
-    numbers = [json.loads(line)["step"] for line in path.read_text().splitlines()]
-    assert numbers == [1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert rows(tmp_path)[1] == {"kind": "missing", "step": 4, "rows": 2}
+    assert steps(tmp_path) == [1, 4]
 
 
 def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path, make_record):
@@ -149,22 +141,15 @@ def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path
 
 
 def test_records_of_earlier_versions_are_read(tmp_path, make_record, without_tensorboard):
-    """A field with a default may be missing, one without may not."""
+    """Cuts had another name, and a field with a default may be missing."""
     write_run(tmp_path, make_record, 2)
-    path = tmp_path / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    old = [{k: v for k, v in line.items() if k != "bits_per_byte"} for line in lines]
-    for line in old:
-        line["unit"] = "token"  # as earlier versions wrote
-    for link in (link for line in old for link in line.get("links", ())):
+    step, old = rows(tmp_path)[1:]
+    for link in step["links"]:
         link["boundary"] = link.pop("cut")
-    path.write_text("".join(json.dumps(line) + "\n" for line in old))
-    steps, evaluations = read_metrics(tmp_path)
-    assert [record.step for record in steps] == [1, 2]
-    assert [record.bits_per_byte for record in evaluations] == [None]
-    path.write_text(json.dumps({k: v for k, v in old[0].items() if k != "loss"}) + "\n")
-    with pytest.raises(ThinwireError, match="a field is missing"):
-        read_metrics(tmp_path)
+    del old["bits_per_byte"]
+    (tmp_path / FILE_NAME).write_text(json.dumps(step) + "\n" + json.dumps(old) + "\n")
+    assert last_step(tmp_path) is not None
+    assert read_evaluations(tmp_path) == [EvaluationRecord(2, 6.0, None)]
 
 
 def long_record(folder, make_record, rows):
@@ -179,17 +164,6 @@ def long_record(folder, make_record, rows):
     return path
 
 
-def test_losses_alone_are_those_of_the_records(tmp_path, make_record, without_tensorboard):
-    with MetricsWriter(tmp_path) as writer:
-        writer.evaluation(EvaluationRecord(0, 9.0))
-        writer.step(make_record(1, loss=8.0))
-        writer.step(make_record(2, loss=math.nan))
-    steps, evaluations = read_metrics(tmp_path)
-    whole, quick = Losses([*evaluations, *steps]), Losses.read(tmp_path)
-    assert str(vars(quick)) == str(vars(whole)), "NaN does not equal itself"
-    assert (quick.steps, quick.valid) == ([1, 2], [9.0])
-
-
 def peak_of(work):
     tracemalloc.start()
     try:
@@ -202,11 +176,11 @@ def peak_of(work):
 def test_a_long_record_is_not_held_in_memory(tmp_path, make_record, without_tensorboard):
     path = long_record(tmp_path, make_record, rows=3000)
     size = path.stat().st_size
-    assert peak_of(lambda: read_metrics(tmp_path)) > size / 2, "a count that sees what is held"
+    assert peak_of(lambda: rows(tmp_path)) > size / 2, "a count that sees what is held"
     assert peak_of(lambda: Losses(losses_of(tmp_path), most=256)) < size / 10
     resume = peak_of(lambda: MetricsWriter(tmp_path, resume_step=2990).close())
     assert resume < size / 2
-    assert json.loads(path.read_text().splitlines()[-1])["step"] == 2990
+    assert rows(tmp_path)[-1]["step"] == 2990
 
 
 def test_a_resume_reads_only_the_end_of_a_long_record(tmp_path, make_record, without_tensorboard):
@@ -226,9 +200,11 @@ def test_a_record_that_ends_anywhere_is_continued_on_a_line_of_its_own(
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[: -cut or None])
     write_run(tmp_path, make_record, 5, first_step=4, resume_step=3)
-    steps, _ = read_metrics(tmp_path)
     kept = [1, 2, 3] if cut < 2 else [1, 2]  # without its newline a line is whole
-    assert [record.step for record in steps] == [*kept, 4, 5]
+    assert steps(tmp_path) == [*kept, 4, 5]
+    write_run(tmp_path, make_record, 4, first_step=3, resume_step=2)
+    assert steps(tmp_path) == [1, 2, 3, 4], "what came after the resumed step is dropped"
+    assert [file.name for file in tmp_path.iterdir()] == [FILE_NAME]
 
 
 @pytest.fixture
@@ -264,7 +240,7 @@ def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(
     assert f"run-{(tmp_path / ID_FILE).read_text().strip()}.wandb" == file.name
     (note,) = notes
     assert note.startswith("nothing is logged to Weights & Biases, the run continues: ")
-    assert [record.step for record in read_metrics(tmp_path)[0]] == [1, 2, 3]
+    assert steps(tmp_path) == [1, 2, 3]
 
 
 def test_who_is_not_logged_in_is_told_and_never_asked(
@@ -279,4 +255,4 @@ def test_who_is_not_logged_in_is_told_and_never_asked(
     login, missing = notes
     assert "run `wandb login`, or set WANDB_MODE=offline" in login
     assert 'run.wandb = "wires" needs wandb' in missing and "thinwire[wandb]" in missing
-    assert len(read_metrics(tmp_path)[0]) == 2
+    assert len(rows(tmp_path)) == 2

@@ -1,10 +1,7 @@
 import math
 import struct
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from thinwire.errors import ThinwireError
 from thinwire.report import (
@@ -16,13 +13,12 @@ from thinwire.report import (
     write_timeline,
 )
 from thinwire.report.human import sparkline
-from thinwire.report.metrics import Curve, Losses
+from thinwire.report.metrics import Losses
 from thinwire.report.plots import (
     DPI,
     loss_figure,
     plot_loss,
     plot_steps_side_by_side,
-    running_mean,
     steps_figure,
 )
 
@@ -76,18 +72,6 @@ def test_loss_figure_has_the_curves_over_tokens(make_record):
     assert len(axes.get_legend().get_texts()) == 2, "so short a curve is its own running mean"
 
 
-def test_a_long_curve_has_a_running_mean_and_no_legend_over_its_points(make_record):
-    records = [make_record(k, loss=5.0) for k in range(1, 101)]
-    figure = loss_figure(Losses([*records, EvaluationRecord(100, 5.0)]), "demo: loss")
-    (axes,) = figure.axes
-    train, smooth, _ = axes.lines
-    assert len(train.get_xdata()) == len(smooth.get_xdata()) == 100
-    figure.draw_without_rendering()
-    legend = axes.get_legend().get_window_extent()
-    assert legend.y0 >= axes.get_window_extent().y1
-    assert legend.x1 <= figure.bbox.x1
-
-
 def test_a_very_long_curve_is_thinned(make_record):
     losses = Losses((make_record(k, loss=float(k % 2)) for k in range(1, 1001)), most=64)
     assert losses.steps_per_point == 16 and len(losses.train) == 63
@@ -104,17 +88,6 @@ def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path, make_record):
     plot_loss(Losses([EvaluationRecord(0, 9.0)]), tmp_path / "only_valid.png", "")
     plot_loss(Losses([make_record(1, loss=math.nan)]), tmp_path / "nan.png", "")
     assert png_size(tmp_path / "none.png") == (9 * DPI, 5 * DPI)
-
-
-def test_running_mean_smooths_skips_gaps_and_keeps_lines_straight():
-    line = np.linspace(5, 3, 200)
-    np.testing.assert_allclose(running_mean(line), line)
-    noisy = line + np.where(np.arange(200) % 2, 0.1, -0.1)
-    assert np.std(np.diff(running_mean(noisy)[10:-10])) < 0.2 * np.std(np.diff(noisy))
-    gap = line.copy()
-    gap[100] = np.nan
-    assert np.isfinite(running_mean(gap)).all()
-    assert np.isnan(running_mean(np.array([np.nan, 1.0]))[0])
 
 
 def test_every_span_is_a_bar_at_its_place():
@@ -153,18 +126,6 @@ def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
     assert png_size(tmp_path / "new" / "compare.png")[0] == 13 * DPI
 
 
-def test_nothing_in_a_comparison_covers_anything_else():
-    figure = steps_figure([timeline(run="dense"), timeline(run="thin")], "One step")
-    figure.draw_without_rendering()
-    boxes = [axes.get_tightbbox() for axes in figure.axes]
-    boxes += [text.get_window_extent() for text in figure.texts]
-    boxes.append(figure.legends[0].get_window_extent())
-    for number, box in enumerate(boxes):
-        assert box.x0 >= 0 and box.y0 >= 0
-        assert box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
-        assert not any(box.overlaps(other) for other in boxes[number + 1 :])
-
-
 def test_a_timeline_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "plots" / "step.json"
     write_timeline(timeline(), path)
@@ -184,18 +145,3 @@ def test_sparklines():
     assert sparkline([3.0, 3.0], 8) == "▄▄"
     assert sparkline([math.nan, math.inf], 8) == "  "
     assert sparkline([0.0, math.nan, 1.0], 8) == "▁ █"
-
-
-@given(st.lists(st.floats(allow_nan=True, allow_infinity=True)), st.integers(0, 50))
-def test_sparkline_never_exceeds_its_width(values, width):
-    assert len(sparkline(values, width)) == min(width, len(values))
-
-
-def test_curve_keeps_the_shape_in_bounded_memory():
-    curve = Curve(capacity=16)
-    for value in range(1000):
-        curve.add(float(value))
-    points = curve.column(-1)
-    assert len(points) <= 16
-    assert points == sorted(points)
-    assert points[0] < 100 < 900 < points[-1]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
-from thinwire.model import PRESETS
 from thinwire.settings import (
     GoneError,
     Settings,
@@ -37,22 +35,11 @@ def test_a_file_fills_the_settings_and_the_rest_is_default(tmp_path: Path) -> No
     assert settings.model == Settings().model.resolved()
 
 
-def test_without_a_file_the_defaults_are_a_run() -> None:
-    settings = load_settings(None, [])
-    assert settings.model.layers > 0, "the preset is resolved"
-    assert settings == Settings.from_plain({})
-
-
 def test_a_missing_file_names_the_command_that_writes_one(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"nope.toml does not exist: .*`thinwire init .*nope.toml`"
     ):
         load_settings(tmp_path / "nope.toml", [])
-
-
-def test_a_folder_is_a_config_only_if_it_is_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a folder without a config\.toml"):
-        load_settings(tmp_path, [])
 
 
 def test_the_folder_of_a_run_stands_for_its_config_and_for_itself(
@@ -87,13 +74,8 @@ def test_broken_toml_is_refused_with_its_file(tmp_path: Path, text: bytes) -> No
     ("text", "message"),
     [
         ("[trian]\n", 'unknown section "trian"; did you mean "train"'),
-        ("[train]\nstep = 1", 'unknown key "train.step"; did you mean "steps"'),
-        ("train = 1", "train must be a table of keys, got 1"),
-        ("[train]\nsteps = true", "train.steps must be an integer, got True"),
-        ("[link]\nemulate = 1", "link.emulate must be true or false, got 1"),
         ('[optim]\nname = "adam"', "optim.name = 'adam' is not allowed; did you mean \"adamw\""),
         ('[model]\npreset = "9b"', "model.preset = '9b' is not allowed; did you mean \"8b\""),
-        ('[run]\nprecision = "fp8"', "run.precision = 'fp8' is not allowed"),
     ],
 )
 def test_files_that_say_something_else_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -133,21 +115,6 @@ def test_an_override_has_the_type_of_its_key(override: str, value: object) -> No
     section, key = override.partition("=")[0].split(".")
     assert values == {section: {key: value}}
     assert type(values[section][key]) is type(value)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("train.steps", "must look like section.key=value"),
-        ("trian.steps=5", 'unknown section "trian"; did you mean "train"'),
-        ("train.stesp=5", 'unknown key "train.stesp"; did you mean "steps"'),
-        ("link.emulate=on", "link.emulate: cannot read 'on' as true or false"),
-        ("optim.schedule=cosin", "optim.schedule = 'cosin' is not allowed; did you mean"),
-    ],
-)
-def test_overrides_that_say_nothing_are_refused(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_settings(None, [override])
 
 
 # --- what follows from other settings stays behind for none of them ---
@@ -224,20 +191,6 @@ def test_a_patience_shorter_than_an_outage_is_remarked() -> None:
         assert any("run.patience = 20 is shorter than" in text for text in found) == is_short
 
 
-def test_the_comment_of_a_key_left_open_names_its_value() -> None:
-    settings = load_settings(None, [])
-    lines = to_toml(settings.relaxed(), settings.with_window()).splitlines()
-    assert any(line.startswith("window = -1 ") and "# here 8: most" in line for line in lines)
-    assert any(line.startswith("dim = 0 ") and "# here 128: width" in line for line in lines)
-    assert any(line.startswith('anchor = "auto"') and '# here "none": ' in line for line in lines)
-    assert any(line.startswith("lr = 0.003 ") and "here" not in line for line in lines)
-
-
-def test_a_warmup_of_its_own_is_at_most_half_the_run() -> None:
-    for steps, warmup in ((1, 0), (12, 6), (40, 20), (4000, 20)):
-        assert load_settings(None, [f"train.steps={steps}"]).optim.warmup == warmup
-
-
 def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[model]\ndim = 128\nlayers = 4\nheads = 12\n")
@@ -266,12 +219,6 @@ def test_a_setting_that_does_nothing_or_changes_a_preset_is_told(
 
 
 # --- settings written as a file ---
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_written_settings_read_back_the_same(preset: str) -> None:
-    settings = load_settings(None, [f"model.preset={preset}"])
-    assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings
 
 
 def test_written_settings_carry_every_change(make_settings: Callable[..., Settings]) -> None:
@@ -334,11 +281,6 @@ def test_numbers_and_paths_that_cannot_work_are_refused(override: str, message: 
         load_settings(None, [override])
 
 
-def test_a_run_may_go_to_ones_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert load_settings(None, ["run.out=~/x"]).run.out == str(tmp_path / "x")
-
-
 # --- codecs ---
 
 
@@ -359,18 +301,6 @@ def test_a_cut_has_the_codecs_that_it_names_and_else_those_of_all(
     assert Settings.from_plain(json.loads(json.dumps(settings.to_plain()))) == settings
     plain = make_settings(pipeline__stages=4, codec__forward="bf16", codec__backward="fp32")
     assert settings.hash != plain.hash
-
-
-def test_a_plugin_is_imported_where_settings_are_read(
-    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "sound_plugin.py").write_text("import sys\n")
-    (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('out of codecs')\n")
-    make_settings(codec__plugins=["sound_plugin"])
-    assert "sound_plugin" in sys.modules
-    with pytest.raises(ConfigError, match='"broken_plugin" failed: RuntimeError: out of codecs'):
-        make_settings(codec__plugins=["broken_plugin"])
 
 
 def test_files_of_earlier_versions_are_read_where_what_has_gone_changed_nothing() -> None:

@@ -1,7 +1,6 @@
 """The settings as a tree: how they travel, what their hash names, and what follows from them."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -56,11 +55,6 @@ def other_value(value: Any) -> Any:
 # --- the tree ---
 
 
-def test_settings_travel_as_plain_data(make_settings: Callable[..., Settings]) -> None:
-    settings = make_settings(pipeline__split=[3, 1])
-    assert Settings.from_plain(json.loads(json.dumps(settings.to_plain()))) == settings
-
-
 @pytest.mark.parametrize(("section", "key"), KEYS, ids=lambda name: name)
 def test_the_hash_names_what_is_computed(section: str, key: str) -> None:
     settings = Settings.from_plain({})
@@ -86,14 +80,6 @@ def test_the_hash_is_the_same_for_the_same_settings_said_otherwise() -> None:
     explicit = Settings.from_plain({"model": {"layers": layers}, "optim": {"clip": 1}})
     assert explicit.hash == implicit.hash
     assert len(implicit.hash) == 12 and int(implicit.hash, 16) >= 0
-
-
-def test_sizes_that_follow_from_others(make_settings: Callable[..., Settings]) -> None:
-    settings = make_settings(train__batch=12, pipeline__microbatches=4, pipeline__split=[1, 3])
-    assert settings.microbatch_size == 3
-    assert settings.tokens_per_step == 12 * settings.model.context
-    assert settings.split() == [range(1), range(1, 4)]
-    assert settings.schedule().microbatches == 4
 
 
 @pytest.mark.parametrize(("every", "wanted"), [(3, [3, 6, 8]), (0, [8]), (4, [4, 8]), (100, [8])])

@@ -67,11 +67,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _train(options: argparse.Namespace, settings: Settings, grid: Grid, seat: Seat) -> int:
-    from rich.console import Console
-
     from thinwire.cluster.engine import run
     from thinwire.cluster.world import World
-    from thinwire.report import PlainDisplay, open_display, summary_table
+    from thinwire.report import PlainDisplay, open_display, print_summary
 
     resume = options.resume
     if resume == NEWEST:
@@ -83,10 +81,7 @@ def _train(options: argparse.Namespace, settings: Settings, grid: Grid, seat: Se
     world.close()
     if summary is None:
         return 0
-    Console(highlight=False).print(summary_table(summary))
-    for what, path in summary["paths"].items():
-        if path:
-            print(f"{what + ':':<12}{path}")
+    print_summary(summary)
     return INTERRUPTED if summary["interrupted"] else 0
 
 

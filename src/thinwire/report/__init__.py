@@ -5,7 +5,7 @@ imported from `thinwire.report.plots`, apart from the rest, since matplotlib is 
 """
 
 from thinwire.report.display import Display, PlainDisplay, open_display
-from thinwire.report.metrics import MetricsWriter, read_metrics
+from thinwire.report.metrics import MetricsWriter
 from thinwire.report.records import (
     EvaluationRecord,
     LinkRecord,
@@ -16,7 +16,7 @@ from thinwire.report.records import (
     read_timeline,
     write_timeline,
 )
-from thinwire.report.table import as_text, comparison_table, summary_table
+from thinwire.report.table import comparison_table, print_summary, summary_table
 
 __all__ = [
     "Display",
@@ -28,10 +28,9 @@ __all__ = [
     "StepRecord",
     "Timeline",
     "TraceSpan",
-    "as_text",
     "comparison_table",
     "open_display",
-    "read_metrics",
+    "print_summary",
     "read_timeline",
     "summary_table",
     "write_timeline",

@@ -16,7 +16,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 from thinwire.errors import ThinwireError
 from thinwire.lazy import needs
@@ -104,8 +104,6 @@ class WandbLog:
 
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-
-Step = TypeVar("Step", StepRecord, StepLoss)
 
 
 class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
@@ -219,18 +217,6 @@ def without_nan(value: Any) -> Any:
     return value
 
 
-def read_metrics(folder: str | Path) -> tuple[list[StepRecord], list[EvaluationRecord]]:
-    """The steps and evaluations in a run's folder, by step; incomplete lines are left out."""
-    steps: dict[int, StepRecord] = {}
-    evaluations: dict[int, EvaluationRecord] = {}
-    for record in _records(folder, StepRecord):
-        if isinstance(record, StepRecord):
-            steps[record.step] = record
-        else:
-            evaluations[record.step] = record
-    return [steps[k] for k in sorted(steps)], [evaluations[k] for k in sorted(evaluations)]
-
-
 def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
     """The evaluations alone."""
     found = (record for record in losses_of(folder) if isinstance(record, EvaluationRecord))
@@ -253,17 +239,13 @@ def last_step(folder: str | Path) -> StepRecord | None:
 
 def losses_of(folder: str | Path) -> Iterator[StepLoss | EvaluationRecord]:
     """One by one, as they were written, with only the loss of each step: a long run need not fit
-    into memory.
+    into memory. Incomplete lines are left out.
     """
-    return _records(folder, StepLoss)
-
-
-def _records(folder: str | Path, step: type[Step]) -> Iterator[Step | EvaluationRecord]:
     path = Path(folder) / FILE_NAME
     if not path.exists():
         return
-    kinds: dict[Any, type[Step] | type[EvaluationRecord]] = {
-        "step": step,
+    kinds: dict[Any, type[StepLoss] | type[EvaluationRecord]] = {
+        "step": StepLoss,
         "evaluation": EvaluationRecord,
     }
     with path.open("rb") as file:

@@ -4,9 +4,9 @@ They read at 80 columns, without colour and in ASCII. "-" stands for a number th
 lacks, and NaN is shown as NaN.
 """
 
-import io
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.box import Box
@@ -60,14 +60,12 @@ def comparison_table(summaries: Mapping[str, Summary]) -> RenderableType:
     return table
 
 
-def as_text(renderable: RenderableType, width: int = 80) -> str:
-    """The table as plain text, for files and for streams that are no terminal."""
-    buffer = io.StringIO()
-    # an explicit terminal setting: colours must not leak in from the environment
-    console = Console(file=buffer, width=width, force_terminal=False, color_system=None)
-    console.print(renderable)
-    lines = buffer.getvalue().splitlines()
-    return "".join(line.rstrip() + "\n" for line in lines)
+def print_summary(summary: Summary) -> None:
+    """Print the table of a run that has ended, and where its files are."""
+    Console(highlight=False).print(summary_table(summary))
+    for what, path in summary["paths"].items():
+        if path and Path(path).exists():
+            print(f"{what + ':':<12}{path}")
 
 
 def _facts(summary: Summary) -> RenderableType:
