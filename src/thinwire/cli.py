@@ -18,7 +18,7 @@ from rich.console import Console
 
 import thinwire
 from thinwire.arguments import add_config, add_init_from, add_resume, add_set, number, overrides
-from thinwire.cli_host import add_host_commands, add_listen, run_to_end
+from thinwire.cli_host import add_host_commands, add_listen, add_web, run_to_end
 from thinwire.cli_model import add_model_commands
 from thinwire.errors import ConfigError, ThinwireError, printable
 from thinwire.recipes import BEST, RECIPES
@@ -143,6 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--peers", type=number(int, 1), default=0, metavar="N", help=about)
     add_init_from(sub)
+    add_web(sub)
 
     sub = add("plan", plan_command, "estimate a run's cost before starting it")
     add_config(sub)
@@ -215,7 +216,8 @@ def train_command(options: argparse.Namespace) -> None:
     settings = load_settings(config, overrides(options), options.allow_plugins)
     if resume is NEWEST:
         resume = config if config.is_dir() else settings.run.folder
-    _trained(settings, resume, options.allow_plugins, _show_summary, options.peers)
+    plugins, peers = options.allow_plugins, options.peers
+    _trained(settings, resume, plugins, _show_summary, peers, options.web)
 
 
 def _config_and_resume(options: argparse.Namespace) -> tuple[Path, Any]:
@@ -302,6 +304,7 @@ def _trained(
     allow_plugins: bool = False,
     show: Callable[[dict[str, Any]], None] = lambda summary: None,
     peers: int = 0,
+    web: str = "off",
 ) -> dict[str, Any]:
     """Train with a display around it; what ends a run early carries the command to continue it."""
     from thinwire.train import train
@@ -312,6 +315,7 @@ def _trained(
         settings.run.name,
         lambda: _way_on(settings),
         show,
+        web,
     )
 
 
