@@ -33,7 +33,7 @@ from thinwire.run.alive import FILE as CONTROL_SOCKET
 from thinwire.run.alive import ask
 from thinwire.run.formation import read_formation
 from thinwire.run.record import PROGRESS_FILE
-from thinwire.run.status import StatusReport, status_from_plain
+from thinwire.run.status import UNREACHED, StatusReport, status_from_plain
 from thinwire.schedule import Costs, Links, simulate
 from thinwire.settings import Settings, load_settings
 from thinwire.settings.crossing import BF16_BYTES, frame_bytes, network_of, stream_width
@@ -378,7 +378,7 @@ def _peer(peer: dict[str, Any]) -> dict[str, Any]:
     machine = peer.pop("machine") or {}
     return {
         **peer,
-        "is_away": not machine or peer["state"] == "away",
+        "is_away": not machine or peer["state"] == UNREACHED,
         "device": machine.get("device", ""),
         "tflops": machine.get("tflops"),
         "memory_gb": machine.get("memory_gb"),

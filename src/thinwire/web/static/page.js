@@ -214,8 +214,7 @@ function peerBox(state, peer, stages, moved) {
     who.append(button);
   }
   box.append(who);
-  const doing = isAway && peer.state === "away" ? "away" : peer.state || "";
-  if (doing) box.append(el("div", { class: "doing", text: doing }));
+  if (peer.state) box.append(el("div", { class: "doing", text: peer.state }));
   const rows = (state.stages || []).filter((row) => stages.includes(row.stage));
   if (rows.length && !isAway) {
     const total = rows.length * state.step_seconds || 1, sum = (name) => rows.reduce((all, row) => all + row[name], 0) / total;
