@@ -143,7 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--peers", type=number(int, 1), default=0, metavar="N", help=about)
     add_init_from(sub)
-    add_web(sub)
+    add_web(sub, samples=True)
 
     sub = add("plan", plan_command, "estimate a run's cost before starting it")
     add_config(sub)
@@ -217,7 +217,7 @@ def train_command(options: argparse.Namespace) -> None:
     if resume is NEWEST:
         resume = config if config.is_dir() else settings.run.folder
     plugins, peers = options.allow_plugins, options.peers
-    _trained(settings, resume, plugins, _show_summary, peers, options.web)
+    _trained(settings, resume, plugins, _show_summary, peers, options.web, options.sample)
 
 
 def _config_and_resume(options: argparse.Namespace) -> tuple[Path, Any]:
@@ -305,6 +305,7 @@ def _trained(
     show: Callable[[dict[str, Any]], None] = lambda summary: None,
     peers: int = 0,
     web: str = "off",
+    sample: str = "",
 ) -> dict[str, Any]:
     """Train with a display around it; what ends a run early carries the command to continue it."""
     from thinwire.train import train
@@ -316,6 +317,7 @@ def _trained(
         lambda: _way_on(settings),
         show,
         web,
+        sample=sample,
     )
 
 

@@ -59,7 +59,7 @@ def add_host_commands(
         "spares)"
     )
     sub.add_argument("--machines", type=number(int, 1), default=0, metavar="N", help=about)
-    add_web(sub)
+    add_web(sub, samples=True)
 
     sub = add("join", join_command, "take part in a run with the invite of its host")
     sub.add_argument("invite", help="the invite that the host printed; - reads it from the input")
@@ -125,13 +125,16 @@ def add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
     )
 
 
-def add_web(sub: argparse.ArgumentParser) -> None:
-    """Put the option on a command that is shown in the browser."""
+def add_web(sub: argparse.ArgumentParser, samples: bool = False) -> None:
+    """Put the options on a command that is shown in the browser."""
     about = (
         "where to serve the page of the run (default: a free port of 127.0.0.1); another address "
         "than this machine's own asks for a token; off = no page"
     )
     sub.add_argument("--web", default="", metavar="HOST:PORT", help=about)
+    if samples:
+        about = "words that the model continues at each checkpoint, shown on the page"
+        sub.add_argument("--sample", default="", metavar="TEXT", help=about)
 
 
 def host_command(
@@ -158,7 +161,7 @@ def host_command(
     )
     name, way_on = settings.run.name, lambda: WAY_ON
     run = lambda display: host(settings, chosen, display)  # noqa: E731
-    run_to_end(run, name, way_on, show_summary, options.web, "host")
+    run_to_end(run, name, way_on, show_summary, options.web, "host", options.sample)
 
 
 def run_to_end(
@@ -168,16 +171,20 @@ def run_to_end(
     show_summary: Callable[[dict[str, Any]], None] = lambda summary: None,
     web: str = "off",
     role: str = "train",
+    sample: str = "",
 ) -> dict[str, Any]:
     """Run with a display around it; what ends it early carries the words by which it goes on.
 
-    `web`: where its page is served.
+    `web`: where its page is served. `sample`: what the model continues at each checkpoint.
     """
     from thinwire.report import open_display
     from thinwire.web.follow import Followed
 
     try:
-        with open_display(sys.stdout, name) as shown, Followed(shown, web, role) as display:
+        with (
+            open_display(sys.stdout, name) as shown,
+            Followed(shown, web, role, sample) as display,
+        ):
             summary = run(display)
         show_summary(summary)
         if summary.get("interrupted"):

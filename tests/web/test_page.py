@@ -21,6 +21,7 @@ from thinwire.report.metrics import FILE_NAME, line_of
 from thinwire.report.story import EVENTS_FILE, Story
 from thinwire.web.follow import Followed
 from thinwire.web.runs import MOST_POINTS, Curves, RunView, Tail
+from waiting import PATIENCE, PROCESS_PATIENCE
 
 Serve = Callable[..., Any]
 OWNER = {"headers": {"Authorization": f"Bearer {TOKEN}"}}
@@ -325,3 +326,27 @@ def test_a_folder_that_goes_away_and_comes_back(run_folder: Path, tmp_path: Path
     view._looked = -math.inf
     view.refresh()
     assert len(view.curves) == STEPS
+
+
+def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder: Path) -> None:
+    with Followed(PlainDisplay(io.StringIO()), "off", "train", "stage link") as display:
+        display.opened(run_folder)
+        display.phase("save", f"checkpoint of step {STEPS}")
+        thread = display._sampler._thread
+        thread.join(PROCESS_PATIENCE)
+    (text,) = [
+        event["text"]
+        for line in (run_folder / EVENTS_FILE).read_text().splitlines()
+        if (event := json.loads(line))["kind"] == "sample"
+    ]
+    assert text.startswith(f"step {STEPS}: stage link")
+
+
+def test_a_text_that_is_being_written_ends_with_its_run(run_folder: Path) -> None:
+    with Followed(PlainDisplay(io.StringIO()), "off", "train", "stage link") as display:
+        display.opened(run_folder)
+        display.phase("save", f"checkpoint of step {STEPS}")
+        sampler = display._sampler
+    sampler._thread.join(PATIENCE)
+    assert not sampler._thread.is_alive()
+    assert '"sample"' not in (run_folder / EVENTS_FILE).read_text()

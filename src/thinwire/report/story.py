@@ -5,6 +5,7 @@ terminal shows, "time": ..., "text": ...}. It stays when the run is resumed.
 """
 
 import contextlib
+import threading
 from collections import deque
 from pathlib import Path
 
@@ -18,7 +19,7 @@ _HELD = 100  # before there is a folder
 
 
 class Story:
-    """Appends events to the folder of a run, from the moment on that there is one.
+    """Appends events to the folder of a run, from the moment on that there is one, on any thread.
 
     A full disk costs events, but nothing else.
     """
@@ -26,13 +27,16 @@ class Story:
     def __init__(self, folder: Path):
         self._folder = folder
         self._held: deque[str] = deque(maxlen=_HELD)
+        self._lock = threading.Lock()
 
     def tell(self, kind: str, text: str) -> None:
         """Add an event."""
-        if kind not in SECRETS:
-            self._held.append(line_of(kind, {"text": printable(text, _LONGEST)}))
-        if not self._folder.is_dir():
+        if kind in SECRETS:
             return
-        with contextlib.suppress(OSError), (self._folder / EVENTS_FILE).open("a") as file:
-            while self._held:
-                file.write(self._held.popleft())
+        with self._lock:
+            self._held.append(line_of(kind, {"text": printable(text, _LONGEST)}))
+            if not self._folder.is_dir():
+                return
+            with contextlib.suppress(OSError), (self._folder / EVENTS_FILE).open("a") as file:
+                while self._held:
+                    file.write(self._held.popleft())

@@ -19,6 +19,7 @@ from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, line_of
 from thinwire.report.story import Story
 from thinwire.web.page import make_page
+from thinwire.web.sample import Sampler
 from thinwire.web.server import WebServer, new_token
 
 DEFAULT_LISTEN = "127.0.0.1:4618"
@@ -31,10 +32,12 @@ class Followed(Display):
     """Shows a run on a terminal, keeps what happens in its folder, and serves the page of it.
 
     `listen`: an address, "" for the usual one, "off" for no page. `role`: "train", "host", "join".
+    `prompt`: what the model continues at each checkpoint; "" for nothing.
     """
 
-    def __init__(self, shown: Display, listen: str, role: str):
-        self._shown, self._role = shown, role
+    def __init__(self, shown: Display, listen: str, role: str, prompt: str = ""):
+        self._shown, self._role, self._prompt = shown, role, prompt
+        self._sampler: Sampler | None = None
         self._is_usual = listen == ""
         # An address that was asked for is refused before the run begins.
         self._server: WebServer | None = None
@@ -48,12 +51,16 @@ class Followed(Display):
     def opened(self, folder: Path) -> None:
         self._folder, self._story = folder, Story(folder)
         self._story.tell("begin", "started")
+        if self._prompt:
+            self._sampler = Sampler(self._prompt, folder, self._story)
         if self._listen != OFF:
             self._serve()
 
     def phase(self, tag: str, text: str) -> None:
         self._shown.phase(tag, text)
         self._tell(tag, text)
+        if tag == "save" and self._sampler is not None:
+            self._sampler.saved()
 
     def progress(self, tag: str, done: int, total: int, unit: str) -> None:
         self._shown.progress(tag, done, total, unit)
@@ -76,6 +83,8 @@ class Followed(Display):
         self._tell("note", text)
 
     def close(self) -> None:
+        if self._sampler is not None:
+            self._sampler.close()
         if self._server is not None:
             self._server.close()
 
