@@ -94,7 +94,7 @@ function nameOf(run, number) {
 const GOOD = ["training", "complete"], BAD = ["silent", "no connection"];
 
 function drawChip(state) {
-  const word = connected ? state.state : "no connection";
+  const word = !connected ? "no connection" : state.waiting_for ? "waiting" : state.state;
   $("chip").textContent = word;
   $("chip").className = "chip " + (GOOD.includes(word) ? "good" : BAD.includes(word) ? "bad" : "warn");
 }
@@ -135,8 +135,8 @@ function drawTiles(run, state) {
 }
 
 function validationNote(state) {
-  const bits = state.valid.bits ? `${figure(state.valid.bits)} bits/byte, ` : "";
-  return `${bits}step ${count(state.valid.step)}`;
+  const bits = state.valid.bits ? `, ${state.valid.bits.toFixed(2)} bits/byte` : "";
+  return `step ${count(state.valid.step)}${bits}`;
 }
 
 function drawCurves() {
