@@ -83,7 +83,8 @@ def test_the_wheel_holds_every_file_of_the_package(built: dict[str, Path]) -> No
         for path in SOURCE.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {".toml", ".py", ".typed"} == {path.suffix for path in ours}
+    page = {".html", ".css", ".js", ".svg", ".txt"}  # and the licence of what is not ours
+    assert {".toml", ".py", ".typed", *page} == {path.suffix for path in ours}
     assert inside == ours
     assert {path.parts[0] for path in packed} == {"thinwire", f"thinwire-{VERSION}.dist-info"}
 

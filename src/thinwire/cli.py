@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import thinwire
 from thinwire.arguments import add_config, add_init_from, add_resume, add_set, number, overrides
-from thinwire.cli_host import add_host_commands, add_listen, run_to_end
+from thinwire.cli_host import add_host_commands, add_listen, add_web, run_to_end
 from thinwire.cli_model import add_model_commands
 from thinwire.errors import ConfigError, ThinwireError, printable
 from thinwire.recipes import BEST, RECIPES
@@ -141,6 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--peers", type=number(int, 1), default=0, metavar="N", help=about)
     add_init_from(sub)
+    add_web(sub, samples=True)
 
     sub = add("plan", plan_command, "estimate a run's cost before starting it")
     add_config(sub)
@@ -213,7 +214,8 @@ def train_command(options: argparse.Namespace) -> None:
     settings = load_settings(config, overrides(options), options.allow_plugins)
     if resume is NEWEST:
         resume = config if config.is_dir() else settings.run.folder
-    _trained(settings, resume, options.allow_plugins, options.peers)
+    plugins, peers = options.allow_plugins, options.peers
+    _trained(settings, resume, plugins, peers, web=options.web, sample=options.sample)
 
 
 def _config_and_resume(options: argparse.Namespace) -> tuple[Path, Any]:
@@ -291,6 +293,8 @@ def _trained(
     allow_plugins: bool = False,
     peers: int = 0,
     shows_summary: bool = True,
+    web: str = "off",
+    sample: str = "",
 ) -> dict[str, Any]:
     """Train with a display around it; what ends a run early carries the command to continue it."""
     from thinwire.train import train
@@ -301,6 +305,8 @@ def _trained(
         settings.run.name,
         lambda: _way_on(settings),
         shows_summary,
+        web,
+        sample=sample,
     )
 
 

@@ -53,6 +53,7 @@ def add_host_commands(add: AddCommand) -> None:
         "spares)"
     )
     sub.add_argument("--machines", type=number(int, 1), default=0, metavar="N", help=about)
+    add_web(sub, samples=True)
 
     sub = add("join", join_command, "take part in a run with the invite of its host")
     sub.add_argument("invite", help="the invite that the host printed; - reads it from the input")
@@ -73,6 +74,14 @@ def add_host_commands(add: AddCommand) -> None:
         sub.add_argument(f"--{name}", type=Path, metavar="PATH", help=about)
     about = "codec plugin that a run may import here; may be repeated"
     sub.add_argument("--allow-plugin", action="append", default=[], metavar="NAME", help=about)
+    add_web(sub)
+
+    sub = add("watch", watch_command, "show runs in the browser, finished or under way")
+    about = "folder of a run, or a copy of it; several are drawn over each other"
+    sub.add_argument("folders", type=Path, nargs="+", metavar="RUN", help=about)
+    about = "where to serve it (default: a free port of 127.0.0.1)"
+    sub.add_argument("--web", default="", metavar="HOST:PORT", help=about)
+    sub.add_argument("--open", action="store_true", help="open it in this machine's browser")
 
     about = (
         "folder of the run on its host, or of `join --folder` on a peer (default: what is found)"
@@ -110,6 +119,18 @@ def add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
     )
 
 
+def add_web(sub: argparse.ArgumentParser, samples: bool = False) -> None:
+    """Put the options on a command that is shown in the browser."""
+    about = (
+        "where to serve the page of the run (default: a free port of 127.0.0.1); another address "
+        "than this machine's own asks for a token; off = no page"
+    )
+    sub.add_argument("--web", default="", metavar="HOST:PORT", help=about)
+    if samples:
+        about = "words that the model continues at each checkpoint, shown on the page"
+        sub.add_argument("--sample", default="", metavar="TEXT", help=about)
+
+
 def host_command(options: argparse.Namespace) -> None:
     """Host a run to its end."""
     from thinwire.run.host import HostOptions, host
@@ -131,7 +152,8 @@ def host_command(options: argparse.Namespace) -> None:
         options.peers,
     )
     name, way_on = settings.run.name, lambda: WAY_ON
-    run_to_end(lambda display: host(settings, chosen, display), name, way_on)
+    run = lambda display: host(settings, chosen, display)  # noqa: E731
+    run_to_end(run, name, way_on, web=options.web, role="host", sample=options.sample)
 
 
 def run_to_end(
@@ -139,12 +161,22 @@ def run_to_end(
     name: str,
     way_on: Callable[[], str],
     shows_summary: bool = True,
+    web: str = "off",
+    role: str = "train",
+    sample: str = "",
 ) -> dict[str, Any]:
-    """Run with a display around it; what ends it early carries the words by which it goes on."""
+    """Run with a display around it; what ends it early carries the words by which it goes on.
+
+    `web`: where its page is served. `sample`: what the model continues at each checkpoint.
+    """
     from thinwire.report import open_display, print_summary
+    from thinwire.web.follow import Followed
 
     try:
-        with open_display(sys.stdout, name) as display:
+        with (
+            open_display(sys.stdout, name) as shown,
+            Followed(shown, web, role, sample) as display,
+        ):
             summary = run(display)
         if shows_summary:
             print_summary(summary)
@@ -168,12 +200,17 @@ def join_command(options: argparse.Namespace) -> None:
 
     from thinwire.report import open_display
     from thinwire.run.join import JoinOptions, Terms, join
+    from thinwire.web.follow import OFF, Followed
 
     paths = options.data, options.valid_data, options.tokenizer, options.template
     terms = Terms(options.device, options.threads, tuple(options.allow_plugin), *paths)
     listen = "" if options.no_listen else options.listen
     chosen = JoinOptions(options.name, options.folder, listen, terms)
-    with open_display(sys.stdout, invite.run_name) as display:
+    web = OFF if options.tied else options.web  # a host's own peer is on the host's page
+    with (
+        open_display(sys.stdout, invite.run_name) as shown,
+        Followed(shown, web, "join") as display,
+    ):
         farewell = join(invite, chosen, display)
         display.phase("end", farewell)
 
@@ -182,6 +219,13 @@ def _leave_with_input() -> None:
     """End with the process that holds our input, whatever ends it."""
     sys.stdin.read()
     os._exit(3)
+
+
+def watch_command(options: argparse.Namespace) -> None:
+    """Serve the page of runs until Ctrl-C."""
+    from thinwire.web.follow import watch
+
+    watch(options.folders, options.web, options.open)
 
 
 def status_command(options: argparse.Namespace) -> None:

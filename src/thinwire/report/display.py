@@ -13,6 +13,7 @@ import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
@@ -42,6 +43,9 @@ _TAG_WIDTH = len("[train]")
 
 class Display(contextlib.AbstractContextManager["Display"]):
     """Shows a run to a person. A context manager, so that errors leave a sane terminal."""
+
+    def opened(self, folder: Path) -> None:
+        """Hear that this folder is the run's from now on; most displays need none."""
 
     @abstractmethod
     def phase(self, tag: str, text: str) -> None:

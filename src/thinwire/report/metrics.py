@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -178,10 +179,10 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self.close()
 
     def _append(self, kind: str, record: StepRecord | EvaluationRecord) -> None:
-        rows: list[dict[str, Any]] = [{"kind": kind, **dataclasses.asdict(record)}]
+        text = line_of(kind, dataclasses.asdict(record))
         if self.missing:
-            rows.insert(0, {"kind": "missing", "step": record.step, "rows": self.missing})
-        text = "".join(json.dumps(without_nan(row), allow_nan=False) + "\n" for row in rows)
+            row = {"kind": "missing", "step": record.step, "rows": self.missing}
+            text = json.dumps(row) + "\n" + text
         end = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(text.encode()) < len(text.encode()):
@@ -204,6 +205,12 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         except Exception:  # it has errors of its own, and does not recover from them
             self._scalars = None
             raise
+
+
+def line_of(kind: str, values: dict[str, Any]) -> str:
+    """A row of a record, with the time at which it was written, in seconds since 1970."""
+    row = {"kind": kind, **values, "time": round(time.time(), 3)}
+    return json.dumps(without_nan(row), allow_nan=False) + "\n"
 
 
 def without_nan(value: Any) -> Any:

@@ -164,6 +164,7 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
     raise_descriptor_limit()
     folder = options.folder or peer_folder(invite.run_id)
     with _claimed(folder):
+        display.opened(folder)
         display.phase("join", f"run {invite.run_name!r}, of which this machine keeps {folder}")
         identity = _identity(folder, invite, options.name)
         display.phase("join", f"enrolled as {identity.name}")

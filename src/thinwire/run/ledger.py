@@ -9,6 +9,7 @@ import math
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -258,6 +259,23 @@ class Ledger:
             stages=self._stage_records(chosen),
             spans=spans,
         )
+
+    def progress(self) -> dict[str, Any]:
+        """How the run works at the moment: a typical step, where time goes, what crosses the cuts
+        and what each action costs. There must have been a step.
+        """
+        seconds, microbatches = self._timed.seconds, self.settings.pipeline.microbatches
+        return {
+            "step": self.done,
+            "steps_run": self._steps_run,
+            "step_seconds_median": statistics.median(seconds),
+            "timeline": asdict(self.typical_step()),
+            "time_shares": [self._timed.shares(stage, microbatches) for stage in self._stages],
+            "cuts": self._cuts(),
+            "measured_costs": vars(self._costs()),
+            "uplinks": self._uplinks,
+            "outages": self._outages,
+        }
 
     @property
     def _which(self) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,9 @@ from thinwire.run.signals import Interrupted
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
+PROGRESS_FILE = "progress.json"
+PROGRESS_SECONDS = 5.0  # between two writings of it
+
 
 class RunRecord:
     """Keeps the record of a run under way, as its coordinator asks."""
@@ -77,6 +81,7 @@ class RunRecord:
         self._metrics: MetricsWriter | None = None
         self._explosion = ""  # of the loss, as long as it lasts
         self._is_drawing = self._in_haste = False
+        self._due = 0.0  # when progress is written again
 
     def carry_out(self, command: Command) -> None:
         """Do what the coordinator of the run asks."""
@@ -117,6 +122,7 @@ class RunRecord:
     def close(self) -> None:
         """The stages are done, or the run has failed: nothing more is reported."""
         self.is_over, self._closed = True, time.monotonic()
+        self._write_progress(is_last=True)
         self._write(MetricsWriter.close)
 
     def pause(self) -> None:
@@ -231,6 +237,7 @@ class RunRecord:
             # The loss was measured before the update of its step.
             self.checkpoints.prove(record.step - 1)
         self._write(MetricsWriter.step, record)
+        self._write_progress()
         self.display.step(record)
         if self.ledger.refused:
             note = f"step {record.step}: gradients are not finite, so no stage updated its weights"
@@ -259,6 +266,21 @@ class RunRecord:
             self.display.note(
                 f"metrics are written again; a row of metrics.jsonl says that {missing} are missing"
             )
+
+    def _write_progress(self, is_last: bool = False) -> None:
+        """Keep how the run works in a file of its own, for whoever looks on; seldom, and for at
+        most a hundredth of this thread's time.
+        """
+        began = time.monotonic()
+        if not self.has_begun or not self.ledger.records or (began < self._due and not is_last):
+            return
+        text = json.dumps(without_nan(self.ledger.progress()), allow_nan=False)
+        with contextlib.suppress(OSError):
+            fresh = self.folder / f".{PROGRESS_FILE}.{os.getpid()}"
+            fresh.write_text(text + "\n")
+            fresh.replace(self.folder / PROGRESS_FILE)
+        now = time.monotonic()
+        self._due = now + max(PROGRESS_SECONDS, 100 * (now - began))
 
     def _trouble(self) -> ThinwireError | None:
         """What a user must know about a run whose last weights are lost or no good."""

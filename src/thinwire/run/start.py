@@ -72,6 +72,7 @@ def opened(
     if weights is not None:
         settings = adopted(settings, weights.settings)
     with claim_folder(settings.run.folder, checkpoint, goes_on):
+        display.opened(settings.run.folder)
         yield settings, checkpoint, weights
 
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 STEP_NEWS_SECONDS = 1.0  # between two steps that peers are told of: their downlinks have other work
 TRY_SECONDS = 10.0  # for peers to look from outside
+UNREACHED = "cannot be reached"  # the state of a peer whose connection is lost and may come back
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 """Answers one kind of request; a ThinwireError becomes an answer that says why not."""
@@ -56,7 +57,7 @@ class PeerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One peer as the host sees it. Times are seconds since 1970, 0 for unknown."""
 
     name: str
-    state: str  # what it does, "waiting for a seat", "away", "kicked"
+    state: str  # what it does, "waiting for a seat", UNREACHED, "away", "kicked"
     stages: list[int] = []
     blocks: str = ""  # "0..5", and of stages that are no neighbours "0..5, 9..11"
     last_word: float = 0.0  # when it was last heard
@@ -365,7 +366,7 @@ class HostConsole:
             )
         return PeerStatus(
             name=member.name,
-            state=state if machine else "away",
+            state="away" if machine is None else UNREACHED if member.is_down else state,
             stages=stages,
             blocks=_blocks(settings, stages),
             last_word=heard,

@@ -1,0 +1,157 @@
+"""A run that can be watched: its display also keeps the story, and serves the page.
+
+`thinwire host`, `train` and `join` put it around the display of the terminal. All three show the
+folder that the run writes; a joined machine writes there what the host tells it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import ConfigError
+from thinwire.folders import replace_private_file
+from thinwire.report import Display, EvaluationRecord, StepRecord
+from thinwire.report.metrics import FILE_NAME, line_of
+from thinwire.report.story import Story
+from thinwire.web.page import make_page
+from thinwire.web.sample import Sampler
+from thinwire.web.server import WebServer, new_token
+
+DEFAULT_LISTEN = "127.0.0.1:4618"
+OFF = "off"
+_KEPT = "authority/web.json"  # in a hosted run's folder: its address stays when it is restarted
+_NEWS_SECONDS = 10.0  # between two steps that a joined machine keeps
+
+
+class Followed(Display):
+    """Shows a run on a terminal, keeps what happens in its folder, and serves the page of it.
+
+    `listen`: an address, "" for the usual one, "off" for no page. `role`: "train", "host", "join".
+    `prompt`: what the model continues at each checkpoint; "" for nothing.
+    """
+
+    def __init__(self, shown: Display, listen: str, role: str, prompt: str = ""):
+        self._shown, self._role, self._prompt = shown, role, prompt
+        self._sampler: Sampler | None = None
+        self._is_usual = listen == ""
+        # An address that was asked for is refused before the run begins.
+        self._server: WebServer | None = None
+        self._listen = listen or DEFAULT_LISTEN
+        if listen not in ("", OFF):
+            self._server = self._bound(listen, new_token())
+        self._story: Story | None = None
+        self._folder = Path()
+        self._news_due = 0.0
+
+    def opened(self, folder: Path) -> None:
+        self._folder, self._story = folder, Story(folder)
+        self._story.tell("begin", "started")
+        if self._prompt:
+            self._sampler = Sampler(self._prompt, folder, self._story)
+        if self._listen != OFF:
+            self._serve()
+
+    def phase(self, tag: str, text: str) -> None:
+        self._shown.phase(tag, text)
+        self._tell(tag, text)
+        if tag == "save" and self._sampler is not None:
+            self._sampler.saved()
+
+    def progress(self, tag: str, done: int, total: int, unit: str) -> None:
+        self._shown.progress(tag, done, total, unit)
+
+    def step(self, record: StepRecord) -> None:
+        self._shown.step(record)
+        if self._role == "join" and (
+            time.monotonic() >= self._news_due or record.step >= record.steps
+        ):
+            self._news_due = time.monotonic() + _NEWS_SECONDS
+            self._keep("step", record)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._shown.evaluation(record)
+        if self._role == "join":
+            self._keep("evaluation", record)
+
+    def note(self, text: str) -> None:
+        self._shown.note(text)
+        self._tell("note", text)
+
+    def close(self) -> None:
+        if self._sampler is not None:
+            self._sampler.close()
+        if self._server is not None:
+            self._server.close()
+
+    def __exit__(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self._tell("end", "stopped by its user")
+        else:
+            self._tell("end", f"failed: {error}" if error is not None else "ended in good order")
+        self.close()
+
+    def _tell(self, kind: str, text: str) -> None:
+        if self._story is not None:
+            self._story.tell(kind, text)
+
+    def _keep(self, kind: str, record: StepRecord | EvaluationRecord) -> None:
+        """What the host told this machine, as the host itself would write it."""
+        with contextlib.suppress(OSError), (self._folder / FILE_NAME).open("a") as file:
+            file.write(line_of(kind, dataclasses.asdict(record)))
+
+    def _serve(self) -> None:
+        kept = self._kept() if self._role == "host" else {}
+        token = str(kept.get("token") or new_token())
+        try:
+            if self._server is None:
+                host = self._listen.rpartition(":")[0]
+                port = kept.get("port") or self._listen.rpartition(":")[2]
+                self._server = self._bound(f"{host}:{port}", token)
+            elif kept:
+                self._server.token = token
+        except ConfigError as error:  # the page is a convenience, the run is not
+            self._shown.note(f"no page for the browser: {error}")
+            return
+        server = self._server
+        if self._role == "host":
+            with contextlib.suppress(OSError):
+                values = {"token": server.token, "port": server.port}
+                replace_private_file(self._folder / _KEPT, json.dumps(values).encode())
+        server.start()
+        # Elsewhere nobody reads without the token; here it is for what a host alone may do.
+        needs_token = self._role == "host" or not server.is_private
+        self._shown.phase("web", server.address_with_token if needs_token else server.address)
+
+    def _bound(self, listen: str, token: str) -> WebServer:
+        make = lambda: make_page([self._folder], is_own=True)  # noqa: E731
+        return WebServer(make, listen, token, takes_next_port=self._is_usual)
+
+    def _kept(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            values = json.loads((self._folder / _KEPT).read_text())
+            return values if isinstance(values, dict) else {}
+        return {}
+
+
+def watch(folders: list[Path], listen: str, opens: bool) -> None:
+    """Serve the page of these runs until Ctrl-C; `opens`: in this machine's browser too."""
+    for folder in folders:
+        if not any((folder / name).exists() for name in (FILE_NAME, "config.toml", ".lock")):
+            raise ConfigError(
+                f"{folder} holds no run: name the folder of one, which has a {FILE_NAME}"
+            )
+    listen, is_usual = listen or DEFAULT_LISTEN, not listen
+    with WebServer(lambda: make_page(folders), listen, takes_next_port=is_usual) as server:
+        print(f"watch {', '.join(map(str, folders))} at {server.address_with_token}")
+        print("Ctrl-C ends the page, not the run.")
+        sys.stdout.flush()
+        if opens:
+            webbrowser.open(server.address_with_token)
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(3600)

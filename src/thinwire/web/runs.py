@@ -1,0 +1,433 @@
+"""A run as its page shows it, read from the run's folder: what a copy of the folder shows too.
+
+    metrics.jsonl   steps and validations, read as it grows
+    events.jsonl    what happened
+    progress.json   a typical step, where time goes, what crosses the cuts
+    config.toml     the settings
+    epochs.json     who holds which stage
+    control.sock    the host or peer that is at work there, if one is
+
+A long run stays cheap: of each step five numbers are kept, and of a curve at most `MOST_POINTS`
+means are sent. All of it runs on threads of the server, one at a time.
+"""
+
+import contextlib
+import dataclasses
+import math
+import threading
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from thinwire.engine.checkpoint import list_checkpoints, step_of
+from thinwire.errors import NotAliveError, ThinwireError
+from thinwire.report.metrics import FILE_NAME, without_nan
+from thinwire.report.story import EVENTS_FILE
+from thinwire.run.alive import FILE as CONTROL_SOCKET
+from thinwire.run.alive import ask
+from thinwire.run.formation import read_formation
+from thinwire.run.record import PROGRESS_FILE
+from thinwire.run.status import UNREACHED, StatusReport, status_from_plain
+from thinwire.schedule import Costs, Links, simulate
+from thinwire.settings import Settings, load_settings
+from thinwire.settings.crossing import BF16_BYTES, frame_bytes, network_of, stream_width
+
+MOST_POINTS = 2000  # of a curve: a screen has no more columns
+MOST_EVENTS = 500
+REFRESH_SECONDS = 0.9  # between two looks at the folder
+STATUS_SECONDS = 2.0  # for a host to say how it stands
+SILENT_SECONDS = 60.0  # without a word, from here on a run is said to be silent
+_COLUMNS = ("step", "tokens", "time", "loss", "speed")
+_CHUNK = 1 << 20
+_TAIL = 64  # bytes before the place read last, by which a file is known again
+
+
+class _Row(msgspec.Struct):
+    """What a curve needs of a line of metrics.jsonl."""
+
+    kind: str
+    step: int
+    loss: float | None = None
+    tokens: int = 0
+    tokens_per_s: float | None = None
+    step_seconds: float | None = None
+    bits_per_byte: float | None = None
+    time: float = 0.0
+
+
+class _Event(msgspec.Struct):
+    kind: str
+    text: str
+    time: float = 0.0
+
+
+class Tail:
+    """Reads the complete lines that were added to a file since the last look."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._place, self._before = 0, b""
+
+    def read(self) -> tuple[bool, Iterator[bytes]]:
+        """Whether the file is another one than before or was cut, and the lines to add.
+
+        Then these are all its lines. A file that is gone has none.
+        """
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            is_new, self._place, self._before = self._place > 0, 0, b""
+            return is_new, iter(())
+        file.seek(max(0, self._place - _TAIL))
+        is_new = self._place > 0 and file.read(len(self._before)) != self._before
+        if is_new:
+            self._place, self._before = 0, b""
+        return is_new, self._lines(file)
+
+    def _lines(self, file: Any) -> Iterator[bytes]:
+        with file:
+            file.seek(self._place)
+            rest = b""
+            while chunk := file.read(_CHUNK):
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from lines
+                ended = b"\n".join([*lines, b""]) if lines else b""
+                self._place += len(ended)
+                self._before = (self._before + ended)[-_TAIL:]
+
+
+class Curves:
+    """The curves of a run: of each step the columns, of each validation its step and loss."""
+
+    def __init__(self, generation: int = 0) -> None:
+        self.generation = generation  # changes when points that were sent are no longer true
+        self.valid: list[tuple[int, float | None, float | None, float]] = []
+        self._columns = {name: array("d") for name in _COLUMNS}
+        self.last: dict[str, Any] = {}  # the newest step, whole
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def add(self, line: bytes) -> None:
+        """Add a line of metrics.jsonl; one that cannot be read is left out."""
+        try:
+            row = msgspec.json.decode(line, type=_Row)
+        except msgspec.MsgspecError:
+            return
+        if row.kind == "evaluation":
+            self.valid = [one for one in self.valid if one[0] < row.step]
+            self.valid.append((row.step, row.loss, row.bits_per_byte, row.time))
+        elif row.kind == "step":
+            self._go_back_to(row.step)
+            columns, last = self._columns, self._columns["time"]
+            # Earlier versions wrote no time: then the steps' own seconds count.
+            moment = row.time or ((last[-1] if last else 0.0) + (row.step_seconds or 0.0))
+            speed = math.nan if row.tokens_per_s is None else row.tokens_per_s
+            loss = math.nan if row.loss is None else row.loss
+            for name, value in zip(
+                _COLUMNS, (row.step, row.tokens, moment, loss, speed), strict=True
+            ):
+                columns[name].append(value)
+
+    def _go_back_to(self, step: int) -> None:
+        """Drop what a run that went back has trained again."""
+        steps = self._columns["step"]
+        if steps and steps[-1] >= step:
+            keep = bisect_left(steps, step)
+            for column in self._columns.values():
+                del column[keep:]
+            self.generation += 1
+
+    def span(self) -> tuple[float, float]:
+        """When the first and the last step were written; zeros where there is none."""
+        times = self._columns["time"]
+        return (times[0], times[-1]) if times else (0.0, 0.0)
+
+    def points(self, generation: int, size: int, start: int) -> dict[str, Any] | None:
+        """Points from number `start` on, each the mean of `size` steps, as a client has them.
+
+        With another `generation` or `size` than the client's it gets all. None: nothing is new.
+        """
+        count = len(self)
+        wanted = 1 << max(0, math.ceil(math.log2(max(1, count / MOST_POINTS))))
+        if (generation, size) != (self.generation, wanted):
+            start = 0
+        first = start * wanted
+        if first >= count and start:
+            return None
+        plain: dict[str, Any] = {"generation": self.generation, "size": wanted, "from": start}
+        for name, column in self._columns.items():
+            values = np.array(column[first:], dtype=np.float64)
+            runs = np.arange(0, len(values), wanted)
+            if name in ("loss", "speed"):
+                known = np.isfinite(values)
+                sums = np.add.reduceat(np.where(known, values, 0.0), runs) if len(runs) else runs
+                counts = np.add.reduceat(known, runs) if len(runs) else runs
+                with np.errstate(invalid="ignore", divide="ignore"):
+                    values = np.round(sums / counts, 5)
+            else:
+                values = values[np.minimum(runs + wanted, len(values)) - 1]
+            plain[name] = values.tolist()
+        began = self.span()[0]
+        plain["hours"] = [round((moment - began) / 3600, 5) for moment in plain.pop("time")]
+        plain["complete"] = count // wanted  # further ones still change
+        return dict(without_nan(plain))
+
+
+@dataclasses.dataclass
+class Section:
+    """A part of the page that is sent whole when it has changed."""
+
+    version: int = 0
+    body: bytes = b""
+
+    def put(self, values: Any) -> None:
+        """Take what it holds now."""
+        body = msgspec.json.encode(without_nan(values))
+        if body != self.body:
+            self.body, self.version = body, self.version + 1
+
+
+class RunView:
+    """What is known of one run; `refresh` looks again. `is_own`: this process runs it."""
+
+    def __init__(self, folder: Path, is_own: bool = False):
+        self.folder, self.is_own = folder, is_own
+        self.curves = Curves()
+        self.events: list[dict[str, Any]] = []
+        self.told = 0  # events that were there before those
+        self.sections = {name: Section() for name in ("state", "progress", "settings")}
+        self.status: StatusReport | None = None
+        self._metrics, self._story = Tail(folder / FILE_NAME), Tail(folder / EVENTS_FILE)
+        self._marks: dict[str, tuple[int, int]] = {}
+        self._settings: Settings | None = None
+        self._progress: dict[str, Any] = {}
+        self._lock, self._looked = threading.Lock(), -math.inf
+
+    def refresh(self) -> None:
+        """Look at the folder, unless that was just done."""
+        with self._lock:
+            if time.monotonic() - self._looked < REFRESH_SECONDS:
+                return
+            self._read_metrics()
+            self._read_events()
+            self.status = self._ask()
+            is_new = self._read_settings()
+            if self._has_changed(PROGRESS_FILE) or is_new:
+                self._progress = _read_json(self.folder / PROGRESS_FILE)
+                facts = compared(self._settings, self._progress) if self._settings else {}
+                self.sections["progress"].put({**self._progress, **facts})
+            self.sections["state"].put(self._state())
+            self._looked = time.monotonic()
+
+    def _read_metrics(self) -> None:
+        is_new, lines = self._metrics.read()
+        if is_new:
+            self.curves = Curves(self.curves.generation + 1)
+        latest = b""
+        for line in lines:
+            self.curves.add(line)
+            latest = line if line.startswith(b'{"kind": "step"') else latest
+        with contextlib.suppress(msgspec.MsgspecError):
+            self.curves.last = (
+                msgspec.json.decode(latest, type=dict) if latest else self.curves.last
+            )
+
+    def _read_events(self) -> None:
+        is_new, lines = self._story.read()
+        if is_new:
+            self.told += len(self.events)
+            self.events = []
+        for line in lines:
+            with contextlib.suppress(msgspec.MsgspecError):
+                self.events.append(msgspec.to_builtins(msgspec.json.decode(line, type=_Event)))
+        self.told += max(0, len(self.events) - MOST_EVENTS)
+        self.events = self.events[-MOST_EVENTS:]
+
+    def _ask(self) -> StatusReport | None:
+        if not (self.folder / CONTROL_SOCKET).exists():
+            return None
+        try:
+            return status_from_plain(ask(self.folder, {"ask": "status"}, STATUS_SECONDS))
+        except NotAliveError:
+            return None
+        except ThinwireError:
+            return self.status  # it is busy: what it said last
+
+    def _has_changed(self, name: str) -> bool:
+        try:
+            stat = (self.folder / name).stat()
+            mark = stat.st_mtime_ns, stat.st_size
+        except OSError:
+            mark = 0, 0
+        has, self._marks[name] = self._marks.get(name) != mark, mark
+        return has
+
+    def _read_settings(self) -> bool:
+        if not self._has_changed("config.toml"):
+            return False
+        text = ""
+        with contextlib.suppress(OSError, UnicodeError):
+            text = (self.folder / "config.toml").read_text()
+        try:  # without its plugins, which are code
+            self._settings = load_settings(self.folder, []) if text else None
+        except ThinwireError:
+            self._settings = None
+        self.sections["settings"].put({"text": text})
+        return True
+
+    def _state(self) -> dict[str, Any]:
+        last, status, valid = self.curves.last, self.status, self.curves.valid
+        newest = self.events[-1]["time"] if self.events else 0.0
+        words = {
+            name: last.get(name)
+            for name in ("step", "steps", "loss", "lr", "grad_norm", "tokens", "tokens_per_s",
+                         "step_seconds", "eta_seconds", "stages", "time", "measures")
+        }  # fmt: skip
+        heard = max(newest, last.get("time") or 0.0, status.time if status else 0.0)
+        return {
+            **words,
+            "name": status.run if status else self._name(),
+            "role": status.role if status else "folder",
+            "epoch": status.epoch if status else 0,
+            "state": self._word(heard),
+            "heard": round(heard),
+            "began": self.curves.span()[0],
+            "waiting_for": status.waiting_for if status else "",
+            "waiting_since": status.waiting_since if status else 0.0,
+            "valid": {"step": valid[-1][0], "loss": valid[-1][1], "bits": valid[-1][2]}
+            if valid
+            else None,
+            "best": min((one[1] for one in valid if one[1] is not None), default=None),
+            "checkpoint": max(map(step_of, list_checkpoints(self.folder)), default=None),
+            "peers": self._peers(),
+            "links": self._links(),
+        }
+
+    def _name(self) -> str:
+        return self._settings.run.name if self._settings else self.folder.resolve().name
+
+    def _word(self, heard: float) -> str:
+        """How the run stands, in a word."""
+        if self.status is not None:
+            return self.status.state
+        ended = next((e for e in reversed(self.events) if e["kind"] in ("begin", "end")), None)
+        steps, step = self.curves.last.get("steps"), self.curves.last.get("step")
+        if step and step == steps and (not ended or ended["kind"] == "end"):
+            return "complete"
+        if ended and ended["kind"] == "end":
+            return "ended"
+        usual = 20 * (self.curves.last.get("step_seconds") or 0.0)
+        if not self.is_own and time.time() - heard > max(SILENT_SECONDS, usual):
+            return "silent"
+        return "training" if step else "starting"
+
+    def _peers(self) -> list[dict[str, Any]]:
+        """Who holds stages, in the order of these; then who holds none."""
+        if self.status is not None:
+            peers = [_peer(msgspec.to_builtins(peer)) for peer in self.status.peers]
+            return sorted(peers, key=lambda p: (not p["stages"], p["stages"], p["name"]))
+        seats: list[str] = []
+        with contextlib.suppress(ThinwireError):
+            seats = read_formation(self.folder).seats
+        stages = self.curves.last.get("stages") or []
+        seats = seats if len(seats) == len(stages) else [f"stage {n}" for n in range(len(stages))]
+        return [
+            {
+                "name": name,
+                "stages": [n for n, holder in enumerate(seats) if holder == name],
+                "device": stages[seats.index(name)].get("device", ""),
+            }
+            for name in dict.fromkeys(seats)
+        ]
+
+    def _links(self) -> list[dict[str, Any]]:
+        """What crosses each cut, against a dense one, and by which way."""
+        seconds = self.curves.last.get("step_seconds") or math.nan
+        ways = {link.cut: link for link in self.status.links} if self.status else {}
+        links = []
+        for link in self.curves.last.get("links") or []:
+            cut = link.get("cut", 0)
+            sent = link.get("forward_bytes", 0) + link.get("backward_bytes", 0)
+            dense = math.nan
+            if self._settings and cut < self._settings.pipeline.stages - 1:
+                width, tokens = stream_width(self._settings, cut), self._settings.tokens_per_step
+                dense = 2 * BF16_BYTES * width * tokens
+            links.append(
+                {
+                    "cut": cut,
+                    "forward": link.get("forward_bytes", 0) / seconds,
+                    "backward": link.get("backward_bytes", 0) / seconds,
+                    "busy": link.get("utilisation"),
+                    "ratio": dense / sent if sent else None,
+                    "saved": max(0.0, dense - sent) * (self.curves.last.get("step") or 0),
+                    "way": ways[cut].way if cut in ways else None,
+                    "is_inside": not sent,  # both stages are in one process
+                }
+            )
+        return links
+
+
+def _peer(peer: dict[str, Any]) -> dict[str, Any]:
+    machine = peer.pop("machine") or {}
+    return {
+        **peer,
+        "is_away": not machine or peer["state"] == UNREACHED,
+        "device": machine.get("device", ""),
+        "tflops": machine.get("tflops"),
+        "memory_gb": machine.get("memory_gb"),
+        "up": machine.get("mbps_up"),
+        "down": machine.get("mbps_down"),
+        "round_trip_ms": 2 * (machine.get("latency_ms") or 0.0),
+        "reachable": machine.get("reachable"),
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    return {}
+
+
+def compared(settings: Settings, progress: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a run beside what was measured, and what dense cuts would have cost, simulated.
+
+    The simulator plays the run's schedule with the measured costs over the emulated or measured
+    links, once with the bytes that were sent and once with those of dense cuts.
+    """
+    try:
+        costs = msgspec.convert(progress["measured_costs"], Costs)
+        uplinks = msgspec.convert(progress.get("uplinks", []), list[float])
+        stages = settings.pipeline.stages
+        planned = [
+            {
+                "cut": row["cut"],
+                "planned": sum(frame_bytes(settings, row["cut"])) / settings.tokens_per_microbatch,
+                "measured": row["forward_bytes_per_token"] + row["backward_bytes_per_token"],
+                "dense": 2 * row["bf16_bytes_per_token"],
+                "codecs": [row["forward_codec"], row["backward_codec"]],
+            }
+            for row in progress.get("cuts", [])
+        ]
+        network = network_of(settings) or (
+            Links(uplinks, [0.0] * stages, [0.0] * (stages - 1)) if any(uplinks) else None
+        )
+        schedule, found = settings.schedule(), {"planned": planned}
+        thin = simulate(schedule, costs, network).step_seconds
+        found["simulated_step_seconds"] = thin
+        if network is not None and planned:
+            tokens = settings.tokens_per_microbatch
+            sizes = [BF16_BYTES * stream_width(settings, cut) * tokens for cut in range(stages - 1)]
+            sent = {row["cut"] for row in planned}
+            dense = [size if cut in sent else 0 for cut, size in enumerate(sizes)]
+            plain = dataclasses.replace(costs, forward_bytes=dense, backward_bytes=dense)
+            found["dense_step_seconds"] = simulate(schedule, plain, network).step_seconds
+        return found
+    except (ThinwireError, msgspec.MsgspecError, KeyError, TypeError, ZeroDivisionError):
+        return {}  # a record of another version

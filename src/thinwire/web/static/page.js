@@ -1,0 +1,378 @@
+// The page of a run: one stream of what is known, drawn as it comes.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const runs = [];
+let owner = false, chosen = 0, axis = "step", connected = false, offset = 0, invited = false;
+const lossChart = new CurveChart($("loss"), 340), speedChart = new CurveChart($("speed"), 240);
+
+function newRun() {
+  return {
+    points: { step: [], tokens: [], hours: [], loss: [], speed: [] }, size: 1,
+    valid: { step: [], loss: [], bits: [], time: [] }, events: [], state: null, progress: {}, settings: "",
+    seats: {},
+  };
+}
+
+function connect() {
+  const source = new EventSource("/stream");
+  const on = (kind, take) => source.addEventListener(kind, (event) => {
+    take(JSON.parse(event.data));
+    connected = true;
+    later();
+  });
+  on("hello", (message) => {
+    owner = message.owner;
+    offset = message.now - Date.now() / 1000;
+    runs.length = 0;
+    for (let number = 0; number < message.runs; number++) runs.push(newRun());
+    chosen = Math.min(chosen, runs.length - 1);
+  });
+  on("points", (message) => {
+    const run = runs[message.run], kept = message.from;
+    run.size = message.size;
+    for (const name of Object.keys(run.points)) run.points[name] = run.points[name].slice(0, kept).concat(message[name]);
+  });
+  on("valid", (message) => { runs[message.run].valid = message; });
+  on("events", (message) => {
+    const run = runs[message.run];
+    run.events = run.events.concat(message.rows).slice(-500);
+  });
+  on("progress", (message) => { runs[message.run].progress = message.value; dirtyStep = true; });
+  on("settings", (message) => { runs[message.run].settings = message.value.text; });
+  on("state", (message) => { runs[message.run].state = message.value; });
+  source.onerror = () => {
+    connected = false;
+    later();
+    if (source.readyState === EventSource.CLOSED) setTimeout(connect, 3000);
+  };
+}
+
+let due = false, dirtyStep = true;
+
+function later() {
+  if (due) return;
+  due = true;
+  requestAnimationFrame(() => { due = false; draw(); });
+}
+
+function now() {
+  return Date.now() / 1000 + offset;
+}
+
+function draw() {
+  const run = runs[chosen];
+  if (!run || !run.state) return drawChip({ state: "connecting" });
+  const state = run.state;
+  drawTabs();
+  drawHeader(run, state);
+  drawTiles(run, state);
+  drawCurves();
+  drawPipeline(run, state);
+  if (dirtyStep) drawProgress(run, state);
+  drawStory(run);
+  drawInvite(state);
+  $("settings-card").hidden = !run.settings;
+  if ($("settings").textContent !== run.settings) $("settings").textContent = run.settings;
+}
+
+function drawTabs() {
+  $("runs").hidden = runs.length < 2;
+  if (runs.length < 2) return;
+  $("runs").replaceChildren(...runs.map((run, number) => {
+    const tab = el("button", { "aria-pressed": number === chosen, text: nameOf(run, number) });
+    tab.style.borderBottom = "3px solid " + runColour(number);
+    tab.onclick = () => { chosen = number; dirtyStep = true; later(); };
+    return tab;
+  }));
+}
+
+function nameOf(run, number) {
+  return run.state ? run.state.name : "run " + number;
+}
+
+const GOOD = ["training", "complete"], BAD = ["silent", "no connection"];
+
+function drawChip(state) {
+  const word = !connected ? "no connection" : state.waiting_for ? "waiting" : state.state;
+  $("chip").textContent = word;
+  $("chip").className = "chip " + (GOOD.includes(word) ? "good" : BAD.includes(word) ? "bad" : "warn");
+}
+
+function drawHeader(run, state) {
+  drawChip(state);
+  $("name").textContent = state.name;
+  const share = state.steps ? state.step / state.steps : 0;
+  $("bar").firstElementChild.style.width = 100 * share + "%";
+  $("bar").setAttribute("aria-valuenow", Math.round(100 * share));
+  document.title = state.step ? `${figure(state.loss)} · ${state.step}/${state.steps} · ${state.name}` : state.name;
+  const quiet = now() - state.heard;
+  $("heard").textContent = quiet > 20 ? `last word ${duration(quiet)} ago` : "";
+  $("waiting").hidden = !state.waiting_for;
+  $("waiting").textContent = state.waiting_for ? `Waits for ${state.waiting_for}, for ${duration(now() - state.waiting_since)}` : "";
+  const thin = run.progress.simulated_step_seconds, dense = run.progress.dense_step_seconds;
+  const gain = dense && thin ? (dense - thin) * state.step : 0;
+  $("saved").hidden = gain < 60;
+  $("saved").textContent = `Saved so far against dense links, simulated: ${duration(gain)} (a step of ${duration(thin)} instead of ${duration(dense)})`;
+}
+
+function drawTiles(run, state) {
+  const crossed = state.links.filter((link) => link.ratio);
+  const saved = crossed.reduce((sum, link) => sum + link.saved, 0);
+  const ratio = crossed.length ? crossed.length / crossed.reduce((sum, link) => sum + 1 / link.ratio, 0) : 0;
+  const tiles = [
+    ["loss", figure(state.loss), state.grad_norm ? `gradient norm ${figure(state.grad_norm)}` : ""],
+    ["validation", state.valid ? figure(state.valid.loss) : "–", state.valid ? validationNote(state) : "none yet"],
+    ["step", state.step ? count(state.step) : "–", state.steps ? `of ${count(state.steps)}` : ""],
+    ["tokens/s", state.tokens_per_s ? count(state.tokens_per_s) : "–", state.step_seconds ? `${duration(state.step_seconds)} a step` : ""],
+    ["tokens seen", state.tokens ? count(state.tokens) : "–", state.lr ? `rate ${state.lr.toExponential(1)}` : ""],
+    ["time left", state.step < state.steps && !["ended", "silent"].includes(state.state) ? duration(state.eta_seconds) : "–", state.began ? `running for ${duration(state.time - state.began)}` : ""],
+    ["checkpoint", state.checkpoint === null ? "–" : count(state.checkpoint), state.checkpoint === null ? "none yet" : "last saved step"],
+  ];
+  if (ratio) tiles.push(["bytes", `${figure(ratio)}× fewer`, `${bytes(saved)} not sent`]);
+  $("tiles").replaceChildren(...tiles.map(([label, value, more]) => el("div", { class: "tile" },
+    el("div", { class: "label", text: label }), el("div", { class: "value", text: value }), el("div", { class: "more", text: more }))));
+}
+
+function validationNote(state) {
+  const bits = state.valid.bits ? `, ${state.valid.bits.toFixed(2)} bits/byte` : "";
+  return `step ${count(state.valid.step)}${bits}`;
+}
+
+function drawCurves() {
+  const weight = Number($("smooth").value), raw = $("raw").checked, many = runs.length > 1;
+  const losses = [], speeds = [];
+  runs.forEach((run, number) => {
+    const name = many ? nameOf(run, number) + " " : "", xs = run.points[axis], shade = runColour(number);
+    if (raw && weight) losses.push({ label: name + "raw", colour: shade + "55", width: 1, xs, ys: run.points.loss });
+    losses.push({ label: name + "loss", colour: shade, width: 2, xs, ys: smoothed(run.points.loss, weight) });
+    losses.push({
+      label: name + "validation", colour: many ? shade : colour("bad"), width: 1.5, dash: [5, 4], points: 7,
+      xs: placed(run.valid.step, run.points, axis), ys: run.valid.loss,
+    });
+    speeds.push({ label: name + "tokens/s", colour: shade, width: 1.5, xs, ys: run.points.speed });
+  });
+  const label = { step: "step", tokens: "tokens", hours: "hours" }[axis];
+  lossChart.draw(losses, label);
+  speedChart.draw(speeds, label);
+  const size = Math.max(...runs.map((run) => run.size));
+  $("loss-note").textContent = size > 1 ? `Each point is the mean of ${size} steps.` : "";
+}
+
+function seatsOf(state) {
+  const seats = {};
+  for (const peer of state.peers) for (const stage of peer.stages || []) seats[stage] = peer;
+  return seats;
+}
+
+function stageNames(state) {
+  const seats = seatsOf(state), names = {};
+  for (const [stage, peer] of Object.entries(seats)) {
+    names[stage] = peer.stages.length > 1 ? `${peer.name} ${stage}` : peer.name;
+  }
+  return names;
+}
+
+function drawPipeline(run, state) {
+  const seats = seatsOf(state), groups = [];
+  for (const stage of Object.keys(seats).map(Number).sort((a, b) => a - b)) {
+    const last = groups[groups.length - 1];
+    if (last && last.peer === seats[stage] && last.stages[last.stages.length - 1] === stage - 1) last.stages.push(stage);
+    else groups.push({ peer: seats[stage], stages: [stage] });
+  }
+  const parts = [];
+  groups.forEach((group, index) => {
+    if (index) parts.push(linkBox(state, group.stages[0] - 1));
+    const moved = group.stages.some((stage) => stage in run.seats && run.seats[stage] !== group.peer.name);
+    parts.push(peerBox(state, group.peer, group.stages, moved));
+  });
+  run.seats = Object.fromEntries(Object.entries(seats).map(([stage, peer]) => [stage, peer.name]));
+  place($("pipeline"), parts);
+  place($("spares"), state.peers.filter((peer) => !(peer.stages || []).length).map((peer) => peerBox(state, peer, [], false)));
+  const again = state.epoch > 1 ? `formed ${state.epoch} times` : "";
+  $("pipeline-note").textContent = state.role === "member" ? "what the host tells this machine" : again;
+}
+
+// Boxes that stay as they are keep their place, so that what moves can be seen, and clicked.
+function place(parent, boxes) {
+  boxes.forEach((box, index) => {
+    const old = parent.children[index];
+    if (!old) parent.append(box);
+    else if (old.innerHTML !== box.innerHTML || old.className.replace(" moved", "") !== box.className) old.replaceWith(box);
+  });
+  while (parent.children.length > boxes.length) parent.lastElementChild.remove();
+}
+
+function peerBox(state, peer, stages, moved) {
+  const isAway = Boolean(peer.is_away), box = el("div", { class: "peer" + (isAway ? " away" : stages.length ? " good" : "") + (moved ? " moved" : "") });
+  box.dataset.peer = peer.name;
+  const who = el("div", { class: "who" }, el("span", { class: "dot" }), el("span", { text: peer.name }));
+  for (const stage of stages.filter((one) => peer.name !== "stage " + one)) who.append(el("span", { class: "stage", text: "stage " + stage }));
+  if (owner && state.role === "host" && peer.state !== "kicked" && !peer.is_this_machine) {
+    const button = el("button", { text: "kick" });
+    button.onclick = () => kick(peer.name);
+    who.append(button);
+  }
+  box.append(who);
+  if (peer.state) box.append(el("div", { class: "doing", text: peer.state }));
+  const rows = (state.stages || []).filter((row) => stages.includes(row.stage));
+  if (rows.length && !isAway) {
+    const total = rows.length * state.step_seconds || 1, sum = (name) => rows.reduce((all, row) => all + row[name], 0) / total;
+    box.append(splitBar([["compute", "forward", sum("compute_s")], ["update", "update", sum("update_s")], ["wait", "waiting", sum("wait_s")]]));
+    box.append(el("div", { class: "quiet", text: rows.map((row) => row.layers).join(", ") }));
+  }
+  const facts = [peer.device || (rows[0] || {}).device];
+  if (peer.tflops) facts.push(peer.tflops >= 1 ? figure(peer.tflops) + " TFLOP/s" : figure(1000 * peer.tflops) + " GFLOP/s");
+  if (peer.up) facts.push(`${figure(peer.up)}/${figure(peer.down)} Mbit/s`);
+  if (peer.round_trip_ms) facts.push(`${figure(peer.round_trip_ms)} ms to the host`);
+  box.append(el("div", { class: "quiet", text: facts.filter(Boolean).join(" · ") }));
+  return box;
+}
+
+function linkBox(state, cut) {
+  const link = state.links.find((one) => one.cut === cut);
+  const box = el("div", { class: "link" });
+  if (!link) return box;
+  if (link.is_inside) {
+    box.append(el("div", { class: "wire" }), el("div", { text: "in one process" }));
+    return box;
+  }
+  const isDown = link.way === "", isLive = state.state === "training" && connected && !isDown;
+  box.className += isDown ? " down" : isLive ? " live" : "";
+  box.append(el("div", { text: `→ ${bytes(link.forward)}/s` }), el("div", { class: "wire" }), el("div", { text: `← ${bytes(link.backward)}/s` }));
+  if (link.ratio) box.append(el("b", { text: `${figure(link.ratio)}× fewer bytes` }));
+  const facts = [isDown ? "not connected" : link.way, link.busy === null ? "" : `uplink ${Math.round(100 * link.busy)} % busy`];
+  box.append(el("div", { text: facts.filter(Boolean).join(", ") }));
+  return box;
+}
+
+function drawProgress(run, state) {
+  const progress = run.progress, names = stageNames(state), timeline = progress.timeline;
+  dirtyStep = false;
+  $("step-card").hidden = !timeline || !timeline.spans.length;
+  if (!$("step-card").hidden) {
+    drawStep($("gantt"), timeline, names);
+    $("step-note").textContent = `step ${timeline.step}, ${duration(timeline.seconds)}`;
+    legend($("gantt-legend"), [["forward", "forward"], ["backward", "backward"], ["update", "update"], ["send", "send"]]);
+  }
+  const shares = progress.time_shares || [];
+  $("shares-card").hidden = !shares.length;
+  drawShares($("shares"), shares, names);
+  legend($("shares-legend"), PARTS.map(([name, kind]) => [name, kind]));
+  drawPlan(progress);
+}
+
+function drawPlan(progress) {
+  const rows = (progress.planned || []).map((row) => [
+    `cut ${row.cut}: ${row.codecs[0] === row.codecs[1] ? row.codecs[0] : row.codecs.join(" / ")}`,
+    figure(row.planned) + " B/token", figure(row.measured) + " B/token", figure(row.dense) + " B/token",
+  ]);
+  if (progress.simulated_step_seconds) {
+    rows.push(["step", duration(progress.simulated_step_seconds), duration(progress.step_seconds_median), duration(progress.dense_step_seconds)]);
+  }
+  $("plan-card").hidden = !rows.length;
+  const head = ["", "planned or simulated", "measured", "dense, simulated"];
+  $("plan").replaceChildren(el("table", { class: "plan" },
+    el("tr", {}, ...head.map((text) => el("th", { text }))),
+    ...rows.map((row) => el("tr", {}, ...row.map((text) => el("td", { text }))))));
+}
+
+let toldEvents = null, toldCount = -1;
+
+function drawStory(run) {
+  if (toldEvents === run && toldCount === run.events.length) return;
+  toldEvents = run;
+  toldCount = run.events.length;
+  const shown = run.events.filter((event) => event.kind !== "sample").reverse();
+  $("story").replaceChildren(...shown.map((event) => {
+    const when = new Date(1000 * event.time), isToday = when.toDateString() === new Date().toDateString();
+    const clock = isToday ? when.toTimeString().slice(0, 5) : when.toLocaleDateString(undefined, { month: "short", day: "numeric" });
+    return el("li", { class: event.kind },
+      el("time", { text: clock, title: when.toLocaleString() }),
+      el("span", { text: event.text }));
+  }));
+  const samples = run.events.filter((event) => event.kind === "sample").slice(-5).reverse();
+  $("samples-card").hidden = !samples.length;
+  $("samples").replaceChildren(...samples.map((event) => el("div", { class: "sample", text: event.text })));
+}
+
+async function ask(path, body) {
+  const options = body ? { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) } : {};
+  const answer = await fetch(path, options).then((response) => response.json()).catch(() => ({ error: "the run does not answer" }));
+  if (answer.error) throw new Error(answer.error);
+  return answer;
+}
+
+function drawInvite(state) {
+  const mayInvite = owner && state.role === "host";
+  $("invite-card").hidden = !mayInvite;
+  if (!mayInvite || invited) return;
+  invited = true;
+  ask(`/invite/${chosen}`).then(showInvite).catch(() => { invited = false; });
+}
+
+function showInvite(answer) {
+  $("invite-line").textContent = answer.line;
+  $("qr").src = answer.qr;
+}
+
+function confirmed(question) {
+  $("question").textContent = question;
+  $("ask").returnValue = "";
+  $("ask").showModal();
+  return new Promise((resolve) => { $("ask").onclose = () => resolve($("ask").returnValue === "yes"); });
+}
+
+async function kick(name) {
+  if (!await confirmed(`Remove ${name} from the run? It is not let in again, and its stages move to another peer.`)) return;
+  await ask(`/kick/${chosen}`, { peer: name }).then((answer) => toast(answer.text)).catch((error) => toast(error.message));
+}
+
+async function anotherInvite() {
+  if (!await confirmed("Make another invite, for one machine more?")) return;
+  await ask(`/invite/${chosen}`, { machines: 1 }).then(showInvite).catch((error) => toast(error.message));
+}
+
+async function copyInvite() {
+  const text = $("invite-line").textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {  // a page that is not on loopback may not, so the old way
+    const field = el("textarea", {});
+    field.value = text;
+    document.body.append(field);
+    field.select();
+    document.execCommand("copy");
+    field.remove();
+  }
+  toast("copied: others paste it into their terminal");
+}
+
+let toastTimer = 0;
+
+function toast(text) {
+  $("toast").textContent = text;
+  $("toast").hidden = false;
+  clearTimeout(toastTimer);
+  toastTimer = setTimeout(() => { $("toast").hidden = true; }, 5000);
+}
+
+$("axis").onclick = (event) => {
+  if (!event.target.dataset.axis) return;
+  axis = event.target.dataset.axis;
+  for (const button of $("axis").children) button.setAttribute("aria-pressed", button === event.target);
+  later();
+};
+$("smooth").oninput = later;
+$("raw").onchange = later;
+$("copy").onclick = copyInvite;
+$("more-invites").onclick = anotherInvite;
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  lossChart.forget();
+  speedChart.forget();
+  dirtyStep = true;
+  later();
+});
+addEventListener("resize", () => { dirtyStep = true; later(); });
+setInterval(later, 1000);
+connect();

@@ -1,0 +1,188 @@
+"""The page in a real browser: Chromium, as the system has it."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from webruns import STEPS, FakeHost, step_record
+
+from thinwire.report import EvaluationRecord, MetricsWriter
+from thinwire.report.story import Story
+from thinwire.web.server import WebServer
+from waiting import wait_until
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+Serve = Callable[..., WebServer]
+WAIT_MS = 60_000  # only ever reached by a test that fails
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None,
+    reason="there is no Chromium: install the system's package chromium to run these tests",
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        # A sandbox needs rights that a container's root does not have.
+        options = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=options)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open an address; a script that fails, and a request to elsewhere, fail the test."""
+    contexts, wrong = [], list[str]()
+
+    def open_it(address: str, width: int = 1200, theme: str = "light") -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme)
+        contexts.append(context)
+        if theme == "light":
+            context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page = context.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+
+        def look(request: Any) -> None:
+            if not request.url.startswith(("http://127.0.0.1:", "data:")):
+                wrong.append(request.url)
+
+        context.on("request", look)
+        page.goto(address)
+        page.wait_for_selector(".tile")
+        return page
+
+    yield open_it
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def until(page: Any, holds: str) -> None:
+    """Wait until an expression holds; the page's policy forbids what polls by itself."""
+    wait_until(lambda: page.evaluate(holds))
+
+
+def points(page: Any) -> int:
+    """Points of the curve that is drawn."""
+    return int(page.evaluate("lossChart.plot ? lossChart.plot.data[0].length : 0"))
+
+
+def test_the_curve_draws_points_as_steps_arrive(
+    run_folder: Path, serve: Serve, open_page: Callable[..., Any]
+) -> None:
+    page = open_page(serve(run_folder).address)
+    until(page, f"lossChart.plot && lossChart.plot.data[0].length >= {STEPS}")
+    before = points(page)
+    assert page.locator("#loss canvas").count() == 1
+    with MetricsWriter(run_folder, resume_step=STEPS) as writer:
+        for step in range(STEPS + 1, STEPS + 4):
+            writer.step(step_record(step, loss=3.25))
+        until(page, f"lossChart.plot.data[0].length == {before + 3}")
+        writer.evaluation(EvaluationRecord(STEPS + 3, 3.125))
+        until(page, "[...document.querySelectorAll('.tile')][1].innerText.includes('3.125')")
+    assert "3.25" in page.locator(".tile").nth(0).inner_text()
+    assert page.title().startswith("3.25 · ")
+    page.get_by_role("button", name="hours").click()
+    until(page, "lossChart.plot.series[0].label == 'hours'")
+    assert page.locator("#gantt svg rect.forward").count() >= 8
+    assert page.locator("#shares .row").count() == 2
+
+
+def test_a_peer_that_dies_turns_red_and_its_stage_moves(
+    run_folder: Path, serve: Serve, host: FakeHost, open_page: Callable[..., Any]
+) -> None:
+    page = open_page(serve(run_folder).address)
+    ben = page.locator("#pipeline .peer[data-peer=ben]")
+    ben.wait_for()
+    assert "good" in ben.get_attribute("class") and "stage 1" in ben.inner_text()
+    assert "carl" in page.locator("#spares").inner_text()
+    host.peers[1] = host.peer("ben", [1], is_away=True)
+    host.waiting_for = "a peer for stage 1"
+    page.locator("#pipeline .peer.away[data-peer=ben]").wait_for()
+    red, green = page.evaluate(
+        "['.peer.away', '.peer.good'].map((name) => "
+        "getComputedStyle(document.querySelector(name + ' .dot')).backgroundColor)"
+    )
+    assert red == "rgb(220, 38, 38)" != green
+    assert "a peer for stage 1" in page.locator("#waiting").inner_text()
+    host.peers = [host.peer("ana", [0]), host.peer("ben", [], True), host.peer("carl", [1])]
+    carl = page.locator("#pipeline .peer[data-peer=carl]")
+    carl.wait_for()
+    assert "stage 1" in carl.inner_text() and "moved" in carl.get_attribute("class")
+    assert page.locator("#spares .peer.away").inner_text().startswith("ben")
+
+
+def test_the_owner_copies_the_invite_and_kicks_after_a_question(
+    run_folder: Path, serve: Serve, host: FakeHost, open_page: Callable[..., Any]
+) -> None:
+    server = serve(run_folder)
+    page = open_page(server.address_with_token)
+    assert "token" not in page.url
+    until(page, "document.getElementById('invite-line').innerText != ''")
+    page.locator("#copy").click()
+    page.locator("#toast").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == "thinwire join abc-secret"
+    page.locator("summary", has_text="QR").click()
+    until(page, "document.getElementById('qr').naturalWidth > 50")
+    ben = page.locator(".peer[data-peer=ben] button")
+    ben.click()
+    page.get_by_role("button", name="cancel").click()
+    ben.click()
+    page.locator("#yes").click()
+    until(page, "document.getElementById('toast').innerText.includes('was removed')")
+    assert host.asked == [{"ask": "kick", "peer": "ben"}]
+    guest = open_page(server.address)
+    guest.locator(".peer[data-peer=ben]").wait_for()
+    assert guest.locator(".peer button").count() == 0
+    assert not guest.locator("#invite-card").is_visible()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_phone_has_no_sideways_scroll(
+    run_folder: Path, serve: Serve, host: FakeHost, open_page: Callable[..., Any], theme: str
+) -> None:
+    Story(run_folder).tell("note", "a-word-that-never-ends-" * 20)
+    host.peers[0] = host.peer("a" * 63, [0])
+    page = open_page(serve(run_folder).address_with_token, width=360, theme=theme)
+    page.locator("#gantt svg").wait_for()
+    page.locator("#settings-card summary").click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (back == "rgb(14, 17, 22)") == (theme == "dark")
+
+
+def test_what_others_wrote_is_text(
+    run_folder: Path, serve: Serve, host: FakeHost, open_page: Callable[..., Any]
+) -> None:
+    script = "<img src=x onerror=alert(1)><script>window.hit = 1</script>"
+    Story(run_folder).tell("note", script)
+    host.peers[1] = host.peer(script, [1])
+    (run_folder / "config.toml").write_text(f"# {script}\n")
+    page = open_page(serve(run_folder).address_with_token)
+    until(page, "document.getElementById('story').innerText.includes('<script>')")
+    until(page, "document.getElementById('pipeline').innerText.includes('<img src=x')")
+    assert page.evaluate("window.hit === undefined && !document.querySelector('main img:not(#qr)')")
+    blocked = page.evaluate("fetch('https://example.org/').then(() => false, () => true)")
+    assert blocked, "its own policy lets the page ask nobody else"
+
+
+def test_the_page_goes_on_when_its_host_is_started_again(
+    run_folder: Path, open_page: Callable[..., Any]
+) -> None:
+    from thinwire.web.page import make_page
+
+    server = WebServer(lambda: make_page([run_folder]), "127.0.0.1:0", "t").start()
+    page = open_page(server.address)
+    server.close()
+    page.locator("#chip", has_text="no connection").wait_for()
+    with WebServer(lambda: make_page([run_folder]), f"127.0.0.1:{server.port}", "t"):
+        page.locator("#chip", has_text="complete").wait_for()

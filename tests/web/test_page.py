@@ -1,0 +1,352 @@
+"""The page as data: what is sent of a run, what may be asked, and who may ask it."""
+
+import io
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from webruns import STEPS, TOKEN, FakeHost, first_of, messages, step_record
+
+from thinwire.cli import main
+from thinwire.errors import ConfigError
+from thinwire.report import EvaluationRecord, MetricsWriter, PlainDisplay, read_metrics
+from thinwire.report.metrics import FILE_NAME, line_of
+from thinwire.report.story import EVENTS_FILE, Story
+from thinwire.web.follow import Followed
+from thinwire.web.runs import MOST_POINTS, Curves, RunView, Tail
+from waiting import PATIENCE, PROCESS_PATIENCE
+
+Serve = Callable[..., Any]
+OWNER = {"headers": {"Authorization": f"Bearer {TOKEN}"}}
+
+
+def test_a_finished_run_shows_what_its_folder_holds(finished: Path, serve: Serve) -> None:
+    points, valid, events, state, progress, settings = first_of(
+        serve(finished), "points", "valid", "events", "state", "progress", "settings"
+    )
+    steps, validations = read_metrics(finished)
+    assert points["step"] == [record.step for record in steps] == list(range(1, STEPS + 1))
+    assert points["loss"] == [round(record.loss, 5) for record in steps]
+    assert points["hours"][0] == 0 and points["hours"] == sorted(points["hours"])
+    assert valid["loss"] == [record.loss for record in validations]
+    kinds = [event["kind"] for event in events["rows"]]
+    assert kinds[0] == "begin" and kinds[-1] == "end" and "save" in kinds
+    value = state["value"]
+    assert (value["state"], value["step"], value["name"]) == ("complete", STEPS, "first")
+    assert [peer["stages"] for peer in value["peers"]] == [[0], [1]]
+    (link,) = value["links"]
+    assert link["ratio"] > 2 and link["saved"] > 0
+    assert len(progress["value"]["time_shares"]) == 2 and progress["value"]["timeline"]["spans"]
+    assert 'forward = "int8"' in settings["value"]["text"]
+
+
+def test_the_plan_stands_beside_what_was_measured(finished: Path, serve: Serve) -> None:
+    (progress,) = first_of(serve(finished), "progress")
+    (row,) = progress["value"]["planned"]
+    # beside the frames of microbatches a cut carries a tally and a verdict
+    assert row["planned"] < row["measured"] < 2 * row["planned"] < row["dense"] * 2
+    thin, dense = (progress["value"][f"{kind}_step_seconds"] for kind in ("simulated", "dense"))
+    assert 0 < thin < dense, "links at 80 Mbit/s: dense cuts take longer"
+
+
+def test_a_copy_and_its_origin_are_drawn_over_each_other(
+    finished: Path, run_folder: Path, serve: Serve
+) -> None:
+    server = serve(finished, run_folder)
+    one, other = (first_of(server, "points", run=number)[0] for number in (0, 1))
+    assert one["loss"] == other["loss"] and (one["run"], other["run"]) == (0, 1)
+
+
+def test_steps_come_as_they_are_written(run_folder: Path, serve: Serve) -> None:
+    server = serve(run_folder)
+    with MetricsWriter(run_folder, resume_step=STEPS) as writer:
+        writer.step(step_record(STEPS + 1))
+        sent, seen = messages(server), list[dict[str, Any]]()
+        for kind, message in sent:
+            if kind == "points":
+                seen.append(message)
+                if len(seen) == 3:
+                    break
+                writer.step(step_record(STEPS + 1 + len(seen), loss=3.5))
+    assert seen[0]["step"] == list(range(1, STEPS + 2))
+    assert seen[1]["from"] == STEPS + 1 and seen[1]["step"] == [STEPS + 2]
+    assert seen[2]["loss"] == [3.5]
+
+
+def test_a_resumed_run_takes_back_what_it_trains_again(run_folder: Path) -> None:
+    view = RunView(run_folder)
+    view.refresh()
+    before = view.curves.generation
+    with MetricsWriter(run_folder, resume_step=3) as writer:
+        writer.step(step_record(4, loss=1.0))
+    view._looked = -math.inf
+    view.refresh()
+    points = view.curves.points(before, 1, STEPS)
+    assert points is not None and points["from"] == 0, "a client gets all again"
+    assert points["step"] == [1, 2, 3, 4] and points["loss"][-1] == 1.0
+
+
+def test_a_run_of_a_hundred_thousand_steps_is_thinned(tmp_path: Path) -> None:
+    count = 100_000
+    line = line_of("step", asdict(step_record(1)) | {"stages": [], "links": []})
+    with (tmp_path / FILE_NAME).open("w") as file:
+        for step in range(1, count + 1):
+            row = line.replace('"step": 1,', f'"step": {step},')
+            file.write(row.replace('"loss": 4.0', f'"loss": {4 if step % 2 else 2}'))
+    view, began = RunView(tmp_path), time.process_time()
+    view.refresh()
+    points = view.curves.points(-1, 0, 0)
+    assert points is not None and time.process_time() - began < 20
+    assert MOST_POINTS / 2 < len(points["step"]) <= MOST_POINTS and points["size"] == 64
+    assert points["step"][-1] == count and set(points["loss"]) == {3.0}
+    assert len(json.dumps(points)) < 200_000
+    more = view.curves.points(points["generation"], points["size"], points["complete"])
+    assert more is not None and len(more["step"]) <= 1, "only the newest point may change"
+
+
+def test_losses_that_are_not_finite_are_gaps() -> None:
+    curves = Curves()
+    for step, loss in enumerate((1.0, math.nan, math.inf, 2.0), start=1):
+        curves.add(line_of("step", asdict(step_record(step, loss=loss))).encode())
+    curves.add(b'{"kind": "step", "st')
+    curves.add(b'{"kind": "missing", "step": 3, "rows": 2}')
+    points = curves.points(-1, 0, 0)
+    assert points is not None and points["loss"] == [1.0, None, None, 2.0]
+
+
+def test_a_file_is_read_once_and_from_its_start_when_it_is_another(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    tail = Tail(path)
+
+    def read() -> tuple[bool, list[bytes]]:
+        is_new, lines = tail.read()
+        return is_new, list(lines)
+
+    assert read() == (False, [])
+    path.write_bytes(b"one\ntwo\nthr")
+    assert read() == (False, [b"one", b"two"])
+    path.write_bytes(b"one\ntwo\nthree\n")
+    assert read() == (False, [b"three"])
+    assert read() == (False, [])
+    path.write_bytes(b"one\nother\nthree\nfour\n")
+    assert read() == (True, [b"one", b"other", b"three", b"four"])
+    path.unlink()
+    assert read() == (True, [])
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/static/../page.py", "/static/%2e%2e/page.py", "/static/..%2fpage.py", "/metrics.jsonl",
+     "/static/uPlot.LICENSE.txt", "/authority/invite.txt", "/invite/7", "/kick/0"],
+)  # fmt: skip
+def test_nothing_else_of_the_disk_is_served(finished: Path, serve: Serve, path: str) -> None:
+    assert httpx.get(serve(finished).address + path.lstrip("/"), **OWNER).status_code in (404, 405)
+
+
+def test_all_parts_of_the_page_are_there_and_none_is_elsewhere(
+    finished: Path, serve: Serve
+) -> None:
+    from thinwire.web.page import KINDS, STATIC
+
+    server = serve(finished)
+    assert "<title>thinwire</title>" in httpx.get(server.address).text
+    for name, kind in KINDS.items():
+        answer = httpx.get(f"{server.address}static/{name}")
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
+        if "uPlot" not in name and name != "icon.svg":
+            assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+            assert "https://" not in answer.text
+    assert {path.name for path in STATIC.iterdir()} == {*KINDS, "uPlot.LICENSE.txt"}
+
+
+def test_only_the_owner_sees_the_invite_and_acts(
+    run_folder: Path, serve: Serve, host: FakeHost
+) -> None:
+    server = serve(run_folder)
+    invite, kick = server.address + "invite/0", server.address + "kick/0"
+    for answer in (
+        httpx.get(invite),
+        httpx.post(invite, json={"machines": 1}),
+        httpx.post(kick, json={"peer": "ben"}),
+    ):
+        assert answer.status_code == 403 and "token" in answer.json()["error"]
+    hello, state = first_of(server, "hello", "state")
+    assert hello["owner"] is False and "secret" not in json.dumps(state)
+    found = httpx.get(invite, **OWNER).json()
+    assert found["line"] == "thinwire join abc-secret"
+    assert found["qr"].startswith("data:image/svg+xml")
+    more = httpx.post(invite, json={"machines": 2}, **OWNER).json()
+    assert more["line"] == "thinwire join another"
+    done = httpx.post(kick, json={"peer": "ben"}, **OWNER)
+    assert done.json()["text"] == "ben was removed"
+    assert host.asked == [{"ask": "invite", "machines": 2}, {"ask": "kick", "peer": "ben"}]
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"peer": "' + b"x" * 9000 + b'"}'])
+def test_what_is_no_request_is_refused(
+    run_folder: Path, serve: Serve, host: FakeHost, body: bytes
+) -> None:
+    headers = OWNER["headers"] | {"Content-Type": "application/json"}
+    answer = httpx.post(serve(run_folder).address + "kick/0", content=body, headers=headers)
+    assert answer.status_code == 400 and host.asked == []
+    answer = httpx.post(serve(run_folder).address + "kick/0", data={"peer": "ben"}, **OWNER)
+    assert answer.status_code == 400 and host.asked == []
+
+
+def test_a_run_that_has_ended_invites_nobody(finished: Path, serve: Serve) -> None:
+    answer = httpx.get(serve(finished).address + "invite/0", **OWNER)
+    assert answer.status_code == 400 and "no run is alive" in answer.json()["error"]
+
+
+def test_a_hosted_run_shows_its_peers_and_links(
+    run_folder: Path, serve: Serve, host: FakeHost
+) -> None:
+    host.peers[1] = host.peer("ben", [1], is_away=True)
+    host.waiting_for = "a peer for stage 1"
+    (state,) = first_of(serve(run_folder), "state")
+    ana, ben, carl = state["value"]["peers"]
+    assert (ana["is_away"], ben["is_away"], carl["stages"]) == (False, True, [])
+    assert ana["round_trip_ms"] == 30.0 and ana["device"] == "cpu (8 cores)"
+    assert state["value"]["links"][0]["way"] == "direct"
+    assert state["value"]["waiting_for"] == "a peer for stage 1"
+
+
+def test_after_its_end_a_hosted_run_names_who_held_what(finished: Path, run_folder: Path) -> None:
+    formation = {"epoch": 2, "seats": ["ana", "ben"], "split": [], "port": 0, "window": -1}
+    (run_folder / "epochs.json").write_text(json.dumps(formation))
+    view = RunView(run_folder)
+    view.refresh()
+    assert [peer["name"] for peer in view._peers()] == ["ana", "ben"]
+
+
+def test_a_run_without_a_last_word_is_silent(run_folder: Path) -> None:
+    lines = (run_folder / FILE_NAME).read_text().splitlines()[:-3]
+    rows = (json.dumps(json.loads(line) | {"time": time.time() - 1e6}) for line in lines)
+    (run_folder / FILE_NAME).write_text("\n".join([*rows, ""]))
+
+    def word(event: str, age: float, is_own: bool = False) -> str:
+        row = {"kind": event, "text": "", "time": time.time() - age}
+        (run_folder / EVENTS_FILE).write_text(json.dumps(row) + "\n")
+        view = RunView(run_folder, is_own)
+        view.refresh()
+        return str(json.loads(view.sections["state"].body)["state"])
+
+    assert word("begin", age=1e5) == "silent"
+    assert word("begin", age=1e5, is_own=True) == "training"
+    assert word("begin", age=1) == "training"
+    assert word("end", age=1e5) == "ended"
+
+
+def test_the_story_keeps_no_secret_and_no_end_of_a_run_that_was_refused(tmp_path: Path) -> None:
+    folder, lines = tmp_path / "run", io.StringIO()
+    with pytest.raises(ConfigError), Followed(PlainDisplay(lines), "off", "host") as display:
+        display.phase("config", "first line")
+        raise ConfigError("this folder holds another run")
+    assert not folder.exists()
+    folder.mkdir()
+    with Followed(PlainDisplay(lines), "off", "host") as display:
+        display.opened(folder)
+        display.phase("invite", "thinwire join secret")
+        display.note("ben left\x1b[2J")
+    told = [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
+    assert [event["kind"] for event in told] == ["begin", "note", "end"]
+    assert "secret" not in str(told) and "\x1b" not in told[1]["text"]
+    assert told[0]["time"] > 1.7e9
+    assert "thinwire join secret" in lines.getvalue()
+
+
+def test_events_wait_for_their_folder(tmp_path: Path) -> None:
+    story = Story(tmp_path / "later")
+    story.tell("data", "tokenised")
+    (tmp_path / "later").mkdir()
+    story.tell("start", "2 stages")
+    assert len((tmp_path / "later" / EVENTS_FILE).read_text().splitlines()) == 2
+
+
+def test_the_address_of_a_page_is_printed_and_stays(tmp_path: Path) -> None:
+    def address(role: str, listen: str = "127.0.0.1:0") -> str:
+        lines = io.StringIO()
+        with Followed(PlainDisplay(lines), listen, role) as display:
+            display.opened(tmp_path)
+            (line,) = [line for line in lines.getvalue().splitlines() if "[web]" in line]
+            assert httpx.get(line.split()[1]).status_code in (200, 303)
+        return line.split()[1]
+
+    assert "token" not in address("train")
+    first = address("host")
+    kept = tmp_path / "authority" / "web.json"
+    assert kept.stat().st_mode & 0o077 == 0
+    assert "?token=" in first and first.split("=")[1] == address("host").split("=")[1]
+    assert address("host", "").split("=")[1] == first.split("=")[1]
+    assert "token" in address("train", "0.0.0.0:0")
+
+
+def test_an_address_that_cannot_be_had_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name an address of this machine"):
+        Followed(PlainDisplay(io.StringIO()), "192.0.2.1:80", "train")
+
+
+def test_a_joined_machine_keeps_what_the_host_tells_it(tmp_path: Path) -> None:
+    with Followed(PlainDisplay(io.StringIO()), "off", "join") as display:
+        display.opened(tmp_path)
+        display.step(step_record(1, steps=3, stages=0))
+        display.step(step_record(2, steps=3, stages=0))  # too soon after the other
+        display.evaluation(EvaluationRecord(2, 3.5))
+        display.step(step_record(3, steps=3, stages=0))
+    steps, validations = read_metrics(tmp_path)
+    assert [step.step for step in steps] == [1, 3] and validations == [EvaluationRecord(2, 3.5)]
+
+
+def test_train_says_where_its_page_is(finished: Path) -> None:
+    printed = (finished.parent / "output.txt").read_text()
+    assert "[web]   http://127.0.0.1:" in printed and "?token" not in printed
+
+
+def test_watch_refuses_what_holds_no_run(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["watch", str(tmp_path)])
+    assert end.value.code == 2 and "holds no run" in capsys.readouterr().err
+
+
+def test_a_folder_that_goes_away_and_comes_back(run_folder: Path, tmp_path: Path) -> None:
+    view = RunView(run_folder)
+    view.refresh()
+    shutil.move(run_folder, tmp_path / "away")
+    view._looked = -math.inf
+    view.refresh()
+    assert len(view.curves) == 0
+    shutil.move(tmp_path / "away", run_folder)
+    view._looked = -math.inf
+    view.refresh()
+    assert len(view.curves) == STEPS
+
+
+def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder: Path) -> None:
+    with Followed(PlainDisplay(io.StringIO()), "off", "train", "stage link") as display:
+        display.opened(run_folder)
+        display.phase("save", f"checkpoint of step {STEPS}")
+        thread = display._sampler._thread
+        thread.join(PROCESS_PATIENCE)
+    (text,) = [
+        event["text"]
+        for line in (run_folder / EVENTS_FILE).read_text().splitlines()
+        if (event := json.loads(line))["kind"] == "sample"
+    ]
+    assert text.startswith(f"step {STEPS}: stage link")
+
+
+def test_a_text_that_is_being_written_ends_with_its_run(run_folder: Path) -> None:
+    with Followed(PlainDisplay(io.StringIO()), "off", "train", "stage link") as display:
+        display.opened(run_folder)
+        display.phase("save", f"checkpoint of step {STEPS}")
+        sampler = display._sampler
+    sampler._thread.join(PATIENCE)
+    assert not sampler._thread.is_alive()
+    assert '"sample"' not in (run_folder / EVENTS_FILE).read_text()

@@ -1,0 +1,173 @@
+"""A run that our own command wrote, pages of it, and what they are sent."""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from settings_values import TINY_MODEL, with_changes
+from thinwire.report import LinkRecord, StageRecord, StepRecord
+from thinwire.run.alive import ControlSocket
+from thinwire.run.machine import Machine
+from thinwire.run.status import LinkStatus, PeerStatus, StatusReport
+from thinwire.typed import to_toml
+from thinwire.web.page import make_page
+from thinwire.web.server import WebServer
+from waiting import PROCESS_PATIENCE
+
+TOKEN = "t0ken"
+STEPS = 6
+
+
+@pytest.fixture(scope="session")
+def finished(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of `thinwire train`; nobody writes there.
+
+    One for all workers of the tests: who comes first makes it.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    place = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "web-run"
+    place.mkdir(exist_ok=True)
+    with (place / ".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if not (place / "output.txt").exists():
+            _train(place, text_folder)
+    return place / "first"
+
+
+def _train(place: Path, text_folder: Path) -> None:
+    settings = with_changes(
+        {"model": dict(TINY_MODEL)},
+        {
+            "run__name": "first", "run__out": str(place), "run__device": "cpu",
+            "run__precision": "fp32", "run__threads": 1, "data__source": "text",
+            "data__path": str(text_folder), "data__valid_fraction": 0.1, "pipeline__stages": 2,
+            "pipeline__microbatches": 4, "link__latency_ms": 2.0, "codec__forward": "int8",
+            "codec__backward": "int4", "train__steps": STEPS, "train__batch": 8,
+            "train__eval_every": 2, "train__eval_batches": 2, "train__checkpoint_every": 3,
+        },
+    )  # fmt: skip
+    (place / "run.toml").write_text(to_toml(settings))
+    done = subprocess.run(
+        [sys.executable, "-m", "thinwire.cli", "train", "run.toml"],
+        cwd=place, capture_output=True, text=True, timeout=PROCESS_PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (place / "output.txt").write_text(done.stdout)
+
+
+@pytest.fixture
+def run_folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, elsewhere."""
+    return Path(shutil.copytree(finished, tmp_path / "copied"))
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., WebServer]]:
+    """Serve the page of folders."""
+    servers: list[WebServer] = []
+
+    def start(*folders: Path, **options: Any) -> WebServer:
+        server = WebServer(lambda: make_page(folders, **options), "127.0.0.1:0", TOKEN)
+        servers.append(server.start())
+        return server
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def messages(server: WebServer, **more: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a page is sent, one by one."""
+    with httpx.stream("GET", server.address + "stream", timeout=60, **more) as answer:
+        kind = ""
+        for line in answer.iter_lines():
+            name, _, text = line.partition(": ")
+            if name == "event":
+                kind = text
+            elif name == "data":
+                yield kind, json.loads(text)
+
+
+def first_of(server: WebServer, *kinds: str, run: int = 0, **more: Any) -> list[dict[str, Any]]:
+    """The first message of each of these kinds."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind, message in messages(server, **more):
+        if kind in kinds and message.get("run", run) == run:
+            found.setdefault(kind, message)
+        if len(found) == len(kinds):
+            break
+    return [found[kind] for kind in kinds]
+
+
+def step_record(step: int, steps: int = 1000, loss: float = 4.0, stages: int = 2) -> StepRecord:
+    """A believable step."""
+    return StepRecord(
+        step=step,
+        steps=steps,
+        loss=loss,
+        lr=1e-3,
+        grad_norm=1.0,
+        tokens=step * 128,
+        tokens_per_s=900.0,
+        step_seconds=0.14,
+        eta_seconds=0.14 * (steps - step),
+        stages=[
+            StageRecord(s, f"{2 * s}..{2 * s + 1}", 0.1, 0.03, 0.01, "cpu") for s in range(stages)
+        ],
+        links=[LinkRecord(c, 1000, 600, 0.3) for c in range(stages - 1)],
+    )
+
+
+class FakeHost:
+    """Answers in the folder of a run as its host does."""
+
+    def __init__(self, folder: Path):
+        self.peers = [self.peer("ana", [0]), self.peer("ben", [1]), self.peer("carl", [])]
+        self.asked: list[dict[str, Any]] = []
+        self.state, self.waiting_for = "training", ""
+        handlers = {"status": self._status, "kick": self._kick, "invite": self._invite}
+        self._socket = ControlSocket(folder, handlers)
+        (folder / "authority").mkdir(exist_ok=True)
+        (folder / "authority" / "invite.txt").write_text("thinwire join abc-secret\n")
+
+    @staticmethod
+    def peer(name: str, stages: list[int], is_away: bool = False) -> PeerStatus:
+        machine = Machine(name, 1.5, 8.0, 40.0, 200.0, 15.0, device="cpu (8 cores)")
+        state = "away" if is_away else "has done step 4" if stages else "stands by for stage 1"
+        return PeerStatus(name, state, stages, machine=None if is_away else machine)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _status(self, request: dict[str, Any]) -> dict[str, Any]:
+        seats = {stage: peer.name for peer in self.peers for stage in peer.stages}
+        links = [LinkStatus(0, seats[0], seats[1], "direct", 9e3, 6e3)]
+        return StatusReport(
+            run="first", run_id="ab", role="host", state=self.state, time=1.8e9, epoch=1,
+            waiting_for=self.waiting_for, waiting_since=1.8e9 if self.waiting_for else 0.0,
+            peers=self.peers, links=links,
+        ).to_plain()  # fmt: skip
+
+    def _kick(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(request)
+        return {"text": f"{request['peer']} was removed"}
+
+    def _invite(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(request)
+        return {"text": "thinwire join another"}
+
+
+@pytest.fixture
+def host(run_folder: Path) -> Iterator[FakeHost]:
+    made = FakeHost(run_folder)
+    yield made
+    made.close()
