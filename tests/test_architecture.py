@@ -24,6 +24,7 @@ FLOORS = [
     {"plan"},
     {"run"},
     {"train"},
+    {"web"},
     {"inference", "hf", "cluster"},
     {"completion", "demo", "cli_host", "cli_model", "cli"},
     {"__main__"},
