@@ -1,8 +1,10 @@
 """The endpoint over real sockets: OpenAI's shapes, refusals, clients that wait or go away."""
 
 import contextlib
+import io
 import itertools
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +16,7 @@ import pytest
 
 from thinwire.errors import StageError
 from thinwire.inference import Model, Sampling
-from thinwire.inference.serve import MOST_BYTES, Endpoint, read_request
+from thinwire.inference.serve import MOST_BYTES, Endpoint, read_request, run_server
 from thinwire.web.server import WebServer
 from waiting import wait_until
 
@@ -114,6 +116,7 @@ def test_a_completion_is_what_the_model_writes(server: Served) -> None:
     assert status == 200 and "".join(part["choices"][0]["text"] for part in parts) == text
     assert [p["choices"][0]["finish_reason"] for p in parts[-2:]] == [None, wanted.ended_by]
     assert len({part["id"] for part in parts}) == 1 and "usage" not in parts[-1]
+    assert server.endpoint.answered == 2
 
 
 def test_a_chat_answers_by_the_template(server: Served) -> None:
@@ -312,19 +315,27 @@ def test_the_end_of_the_server_ends_texts_and_empties_the_queue(chatting: Callab
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_model_that_fails_ends_the_server(
-    server: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fails_ends_the_server(chatting: Callable, stream: bool) -> None:
     def lost(*arguments: Any) -> Iterator[int]:
         yield 70
         raise StageError("stage 1 was killed")
 
-    monkeypatch.setattr(server.model, "tokens_behind", lost)
-    said = server.client.post("/v1/completions", json={"max_tokens": 5, "stream": stream})
+    model, printed = Model(chatting(), "cpu"), io.StringIO()
+    model.tokens_behind = lost
+
+    def ask() -> httpx.Response:
+        wait_until(lambda: "Ctrl-C" in printed.getvalue())
+        (address,) = re.findall("test-0 is served at (http://[^;]+)", printed.getvalue())
+        body = {"max_tokens": 5, "stream": stream}
+        return httpx.post(f"{address}/completions", json=body, timeout=60, trust_env=False)
+
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask)
+        with pytest.raises(StageError, match="killed"):
+            run_server(model, "127.0.0.1", 0, printed)
+        said = answer.result(60)
     assert said.status_code == (200 if stream else 500)
     assert "has failed" in said.text and "killed" not in said.text
-    wait_until(server.endpoint.is_over.is_set)
-    assert isinstance(server.endpoint.failure, StageError)
 
 
 def test_a_model_without_a_chat_template_says_so(chatting: Callable) -> None:
@@ -332,3 +343,17 @@ def test_a_model_without_a_chat_template_says_so(chatting: Callable) -> None:
         status, said = server.ask("chat/completions", {"messages": HELLO})
         assert status == 400 and "chat template" in said["error"]["message"]
         assert server.ask("completions", {"prompt": "a"})[0] == 200
+
+
+def test_pages_of_other_sites_get_nothing_and_other_machines_need_no_key(server: Served) -> None:
+    def status(base: str, **headers: str) -> int:
+        return httpx.get(f"{base}v1/models", headers=headers, trust_env=False).status_code
+
+    here = f"http://127.0.0.1:{server.port}/"
+    assert (status(here), status(here, Host="localhost")) == (200, 200)
+    assert status(here, Host="evil.example") == status(here, Origin="http://evil.example") == 403
+    app = server.endpoint.app
+    with WebServer(lambda: app, "0.0.0.0:0", needs_token=False) as on_all:
+        there = f"http://127.0.0.1:{on_all.port}/"
+        assert (status(there), status(there, Host="gpu.example")) == (200, 200)
+        assert status(there, Origin="http://evil.example") == 403

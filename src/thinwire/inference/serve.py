@@ -201,14 +201,15 @@ class ServedText:
             for piece in self.writing:
                 text += piece
                 yield ""
-            said = {"message": {"role": "assistant", "content": text}}
-            yield json.dumps(self._with(said if self.is_chat else {"text": text}, usage=True))
+            message = {"role": "assistant", "content": text}
+            whole = {"message": message} if self.is_chat else {"text": text}
+            yield json.dumps(self._with(whole, usage=True))
             return
         if self.is_chat:
             yield json.dumps(self._with({"delta": {"role": "assistant", "content": ""}}, False))
         for piece in self.writing:
-            said = {"delta": {"content": piece}} if self.is_chat else {"text": piece}
-            yield json.dumps(self._with(said, False)) if piece else ""
+            more = {"delta": {"content": piece}} if self.is_chat else {"text": piece}
+            yield json.dumps(self._with(more, False)) if piece else ""
         yield json.dumps(self._with({"delta": {}} if self.is_chat else {"text": ""}))
         if self.wants_usage:
             yield json.dumps({**self._head, "choices": [], "usage": self._usage()})
@@ -319,8 +320,8 @@ class Endpoint:
                 response = StreamingResponse(_events(first, parts), media_type="text/event-stream")
             else:
                 response = Response(first, media_type="application/json")
-            await response(scope, receive, send)
             self.answered += not isinstance(first, RefusedError)
+            await response(scope, receive, send)
             tasks.cancel_scope.cancel()
 
     async def _write_in_turn(
