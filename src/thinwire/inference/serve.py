@@ -41,7 +41,6 @@ from thinwire.wire.sockets import address_text
 
 MOST_BYTES = 1 << 20  # of a request
 MOST_UNREAD = 4096  # parts of a text, about 1 MiB, that its client has not read
-QUEUE = 16  # requests that wait
 RETRY_SECONDS = 5  # what a client that is refused for now is told to wait
 LAST_SECONDS = 10  # for texts under way when the server ends: they end with their next token
 SILENCE_SECONDS = 60.0  # for a client to send its request, or to take the rest of its text
@@ -76,7 +75,10 @@ class RefusedError(HTTPException):
         return JSONResponse(self.plain, self.status_code, self.headers)
 
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
+Parts = MemoryObjectSendStream[str | RefusedError]
+"""Where a text goes, part by part, as it is written."""
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Stop = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -236,7 +238,7 @@ def run_server(
     stream: TextIO,
     most_tokens: int = 0,
     parallel: int = 1,
-    queue: int = QUEUE,
+    queue: int = 16,
 ) -> None:
     """Serve until a signal asks to end, or the model cannot go on."""
     endpoint = Endpoint(model, most_tokens, parallel, queue)
@@ -258,9 +260,7 @@ class Endpoint:
     are under way at a time and `queue` requests wait. A model across its pipeline writes one text.
     """
 
-    def __init__(
-        self, model: TextModel, most_tokens: int = 0, parallel: int = 1, queue: int = QUEUE
-    ):
+    def __init__(self, model: TextModel, most_tokens: int = 0, parallel: int = 1, queue: int = 16):
         self.model = model
         self.most_tokens = most_tokens or model.settings.model.context
         self.name = f"{model.settings.run.name}-{model.checkpoint.step}"
@@ -325,10 +325,7 @@ class Endpoint:
             tasks.cancel_scope.cancel()
 
     async def _write_in_turn(
-        self,
-        asked: ServedText,
-        into: MemoryObjectSendStream[str | RefusedError],
-        answer: anyio.CancelScope,
+        self, asked: ServedText, into: Parts, answer: anyio.CancelScope
     ) -> None:
         """Write a text when it has its turn, which ends with the text, however slowly it is read.
 
@@ -349,9 +346,7 @@ class Endpoint:
                 into.send_nowait(error)
         answer.deadline = anyio.current_time() + SILENCE_SECONDS
 
-    async def _write_all(
-        self, asked: ServedText, into: MemoryObjectSendStream[str | RefusedError]
-    ) -> None:
+    async def _write_all(self, asked: ServedText, into: Parts) -> None:
         """Write a text to its end; those under way take turns, token by token."""
         parts = asked.parts()
         part: str | None = ""
