@@ -56,6 +56,10 @@ def add_model_commands(add: AddCommand) -> None:
     add_value(sub, "--port", number(int, 0, most=65535), "port; 0 = any free one", 8000)
     about = "most tokens that a request may ask for; 0 = the model's context"
     add_value(sub, "--max-tokens", number(int, 0), about, 0)
+    about = "texts under way at a time, which take turns token by token"
+    add_value(sub, "--parallel", number(int, 1, most=32), about, 1)
+    about = "requests that wait for their turn; more get status 429"
+    add_value(sub, "--queue", number(int, 0, most=128), about, 16)
     _add_template(sub)
     _add_pipeline(sub)
 
@@ -214,11 +218,23 @@ def _shown(pieces: Iterable[str]) -> str:
 
 def serve_command(options: argparse.Namespace) -> None:
     """Serve until Ctrl-C."""
+    if options.pipeline and options.parallel > 1:
+        raise ConfigError(
+            "the stages of --pipeline keep the past of one text: leave out --parallel or --pipeline"
+        )
     from thinwire.inference.serve import run_server
 
     with _text_model(options) as model:
         _show_notes(model.notes())
-        run_server(model, options.listen, options.port, sys.stdout, options.max_tokens)
+        run_server(
+            model,
+            options.listen,
+            options.port,
+            sys.stdout,
+            options.max_tokens,
+            options.parallel,
+            options.queue,
+        )
 
 
 @contextlib.contextmanager

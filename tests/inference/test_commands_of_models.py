@@ -75,6 +75,7 @@ def test_a_long_prompt_is_cut_and_that_is_said(
         (["generate", "x", "--no-emulation"], "is about the links of --pipeline"),
         (["generate", "x", "--pipeline", "--compression", "off"], "leave out one of the two"),
         (["serve", "x", "--port", "70000"], "at most 65535"),
+        (["serve", "x", "--pipeline", "--parallel", "2"], "leave out --parallel or --pipeline"),
     ],
 )
 def test_options_that_contradict_are_refused(

@@ -1,91 +1,107 @@
 """The endpoint over real sockets: OpenAI's shapes, refusals, clients that wait or go away."""
 
 import contextlib
-import http.client
+import io
 import itertools
 import json
+import re
 import socket
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from thinwire.errors import ConfigError, StageError
+from thinwire.errors import StageError
 from thinwire.inference import Model, Sampling
-from thinwire.inference.serve import MOST_BYTES, Server, read_request
+from thinwire.inference.serve import MOST_BYTES, Endpoint, read_request, run_server
+from thinwire.web.server import WebServer
 from waiting import wait_until
 
-JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "stage link"}]
 
 
+class Served:
+    """An endpoint with its server, and a client of it."""
+
+    def __init__(self, endpoint: Endpoint, server: WebServer):
+        self.endpoint, self.model, self.port = endpoint, endpoint.model, server.port
+        self.socket = server._socket
+        self.client = httpx.Client(base_url=server.address, timeout=60, trust_env=False)
+
+    def ask(self, path: str, body: Any) -> tuple[int, Any]:
+        """The status and the JSON of an answer, or its events."""
+        text = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        answer = self.client.post(f"/v1/{path}", content=text, headers=headers)
+        kind = answer.headers["Content-Type"].partition(";")[0]
+        return answer.status_code, events(answer) if kind == "text/event-stream" else answer.json()
+
+    def is_with(self, writing: int, waiting: int) -> bool:
+        """Whether so many texts are under way, and so many requests wait."""
+        state = self.client.get("/health").json()
+        return (state["writing"], state["waiting"]) == (writing, waiting)
+
+    def raw(self, body: dict) -> socket.socket:
+        """A client whose connection can be cut off."""
+        text = json.dumps(body).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+        )
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect(("127.0.0.1", self.port))
+        client.sendall(head.encode() + text)
+        return client
+
+    def without_end(self) -> None:
+        """Let no text end by itself: a fresh model says the end of text after some 300 tokens."""
+        chosen, end = self.model.tokens_behind, self.model.tokenizer().end_of_text
+        self.model.tokens_behind = lambda *a: (token for token in chosen(*a) if token != end)
+
+
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Server]:
-    with Server(Model(folder, "cpu"), "127.0.0.1", 0, most_tokens=1_000_000) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
+def serving(folder: Path, parallel: int = 1, queue: int = 16) -> Iterator[Served]:
+    endpoint = Endpoint(Model(folder, "cpu"), 1_000_000, parallel, queue)
+    with WebServer(lambda: endpoint.app, "127.0.0.1:0", patience=20) as server:
+        served = Served(endpoint, server)
         try:
-            yield server
+            yield served
         finally:
-            server.is_over.set()
-            server.shutdown()
-            server.turns.wait_for_none(20)
+            served.client.close()
+            endpoint.is_over.set()
 
 
 @pytest.fixture
-def server(chatting: Callable) -> Iterator[Server]:
+def server(chatting: Callable) -> Iterator[Served]:
     with serving(chatting()) as found:
         yield found
 
 
-def connect(server: Server) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-
-
-def ask(server: Server, path: str, body: Any, headers: dict = JSON) -> tuple[int, Any]:
-    connection = connect(server)
-    text = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", path, text, headers)
-    answer = connection.getresponse()
-    said = answer.read()
-    connection.close()
-    kind = answer.headers.get_content_type()
-    return answer.status, events(said) if kind == "text/event-stream" else json.loads(said)
-
-
-def events(said: bytes) -> list[Any]:
-    lines = said.decode().split("\n\n")
+def events(answer: httpx.Response) -> list[Any]:
+    lines = answer.text.split("\n\n")
     assert lines.pop() == "" and lines.pop() == "data: [DONE]"
     assert all(line.startswith("data: ") for line in lines)
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def test_the_model_is_listed(server: Server) -> None:
-    connection = connect(server)
-    for path, at in (("/v1/models", ["data", 0]), (f"/v1/models/{server.name}", [])):
-        connection.request("GET", path)  # twice on one connection
-        found = json.loads(connection.getresponse().read())
-        for key in at:
-            found = found[key]
-        assert found["id"] == server.name == "test-0" and found["object"] == "model"
-    connection.request("GET", "/v1/nothing")
-    answer = connection.getresponse()
-    assert answer.status == 404 and "only /v1" in json.loads(answer.read())["error"]["message"]
-    connection.request("POST", "/v1/embeddings", b'{"input": "x"}', JSON)
-    refused = connection.getresponse()
-    assert (refused.status, refused.read() != b"") == (404, True)
-    connection.request("GET", "/v1/models")  # what a refused request brought is no next request
-    assert connection.getresponse().status == 200
-    with pytest.raises(ConfigError, match=f"cannot listen on port {server.server_port}"):
-        Server(server.model, "127.0.0.1", server.server_port)
+def test_the_model_is_listed(server: Served) -> None:
+    name = server.endpoint.name
+    (listed,) = server.client.get("/v1/models").json()["data"]
+    assert listed == server.client.get(f"/v1/models/{name}").json()
+    assert listed["id"] == name == "test-0" and listed["object"] == "model"
+    assert server.client.get("/v1/models/gpt-9").json()["error"]["code"] == "model_not_found"
+    assert server.client.get("/health").json() == {"status": "ok", "writing": 0, "waiting": 0}
 
 
-def test_a_completion_is_what_the_model_writes(server: Server) -> None:
-    request = {"model": server.name, "prompt": "stage ", "max_tokens": 12, "temperature": 0.9,
-               "top_p": 0.8, "seed": 5}  # fmt: skip
-    status, whole = ask(server, "/v1/completions", request)
+def test_a_completion_is_what_the_model_writes(server: Served) -> None:
+    request = {"model": server.endpoint.name, "prompt": "stage ", "max_tokens": 12,
+               "temperature": 0.9, "top_p": 0.8, "seed": 5}  # fmt: skip
+    status, whole = server.ask("completions", request)
     model = server.model
     wanted = model.write(model.encode("stage "), 12, Sampling(0.9, 0, 0.8, 5))
     text = "".join(wanted)
@@ -96,22 +112,23 @@ def test_a_completion_is_what_the_model_writes(server: Server) -> None:
     prompt = len(model.encode("stage "))
     assert whole["usage"] == {"prompt_tokens": prompt, "completion_tokens": wanted.count,
                               "total_tokens": prompt + wanted.count}  # fmt: skip
-    status, parts = ask(server, "/v1/completions", {**request, "stream": True})
+    status, parts = server.ask("completions", {**request, "stream": True, "n": 1, "stop": None})
     assert status == 200 and "".join(part["choices"][0]["text"] for part in parts) == text
     assert [p["choices"][0]["finish_reason"] for p in parts[-2:]] == [None, wanted.ended_by]
     assert len({part["id"] for part in parts}) == 1 and "usage" not in parts[-1]
+    assert server.endpoint.answered == 2
 
 
-def test_a_chat_answers_by_the_template(server: Server) -> None:
-    request = {"messages": HELLO, "max_tokens": 9, "temperature": 0}
-    status, whole = ask(server, "/v1/chat/completions", request)
+def test_a_chat_answers_by_the_template(server: Served) -> None:
+    request = {"messages": HELLO, "max_tokens": 9.0, "temperature": 0}
+    status, whole = server.ask("chat/completions", request)
     text = "".join(server.model.answer(HELLO, 9, Sampling(0)))
     assert status == 200 and whole["object"] == "chat.completion"
     assert whole["choices"][0]["message"] == {"role": "assistant", "content": text}
     parts_of_text = [{"role": "user", "content": [{"type": "text", "text": "stage link"}]}]
     stream = {**request, "messages": parts_of_text, "stream": True,
               "stream_options": {"include_usage": True}}  # fmt: skip
-    _, (first, *parts, last, usage) = ask(server, "/v1/chat/completions", stream)
+    _, (first, *parts, last, usage) = server.ask("chat/completions", stream)
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert "".join(part["choices"][0]["delta"]["content"] for part in parts) == text
     assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "length"
@@ -124,24 +141,25 @@ REFUSED = [
     ("completions", b"[" * 100_000, 400, "the body is not JSON"),
     ("completions", b"\xff\xfe", 400, "the body is not JSON"),
     ("completions", b'{"prompt": "\\ud800"}', 400, "the body is not JSON"),
-    ("completions", b'{"seed": 1' + b"0" * 400 + b"}", 400, "seed must be a number"),
-    ("completions", b'{"temperature": NaN}', 400, "temperature must be a number"),
-    ("completions", b'{"top_p": 1e999}', 400, "top_p must be a number"),
+    ("completions", b'{"seed": 1' + b"0" * 400 + b"}", 400, "seed: expected"),
+    ("completions", b'{"temperature": NaN}', 400, "the body is not JSON"),
+    ("completions", b'{"top_p": 1e999}', 400, "the body is not JSON"),
+    ("completions", b" " * (MOST_BYTES + 1), 413, "more than 1048576 bytes"),
     ("completions", [], 400, "must be a JSON object"),
     ("completions", {"model": "gpt-9"}, 404, "the model 'gpt-9' does not exist"),
-    ("completions", {"prompt": 5}, 400, "prompt must be one text"),
-    ("completions", {"prompt": ["a", "b"]}, 400, "prompt must be one text"),
+    ("completions", {"prompt": 5}, 400, "prompt: expected `str | array`"),
+    ("completions", {"prompt": ["a", "b"]}, 400, "prompt: expected `array` of length <= 1"),
     ("completions", {"prompt": "stage " * 200}, 400, "context is 128 tokens"),
-    ("completions", {"max_tokens": 0}, 400, "max_tokens must be a number from 1"),
-    ("completions", {"max_tokens": 1.5}, 400, "max_tokens must be an integer"),
-    ("completions", {"max_tokens": 1_000_001}, 400, "a number from 1 to 1000000"),
-    ("chat/completions", {"messages": HELLO, "max_completion_tokens": 1 << 20}, 400, "to 1000000"),
-    ("completions", {"temperature": -1}, 400, "temperature must be a number from 0"),
-    ("completions", {"temperature": True}, 400, "temperature must be a number"),
-    ("completions", {"top_p": 0}, 400, "top_p must be a number"),
-    ("completions", {"seed": 1 << 70}, 400, "seed must be a number"),
-    ("completions", {"stop": ["a"] * 5}, 400, "up to 4"),
-    ("completions", {"stop": [""]}, 400, "not empty"),
+    ("completions", {"max_tokens": 0}, 400, "max_tokens: expected `int` >= 1"),
+    ("completions", {"max_tokens": 1.5}, 400, "max_tokens: expected `int"),
+    ("completions", {"max_tokens": 1_000_001}, 400, "1000000 tokens at most, not 1000001"),
+    ("chat/completions", {"messages": HELLO, "max_completion_tokens": 1 << 20}, 400, "1000000 tok"),
+    ("completions", {"temperature": -1}, 400, "temperature: expected `float` >= 0"),
+    ("completions", {"temperature": True}, 400, "temperature: expected `float`"),
+    ("completions", {"top_p": 0}, 400, "top_p: expected `float` > 0"),
+    ("completions", {"seed": 1 << 70}, 400, "seed: expected `int` <= "),
+    ("completions", {"stop": ["a"] * 5}, 400, "length <= 4"),
+    ("completions", {"stop": [""]}, 400, "length >= 1"),
     ("completions", {"n": 2}, 400, "n is not supported"),
     ("completions", {"logprobs": 3}, 400, "logprobs is not supported"),
     ("chat/completions", {}, 400, "messages must be a list"),
@@ -149,125 +167,127 @@ REFUSED = [
     ("chat/completions", {"messages": [{"content": "a"}]}, 400, "message 1 has the role None"),
     ("chat/completions", {"messages": [{"role": "?", "content": "a"}]}, 400, "no conversation"),
     ("chat/completions", {"messages": [{"role": "user", "content": [1]}]}, 400, "else than text"),
+    ("chat/completions", {"messages": {}}, 400, "messages: expected `array`"),
     ("chat/completions", {"messages": HELLO, "tools": [{}]}, 400, "tools is not supported"),
-    ("embeddings", {}, 404, "there is no /v1/embeddings here"),
+    ("embeddings", {}, 404, "there is no POST /v1/embeddings here"),
 ]  # fmt: skip
 
 
-def test_refusals_say_why_and_harm_nothing(server: Server) -> None:
+def test_refusals_say_why_and_harm_nothing(server: Served) -> None:
     for path, body, status, words in REFUSED:
-        found, said = ask(server, f"/v1/{path}", body)
+        found, said = server.ask(path, body)
         assert found == status and words in said["error"]["message"], (words, said)
         assert said["error"]["type"] == "invalid_request_error"
-
-
-def test_what_is_too_long_or_of_another_kind_is_not_read(server: Server) -> None:
-    refused = [
-        ({**JSON, "Content-Length": str(MOST_BYTES + 1)}, 413),
-        ({**JSON, "Content-Length": "9" * 5000}, 413),
-        ({"Content-Type": "text/plain", "Content-Length": "2"}, 415),
-        ({**JSON, "Transfer-Encoding": "chunked"}, 411),
-        ({**JSON, "Content-Length": "-1"}, 411),
-    ]
-    for headers, status in refused:
-        connection = connect(server)
-        connection.putrequest("POST", "/v1/completions")
-        for name, value in headers.items():
-            connection.putheader(name, value)
-        connection.endheaders()  # and no body: the answer must not wait for one
-        answer = connection.getresponse()
-        assert (answer.status, answer.headers["Connection"]) == (status, "close")
-        connection.close()
-    assert ask(server, "/v1/completions", {"max_tokens": 2})[0] == 200, "an empty prompt is one"
-
-
-def without_end(server: Server) -> None:
-    """Let no text end by itself: a fresh model says the end of text after some 300 tokens."""
-    model = server.model
-    chosen, end = model.tokens_behind, model.tokenizer().end_of_text
-    model.tokens_behind = lambda *a: (token for token in chosen(*a) if token != end)
-
-
-def raw_request(server: Server, body: dict) -> socket.socket:
-    """A client whose connection can be cut off."""
-    text = json.dumps(body).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(text)}\r\n\r\n"
-    )
-    client = socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
-    client.sendall(head.encode() + text)
-    return client
+    form = server.client.post("/v1/completions", data={"prompt": "a"})
+    assert form.status_code == 415 and "application/json" in form.json()["error"]["message"]
+    said = server.client.get("/v1/completions")
+    assert said.status_code == 405 and "POST /v1/completions" in said.json()["error"]["message"]
+    assert server.ask("completions", {"max_tokens": 2})[0] == 200, "an empty prompt is one"
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_ends_its_text(server: Server, stream: bool) -> None:
+def test_a_client_that_goes_away_ends_its_text(server: Served, stream: bool) -> None:
     """It asked for a million tokens: only because it is gone can the next client be served."""
-    without_end(server)
-    gone = raw_request(server, {"max_tokens": 1_000_000, "stream": stream})
-    wait_until(lambda: len(server.turns) == 1)
+    server.without_end()
+    gone = server.raw({"max_tokens": 1_000_000, "stream": stream})
+    wait_until(lambda: server.is_with(writing=1, waiting=0))
     if stream:
         assert gone.recv(100).startswith(b"HTTP/1.1 200")
     gone.close()
-    assert ask(server, "/v1/completions", {"max_tokens": 3})[0] == 200
+    assert server.ask("completions", {"max_tokens": 3})[0] == 200
 
 
-def test_two_clients_are_served_one_after_the_other(server: Server) -> None:
-    without_end(server)
-    first = raw_request(server, {"max_tokens": 1_000_000, "stream": True})
-    wait_until(lambda: len(server.turns) == 1)
-    answers: list[tuple[int, Any]] = []
-    request = {"prompt": "link", "max_tokens": 4, "temperature": 0}
-    second = threading.Thread(
-        target=lambda: answers.append(ask(server, "/v1/completions", request))
-    )
-    second.start()
-    wait_until(lambda: len(server.turns) == 2)
-    assert not answers, "the first one is still being served"
-    first.close()
-    second.join(30)
-    ((status, said),) = answers
-    model = server.model
-    assert status == 200
-    assert said["choices"][0]["text"] == "".join(model.write(model.encode("link"), 4, Sampling(0)))
+def test_half_a_request_is_none(server: Served, capfd: pytest.CaptureFixture) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as half:
+        half.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        )
+    assert server.ask("completions", {"max_tokens": 3})[0] == 200
+    assert capfd.readouterr().err == ""
 
 
-def test_too_many_that_wait_are_told_when_to_come_back(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many come at once: none is reset."""
-    monkeypatch.setattr("thinwire.inference.serve.MOST_WAITING", 0)
-    without_end(server)
-    first = raw_request(server, {"max_tokens": 1_000_000, "stream": True})
-    wait_until(lambda: len(server.turns) == 1)
-    server.shutdown()  # nobody is accepted for now
-    others = [raw_request(server, {}) for _ in range(100)]
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    for other in others:
-        said = b""
-        while b"}}" not in said:
-            piece = other.recv(1000)
-            assert piece, "the connection was closed without a word"
-            said += piece
-        assert said.startswith(b"HTTP/1.1 503") and b"Retry-After: 5" in said
-        assert b'"code": "overloaded"' in said
-        other.close()
-    first.close()
+def test_requests_wait_in_order_and_those_whose_client_goes_away_leave(server: Served) -> None:
+    server.without_end()
+    first = server.raw({"max_tokens": 1_000_000, "stream": True})
+    wait_until(lambda: server.is_with(writing=1, waiting=0))
+    begun, model = [], server.model
+    chosen = model.tokens_behind
+
+    def noted(ids: list[int], *rest: Any) -> Iterator[int]:
+        begun.append(model.tokenizer().decode(ids))
+        yield from chosen(ids, *rest)
+
+    def ask(prompt: str) -> str:
+        _, said = server.ask("completions", {"prompt": prompt, "max_tokens": 4, "temperature": 0})
+        return said["choices"][0]["text"]
+
+    model.tokens_behind = noted
+    with ThreadPoolExecutor() as pool:
+        answers: dict[str, Future[str]] = {}
+        for number, prompt in enumerate(("link", "stage", "wire")):
+            gone = server.raw({"max_tokens": 1_000_000})
+            wait_until(lambda number=number: server.is_with(writing=1, waiting=number + 1))
+            gone.close()
+            wait_until(lambda number=number: server.is_with(writing=1, waiting=number))
+            answers[prompt] = pool.submit(ask, prompt)
+            wait_until(lambda number=number: server.is_with(writing=1, waiting=number + 1))
+        assert not begun, "the first one is still being served"
+        first.close()
+        said = {prompt: answer.result(60) for prompt, answer in answers.items()}
+    assert begun == list(answers)
+    for prompt, text in said.items():
+        assert text == "".join(model.write(model.encode(prompt), 4, Sampling(0)))
+    wait_until(lambda: server.is_with(writing=0, waiting=0))
+
+
+def test_those_who_find_the_queue_full_are_told_when_to_come_back(chatting: Callable) -> None:
+    with serving(chatting(), queue=1) as server:
+        server.without_end()
+        under_way = [server.raw({"max_tokens": 1_000_000, "stream": True}) for _ in range(2)]
+        wait_until(lambda: server.is_with(writing=1, waiting=1))
+        with ThreadPoolExecutor(20) as pool:
+            said = pool.map(lambda _: server.client.post("/v1/completions", json={}), range(40))
+        for answer in said:
+            assert (answer.status_code, answer.headers["Retry-After"]) == (429, "5")
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+        for one in under_way:
+            one.close()
+        assert server.ask("completions", {"max_tokens": 3})[0] == 200
+
+
+def test_texts_in_parallel_are_those_that_are_written_alone(chatting: Callable) -> None:
+    """They take turns token by token: one that is asked for later need not wait for the first."""
+    with serving(chatting(pipeline__stages=2), parallel=3, queue=0) as server:
+        server.without_end()
+        prompts = ("stage ", "link")
+        model, sampling = server.model, Sampling(0.9, 0, 1, 5)
+        wanted = ["".join(model.write(model.encode(one), 15, sampling)) for one in prompts]
+        endless = server.raw({"max_tokens": 1_000_000})
+        wait_until(lambda: server.is_with(writing=1, waiting=0))
+        asked = [{"prompt": prompt, "max_tokens": 15, "temperature": 0.9, "seed": 5}
+                 for prompt in prompts]  # fmt: skip
+        with ThreadPoolExecutor() as pool:
+            answers = list(pool.map(lambda body: server.ask("completions", body), asked))
+        assert [said["choices"][0]["text"] for _, said in answers] == wanted
+        assert server.is_with(writing=1, waiting=0)
+        endless.close()
 
 
 def test_nobody_waits_for_a_client_that_does_not_read(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asks for a million tokens, reads next to none of them, and loses its connection."""
-    monkeypatch.setattr("thinwire.inference.serve.MOST_UNREAD", 10_000)
+    monkeypatch.setattr("thinwire.inference.serve.MOST_UNREAD", 16)
     server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     server.model.tokens_behind = lambda *_: itertools.repeat(70)
-    slow = raw_request(server, {"max_tokens": 1_000_000, "stream": True})
+    slow = server.raw({"max_tokens": 1_000_000, "stream": True})
     said = slow.recv(12)
     assert said == b"HTTP/1.1 200"
-    assert ask(server, "/v1/completions", {"max_tokens": 3})[0] == 200
+    assert server.ask("completions", {"max_tokens": 3})[0] == 200
     with contextlib.suppress(ConnectionError):
-        while piece := slow.recv(1 << 16):
+        while (piece := slow.recv(1 << 16)) and not said.endswith(b"0\r\n\r\n"):
             said += piece
     assert b"[DONE]" not in said
     slow.close()
@@ -277,61 +297,63 @@ def test_a_request_gets_as_many_tokens_as_the_context_has_unless_told_otherwise(
     chatting: Callable,
 ) -> None:
     model = Model(chatting(), "cpu")
-    with Server(model, "127.0.0.1", 0) as server:
-        assert server.most_tokens == model.settings.model.context == 128
-        for chat in (True, False):
-            body = {"messages": HELLO} if chat else {"prompt": "a"}
-            assert read_request(body, chat, model, "x", 7).tokens == 7
+    assert Endpoint(model).most_tokens == model.settings.model.context == 128
+    for chat in (True, False):
+        body = {"messages": HELLO} if chat else {"prompt": "a"}
+        assert read_request(json.dumps(body).encode(), chat, model, "x", 7).tokens == 7
 
 
-def test_the_end_of_the_server_ends_a_text(chatting: Callable) -> None:
+def test_the_end_of_the_server_ends_texts_and_empties_the_queue(chatting: Callable) -> None:
     with serving(chatting()) as server:
-        without_end(server)
-        client = raw_request(server, {"max_tokens": 1_000_000})
-        wait_until(lambda: len(server.turns) == 1)
-        server.is_over.set()
-        assert client.recv(1000).startswith(b"HTTP/1.1 503")
-        wait_until(lambda: not len(server.turns))
+        server.without_end()
+        clients = [server.raw({"max_tokens": 1_000_000}) for _ in range(3)]
+        wait_until(lambda: server.is_with(writing=1, waiting=2))
+        server.endpoint.is_over.set()
+        for client in clients:
+            assert client.recv(1000).startswith(b"HTTP/1.1 503")
+        assert server.client.get("/health").status_code == 503
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_model_that_fails_ends_the_server(
-    server: Server, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fails_ends_the_server(chatting: Callable, stream: bool) -> None:
     def lost(*arguments: Any) -> Iterator[int]:
         yield 70
         raise StageError("stage 1 was killed")
 
-    monkeypatch.setattr(server.model, "tokens_behind", lost)
-    client = raw_request(server, {"max_tokens": 5, "stream": stream})
-    said = b""
-    while piece := client.recv(1000):
-        said += piece
-        if b"has failed" in said:
-            break
-    assert said.startswith(b"HTTP/1.1 200" if stream else b"HTTP/1.1 500")
-    wait_until(server.is_over.is_set)
-    assert isinstance(server.failure, StageError) and b"killed" not in said
+    model, printed = Model(chatting(), "cpu"), io.StringIO()
+    model.tokens_behind = lost
+
+    def ask() -> httpx.Response:
+        wait_until(lambda: "Ctrl-C" in printed.getvalue())
+        (address,) = re.findall("test-0 is served at (http://[^;]+)", printed.getvalue())
+        body = {"max_tokens": 5, "stream": stream}
+        return httpx.post(f"{address}/completions", json=body, timeout=60, trust_env=False)
+
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask)
+        with pytest.raises(StageError, match="killed"):
+            run_server(model, "127.0.0.1", 0, printed)
+        said = answer.result(60)
+    assert said.status_code == (200 if stream else 500)
+    assert "has failed" in said.text and "killed" not in said.text
 
 
 def test_a_model_without_a_chat_template_says_so(chatting: Callable) -> None:
     with serving(chatting(special=())) as server:
-        status, said = ask(server, "/v1/chat/completions", {"messages": HELLO})
+        status, said = server.ask("chat/completions", {"messages": HELLO})
         assert status == 400 and "chat template" in said["error"]["message"]
-        assert ask(server, "/v1/completions", {"prompt": "a"})[0] == 200
+        assert server.ask("completions", {"prompt": "a"})[0] == 200
 
 
-def test_only_names_of_this_machine_are_served(server: Server) -> None:
-    """A page of another host gets no answer."""
-    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:9", "[::1]:80", "[::1]"):
-        connection = connect(server)
-        connection.request("GET", "/v1/models", headers={"Host": host})
-        assert connection.getresponse().status == 200
-        connection.close()
-    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example"):
-        for path, body in (("/v1/models", None), ("/v1/completions", b'{"prompt": "x"}')):
-            connection = connect(server)
-            connection.request("POST" if body else "GET", path, body, {**JSON, "Host": host})
-            answer = connection.getresponse()
-            assert answer.status == 403 and host in json.loads(answer.read())["error"]["message"]
-            connection.close()
+def test_pages_of_other_sites_get_nothing_and_other_machines_need_no_key(server: Served) -> None:
+    def status(base: str, **headers: str) -> int:
+        return httpx.get(f"{base}v1/models", headers=headers, trust_env=False).status_code
+
+    here = f"http://127.0.0.1:{server.port}/"
+    assert (status(here), status(here, Host="localhost")) == (200, 200)
+    assert status(here, Host="evil.example") == status(here, Origin="http://evil.example") == 403
+    app = server.endpoint.app
+    with WebServer(lambda: app, "0.0.0.0:0", needs_token=False) as on_all:
+        there = f"http://127.0.0.1:{on_all.port}/"
+        assert (status(there), status(there, Host="gpu.example")) == (200, 200)
+        assert status(there, Origin="http://evil.example") == 403

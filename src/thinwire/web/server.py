@@ -54,7 +54,8 @@ class WebServer:
     `make_app` is called on the server's thread when the first connection comes. `listen` is
     HOST:PORT, port 0 for any free one. `token`: what a request outside loopback has to show; one is
     drawn if none is given. `takes_next_port`: where the port is in use, take another one near it.
-    `patience`: seconds that answers under way get to end when the server is closed.
+    `patience`: seconds that answers under way get to end when the server is closed. `needs_token`:
+    whether a request outside loopback is refused without it.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class WebServer:
         token: str = "",
         takes_next_port: bool = False,
         patience: int = 0,
+        needs_token: bool = True,
     ):
         self.token = token or new_token()
         self._make_app, self._patience = make_app, patience
+        self._needs_token = needs_token
         host, port = split_address(listen)
         self._socket = _listening(host, port, takes_next_port)
         host, self.port = self._socket.getsockname()[:2]
@@ -112,7 +115,8 @@ class WebServer:
         if self._is_over:
             return
         server = _make_server(
-            guarded(self._make_app(), self.token, self.is_private), self._patience
+            guarded(self._make_app(), self.token, self.is_private, self._needs_token),
+            self._patience,
         )
         with self._lock:
             if self._is_over:
@@ -162,8 +166,9 @@ def _make_server(app: App, patience: int) -> _Server:
     return Quiet()
 
 
-def guarded(app: App, token: str, is_private: bool) -> App:
+def guarded(app: App, token: str, is_private: bool, needs_token: bool = True) -> App:
     """The application behind the guards. `is_private`: it can be reached from this machine alone.
+    If not, a request must show the token, unless there is no need.
 
     An address with the right token sets a cookie, and leads to the same address without it.
     """
@@ -180,7 +185,8 @@ def guarded(app: App, token: str, is_private: bool) -> App:
         is_by_link = any(hmac.compare_digest(one.encode(), token.encode()) for one in shown)
         has_token = is_by_link or _shows(headers, cookie, token)
         scope[_HAS_TOKEN] = has_token
-        refusal = _refusal(headers, has_token, is_private)
+        is_welcome = has_token or not (is_private or needs_token)
+        refusal = _refusal(headers, is_welcome, is_private)
         if refusal:
             await _answer(send, 403, refusal + "\n")
         elif is_by_link and scope["method"] == "GET" and "text/html" in headers.get("accept", ""):
@@ -217,7 +223,7 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def _refusal(headers: dict[str, str], has_token: bool, is_private: bool) -> str:
+def _refusal(headers: dict[str, str], is_welcome: bool, is_private: bool) -> str:
     """Why a request is refused; empty if it is not.
 
     A name of another site that leads here (DNS rebinding) is caught by the host that was asked
@@ -226,7 +232,7 @@ def _refusal(headers: dict[str, str], has_token: bool, is_private: bool) -> str:
     host, origin = headers.get("host", ""), headers.get("origin")
     if origin is not None and urllib.parse.urlsplit(origin).netloc.lower() != host.lower():
         return "a page of another site asks: open this address itself"
-    if has_token:
+    if is_welcome:
         return ""
     if not is_private:
         return "the address lacks its token: open it as the terminal shows it, ?token=... included"
