@@ -519,7 +519,7 @@ class HostedPeers(Peers):
         self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
         self._standbys: dict[tuple[int, ...], str] = {}  # by the stages that they follow
         self._standby_after = 0.0  # no other stand-by begins before
-        self._standby_ways: dict[tuple[tuple[int, ...], str], Ways] = {}  # of the latest
+        self._standby_ways: dict[tuple[tuple[int, ...], str], Ways] = {}
         self._had: dict[str, set[int]] = {}  # by member: the stages that it holds or has held
         self._replaces = bool(placement(settings, formation.groups()))  # those who are lost
         self._given_up: set[tuple[str, float]] = set()  # members that were away for too long
@@ -709,6 +709,7 @@ class HostedPeers(Peers):
     def _forget_standby(self, stages: list[int]) -> str:
         """Who followed these stages, and does so no more; nobody: nothing."""
         name = self._standbys.pop(tuple(stages), "")
+        self._standby_ways.pop((tuple(stages), name), None)
         self._base.display.standing.standbys.pop(name, None)
         self._base.display.standing.audits.pop(name, None)
         return name
@@ -725,7 +726,7 @@ class HostedPeers(Peers):
         name = self._standbys[group]
         if (group, name) not in self._standby_ways:  # both ends need the same word
             given = self._formation.given([*group], name)
-            self._standby_ways = {(group, name): self._probed_ways(seats=given.seats)}
+            self._standby_ways[group, name] = self._probed_ways(seats=given.seats)
         return self._standby_ways[group, name]
 
     def _take_seat(self, stages: list[int], name: str) -> None:
