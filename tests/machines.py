@@ -1,27 +1,24 @@
 """A host and its peers as real processes that share no folder: each has a home of its own."""
 
-import contextlib
 import glob
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from programs import Program
 from thinwire.schedule import split_layers
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
-from waiting import PROCESS_PATIENCE
 
 
-class Machine:
+class Machine(Program):
     """A `thinwire` process with a home, a cache and a data folder that no other has."""
 
     def __init__(
@@ -32,40 +29,9 @@ class Machine:
         env: Mapping[str, str] | None = None,
     ):
         home.mkdir(parents=True, exist_ok=True)
-        self.home = home
-        self.log = home / f"output-{time.monotonic_ns()}.txt"
-        own = {"HOME": home, "THINWIRE_CACHE": home / "cache", "THINWIRE_DATA": home / "data"}
-        more = {"COLUMNS": "100", "PYTHONFAULTHANDLER": "1"}
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "thinwire.cli", *map(str, arguments)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=home,
-                env={**os.environ, **{k: str(v) for k, v in own.items()}, **more, **(env or {})},
-            )
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(said.encode())
-            self.process.stdin.close()
-
-    def text(self) -> str:
-        return self.log.read_text()
-
-    def wait(self, timeout: float = PROCESS_PATIENCE) -> int:
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self.text()) from None
-
-    def wait_for(self, pattern: str, timeout: float = PROCESS_PATIENCE, times: int = 1) -> None:
-        """Wait until it has printed something so many times."""
-        deadline = time.monotonic() + timeout
-        while len(re.findall(pattern, self.text())) < times:
-            assert self.process.poll() is None, self.text()
-            assert time.monotonic() < deadline, self.text()
-            time.sleep(0.05)
+        self.home, words = home, [*map(str, arguments)]
+        own: dict[str, Any] = {"HOME": home, "THINWIRE_DATA": home / "data", **(env or {})}
+        super().__init__(words, home / "cache", home, said=said, **own)
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)

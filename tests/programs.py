@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from waiting import PATIENCE, PROCESS_PATIENCE
@@ -15,27 +15,46 @@ from waiting import PATIENCE, PROCESS_PATIENCE
 class Program:
     """A running `thinwire` command, with what it has printed so far."""
 
-    def __init__(self, arguments: list[str], cache: Path, cwd: Path, into: int | None = None):
-        """`into`: a descriptor that gets the output instead of a file."""
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        cache: Path,
+        cwd: Path,
+        into: int | None = None,
+        said: str = "",
+        **variables: Path,
+    ):
+        """`into`: a descriptor that gets the output instead of a file. `said`: its input."""
         self.log = cwd / f"output-{time.monotonic_ns()}.txt"
+        own = {"THINWIRE_CACHE": str(cache), "COLUMNS": "100", "PYTHONFAULTHANDLER": "1"}
+        own |= {name: str(value) for name, value in variables.items()}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "thinwire.cli", *arguments],
+                stdin=subprocess.PIPE,
                 stdout=output if into is None else into,
                 stderr=subprocess.STDOUT,
                 cwd=cwd,
-                env={**os.environ, "THINWIRE_CACHE": str(cache), "COLUMNS": "100"},
+                env={**os.environ, **own},
             )
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(said.encode())
+            self.process.stdin.close()
 
     def text(self) -> str:
         return self.log.read_text()
 
     def wait(self, timeout: float = PROCESS_PATIENCE) -> int:
-        return self.process.wait(timeout)
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.text()) from None
 
-    def wait_for(self, pattern: str, timeout: float = PROCESS_PATIENCE) -> None:
+    def wait_for(self, pattern: str, timeout: float = PROCESS_PATIENCE, times: int = 1) -> None:
+        """Wait until it has printed something so many times."""
         deadline = time.monotonic() + timeout
-        while not re.search(pattern, self.text()):
+        while len(re.findall(pattern, self.text())) < times:
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.05)

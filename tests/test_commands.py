@@ -73,7 +73,6 @@ def perform(
     yield run
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
 def test_commands(
     block: Block,

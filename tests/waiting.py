@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 # Seconds; only ever reached by a test that fails, however loaded the machine is.
 PATIENCE = 90.0  # for threads
-PROCESS_PATIENCE = 240.0  # for processes, which import torch first
+PROCESS_PATIENCE = 400.0  # for processes, which import torch first
 
 
 def wait_until(holds: Callable[[], object], patience: float = PATIENCE) -> None:

@@ -19,6 +19,7 @@ from thinwire.engine.cut import CutEnd
 from thinwire.errors import ConfigError
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
+from waiting import PROCESS_PATIENCE
 
 EXACT = {
     "run__precision": "fp32",
@@ -56,7 +57,6 @@ def metrics(folder: Path, kind: str) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # three processes load torch
 def test_either_engine_continues_the_others_run(
     make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path, cache: Path
 ) -> None:
@@ -67,7 +67,7 @@ def test_either_engine_continues_the_others_run(
     (tmp_path / "run.toml").write_text(to_toml(settings))
     program = torchrun("-m", "thinwire.cluster", "run.toml", "--resume", "--set", "train.steps=4",
                        cwd=tmp_path, cache=cache)  # fmt: skip
-    output, _ = program.communicate(timeout=280)
+    output, _ = program.communicate(timeout=PROCESS_PATIENCE)
     assert program.returncode == 0, output
     steps, evaluations = (metrics(folder, kind) for kind in ("step", "evaluation"))
     assert [row["step"] for row in steps] == [3, 4]
@@ -82,7 +82,6 @@ def test_either_engine_continues_the_others_run(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(
     make_settings: Callable, tmp_path: Path, cache: Path
 ) -> None:
@@ -101,7 +100,7 @@ def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(
     program = torchrun("--max-restarts", 1, "-m", "thinwire.cluster", "run.toml",
                        "--set", "train.steps=40", "--set", "codec.plugins=dying",
                        cwd=tmp_path, cache=cache)  # fmt: skip
-    output, _ = program.communicate(timeout=280)
+    output, _ = program.communicate(timeout=PROCESS_PATIENCE)
     assert program.returncode == 0, output
     steps = metrics(tmp_path / settings.run.name, "step")
     assert [row["step"] for row in steps] == list(range(1, 41))

@@ -8,13 +8,7 @@ import torch
 from remembering import Delta
 from stopping import stop_in_the_first_step
 
-from thinwire.codec import (
-    Leg,
-    Parts,
-    Place,
-    TensorSpec,
-    elements,
-)
+from thinwire.codec import Leg, Parts, Place, TensorSpec, elements
 from thinwire.data import Corpus, Order
 from thinwire.engine.chain import Chain
 from thinwire.engine.cut import Cut

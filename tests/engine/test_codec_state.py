@@ -13,9 +13,7 @@ from test_resume import commit_all
 from test_verdict import poison
 from torch import Tensor
 
-from thinwire.codec import (
-    Leg,
-)
+from thinwire.codec import Leg
 from thinwire.data import Corpus
 from thinwire.engine import Assignment, Checkpoint, Worker
 from thinwire.engine.cut import check_memory
@@ -283,9 +281,7 @@ def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(
 
     run_in_threads(finer, resume=saved, folder=tmp_path / "other", prepare_worker=look)
     partly = settings_with(
-        pipeline__stages=3,
-        pipeline__split=[1, 1, 2],
-        codec__cuts=["0: forward=fp32 backward=fp32"],
+        pipeline__stages=3, pipeline__split=[1, 1, 2], codec__cuts=["0: forward=fp32 backward=fp32"]
     )
     assert check_memory(partly, Checkpoint.open(saved)) == []
 

@@ -334,8 +334,7 @@ def test_a_refused_step_counts_in_no_move(
         if worker.index == 1:
             # In the second window no gradient is seen: what is left of the first must not count.
             worker.stage.watch_gradient(
-                worker.stage.first_free_layer(),
-                lambda g: gather(g) if runs["window"] < 2 else None,
+                worker.stage.first_free_layer(), lambda g: gather(g) if runs["window"] < 2 else None
             )
             begin = keeper.begin_step
 

@@ -330,11 +330,7 @@ def test_the_stage_above_cannot_be_a_step_ahead() -> None:
     [
         (FrameKind.TALLY, bytes(13), "a tally has 8 bytes for each parameter, but 13 arrived"),
         (FrameKind.TALLY, pack_tally([1.0, -1.0]), "below zero"),
-        (
-            FrameKind.BASIS,
-            bytes(BASIS_BYTES + 4),
-            "has 28 bytes, but at most 24 were agreed",
-        ),
+        (FrameKind.BASIS, bytes(BASIS_BYTES + 4), "has 28 bytes, but at most 24 were agreed"),
         (FrameKind.ROWS, bytes(ROW_BYTES + 500), "has 540 bytes, but at most .* were agreed"),
     ],
 )

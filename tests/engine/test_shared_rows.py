@@ -184,11 +184,7 @@ def test_copies_stay_equal_to_the_bit_and_the_chain_trains_the_same(
 @pytest.mark.parametrize("mode", ["subspace", "reparam"])
 @pytest.mark.parametrize("equal", [True, False])
 def test_at_every_step_it_is_a_plain_model_as_long_as_copies_are_equal(
-    mode: str,
-    equal: bool,
-    settings_for: Callable,
-    corpus: Corpus,
-    monkeypatch: pytest.MonkeyPatch,
+    mode: str, equal: bool, settings_for: Callable, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Folded after three steps, rows still waiting; where a stage misses the changes, it is not."""
     if not equal:

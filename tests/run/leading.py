@@ -3,28 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from thinwire.engine.checkpoint import Shard
-from thinwire.engine.reports import (
-    Meters,
-    ShardWritten,
-    StageCosts,
-    Step,
-    Versions,
-)
+from thinwire.engine.reports import Meters, ShardWritten, StageCosts, Step, Versions
 from thinwire.run.conduct import Course
-from thinwire.run.coordinator import (
-    SETTLE_SECONDS,
-    Coordinator,
-    Phase,
-)
-from thinwire.run.events import (
-    Command,
-    End,
-    Event,
-    Exited,
-    Said,
-    StopAsked,
-    Tick,
-)
+from thinwire.run.coordinator import SETTLE_SECONDS, Coordinator, Phase
+from thinwire.run.events import Command, End, Event, Exited, Said, StopAsked, Tick
 from thinwire.run.protocol import Failed, Linked, OfStage, Ready
 
 METERS: Meters = {"cut-0": {"sent": {}, "received": {}}}

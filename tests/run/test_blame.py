@@ -6,11 +6,7 @@ import pytest
 from leading import failed
 
 from thinwire.run.blame import Evidence, blame
-from thinwire.run.events import (
-    Exited,
-    Lost,
-    Said,
-)
+from thinwire.run.events import Exited, Lost, Said
 
 LOST = Lost(1, "link control of stage 1 is broken")
 

@@ -5,14 +5,8 @@ import dataclasses
 import pytest
 from leading import METERS, Lead, part, step
 
-from thinwire.engine.reports import (
-    ShardFailed,
-    Versions,
-)
-from thinwire.run.coordinator import (
-    Phase,
-    disagreement,
-)
+from thinwire.engine.reports import ShardFailed, Versions
+from thinwire.run.coordinator import Phase, disagreement
 from thinwire.run.events import (
     Commit,
     Discard,
@@ -27,11 +21,7 @@ from thinwire.run.events import (
     Tell,
     Tick,
 )
-from thinwire.run.protocol import (
-    Finished,
-    Leave,
-    OfStage,
-)
+from thinwire.run.protocol import Finished, Leave, OfStage
 from thinwire.run.signals import Interrupted
 
 

@@ -5,14 +5,9 @@ from collections.abc import Iterable
 import pytest
 from leading import METERS, Lead, failed, part, step
 
-from thinwire.engine.reports import (
-    Evaluation,
-)
+from thinwire.engine.reports import Evaluation
 from thinwire.errors import StageError
-from thinwire.run.coordinator import (
-    MOST_AHEAD,
-    Phase,
-)
+from thinwire.run.coordinator import MOST_AHEAD, Phase
 from thinwire.run.events import (
     Away,
     Back,
@@ -180,10 +175,7 @@ LOST = Lost(1, "link control of stage 1 is broken")
 BREACH = Lost(1, "a 'step' message has no field 'loss'", in_breach=True)
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING],
-)
+@pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING])
 @pytest.mark.parametrize(
     ("event", "words", "culprit"),
     [
@@ -299,10 +291,7 @@ def pulses(lead: Lead, seconds: float, doing: dict[int, str]) -> Iterable[Comman
         yield from lead.on(Tick(), 1.0)
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING],
-)
+@pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING])
 def test_a_stage_that_falls_silent_is_told_of_and_ends_every_phase(phase: Phase) -> None:
     lead = Lead(patience=100.0).until(phase)
     commands = list(pulses(lead, 101, {0: "waits for the others"}))

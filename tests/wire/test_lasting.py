@@ -10,12 +10,7 @@ import pytest
 from wiring import in_background, read_all
 
 from thinwire.errors import AdmissionError, BreachError, WireError
-from thinwire.wire import (
-    LastingPipe,
-    Pipe,
-    lasting,
-    memory_pair,
-)
+from thinwire.wire import LastingPipe, Pipe, lasting, memory_pair
 from thinwire.wire.lasting import HEAD, LASTING_BYTES, LastingKind
 from waiting import PATIENCE, wait_until
 

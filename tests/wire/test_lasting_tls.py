@@ -7,16 +7,7 @@ import pytest
 from wiring import HOST, HOURLY, MAX_MESSAGE, PEER, Recorder, in_background, read_all
 
 from proxy import Proxy
-from thinwire.wire import (
-    Frame,
-    FrameKind,
-    LastingPipe,
-    Link,
-    Listener,
-    Meter,
-    Pipe,
-    dial,
-)
+from thinwire.wire import Frame, FrameKind, LastingPipe, Link, Listener, Meter, Pipe, dial
 from waiting import PATIENCE, wait_until
 
 

@@ -2,14 +2,7 @@
 
 from pathlib import Path
 
-from thinwire.wire import (
-    Frame,
-    FrameKind,
-    FrameLog,
-    LinkState,
-    Position,
-    encode,
-)
+from thinwire.wire import Frame, FrameKind, FrameLog, LinkState, Position, encode
 
 NEW = Position(start=0, latest=0, received=[])
 
