@@ -1,5 +1,6 @@
 """A small corpus and small settings; logs of arms that nobody trained: losses by a formula."""
 
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from settings_values import TINY_MODEL, with_changes
 from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.settings import Settings
-from thinwire_lab.arms import ground_of, recipe_grid, with_rates
+from thinwire_lab.arms import Arm, Ground, ground_of, recipe_grid, with_rates
 
 BASE = {
     "model": {"preset": "tiny", "layers": 8},
@@ -102,6 +103,30 @@ def make_settings(tmp_path: Path, text_folder: Path) -> Callable[..., Settings]:
         return with_changes(values, changes)
 
     return make
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Arms are trained here, one after the other: processes take seconds to start."""
+    trained: list[str] = []
+
+    class Here:
+        def __init__(self, arm: Arm, ground: Ground, processes: int):
+            self.arm = arm
+            trained.append(f"{arm.label}  seed {arm.seed}")
+            train = importlib.import_module(ground.trainer).train
+            self.figures = json.dumps(train(arm, {**ground.shared, "processes": 1}))
+
+        def poll(self) -> int:
+            return 0
+
+        def found(self) -> tuple[dict[str, Any], str, str]:
+            return json.loads(self.figures), "", ""
+
+    monkeypatch.setattr("thinwire_lab.pool._Process", Here)
+    monkeypatch.setattr("thinwire_lab.pool._POLL_SECONDS", 0)
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    return trained
 
 
 @pytest.fixture
