@@ -6,7 +6,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 from masks import answers, with_masks
 from programs import Program
-from settings_values import TINY_MODEL, with_changes
+from settings_values import TINY_MODEL, tiny_settings, write_texts
 from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine import Assignment, Worker
 from thinwire.engine.feed import FarCorpus
@@ -33,10 +32,12 @@ hypothesis.settings.load_profile("calm")
 
 # Files that take long begin first: one that began last would leave the other workers idle.
 LONGEST = (
-    "test_commands.py", "test_runs.py", "test_joined_runs.py", "test_life_of_a_run.py",
-    "test_outages.py", "test_relayed_runs.py", "test_train.py", "test_narrow.py",
-    "test_recipes.py", "test_recipe_arms.py", "test_frontier.py", "test_demo.py", "test_pool.py",
-    "test_rpc.py", "test_cli.py", "test_convergence.py", "test_rank_collapse.py",
+    "test_recovery.py", "test_joined_runs.py", "test_commands.py", "test_standby.py",
+    "test_hosted_recovery.py", "test_runs.py", "test_simulated_faults.py", "test_launch.py",
+    "test_life_of_a_run.py", "test_outages.py", "test_cluster_equality.py", "test_train.py",
+    "test_relayed_runs.py", "test_hosted_runs.py", "test_pipeline.py", "test_export.py",
+    "test_demo.py", "test_narrow.py", "test_placement.py", "test_protocol.py", "test_codecs.py",
+    "test_headline.py", "test_arms.py", "test_model_compile.py", "test_packaging.py",
 )  # fmt: skip
 
 
@@ -47,16 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of small distinct documents, made from a counter."""
-    folder = tmp_path_factory.mktemp("text")
-    words = ["stage", "link", "frame", "codec", "meter", "window", "step", "loss", "token", "wire"]
-    for number in range(40):
-        lines = [
-            " ".join(words[(number * 7 + line * 3 + i * i) % len(words)] for i in range(9))
-            for line in range(20)
-        ]
-        (folder / f"doc-{number:02d}.txt").write_text(f"document {number}\n" + "\n".join(lines))
-    return folder
+    """A folder of small distinct documents."""
+    return write_texts(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="session")
@@ -74,23 +67,7 @@ def masked(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 @pytest.fixture
 def make_settings(tmp_path: Path, text_folder: Path) -> Callable[..., Settings]:
     """Settings of a tiny exact run; `section__key=value` changes one key."""
-
-    def make(**changes: Any) -> Settings:
-        values: dict[str, dict[str, Any]] = {
-            "run": {"name": "test", "out": str(tmp_path), "device": "cpu", "precision": "fp64",
-                    "threads": 1},
-            "model": dict(TINY_MODEL),
-            "data": {"source": "text", "path": str(text_folder), "valid_fraction": 0.1},
-            "pipeline": {"stages": 2, "microbatches": 4},
-            "link": {"emulate": False},
-            "codec": {"forward": "fp64", "backward": "fp64"},
-            "optim": {"lr": 1e-2, "warmup": 2, "clip": 0.5},
-            "train": {"steps": 4, "batch": 8, "eval_every": 2, "eval_batches": 2,
-                      "checkpoint_every": 0},
-        }  # fmt: skip
-        return with_changes(values, changes)
-
-    return make
+    return lambda **changes: tiny_settings(tmp_path, text_folder, changes)
 
 
 @dataclasses.dataclass

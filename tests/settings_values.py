@@ -1,5 +1,6 @@
-"""Settings for tests: plain values with single keys changed."""
+"""Settings and text for tests: plain values with single keys changed."""
 
+from pathlib import Path
 from typing import Any
 
 from thinwire.settings import Settings
@@ -13,6 +14,35 @@ TINY_MODEL = {
     "vocab": 300,
     "context": 16,
 }
+
+
+def write_texts(folder: Path) -> Path:
+    """Small distinct documents, made from a counter."""
+    words = ["stage", "link", "frame", "codec", "meter", "window", "step", "loss", "token", "wire"]
+    for number in range(40):
+        lines = [
+            " ".join(words[(number * 7 + line * 3 + i * i) % len(words)] for i in range(9))
+            for line in range(20)
+        ]
+        (folder / f"doc-{number:02d}.txt").write_text(f"document {number}\n" + "\n".join(lines))
+    return folder
+
+
+def tiny_settings(out: Path, text_folder: Path, changes: dict[str, Any]) -> Settings:
+    """Settings of a tiny exact run."""
+    values: dict[str, dict[str, Any]] = {
+        "run": {"name": "test", "out": str(out), "device": "cpu", "precision": "fp64",
+                "threads": 1},
+        "model": dict(TINY_MODEL),
+        "data": {"source": "text", "path": str(text_folder), "valid_fraction": 0.1},
+        "pipeline": {"stages": 2, "microbatches": 4},
+        "link": {"emulate": False},
+        "codec": {"forward": "fp64", "backward": "fp64"},
+        "optim": {"lr": 1e-2, "warmup": 2, "clip": 0.5},
+        "train": {"steps": 4, "batch": 8, "eval_every": 2, "eval_batches": 2,
+                  "checkpoint_every": 0},
+    }  # fmt: skip
+    return with_changes(values, changes)
 
 
 def with_changes(values: dict[str, dict[str, Any]], changes: dict[str, Any]) -> Settings:

@@ -1,7 +1,6 @@
 """The command line itself: what it refuses, how it ends, and whom it does not need to listen."""
 
 import gc
-import os
 import shlex
 import shutil
 import signal
@@ -18,7 +17,6 @@ from thinwire.cli import main
 from thinwire.errors import StageError
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
-from waiting import PROCESS_PATIENCE
 
 
 @pytest.fixture
@@ -196,28 +194,6 @@ def test_an_interrupted_demo_does_not_start_its_second_arm(
 ) -> None:
     assert exit_code("demo", "--set", f"run.out={tmp_path}") == 130
     assert [settings.run.name for settings, _ in training] == ["demo-thin"]
-
-
-def start(arguments: list[object], cache: Path, **streams: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "thinwire.cli", *map(str, arguments)],
-        env={**os.environ, "THINWIRE_CACHE": str(cache)},
-        **streams,
-    )
-
-
-def test_a_run_whose_reader_leaves_goes_on_to_its_end(config: Path, tmp_path: Path) -> None:
-    """As in `thinwire train run.toml | head -1`."""
-    error = tmp_path / "error.txt"
-    with error.open("wb") as errors:
-        run = start(["train", config], tmp_path / "cache", stdout=subprocess.PIPE, stderr=errors)
-        assert run.stdout is not None
-        assert run.stdout.readline().startswith(b"[config]")
-        run.stdout.close()
-        assert run.wait(PROCESS_PATIENCE) == 0, error.read_text()
-    assert error.read_text() == ""
-    assert (tmp_path / "test" / "summary.json").is_file()
-    assert (tmp_path / "test" / "checkpoints" / "step-00000004").is_dir()
 
 
 # --- what a command does not need ---

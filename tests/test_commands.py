@@ -78,6 +78,7 @@ def test_commands(
     block: Block,
     perform: Callable[[Words, dict[str, str]], str],
     tmp_path: Path,
+    text_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     commands = block.commands()
@@ -89,7 +90,7 @@ def test_commands(
         if block.way == "run" or words[0] == "touch" or words[:2] == ["thinwire", "init"]:
             perform(words, variables)
         elif block.way == "short":
-            perform([*words, *shortened(words)] if is_training else words, variables)
+            perform([*words, *shortened(words, text_folder)] if is_training else words, variables)
         elif block.way == "plan" and is_training:
             perform(["thinwire", "plan", *words[2:], "--tflops", "1"], variables)
         else:
@@ -98,13 +99,16 @@ def test_commands(
             check(words, perform)
 
 
-def shortened(words: Words) -> Words:
+def shortened(words: Words, text_folder: Path) -> Words:
     """What makes a training quick; one that is resumed goes on for as many steps again."""
     text = " ".join(words)
     keys = {key: value for key, value in SHORT.items() if f"{key}=" not in text}
     if any(key in text for key in OF_FOUR_STAGES):
         keys.pop("pipeline.stages", None)
     keys["train.steps"] = 4 if "--resume" in words else 2
+    if tomllib.loads(Path(words[2]).read_text())["data"]["source"] == "stdlib":
+        # Of the standard library the tokens alone take half a minute.
+        keys |= {"data.source": "text", "data.path": text_folder, "data.valid_fraction": 0.1}
     return [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
 
 

@@ -2,11 +2,7 @@
 
 import itertools
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +29,6 @@ from thinwire.settings.crossing import (
     row_bytes,
     wire_shape,
 )
-from thinwire.typed import to_toml
 from thinwire.wire import Frame, FrameKind, encode
 
 RATE = 5e9  # FLOP/s: compute and links of the tiny run then matter alike
@@ -71,23 +66,6 @@ def test_what_crosses_is_known_from_the_settings_alone(
     monkeypatch.setattr("thinwire.engine.build.fixed_table", derived)
     plan = make_plan(settings, RATE)
     assert plan.weights == [stage_weights(settings, stage) for stage in range(4)]
-
-
-def test_a_plan_does_not_import_torchs_compiler(
-    make_settings: MakeSettings, tmp_path: Path
-) -> None:
-    """Its import was half of the time of `thinwire plan`: counting parameters needs none of it."""
-    narrow = [{"boundary__mode": mode, "boundary__rank": 3} for mode in ("subspace", "reparam")]
-    program = "import sys; from thinwire.cli import main\n"
-    for number, changes in enumerate([{}, NARROW, *narrow]):
-        config = tmp_path / f"run-{number}.toml"
-        config.write_text(to_toml(slow_link(make_settings, **changes)))
-        program += f"main(['plan', {str(config)!r}, '--tflops', '1'])\n"
-        program += "print('compiler' if 'torch._dynamo' in sys.modules else 'none')\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^estimate: ", done.stdout, re.MULTILINE)) == 4
-    assert re.findall(r"^compiler$|^none$", done.stdout, re.MULTILINE) == ["none"] * 4
 
 
 @pytest.mark.parametrize("forward", ["fp32", "bf16"])
@@ -314,17 +292,6 @@ def test_stages_of_one_machine_share_its_cores(
         assert plan.simulation.bound == "compute shared by all stages"
 
 
-def test_a_gpu_is_shared_by_the_stages_on_it(
-    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("thinwire.plan.choose_device", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("thinwire.plan.measure_flops", lambda settings: RATE)
-    plan = make_plan(make_settings())
-    assert plan.cores == 1
-    assert "1 GPU shared by all stages" in plan_text(plan)
-
-
 def test_a_slow_last_stage_gets_a_split_suggested(make_settings: MakeSettings) -> None:
     """With a large vocabulary the head takes as long as several blocks."""
     head = {"model__layers": 12, "model__vocab": 2048, "pipeline__stages": 3}
@@ -414,27 +381,6 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSe
     kept = settings.microbatch_size * settings.model.context * settings.model.dim * 8
     with_recompute = memory(1, pipeline__recompute=True) - memory(0, pipeline__recompute=True)
     assert with_recompute == 2 * kept, "the input of each of the two blocks"
-
-
-@pytest.mark.parametrize("kept", [[1, 3, 1], [1, 1, 1, 1]])
-def test_recomputing_keeps_the_rows_of_a_table_from_the_first_layer_to_the_last(
-    make_settings: MakeSettings, kept: list[int]
-) -> None:
-    """The first stage's rows are its stream, the last one's are not taken off again, and a block
-    between two cuts finds its rows again.
-    """
-    settings = make_settings(
-        **NARROW,
-        boundary__anchor="per-stage",
-        pipeline__recompute=True,
-        pipeline__stages=len(kept),
-        pipeline__split=[1, 2, 1] if len(kept) == 3 else [],
-    )
-    stream = settings.microbatch_size * settings.model.context * settings.model.dim * 8
-    for stage, streams in enumerate(kept):
-        weights = stage_weights(settings, stage)
-        empty, one = (stage_memory(settings, stage, weights, count) for count in (0, 1))
-        assert one - empty == streams * stream
 
 
 def test_a_narrow_run_holds_the_fixed_token_table_on_every_stage(

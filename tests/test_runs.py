@@ -79,11 +79,18 @@ def test_processes_give_what_threads_give_and_resume_into_other_stages(
     tmp_path: Path,
     refused: Callable,
 ) -> None:
-    """The transport carries numbers, it does not change them: bitwise, in float32."""
+    """The transport carries numbers, it does not change them: bitwise, in float32.
+
+    The reader of the first run leaves, as in `thinwire train run.toml | head -1`: it goes on.
+    """
     exact = {"codec__forward": "fp32", "codec__backward": "fp32", "run__precision": "fp32"}
     path = config(**exact)
-    whole = thinwire("train", path, "--set", "run.name=whole")
-    assert whole.wait() == 0, whole.text()
+    reading, writing = os.pipe()
+    whole = thinwire("train", path, "--set", "run.name=whole", into=writing)
+    os.close(writing)
+    with os.fdopen(reading) as reader:
+        assert reader.readline().startswith("[config]")
+    assert whole.wait() == 0
     lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
     losses = [r["loss"] for r in map(json.loads, lines) if "grad_norm" in r]
     assert losses == run_in_threads(make_settings(**exact)).losses()

@@ -2,8 +2,7 @@
 
 import json
 import math
-import random
-import statistics
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -232,41 +231,14 @@ def test_the_bubble_of_plan_and_summary_is_one_thing(make_settings: MakeSettings
     assert summary["simulated_bubble_fraction"] is not None
 
 
-def size_of(value: object, seen: set[int]) -> int:
-    """How many objects hang on this one."""
-    if id(value) in seen:
-        return 0
-    seen.add(id(value))
-    if isinstance(value, dict):
-        return 1 + sum(size_of(inner, seen) for pair in value.items() for inner in pair)
-    if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
-        return 1 + (size_of(vars(value), seen) if hasattr(value, "__dict__") else 0)
-    return 1 + sum(size_of(inner, seen) for inner in value)
-
-
 def test_a_long_run_holds_no_more_than_a_short_one(make_ledger: MakeLedger) -> None:
     def held(steps: int) -> int:
-        ledger = follow(make_ledger(), [1.0] * steps)
-        return size_of(vars(ledger), set())
+        return len(pickle.dumps(vars(follow(make_ledger(), [1.0] * steps))))
 
     # a duration is one number per step; a report has dozens, a trace hundreds
-    assert held(400) - held(200) <= 2 * 200
-    assert held(100) > held(1) + 100, "the count sees what a ledger holds"
+    assert held(400) - held(200) <= 200 * 20
+    assert held(16) > held(1) + 15 * 100, "the count sees what a ledger holds"
     assert 10 <= len(follow(make_ledger(), [1.0] * 50).records) < 50
-
-
-def test_the_step_to_draw_is_a_typical_one(make_ledger: MakeLedger) -> None:
-    draw = random.Random(3)
-    durations = [draw.uniform(1.0, 3.0) for _ in range(200)]
-    drawn = follow(make_ledger(), durations).typical_step()
-    number, spans = drawn.step - 1, drawn.spans
-    assert drawn.seconds == pytest.approx(durations[number])
-    assert [record.layers for record in drawn.stages] == ["0..1", "2..3"]
-    kept, median = durations[-16:], statistics.median(durations[2:])
-    assert durations[number] == min(kept, key=lambda seconds: abs(seconds - median))
-    assert spans[0].start == 0.0 and spans[0].end == pytest.approx(durations[number] / 2)
-    assert {span.stage for span in spans} == {0, 1}
-    assert "norm" not in {span.label for span in spans}
 
 
 def test_every_byte_that_left_is_counted_by_kind(make_ledger: MakeLedger) -> None:

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import StringIO
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.codec import parse
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.build import is_emulated
@@ -31,7 +29,6 @@ from thinwire.run.peers import lead
 from thinwire.run.protocol import Finished, Linked, Ready
 from thinwire.run.record import RunRecord
 from thinwire.run.signals import Interrupted, stopping
-from thinwire.run.start import open_resume
 from thinwire.train import train
 
 BF16_CHECK = "torch.ops.mkldnn._is_mkldnn_bf16_supported"
@@ -371,33 +368,6 @@ def test_a_second_signal_leaves_at_once_and_nohup_is_respected(
     assert not isinstance(caught.value, Exception), "no broad handler may swallow it"
 
 
-def test_codecs_that_remember_and_plugins_work_in_processes(
-    make_settings: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A codec of an outsider, with a wrapper, and one that remembers examples in files."""
-    examples = str(Path(__file__).parents[1] / "examples")
-    monkeypatch.setenv("PYTHONPATH", examples)
-    monkeypatch.syspath_prepend(examples)
-    monkeypatch.setattr(parse, "_CODECS", dict(parse._CODECS))
-    monkeypatch.delitem(sys.modules, "sign_codec", raising=False)  # so that it registers itself
-    codecs = {"codec__forward": "int8+aqsgd", "codec__backward": "sign+ef21"}
-    settings = make_settings(**codecs, codec__plugins=["sign_codec"], train__batch=160)
-    folder, scratch = tmp_path / "test", list[Path]()
-
-    class Watching(PlainDisplay):
-        def step(self, record: Any) -> None:
-            scratch.extend(folder.glob("scratch/stage-*/*"))
-
-    train(settings, Watching(StringIO()))
-    remembered = {"cut-0-forward-send", "cut-0-forward-receive"}
-    assert {path.name for path in scratch} == {*remembered, "sent-0"}
-    assert not (folder / "scratch").exists(), "the checkpoint holds it all"
-    checkpoint = Checkpoint.open(folder)
-    assert all(checkpoint.manifest["codec_memory"]["0"].values())
-    for end, name in (("forward/receive", "rows"), ("backward/send", "buffer")):
-        assert checkpoint.tensors_under(f"codec/2/{end}/")[name].any()
-
-
 def test_a_run_goes_on_in_its_own_folder(make_settings: Callable, tmp_path: Path) -> None:
     """Real processes: a launch that failed costs nothing; a resume leaves one course to follow."""
     folder = tmp_path / "test"
@@ -439,23 +409,3 @@ def test_a_finite_explosion_costs_no_good_checkpoint_and_is_an_error(replay: Cal
     proof = read_proof(run.folder)
     assert proof is not None and (proof.best, proof.step, proof.ended) == (2, 2, 0)
     assert open_newest(run.folder)[0].folder == best
-
-
-def test_divergence_costs_no_good_checkpoint(make_settings: Callable, tmp_path: Path) -> None:
-    """A rate that ruins the weights in one update, with the least that can be kept."""
-    folder, saved = tmp_path / "test", {"train__keep": 1, "train__checkpoint_every": 1}
-    saved["run__precision"] = saved["codec__forward"] = saved["codec__backward"] = "fp32"
-    saved |= {"optim__clip": 0.0, "pipeline__stages": 1}
-    train(make_settings(**saved, train__steps=6), silent())
-    good = checkpoints_folder(folder) / "step-00000006"
-    ruinous = make_settings(**saved, train__steps=20, optim__lr=1e30)
-    with pytest.raises(StageError, match="not finite") as caught:
-        train(ruinous, silent(), resume=folder)
-    assert f"last good weights are in {good}." in str(caught.value)
-    ruined = list_checkpoints(folder)[-1]
-    assert good in list_checkpoints(folder) and ruined != good
-    stream = StringIO()
-    settings = make_settings(**saved, train__steps=8)
-    assert open_resume(folder, settings, PlainDisplay(stream)).folder == good
-    assert f"continuing from {good}" in stream.getvalue()
-    assert open_resume(ruined, settings, silent()).folder == ruined, "it was asked for"

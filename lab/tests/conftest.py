@@ -1,5 +1,6 @@
 """A small corpus and small settings; logs of arms that nobody trained: losses by a formula."""
 
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -9,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from settings_values import TINY_MODEL, with_changes
+from settings_values import TINY_MODEL, tiny_settings, write_texts
 from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.settings import Settings
-from thinwire_lab.arms import ground_of, recipe_grid, with_rates
+from thinwire_lab.arms import Arm, Ground, ground_of, recipe_grid, with_rates
 
 BASE = {
     "model": {"preset": "tiny", "layers": 8},
@@ -66,16 +67,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of small distinct documents, made from a counter."""
-    folder = tmp_path_factory.mktemp("text")
-    words = ["stage", "link", "frame", "codec", "meter", "window", "step", "loss", "token", "wire"]
-    for number in range(40):
-        lines = [
-            " ".join(words[(number * 7 + line * 3 + i * i) % len(words)] for i in range(9))
-            for line in range(20)
-        ]
-        (folder / f"doc-{number:02d}.txt").write_text(f"document {number}\n" + "\n".join(lines))
-    return folder
+    """A folder of small distinct documents."""
+    return write_texts(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="session")
@@ -87,21 +80,31 @@ def corpus(text_folder: Path, cache: Path) -> Corpus:
 @pytest.fixture
 def make_settings(tmp_path: Path, text_folder: Path) -> Callable[..., Settings]:
     """Settings of a tiny exact run; `section__key=value` changes one key."""
+    return lambda **changes: tiny_settings(tmp_path, text_folder, changes)
 
-    def make(**changes: Any) -> Settings:
-        values: dict[str, dict[str, Any]] = {
-            "run": {"name": "test", "out": str(tmp_path), "device": "cpu", "precision": "fp64",
-                    "threads": 1},
-            "model": dict(TINY_MODEL),
-            "data": {"source": "text", "path": str(text_folder), "valid_fraction": 0.1},
-            "pipeline": {"stages": 2, "microbatches": 4},
-            "codec": {"forward": "fp64", "backward": "fp64"},
-            "optim": {"lr": 1e-2, "warmup": 2, "clip": 0.5},
-            "train": {"steps": 4, "batch": 8, "eval_every": 2, "eval_batches": 2},
-        }  # fmt: skip
-        return with_changes(values, changes)
 
-    return make
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Arms are trained here, one after the other: processes take seconds to start."""
+    trained: list[str] = []
+
+    class Here:
+        def __init__(self, arm: Arm, ground: Ground, processes: int):
+            self.arm = arm
+            trained.append(f"{arm.label}  seed {arm.seed}")
+            train = importlib.import_module(ground.trainer).train
+            self.figures = json.dumps(train(arm, {**ground.shared, "processes": 1}))
+
+        def poll(self) -> int:
+            return 0
+
+        def found(self) -> tuple[dict[str, Any], str, str]:
+            return json.loads(self.figures), "", ""
+
+    monkeypatch.setattr("thinwire_lab.pool._Process", Here)
+    monkeypatch.setattr("thinwire_lab.pool._POLL_SECONDS", 0)
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    return trained
 
 
 @pytest.fixture

@@ -114,9 +114,8 @@ def test_dense_is_trained_once_and_its_control_with_every_number_of_stages() -> 
 
 
 def test_recipes_are_compared(
-    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text_folder: Path, tmp_path: Path, in_this_process: list[str]
 ) -> None:
-    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
     small = ["model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=1", "model.ffn=48"]
     small += ["model.vocab=300", "model.context=32", "data.source=text", f"data.path={text_folder}"]
     small += ["data.valid_fraction=0.1", "train.eval_batches=1"]

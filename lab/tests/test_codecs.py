@@ -1,7 +1,6 @@
 """The grid, the rules that judge findings, what an arm measures, and tiny studies of each task."""
 
 import csv
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire.settings import Settings
 from thinwire_lab import codecs, measure
-from thinwire_lab.arms import Arm, Ground
+from thinwire_lab.arms import Arm
 from thinwire_lab.experiment import sheet
 from thinwire_lab.findings import (
     FAILS,
@@ -38,7 +37,7 @@ from thinwire_lab.findings import (
 )
 from thinwire_lab.image_chain import ImageSettings
 from thinwire_lab.measure import Errors, load_weights
-from thinwire_lab.pool import Session, Trained
+from thinwire_lab.pool import Trained
 
 ALL_GROUNDS = ("cifar", "scratch", "tune")
 
@@ -255,22 +254,6 @@ def test_what_arrives_is_held_against_what_was_sent() -> None:
 
 
 # --- tiny studies ---
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Arms are trained here, one after the other: processes take seconds to start."""
-    trained: list[str] = []
-
-    def train_arms(arms: list[Arm], ground: Ground, session: Session) -> list[Trained]:
-        trained.extend(f"{arm.label}  seed {arm.seed}" for arm in arms)
-        shared = {**ground.shared, "processes": 1}
-        train = importlib.import_module(ground.trainer).train
-        return [Trained(arm, train(arm, shared)) for arm in arms]
-
-    monkeypatch.setattr(codecs, "train_arms", train_arms)
-    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
-    return trained
 
 
 def options(**values: Any) -> list[str]:

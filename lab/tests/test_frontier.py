@@ -106,10 +106,9 @@ def test_the_report_names_the_best_for_each_ratio() -> None:
 def test_a_small_map_from_the_command_line(
     text_folder: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    in_this_process: list[str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
     command = ["lab", "frontier", "--quick", "--steps", "3", "--seeds", "0", "--device", "cpu",
                "--out", str(tmp_path), "--json", "--arms", "projected d/8 int4/int4",
                *tiny(text_folder)]  # fmt: skip

@@ -14,7 +14,6 @@ import shtab
 from thinwire.codec.config import PLAIN
 from thinwire.settings import Settings
 
-SHELLS = ("bash", "zsh", "fish")
 _SETTINGS = "_thinwire_settings"
 
 # Bash splits words at "=", unless COMP_WORDBREAKS lacks it; then only what follows is replaced.

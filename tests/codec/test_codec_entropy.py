@@ -1,7 +1,5 @@
 """Entropy coding: fewer bytes, the same tensor, and no way in for a payload that lies."""
 
-import zlib
-
 import pytest
 import torch
 import zstandard
@@ -14,12 +12,10 @@ from thinwire.codec import (
     Leg,
     Place,
     TensorSpec,
-    Wrapper,
     cross,
     parse_codec,
     spec_of,
 )
-from thinwire.codec.base import Parts, Payload, Shape
 from thinwire.codec.entropy import Zstd
 from thinwire.errors import WireError
 
@@ -126,34 +122,3 @@ def test_a_bomb_is_refused_by_what_it_says_and_by_what_it_is() -> None:
     liar = small[:5] + small[5:6] + large[6:]
     with pytest.raises(WireError, match="cannot be read"):
         codec.unpack(liar, spec, FORWARD)
-
-
-class Deflated(Wrapper):
-    """A wrapper of one's own that changes bytes and not parts."""
-
-    content_decides_size = True
-
-    @property
-    def name(self) -> str:
-        return f"{self.inner.name}+deflate"
-
-    def to_bytes(self, parts: Parts) -> Payload:
-        return zlib.compress(self.inner.to_bytes(parts))
-
-    def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
-        return self.inner.from_bytes(zlib.decompress(payload), spec, place)
-
-    def payload_limit(self, shape: Shape) -> int:
-        return self.inner.payload_limit(shape) + 64
-
-
-def test_bytes_whose_size_the_content_decides_can_be_compressed_too() -> None:
-    assert Deflated(parse_codec("int4")).size_varies
-    assert not parse_codec("int4+ef").content_decides_size
-    sent, codec = normal((6, 8), 0), Zstd(Deflated(parse_codec("int4")))
-    payload = bytes(codec.pack(sent, FORWARD))
-    wanted = cross(parse_codec("int4"), parse_codec("int4"), sent, FORWARD)
-    assert torch.equal(codec.unpack(payload, spec_of(sent), FORWARD), wanted)
-    too_much = zstandard.compress(bytes(codec.inner.payload_limit((6, 8)) + 1))
-    with pytest.raises(WireError, match="holds at most 100 bytes, but one of 101 bytes"):
-        codec.unpack(too_much, spec_of(sent), FORWARD)

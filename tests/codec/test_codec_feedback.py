@@ -107,30 +107,6 @@ def test_what_arrived_is_what_was_meant_but_for_the_last_error(
     assert "buffer" not in ends.receiver.state_tensors()
 
 
-@few
-@given(st.sampled_from(sorted(INNERS)), events, seeds, dtypes)
-def test_the_buffers_of_ef21_are_equal_on_both_ends(
-    inner: str, events: list[str], seed: int, dtype: torch.dtype
-) -> None:
-    ends = ends_of((EF21, inner))
-    assert ends.sender.agreement() == ends.receiver.agreement() == ""
-    for event, tensor, place in traffic(events, seed, dtype):
-        before = ends.sender.agreement()
-        got = ends.send(tensor, place)
-        assert ends.sender.agreement() == ends.receiver.agreement()
-        if event == "evaluate":
-            assert ends.sender.agreement() == before
-            continue
-        mine = ends.sender.state_tensors()["buffer"]
-        theirs = ends.receiver.state_tensors()["buffer"]
-        assert torch.equal(mine, theirs)
-        assert mine.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        if event == "train":
-            assert torch.equal(got, theirs.to(dtype))
-        elif before:
-            assert ends.sender.agreement() == before
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
 @pytest.mark.parametrize("inner", sorted(INNERS))

@@ -12,7 +12,6 @@ import torch
 from thinwire.codec import (
     Cast,
     Codec,
-    CodecConfig,
     Leg,
     Place,
     Surroundings,
@@ -131,23 +130,6 @@ def test_a_wrong_part_is_named_with_what_is_allowed(wrong: str, said: str) -> No
         parse_codec(wrong, "codec.backward")
     assert str(failure.value).startswith(f'codec.backward = "{wrong}": ')
     assert said in str(failure.value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "1: forward=int4(group=64,hadamard)+zstd backward=int8",
-        " 1 : forward = int4 ( group = 64 , hadamard ) + zstd  backward = int8 ",
-        "1:backward=int8\tforward=int4(64, hadamard) +zstd",
-    ],
-)
-def test_spaces_do_not_matter_where_a_cut_differs(text: str) -> None:
-    config = CodecConfig(cuts=[text])
-    config.check(2)
-    assert [parse_codec(name).name for name in config.names(1)] == [
-        "int4(group=64,hadamard)+zstd", "int8",
-    ]  # fmt: skip
-    assert config.names(0) == (config.forward, config.backward)
 
 
 def test_both_directions_are_built_and_the_key_is_named() -> None:

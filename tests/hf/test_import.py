@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from their_models import KINDS, make_folder, saved
 
 from programs import Program
 from thinwire.cli import main
 from thinwire.engine import Checkpoint
-from thinwire.errors import CheckpointError, ThinwireError
-from thinwire.hf.folder import INDEX, FolderWeights, write_model, write_tensors
+from thinwire.errors import ThinwireError
+from thinwire.hf.folder import FolderWeights
 from thinwire.hf.importer import opened, plan_import, write_import
 from thinwire.inference import Model
 from thinwire.report import open_display
@@ -335,41 +334,3 @@ def test_an_imported_model_is_trained_by_its_own_run_toml(
     after = load_file(tmp_path / "tuned" / "model.safetensors")
     moved = [(after[name] - tensor.float()).abs().max().item() for name, tensor in before.items()]
     assert 0 < max(moved) < 1e-3, "two steps at a small rate"
-
-
-TENSORS = {
-    "b": torch.arange(6.0).reshape(2, 3),
-    "a.weight": torch.randn(5),
-    "wide": torch.randn(3, 4).T,
-}
-SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_library_reads_them_back(dtype: torch.dtype, tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    write_tensors(path, SHAPES, dtype, TENSORS.__getitem__)
-    loaded = load_file(path)
-    assert loaded.keys() == TENSORS.keys()
-    for name, tensor in TENSORS.items():
-        assert torch.equal(loaded[name], tensor.to(dtype))
-    with safe_open(path, framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    with pytest.raises(CheckpointError, match=r"b has shape \(2, 3\), but \(3, 2\)"):
-        write_tensors(tmp_path / "x", {"b": (3, 2)}, dtype, TENSORS.__getitem__)
-
-
-def test_a_tensor_is_read_when_its_turn_comes(tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def read(name: str) -> torch.Tensor:
-        asked.append(name)
-        return TENSORS[name]
-
-    files = write_model(tmp_path, SHAPES, torch.float32, read, most_bytes=30)
-    assert asked == list(TENSORS)
-    assert files == [*(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)), INDEX]
-    index = json.loads((tmp_path / INDEX).read_text())
-    assert index["metadata"]["total_size"] == 4 * (6 + 5 + 12)
-    for name, file in index["weight_map"].items():
-        assert torch.equal(load_file(tmp_path / file)[name], TENSORS[name])

@@ -230,18 +230,6 @@ def test_the_panel_is_drawn_at_most_four_times_a_second(make_record):
     display.close()
 
 
-def test_close_draws_a_step_that_was_held_back_and_is_idempotent(make_record):
-    display, console, _ = make_display()
-    display.step(make_record(1))
-    display.step(make_record(2, loss=4.4444))
-    assert "4.4444" not in console.file.getvalue()
-    display.close()
-    assert "4.4444" in console.file.getvalue()
-    length = len(console.file.getvalue())
-    display.close()
-    assert len(console.file.getvalue()) == length
-
-
 def test_output_that_goes_to_a_file_is_not_drawn_into_the_panel(monkeypatch, make_record):
     redirected = io.StringIO()
     monkeypatch.setattr(sys, "stdout", redirected)

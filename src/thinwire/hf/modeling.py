@@ -87,7 +87,7 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
         **_: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of every position, the loss if there are labels, and the cache if it is used."""
-        _check_padding(attention_mask, past_key_values)
+        _check_padding(attention_mask)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         seen = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
@@ -142,7 +142,7 @@ class _CachedKeyValues:
         return keys, values
 
 
-def _check_padding(attention_mask: Tensor | None, cache: Any) -> None:
+def _check_padding(attention_mask: Tensor | None) -> None:
     """Only padding behind the tokens is harmless: causal attention never sees it."""
     if attention_mask is None or bool(attention_mask.all()):
         return
