@@ -142,7 +142,8 @@ async def _events(views: Sequence["RunView"], is_owner: bool) -> AsyncIterator[b
     while True:
         quiet += 1
         for number, view in enumerate(views):
-            await asyncio.to_thread(view.refresh)
+            if view.is_stale:
+                await asyncio.to_thread(view.refresh)
             for message in seen[number].news(number, view):
                 quiet = 0
                 yield message

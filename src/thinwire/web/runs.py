@@ -210,10 +210,15 @@ class RunView:
         self._progress: dict[str, Any] = {}
         self._lock, self._looked = threading.Lock(), -math.inf
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether it is time to look again."""
+        return time.monotonic() - self._looked >= REFRESH_SECONDS
+
     def refresh(self) -> None:
         """Look at the folder, unless that was just done."""
         with self._lock:
-            if time.monotonic() - self._looked < REFRESH_SECONDS:
+            if not self.is_stale:
                 return
             self._read_metrics()
             self._read_events()

@@ -12,7 +12,6 @@ import sys
 import threading
 from pathlib import Path
 
-from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import ThinwireError
 from thinwire.report.story import Story
 
@@ -43,6 +42,8 @@ class Sampler:
                 self._process.kill()
 
     def _write(self) -> None:
+        from thinwire.engine.checkpoint import list_checkpoints, step_of  # with torch: slow
+
         with contextlib.suppress(ThinwireError, OSError, subprocess.TimeoutExpired):
             newest = max(list_checkpoints(self._folder), key=step_of)
             words = ["generate", str(newest), "--prompt", self._prompt, "--tokens", str(TOKENS)]

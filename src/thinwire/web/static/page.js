@@ -14,8 +14,18 @@ function newRun() {
   };
 }
 
+// A browser has six connections for a host, and each open page holds one: a hidden one lets go of it.
+const HIDDEN_MS = 300000;
+let source = null, hiding = 0;
+
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(hiding);
+  if (document.hidden) hiding = setTimeout(() => { source.close(); source = null; }, HIDDEN_MS);
+  else if (!source) connect();
+});
+
 function connect() {
-  const source = new EventSource("/stream");
+  source = new EventSource("/stream");
   const on = (kind, take) => source.addEventListener(kind, (event) => {
     take(JSON.parse(event.data));
     connected = true;
@@ -44,7 +54,7 @@ function connect() {
   source.onerror = () => {
     connected = false;
     later();
-    if (source.readyState === EventSource.CLOSED) setTimeout(connect, 3000);
+    if (source && source.readyState === EventSource.CLOSED) setTimeout(connect, 3000);
   };
 }
 
@@ -129,7 +139,7 @@ function drawTiles(run, state) {
     ["time left", state.step < state.steps && !["ended", "silent"].includes(state.state) ? duration(state.eta_seconds) : "–", state.began ? `running for ${duration(state.time - state.began)}` : ""],
     ["checkpoint", state.checkpoint === null ? "–" : count(state.checkpoint), state.checkpoint === null ? "none yet" : "last saved step"],
   ];
-  if (ratio) tiles.push(["bytes", `${figure(ratio)}× fewer`, `${bytes(saved)} not sent`]);
+  if (ratio) tiles.push(["fewer bytes", `${figure(ratio)}×`, `${bytes(saved)} not sent`]);
   $("tiles").replaceChildren(...tiles.map(([label, value, more]) => el("div", { class: "tile" },
     el("div", { class: "label", text: label }), el("div", { class: "value", text: value }), el("div", { class: "more", text: more }))));
 }
@@ -270,7 +280,7 @@ function drawPlan(progress) {
   if (progress.simulated_step_seconds) {
     rows.push(["step", duration(progress.simulated_step_seconds), duration(progress.step_seconds_median), duration(progress.dense_step_seconds)]);
   }
-  $("plan-card").hidden = !rows.length;
+  $("plan-part").hidden = !rows.length;
   const head = ["", "planned or simulated", "measured", "dense, simulated"];
   $("plan").replaceChildren(el("table", { class: "plan" },
     el("tr", {}, ...head.map((text) => el("th", { text }))),
