@@ -247,6 +247,8 @@ class Coordinator:
                 self._watch.heard(stage, begun, doing)
             case Said(stage, LinkDown() | LinkUp() as message):
                 return self._on_outage(stage, message, now)
+            case Said(_, Audited()):
+                pass  # its last words as a follower: it has taken its stage's place meanwhile
             case Said(stage, LogLost(reason)):
                 lost = f"stage {stage} keeps no log of what it sends, for {reason}"
                 return [Say(f"{lost}: until the next checkpoint a lost neighbour ends the run")]
