@@ -732,9 +732,8 @@ class Coordinator:
         return False
 
     def _is_late(self, stage: int, message: OfStage) -> bool:
-        """Whether this is of a process that was given up and lives: its successor is not built."""
-        is_building = self._lost.get(stage) is Phase.BUILDING
-        return is_building and isinstance(message, Report | Finished)
+        """Whether this is of a process that was given up and lives: its successor is not linked."""
+        return stage in self._lost and isinstance(message, Report | Finished)
 
     def _with_all_moved(self, stage: int, message: OfStage) -> OfStage:
         """A report with the bytes of all processes that this stage had."""
