@@ -763,7 +763,8 @@ class Coordinator:
         if self._lost_at or self._complete <= self._saved or not self._together:
             return []
         self._saved = self._complete
-        followed = [TellFollower(s, Saved(self._saved)) for group in self._followers for s in group]
+        linked = [s for group, one in self._followers.items() if one.is_linked for s in group]
+        followed = [TellFollower(s, Saved(self._saved)) for s in linked]
         return [*self._tell_all(Saved(self._saved)), *followed]
 
     def _end(self, error: BaseException | None = None, culprit: Suspect | None = None) -> End:
