@@ -117,6 +117,7 @@ class Course:
         self._done = [first_step] * stages
         self._decided = [first_step - 1] * stages  # until where it is known what they did
         self._deeds: list[set[tuple[int, str]]] = [set() for _ in range(stages)]
+        self._settled = first_step - 1  # what all did until here has been compared
         self._is_committed, self._misses = False, 0  # as the first stage says
 
     def faults(self, stage: int, report: OfStage, stop_asked: bool) -> list[tuple[int, str]]:
@@ -152,7 +153,8 @@ class Course:
                     is_due = self._saves_after(done) or done < steps
                     yield from self._omission(is_due)
                 self._decided[stage] = done
-                self._deeds[stage].add((done, "ended"))
+                if done > self._settled:  # else it was lost since, and another ends in its place
+                    self._deeds[stage].add((done, "ended"))
 
     def _omission(self, is_due: bool) -> Iterator[tuple[int, str]]:
         """The first stage goes on: the checkpoint of its last step is due, and was not saved."""
@@ -170,9 +172,9 @@ class Course:
                     yield other, f"it {deed} after step {step}, and stage 0 did not"
                 elif step <= known:
                     yield other, f"stage 0 {deed} after step {step}, and it did not"
-        settled = min(self._decided)
+        self._settled = min(self._decided)
         for deeds in self._deeds:
-            deeds -= {(step, deed) for step, deed in deeds if step <= settled}
+            deeds -= {(step, deed) for step, deed in deeds if step <= self._settled}
 
 
 def _listed(names: Iterable[str]) -> str:

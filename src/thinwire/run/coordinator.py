@@ -248,6 +248,8 @@ class Coordinator:
                 self._watch.heard(stage, begun, doing)
             case Said(stage, LinkDown() | LinkUp() as message):
                 return self._on_outage(stage, message, now)
+            case Said(_, Audited()):
+                pass  # its last words as a follower: it has taken its stage's place meanwhile
             case Said(stage, LogLost(reason)):
                 lost = f"stage {stage} keeps no log of what it sends, for {reason}"
                 return [Say(f"{lost}: until the next checkpoint a lost neighbour ends the run")]
@@ -731,9 +733,8 @@ class Coordinator:
         return False
 
     def _is_late(self, stage: int, message: OfStage) -> bool:
-        """Whether this is of a process that was given up and lives: its successor is not built."""
-        is_building = self._lost.get(stage) is Phase.BUILDING
-        return is_building and isinstance(message, Report | Finished)
+        """Whether this is of a process that was given up and lives: its successor is not linked."""
+        return stage in self._lost and isinstance(message, Report | Finished)
 
     def _with_all_moved(self, stage: int, message: OfStage) -> OfStage:
         """A report with the bytes of all processes that this stage had."""
@@ -763,7 +764,8 @@ class Coordinator:
         if self._lost_at or self._complete <= self._saved or not self._together:
             return []
         self._saved = self._complete
-        followed = [TellFollower(s, Saved(self._saved)) for group in self._followers for s in group]
+        linked = [s for group, one in self._followers.items() if one.is_linked for s in group]
+        followed = [TellFollower(s, Saved(self._saved)) for s in linked]
         return [*self._tell_all(Saved(self._saved)), *followed]
 
     def _end(self, error: BaseException | None = None, culprit: Suspect | None = None) -> End:

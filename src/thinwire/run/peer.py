@@ -248,8 +248,11 @@ class Peer:
         if self._listener:
             self._listener.close()
 
-    def fail(self, error: BaseException, convicts: Sequence[int] = ()) -> None:
-        """Say why this stage cannot go on, if anybody still listens, and who broke the contract.
+    def fail(
+        self, error: BaseException, convicts: Sequence[int] = (), accuses: Sequence[int] = ()
+    ) -> None:
+        """Say why this stage cannot go on, if anybody still listens, who broke the contract, and
+        whom it cannot link to.
 
         A broken link says more about the neighbour who vanished than about this stage. What goes
         to another machine holds nothing of this one's files: its log has the rest.
@@ -269,7 +272,7 @@ class Peer:
                     known=known,
                     error=told,
                     trace=trace,
-                    accuses=lost if is_wire else [],
+                    accuses=[*{*lost, *accuses}] if is_wire else [],
                     convicts=[*{*at_fault, *convicts}],
                 )
             )
@@ -423,7 +426,8 @@ class Peer:
             logged.go_on(pipe)
         except WireError as error:
             if message is self._relinks[cut]:  # else that one is lost too, and another comes
-                self.fail(error, [neighbour] if isinstance(error, BreachError) else [])
+                is_breach = isinstance(error, BreachError)
+                self.fail(error, *(([neighbour], []) if is_breach else ([], [neighbour])))
 
     def _way_below(self) -> str:
         route = self._routes.in_use if self._routes else None

@@ -273,9 +273,11 @@ class LinkState:
         return self._skip[step, kind] >= 0
 
     def trim(self, step: int) -> None:
-        """A state of this step is safe everywhere: earlier frames are needed no more."""
+        """A state of this step is safe everywhere: earlier frames are needed no more. One that
+        follows may not be there yet, and still knows what it has received.
+        """
         self.log.trim(step)
-        for old in [one for one in self._received if GOODBYE < one[0] < step]:
+        for old in [one for one in self._received if GOODBYE < one[0] < min(step, self.start)]:
             del self._received[old]
 
 
