@@ -1,6 +1,7 @@
 """A resumed run is the uninterrupted run, bit for bit, also when it is split anew."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,38 +121,23 @@ def other_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
+def test_a_checkpoint_that_is_harmed_or_of_another_shape_is_refused(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = exact(make_settings, train__checkpoint_every=6)
+    outcome = run_in_threads(settings)
+    folder = commit_all(outcome, settings, tmp_path / "run", corpus)[6]
+    Checkpoint.open(folder).verify()
+    for harm, words in (
         (damaged, "stage-1.safetensors is altered"),
         (truncated, "stage-0.safetensors is truncated"),
         (lacking, "has no file stage-1.safetensors"),
         (other_tokenizer, "tokenizer.json is altered"),
-    ],
-)
-def test_a_harmed_checkpoint_is_refused(
-    harm: Callable,
-    words: str,
-    make_settings: Callable,
-    run_in_threads: Callable,
-    corpus: Corpus,
-    tmp_path: Path,
-) -> None:
-    settings = exact(make_settings)
-    outcome = run_in_threads(settings)
-    folder = commit_all(outcome, settings, tmp_path / "run", corpus)[6]
-    Checkpoint.open(folder).verify()
-    harm(folder)
-    with pytest.raises(CheckpointError, match=words):
-        Checkpoint.open(folder).verify()
-
-
-def test_a_checkpoint_of_another_shape_is_refused(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
-    settings = exact(make_settings)
-    outcome = run_in_threads(settings)
-    folder = commit_all(outcome, settings, tmp_path / "run", corpus)[6]
+    ):
+        copy = shutil.copytree(folder, tmp_path / harm.__name__)
+        harm(copy)
+        with pytest.raises(CheckpointError, match=words):
+            Checkpoint.open(copy).verify()
     with pytest.raises(CheckpointError, match="9 tensors are missing"):
         run_in_threads(exact(make_settings, model__layers=5), resume=folder)
     with pytest.raises(CheckpointError, match="has shape"):
