@@ -88,11 +88,10 @@ class Followed(Display):
         if self._server is not None:
             self._server.close()
 
-    def __exit__(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self._tell("end", "stopped by its user")
-        else:
-            self._tell("end", f"failed: {error}" if error is not None else "ended in good order")
+    def __exit__(self, *raised: object) -> None:
+        error = raised[1]
+        text = f"failed: {error}" if error is not None else "ended in good order"
+        self._tell("end", "stopped by its user" if isinstance(error, KeyboardInterrupt) else text)
         self.close()
 
     def _tell(self, kind: str, text: str) -> None:

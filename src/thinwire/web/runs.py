@@ -423,7 +423,8 @@ def compared(settings: Settings, progress: dict[str, Any]) -> dict[str, Any]:
         network = network_of(settings) or (
             Links(uplinks, [0.0] * stages, [0.0] * (stages - 1)) if any(uplinks) else None
         )
-        schedule, found = settings.schedule(), {"planned": planned}
+        schedule = settings.schedule()
+        found: dict[str, Any] = {"planned": planned}
         thin = simulate(schedule, costs, network).step_seconds
         found["simulated_step_seconds"] = thin
         if network is not None and planned:
