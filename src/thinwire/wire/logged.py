@@ -264,7 +264,7 @@ class LinkState:
         self._skip = Counter({(step, kind): count for step, kind, count in theirs.received})
         if self.is_new:
             last = max((step for step, _, _ in theirs.received), default=-1)
-            self.sent_again = max(self.sent_again, theirs.latest, last + 1)
+            self.sent_again = max(self.sent_again, theirs.latest, theirs.start, last + 1)
         entries = self.log.since(theirs.start)
         # What waits for its time on an emulated uplink will be written by itself.
         entries = entries[: max(0, len(entries) - self._unwritten)]
