@@ -251,7 +251,8 @@ class Coordinator:
                 pass  # its last words as a follower: it has taken its stage's place meanwhile
             case Said(stage, LogLost(reason)):
                 lost = f"stage {stage} keeps no log of what it sends, for {reason}"
-                return [Say(f"{lost}: until the next checkpoint a lost neighbour ends the run")]
+                both = "both begin at the last checkpoint"
+                return [Say(f"{lost}: if a neighbour is lost before the next one, {both}")]
             case Said(stage, Ended() as ended):
                 return self._respond(Exited(stage, ended.returncode), now)
             case Said(stage, message):
