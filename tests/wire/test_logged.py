@@ -72,6 +72,7 @@ def frames_of(*steps: int) -> list[tuple[int, int]]:
 def meet(staying: Side, new: Side) -> None:
     """Both say where they stand; the one that stays sends its log again."""
     ours, theirs = memory_pair()
+    staying.state.start = max(staying.state.start, new.state.start)  # nobody begins after others
     going = in_background(lambda: staying.pipe.go_on(ours))
     new.pipe.go_on(theirs)
     new.start()

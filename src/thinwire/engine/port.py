@@ -342,14 +342,19 @@ class Port:
         """Let training tensors of this step in: what codecs remember may move on to it."""
         with self._gate:
             self._open_step = step
-            if self._state is not None:
-                self._state.start = step
             self._seen = {what for what in self._seen if what[1] >= step}
             self._sent = {at: numbers for at, numbers in self._sent.items() if at >= step}
             held, self._held = self._held, []
             for frame in held:
                 self._admit(frame)
         self._mailbox.changed()
+
+    def close_step(self, step: int) -> None:
+        """All that this step needed has come: whoever takes the neighbour's place need not send it
+        again, also while this stage saves or validates.
+        """
+        if self._state is not None:
+            self._state.start = step + 1
 
     def _on_frame(self, frame: Frame) -> None:
         is_again = self._state is not None and frame.step <= self._state.sent_again

@@ -185,6 +185,8 @@ class Worker:
                 port.open_step(done)
             verdict = self._train_step(runner, done, tell)
             self.mailbox.close_step(done)
+            for port in self._ports:
+                port.close_step(done)
             done = self.state.step = done + 1
             stop = verdict.stop
             unsaved = verdict.commit and not verdict.checkpoint

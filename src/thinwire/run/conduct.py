@@ -145,6 +145,8 @@ class Course:
                 elif stage == 0 and not (is_due and self._is_committed):
                     yield 0, f"it had a checkpoint saved after step {done}, where none is due"
                 self._deeds[stage].add((step, "saved a checkpoint"))
+            case Finished() if done <= self._settled:
+                pass  # all had ended here; then it was lost, and another ends in its place
             case Finished():
                 if stage == 0:
                     if done < steps and not is_stop_due:
@@ -153,8 +155,7 @@ class Course:
                     is_due = self._saves_after(done) or done < steps
                     yield from self._omission(is_due)
                 self._decided[stage] = done
-                if done > self._settled:  # else it was lost since, and another ends in its place
-                    self._deeds[stage].add((done, "ended"))
+                self._deeds[stage].add((done, "ended"))
 
     def _omission(self, is_due: bool) -> Iterator[tuple[int, str]]:
         """The first stage goes on: the checkpoint of its last step is due, and was not saved."""

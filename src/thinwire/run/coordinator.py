@@ -252,7 +252,8 @@ class Coordinator:
                 pass  # its last words as a follower: it has taken its stage's place meanwhile
             case Said(stage, LogLost(reason)):
                 lost = f"stage {stage} keeps no log of what it sends, for {reason}"
-                return [Say(f"{lost}: until the next checkpoint a lost neighbour ends the run")]
+                both = "both begin at the last checkpoint"
+                return [Say(f"{lost}: if a neighbour is lost before the next one, {both}")]
             case Said(stage, Ended() as ended):
                 return self._respond(Exited(stage, ended.returncode), now)
             case Said(stage, message):
@@ -574,22 +575,31 @@ class Coordinator:
         beside = {s for cut in cuts for s in (cut, cut + 1)}
         fed = [group for group in self._followers if not beside.isdisjoint(group)]
         commands: list[Command] = [*told, Say(note)]
-        self._promoted -= lost
+        self._promoted = (self._promoted - lost) | self._followed_among(groups, lost)
         for group in groups:
-            follower = self._followers.get(group)
-            if follower is None or not follower.is_linked or self.stop_asked:
+            if not self._promoted.issuperset(group):
                 commands.append(Replace(list(group)))
                 continue
-            self._promoted |= {*group}
             commands.append(Promote(list(group)))
             for stage in group:
                 self._watch.heard(stage)
-                self._ready[stage] = self._arrived[stage] = follower.ready[stage]
+                ready = self._followers[group].ready[stage]
+                self._ready[stage] = self._arrived[stage] = ready
         for group in fed:
             del self._followers[group]
             if not self._promoted.issuperset(group):
                 commands.append(DropFollower(list(group)))
         return [*commands, *self._link_replaced(Phase.BUILDING)]
+
+    def _followed_among(self, groups: Sequence[tuple[int, ...]], lost: set[int]) -> set[int]:
+        """The lost stages whose followers can take their places. Not beside one that begins at a
+        checkpoint, for whoever follows may be behind that; nor where it is known when to stop.
+        """
+        linked = {g for g, one in self._followers.items() if one.is_linked and not self.stop_asked}
+        found = {stage for group in groups if group in linked for stage in group}
+        while beside := {s for s in found if {s - 1, s + 1} & (lost - found)}:
+            found -= {other for stage in beside for other in self._together[stage]}
+        return found
 
     def _replace_stuck(self, stage: int, why: str, now: float) -> list[Command]:
         """Replace a stage that is frozen, if it can be: else it may go on by itself."""

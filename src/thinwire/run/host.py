@@ -635,7 +635,9 @@ class HostedPeers(Peers):
         self._moves.pop(stages[0], None)
         self._is_waiting = False
         self._again += 1
-        self._drop_standby(self._of(name))
+        if followed := self._of(name):
+            self._drop_standby(followed)
+            self.said.note(FollowerLost(followed))
         self._take_seat(stages, name)
         base.display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
         if not self._give(stages, name, *self._where_to_begin()):
@@ -685,7 +687,10 @@ class HostedPeers(Peers):
                         message = self._ways_of_standby(stage).connect(stage, message)
                     self._base.members.tell(name, message, stage, self._formation.epoch)
             case Promote(stages):
-                name = self._forget_standby(stages)
+                if not (name := self._forget_standby(stages)):  # it has just got other stages
+                    for stage in stages:
+                        self.said.note(Lost(stage, "who stood by for it does so no more"))
+                    return
                 self._take_seat(stages, name)
                 self._collect(name, stages)
                 which = ", ".join(map(str, stages))

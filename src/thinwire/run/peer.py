@@ -97,7 +97,7 @@ from thinwire.wire.routes import Kind
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
 FOR_FOLLOWERS = 256 << 20  # bytes that a log keeps beside what is needed: who follows may be late
-MOST_UNSAID = 16  # reports of the last steps that a follower keeps: a lost stage may owe them
+MOST_UNSAID = 1024  # reports that a follower keeps at most: a lost stage may owe them
 _TRACE_PARTS = 12  # of a traceback, sent along in case that the log is lost
 MessageT = TypeVar("MessageT")
 
@@ -177,6 +177,7 @@ class Peer:
         # For the stage above, on another machine, and for whoever follows that.
         self._standbys: dict[bool, list[Standby]] = {}
         self._unsaid: collections.deque[Any] = collections.deque(maxlen=MOST_UNSAID)
+        self._saying = threading.Lock()
         self._follows = self.order.follows
         self._audit: Audit | None = None  # of the stage that this one follows
         self._progress = Progress()
@@ -226,18 +227,26 @@ class Peer:
         """Link to the neighbours, and wait for the start."""
         self._progress.begin("waits for its neighbours to link")
         self._join(worker, connect)
-        states = [logged.state for logged in self._logged.values()]
-        heard = [(s.theirs.decided, s.theirs.stops) for s in states if s.theirs is not None]
-        self.say(Linked(self._way_below(), *max(heard, default=(0, False))))
+        self.say(self._linked())
         start = self.receive(Start)
-        for state in states:
-            state.decide(start.decided, start.stops)
+        self._decide(worker, start)
+        if isinstance(worker, Worker) and self._follows and worker.settings.train.audit:
+            self._audit = Audit(worker.sent_over(), start.is_alike, self._say)
+            for logged in self._logged.values():
+                logged.audit = self._audit
+
+    def _linked(self) -> Linked:
+        """That this stage is linked, and the last decision that its neighbours know."""
+        known = [logged.state.theirs for logged in self._logged.values()]
+        heard = [(theirs.decided, theirs.stops) for theirs in known if theirs is not None]
+        return Linked(self._way_below(), *max(heard, default=(0, False)))
+
+    def _decide(self, worker: Linkable, start: Start) -> None:
+        """Note the last known decision of the first stage: it is not made anew."""
+        for logged in self._logged.values():
+            logged.state.decide(start.decided, start.stops)
         if isinstance(worker, Worker):
             worker.decided, worker.stops = start.decided, start.stops
-            if self._follows and worker.settings.train.audit:
-                self._audit = Audit(worker.sent_over(), start.is_alike, self._say)
-                for logged in self._logged.values():
-                    logged.audit = self._audit
 
     def _leave(self, wait: Callable[[], Any] = lambda: None) -> None:
         """Say what the links have moved, and goodbye; and wait until nobody needs this stage."""
@@ -394,22 +403,25 @@ class Peer:
             self._logged[relink.cut].await_another()
         for relink in message.relinks:
             self._relink(worker, relink)
-        self._say(Linked(self._way_below()))
+        self._say(self._linked())
 
     def _speak_up(self) -> None:
         """From here on it is the stage, and says what the lost one may not have said."""
-        self._follows, self._audit = False, None
+        self._audit = None
         for logged in self._logged.values():
             logged.audit = None
-        while self._unsaid:
-            self._say(self._unsaid.popleft())
+        with self._saying:
+            self._follows = False
+            while self._unsaid:
+                self._say(self._unsaid.popleft())
 
     def say(self, message: OfStage) -> None:
         """Tell the coordinator; a stage that follows another keeps its results to itself."""
-        if self._follows and isinstance(message, Report | Finished | LinkDown | LinkUp):
-            self._unsaid.append(message)
-        else:
-            self._say(message)
+        with self._saying:  # in order, also while it speaks up
+            if self._follows and isinstance(message, Report | Finished | LinkDown | LinkUp):
+                self._unsaid.append(message)
+            else:
+                self._say(message)
 
     def _relink(self, worker: Worker, message: Relink) -> None:
         """On a thread of its own: go on with another process at the other end of a cut."""
@@ -474,6 +486,10 @@ class Peer:
                 case Saved(step):
                     for logged in self._logged.values():
                         logged.trim(step)
+                    with self._saying:  # the stage has reported all that came before
+                        said = [one for one in self._unsaid if getattr(one, "step", step) < step]
+                        for report in said:
+                            self._unsaid.remove(report)
                     if self._audit is not None:
                         self._say(self._audit.standing())
                 case Await(cut) if cut in self._logged:
@@ -486,7 +502,8 @@ class Peer:
                     on_daemon_thread("thinwire feed", partial(self._feed, worker, follow))
                 case TakeOver() as take_over:
                     on_daemon_thread("thinwire", partial(self._take_over, worker, take_over))
-                case Start():
+                case Start() as start:
+                    self._decide(worker, start)
                     self._speak_up()
                 case Leave():
                     may_leave.set()

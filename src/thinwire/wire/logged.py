@@ -190,6 +190,7 @@ class LinkState:
 
     def __init__(self, log: FrameLog, start: int = 0, is_new: bool = False, follows: bool = False):
         self.log, self.start, self.is_new, self.follows = log, start, is_new, follows
+        self._first = start
         self.theirs: Position | None = None  # once either end was replaced
         self.sent_again = sys.maxsize if follows else -1
         """The last step whose frames may come before they are due: the other end has sent them
@@ -244,11 +245,15 @@ class LinkState:
         ]
         return Position(self.start, self.log.latest, received, self.decided, self.stops)
 
+    def reaches(self, step: int) -> bool:
+        """Whether the log has all frames of this step and later ones."""
+        return step >= self._first and self.log.reaches(step)
+
     def go_on(self, theirs: Position) -> list[Entry]:
         """Another process is at the other end: what of the log is to be written to it, in order,
         before all that is kept from now on. WireError where the log does not reach back that far.
         """
-        if not self.log.reaches(theirs.start):
+        if not self.reaches(theirs.start):
             raise WireError(
                 f"the log of what was sent does not reach back to step {theirs.start}"
                 + (f": {self.log.trouble}" if self.log.trouble else "")
@@ -259,7 +264,7 @@ class LinkState:
         self._skip = Counter({(step, kind): count for step, kind, count in theirs.received})
         if self.is_new:
             last = max((step for step, _, _ in theirs.received), default=-1)
-            self.sent_again = max(self.sent_again, theirs.latest, last + 1)
+            self.sent_again = max(self.sent_again, theirs.latest, theirs.start, last + 1)
         entries = self.log.since(theirs.start)
         # What waits for its time on an emulated uplink will be written by itself.
         entries = entries[: max(0, len(entries) - self._unwritten)]
@@ -462,7 +467,10 @@ class LoggedPipe(Pipe):
         On a thread of its own, which reads the log: nobody waits for a follower. WireError once it
         is lost, or has fallen back behind what the log holds.
         """
-        count = self.state.log.count_before(self._exchange(pipe).start)
+        start = self._exchange(pipe).start
+        if not self.state.reaches(start):
+            raise WireError(f"the log of what was sent does not reach back to step {start}")
+        count = self.state.log.count_before(start)
         came: deque[BytesLike] = deque(maxlen=MOST_UNWITNESSED)
         if is_audited:
             self._unwitnessed.append(came)
