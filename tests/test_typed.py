@@ -48,11 +48,6 @@ def test_what_is_left_out_keeps_its_default() -> None:
     assert from_plain(Engine, {"label": None}).label is None
 
 
-def test_a_list_default_is_not_shared() -> None:
-    Engine().gears.append(99)
-    assert Engine().gears == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

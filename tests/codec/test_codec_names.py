@@ -132,13 +132,6 @@ def test_a_wrong_part_is_named_with_what_is_allowed(wrong: str, said: str) -> No
     assert said in str(failure.value)
 
 
-def test_both_directions_are_built_and_the_key_is_named() -> None:
-    codecs = build_codecs("int4", "int8+ef")
-    assert [codecs[leg].name for leg in Leg] == ["int4", "int8+ef"]
-    with pytest.raises(ConfigError, match=r'codec.cuts\[0\].backward = "int9"'):
-        build_codecs("int4", "int9", "codec.cuts[0]")
-
-
 @pytest.mark.parametrize("forward", ["topk(0.1)", "randk(0.3)", "topk(0.1)+ef21", "topk(0.5)+zstd"])
 @pytest.mark.parametrize("backward", ["topk(shared)", "topk(shared)+zstd", "topk(shared)+ef"])
 def test_a_shared_mask_uses_what_went_forward(forward: str, backward: str) -> None:

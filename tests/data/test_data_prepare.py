@@ -62,15 +62,6 @@ def test_documents_arrive_whole_on_exactly_one_side(text_folder, cache, text_of)
     assert corpus.train.dtype == np.uint16
 
 
-def test_copies_of_validation_documents_do_not_train(text_folder, cache):
-    first = prepare(text_config(text_folder), VOCAB, cache)
-    for path in list(text_folder.iterdir()):
-        shutil.copy(path, text_folder / f"copy of {path.name}")
-    second = prepare(text_config(text_folder), VOCAB, cache)
-    assert sorted(documents_of(second, "valid")) == sorted(documents_of(first, "valid") * 2)
-    assert not set(documents_of(second, "valid")) & set(documents_of(second, "train"))
-
-
 def test_progress_goes_up_to_the_total_in_each_phase(text_folder, cache):
     seen = Recorder()
     prepare(text_config(text_folder), VOCAB, cache, seen)

@@ -25,18 +25,6 @@ def test_the_count_is_that_of_a_llama_with_an_untied_head(preset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context"]
-)
-def test_a_key_overrides_its_preset_and_nothing_else(change: str) -> None:
-    base = ModelConfig(preset="mini").resolved()
-    doubled = 2 * getattr(base, change)
-    config = ModelConfig(preset="mini", **{change: doubled}).resolved()
-    expected = dataclasses.replace(base, **{change: doubled}, head_dim=0)
-    assert config == expected.resolved(), "the width of a head follows"
-    assert config.head_dim == config.dim // config.heads
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"dim": 130}, "model.dim = 130 must split into model.heads = 4"),

@@ -159,19 +159,6 @@ def test_recompute_gives_the_same_gradients(dtype: torch.dtype) -> None:
     assert same_bits(*results)
 
 
-@pytest.mark.parametrize(
-    ("split", "texts"),
-    [
-        ([4], ["embed+0..3+head"]),
-        ([1, 3], ["embed+0", "1..3+head"]),
-        ([1, 2, 1], ["embed+0", "1..2", "3+head"]),
-        ([2, 1, 1], ["embed+0..1", "2", "3+head"]),
-    ],
-)
-def test_a_stage_says_what_it_holds(split: list[int], texts: list[str]) -> None:
-    assert [stage.describe() for stage in stages_of(split)] == texts
-
-
 def test_a_stage_knows_what_its_matrices_are_to_an_optimizer() -> None:
     found: dict[str, Role] = {}
     for stage in stages_of([1, 2, 1]):

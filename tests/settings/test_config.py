@@ -221,19 +221,6 @@ def test_a_setting_that_does_nothing_or_changes_a_preset_is_told(
 # --- settings written as a file ---
 
 
-def test_written_settings_carry_every_change(make_settings: Callable[..., Settings]) -> None:
-    controls = "".join(map(chr, [*range(0x20), 0x7F, 0x80, 0x9F, 0x2028, 0xFFFF]))
-    settings = make_settings(
-        pipeline__split=[1, 3],
-        optim__lr=1e-9,
-        link__emulate=False,
-        data__path=f'a "b" \\ # é{controls}',
-    )
-    text = to_toml(settings)
-    assert Settings.from_plain(tomllib.loads(text)) == settings
-    assert "split = [1, 3]" in text and "emulate = false" in text
-
-
 @how(deadline=None)
 @given(
     st.text(st.characters(exclude_categories=("Cs",)), max_size=20),
