@@ -176,10 +176,11 @@ class _Seen:
             names = ("step", "loss", "bits", "time")
             plain = dict(zip(names, columns, strict=True))
             found.append(_event("valid", {"run": number, **plain}))
-        if (told := view.told + len(view.events)) > self._events:
-            new = view.events[max(0, self._events - view.told) :]
-            found.append(_event("events", {"run": number, "from": told - len(new), "rows": new}))
-            self._events = told
+        before, events = view.story
+        if before + len(events) > self._events:
+            new = events[max(0, self._events - before) :]
+            found.append(_event("events", {"run": number, "rows": new}))
+            self._events = before + len(events)
         for name, section in view.sections.items():
             if section.version != self._versions.get(name, 0):
                 self._versions[name] = section.version

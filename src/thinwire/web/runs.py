@@ -112,7 +112,7 @@ class Curves:
         self.last: dict[str, Any] = {}  # the newest step, whole
 
     def __len__(self) -> int:
-        return len(self._columns["step"])
+        return len(self._columns[_COLUMNS[-1]])  # filled last: another thread may be at it
 
     def add(self, line: bytes) -> None:
         """Add a line of metrics.jsonl; one that cannot be read is left out."""
@@ -163,7 +163,7 @@ class Curves:
             return None
         plain: dict[str, Any] = {"generation": self.generation, "size": wanted, "from": start}
         for name, column in self._columns.items():
-            values = np.array(column[first:], dtype=np.float64)
+            values = np.array(column[first:count], dtype=np.float64)
             runs = np.arange(0, len(values), wanted)
             if name in ("loss", "speed"):
                 known = np.isfinite(values)
@@ -200,11 +200,11 @@ class RunView:
     def __init__(self, folder: Path, is_own: bool = False):
         self.folder, self.is_own = folder, is_own
         self.curves = Curves()
-        self.events: list[dict[str, Any]] = []
-        self.told = 0  # events that were there before those
+        # The newest events, and how many there were before them: replaced in one go, for readers.
+        self.story: tuple[int, list[dict[str, Any]]] = (0, [])
         self.sections = {name: Section() for name in ("state", "progress", "settings")}
         self.status: StatusReport | None = None
-        self._metrics, self._story = Tail(folder / FILE_NAME), Tail(folder / EVENTS_FILE)
+        self._metrics, self._tail = Tail(folder / FILE_NAME), Tail(folder / EVENTS_FILE)
         self._marks: dict[str, tuple[int, int]] = {}
         self._settings: Settings | None = None
         self._progress: dict[str, Any] = {}
@@ -245,15 +245,13 @@ class RunView:
             )
 
     def _read_events(self) -> None:
-        is_new, lines = self._story.read()
-        if is_new:
-            self.told += len(self.events)
-            self.events = []
+        is_new, lines = self._tail.read()
+        told, known = self.story
+        told, events = (told + len(known), []) if is_new else (told, list(known))
         for line in lines:
             with contextlib.suppress(msgspec.MsgspecError):
-                self.events.append(msgspec.to_builtins(msgspec.json.decode(line, type=_Event)))
-        self.told += max(0, len(self.events) - MOST_EVENTS)
-        self.events = self.events[-MOST_EVENTS:]
+                events.append(msgspec.to_builtins(msgspec.json.decode(line, type=_Event)))
+        self.story = told + max(0, len(events) - MOST_EVENTS), events[-MOST_EVENTS:]
 
     def _ask(self) -> StatusReport | None:
         if not (self.folder / CONTROL_SOCKET).exists():
@@ -289,7 +287,8 @@ class RunView:
 
     def _state(self) -> dict[str, Any]:
         last, status, valid = self.curves.last, self.status, self.curves.valid
-        newest = self.events[-1]["time"] if self.events else 0.0
+        _, events = self.story
+        newest = events[-1]["time"] if events else 0.0
         words = {
             name: last.get(name)
             for name in ("step", "steps", "loss", "lr", "grad_norm", "tokens", "tokens_per_s",
@@ -322,7 +321,8 @@ class RunView:
         """How the run stands, in a word."""
         if self.status is not None:
             return self.status.state
-        ended = next((e for e in reversed(self.events) if e["kind"] in ("begin", "end")), None)
+        _, events = self.story
+        ended = next((e for e in reversed(events) if e["kind"] in ("begin", "end")), None)
         steps, step = self.curves.last.get("steps"), self.curves.last.get("step")
         if step and step == steps and (not ended or ended["kind"] == "end"):
             return "complete"
