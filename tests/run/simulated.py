@@ -2,7 +2,8 @@
 
 A run is drawn from a seed: its stages and processes, its schedule, and its faults, several at once.
 The coordinator, the ports of stages, the state of each link (what is logged, sent again, left out)
-and the choice of who takes lost stages are those of the product. Virtual are the clock, machines
+and the choice of who takes lost stages are those of the product; machines that hold nothing follow
+stages as they do there, from what the neighbours have logged. Virtual are the clock, machines
 and connections, and a stage is a toy: its weights are a number that every frame and every step
 changes, each order differently. So all that a run leaves behind can be held against what a run
 leaves that nothing disturbs.
@@ -18,25 +19,35 @@ import itertools
 import os
 import random
 import sys
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, cast
 from unittest import mock
 
-from toy_stages import ANSWER, OUTAGE, PATIENCE, LinkEnd, Plan, Process, Speeds, State, Wire
+from toy_stages import ANSWER, OUTAGE, PATIENCE, LinkEnd, Plan, Process, Speeds, State, Wire, mix
 
-from thinwire.engine.reports import Evaluation, ShardWritten, Step
+from thinwire.engine.reports import Audited, Evaluation, ShardWritten, Step
 from thinwire.run import events as ev
 from thinwire.run import formation
 from thinwire.run import protocol as pr
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import MOST_DEATHS, Coordinator, Phase
+from thinwire.run.host import (
+    FOLLOWED_SECONDS,
+    NEIGHBOUR_SECONDS,
+    SPARE_SECONDS,
+    STANDBY_PAUSE,
+)
 from thinwire.run.machine import Machine
-from thinwire.run.peers import neighbours
+from thinwire.run.peer import FOR_FOLLOWERS
+from thinwire.run.peers import STOPPED_SECONDS, neighbours
 from thinwire.schedule import Schedule, build
+from thinwire.wire.frame import HEADER_BYTES
 
+FOREVER = float("inf")
 IDLE, ENDLESS = 20.0, 400.0  # seconds without any work, and without a new step, if all is well
 START = (Phase.BUILDING, Phase.LINKING)
 
@@ -49,6 +60,7 @@ class WrongError(Exception):
 class Meeting:
     """Two ends that look for each other by the name of their link."""
 
+    chance: random.Random
     ends: dict[int, tuple[LinkEnd, Any]] = field(default_factory=dict)
     wire: Wire | None = None
 
@@ -61,7 +73,9 @@ class ToyFigures:
 
 
 class Leader:
-    """A life of the coordinator: carries out what it says (stands for peers.py and host.py)."""
+    """A life of the coordinator: carries out what it says. Stands for LocalPeers and HostedPeers,
+    whose methods those of the same names are, without their threads.
+    """
 
     def __init__(self, world: "World", began: int):
         plan, self.world, self.began = world.plan, world, began
@@ -73,14 +87,22 @@ class Leader:
             outage=OUTAGE,
             course=Course(cast(Any, plan), began, plan.stages) if plan.hosted else None,
             placement=self.groups,
+            audits=bool(world.liar),
+            audit_replaces=True,
         )
         self.is_over, self.told, self.told_at, self.completed = False, 0, 0.0, 0
         self.recorded: list[int] = [began] * plan.stages
         self.scored: set[int] = set()
         self.seats = [f"m{i}" for i, group in enumerate(self.groups) for _ in group]
-        self.members = dict.fromkeys([*self.seats, "spare"], 0.0)  # until when each is away
+        spares = [f"spare{i}" for i in range(world.spares)]
+        self.members = dict.fromkeys([*self.seats, *spares], 0.0)  # until when each is away
+        self.members |= dict.fromkeys(world.set_aside, FOREVER)
         self.processes: dict[int, Process] = {}
-        self._heard_at = world.now
+        self.standbys: dict[tuple[int, ...], Process] = {}  # by the stages that they follow
+        self.down: dict[str, float] = {}  # members that cannot be reached, and since when
+        self._moves: dict[int, str] = {}
+        self._is_saved = False
+        self._heard_at = self._arrived_at = self._standby_after = world.now
 
     def start(self) -> None:
         for group in self.groups:
@@ -93,35 +115,63 @@ class Leader:
         if saved is not None:
             self.world.note("%s begins at step %s", process, saved)
 
+    def all_processes(self) -> set[Process]:
+        return {*self.processes.values(), *self.standbys.values()}
+
     def hear(self, event: Any, process: Process | None = None) -> None:
-        if self.is_over or self.world.leader is not self or (process and process.is_replaced):
+        """Something arrives, as HostedPeers._on_happening has it: it is heard in turn."""
+        if process is not None and process.is_replaced:
+            return
+        if process is not None and self.standbys.get(tuple(process.group)) is process:
+            match event:
+                case ev.Said(stage, pr.Ready() | pr.Linked() | pr.Failed() | Audited() as message):
+                    event = ev.FollowerSaid(stage, message)
+                case ev.Exited(stage, code):
+                    event = ev.FollowerSaid(stage, pr.Ended.by(code, ""))
+                case ev.Away():
+                    event = ev.FollowerLost(process.group)
+                case _:
+                    return
+        part = getattr(event, "message", None)
+        if self.world.plan.hosted and process and isinstance(part, ShardWritten):
+            self.world.after(self.world.speeds.upload, self._fetch, process, event.stage, part)
+        if self.world.speeds.lag:
+            soon = self.world.now + self.world.random.random() * self.world.speeds.lag
+            self._arrived_at = max(self._arrived_at, soon)
+            self.world.at(self._arrived_at, self.heed, event)
+        else:
+            self.heed(event)
+
+    def heed(self, event: Any) -> None:
+        if self.is_over or self.world.leader is not self:
             return
         self._heard_at = self.world.now
         if not isinstance(event, ev.Tick) and not isinstance(
             getattr(event, "message", 0), pr.Pulse
         ):
             self.world.note("coordinator hears %s", event)
-        part = getattr(event, "message", None)
-        if self.world.plan.hosted and process and isinstance(part, ShardWritten):
-            self.world.after(self.world.speeds.upload, self._fetch, process, event.stage, part)
         for command in self.coordinator.on(event, self.world.now):
             self._carry_out(command)
+        if self.coordinator.phase is Phase.TRAINING and self.world.plan.hosted:
+            self._spread()
+            self._find_standby()
 
     def _fetch(self, process: Process, stage: int, part: ShardWritten) -> None:
-        arrived = ev.PartArrived(stage, part.step)
-        lost = ev.PartLost(stage, part.step, "no byte of it came")
-        if process.runs:
-            self.hear(arrived)
+        """The part of a checkpoint is here, unless its process is gone: then another says so."""
+        if (process.runs or process.has_left) and not process.is_replaced:
+            self.hear(ev.PartArrived(stage, part.step))
         else:
-            self.world.after(15.0, self.hear, lost)
+            lost = ev.PartLost(stage, part.step, "no byte of it came")
+            self.world.after(15.0 + self.world.speeds.upload, self.hear, lost)
 
     def _tick(self) -> None:
         """A Tick whenever nothing else has happened for as long as the coordinator can rest."""
         if self.is_over or self.world.leader is not self:
             return
+        self._give_up_the_absent()
         due = self._heard_at + self.coordinator.rest(self._heard_at)
         if self.world.now >= due - 1e-9:
-            self.hear(ev.Tick())
+            self.heed(ev.Tick())
             due = self.world.now + max(1e-3, self.coordinator.rest(self.world.now))
         self.world.at(due, self._tick)
         self.world.look()
@@ -130,12 +180,17 @@ class Leader:
         world = self.world
         match command:
             case ev.Tell(stage, message):
-                process = self.processes[stage]
                 if isinstance(message, pr.Saved):
-                    self.told, self.told_at = message.step, world.now
+                    self.told, self.told_at, self._is_saved = message.step, world.now, True
                 world.note("coordinator tells stage %s: %s", stage, message)
-                process.told_at = max(process.told_at, process.away_until, world.now + 0.001) + 1e-6
-                world.at(process.told_at, process.do, process.stages[stage].hear, message)
+                self._tell(self.processes[stage], stage, message)
+            case ev.TellFollower(stage, message):
+                for group, process in self.standbys.items():
+                    if stage in group:
+                        world.note("coordinator tells who follows stage %s: %s", stage, message)
+                        self._tell(process, stage, message)
+                        if isinstance(message, pr.Start):  # what was saved before, it need not know
+                            process.start = max(process.start, self.told)
             case ev.Replace(stages):
                 lost = self.processes[stages[0]]
                 lost.is_replaced = True
@@ -143,18 +198,46 @@ class Leader:
                     lost.die(-9)
                 world.outcome.replaced += 1
                 self._find_holder(stages, lost)
+            case ev.Promote(stages):
+                self._promote(stages)
+            case ev.DropFollower(stages):
+                self._drop_standby(tuple(stages))
+            case ev.Doubt(stage, _, replaces) if replaces:
+                world.set_aside.add(self.seats[stage])
+                self.members[self.seats[stage]] = FOREVER
             case ev.Record(stage, report):
                 world.record(stage, report)
             case ev.Commit(step, parts):
                 world.complete(step, parts)
                 if not self.coordinator.is_over:
                     self.completed = step
-                    self.hear(ev.Completed(step))
+                    self.heed(ev.Completed(step))
             case ev.End(error):
                 self.is_over = True
                 world.end(error)
             case ev.Say(text):
                 world.note("coordinator says: %s", text)
+
+    def _tell(self, process: Process, stage: int, message: Any) -> None:
+        soon = self.world.now + 0.001
+        process.told_at = max(process.told_at, process.away_until, soon) + 1e-6
+        self.world.at(process.told_at, process.do, process.stages[stage].hear, message)
+
+    def _release(self, process: Process) -> None:
+        """Nothing more is heard of a process, and it ends once it can be told so."""
+        process.is_replaced = True
+        self.world.at(max(self.world.now + 0.001, process.away_until), process.do, process.die, -9)
+
+    def _here(self, besides: set[str] | None = None) -> list[Machine]:
+        """Members that can be reached; `besides` says who does not count."""
+        frozen = {p.member for p in self.all_processes() if p.is_paused}
+        names = [n for n, until in self.members.items() if until <= self.world.now]
+        unable = frozen | self.down.keys() | (besides or set())
+        return [Machine(name=n, memory_gb=8.0) for n in names if n not in unable]
+
+    def _next_holder(self, stages: list[int], machines: list[Machine]) -> str | None:
+        plan: Any = self.world.plan
+        return formation.next_holder(stages, self.seats, machines, plan)
 
     def _find_holder(self, stages: list[int], lost: Process) -> None:
         """Another process in the place of a lost one: on the machine that the host would choose."""
@@ -162,19 +245,114 @@ class Leader:
             return
         member: str | None = lost.member
         if self.world.plan.hosted:
-            frozen = {p.member for p in self.processes.values() if p.is_paused}
-            here = [n for n, until in self.members.items() if until <= self.world.now]
-            machines = [Machine(name=n, memory_gb=8.0) for n in here if n not in frozen]
-            plan: Any = self.world.plan
-            with mock.patch.object(formation, "StageFigures", ToyFigures):
-                member = formation.next_holder(stages, self.seats, machines, plan)
+            machines = self._here()
+            moves_to = self._moves.get(stages[0])
+            is_here = any(machine.name == moves_to for machine in machines)
+            member = moves_to if is_here else self._next_holder(stages, machines)
         if member is None:
             self.world.calm_at = self.world.now + 1.0
             self.world.after(0.5, self._find_holder, stages, lost)
             return
+        self._moves.pop(stages[0], None)
+        for group, process in [*self.standbys.items()]:
+            if process.member == member:
+                self._drop_standby(group)
+                self.world.after(0.0, self.hear, ev.FollowerLost([*group]))
+        self._take_seat(stages, member)
+        self._seat(stages, self.world.saved, member)
+
+    def _take_seat(self, stages: list[int], member: str) -> None:
+        self._release(self.processes[stages[0]])
         for stage in stages:
             self.seats[stage] = member
-        self._seat(stages, self.world.saved, member)
+
+    def _promote(self, stages: list[int]) -> None:
+        process = self.standbys.pop(tuple(stages), None)
+        if process is None:
+            for stage in stages:
+                self.world.after(0.0, self.hear, ev.Lost(stage, "nobody stands by for it"))
+            return
+        self.world.note("%s holds them from now on", process)
+        self.world.outcome.promoted += 1
+        self._take_seat(stages, process.member)
+        self.processes |= dict.fromkeys(stages, process)
+
+    def _drop_standby(self, group: tuple[int, ...]) -> None:
+        if process := self.standbys.pop(group, None):
+            self.world.note("%s follows no more", process)
+            self._standby_after = self.world.now + self.world.speeds.pause
+            self._release(process)
+
+    def _find_standby(self) -> None:
+        if self.world.now < self._standby_after:
+            return
+        left = [group for group in self.groups if tuple(group) not in self.standbys]
+        is_lost = any(process.is_replaced for process in self.processes.values())
+        if not left or is_lost:
+            return
+        busy = {*self.seats, *(process.member for process in self.standbys.values())}
+        if not (free := self._here(busy)):
+            return
+        rates = self.world.rates
+
+        def turn(group: list[int]) -> tuple[int, float]:
+            name = self.seats[group[0]]
+            return -self.seats.count(name), rates.setdefault(name, self.world.random.random())
+
+        stages = min(left, key=turn)
+        if (member := self._next_holder(stages, free)) is not None:
+            process = Process(self, stages, self.world.saved, member, follows=True)
+            self.standbys[tuple(stages)] = process
+            self.world.note("%s begins at step %s", process, self.world.saved)
+
+    def _spread(self) -> None:
+        is_due, self._is_saved = self._is_saved, False
+        if not is_due or not (idle := self._here({*self.seats})):
+            return
+        holders = [self.seats[stages[0]] for stages in self.groups]
+        crowded = max(holders, key=holders.count)
+        movable = [g for g, name in zip(self.groups, holders, strict=True) if name == crowded]
+        movable.sort(key=lambda group: tuple(group) not in self.standbys)
+        for stages in movable if len(movable) > 1 else ():
+            if (name := self._next_holder(stages, idle)) is not None:
+                self._moves[stages[0]] = name
+                self.world.outcome.moved += 1
+                self.hear(ev.Moved(stages, f"stages {stages} move from {crowded} to {name}"))
+                return
+
+    def lose_touch(self, process: Process, seconds: float) -> None:
+        """A member that holds stages cannot be reached for a while."""
+        self.down.setdefault(process.member, self.world.now)
+        self.members[process.member] = self.world.now + seconds
+        self.world.after(seconds, self._come_back, process)
+
+    def _come_back(self, process: Process) -> None:
+        """It can again; its processes live still, or are lost."""
+        held = [s for s, p in self.processes.items() if p is process and not p.is_replaced]
+        if self.down.pop(process.member, None) is None or not held:
+            return
+        for stage in held[:1] if process.is_alive else held:
+            back = ev.Back(stage, 1.0) if process.is_alive else ev.Lost(stage, "it began anew")
+            process.tell(back)
+
+    def _give_up_the_absent(self) -> None:
+        for name, since in [*self.down.items()]:
+            held = [s for s, p in self.processes.items() if p.member == name and not p.is_replaced]
+            other = self._next_holder(held, self._here()) if held else None
+            limit = OUTAGE if other is None else NEIGHBOUR_SECONDS
+            if other is not None and other not in self.seats:
+                limit = SPARE_SECONDS
+            if held and all(any(s in group for group in self.standbys) for s in held):
+                limit = FOLLOWED_SECONDS
+            if held and self.world.now - since > limit:
+                del self.down[name]
+                for stage in held:
+                    self.hear(ev.Lost(stage, f"{name} could not be reached for {limit} s"))
+
+    def look_for_stopped(self, process: Process) -> None:
+        """As LocalPeers.next_event: a process that was stopped for a while is found."""
+        if process.is_paused and not process.is_replaced:
+            self.hear(ev.Stopped(process.group[0]), process)
 
 
 @dataclass
@@ -186,6 +364,8 @@ class Outcome:
     seconds: float = 0.0
     lives: int = 1
     replaced: int = 0
+    promoted: int = 0
+    moved: int = 0
     faults: int = 0
 
 
@@ -197,6 +377,7 @@ class Fault:
     kind: str
     stage: int
     seconds: float = 0.0
+    of_standby: bool = False  # that follows it, if one does
 
 
 class World:
@@ -206,22 +387,26 @@ class World:
         self,
         plan: Plan,
         seed: int,
-        faults: list[Fault],
-        speeds: Speeds | None = None,
+        faults: Sequence[Fault] = (),
+        speeds: Speeds = Speeds(),  # noqa: B008 - it is frozen
+        spares: int = 0,
+        liar: str = "",
         tells: bool = False,
+        expected: "Outcome | None" = None,
     ):
-        self.plan, self.random, self.tells = plan, random.Random(seed), tells
-        self.speeds, self.schedule = speeds or Speeds(), schedule_of(plan)
-        self.expected = reference(plan) if faults and speeds is None else None
+        """`spares`: members that hold nothing at first; `liar`: one that sends what it did not
+        compute, as those find who follow it; `expected`: what the run is to leave.
+        """
+        self.plan, self.seed, self.random, self.tells = plan, seed, random.Random(seed), tells
+        self.speeds, self.schedule, self.expected = speeds, schedule_of(plan), expected
+        self.spares, self.liar, self.set_aside = spares, liar, set[str]()
+        self.rates: dict[str, float] = {}
         self.story: list[str] = []
         self.now = self.active_at = self.calm_at = self.new_at = 0.0
         self._events: list[tuple[float, int, Any]] = []
         self._order, self._processes = itertools.count(), itertools.count(1)
         self.count = partial(next, self._processes)
         self.saved, self.life, self.shards = 0, 0, dict[tuple[int, int], State]()
-        self._followed: list[deque[State]] = [
-            deque(maxlen=(self.speeds.stand_by or 0) + 1) for _ in range(plan.stages)
-        ]
         self.meetings: dict[Any, Meeting] = {}
         self.up_at: Counter[int] = Counter()  # by cut: when a partition ends
         self._lag: dict[int, float] = {}
@@ -234,9 +419,10 @@ class World:
             self.at(fault.time, self._befall, fault)
 
     def run(self) -> Outcome:
-        while not self.is_done:
-            self.now, _, what = heapq.heappop(self._events)
-            what[0](*what[1:])
+        with mock.patch.object(formation, "StageFigures", ToyFigures):
+            while not self.is_done:
+                self.now, _, what = heapq.heappop(self._events)
+                what[0](*what[1:])
         self.outcome.seconds = self.now
         return self.outcome
 
@@ -250,18 +436,20 @@ class World:
     def after(self, seconds: float, *what: Any) -> None:
         self.at(self.now + seconds, *what)
 
-    def arrival(self, cut: int) -> float:
-        delay = self.speeds.latency * self.random.uniform(0.8, 1.2) * self._lag.get(cut, 1.0)
+    def arrival(self, cut: int, chance: random.Random) -> float:
+        delay = self.speeds.latency * chance.uniform(0.8, 1.2) * self._lag.get(cut, 1.0)
         return max(self.up_at[cut], self.now + delay)
 
     def meet(self, name: Any, end: LinkEnd, at_start: bool) -> Meeting:
         """Who comes second finds the first; then there is a connection, if both still live."""
-        meeting = self.meetings.setdefault(name, Meeting())
+        meeting = self.meetings.get(name)
+        if meeting is None:
+            meeting = self.meetings[name] = Meeting(random.Random(mix(self.seed, *name)))
         meeting.ends[end.stage.index] = end, end.stage.state.step if at_start else "replaced"
-        if self.up_at[end.cut] > self.now + PATIENCE / 2:
+        if self.up_at[end.cut] > self.now + PATIENCE / 2 and not name[-1]:  # no follower's
             self.excuses.add("a partition keeps neighbours from linking")
         if len(meeting.ends) == 2:
-            self.at(self.arrival(end.cut), self._connect, meeting)
+            self.at(self.arrival(end.cut, meeting.chance), self._connect, meeting)
         return meeting
 
     def _connect(self, meeting: Meeting) -> None:
@@ -270,7 +458,7 @@ class World:
         if any(process.is_paused for process in processes):
             self.after(0.1, self._connect, meeting)
         elif all(process.is_alive for process in processes):
-            meeting.wire = Wire(self, ends[0].cut, ends)
+            meeting.wire = Wire(self, ends[0].cut, ends, meeting.chance)
             for process, end in zip(processes, ends, strict=True):
                 process.wires.append((meeting.wire, end))
                 end.stage.poke()
@@ -279,19 +467,6 @@ class World:
 
     def state_of(self, stage: int, saved: int) -> State:
         return self.shards[saved, stage].copy() if saved else State(weights=stage + 1)
-
-    def keep(self, stage: int, state: State) -> None:
-        if self.speeds.stand_by is not None:
-            self._followed[stage].append(state.copy())
-
-    def followed(self, group: list[int]) -> list[State] | None:
-        """States of stand-bys, if one has followed these stages and their neighbours all live."""
-        kept = [self._followed[stage] for stage in group]
-        around = {group[0] - 1, group[-1] + 1} & self.leader.processes.keys()
-        if self.speeds.stand_by is None or not all(kept) or kept[0][0].step < self.saved:
-            return None
-        are_alive = all(self.leader.processes[stage].is_alive for stage in around)
-        return [states[0].copy() for states in kept] if are_alive else None
 
     def record(self, stage: int, report: Any) -> None:
         leader, expected = self.leader, self.expected
@@ -305,8 +480,10 @@ class World:
                 raise WrongError(f"step {report.step} of stage {stage} computed something else")
             self.new_at = self.now
             if stage == 0 and self.random.random() < self.speeds.deaths:
-                where = self.random.randrange(self.plan.stages)
-                self.after(self.random.random(), self._befall, Fault(0.0, "kill", where))
+                kind, where = self.plan.hosted and "vanish", self.random.randrange(self.plan.stages)
+                self.after(
+                    self.random.random(), self._befall, Fault(0.0, kind or "kill", where, 60.0)
+                )
         elif isinstance(report, Evaluation):
             if report.step in leader.scored:
                 raise WrongError(f"the validation of step {report.step} is recorded twice")
@@ -343,8 +520,10 @@ class World:
             knows = max(stage.saved, process.start) >= leader.told
             if not knows and self.now - max(leader.told_at, self.calm_at) > 0.5:
                 raise WrongError(f"stage {index} was not told what is saved")
-            logs = [end.state.log.since(-1) for end in stage.ends.values() if end.state]
-            if any(-1 < entry.step < stage.saved for log in logs for entry in log):
+            logs = [end.state.log for end in stage.ends.values() if end.state]
+            old = [[e.length for e in log.since(-1) if -1 < e.step < stage.saved] for log in logs]
+            # One that follows may hear of a state before it is there, and logs until the next.
+            if any(sum(some) > self.speeds.keeps for some in old) and not process.follows:
                 raise WrongError(f"stage {index} still logs what was saved")
         if leader.told < leader.completed and self.now - self.calm_at > 1:
             raise WrongError(f"step {leader.completed} is saved, and nobody was told")
@@ -359,7 +538,7 @@ class World:
         """The host was lost, or gave up: it comes back with a new coordinator, and all others."""
         if leader is not self.leader:
             return
-        for process in set(leader.processes.values()):
+        for process in leader.all_processes():
             process.is_replaced = True
             process.die(-9)
         self.life += 1
@@ -390,6 +569,9 @@ class World:
         if leader.is_over:
             return
         process, seconds = leader.processes[fault.stage], fault.seconds
+        if fault.of_standby:
+            process = next(iter(leader.standbys.values()), process)
+        is_held = process in leader.processes.values()
         if leader.coordinator.phase in START:
             self.excuses.add("nobody is replaced before the first step")
         self.note("FAULT: %s, %s, cut %s, %.2f s", fault.kind, process, cut, seconds)
@@ -402,10 +584,10 @@ class World:
                 for stage in (cut, cut + 1):
                     leader.processes[stage].die(-9)
             case "vanish" if self.plan.hosted:  # the machine, until it comes back
-                leader.members[process.member] = self.now + seconds
                 self.calm_at = max(self.calm_at, self.now + OUTAGE + 1)
-                for other in set(leader.processes.values()):
+                for other in leader.all_processes():
                     if other.member == process.member:
+                        leader.lose_touch(other, seconds)
                         other.die(-9, is_silent=True)
             case "crash" if process.runs and not process.stages[process.group[-1]].is_finished:
                 stage, what = process.group[-1], ("RuntimeError", False, "out of memory", "a trace")
@@ -414,7 +596,12 @@ class World:
             case "pause" if process.runs:
                 process.pause(True)
                 self.after(seconds, process.pause, False)
-                if seconds > ANSWER:
+                if not self.plan.hosted:
+                    self.after(STOPPED_SECONDS + 1.0, leader.look_for_stopped, process)
+                elif not is_held and seconds > OUTAGE / 4:
+                    gone = ev.Away(process.group[0], "it does not answer")
+                    self.after(OUTAGE / 4, leader.hear, gone, process)
+                if seconds > ANSWER and is_held:
                     self.excuses.add("a pause in which a neighbour waits for an answer")
             case "partition":
                 self._partition(cut, seconds)
@@ -425,13 +612,16 @@ class World:
                 process.slowness = 8.0
                 self.after(seconds, setattr, process, "slowness", 1.0)
             case "away" if self.plan.hosted and process.is_alive and process.away_until < self.now:
-                process.away_until = self.now + min(seconds, OUTAGE - 1)
-                for stage in process.group:
-                    leader.hear(ev.Away(stage, "the connection was lost"), process)
-                    self.at(process.away_until, leader.hear, ev.Back(stage, seconds), process)
+                seconds = min(seconds, OUTAGE - 1)
+                for other in leader.all_processes():
+                    if other.member == process.member:
+                        other.away_until = self.now + seconds
+                        leader.hear(ev.Away(other.group[0], "the connection was lost"), other)
+                        leader.lose_touch(other, seconds)
             case "full disk":
                 process.disk_full = True
-                self.excuses.add("a log is lost")
+                if is_held:
+                    self.excuses.add("a log is lost")
                 self.after(seconds, setattr, process, "disk_full", False)
             case "stop" if leader.coordinator.phase is Phase.TRAINING and not self.stop_asked:
                 self.stop_asked = True
@@ -477,17 +667,18 @@ def schedule_of(plan: Plan) -> Schedule:
 @cache
 def reference(plan: Plan) -> Outcome:
     """The same run, undisturbed."""
-    return World(plan, 0, []).run()
+    return World(plan, 0).run()
 
 
-def drawn(seed: int) -> tuple[Plan, list[Fault]]:
-    """The run of a seed and its faults."""
+def drawn(seed: int) -> tuple[Plan, dict[str, Any]]:
+    """The run of a seed, its faults, and all else that a world takes."""
     chance = random.Random(seed)
     stages, schedule = chance.choice([2, 2, 3, 3, 3, 4]), chance.choice(["1f1b", "gpipe"])
     processes = chance.choice([stages, stages, max(2, stages - 1)])
     microbatches, save_every = stages if schedule == "1f1b" else 2, chance.choice([2, 3])
-    hosted = chance.random() < 0.5
-    plan = Plan(stages, processes, microbatches, 5, save_every, 2, schedule, hosted)
+    hosted = chance.random() < 0.6
+    steps = chance.choice([5, 5, 8]) if hosted else 5
+    plan = Plan(stages, processes, microbatches, steps, save_every, 2, schedule, hosted)
     faults, time, whole = list[Fault](), 0.0, reference(plan).seconds
     for _ in range(chance.choice([1, 2, 2, 3, 4, 6])):
         if faults and chance.random() < 0.6:  # soon after the one before
@@ -496,19 +687,30 @@ def drawn(seed: int) -> tuple[Plan, list[Fault]]:
             time = chance.random() * whole * 1.1
         seconds = chance.choice([0.1, 1.0, 5.0, 15.0, 60.0]) * chance.random()
         faults.append(Fault(time, chance.choice(FAULTS), chance.randrange(stages), seconds))
-    return plan, faults
+    others: dict[str, Any] = {"faults": faults, "expected": reference(plan)}
+    if hosted:
+        others["spares"] = chance.choice([0, 1, 1, 2, 2, 3])
+        others["liar"] = chance.choice(["", "", "", f"m{chance.randrange(processes)}"])
+        lag, keeps = chance.choice([0.0, 0.0, 0.01]), chance.choice([0, 500, 10_000])
+        build = chance.choice([0.1, 0.5])
+        others["speeds"] = Speeds(build=build, lag=lag, keeps=keeps)
+        others["faults"] = [replace(f, of_standby=chance.random() < 0.2) for f in faults]
+    return plan, others
 
 
 def simulate(seed: int, tells: bool = False) -> tuple[Outcome, str]:
     """The run of a seed, and what was wrong with it or nothing; with its story, if asked."""
-    plan, faults = drawn(seed)
-    world, wrong = World(plan, seed, faults, tells=tells), ""
+    plan, others = drawn(seed)
+    world, wrong = World(plan, seed, tells=tells, **others), ""
     try:
         world.run()
     except Exception as error:  # also of the code under test
         wrong = f"{type(error).__name__}: {error}"
     if tells:
-        print(f"seed {seed}: {plan}", *faults, *world.story, sep="\n")
+        rest = [
+            (name, value) for name, value in others.items() if name not in ("faults", "expected")
+        ]
+        print(f"seed {seed}: {plan} {rest}", *others["faults"], *world.story, sep="\n")
     return world.outcome, wrong
 
 
@@ -518,28 +720,37 @@ def failing(seeds: range) -> dict[int, str]:
 
 
 def goodput(steps: int = 500, deaths: float = 0.01) -> None:
-    """Print how much of its speed a run keeps that loses a process in one of a hundred steps.
+    """Print how much of its speed a run keeps that loses a machine in one of a hundred steps.
 
     As `thinwire plan` has it for preset 160m, recipe thin32, 4 stages of 20 TFLOP/s, links of 80
     Mbit/s and 25 ms: 8 microbatches, 6 ms for a forward or a backward (18 ms on the last stage),
     10 ms for a frame on the uplink, also for one that is sent again. Assumed: a process starts and
     builds its layers in 6 s, a checkpoint is saved every 50 steps in 0.5 s, a state of 0.8 GB
-    (12 bytes for each parameter) is fetched in 80 s.
+    (12 bytes for each parameter) travels for 80 s, and a machine that died is back after 60 s.
+    What is sent to stand-bys takes nothing from the uplink here.
     """
-    plan = Plan(4, 4, 8, steps, 50, steps + 1, "1f1b", False)
-    figures = Speeds(0.01, 0.025, (0.006, 0.006, 0.006, 0.018), 0.5, 6.0, patience=300.0)
-    undisturbed = World(plan, 0, [], figures).run().seconds
-    for name, changed in {
-        "the state is on the machine": {},
-        "the state is fetched": {"build": 86.0},
-        "a stand-by has followed, 2 steps behind": {"stand_by": 2},
-    }.items():
-        speeds = replace(figures, deaths=deaths, **changed)
-        runs = [World(plan, seed, [], speeds).run() for seed in range(2)]
-        share = len(runs) * undisturbed / sum(run.seconds for run in runs)
-        lost = sum(run.faults for run in runs)
-        each = (sum(run.seconds for run in runs) - len(runs) * undisturbed) / lost
-        print(f"{name}: goodput {share:.2f}, {lost} deaths, {each:.1f} s lost by each")
+    plan = Plan(4, 4, 8, steps, 50, steps + 1, "1f1b", True)
+    keeps = FOR_FOLLOWERS // 100_000 * (HEADER_BYTES + 8)
+    compute = (0.006, 0.006, 0.006, 0.018)
+    figures = Speeds(0.01, 0.025, compute, 0.5, 6.0, 80.0, 80.0, 300.0, STANDBY_PAUSE, 0.0, keeps)
+    here = replace(plan, hosted=False), replace(figures, fetch=0.0)
+    for name, (plan_of, speeds), spares in [
+        ("processes of one machine", here, 0),
+        ("no stand-by", (plan, figures), 0),
+        ("two stand-bys", (plan, figures), 2),
+        ("a stand-by for each stage", (plan, figures), 4),
+    ]:
+        undisturbed = World(plan_of, 0, speeds=speeds).run().seconds
+        speeds = replace(speeds, deaths=deaths)
+        runs = [World(plan_of, seed, speeds=speeds, spares=spares).run() for seed in range(2)]
+        lost, seconds = sum(run.faults for run in runs), sum(run.seconds for run in runs)
+        share, each = len(runs) * undisturbed / seconds, seconds - len(runs) * undisturbed
+        promoted = sum(run.promoted for run in runs)
+        print(
+            f"{name}: goodput {share:.2f}, {lost} deaths, {each / lost:.1f} s lost by each, "
+            f"{promoted} times a stand-by took over",
+            flush=True,
+        )
 
 
 def main() -> None:

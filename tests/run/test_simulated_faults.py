@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from simulated import Fault, Leader, Plan, Speeds, World, failing, reference, simulate
+from simulated import Fault, Leader, Plan, Speeds, World, failing, simulate
+from toy_stages import LinkEnd, Stage
 
+from thinwire.engine.reports import Report
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Tell
-from thinwire.run.protocol import Relink, Saved
+from thinwire.run.protocol import Finished, Follow, Relink, Saved
 from thinwire.wire import LinkState
 
 SEEDS = 1000
@@ -31,13 +33,25 @@ def test_a_seed_is_replayed_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     assert stories[0] == stories[1] and "FAULT" in stories[0]
 
 
-def test_a_stand_by_shortens_the_wait() -> None:
-    plan = Plan(3, 3, 3, 8, 8, 9, "1f1b", False)
-    faults = [Fault(6.7, "kill", 1)]
-    slow = World(plan, 0, faults, Speeds(build=5.0)).run()
-    soon = World(plan, 0, faults, Speeds(build=5.0, stand_by=1)).run()
-    assert slow.steps == soon.steps == reference(plan).steps
+HOSTED = Plan(3, 3, 3, 8, 8, 9, "1f1b", True)
+
+
+def test_a_stand_by_shortens_the_wait_and_slows_nobody() -> None:
+    calm, watched = (World(HOSTED, 0, spares=spares).run() for spares in (0, 2))
+    assert watched.steps == calm.steps
+    assert watched.seconds == pytest.approx(calm.seconds, abs=0.01), "nobody waits for one"
+    faults, speeds = [Fault(1.7, "kill", 1)], Speeds(fetch=5.0)
+    slow = World(HOSTED, 0, faults, speeds, spares=0).run()
+    soon = World(HOSTED, 0, faults, Speeds(), spares=3).run()
+    assert slow.steps == soon.steps == calm.steps and (slow.promoted, soon.promoted) == (0, 1)
     assert soon.seconds < slow.seconds - 4.0
+
+
+def test_whoever_lies_is_replaced_by_its_stand_by_and_nobody_else_is() -> None:
+    world = World(HOSTED, 0, spares=3, liar="m1")
+    outcome = world.run()
+    assert (outcome.promoted, outcome.replaced) == (1, 0)
+    assert "m1" not in world.leader.seats and {"m0", "m2"} < {*world.leader.seats}
 
 
 # Planted bugs: what is replaced, by what, and within how many seeds it must be found. When this was
@@ -103,6 +117,35 @@ def _nothing(_: Any) -> Any:
     return lambda *args: None
 
 
+def _forgets_what_it_received(trim: Any) -> Any:
+    def wrong(self: LinkState, step: int) -> None:
+        start, self.start = self.start, step
+        trim(self, step)
+        self.start = start
+
+    return wrong
+
+
+def _hears_who_was_replaced(_: Any) -> Any:
+    def wrong(self: Coordinator, stage: int, message: Any) -> bool:
+        is_building = self._lost.get(stage) is Phase.BUILDING
+        return is_building and isinstance(message, Report | Finished)
+
+    return wrong
+
+
+def _forgets_its_reports(speak_up: Any) -> Any:
+    def wrong(self: Stage) -> None:
+        self._unsaid.clear()
+        speak_up(self)
+
+    return wrong
+
+
+def _speaks_at_once(_: Any) -> Any:
+    return lambda self, message: self.process.say(self.index, message)
+
+
 MUTANTS: dict[str, tuple[type, str, Callable[[Any], Any], int]] = {
     "a frame too many is left out": (LinkState, "go_on", _skip_one_more, 60),
     "frames that come early are refused": (
@@ -120,6 +163,22 @@ MUTANTS: dict[str, tuple[type, str, Callable[[Any], Any], int]] = {
     ),
     "a lost stage begins at an older checkpoint": (
         Leader, "_find_holder", _from_an_older_checkpoint, 60,
+    ),
+    "a stand-by sends what it computes": (
+        LinkState, "follows", lambda _: property(lambda self: False, _nothing(0)), 60,
+    ),
+    "a stand-by that is behind forgets what it received": (
+        LinkState, "trim", _forgets_what_it_received, 400,
+    ),
+    "a report of one whose stand-by took over is heard": (
+        Coordinator, "_is_late", _hears_who_was_replaced, 400,
+    ),
+    "a stand-by does not say what the lost one owed": (
+        Stage, "_speak_up", _forgets_its_reports, 60,
+    ),
+    "whoever takes over is not linked again": (LinkEnd, "await_another", _nothing, 60),
+    "a neighbour does not feed the stand-by": (
+        Coordinator, "_link_follower", partial(_without, Follow), 60,
     ),
 }  # fmt: skip
 

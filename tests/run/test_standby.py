@@ -10,6 +10,7 @@ from test_replacement import FOUR, report, texts, training
 
 from machines import Machines, machines  # noqa: F401
 from thinwire.data import Corpus
+from thinwire.engine.reports import Audited
 from thinwire.run.events import (
     Command,
     Completed,
@@ -17,6 +18,7 @@ from thinwire.run.events import (
     Exited,
     FollowerLost,
     FollowerSaid,
+    Lost,
     Promote,
     Replace,
     StopAsked,
@@ -119,6 +121,28 @@ def test_a_run_that_stops_replaces_a_lost_stage_by_one_that_knows_where() -> Non
 def test_followers_hear_what_is_saved() -> None:
     lead, _ = followed(1)
     assert TellFollower(1, Saved(2)) in lead.on(Completed(2))
+
+
+def test_one_that_links_hears_nothing_but_the_word_to_start() -> None:
+    lead = training(steps=2)
+    lead.on(FollowerSaid(1, ready(1)))
+    told = lead.on(Completed(2))
+    assert told and not any(isinstance(command, TellFollower) for command in told)
+
+
+def test_last_words_of_who_was_replaced_are_not_those_of_its_stand_by() -> None:
+    lead, _ = followed(1)
+    lead.on(Exited(1, -9))
+    assert lead.say(1, step(1, 2, 4)) == lead.say(1, Audited(2, 4, 0.0, 0.0)) == []
+    lead.say(1, Linked())
+    assert "stage 1 is back" in texts(report(lead, 2))[0], "it says so itself"
+
+
+def test_one_beside_a_stage_that_begins_at_the_checkpoint_begins_there_too() -> None:
+    lead, _ = followed(1)
+    lead.on(FollowerSaid(0, ready(0)))
+    commands = lead.on(Exited(1, -9)) if lead.on(Lost(2, "gone")) == [] else []
+    assert {1, 2} == {c.stages[0] for c in commands if isinstance(c, Replace)}
 
 
 def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(

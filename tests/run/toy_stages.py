@@ -4,8 +4,9 @@ The ports and the state of each link (what is logged, sent again, left out) are 
 product. What stands for the rest says so, and does what it does in the same order.
 """
 
+import random
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,10 @@ from thinwire.codec import Leg
 from thinwire.engine.checkpoint import Shard
 from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port, decision_number
 from thinwire.engine.reports import (
+    Audited,
     Evaluation,
     Meters,
+    Report,
     ShardFailed,
     ShardWritten,
     StageCosts,
@@ -36,6 +39,7 @@ from thinwire.wire import Frame, FrameKind, FrameLog, LinkState, Position, decod
 PATIENCE, OUTAGE = 10.0, 20.0  # seconds, as of settings
 ANSWER, JOIN = 30.0, 120.0  # how long an end waits for a position, and for a connection
 VALIDATION = 2  # microbatches of one
+UNREAD = 4  # frames that a follower may leave unread before whoever feeds it waits
 
 Life = Generator[Any, None, Any]
 """What waits in the middle: it yields the seconds that it works, or what it waits for."""
@@ -85,8 +89,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds of a frame on the uplink and on its way, of each piece of work, and of a new process
-    until it has its state.
+    """Seconds of a frame on the uplink and on its way, of each piece of work, of a process until it
+    is built, and until one that takes a place has its state; and what depends on such things.
     """
 
     uplink: float = 0.002
@@ -94,10 +98,13 @@ class Speeds:
     compute: tuple[float, ...] = (0.02,)  # of a forward and of a backward, by stage
     save: float = 0.03
     build: float = 0.5
+    fetch: float = 0.0
     upload: float = 0.1
-    stand_by: int | None = None  # whoever takes a lost stage has followed it, so many steps behind
     patience: float = PATIENCE
-    deaths: float = 0.0  # the chance that a process dies in a step
+    pause: float = 0.4  # between a stand-by that was lost and the next
+    lag: float = 0.0  # at most, until the coordinator hears what has arrived
+    keeps: int = 0  # bytes that a log keeps for those who follow
+    deaths: float = 0.0  # the chance that a machine dies in a step
 
 
 @dataclass
@@ -184,7 +191,7 @@ class MemoryLog(FrameLog):
     """The log of frames, without files."""
 
     def __init__(self, process: "Process"):
-        super().__init__(Path("nowhere"), 1 << 30)
+        super().__init__(Path("nowhere"), 1 << 30, process.world.speeds.keeps)
         self._process, self._frames = process, list[bytes]()
 
     def _store(self, message: Any) -> tuple[Path, int]:
@@ -204,8 +211,8 @@ class Wire:
     delay, or another connection on which the rest comes again: a delay too.
     """
 
-    def __init__(self, world: Any, cut: int, ends: list["LinkEnd"]):
-        self.world, self.cut, self.ends = world, cut, ends
+    def __init__(self, world: Any, cut: int, ends: list["LinkEnd"], chance: random.Random):
+        self.world, self.cut, self.ends, self._chance = world, cut, ends, chance
         self.positions: dict[LinkEnd, Position] = {}
         self._under_way: list[deque[Any]] = [deque(), deque()]
         self._arrival = [0.0, 0.0]
@@ -213,8 +220,10 @@ class Wire:
 
     def carry(self, sender: "LinkEnd", message: Any, uplink: float = 0.0) -> None:
         """`uplink`: seconds on it, if it was not there yet."""
-        way = self.ends.index(sender)
-        arrival = self.world.now if sender.state is None else self.world.arrival(self.cut)
+        way, chance = self.ends.index(sender), self._chance
+        if sender.state and sender.state.follows and not isinstance(message, Position):
+            raise AssertionError(f"{sender.stage.process} follows, and sends a frame")
+        arrival = self.world.now if sender.state is None else self.world.arrival(self.cut, chance)
         self._arrival[way] = arrival = max(self._arrival[way] + uplink, arrival)
         self._under_way[way].append(message)
         self.world.at(arrival, self._arrive, way)
@@ -226,10 +235,15 @@ class Wire:
         elif self.world.now <= self._lost_after[way]:
             end.stage.process.do(end.arrive, self, self._under_way[way].popleft())
 
+    def unread(self, sender: "LinkEnd") -> int:
+        """How much the other end has not taken yet; stands for the window of TCP."""
+        way = self.ends.index(sender)
+        return len(self._under_way[way]) + len(self.ends[1 - way].inbox)
+
     def lose(self, end: "LinkEnd") -> None:
         """The process at this end is gone: some of what it had sent still arrives."""
         way, now = self.ends.index(end), self.world.now
-        tail = max(0.0, self._arrival[way] - now) * self.world.random.random()
+        tail = max(0.0, self._arrival[way] - now) * self._chance.random()
         self._lost_after[way] = now + tail
         other = self.ends[1 - way]
         if other is self.ends[1]:  # the stage above notices, for it would dial
@@ -246,14 +260,14 @@ class LinkEnd:
         self.name, self.pipe = f"cut-{self.cut}", self
         self.state: LinkState | None = None
         if not is_inner:
-            log = MemoryLog(stage.process)
-            self.state = LinkState(log, stage.state.step, stage.process.is_new)
+            log, is_new = MemoryLog(stage.process), stage.process.is_new
+            self.state = LinkState(log, stage.state.step, is_new, stage.follows)
         self.wire: Wire | None = None
         self.is_left = self.is_lost = self.at_fault = False
         self._exchange_on: Wire | None = None  # nothing is written while positions are exchanged
         self._on_frame: Any = None
         self._outgoing: deque[tuple[float, bytes]] = deque()
-        self._inbox: deque[bytes] = deque()
+        self.inbox: deque[bytes] = deque()
         self._free_at = 0.0
 
     def start(self, on_frame: Any, on_broken: Any, on_end: Any) -> None:
@@ -294,14 +308,14 @@ class LinkEnd:
         elif wire is self.wire:
             if self.state is not None:
                 self.state.receive(message)
-            self._inbox.append(message)
+            self.inbox.append(message)
             self.pump()
         self.stage.poke()
 
     def pump(self) -> None:
         """Hand on what has arrived and is due."""
-        while self._inbox and self._on_frame and not self.is_lost:
-            frame = decode(self._inbox[0], 1 << 10)
+        while self.inbox and self._on_frame and not self.is_lost:
+            frame = decode(self.inbox[0], 1 << 10)
             if frame.kind is FrameKind.EVALUATE and self.stage.mailbox.is_full():
                 return
             try:
@@ -317,7 +331,7 @@ class LinkEnd:
             except WireError as error:
                 self.at_fault = True
                 self.break_off(BreachError(f"link {self.name} is broken: {error}"))
-            self._inbox.popleft()
+            self.inbox.popleft()
 
     def miss(self, wire: Wire) -> None:
         if self.wire is wire:
@@ -332,32 +346,42 @@ class LinkEnd:
     def break_off(self, error: WireError) -> None:
         if not self.is_left and not self.is_lost:
             self.is_lost = True
+            self.world.note("stage %s loses cut %s: %s", self.stage.index, self.cut, error)
             if self._on_frame:
                 self._on_broken(error)
             self.stage.poke()
 
+    def starve(self, wire: Wire) -> None:
+        """Whoever fed this follower does so no more."""
+        if self.wire is wire:
+            self.break_off(WireError("the other end feeds this follower no more"))
+
     def await_another(self) -> None:
         self.wire = self._exchange_on = None
 
-    def exchange(self, wire: Wire) -> Life:
-        """As LoggedPipe.go_on: say where this end stands, hear where the other does, send again."""
+    def _exchange(self, wire: Wire, matters: Callable[[], bool] = lambda: True) -> Life:
+        """Say where this end stands, and hear where the other does."""
         assert self.state is not None
-        self._exchange_on, deadline = wire, self.world.now + ANSWER
+        deadline = self.world.now + ANSWER
         wire.carry(self, self.state.position())
         self.stage.poke_at(deadline)
-        yield (
-            lambda: (
-                self in wire.positions
-                or self._exchange_on is not wire
-                or self.world.now >= deadline
-            )
-        )
-        if self._exchange_on is not wire:
-            return
-        self._exchange_on = None
-        if self not in wire.positions:
+        yield lambda: self in wire.positions or not matters() or self.world.now >= deadline
+        if matters() and self not in wire.positions:
             raise WireError("the other end did not say where it stands")
-        entries, self.wire = self.state.go_on(wire.positions[self]), wire
+        return wire.positions.get(self)
+
+    def go_on(self, wire: Wire) -> Life:
+        """As LoggedPipe.go_on: another process is at the other end, or this is such a process."""
+        self._exchange_on = wire
+        try:
+            theirs = yield from self._exchange(wire, lambda: self._exchange_on is wire)
+        finally:
+            matters = self._exchange_on is wire
+            self._exchange_on = None if matters else self._exchange_on
+        if not matters:
+            return
+        assert self.state is not None
+        entries, self.wire = self.state.go_on(theirs), wire
         self.world.note(
             "stage %s sends %s frames again over cut %s, for %s",
             *(self.stage.index, len(entries), self.cut, self.state.theirs),
@@ -365,6 +389,28 @@ class LinkEnd:
         for entry in entries:
             wire.carry(self, self.state.log.read(entry), self.world.speeds.uplink)
         self.write()
+
+    def follow(self, wire: Wire) -> Life:
+        """As LoggedPipe.follow."""
+        yield from self._exchange(wire)
+        self.wire = wire
+
+    def feed(self, wire: Wire) -> Life:
+        """As LoggedPipe.feed, without its thread: the log goes to whoever follows a neighbour."""
+        assert self.state is not None
+        log, (other,) = self.state.log, {*wire.ends} - {self}
+        theirs = yield from self._exchange(wire)
+        if not self.state.reaches(theirs.start):
+            raise WireError(f"the log of what was sent does not reach back to {theirs.start}")
+        count = log.count_before(theirs.start)
+        while other.stage.process.is_alive:
+            ends, entries = log.after(count)
+            sent = entries[: max(0, UNREAD - wire.unread(self))]
+            for entry in sent:
+                wire.carry(self, log.read(entry), self.world.speeds.uplink)
+            count += len(sent)
+            has_more = partial(lambda log, ends: log.after(ends)[1], log, ends)
+            yield has_more if count == ends else 0.2
 
 
 class Stage:
@@ -374,8 +420,10 @@ class Stage:
         self.process, self.world, self.index, self.state = process, process.world, index, state
         self.plan, self.last = self.world.plan, self.world.plan.stages - 1
         self.seconds = self.world.speeds.compute[index % len(self.world.speeds.compute)]
+        self.follows = process.follows
         self.mailbox = ToyMailbox()
         self.ends: dict[int, LinkEnd] = {}  # by neighbour
+        self._unsaid: deque[Any] = deque()
         self.below: Port | None = None
         self.above: Port | None = None
         self.saved = self.decided = self._misses = self._begun = 0
@@ -386,7 +434,6 @@ class Stage:
         self._relinks: dict[int, pr.Relink | None] = {}
         self._tasks: list[list[Any]] = []  # lives, and what each waits for
         self._is_poked, self._doing = False, "builds its layers"
-        self.say = partial(process.say, index)
         self._begin(self.live())
         self._pulse()
 
@@ -433,8 +480,10 @@ class Stage:
         self.world.after(pulse_seconds(self.world.speeds.patience), self.process.do, self._pulse)
 
     def work(self, doing: str, seconds: float) -> Life:
-        self._begun, self._doing, self.world.active_at = self._begun + 1, doing, self.world.now
-        yield seconds * self.world.random.uniform(0.8, 1.2)
+        self._begun, self._doing = self._begun + 1, doing
+        if not self.follows:
+            self.world.active_at = self.world.now
+        yield seconds * self.process.random.uniform(0.8, 1.2)
 
     def wait(self, doing: str, condition: Callable[[], bool]) -> Life:
         self._begun, self._doing = self._begun + 1, f"waits for {doing}"
@@ -449,13 +498,9 @@ class Stage:
         for neighbour in (self.index - 1, self.index + 1):
             if 0 <= neighbour <= self.last:
                 yield from self._join(neighbour, connect)
-        states = [end.state for end in self.ends.values() if end.state is not None]
-        heard = [(s.theirs.decided, s.theirs.stops) for s in states if s.theirs is not None]
-        self.say(pr.Linked("", *max(heard, default=(0, False))))
-        start = yield from self._receive(pr.Start)
-        self.decided, self.stops, self._obeys = start.decided, start.stops, True
-        for state in states:
-            state.decide(start.decided, start.stops)
+        self.say(self._linked())
+        self._decide((yield from self._receive(pr.Start)))
+        self._obeys = True
         self.below, self.above = self._port(self.index - 1), self._port(self.index + 1)
         while self._heard:
             self._obey(self._heard.popleft())
@@ -469,6 +514,17 @@ class Stage:
         self.is_finished = True
         yield from self.wait("the other stages to finish", lambda: self._may_leave)
         self.process.leave(self.index)
+
+    def _linked(self) -> pr.Linked:
+        known = [end.state.theirs for end in self.ends.values() if end.state is not None]
+        heard = [(theirs.decided, theirs.stops) for theirs in known if theirs is not None]
+        return pr.Linked("", *max(heard, default=(0, False)))
+
+    def _decide(self, start: pr.Start) -> None:
+        self.decided, self.stops = start.decided, start.stops
+        for end in self.ends.values():
+            if end.state is not None:
+                end.state.decide(start.decided, start.stops)
 
     def hear(self, message: Any) -> None:
         if self._obeys:
@@ -491,6 +547,9 @@ class Stage:
                 self._stop_asked = True
             case pr.Saved(step):
                 self.saved = step
+                self._unsaid = deque(
+                    one for one in self._unsaid if getattr(one, "step", step) >= step
+                )
                 for end in logged.values():
                     cast(LinkState, end.state).trim(step)
             case pr.Await(cut) if cut in logged:
@@ -499,6 +558,13 @@ class Stage:
             case pr.Relink(cut=cut) if cut in logged:
                 self._relinks[cut] = message
                 self._begin(self._relink(logged[cut], message))
+            case pr.Follow(cut=cut) if cut in logged:
+                self._begin(self._feed(logged[cut], message.connect))
+            case pr.TakeOver(relinks):
+                self._begin(self._take_over(relinks, logged))
+            case pr.Start():
+                self._decide(message)
+                self._speak_up()
             case pr.Leave():
                 self._may_leave = True
 
@@ -507,14 +573,15 @@ class Stage:
         end = self.ends[neighbour] = LinkEnd(self, neighbour, is_inner)
         wire = yield from self._open(end, connect, not self.process.is_new)
         if self.process.is_new and not is_inner:
-            yield from end.exchange(wire)
+            yield from end.follow(wire) if self.follows else end.go_on(wire)
         else:
             end.wire = wire
 
     def _open(self, end: LinkEnd, connect: pr.Connect, at_start: bool) -> Life:
         """Meet the neighbour by the name of the link, and agree on the contract."""
         again = connect.links[end.cut] if connect.links else 0
-        meeting = self.world.meet((self.world.life, end.cut, again), end, at_start)
+        name = (self.world.life, end.cut, again, connect.follower)
+        meeting = self.world.meet(name, end, at_start)
         deadline = self.world.now + JOIN
         self.poke_at(deadline)
         yield lambda: meeting.wire is not None or self.world.now >= deadline
@@ -530,14 +597,50 @@ class Stage:
             if message is self._relinks[end.cut]:
                 if end.neighbour < self.index:
                     self.mention(is_down=False)
-                yield from end.exchange(wire)
+                yield from end.go_on(wire)
         except WireError as error:
             if message is self._relinks[end.cut]:
-                self.process.complain(self, error)
+                self.process.complain(self, error, [end.neighbour])
+
+    def _feed(self, end: LinkEnd, connect: pr.Connect) -> Life:
+        fed: set[LinkEnd] = set()
+        try:
+            wire = yield from self._open(end, connect, False)
+            fed = {*wire.ends} - {end}
+            yield from end.feed(wire)
+        except WireError as error:
+            self.world.note("stage %s feeds no more over cut %s: %s", self.index, end.cut, error)
+            for other in fed:
+                other.stage.process.do(other.starve, wire)
+
+    def _take_over(self, relinks: list[pr.Relink], logged: dict[int, LinkEnd]) -> Life:
+        for relink in relinks:
+            self._relinks[relink.cut] = relink
+            logged[relink.cut].await_another()
+        for relink in relinks:
+            yield from self._relink(logged[relink.cut], relink)
+        self.process.say(self.index, self._linked())
+
+    def _speak_up(self) -> None:
+        self.follows = False
+        while self._unsaid:
+            self.say(self._unsaid.popleft())
+
+    def say(self, message: Any) -> None:
+        if self.follows and isinstance(message, Report | pr.Finished | pr.LinkDown | pr.LinkUp):
+            self._unsaid.append(message)
+        else:
+            self.process.say(self.index, message)
+
+    def _audit(self, step: int) -> None:
+        """Stands for Audit, which knows who lies: here that is said by the simulator."""
+        holder = self.process.leader.processes[self.index].member
+        if self.follows and holder == self.world.liar:
+            self.say(Audited(step, 1, 0.05, 0.0, "gradient", 0))
 
     def mention(self, is_down: bool) -> None:
         """The connection to the stage below is lost, or there is another."""
-        if is_down != self._is_down:
+        if is_down != self._is_down and not self.follows:
             self._is_down, cut = is_down, self.index - 1
             self.say(pr.LinkDown(cut, "it broke") if is_down else pr.LinkUp(cut, 1.0))
 
@@ -572,8 +675,10 @@ class Stage:
             self.pump()
             verdict = yield from self.train_step(done)
             self.mailbox.close_step(done)
+            for port in filter(None, (self.below, self.above)):
+                port.close_step(done)
             done = self.state.step = done + 1
-            self.world.keep(self.index, self.state)
+            self._audit(done)
             stop, unsaved = verdict.stop, verdict.commit and not verdict.checkpoint
             if verdict.checkpoint:
                 yield from self.save(done)
@@ -695,28 +800,33 @@ class Stage:
 
 
 class Process:
-    """A process of a machine that holds stages: it lives, is paused, dies."""
+    """A process of a machine that holds stages or follows them: it lives, is paused, dies."""
 
-    def __init__(self, leader: Any, group: list[int], saved: int | None, member: str):
+    def __init__(
+        self, leader: Any, group: list[int], saved: int | None, member: str, follows: bool = False
+    ):
         self.leader, self.world, self.group, self.member = leader, leader.world, group, member
         self.number, self.began, self.is_new = self.world.count(), leader.began, saved is not None
+        self.random, self.follows = random.Random(self.world.seed * 1000 + self.number), follows
         self.is_alive, self.is_paused, self.is_replaced, self.disk_full = True, False, False, False
         self.slowness, self.away_until, self.told_at, self._said_at = 1.0, 0.0, 0.0, 0.0
+        self.has_left = False  # in good order: its machine still has what it wrote
         self.wires: list[tuple[Wire, LinkEnd]] = []
         self._backlog: list[tuple[Any, ...]] = []
         self._failed: list[int] = []
         self._left: set[int] = set()
         self.start = leader.began if saved is None else saved
-        self.build = self.world.speeds.build
+        self.build = self.world.speeds.build + self.world.speeds.fetch * self.is_new
         states = [self.world.state_of(stage, self.start) for stage in group]
-        if self.is_new and (followed := self.world.followed(group)):
-            states, self.build = followed, 0.1
         self.stages: dict[int, Stage] = {}
         for stage, state in zip(group, states, strict=True):
             self.stages[stage] = Stage(self, stage, state)
 
     def __str__(self) -> str:
-        return f"process {self.number} of stage {'+'.join(map(str, self.group))} on {self.member}"
+        role = "that follows" if self.follows else "of"
+        return (
+            f"process {self.number} {role} stage {'+'.join(map(str, self.group))} on {self.member}"
+        )
 
     @property
     def runs(self) -> bool:
@@ -738,7 +848,7 @@ class Process:
 
     def tell(self, event: Any) -> None:
         """Tell the coordinator: in order, after a moment, later where the stream is away."""
-        soon = self.world.now + self.world.random.uniform(1e-4, 0.02)
+        soon = self.world.now + self.random.uniform(1e-4, 0.02)
         self._said_at = max(self._said_at, soon, self.away_until)
         self.world.at(self._said_at, self.leader.hear, event, self)
 
@@ -746,16 +856,17 @@ class Process:
         if self.is_alive:
             self.tell(ev.Said(stage, message))
 
-    def complain(self, stage: Stage, error: WireError) -> None:
+    def complain(self, stage: Stage, error: WireError, cannot_link: Sequence[int] = ()) -> None:
         self._failed.append(stage.index)
         ends, what = stage.ends.items(), (type(error).__name__, True, str(error), "")
-        accused = [s for s, end in ends if end.is_lost and not end.at_fault]
+        accused = [s for s, end in ends if end.is_lost and not end.at_fault] + [*cannot_link]
         convicted = [s for s, end in ends if end.at_fault]
         self.say(stage.index, pr.Failed(*what, accused, convicted))
 
     def leave(self, stage: int) -> None:
         self._left.add(stage)
         if len(self._left) == len(self.group):
+            self.has_left = True
             self.die(0)
 
     def die(self, code: int, is_silent: bool = False) -> None:
@@ -765,10 +876,8 @@ class Process:
         self.is_alive, self.is_paused = False, False
         for wire, end in self.wires:
             wire.lose(end)
-        for stage in self._failed or self.group:
-            if is_silent:
-                self.tell(ev.Away(stage, "no answer"))
-                given_up = OUTAGE * self.world.random.uniform(0.3, 1.05)
-                self.world.after(given_up, self.leader.hear, ev.Lost(stage, "no answer"), self)
-            else:
+        if is_silent:
+            self.tell(ev.Away(self.group[0], "no answer"))
+        else:
+            for stage in self._failed or self.group:
                 self.tell(ev.Exited(stage, code))
