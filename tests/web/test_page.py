@@ -4,6 +4,7 @@ import io
 import json
 import math
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -350,3 +351,13 @@ def test_a_text_that_is_being_written_ends_with_its_run(run_folder: Path) -> Non
     sampler._thread.join(PATIENCE)
     assert not sampler._thread.is_alive()
     assert '"sample"' not in (run_folder / EVENTS_FILE).read_text()
+
+
+def test_watch_serves_runs_until_it_is_ended(thinwire: Callable, finished: Path) -> None:
+    page = thinwire("watch", finished, finished, "--web", "127.0.0.1:0")
+    page.wait_for(r"\?token=\S+\n")
+    address = page.text().split(" at ")[1].split()[0]
+    with httpx.Client(follow_redirects=True, headers={"Accept": "text/html"}) as browser:
+        assert "<title>thinwire</title>" in browser.get(address).text
+    page.process.send_signal(signal.SIGINT)
+    assert page.wait() == 0, page.text()

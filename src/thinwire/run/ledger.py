@@ -266,15 +266,12 @@ class Ledger:
         """
         seconds, microbatches = self._timed.seconds, self.settings.pipeline.microbatches
         return {
-            "step": self.done,
-            "steps_run": self._steps_run,
             "step_seconds_median": statistics.median(seconds),
             "timeline": asdict(self.typical_step()),
             "time_shares": [self._timed.shares(stage, microbatches) for stage in self._stages],
             "cuts": self._cuts(),
             "measured_costs": vars(self._costs()),
             "uplinks": self._uplinks,
-            "outages": self._outages,
         }
 
     @property

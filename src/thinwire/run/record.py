@@ -274,8 +274,8 @@ class RunRecord:
         began = time.monotonic()
         if not self.has_begun or not self.ledger.records or (began < self._due and not is_last):
             return
-        text = json.dumps(without_nan(self.ledger.progress()), allow_nan=False)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # what is only looked at must not end a run
+            text = json.dumps(without_nan(self.ledger.progress()), allow_nan=False)
             fresh = self.folder / f".{PROGRESS_FILE}.{os.getpid()}"
             fresh.write_text(text + "\n")
             fresh.replace(self.folder / PROGRESS_FILE)
