@@ -744,7 +744,9 @@ class Coordinator:
 
     def _is_late(self, stage: int, message: OfStage) -> bool:
         """Whether this is of a process that was given up and lives: its successor is not linked."""
-        return stage in self._lost and isinstance(message, Report | Finished)
+        is_building = self._lost.get(stage) is Phase.BUILDING
+        late = Report | Finished | Linked if is_building else Report | Finished
+        return stage in self._lost and isinstance(message, late)
 
     def _with_all_moved(self, stage: int, message: OfStage) -> OfStage:
         """A report with the bytes of all processes that this stage had."""
