@@ -1,5 +1,16 @@
 """Fixtures of all tests of pages."""
 
+import httpx
+import pytest
 from webruns import finished, host, run_folder, serve
 
-__all__ = ["finished", "host", "run_folder", "serve"]
+from waiting import PATIENCE
+
+__all__ = ["finished", "host", "patience", "run_folder", "serve"]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks waits as long as any test does: by itself httpx gives up after five seconds."""
+    for what in ("connect", "read", "write", "pool"):
+        monkeypatch.setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, what, PATIENCE)
