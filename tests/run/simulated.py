@@ -517,7 +517,7 @@ class World:
             known = self.outcome.steps[index].get(done - 1, (0, 0, 0, stage.state.weights))
             if stage.state.step != done or known[3] != stage.state.weights:
                 raise WrongError(f"stage {index} ends with other weights")
-            knows = max(stage.saved, process.start) >= leader.told
+            knows = process.has_left or max(stage.saved, process.start) >= leader.told
             if not knows and self.now - max(leader.told_at, self.calm_at) > 0.5:
                 raise WrongError(f"stage {index} was not told what is saved")
             logs = [end.state.log for end in stage.ends.values() if end.state]
@@ -554,7 +554,7 @@ class World:
 
     def look(self) -> None:
         """No wait without a reason: neither is anybody at work, nor is anything wrong."""
-        if self.speeds.deaths:
+        if self.speeds.fetch > IDLE:
             return  # a build may take minutes
         if self.now - max(self.active_at, self.calm_at) > IDLE:
             why = self.leader.coordinator.reasons()

@@ -276,7 +276,8 @@ def test_a_death_before_training_ends_the_run(phase: Phase) -> None:
 def test_what_is_not_due_of_a_new_process_is_its_error() -> None:
     lead = training(steps=1)
     lead.on(Exited(1, -9))
-    lead.say(1, Linked())
+    for _ in range(2):
+        lead.say(1, ready(1))
     end = lead.ended(lead.on(Tick(), SETTLE_SECONDS))
     assert "stage 1 broke the contract" in str(end.error)
 
