@@ -51,7 +51,7 @@ def neighbour_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def seen(port: Port, frame: Frame) -> None:
         on_frame(port, frame)
         if frame.kind is FrameKind.FORWARD:
-            event(port._stage, frame.step).set()
+            event(port.stage, frame.step).set()
 
     def late(worker: Worker, done: int, report: Any) -> None:
         if worker.index > 0 and done < worker.settings.train.steps:

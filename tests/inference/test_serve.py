@@ -259,7 +259,7 @@ def test_those_who_find_the_queue_full_are_told_when_to_come_back(chatting: Call
 
 def test_texts_in_parallel_are_those_that_are_written_alone(chatting: Callable) -> None:
     """They take turns token by token: one that is asked for later need not wait for the first."""
-    with serving(chatting(pipeline__stages=2), parallel=3, queue=0) as server:
+    with serving(chatting(), parallel=3, queue=0) as server:
         server.without_end()
         prompts = ("stage ", "link")
         model, sampling = server.model, Sampling(0.9, 0, 1, 5)

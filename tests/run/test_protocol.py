@@ -14,6 +14,7 @@ import pytest
 
 from thinwire.engine.checkpoint import Shard
 from thinwire.engine.reports import (
+    Audited,
     Evaluation,
     Meters,
     ShardFailed,
@@ -108,6 +109,7 @@ MESSAGES: list[Any] = [
     LinkDown(0, "the connection was lost"),
     LinkUp(0, 1.5),
     LogLost("the disk is full"),
+    Audited(9, 40, 0.05, 0.0, "gradient", 2),
     STEP,
     Evaluation(3, 2.0, 1.5),
     WRITTEN,

@@ -1,6 +1,7 @@
 """How a run stands: noted as it goes on, and asked for over a socket that is its user's alone."""
 
 import contextlib
+import io
 import json
 import os
 import socket
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from thinwire.cli import main
 from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
-from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter, StepRecord, as_text
+from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter, StepRecord
 from thinwire.run.alive import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.checkpoints import claim_folder
 from thinwire.run.machine import Machine
@@ -29,6 +31,14 @@ from thinwire.run.status import (
 )
 
 NOW = 1_800_000_000.0
+
+
+def as_text(table: Any, width: int = 80) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width, force_terminal=False, color_system=None).print(table)
+    return stream.getvalue()
+
+
 RUN_ID = "0123456789abcdef"
 
 REPORT = StatusReport(

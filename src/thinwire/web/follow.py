@@ -18,6 +18,7 @@ from thinwire.folders import replace_private_file
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, line_of
 from thinwire.report.story import Story
+from thinwire.run.signals import heeding, leave_at_once
 from thinwire.web.page import make_page
 from thinwire.web.sample import Sampler
 from thinwire.web.server import WebServer, new_token
@@ -151,6 +152,6 @@ def watch(folders: list[Path], listen: str, opens: bool) -> None:
         sys.stdout.flush()
         if opens:
             webbrowser.open(server.address_with_token)
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt), heeding(leave_at_once):
             while True:
                 time.sleep(3600)
