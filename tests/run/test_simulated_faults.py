@@ -133,7 +133,7 @@ MUTANTS: dict[str, tuple[type, str, Callable[[Any], Any], int]] = {
     "a neighbour is not told to link": (
         Coordinator, "_on_replaced", partial(_without, Relink), 60,
     ),
-    "one is not told what is saved": (Coordinator, "_tell_saved", partial(_without, Saved), 60),
+    "one is not told what is saved": (Coordinator, "_tell_saved", partial(_without, Saved), 200),
     "who links to a lost one goes on": (Coordinator, "_replace", _linking_goes_on, 60),
     "reports are heard twice": (Coordinator, "_is_repeated", _nothing, 60),
     "a stop is told to one that is built": (
