@@ -151,9 +151,14 @@ def host_command(options: argparse.Namespace) -> None:
         options.mbps,
         options.peers,
     )
-    name, way_on = settings.run.name, lambda: WAY_ON
-    run = lambda display: host(settings, chosen, display)  # noqa: E731
-    run_to_end(run, name, way_on, web=options.web, role="host", sample=options.sample)
+    run_to_end(
+        lambda display: host(settings, chosen, display),
+        settings.run.name,
+        lambda: WAY_ON,
+        web=options.web,
+        role="host",
+        sample=options.sample,
+    )
 
 
 def run_to_end(

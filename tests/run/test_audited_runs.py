@@ -56,6 +56,7 @@ def test_what_agrees_is_no_news_and_a_difference_is() -> None:
     lead, _ = audited()
     assert lead.on(FollowerSaid(1, EQUAL)) == []
     assert lead.on(FollowerSaid(1, LIE)) == [Doubt(1, LIE, replaces=False)]
+    assert lead.on(FollowerSaid(1, LIE)) == [], "once is enough"
     assert Promote([1]) in lead.on(Exited(1, -9)), "it still stands by"
 
 

@@ -127,6 +127,7 @@ class Follower:
     ready: dict[int, Ready] = field(default_factory=dict)
     linked: set[int] = field(default_factory=set)
     is_linked: bool = False
+    doubted: set[int] = field(default_factory=set)  # stages that it found to send other values
 
 
 class Coordinator:
@@ -703,6 +704,9 @@ class Coordinator:
                 return []
             del self._followers[group]
             return [DropFollower(list(group))]
+        if stage in follower.doubted:
+            return []  # once is enough, whatever it says
+        follower.doubted.add(stage)
         doubt = Doubt(stage, found, self._audit_replaces)
         if not self._audit_replaces:
             return [doubt]

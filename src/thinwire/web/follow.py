@@ -128,8 +128,12 @@ class Followed(Display):
         self._shown.phase("web", server.address_with_token if needs_token else server.address)
 
     def _bound(self, listen: str, token: str) -> WebServer:
-        make = lambda: make_page([self._folder], is_own=True)  # noqa: E731
-        return WebServer(make, listen, token, takes_next_port=self._is_usual)
+        return WebServer(
+            lambda: make_page([self._folder], is_own=True),
+            listen,
+            token,
+            takes_next_port=self._is_usual,
+        )
 
     def _kept(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
