@@ -1,9 +1,8 @@
-import io
 import math
 
 import pytest
-from rich.console import Console
 
+from tables import as_text
 from thinwire.report import comparison_table, summary_table
 from thinwire.report.table import saving
 
@@ -55,12 +54,6 @@ def summary():
         "total_seconds": 252.3,
         "seconds": {"start": 9.5, "training": 238.1, "validation": 3.2, "other": 1.5},
     }
-
-
-def as_text(renderable, width=80):
-    stream = io.StringIO()
-    Console(file=stream, width=width, force_terminal=False, color_system=None).print(renderable)
-    return "".join(line.rstrip() + "\n" for line in stream.getvalue().splitlines())
 
 
 def line_with(text, start):

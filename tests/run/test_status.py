@@ -1,7 +1,6 @@
 """How a run stands: noted as it goes on, and asked for over a socket that is its user's alone."""
 
 import contextlib
-import io
 import json
 import os
 import socket
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from tables import as_text
 from thinwire.cli import main
 from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
@@ -31,12 +30,6 @@ from thinwire.run.status import (
 )
 
 NOW = 1_800_000_000.0
-
-
-def as_text(table: Any, width: int = 80) -> str:
-    stream = io.StringIO()
-    Console(file=stream, width=width, force_terminal=False, color_system=None).print(table)
-    return stream.getvalue()
 
 
 RUN_ID = "0123456789abcdef"

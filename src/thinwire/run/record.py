@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from thinwire.errors import (
     StageError,
     ThinwireError,
 )
+from thinwire.folders import replace_file
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
 from thinwire.report.metrics import WandbLog, read_evaluations, without_nan
@@ -276,9 +276,7 @@ class RunRecord:
             return
         with contextlib.suppress(Exception):  # what is only looked at must not end a run
             text = json.dumps(without_nan(self.ledger.progress()), allow_nan=False)
-            fresh = self.folder / f".{PROGRESS_FILE}.{os.getpid()}"
-            fresh.write_text(text + "\n")
-            fresh.replace(self.folder / PROGRESS_FILE)
+            replace_file(self.folder / PROGRESS_FILE, f"{text}\n".encode())
         now = time.monotonic()
         self._due = now + max(PROGRESS_SECONDS, 100 * (now - began))
 
