@@ -81,6 +81,8 @@ def _small_log(settings: Settings) -> str:
         return f"train.log_mb = {room} holds no step: a stage sends up to {need} MB in one"
     if every < 1 or every in (settings.train.checkpoint_every, MOST_LOGGED_STEPS):
         return ""
+    if every >= settings.train.steps:  # the run ends before
+        return ""
     return f"a checkpoint follows every {every} steps, before train.log_mb = {room} is full"
 
 
