@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thinwire.engine.build import StageBuilder
+from thinwire.errors import ConfigError
 from thinwire.model import Stage
 from thinwire.settings import Settings
 
@@ -154,3 +155,69 @@ def test_recomputation_keeps_a_tables_rows_only_where_they_are_taken_off_again(
         return any(each is not rows_BTD and torch.equal(each, rows_BTD) for each in live)
 
     assert [are_kept(table) for table in tables] == [True, False]
+
+
+def gradients_at_cuts(stages: list[Stage], ids_BT: Tensor, weights_BT: Tensor) -> list[Tensor]:
+    """What goes back over each cut, lowest first, where tokens weigh as given in the loss."""
+    x, cuts = ids_BT, []
+    for stage in stages:
+        x = stage(x, ids_BT)
+        if stage is not stages[-1]:
+            cuts.append(x)
+    return list(torch.autograd.grad((x.square().mean(-1) * weights_BT).sum(), cuts))
+
+
+def bounded(gradient_BTK: Tensor, bound: float) -> tuple[Tensor, int]:
+    """By a plain loop over tokens; and how many the bound has met."""
+    rows = list(gradient_BTK.flatten(0, 1))
+    norms = [float(row.norm()) for row in rows]
+    counted = [norm for norm in norms if norm > 0]
+    most = bound * sum(counted) / len(counted)
+    kept = [
+        row * (most / norm) if norm > most else row for row, norm in zip(rows, norms, strict=True)
+    ]
+    return torch.stack(kept).view_as(gradient_BTK), sum(norm > most for norm in norms)
+
+
+def test_a_bound_is_what_a_plain_loop_over_tokens_makes_of_the_gradient(
+    projected: Callable[..., list[Stage]], ids_BT: Tensor
+) -> None:
+    """One token has most of the loss, and four have none: at both cuts, in float64."""
+    weights_BT = torch.ones(2, 16, dtype=torch.float64)
+    weights_BT[1, 5], weights_BT[0, 12:] = 1e4, 0  # no token sees what comes behind it
+    free, bound = projected("per-stage"), projected("per-stage", boundary__bound=2.0)
+    for stages in (free, bound):
+        fill_tables(stages)
+    first = free[0](ids_BT).detach().requires_grad_()
+    second = free[1](first, ids_BT)
+    loss = (free[2](second, ids_BT).square().mean(-1) * weights_BT).sum()
+    (whole_BTK,) = torch.autograd.grad(loss, second, retain_graph=True)
+    upper, met = bounded(whole_BTK, 2.0)
+    assert met == 1 and int((whole_BTK.norm(dim=-1) > 0).sum()) == 28
+    lower, _ = bounded(*torch.autograd.grad(second, first, upper), 2.0)
+
+    found = gradients_at_cuts(bound, ids_BT, weights_BT)
+    for gradient, wanted in zip(found, (lower, upper), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-15)
+    for gradient, wanted in zip(
+        gradients_at_cuts(free, ids_BT, weights_BT), (lower, upper), strict=True
+    ):
+        assert (gradient - wanted).abs().max() > 1e-3 * wanted.abs().max(), "without it they differ"
+
+
+def test_a_bound_hides_no_gradient_that_is_not_finite(
+    projected: Callable[..., list[Stage]], ids_BT: Tensor
+) -> None:
+    """The step must still be refused."""
+    stages = projected("per-stage", boundary__bound=2.0)
+    weights_BT = torch.ones(2, 16, dtype=torch.float64)
+    weights_BT[1, 5] = torch.inf
+    for gradient in gradients_at_cuts(stages, ids_BT, weights_BT):
+        assert not bool(torch.isfinite(gradient).all())
+
+
+def test_other_cuts_refuse_a_bound(make_settings: Callable) -> None:
+    for mode in ("dense", "subspace"):
+        rank = {} if mode == "dense" else {"boundary__rank": 4}
+        with pytest.raises(ConfigError, match=r"boundary\.bound"):
+            make_settings(boundary__mode=mode, boundary__bound=4.0, pipeline__stages=3, **rank)

@@ -200,7 +200,7 @@ class StageBuilder:
         if config.is_constrained:
             return SubspaceBoundary(space)
         table = (self.settings.model.vocab, config.table) if receives and config.table else None
-        return ProjectedBoundary(space, config.own_tables, table)
+        return ProjectedBoundary(space, config.own_tables, table, config.bound)
 
 
 @dataclass(frozen=True)

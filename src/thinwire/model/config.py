@@ -257,6 +257,13 @@ class BoundaryConfig:
         "anchor = per-stage: width of the table, widened by a matrix; 0 = model.dim",
         least=0,
     )
+    bound: float = option(
+        0.0,
+        "projected: the most gradient that goes back for one token, in those of the mean token; "
+        "0 = no bound",
+        least=1,
+        auto=0,
+    )
     free_layers: int = option(
         -1,
         "subspace, reparam: last blocks left unconstrained; -1 = those of the last stage",
@@ -287,6 +294,11 @@ class BoundaryConfig:
             raise ConfigError(
                 f"boundary.table = {self.table} has no meaning without boundary.anchor = "
                 '"per-stage", whose tables it narrows: leave it at 0'
+            )
+        if self.bound and self.mode != "projected":
+            raise ConfigError(
+                f"boundary.bound = {self.bound:g} has no meaning with boundary.mode = "
+                f'"{self.mode}", whose cuts lose nothing of a gradient: leave it at 0'
             )
         if self.mode == "dense":
             return self._resolved_dense(dim)
