@@ -34,6 +34,7 @@ _TURN_S = 30.0  # for those before us to be done
 _CHUNK = 1 << 16
 _GRACE_S = 2.0  # beyond a burst, for what is still on its way
 _RAMP = 0.3  # of a burst, in which a connection still finds its rate
+_LEAST_CALLS = 10  # as long as so many calls take, for its rate doubles with each round trip
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ def steady_mbps(arrived: Sequence[tuple[float, int]]) -> float:
 def measure_link(routes: Sequence[Route], run: str, seconds: float = 1.0) -> LinkRates:
     """Rates and round trip between here and the host of a run, by the first route that works.
 
-    It takes twice `seconds` and little more, once nobody else measures, and at most MOST_BYTES
-    each way. A WireError says why nothing could be measured.
+    It takes twice `seconds`, longer where the way is long, once nobody else measures, and at most
+    MOST_BYTES each way. A WireError says why nothing could be measured.
     """
     problems = []
     for route in routes:
@@ -153,7 +154,9 @@ def measure_link(routes: Sequence[Route], run: str, seconds: float = 1.0) -> Lin
 
 def _measured(route: Route, run: str, wish: str, seconds: float) -> tuple[float, float]:
     """The rate of one direction, and the round trip."""
+    begin = time.monotonic()
     connection, _ = call(route, "reach", f"{run}/{SERVICE}", ROUTE_S)
+    seconds = min(MOST_SECONDS, max(seconds, _LEAST_CALLS * (time.monotonic() - begin)))
     with connection:
         begin = time.monotonic()
         say(connection, f"{wish} {seconds:g}")
