@@ -34,7 +34,7 @@ _TURN_S = 30.0  # for those before us to be done
 _CHUNK = 1 << 16
 _GRACE_S = 2.0  # beyond a burst, for what is still on its way
 _RAMP = 0.3  # of a burst, in which a connection still finds its rate
-_LEAST_CALLS = 10  # as long as so many calls take, for its rate doubles with each round trip
+_LEAST_CALLS = 20  # as long as so many calls take, for its rate doubles with each round trip
 
 
 @dataclass(frozen=True)
