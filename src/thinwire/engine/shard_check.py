@@ -144,6 +144,9 @@ class _Moments:
     def __init__(self, *arguments: Any):
         self._arguments = arguments
 
+    def take_state(self, other: "_Moments") -> None:
+        """Its twin's is the same."""
+
     def state_tensors(self) -> dict[str, Tensor]:
         return state_like(*self._arguments)
 

@@ -154,6 +154,13 @@ class PipelineConfig:
         auto=OPEN,
         scope="keeping",  # it changes no bit: gradients are summed in one order
     )
+    delay: int = option(
+        0,
+        "steps by which updates are delayed; 1 = a step is computed without the update of the step "
+        "before, so that microbatches of the next step are on their way while it ends",
+        least=0,
+        most=1,
+    )
     recompute: bool = option(
         False, "recompute activations in the backward pass instead of storing them"
     )

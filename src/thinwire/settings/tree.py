@@ -386,5 +386,27 @@ def _check(settings: Settings) -> None:
             f"pipeline.microbatches = {pipeline.microbatches} equal parts"
         )
     settings.schedule()
+    if pipeline.delay:
+        _check_delay(settings)
     settings.codec.check(pipeline.stages - 1)
     settings.lora.check(settings.boundary)
+
+
+def _check_delay(settings: Settings) -> None:
+    """Refuse what delayed updates cannot be made with: what changes at once on all stages."""
+    boundary, unfit = settings.boundary, ""
+    if settings.pipeline.schedule != "1f1b":
+        unfit = 'needs pipeline.schedule = "1f1b": gpipe ends a step before it begins the next'
+    elif boundary.shares_embedding:
+        unfit = (
+            'cannot work with boundary.anchor = "embedding", whose rows all stages change at the '
+            'end of a step: use boundary.mode = "projected", such as in the recipes thin32 to '
+            "thin200, or another anchor"
+        )
+    elif boundary.basis_update_every:
+        unfit = (
+            "cannot work with a basis that moves, for two versions of weights would need two: set "
+            "boundary.basis_update_every = 0"
+        )
+    if unfit:
+        raise ConfigError(f"pipeline.delay = {settings.pipeline.delay} {unfit}; or leave it at 0")
