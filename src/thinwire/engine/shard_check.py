@@ -124,6 +124,7 @@ def shard_like(
     builder = StageBuilder(settings, torch.device("meta"))
     built = builder.build(stage)
     update = StageUpdate.build(builder, built, stage, _Moments)  # type: ignore[arg-type]
+    update.latest.version = versions.weight_version
     needed = StageState(settings, built, update, ()).shard()
     if versions.weight_version == 0:
         needed = {name: t for name, t in needed.items() if not name.startswith(OPTIMIZER)}

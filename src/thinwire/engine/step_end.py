@@ -188,17 +188,36 @@ class StageUpdate:
         """Of this one and its twin: that with all updates."""
         return self if self.twin is None or self._is_latest else self.twin
 
-    @torch.no_grad()
     def follow_twin(self) -> None:
         """Take over weights, moments and version of the twin, if there is one."""
+        if self.twin is not None:
+            self._take_weights(self.twin)
+            self.optimizer.take_state(self.twin.optimizer)
+            self._is_latest, self.twin._is_latest = True, False
+
+    @torch.no_grad()
+    def _take_weights(self, other: "StageUpdate") -> None:
+        for own, others in zip(self.stage.parameters(), other.stage.parameters(), strict=True):
+            if own is not others:  # as frozen ones are
+                own.copy_(others)
+        self.version = other.version
+
+    def before(self) -> dict[str, Tensor]:
+        """Weights without the last update, of the twin, where they are not the same."""
+        if self.twin is None or self.twin.version == self.version:
+            return {}
+        return dict(self.twin.stage.trained_parameters())
+
+    @torch.no_grad()
+    def restore_twin(self, before: Mapping[str, Tensor]) -> None:
+        """Be the latest of the two: the twin gets what `before` gave, or else the same weights."""
         if self.twin is None:
             return
-        for own, others in zip(self.stage.parameters(), self.twin.stage.parameters(), strict=True):
-            if own is not others:
-                own.copy_(others)
-        self.optimizer.take_state(self.twin.optimizer)
-        self.version = self.twin.version
         self._is_latest, self.twin._is_latest = True, False
+        self.twin._take_weights(self)
+        self.twin.version -= bool(before)
+        for name, weights in before.items():
+            self.twin.stage.trained_parameters()[name].copy_(weights)
 
     def begin(self, step: int) -> None:
         """Before the first forward: note what a refused step must leave as it was."""

@@ -249,7 +249,7 @@ class Settings:
     def schedule(self) -> Schedule:
         """The training schedule, validated by simulation."""
         p = self.pipeline
-        return build(p.schedule, p.stages, p.microbatches, p.window)
+        return build(p.schedule, p.stages, p.microbatches, p.window, p.delay)
 
     def split(self) -> list[range]:
         """The blocks of each stage."""
