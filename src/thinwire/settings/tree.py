@@ -386,27 +386,31 @@ def _check(settings: Settings) -> None:
             f"pipeline.microbatches = {pipeline.microbatches} equal parts"
         )
     settings.schedule()
-    if pipeline.delay:
-        _check_delay(settings)
+    if pipeline.delay and (reason := _against_delay(settings)):
+        raise ConfigError(f"pipeline.delay = {pipeline.delay} {reason}; or leave it at 0")
     settings.codec.check(pipeline.stages - 1)
     settings.lora.check(settings.boundary)
 
 
-def _check_delay(settings: Settings) -> None:
-    """Refuse what delayed updates cannot be made with: what changes at once on all stages."""
-    boundary, unfit = settings.boundary, ""
+def can_delay(settings: Settings) -> bool:
+    """Whether `pipeline.delay = 1` can work with these settings."""
+    return not _against_delay(settings)
+
+
+def _against_delay(settings: Settings) -> str:
+    """What updates cannot be delayed with, and what to do: what all stages change at once."""
+    boundary = settings.boundary
     if settings.pipeline.schedule != "1f1b":
-        unfit = 'needs pipeline.schedule = "1f1b": gpipe ends a step before it begins the next'
-    elif boundary.shares_embedding:
-        unfit = (
+        return 'needs pipeline.schedule = "1f1b": gpipe ends a step before it begins the next'
+    if boundary.shares_embedding:
+        return (
             'cannot work with boundary.anchor = "embedding", whose rows all stages change at the '
-            'end of a step: use boundary.mode = "projected", such as in the recipes thin32 to '
-            "thin200, or another anchor"
+            'end of a step: use boundary.mode = "projected", as the recipes thin32 to thin200 do, '
+            "or another anchor"
         )
-    elif boundary.basis_update_every:
-        unfit = (
-            "cannot work with a basis that moves, for two versions of weights would need two: set "
-            "boundary.basis_update_every = 0"
+    if boundary.basis_update_every:
+        return (
+            "cannot work with a basis that moves, for each of two versions of the weights would "
+            "need its own: set boundary.basis_update_every = 0"
         )
-    if unfit:
-        raise ConfigError(f"pipeline.delay = {settings.pipeline.delay} {unfit}; or leave it at 0")
+    return ""
