@@ -15,6 +15,8 @@ from test_resume import commit_all
 from thinwire.data import Corpus
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
+from thinwire.engine.shard_check import shard_like
+from thinwire.engine.state import BEFORE, names_for_stage
 from thinwire.errors import ConfigError, WireError
 from thinwire.settings import Settings
 
@@ -218,6 +220,54 @@ def test_a_stage_with_other_weights_is_found_by_their_version(
         WireError, match=r"made with weight version \d .* this stage is at weight version \d"
     ):
         run_in_threads(delayed(train__steps=4, train__eval_every=0), prepare_worker=prepare)
+
+
+def test_a_run_goes_on_with_and_without_delay(
+    delayed: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    """From the latest weights: the next step without delay is computed with them, and so is the one
+    after it with delay, for which there is no other version.
+    """
+    changes = {"train__steps": 6, "train__checkpoint_every": 3, "train__eval_every": 3}
+    for delay in (0, 1):
+        settings = delayed(pipeline__delay=delay, **changes)
+        folder = tmp_path / f"from-{delay}"
+        whole = run_in_threads(settings, folder=folder)
+        middle = commit_all(whole, settings, folder, corpus)[3]
+        other = delayed(pipeline__delay=1 - delay, **changes)
+        resumed = run_in_threads(other, resume=middle, folder=tmp_path / f"to-{1 - delay}")
+        assert resumed.valid_losses()[0] == whole.valid_losses()[1], "the same weights"
+        assert (resumed.losses()[0] == whole.losses()[3]) == (delay == 0)
+        assert resumed.losses()[1] != whole.losses()[4]
+
+
+def test_frozen_weights_are_held_once(
+    delayed: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = delayed(lora__rank=2, train__steps=5, train__eval_every=0)
+    chain, losses = chain_of(settings, corpus)
+    for update in chain.updates:
+        one, other = update.stage.global_parameters(), update.twin.stage.global_parameters()
+        assert {name for name in one if one[name] is other[name]} == {
+            name for name, parameter in one.items() if not parameter.requires_grad
+        }
+    outcome = run_in_threads(settings)
+    assert outcome.losses() == losses
+    assert furthest(outcome.weights(), weights_of(chain)) == 0
+
+
+def test_a_shard_has_the_weights_before_the_last_update(
+    delayed: Callable, run_in_threads: Callable
+) -> None:
+    settings = delayed(train__checkpoint_every=2, boundary__mode="projected", boundary__rank=6)
+    outcome = run_in_threads(settings)
+    for stage, worker in enumerate(outcome.workers):
+        part = outcome.shards()[4][stage]
+        needed, _ = shard_like(settings, stage, part.versions)
+        assert {*part.shard.tensors} == {*needed}
+        before = {name for name in needed if name.startswith(BEFORE)}
+        assert before == {BEFORE + name for name in worker.stage.trained_parameters()}
+        assert before <= names_for_stage(settings, stage, needed)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,8 @@ class StageState:
 
     def _before(self, source: Source) -> dict[str, Tensor]:
         """Weights without the last update; none where they are the same, or had no delay."""
-        if not any(name.startswith(BEFORE) for name in source.names()):
+        is_there = any(name.startswith(BEFORE) for name in source.names())
+        if self._update.twin is None or not is_there:
             return {}
         found = source.tensors(BEFORE + name for name in self._stage.trained_parameters())
         return {name.removeprefix(BEFORE): tensor for name, tensor in found.items()}
