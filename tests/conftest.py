@@ -93,7 +93,7 @@ class Outcome:
         return {
             name: parameter.detach().clone()
             for worker in self.workers
-            for name, parameter in worker.stage.global_parameters().items()
+            for name, parameter in worker.update.latest.stage.global_parameters().items()
         }
 
     def shards(self) -> dict[int, list[ShardWritten]]:

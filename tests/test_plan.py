@@ -343,6 +343,26 @@ def test_frozen_weights_have_neither_gradient_nor_state(
     assert "trained:" not in plan_text(full)
 
 
+def test_a_plan_says_what_delayed_updates_bring(make_settings: MakeSettings) -> None:
+    link = {"link__emulate": True, "link__latency_ms": 10.0, "pipeline__window": 8}
+    link |= {"pipeline__stages": 4, "pipeline__microbatches": 8}
+    drained = make_plan(make_settings(**link), RATE)
+    delayed = make_plan(make_settings(**link, pipeline__delay=1), RATE)
+    now, then = (plan.simulation.step_seconds for plan in (delayed, drained))
+    assert now * 1.1 < then
+    assert (delayed.other_delay_seconds, drained.other_delay_seconds) == (then, now)
+    assert f"with pipeline.delay = 1 a step would take {now:.3f} s" in plan_text(drained)
+    assert f"(pipeline.delay = 0) a step would take {then:.3f} s" in plan_text(delayed)
+    assert plan_to_plain(delayed)["other_delay_step_seconds"] == then
+    assert max(delayed.memory_bytes) > max(drained.memory_bytes)
+    for changes in (
+        {"pipeline__schedule": "gpipe", "pipeline__window": 0},
+        {"pipeline__stages": 1},
+    ):
+        plan = make_plan(make_settings(**{**link, **changes}), RATE)
+        assert plan.other_delay_seconds is None and "pipeline.delay" not in plan_text(plan)
+
+
 def test_frozen_matrices_have_no_gradient_to_compute(make_settings: MakeSettings) -> None:
     """By torch's own counter; attention apart, whose kernels torch counts unevenly."""
     settings = make_settings(lora__rank=2)
@@ -375,6 +395,9 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSe
     assert memory(0, optim__name="muon") == 3 * weight_bytes
     rounded = memory(0, run__precision="bf16", codec__forward="bf16", codec__backward="bf16")
     assert rounded == parameters * (4 * 4 + 2), "float32, and one copy of the weights in bfloat16"
+    assert memory(0, pipeline__delay=1) == 6 * weight_bytes, "weights and gradients twice"
+    lossy = {"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"}
+    assert memory(0, pipeline__delay=1, **lossy) == parameters * (6 * 4 + 2 * 2)
     one = memory(1) - memory(0)
     assert one > 0 and memory(3) - memory(0) == 3 * one
     kept = settings.microbatch_size * settings.model.context * settings.model.dim * 8

@@ -1,5 +1,7 @@
 """What a pipeline is compared with: a training loop as anybody would write it."""
 
+import copy
+
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -11,8 +13,14 @@ from thinwire.settings import Settings
 TOLERANCE = 1e-10
 
 
-def plain_loop(settings: Settings, corpus: Corpus) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """An ordinary training loop: whole model, whole batches, torch's own optimizer and clipping."""
+def plain_loop(
+    settings: Settings, corpus: Corpus, delay: bool = False, refused: int = -1
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """An ordinary training loop: whole model, whole batches, torch's own optimizer and clipping.
+
+    With `delay` gradients are those of the weights before the last update. The update of the step
+    `refused` is left out.
+    """
     torch.set_num_threads(1)
     model = Stage(architecture(settings.model).layers())
     model.initialise(settings.model, settings.run.seed)
@@ -25,6 +33,7 @@ def plain_loop(settings: Settings, corpus: Corpus) -> tuple[list[float], dict[st
     )
     train = settings.train
     microbatches, seed = settings.pipeline.microbatches, settings.run.seed
+    before = copy.deepcopy(model)
     order = Order(
         corpus.train, settings.model.context, train.batch, microbatches, seed, corpus.train_learned
     )
@@ -33,11 +42,18 @@ def plain_loop(settings: Settings, corpus: Corpus) -> tuple[list[float], dict[st
         parts = [order.microbatch(step, m) for m in range(settings.pipeline.microbatches)]
         inputs = torch.from_numpy(np.concatenate([b.inputs_BT for b in parts]))
         targets = torch.from_numpy(np.concatenate([b.targets_BT for b in parts]))
-        logits, flat = model(inputs).flatten(0, 1), targets.flatten()
+        computed = before if delay else model
+        logits, flat = computed(inputs).flatten(0, 1), targets.flatten()
         total = F.cross_entropy(logits, flat, ignore_index=-100, reduction="sum")
         loss = total / int((flat != -100).sum())
-        optimizer.zero_grad()
+        computed.zero_grad()
         loss.backward()
+        losses.append(loss.item())
+        for weight, used in zip(model.parameters(), computed.parameters(), strict=True):
+            weight.grad = used.grad
+        before.load_state_dict(model.state_dict())
+        if step == refused:
+            continue
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optim.clip)
         warmup, lr = settings.optim.warmup, settings.optim.lr
         progress = (step - warmup) / (train.steps - warmup)
@@ -47,5 +63,4 @@ def plain_loop(settings: Settings, corpus: Corpus) -> tuple[list[float], dict[st
         for group in optimizer.param_groups:
             group["lr"] = lr * scale
         optimizer.step()
-        losses.append(loss.item())
     return losses, model.global_parameters()

@@ -16,12 +16,22 @@ from thinwire.settings import Settings
 
 CPU = torch.device("cpu")
 EXACT = {"run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32"}
+DELAYED = ["projected-own-tables"]
 CASES: dict[str, dict[str, Any]] = {
     "dense": EXACT,
     "lossy": {**EXACT, "codec__forward": "int8", "codec__backward": "int4"},
     "remembering": {**EXACT, "codec__forward": "topk(0.2)+ef21"},
     "bf16": {"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"},
     "muon": {**EXACT, "optim__name": "muon"},
+    "delayed": {**EXACT, "pipeline__delay": 1, "pipeline__microbatches": 4},
+    "delayed-muon": {**EXACT, "pipeline__delay": 1, "optim__name": "muon"},
+    "delayed-lossy": {
+        "pipeline__delay": 1,
+        "run__precision": "bf16",
+        "codec__forward": "topk(0.2)+ef21",
+        "codec__backward": "int4",
+    },
+    **{f"delayed-{mode}": {**EXACT, "pipeline__delay": 1, **MODES[mode]} for mode in DELAYED},
     **{mode: {**EXACT, **MODES[mode]} for mode in MODES if "moving" in mode or "own" in mode},
 }
 
@@ -33,7 +43,8 @@ def trained(settings: Settings, feed: Feed, refused: set[int] | None = None) -> 
         worker = SimpleNamespace(index=index, settings=settings, stage=stage)
         poison(1, refused or set())(worker)
     losses = [chain.train_step(step) for step in range(settings.train.steps)]
-    return losses, *state(chain.stages, chain.updates), chain.evaluate()
+    latest = [update.latest for update in chain.updates]
+    return losses, *state(chain.stages, latest), chain.evaluate()
 
 
 def state(stages: list, updates: list) -> tuple[dict, dict]:
@@ -47,8 +58,8 @@ def state(stages: list, updates: list) -> tuple[dict, dict]:
 def assert_same(outcome: Any, chain: tuple) -> None:
     losses, weights, moments, valid = chain
     assert outcome.losses() == losses
-    stages = [worker.stage for worker in outcome.workers]
-    theirs = state(stages, [worker.update for worker in outcome.workers])
+    updates = [worker.update.latest for worker in outcome.workers]
+    theirs = state([update.stage for update in updates], updates)
     for ours, others in zip((weights, moments), theirs, strict=True):
         assert ours.keys() == others.keys()
         for name, tensor in ours.items():

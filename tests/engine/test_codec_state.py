@@ -169,15 +169,15 @@ def disturb(stage: int, leg: Leg, at_step: int) -> Callable[[Any], None]:
     def prepare(worker: Any) -> None:
         if worker.index != stage:
             return
-        begin = worker._train_step
+        begin = worker.update.begin
 
-        def step(runner: Any, step: int, report: Any) -> Any:
+        def disturbed(step: int) -> None:
             if step == at_step:
                 end = worker.above if stage == 0 else worker.below
                 end.codecs[leg].last = end.codecs[leg].last + 1e-3
-            return begin(runner, step, report)
+            begin(step)
 
-        worker._train_step = step
+        worker.update.begin = disturbed
 
     return prepare
 

@@ -661,7 +661,7 @@ FAULTS += ["vanish", "delay", "slow", "away", "full disk"] * 2 + ["crash", "host
 
 @cache
 def schedule_of(plan: Plan) -> Schedule:
-    return build(plan.schedule, plan.stages, plan.microbatches)
+    return build(plan.schedule, plan.stages, plan.microbatches, delay=plan.delay)
 
 
 @cache
@@ -670,8 +670,11 @@ def reference(plan: Plan) -> Outcome:
     return World(plan, 0).run()
 
 
-def drawn(seed: int) -> tuple[Plan, dict[str, Any]]:
-    """The run of a seed, its faults, and all else that a world takes."""
+def drawn(seed: int, delay: int = 0) -> tuple[Plan, dict[str, Any]]:
+    """The run of a seed, its faults, and all else that a world takes.
+
+    With delayed updates it is longer and pauses less often, so that steps overlap.
+    """
     chance = random.Random(seed)
     stages, schedule = chance.choice([2, 2, 3, 3, 3, 4]), chance.choice(["1f1b", "gpipe"])
     processes = chance.choice([stages, stages, max(2, stages - 1)])
@@ -679,6 +682,9 @@ def drawn(seed: int) -> tuple[Plan, dict[str, Any]]:
     hosted = chance.random() < 0.6
     steps = chance.choice([5, 5, 8]) if hosted else 5
     plan = Plan(stages, processes, microbatches, steps, save_every, 2, schedule, hosted)
+    if delay:
+        count = stages + chance.randrange(3)
+        plan = Plan(stages, processes, count, steps + 4, save_every + 2, 4, "1f1b", hosted, 1)
     faults, time, whole = list[Fault](), 0.0, reference(plan).seconds
     for _ in range(chance.choice([1, 2, 2, 3, 4, 6])):
         if faults and chance.random() < 0.6:  # soon after the one before
@@ -698,9 +704,9 @@ def drawn(seed: int) -> tuple[Plan, dict[str, Any]]:
     return plan, others
 
 
-def simulate(seed: int, tells: bool = False) -> tuple[Outcome, str]:
+def simulate(seed: int, tells: bool = False, delay: int = 0) -> tuple[Outcome, str]:
     """The run of a seed, and what was wrong with it or nothing; with its story, if asked."""
-    plan, others = drawn(seed)
+    plan, others = drawn(seed, delay)
     world, wrong = World(plan, seed, tells=tells, **others), ""
     try:
         world.run()
@@ -714,9 +720,9 @@ def simulate(seed: int, tells: bool = False) -> tuple[Outcome, str]:
     return world.outcome, wrong
 
 
-def failing(seeds: range) -> dict[int, str]:
+def failing(seeds: range, delay: int = 0) -> dict[int, str]:
     """The seeds among these whose runs go wrong, with the reason."""
-    return {seed: wrong for seed in seeds if (wrong := simulate(seed)[1])}
+    return {seed: wrong for seed in seeds if (wrong := simulate(seed, delay=delay)[1])}
 
 
 def goodput(steps: int = 500, deaths: float = 0.01) -> None:

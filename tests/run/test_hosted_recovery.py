@@ -30,8 +30,8 @@ class Hosted:
     """A host with members that hold one stage each; and what is to be true at the end."""
 
     def __init__(self, machines: Machines, *names: str, **changes: object):
-        self.machines = machines
-        machines.config(**{**RUN, **changes})
+        self.machines, self.changes = machines, {**RUN, **changes}
+        machines.config(**self.changes)
         self.host = machines.host()
         self.peers: dict[str, Machine] = {}
         for name in names:
@@ -72,7 +72,7 @@ class Hosted:
         assert [row["step"] for row in rows if row["kind"] == "step"] == [*range(1, steps + 1)]
         assert re.findall(r"epoch (\d+)", host.text()) == ["1"], "the run was not formed again"
         alone = self.machines.folder / "alone"
-        trained(self.machines.settings(**RUN), corpus, alone, steps)
+        trained(self.machines.settings(**self.changes), corpus, alone, steps)
         assert_same_weights(run, alone, steps)
 
 

@@ -167,6 +167,13 @@ KILLS = [
         id="codecs that remember, a basis that moves",
     ),
     pytest.param(
+        {3: [1, 2], 7: [0]},
+        {"pipeline__delay": 1, "boundary__mode": "projected", "boundary__rank": 6,
+         "boundary__anchor": "per-stage", "codec__forward": "int8+aqsgd",
+         "codec__backward": "int4+ef", "train__batch": 160},
+        id="delayed updates",
+    ),
+    pytest.param(
         {5: [1]},
         {**SUBSPACE, "boundary__anchor": "embedding", "boundary__row_tokens": 20,
          "boundary__row_steps": 5, "codec__rows": "fp64", "pipeline__stages": 3},
@@ -216,8 +223,9 @@ def test_a_stage_that_is_frozen_is_replaced(disturbed: Callable) -> None:
     assert re.search(r"stage 1 is back after \d+\.\d s", said)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
 def test_a_run_that_stops_while_its_first_stage_dies_ends_where_all_agreed(
-    disturbed: Callable,
+    delay: int, disturbed: Callable
 ) -> None:
     """Whoever takes its place ends the run after the same step, if any stage has heard of that."""
-    disturbed({4: [0]}, stops_with_the_last=True, pipeline__stages=2)
+    disturbed({4: [0]}, stops_with_the_last=True, pipeline__stages=2, pipeline__delay=delay)

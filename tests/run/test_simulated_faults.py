@@ -9,7 +9,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from simulated import Fault, Leader, Plan, Speeds, World, failing, simulate
+from simulated import (
+    Fault,
+    Leader,
+    Plan,
+    Speeds,
+    World,
+    WrongError,
+    failing,
+    reference,
+    simulate,
+)
 from toy_stages import LinkEnd, Stage
 
 from thinwire.run.coordinator import Coordinator, Phase
@@ -22,6 +32,40 @@ SEEDS = 1000
 
 def test_a_thousand_seeds() -> None:
     assert failing(range(SEEDS)) == {}
+
+
+def test_seeds_with_delayed_updates() -> None:
+    assert failing(range(SEEDS // 4), delay=1) == {}
+
+
+def _wrong_stops(delay: int) -> int:
+    """Runs that go wrong of those that are asked to stop, and then lose the first stage."""
+    plan, wrong = Plan(2, 2, 3, 12, 20, 20, "1f1b", False, delay), 0
+    for later in range(0, 400, 8):
+        faults = [Fault(0.9, "stop", 0), Fault(0.9 + later / 1000, "kill", 0)]
+        try:
+            World(plan, 0, faults, expected=reference(plan)).run()
+        except WrongError:
+            wrong += 1
+    return wrong
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_stop_is_the_same_whenever_the_first_stage_is_lost(delay: int) -> None:
+    assert _wrong_stops(delay) == 0
+
+
+def test_a_stop_that_is_noted_with_the_step_after_it_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The failing side: with delayed updates the last decision is not the one to stop."""
+
+    def decide(self: LinkState, number: int, stops: bool) -> None:
+        if number >= self.decided:
+            self.decided, self.stops = number, stops
+
+    monkeypatch.setattr(LinkState, "decide", decide)
+    assert _wrong_stops(0) == 0 and _wrong_stops(1) > 0
 
 
 def test_a_seed_is_replayed_exactly(capsys: pytest.CaptureFixture[str]) -> None:

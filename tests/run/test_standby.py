@@ -4,6 +4,7 @@ machine that stands by for another.
 
 import re
 
+import pytest
 from leading import Lead, ready, step
 from test_hosted_recovery import Hosted
 from test_replacement import FOUR, report, texts, training
@@ -145,11 +146,13 @@ def test_one_beside_a_stage_that_begins_at_the_checkpoint_begins_there_too() -> 
     assert {1, 2} == {c.stages[0] for c in commands if isinstance(c, Replace)}
 
 
+@pytest.mark.parametrize("delay", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(
+    delay: int,
     machines: Machines,  # noqa: F811
     corpus: Corpus,
 ) -> None:
-    hosted = Hosted(machines, "ana", "ben", "cleo", "dan")
+    hosted = Hosted(machines, "ana", "ben", "cleo", "dan", pipeline__delay=delay)
     host, (spare,) = hosted.host, {*hosted.peers} - {*hosted.seats}
     host.wait_for(r"stage \d has a stand-by, which follows it")
     found = re.search(r"stage (\d) has a stand-by", host.text())

@@ -33,7 +33,7 @@ from thinwire.errors import BreachError, WireError
 from thinwire.run import events as ev
 from thinwire.run import protocol as pr
 from thinwire.run.watch import pulse_seconds
-from thinwire.schedule import Kind
+from thinwire.schedule import Action, Kind
 from thinwire.wire import Frame, FrameKind, FrameLog, LinkState, Position, decode, encode
 
 PATIENCE, OUTAGE = 10.0, 20.0  # seconds, as of settings
@@ -66,6 +66,7 @@ class Plan:
     score_every: int
     schedule: str
     hosted: bool  # by machines: none can be killed from here, and parts of checkpoints travel
+    delay: int = 0
 
     log_mb: ClassVar = 0
 
@@ -82,6 +83,9 @@ class Plan:
 
     def is_evaluation_step(self, done: int) -> bool:
         return done % self.score_every == 0
+
+    def is_pause(self, done: int) -> bool:
+        return self.is_checkpoint_step(done) or self.is_evaluation_step(done)
 
     def split(self) -> list[range]:
         return [range(stage, stage + 1) for stage in range(self.stages)]
@@ -109,15 +113,34 @@ class Speeds:
 
 @dataclass
 class State:
-    """All that a stage saves: its weights, and what its codecs remember, by cut and leg."""
+    """All that a stage saves: its weights, those without the last update (each with a version), and
+    what its codecs remember, by cut and leg.
+    """
 
     step: int = 0
     version: int = 0
     weights: int = 1
+    before: tuple[int, int] | None = None
     memory: dict[tuple[int, Leg], int] = field(default_factory=dict)
 
     def copy(self) -> "State":
-        return State(self.step, self.version, self.weights, dict(self.memory))
+        return State(self.step, self.version, self.weights, self.before, dict(self.memory))
+
+    def of_step(self, step: int, delay: int) -> tuple[int, int]:
+        """Version and weights that a step is computed with, as it begins."""
+        latest = self.version, self.weights
+        return self.before or latest if delay and step == self.step else latest
+
+
+@dataclass
+class ToyStep:
+    """A step under way."""
+
+    version: int
+    weights: int
+    inputs: dict[int, int] = field(default_factory=dict)
+    gradient: int = 0
+    loss: int = 0
 
 
 @dataclass(frozen=True)
@@ -426,7 +449,9 @@ class Stage:
         self._unsaid: deque[Any] = deque()
         self.below: Port | None = None
         self.above: Port | None = None
-        self.saved = self.decided = self._misses = self._begun = 0
+        self.saved = self.decided = self._misses = self._begun = self._pause = 0
+        self._is_stopping = False
+        self._decided: dict[int, Verdict] = {}
         self.is_finished = self.stops = self._stop_asked = self._may_leave = self._obeys = (
             self._is_down
         ) = False
@@ -648,7 +673,7 @@ class Stage:
         if neighbour not in self.ends:
             return None
         end, step = self.ends[neighbour], self.state.step
-        due = Due.from_above(self.index, step)
+        due = Due.from_above(self.index, step, delay=self.plan.delay)
         if neighbour < self.index:
             due = Due.from_below(self.index, step, VALIDATION, schedule=self.world.schedule)
         toy: Any = ToyEnd(self.state, end.cut, self.plan.microbatches)
@@ -669,54 +694,82 @@ class Stage:
                     yield from self.save(done)
                 if stop:
                     break
-            for port in (self.below, self.above):
-                if port is not None:
-                    port.open_step(done)
-            self.pump()
-            verdict = yield from self.train_step(done)
-            self.mailbox.close_step(done)
-            for port in filter(None, (self.below, self.above)):
-                port.close_step(done)
-            done = self.state.step = done + 1
-            self._audit(done)
+            verdict = yield from self.train_until_pause(done)
+            done = self.state.step
             stop, unsaved = verdict.stop, verdict.commit and not verdict.checkpoint
             if verdict.checkpoint:
                 yield from self.save(done)
         if not stop:
             yield from self.validate(done)
 
-    def train_step(self, step: int) -> Life:
-        versions, inputs, gradient, loss = Versions(self.state.version, 0), dict[int, int](), 0, 0
-        for action in self.world.schedule.rows[self.index]:
-            number, is_forward = action.microbatch, action.kind is Kind.F
-            if action.kind is Kind.U:
+    def train_until_pause(self, first: int) -> Life:
+        plan, schedule = self.plan, self.world.schedule
+        self._pause = first + 1
+        while plan.delay and self._pause < plan.steps and not plan.is_pause(self._pause):
+            self._pause += 1
+        last = self._pause - 1
+        running: dict[int, ToyStep] = {}
+        for step, action in schedule.stream(self.index, first, self._pause):
+            if step > last:
                 continue
-            kind = FrameKind.FORWARD if is_forward else FrameKind.BACKWARD
-            source, to = (self.below, self.above) if is_forward else (self.above, self.below)
-            given = mix(step, number)
-            if source is not None:
-                yield from self._await(kind, step, number)
-                given = cast(Any, source.take_tensor(kind, step, number, versions)).value
-            yield from self.work(f"computes {action} of step {step}", self.seconds)
-            if is_forward:
-                made = inputs[number] = mix(self.state.weights, given, step, number)
-                loss = mix(loss, made)
-            else:
-                made = mix(self.state.weights, inputs.pop(number), given)
-                gradient = mix(gradient, made)
-            if to is not None:
-                to.send_tensor(kind, cast(Any, Toy(made)), step, number, versions)
-            self.pump()
-        verdict = yield from self._agree(step, gradient)
-        if verdict.commit:
-            self.state.version += 1
-            self.state.weights = mix(self.state.weights, gradient, int(verdict.grad_norm * 64))
-        self.say(self._report(step, verdict, loss))
+            if action.kind is Kind.U:
+                verdict = yield from self._conclude(step, running.pop(step))
+                if verdict.stop:
+                    last = min(last, step + plan.delay)
+                if step == last:
+                    break
+                continue
+            if action.kind is Kind.F and action.microbatch == 0:
+                for port in (self.below, self.above):
+                    if port is not None:
+                        port.open_step(step)
+                self.pump()
+                running[step] = ToyStep(*self.state.of_step(step, plan.delay))
+            yield from self._compute(step, action, running[step])
+            if action.kind is Kind.B and action.microbatch == schedule.microbatches - 1:
+                yield from self._gather(step, running[step].gradient)
         return verdict
 
-    def _agree(self, step: int, gradient: int) -> Life:
+    def _compute(self, step: int, action: Action, now: ToyStep) -> Life:
+        versions, inputs = Versions(now.version, 0), now.inputs
+        number, is_forward = action.microbatch, action.kind is Kind.F
+        kind = FrameKind.FORWARD if is_forward else FrameKind.BACKWARD
+        source, to = (self.below, self.above) if is_forward else (self.above, self.below)
+        given = mix(step, number)
+        if source is not None:
+            yield from self._await(kind, step, number)
+            given = cast(Any, source.take_tensor(kind, step, number, versions)).value
+        yield from self.work(f"computes {action} of step {step}", self.seconds)
+        if is_forward:
+            made = inputs[number] = mix(now.weights, given, step, number)
+            now.loss = mix(now.loss, made)
+        else:
+            made = mix(now.weights, inputs.pop(number), given)
+            now.gradient = mix(now.gradient, made)
+        if to is not None:
+            to.send_tensor(kind, cast(Any, Toy(made)), step, number, versions)
+        self.pump()
+
+    def _conclude(self, step: int, now: ToyStep) -> Life:
+        verdict = self._decided.pop(step, None)
+        if verdict is None:
+            verdict = yield from self._pass_up(FrameKind.VERDICT, step, None)
+        state = self.state
+        state.before = state.version, state.weights
+        if verdict.commit:
+            state.version += 1
+            state.weights = mix(state.weights, now.gradient, int(verdict.grad_norm * 64))
+        self.say(self._report(step, verdict, now.loss))
+        self.mailbox.close_step(step)
+        for port in filter(None, (self.below, self.above)):
+            port.close_step(step)
+        state.step = step + 1
+        self._audit(step + 1)
+        return verdict
+
+    def _gather(self, step: int, gradient: int) -> Life:
         tally = [float("inf") if gradient % 23 == 0 else gradient % 1000 + 1.0]
-        parts, decided = pack_tally(tally), None
+        parts = pack_tally(tally)
         if self.above is not None:
             yield from self._await(FrameKind.TALLY, step)
             parts += (message := self.above.take_message(FrameKind.TALLY, step))
@@ -727,10 +780,14 @@ class Stage:
             norm = global_norm(tally)
             commit = norm < float("inf")
             self._misses = 0 if commit else self._misses + 1
-            stop = self._misses >= MISSES or self._stops_at(FrameKind.VERDICT, step)
-            saves = self.plan.is_checkpoint_step(step + 1) or stop
-            decided = Verdict(norm, commit, saves and commit, stop)
-        return (yield from self._pass_up(FrameKind.VERDICT, step, decided))
+            self._is_stopping |= self._misses >= MISSES
+            self._is_stopping |= self._stops_at(FrameKind.VERDICT, step)
+            if self._is_stopping:
+                self._pause = min(self._pause, step + 1 + self.plan.delay)
+            saves = self.plan.is_checkpoint_step(step + 1) or self._is_stopping
+            saves = saves and commit and step + 1 == self._pause
+            decided = Verdict(norm, commit, saves, self._is_stopping)
+            self._decided[step] = yield from self._pass_up(FrameKind.VERDICT, step, decided)
 
     def _pass_up(self, kind: FrameKind, step: int, decided: Verdict | None) -> Life:
         content = b"" if decided is None else decided.to_bytes()

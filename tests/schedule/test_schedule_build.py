@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 
 import pytest
 from written import written
@@ -228,3 +229,34 @@ def test_a_forward_only_schedule_has_only_forwards():
     validate(written(f"{header}\n0F0 0F1"))
     assert "0U is in the row" in refusal("0F0 0F1 0U", header=header)
     assert "0F1 is in the row of stage 0 0 times" in refusal("0F0", header=header)
+
+
+def test_with_delay_steps_follow_on_each_other_and_updates_come_two_steps_later():
+    schedule = build("1f1b", 2, 3, 2, delay=1)
+    rows = [
+        " ".join(f"{step}{action.label}" for step, action in schedule.stream(stage, 5, 8))
+        for stage in range(2)
+    ]
+    assert rows == [
+        "5F0 5F1 5B0 5F2 5B1 6F0 5B2 6F1 6B0 6F2 6B1 5U 7F0 6B2 7F1 7B0 7F2 7B1 7B2 6U 7U",
+        "5F0 5B0 5F1 5B1 5F2 5B2 6F0 6B0 6F1 6B1 6F2 6B2 5U 7F0 7B0 7F1 7B1 7F2 7B2 6U 7U",
+    ]
+    drained = build("1f1b", 2, 3, 2)
+    assert [*drained.stream(0, 5, 7)] == [(s, a) for s in (5, 6) for a in drained.rows[0]]
+
+
+def test_a_stream_of_steps_has_every_action_once_and_holds_no_more_than_a_step_alone():
+    for stages, microbatches in ((1, 1), (1, 3), (3, 3), (3, 5)):
+        for window in range(1, microbatches + 1):
+            schedule = build("1f1b", stages, microbatches, window, delay=1)
+            for stage, most in enumerate(in_flight(schedule)):
+                stream = [*schedule.stream(stage, 0, 4)]
+                assert Counter(stream) == Counter(
+                    (s, a) for s in range(4) for a in schedule.rows[stage]
+                )
+                held, updated = 0, -1
+                for step, action in stream:
+                    held += {Kind.F: 1, Kind.B: -1, Kind.U: 0}[action.kind]
+                    assert held <= most
+                    updated = step if action.kind is Kind.U else updated
+                    assert action.kind is not Kind.F or updated == max(-1, step - 2)

@@ -253,6 +253,48 @@ def test_rows_of_a_shared_embedding_are_handed_on_frame_by_frame(frames: int) ->
     assert sent == {"<row gradients": 3 * frames, "rows": 3 * frames}
 
 
+# --- delayed updates ---
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (3, 7), (4, 8), (6, 12)])
+def test_with_delay_free_links_leave_no_bubble(stages, microbatches):
+    schedule = build("1f1b", stages, microbatches, delay=1)
+    step = simulate(schedule, costs(stages))
+    assert step.step_seconds == pytest.approx(microbatches * 3.0 + 0.5)
+    assert step.bubble_fraction == pytest.approx(0.0)
+    assert step.bound == "compute of stage 0"
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "window", "delay", "expected"),
+    [
+        # Way up and back: four actions of a second, two of ten seconds. In flight are all that a
+        # step has, so each begins when the one a step before is back; or, without delay, when the
+        # last one is: two seconds later for each, since the upper stage does them in turn.
+        (2, 2, 1, 24.0),
+        (2, 2, 0, 26.0),
+        (4, 4, 1, 24.0),
+        (4, 4, 0, 30.0),
+        (4, 2, 1, 48.0),  # half of them in flight: twice there and back
+        (40, 40, 1, 80.0),  # there is work for all of that time
+    ],
+)
+def test_a_step_with_delay_is_the_way_there_and_back(microbatches, window, delay, expected):
+    schedule = build("1f1b", 2, microbatches, window, delay)
+    step = simulate(schedule, costs(2, 1.0, 1.0, 0.0), Network(latency_s=10.0))
+    assert step.step_seconds == pytest.approx(expected)
+    assert sum(step.chain.values()) == pytest.approx(expected)
+
+
+def test_the_verdict_hides_behind_the_next_step():
+    """An update waits for a verdict that comes over all cuts, but has a whole step for that."""
+    stages, network = 4, Network(latency_s=1.0)
+    long = simulate(build("1f1b", stages, 16, 16, delay=1), costs(stages), network)
+    assert long.step_seconds == pytest.approx(16 * 3.0 + 0.5)
+    drained = simulate(build("1f1b", stages, 16, 16), costs(stages), network)
+    assert drained.step_seconds >= long.step_seconds + 2 * (stages - 1) * (1.0 + 1.0)
+
+
 seconds = st.sampled_from([0.0, 0.125, 0.5, 1.0, 3.0])
 sizes = st.sampled_from([0, 1000, 125_000, 500_000])
 rates = st.sampled_from([0.0, 0.5, 1.0, 8.0, 100.0])
@@ -290,6 +332,23 @@ def test_no_step_is_shorter_than_its_busiest_resource(pipeline, up, down, latenc
         for stage in range(schedule.stages):
             spans = [s for s in step.spans if (s.stage, s.lane) == (stage, lane)]
             assert all(a.end <= b.start + SLACK for a, b in pairwise(spans))
+
+
+@settings(max_examples=80)
+@given(pipelines(), rates, rates, latencies)
+def test_with_delay_no_step_is_longer_where_the_window_is_that_of_1f1b(pipeline, up, down, latency):
+    """A smaller window has stages wait for each other in a circle, and an update that is longer
+    than all else holds up what would be sent: then it may be.
+    """
+    schedule, costs = (
+        pipeline[0],
+        dataclasses.replace(pipeline[1], update=[0.0] * pipeline[0].stages),
+    )
+    count = schedule.microbatches, max(schedule.window, schedule.stages)
+    drained, delayed = (build("1f1b", schedule.stages, *count, delay) for delay in (0, 1))
+    network = Network(up, down, latency)
+    most = simulate(drained, costs, network).step_seconds
+    assert simulate(delayed, costs, network).step_seconds <= most * (1 + SLACK) + SLACK
 
 
 @settings(max_examples=40)

@@ -137,6 +137,11 @@ def _check_settings(settings: Settings, grid: Grid) -> None:
             'would have to cross between its ranks. Use "fixed" (with boundary.ratio = 12.5 it was '
             "measured), or train with thinwire train or join"
         )
+    if settings.pipeline.delay:
+        raise ConfigError(
+            "pipeline.delay = 1 does not work on a cluster: PyTorch's schedules end a step before "
+            "the next begins. Set it to 0, or train with thinwire train or join"
+        )
     if grid.schedule in ("zero-bubble", "zbv"):
         for key, is_on in (
             ("run.compile", settings.run.compile),

@@ -131,7 +131,8 @@ class Chain(Joined):
         """One update, as all stages together would make it; returns the loss."""
         assert self.feed is not None, "training needs a feed"
         for update in self.updates:
-            update.begin(step)
+            update.of_step(step).begin(step)
+        self.stages = [update.of_step(step).stage for update in self.updates]
         losses, count = [], self.settings.pipeline.microbatches
         with weights_rounded_once():
             for microbatch in range(count):
@@ -147,6 +148,7 @@ class Chain(Joined):
                 losses.append(loss.detach())
         self.update(step)
         self.done = step + 1
+        self.stages = [update.latest.stage for update in self.updates]
         return float(torch.stack(losses).sum())
 
     def update(self, step: int) -> bool:

@@ -19,7 +19,7 @@ from thinwire.engine.source import Versions
 from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack_tally
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.errors import ThinwireError, WireError
-from thinwire.schedule import Kind, Schedule
+from thinwire.schedule import Kind, Schedule, in_flight
 from thinwire.wire import Frame, FrameKind, Link
 
 Key = tuple[Any, ...]
@@ -49,7 +49,8 @@ class Due:
     """Who sends, which kinds, how many steps ahead, and how much of each.
 
     A stage below may be a step ahead, while this one still saves the step before; the stage above
-    cannot be, for it needs this stage's activations.
+    cannot be, for it needs this stage's activations. With delayed updates a step is still under way
+    when the next one is opened: `steps_behind`.
     """
 
     sender: int
@@ -60,7 +61,10 @@ class Due:
     validation_batches: int = 0
     basis_bytes: int = 0  # of one that moves
     rows: tuple[int, int] = (0, 0)  # frames in a step and bytes of one, at most; 0 = none cross
-    answers_before: tuple[int, ...] | None = None  # for each forward, gradients sent back before
+    # For each forward, gradients sent back before; negative: it may begin while so many less one
+    # of the step before are still missing.
+    answers_before: tuple[int, ...] | None = None
+    steps_behind: int = 0
 
     def has_number(self, kind: FrameKind, number: int) -> bool:
         """Whether there is a message of this kind and number, of those that no codec packs."""
@@ -104,6 +108,7 @@ class Due:
             validation_batches=validation_batches,
             rows=rows,
             answers_before=_answers_before(schedule, stage - 1) if schedule else None,
+            steps_behind=schedule.delay if schedule else 0,
         )
 
     @classmethod
@@ -113,6 +118,7 @@ class Due:
         first_step: int,
         basis_bytes: int = 0,
         rows: tuple[int, int] = (0, 0),
+        delay: int = 0,
     ) -> "Due":
         """What the stage above sends: gradients and tallies, to which each stage adds its own.
 
@@ -129,11 +135,15 @@ class Due:
             first_step=first_step,
             basis_bytes=basis_bytes,
             rows=rows,
+            steps_behind=delay,
         )
 
 
 def _answers_before(schedule: Schedule, stage: int) -> tuple[int, ...]:
     """How many backwards a stage has done before its forward of each microbatch."""
+    if schedule.delay:
+        held = in_flight(schedule)[stage]
+        return tuple(number - held + 1 for number in range(schedule.microbatches))
     done, before = 0, [0] * schedule.microbatches
     for action in schedule.rows[stage]:
         if action.kind is Kind.F:
@@ -341,9 +351,9 @@ class Port:
     def open_step(self, step: int) -> None:
         """Let training tensors of this step in: what codecs remember may move on to it."""
         with self._gate:
-            self._open_step = step
-            self._seen = {what for what in self._seen if what[1] >= step}
-            self._sent = {at: numbers for at, numbers in self._sent.items() if at >= step}
+            self._open_step, oldest = step, step - self._due.steps_behind
+            self._seen = {what for what in self._seen if what[1] >= oldest}
+            self._sent = {at: numbers for at, numbers in self._sent.items() if at >= oldest}
             held, self._held = self._held, []
             for frame in held:
                 self._admit(frame)
@@ -388,17 +398,23 @@ class Port:
         ahead = frame.step - self._open_step
         if frame.kind in (FrameKind.EVALUATE, FrameKind.VALIDATED):
             return ahead <= 1
-        sent, before = self._sent.get(frame.step, set()), self._due.answers_before
-        is_answered = True
+        before, is_answered = self._due.answers_before, True
         if frame.kind is FrameKind.BACKWARD:
-            is_answered = frame.microbatch in sent
+            is_answered = frame.microbatch in self._sent.get(frame.step, set())
         elif frame.kind is FrameKind.FORWARD and before and frame.microbatch < len(before):
-            is_answered = len(sent) >= before[frame.microbatch]
+            is_answered = self._answers(frame.step) >= before[frame.microbatch]
         return ahead <= self._due.steps_ahead and is_answered
+
+    def _answers(self, step: int) -> int:
+        """Gradients of a step that were sent, less those that are missing of the step before."""
+        count = len(self._sent.get(step, ()))
+        if self._due.steps_behind and step > self._due.first_step:
+            count -= self._end.microbatches - len(self._sent.get(step - 1, ()))
+        return count
 
     def _check_step(self, frame: Frame) -> None:
         ahead = frame.step - self._open_step
-        if not 0 <= ahead <= self._due.steps_ahead:
+        if not -self._due.steps_behind <= ahead <= self._due.steps_ahead:
             raise WireError(
                 f"{self._described(frame)} belongs neither to the current step, {self._open_step}, "
                 "nor to the next"
@@ -409,10 +425,12 @@ class Port:
         sent, before = self._sent.get(frame.step, set()), self._due.answers_before
         if frame.kind is FrameKind.BACKWARD and frame.microbatch not in sent:
             raise WireError(f"{self._described(frame)} answers an activation that was not sent")
-        if frame.kind is FrameKind.FORWARD and before and len(sent) < before[frame.microbatch]:
+        if frame.kind is not FrameKind.FORWARD or not before:
+            return
+        if (answers := self._answers(frame.step)) < before[frame.microbatch]:
             raise WireError(
                 f"{self._described(frame)} is beyond the window: it is due after "
-                f"{before[frame.microbatch]} gradients, and {len(sent)} were sent"
+                f"{before[frame.microbatch]} gradients, and {answers} were sent"
             )
 
     def _check_first(self, frame: Frame) -> None:
@@ -475,9 +493,9 @@ class Port:
             self._admit(frame)
 
     def _admit(self, frame: Frame) -> None:
-        """Receive a frame of the open step, and hold one of the next; there are no others."""
+        """Receive a frame of a step that was opened, and hold one of the next."""
         self._check_step(frame)
-        if frame.step == self._open_step:
+        if frame.step <= self._open_step:
             self._receive(frame)
         else:
             self._held.append(frame)

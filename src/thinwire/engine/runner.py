@@ -3,12 +3,15 @@
 Compute never waits for a send (links queue), receives are posted early (link threads fill the
 mailbox), and the only things the compute thread waits for are the tensors it needs next.
 
-A step ends in engine/step_end.py.
+A step ends in engine/step_end.py. With delayed updates two steps are under way at once: the second
+begins while the first still has backwards to come.
 """
 
 import math
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,12 +27,41 @@ from thinwire.schedule import Kind, Schedule, forward_only
 from thinwire.wire import FrameKind
 
 
+@dataclass
+class Running:
+    """A step under way on this stage, with the weights that it is computed with.
+
+    With delayed updates steps overlap: one lasts from the last backward of the step before to its
+    own, and the last before a pause to its update.
+    """
+
+    update: StageUpdate
+    trace: StepTrace
+    start: float
+    end: float | None = None
+    in_flight: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    """Of each microbatch: received, output."""
+    losses: list[Tensor] = field(default_factory=list)
+
+    def costs(self, microbatches: int) -> StageCosts:
+        """Mean seconds of a forward, a backward and an update."""
+        seconds = self.trace.seconds
+        return StageCosts(
+            seconds("compute", "F") / microbatches,
+            seconds("compute", "B") / microbatches,
+            seconds("compute", "U") + seconds("compute", "norm"),
+        )
+
+
+Ended = Callable[[int, Verdict, float | None, Running], None]
+"""Called with a step that is over: its verdict, the loss on the last stage, and how it went."""
+
+
 class Runner:
     """Runs training steps and validations of one stage, in the order its schedule gives."""
 
     def __init__(
         self,
-        stage: Stage,
         feed: Feed,
         update: StageUpdate,
         below: Port | None,
@@ -40,44 +72,87 @@ class Runner:
         progress: Progress | None = None,
         sightings: Sightings | None = None,
     ):
-        self.stage = stage
-        self.trace = StepTrace()
         self._progress = progress or Progress()
         self._sightings = sightings or Sightings()
         self._feed = feed
         self._update = update
         self._below, self._above = below, above
         self._schedule, self._index = schedule, index
-        *self._actions, last = schedule.rows[index]
-        assert last.kind is Kind.U, "a validated training schedule ends with an update"
         self._autocast = autocast
-        device = next(stage.parameters()).device
+        device = next(update.stage.parameters()).device
         self._end = StepEnd([update], index, below, above, device, self._sightings)
-        self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}  # received, output
-        self._losses: list[Tensor] = []
+        self._running: dict[int, Running] = {}
 
-    def train_step(self, step: int, lr: float, decide: Decide) -> tuple[Verdict, float | None]:
-        """All of this stage's actions of one step; the loss is known on the last stage only."""
+    def train(
+        self, first: int, until: int, lr: Callable[[int], float], decide: Decide, ended: Ended
+    ) -> Verdict:
+        """All of this stage's actions from step `first` to the one before `until`; the last
+        verdict.
+
+        A verdict may end them before: with delayed updates after the step that follows, which has
+        begun on other stages. No step is under way then.
+        """
+        last, microbatches = until - 1, self._schedule.microbatches
+        with ExitStack() as unchanged:
+            unchanged.enter_context(weights_rounded_once())
+            for step, action in self._schedule.stream(self._index, first, until):
+                if step > last:
+                    continue
+                if action.kind is Kind.F:
+                    if action.microbatch == 0:
+                        self._begin(step)
+                    self._forward(step, action.microbatch)
+                elif action.kind is Kind.B:
+                    self._backward(step, action.microbatch)
+                    if action.microbatch == microbatches - 1:
+                        self._gather(step, decide)
+                else:
+                    unchanged.close()
+                    verdict = self._conclude(step, lr(step), ended)
+                    if verdict.stop:
+                        last = min(last, step + self._schedule.delay)
+                    if step == last:
+                        break
+                    unchanged.enter_context(weights_rounded_once())
+        return verdict
+
+    def _begin(self, step: int) -> None:
+        """Let the tensors of a step in, and note what it starts from."""
         verbs = {"wait": "waits for", "compute": "computes"}
 
         def on_begin(lane: str, label: str) -> None:
             self._progress.begin(f"{verbs[lane]} {label} of step {step + 1}")
 
-        self.trace = self._end.trace = StepTrace(on_begin=on_begin)
-        self._losses = []
-        self._update.begin(step)
-        with weights_rounded_once():
-            for action in self._actions:
-                work = self._forward if action.kind is Kind.F else self._backward
-                work(step, action.microbatch)
-        verdict = self._end.end(step, lr, decide, self._probe)
+        start = time.monotonic()
+        for port in (self._below, self._above):
+            if port is not None:
+                port.open_step(step)
+        update = self._update.of_step(step)
+        update.begin(step)
+        self._running[step] = Running(update, StepTrace(on_begin=on_begin), start)
+
+    def _gather(self, step: int, decide: Decide) -> None:
+        self._end.trace = self._running[step].trace
+        self._end.gather(step, decide)
+        if self._schedule.delay:
+            self._running[step].end = time.monotonic()
+            if following := self._running.get(step + 1):
+                following.start = time.monotonic()
+
+    def _conclude(self, step: int, lr: float, ended: Ended) -> Verdict:
+        running = self._running.pop(step)
+        self._end.trace = running.trace
+        verdict = self._end.conclude(step, lr, self._probe)
         if verdict.commit:
-            with self.trace.span("compute", "U"):
-                self._update.check(step)
-        loss = float(torch.stack(self._losses).sum()) if self._losses else None
+            with running.trace.span("compute", "U"):
+                running.update.check(step)
+        loss = float(torch.stack(running.losses).sum()) if running.losses else None
         if loss is not None and not math.isfinite(loss):
             self._sightings.note(step, FORWARD)
-        return verdict, loss
+        if not self._running:
+            running.end = None  # it lasts until now
+        ended(step, verdict, loss, running)
+        return verdict
 
     @torch.no_grad()
     def evaluate(
@@ -89,13 +164,13 @@ class Runner:
         either, and its verdict behind the last one tells the others. The score is known on the
         last stage only, and None if the validation was cut short.
         """
-        score, done = Score(), 0
-        self.stage.eval()
+        score, done, latest = Score(), 0, self._update.latest
+        latest.stage.eval()
         for action in forward_only(self._schedule.stages, batches).rows[self._index]:
             number, received = action.microbatch, None
             if self._below is not None:
                 self._progress.begin(f"waits for validation batch {number} after step {step}")
-                received = self._below.take_evaluated(step, number, self._update.versions)
+                received = self._below.take_evaluated(step, number, latest.versions)
                 if received is None:
                     break
             if not leaves():
@@ -108,7 +183,7 @@ class Runner:
                 done += 1
             elif self._below is None:
                 break
-        self.stage.train()
+        latest.stage.train()
         stop = self._end_evaluation(step, leaves)
         return score if self._above is None and done == batches else None, stop
 
@@ -131,71 +206,59 @@ class Runner:
         score: Score,
     ) -> None:
         """One forward without gradients: to the stage above, or into the score."""
+        latest = self._update.latest
         with self._autocast():
-            output = self._run_layers(received, batch)
+            output = _run_layers(latest.stage, received, batch)
             if self._above is None:
-                score.add(self.stage.loss(output, batch.targets), batch.targets)
+                score.add(latest.stage.loss(output, batch.targets), batch.targets)
         if self._above is not None:
             self._end.sync()
-            self._above.send_tensor(kind, output, step, number, self._update.versions)
-
-    def costs(self) -> StageCosts:
-        """Mean seconds of a forward, a backward and an update in the last step."""
-        seconds, count = self.trace.seconds, self._schedule.microbatches
-        return StageCosts(
-            seconds("compute", "F") / count,
-            seconds("compute", "B") / count,
-            seconds("compute", "U") + seconds("compute", "norm"),
-        )
+            self._above.send_tensor(kind, output, step, number, latest.versions)
 
     def _forward(self, step: int, microbatch: int) -> None:
+        running = self._running[step]
+        update, trace = running.update, running.trace
         batch = self._feed.training(step, microbatch)
         if batch.wait is not None:
-            with self.trace.span("wait", f"ids{microbatch}"):
+            with trace.span("wait", f"ids{microbatch}"):
                 batch.wait()
-        if self._update.rows is not None:
-            self._update.rows.see(batch.inputs)
+        if update.rows is not None:
+            update.rows.see(batch.inputs)
         received = None
         if self._below is not None:
-            with self.trace.span("wait", f"F{microbatch}"):
+            with trace.span("wait", f"F{microbatch}"):
                 received = self._below.take_tensor(
-                    FrameKind.FORWARD, step, microbatch, self._update.versions
+                    FrameKind.FORWARD, step, microbatch, update.versions
                 )
             received.requires_grad_()
-        with self.trace.span("compute", f"F{microbatch}"):
+        with trace.span("compute", f"F{microbatch}"):
             with self._autocast():
-                output = self._run_layers(received, batch)
+                output = _run_layers(update.stage, received, batch)
                 if self._above is None:
-                    output = batch.loss(self.stage, output, self._schedule.microbatches)
-                    self._losses.append(output.detach())
+                    output = batch.loss(update.stage, output, self._schedule.microbatches)
+                    running.losses.append(output.detach())
             self._end.sync()
-        self._in_flight[microbatch] = received, output
+        running.in_flight[microbatch] = received, output
         if self._above is not None:
             sent = output.detach()
-            self._above.send_tensor(
-                FrameKind.FORWARD, sent, step, microbatch, self._update.versions
-            )
-
-    def _run_layers(self, received: Tensor | None, batch: DeviceBatch) -> Tensor:
-        x = batch.inputs if received is None else received
-        return self.stage(x, batch.inputs if self.stage.needs_ids else None)
+            self._above.send_tensor(FrameKind.FORWARD, sent, step, microbatch, update.versions)
 
     def _backward(self, step: int, microbatch: int) -> None:
-        received, output = self._in_flight.pop(microbatch)
+        running = self._running[step]
+        versions, trace = running.update.versions, running.trace
+        received, output = running.in_flight.pop(microbatch)
         gradient = None
         if self._above is not None:
-            with self.trace.span("wait", f"B{microbatch}"):
+            with trace.span("wait", f"B{microbatch}"):
                 gradient = self._above.take_tensor(
-                    FrameKind.BACKWARD, step, microbatch, self._update.versions
+                    FrameKind.BACKWARD, step, microbatch, versions
                 ).to(output.dtype)
-        with self.trace.span("compute", f"B{microbatch}"):
+        with trace.span("compute", f"B{microbatch}"):
             torch.autograd.backward(output, gradient)
             self._end.sync()
         if self._below is not None:
             assert received is not None and received.grad is not None
-            self._below.send_tensor(
-                FrameKind.BACKWARD, received.grad, step, microbatch, self._update.versions
-            )
+            self._below.send_tensor(FrameKind.BACKWARD, received.grad, step, microbatch, versions)
 
     @torch.no_grad()
     def _probe(self, step: int, number: int) -> float | None:
@@ -203,15 +266,18 @@ class Runner:
 
         Two of them for each move of the basis cost two forwards; no answer has to come back.
         """
-        received, score = None, Score()
+        received, score, update = None, Score(), self._update
         if self._below is not None:
-            with self.trace.span("wait", "basis"):
-                received = self._below.take_tensor(
-                    FrameKind.PROBE, step, number, self._update.versions
-                )
-        with self.trace.span("compute", "U"):
-            self.stage.eval()
+            with self._end.trace.span("wait", "basis"):
+                received = self._below.take_tensor(FrameKind.PROBE, step, number, update.versions)
+        with self._end.trace.span("compute", "U"):
+            update.stage.eval()
             batch = self._feed.validation(0)
             self._score(FrameKind.PROBE, step, number, batch, received, score)
-            self.stage.train()
+            update.stage.train()
             return score.loss if self._above is None else None
+
+
+def _run_layers(stage: Stage, received: Tensor | None, batch: DeviceBatch) -> Tensor:
+    x = batch.inputs if received is None else received
+    return stage(x, batch.inputs if stage.needs_ids else None)

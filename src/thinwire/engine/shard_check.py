@@ -124,6 +124,7 @@ def shard_like(
     builder = StageBuilder(settings, torch.device("meta"))
     built = builder.build(stage)
     update = StageUpdate.build(builder, built, stage, _Moments)  # type: ignore[arg-type]
+    update.latest.version = versions.weight_version
     needed = StageState(settings, built, update, ()).shard()
     if versions.weight_version == 0:
         needed = {name: t for name, t in needed.items() if not name.startswith(OPTIMIZER)}
@@ -143,6 +144,9 @@ class _Moments:
 
     def __init__(self, *arguments: Any):
         self._arguments = arguments
+
+    def take_state(self, other: "_Moments") -> None:
+        """Its twin's is the same."""
 
     def state_tensors(self) -> dict[str, Tensor]:
         return state_like(*self._arguments)

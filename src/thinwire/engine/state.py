@@ -23,6 +23,8 @@ from thinwire.settings import Settings
 
 OPTIMIZER = "optimizer/"
 """The optimizer's state is in a checkpoint as optimizer/PARAMETER/NAME."""
+BEFORE = "before/"
+"""With delayed updates, weights without the last update are in a checkpoint as before/PARAMETER."""
 
 
 class StageState:
@@ -42,9 +44,10 @@ class StageState:
 
         Only what a run leaves to the next one, a move of the basis, is the last stage's alone.
         """
-        update = self._update
+        update = self._update.latest
         tensors: dict[str, Tensor] = {
-            **self._stage.global_parameters(),
+            **update.stage.global_parameters(),
+            **{BEFORE + name: p for name, p in update.before().items()},
             **{OPTIMIZER + name: t for name, t in update.optimizer.state_tensors().items()},
         }
         if update.keeper is not None:
@@ -65,12 +68,13 @@ class StageState:
     def snapshot(self) -> Snapshot:
         """A copy that later steps do not change."""
         tensors = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
-        return Snapshot(tensors, self._settings, self.step, self._update.versions)
+        return Snapshot(tensors, self._settings, self.step, self._update.latest.versions)
 
     def restore(self, source: Source) -> None:
         """Become what the source holds; CheckpointError says what of it is missing or unfit."""
-        optimizer, keeper = self._update.optimizer, self._update.keeper
-        restore_weights(self._stage, keeper.space if keeper is not None else None, source)
+        update = self._update.of_step(source.step + 1)  # the latest of two, or the only one
+        optimizer, keeper = update.optimizer, update.keeper
+        restore_weights(update.stage, keeper.space if keeper is not None else None, source)
         optimizer.load_state_tensors(_moments(source, optimizer.remembered()))
         if keeper is not None:
             keeper.load(source)
@@ -78,12 +82,21 @@ class StageState:
             self._update.rows.load(source)
         for end in self._ends:
             end.load(source)
-        self._update.version = source.versions.weight_version
+        update.version = source.versions.weight_version
+        update.restore_twin(self._before(source))
         self.step = source.step
+
+    def _before(self, source: Source) -> dict[str, Tensor]:
+        """Weights without the last update; none where they are the same, or had no delay."""
+        is_there = any(name.startswith(BEFORE) for name in source.names())
+        if self._update.twin is None or not is_there:
+            return {}
+        found = source.tensors(BEFORE + name for name in self._stage.trained_parameters())
+        return {name.removeprefix(BEFORE): tensor for name, tensor in found.items()}
 
     def fingerprint(self) -> str:
         """A hash of every bit of it, and of the numbers of its step and versions."""
-        digest = hashlib.sha256(f"step {self.step}, {self._update.versions}".encode())
+        digest = hashlib.sha256(f"step {self.step}, {self._update.latest.versions}".encode())
         for name, tensor in sorted(self.tensors().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
@@ -97,6 +110,7 @@ def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set
     """
     built, split = StageBuilder(settings, torch.device("meta")).build(stage), settings.split()
     exact = {*built.global_parameters()}
+    exact |= {BEFORE + name for name in built.trained_parameters()}
     prefixes = [f"{OPTIMIZER}{name}/" for name in built.trained_parameters()]
     for cut, is_lower in ((stage - 1, False), (stage, True)):
         if 0 <= cut < len(split) - 1:

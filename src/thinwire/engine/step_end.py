@@ -2,6 +2,9 @@
 
     begin, forwards and backwards; then `StepEnd.end`: project, norms, verdict, commit or withdraw
 
+With delayed updates there is work between its halves: norms go down with `gather` while the next
+step is already under way, and the verdict is waited for with `conclude`, before the step after it.
+
 All stages must agree: commit the update or not, with which global gradient norm, and whether to
 checkpoint or stop. The decision travels with the pipeline's own traffic. A basis that moves, rows
 of a shared embedding and tallies of squared gradient norms ride down behind the last gradients, so
@@ -107,7 +110,13 @@ def global_norm(squares: Sequence[float]) -> float:
 
 
 class StageUpdate:
-    """One stage's weights, with all that changes them or takes the change back."""
+    """One stage's weights, with all that changes them or takes the change back.
+
+    With delayed updates there are two of a stage, each other's `twin`: one for even steps and one
+    for odd steps, for the weights of two steps are in use at once. A step is computed with all
+    updates but the last. Its own update is made of the weights and moments in the twin, which have
+    that one already, and of the gradients here: then this is the latest of the two.
+    """
 
     def __init__(
         self,
@@ -121,7 +130,9 @@ class StageUpdate:
         self.keeper = keeper
         self.rows = rows
         self.version = 0  # updates committed
-        self._stage = stage
+        self.stage = stage
+        self.twin: StageUpdate | None = None
+        self._is_latest = True
         self._clip = clip
 
     @classmethod
@@ -133,8 +144,25 @@ class StageUpdate:
         make_optimizer: Callable[..., StageOptimizer] = StageOptimizer,
     ) -> "StageUpdate":
         """With the optimizer that the settings name, a keeper where stages share a space, and rows
-        where they share the embedding.
+        where they share the embedding. With delayed updates it has a twin with the same weights.
         """
+        update = cls._build_one(builder, stage, index, make_optimizer)
+        if builder.settings.pipeline.delay:
+            other = builder.build(index)
+            other.share_frozen(stage)
+            update.twin = cls._build_one(builder, other, index, make_optimizer)
+            update.twin.twin = update
+            update.twin.follow_twin()
+        return update
+
+    @classmethod
+    def _build_one(
+        cls,
+        builder: StageBuilder,
+        stage: Stage,
+        index: int,
+        make_optimizer: Callable[..., StageOptimizer],
+    ) -> "StageUpdate":
         settings, constraint = builder.settings, builder.constraint_in_training(stage)
         by_rows = settings.boundary.shares_embedding
         optimizer = make_optimizer(
@@ -151,6 +179,46 @@ class StageUpdate:
         """Of the weights, and of the shared basis."""
         return Versions(self.version, self.keeper.space.version if self.keeper else 0)
 
+    def of_step(self, step: int) -> "StageUpdate":
+        """Of this one and its twin, asked of the one for even steps: that of a step."""
+        return self if self.twin is None or step % 2 == 0 else self.twin
+
+    @property
+    def latest(self) -> "StageUpdate":
+        """Of this one and its twin: that with all updates."""
+        return self if self.twin is None or self._is_latest else self.twin
+
+    def follow_twin(self) -> None:
+        """Take over weights, moments and version of the twin, if there is one."""
+        if self.twin is not None:
+            self._take_weights(self.twin)
+            self.optimizer.take_state(self.twin.optimizer)
+            self._is_latest, self.twin._is_latest = True, False
+
+    @torch.no_grad()
+    def _take_weights(self, other: "StageUpdate") -> None:
+        for own, others in zip(self.stage.parameters(), other.stage.parameters(), strict=True):
+            if own is not others:  # as frozen ones are
+                own.copy_(others)
+        self.version = other.version
+
+    def before(self) -> dict[str, Tensor]:
+        """Weights without the last update, of the twin, where they are not the same."""
+        if self.twin is None or self.twin.version == self.version:
+            return {}
+        return dict(self.twin.stage.trained_parameters())
+
+    @torch.no_grad()
+    def restore_twin(self, before: Mapping[str, Tensor]) -> None:
+        """Be the latest of the two: the twin gets what `before` gave, or else the same weights."""
+        if self.twin is None:
+            return
+        self._is_latest, self.twin._is_latest = True, False
+        self.twin._take_weights(self)
+        self.twin.version -= bool(before)
+        for name, weights in before.items():
+            self.twin.stage.trained_parameters()[name].copy_(weights)
+
     def begin(self, step: int) -> None:
         """Before the first forward: note what a refused step must leave as it was."""
         if self.keeper is not None:
@@ -165,7 +233,7 @@ class StageUpdate:
         """The squared gradient norm of each parameter, in float64; rows of a shared embedding only
         count where they are not finite.
         """
-        gradients = [p.grad for p in self._stage.owned_parameters().values() if p.grad is not None]
+        gradients = [p.grad for p in self.stage.owned_parameters().values() if p.grad is not None]
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
         squares = [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
         is_bad = self.rows is not None and not self.rows.is_finite()
@@ -177,6 +245,7 @@ class StageUpdate:
         A move of the basis follows by itself (`Keeper.follow`): losses are measured in between.
         """
         self._clip_gradients(norm)
+        self.follow_twin()
         self.optimizer.step(lr)
         self.version += 1
         if self.keeper is not None:
@@ -186,6 +255,7 @@ class StageUpdate:
     def withdraw(self, step: int) -> None:
         """Leave everything as it was before the step."""
         self.optimizer.zero_grad()
+        self.follow_twin()
         if self.keeper is not None:
             self.keeper.withdraw(step)
         if self.rows is not None:
@@ -197,7 +267,7 @@ class StageUpdate:
 
         An infinite second moment does no visible harm: its weight just never changes again.
         """
-        name = not_finite(self._stage.trained_parameters())
+        name = not_finite(self.stage.trained_parameters())
         if name is not None:
             raise StageError(
                 f"weights of {name} are not finite after step {step + 1}: the update overflowed. "
@@ -217,7 +287,7 @@ class StageUpdate:
         scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
         if self._clip <= 0 or scale >= 1:
             return
-        for parameter in self._stage.parameters():
+        for parameter in self.stage.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
 
@@ -268,37 +338,54 @@ class StepEnd:
         self._below, self._above = below, above
         self._device = device
         self._sightings = sightings or Sightings()
+        self._new_basis_DK: Tensor | None = None
+        self._decided: dict[int, Verdict] = {}  # on the first stage, of steps to be concluded
 
     def end(self, step: int, lr: float, decide: Decide, probe: LossProbe) -> Verdict:
         """Agree with all stages, and change the weights or leave them as they were."""
-        new_basis_DK = None
+        self.gather(step, decide)
+        return self.conclude(step, lr, probe)
+
+    def gather(self, step: int, decide: Decide) -> None:
+        """Behind the last backward: what goes down; on the first stage what follows from it."""
         if self._keepers:
             with self.trace.span("compute", "norm"):
-                for update in self._updates:
+                for update in self._of_step(step):
                     update.project()
                 self.sync()
             if self._keepers[-1].moves_after(step):
-                new_basis_DK = self._pass_basis_down(step)
+                self._new_basis_DK = self._pass_basis_down(step)
         if self._rows:
             self._pass_rows_down(step)
         with self.trace.span("compute", "norm"):
-            tally = [square for update in self._updates for square in update.squared_norms()]
+            tally = [square for update in self._of_step(step) for square in update.squared_norms()]
             if not all(map(math.isfinite, tally)):
                 self._sightings.note(step, BACKWARD)
         with self.trace.span("wait", "U"):
-            verdict = self._agree(step, tally, decide)
+            self._pass_tally_down(step, tally, decide)
+
+    def conclude(self, step: int, lr: float, probe: LossProbe) -> Verdict:
+        """Take the verdict, and change the weights or leave them as they were."""
+        with self.trace.span("wait", "U"):
+            verdict = self._decided.pop(step, None)
+            if verdict is None:
+                verdict = self.pass_up(FrameKind.VERDICT, step, None)
         with self.trace.span("compute", "U"):
-            for update in self._updates:
+            for update in self._of_step(step):
                 if verdict.commit:
                     update.commit(step, lr, verdict.grad_norm)
                 else:
                     update.withdraw(step)
             self.sync()
+        new_basis_DK, self._new_basis_DK = self._new_basis_DK, None
         if verdict.commit and new_basis_DK is not None:
             self._move_basis(step, new_basis_DK, probe)
         if verdict.commit and self._rows:
             self._pass_rows_up(step)
         return verdict
+
+    def _of_step(self, step: int) -> list[StageUpdate]:
+        return [update.of_step(step) for update in self._updates]
 
     def pass_up(self, kind: FrameKind, step: int, decided: Verdict | None) -> Verdict:
         """A verdict, decided here or taken from below, goes on to the stage above as it came."""
@@ -317,9 +404,9 @@ class StepEnd:
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
-        """Pass the tallies down and the verdict up; the first stage is where they meet."""
-        parts, decided = pack_tally(tally), None
+    def _pass_tally_down(self, step: int, tally: list[float], decide: Decide) -> None:
+        """Those of all stages meet at the first, which sends its verdict up at once."""
+        parts = pack_tally(tally)
         if self._above is not None:
             message = self._above.take_message(FrameKind.TALLY, step)
             parts += message
@@ -330,7 +417,7 @@ class StepEnd:
             norm = global_norm(tally)
             is_good = math.isfinite(norm)
             decided = Verdict(norm, is_good, *decide(step, is_good))
-        return self.pass_up(FrameKind.VERDICT, step, decided)
+            self._decided[step] = self.pass_up(FrameKind.VERDICT, step, decided)
 
     def _pass_basis_down(self, step: int) -> Tensor:
         """The basis that the last stage proposes, handed on to the stage below."""

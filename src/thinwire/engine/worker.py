@@ -24,7 +24,7 @@ from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import FarCorpus, Feed
 from thinwire.engine.port import Due, Mailbox, Port, decision_number
 from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step, meters_of
-from thinwire.engine.runner import Runner
+from thinwire.engine.runner import Runner, Running
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, Verdict
 from thinwire.engine.trace import Progress, Sightings
@@ -96,16 +96,18 @@ class Worker:
         prepare_torch(settings, self.device)
         self.builder = StageBuilder(settings, self.device)
         self.stage = self.builder.build(self.index)
+        if assignment.resume is None:
+            self.builder.initialise(self.stage)
         self.update = StageUpdate.build(self.builder, self.stage, self.index)
         self.below, self.above = self._end(self.index - 1), self._end(self.index)
         self.state = StageState(settings, self.stage, self.update, self._ends())
-        if assignment.resume is None:
-            self.builder.initialise(self.stage)
-        else:
+        if assignment.resume is not None:
             # Whoever started the run has been asked about plugins before any stage was.
             self.state.restore(Checkpoint.open(assignment.resume, allow_plugins=True))
         self._saves_after = checkpoint_steps(settings)
-        self._misses = 0
+        self._misses, self._is_stopping = 0, False
+        self._pause = self.state.step  # until where steps follow on each other
+        self._sent: list[Span] = []  # of steps that are not over
         self._sightings = Sightings()
         self._ports: list[Port] = []
         self._first_step = self.state.step if assignment.began is None else assignment.began
@@ -181,13 +183,10 @@ class Worker:
                     port.link.flush(None)  # the next step's clock must not pay for this traffic
                 if stop:
                     break
-            for port in self._ports:
-                port.open_step(done)
-            verdict = self._train_step(runner, done, tell)
-            self.mailbox.close_step(done)
-            for port in self._ports:
-                port.close_step(done)
-            done = self.state.step = done + 1
+            self._pause = self._next_pause(done)
+            lr = partial(learning_rate, self.settings.optim, steps=self.settings.train.steps)
+            verdict = runner.train(done, self._pause, lr, self._decide, partial(self._ended, tell))
+            done = self.state.step
             stop = verdict.stop
             unsaved = verdict.commit and not verdict.checkpoint
             if verdict.checkpoint:
@@ -198,28 +197,38 @@ class Worker:
         for port in self._ports:
             port.link.close(None)
 
-    def _train_step(self, runner: Runner, step: int, tell: Tell) -> Verdict:
-        lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
-        start = time.monotonic()
-        verdict, loss = runner.train_step(step, lr, self._decide)
-        spans = [*runner.trace.spans]
+    def _next_pause(self, done: int) -> int:
+        """Where all stages pause next, with nothing under way: after a step, or with delayed
+        updates before a validation or a checkpoint.
+        """
+        ends = range(done + 1, self.settings.train.steps + 1)
+        if not self.settings.pipeline.delay:
+            return ends[0]
+        return next(n for n in ends if self.settings.is_evaluation_step(n) or self._saves_after(n))
+
+    def _ended(
+        self, tell: Tell, step: int, verdict: Verdict, loss: float | None, running: Running
+    ) -> None:
+        """Report a step that is over, and let nothing of it in any more."""
         for port in self._ports:
             # The tensors of this step have arrived, or it would not be over; a verdict or a basis
             # may still be on its way to the uplink, and belongs to this step too.
             port.link.settle()
-            spans += sent_spans(port.link.take_spans(), step)
-        keeper = self.update.keeper
+            self._sent += port.link.take_spans()
+        spans = [*running.trace.spans, *sent_spans(self._sent, step)]
+        self._sent = [span for span in self._sent if span[1] > step]
+        keeper = running.update.keeper
         tell(
             Step(
                 step=step,
                 loss=loss,
-                lr=lr,
+                lr=learning_rate(self.settings.optim, step, self.settings.train.steps),
                 grad_norm=verdict.grad_norm,
                 committed=verdict.commit,
-                start=start,
-                end=time.monotonic(),
-                wait=runner.trace.seconds("wait"),
-                costs=runner.costs(),
+                start=running.start,
+                end=running.end or time.monotonic(),
+                wait=running.trace.seconds("wait"),
+                costs=running.costs(self.settings.pipeline.microbatches),
                 spans=spans,
                 measures=keeper.measures(step) if keeper else {},
                 meters=meters_of(port.link for port in self._ports),
@@ -227,18 +236,24 @@ class Worker:
                 not_finite=self._sightings.take_first(step),
             )
         )
-        return verdict
+        self.mailbox.close_step(step)
+        for port in self._ports:
+            port.close_step(step)
+        self.state.step = step + 1
 
     def _decide(self, step: int, commit: bool) -> tuple[bool, bool]:
         """On the first stage: whether all stages checkpoint after this step, and stop.
 
         Weights whose gradients are not finite may be lost already: they must not take the place
-        of an earlier checkpoint.
+        of an earlier checkpoint. With delayed updates the next step is under way: it is finished
+        before a stop, and saved.
         """
         self._misses = 0 if commit else self._misses + 1
-        stop = self._misses >= PATIENCE or self._stops_at(FrameKind.VERDICT, step)
-        checkpoint = self._saves_after(step + 1) or stop
-        return checkpoint and commit, stop
+        self._is_stopping |= self._misses >= PATIENCE or self._stops_at(FrameKind.VERDICT, step)
+        if self._is_stopping:
+            self._pause = min(self._pause, step + 1 + self.settings.pipeline.delay)
+        is_due = self._saves_after(step + 1) or self._is_stopping
+        return is_due and commit and step + 1 == self._pause, self._is_stopping
 
     def _stops_at(self, kind: FrameKind, step: int) -> bool:
         """Whether to stop now: the first stage decides, as its lost self did where that is known.
@@ -276,9 +291,8 @@ class Worker:
         rows = self.update.rows.limits() if self.update.rows else (0, 0)
         step, schedule = self.state.step, self.settings.schedule()
         from_below = Due.from_below(self.index, step, batches, basis > 0, schedule, rows)
-        from_above = Due.from_above(self.index, step, basis, rows)
+        from_above = Due.from_above(self.index, step, basis, rows, schedule.delay)
         return Runner(
-            self.stage,
             self.feed,
             self.update,
             self._port(below, self.below, from_below),

@@ -278,6 +278,17 @@ class StageOptimizer:
             optimizer.step()
         self.zero_grad()
 
+    def take_state(self, other: "StageOptimizer") -> None:
+        """Go on from the state of an optimizer of the same parameters' other copies, which then
+        has none.
+        """
+        for mine, theirs in zip(self._optimizers, other._optimizers, strict=True):
+            for group, other_group in zip(mine.param_groups, theirs.param_groups, strict=True):
+                for own, others in zip(group["params"], other_group["params"], strict=True):
+                    mine.state.pop(own, None)
+                    if others in theirs.state:
+                        mine.state[own] = theirs.state.pop(others)
+
     def row_changes(
         self, table_VD: nn.Parameter, rows_R: Tensor, gradient_RD: Tensor, update: int
     ) -> Tensor:

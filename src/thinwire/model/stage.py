@@ -212,6 +212,13 @@ class Stage(nn.Module):
         """The parameters that this stage updates: of those it owns, all that are not frozen."""
         return {name: p for name, p in self.owned_parameters().items() if p.requires_grad}
 
+    def share_frozen(self, other: "Stage") -> None:
+        """Hold the frozen parameters of another copy of this stage in place of equal ones."""
+        for mine, theirs in zip(self.modules(), other.modules(), strict=True):
+            for name, parameter in theirs.named_parameters(recurse=False):
+                if not parameter.requires_grad:
+                    setattr(mine, name, parameter)
+
     @torch.no_grad()
     def initialise(self, config: ModelConfig, seed: int) -> None:
         """Give every parameter its starting value: the same for any split into stages.

@@ -119,6 +119,7 @@ class Course:
         self._deeds: list[set[tuple[int, str]]] = [set() for _ in range(stages)]
         self._settled = first_step - 1  # what all did until here has been compared
         self._is_committed, self._misses = False, 0  # as the first stage says
+        self._gives_up = False
 
     def faults(self, stage: int, report: OfStage, stop_asked: bool) -> list[tuple[int, str]]:
         """Stages that a report shows to be at fault, with what each did."""
@@ -128,7 +129,7 @@ class Course:
         self, stage: int, report: OfStage, stop_asked: bool
     ) -> Iterator[tuple[int, str]]:
         done, steps = self._done[stage], self._settings.train.steps
-        is_stop_due = stop_asked or self._misses >= PATIENCE
+        is_stop_due = stop_asked or self._gives_up
         match report:
             case Step(step=step, committed=committed):
                 if step != done or step >= steps:
@@ -137,9 +138,10 @@ class Course:
                     yield from self._omission(is_due=self._saves_after(done))
                     self._is_committed = committed
                     self._misses = 0 if committed else self._misses + 1
+                    self._gives_up |= self._misses >= PATIENCE
                 self._decided[stage], self._done[stage] = done, step + 1
             case ShardWritten(step=step) | ShardFailed(step=step):
-                is_due = self._saves_after(done) or stop_asked
+                is_due = self._saves_after(done) or is_stop_due
                 if step != done or step == self._first:
                     yield stage, f"it saved a checkpoint of step {step} after step {done}"
                 elif stage == 0 and not (is_due and self._is_committed):

@@ -629,10 +629,12 @@ class Coordinator:
         if phase is Phase.LINKING:
             self._lost.clear()
             stop = [Tell(s, Stop()) for s in lost if self.stop_asked]
-            # Not before the steps that were reported, if nobody is left who knows more.
+            # Not before the steps that were reported, if nobody is left who knows more; with
+            # delayed updates one more step is reported after the word to stop.
             reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
-            known = [(linked.decided, linked.stops) for linked in arrived]
-            start = Start(*max((reported, False), *known))
+            known = [(linked.stops, linked.decided) for linked in arrived]
+            stops, decided = max((False, reported), *known)
+            start = Start(decided, stops)
             return [*(Tell(stage, start) for stage in lost), *stop]
         cuts = {cut for s in lost for cut in (s - 1, s)} & {*range(len(self._links))}
         relinks = [Tell(s, Relink(cut, self._connect(s))) for s, cut in self._ends_alive(cuts)]

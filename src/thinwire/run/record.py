@@ -234,8 +234,8 @@ class RunRecord:
         if record is None:
             return
         if math.isfinite(record.loss) and not self.ledger.refused and not self._explosion:
-            # The loss was measured before the update of its step.
-            self.checkpoints.prove(record.step - 1)
+            # The loss was measured before the update of its step, and the delayed one before that.
+            self.checkpoints.prove(record.step - 1 - self.ledger.settings.pipeline.delay)
         self._write(MetricsWriter.step, record)
         self._write_progress()
         self.display.step(record)

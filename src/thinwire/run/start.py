@@ -207,6 +207,11 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
 def _inexact(saved: Settings, settings: Settings) -> list[str]:
     """Why the run will not continue bit for bit as it would have."""
     notes = []
+    if saved.pipeline.delay != settings.pipeline.delay:
+        notes.append(
+            f"pipeline.delay was {saved.pipeline.delay} before: the run continues from the latest "
+            "weights, but not as it would have"
+        )
     exact = _crosses_exactly(saved) and _crosses_exactly(settings)
     if saved.split() != settings.split() and not exact:
         notes.append(

@@ -6,9 +6,10 @@ without holding up its next action. Schedules are made here by name, with the sp
 and what cannot run is refused.
 """
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -56,7 +57,8 @@ class Schedule:
     """One training step: row s holds the actions of stage s in the order it runs them.
 
     `window` is the most microbatches that any stage may hold between forward and backward.
-    Making one checks nothing, so that a broken one can be drawn; `validate` does.
+    Making one checks nothing, so that a broken one can be drawn; `validate` does. With a `delay`
+    rows are those of a step by itself, and `stream` says how one step follows on another.
     """
 
     name: str
@@ -64,6 +66,37 @@ class Schedule:
     microbatches: int
     window: int
     rows: tuple[tuple[Action, ...], ...]
+    delay: int = 0
+
+    def stream(self, stage: int, first: int, until: int) -> Iterator[tuple[int, Action]]:
+        """What a stage does from step `first` to the one before `until`: each action's step, and
+        the action.
+
+        With delayed updates every backward is followed by the next forward, whichever step that is
+        of, so a stage holds as many microbatches from the first step to the last. Before a step
+        begins, the update of the step two before is made; the last two are made at the end.
+        """
+        *passes, update = self.rows[stage]
+        if not self.delay:
+            for step in range(first, until):
+                yield from ((step, action) for action in (*passes, update))
+            return
+        forwards, backwards = ([a for a in passes if a.kind is kind] for kind in (Kind.F, Kind.B))
+        coming = ((step, action) for step in range(first, until) for action in forwards)
+
+        def advance() -> Iterator[tuple[int, Action]]:
+            for step, action in itertools.islice(coming, 1):
+                if action is forwards[0] and step - 2 >= first:
+                    yield step - 2, update
+                yield step, action
+
+        for _ in range(in_flight(self)[stage]):
+            yield from advance()
+        for step in range(first, until):
+            for action in backwards:
+                yield step, action
+                yield from advance()
+        yield from ((step, update) for step in range(max(first, until - 2), until))
 
     def __str__(self) -> str:
         header = (
@@ -154,12 +187,19 @@ class PipelineConfig:
         auto=OPEN,
         scope="keeping",  # it changes no bit: gradients are summed in one order
     )
+    delay: int = option(
+        0,
+        "steps by which updates are delayed; 1 = a step is computed without the update of the step "
+        "before, so that microbatches of the next step are on their way while it ends",
+        least=0,
+        most=1,
+    )
     recompute: bool = option(
         False, "recompute activations in the backward pass instead of storing them"
     )
 
 
-def build(name: str, stages: int, microbatches: int, window: int = 0) -> Schedule:
+def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int = 0) -> Schedule:
     """The validated schedule of that name.
 
     A window beyond what is of use (more than all microbatches, or any with one stage of
@@ -193,7 +233,7 @@ def build(name: str, stages: int, microbatches: int, window: int = 0) -> Schedul
     else:
         raise ConfigError(f"pipeline.schedule = {name!r} is not allowed{nearest(name, NAMES)}")
     rows = tuple(_row(stage, microbatches, held[stage]) for stage in range(stages))
-    schedule = Schedule(name, stages, microbatches, window, rows)
+    schedule = Schedule(name, stages, microbatches, window, rows, delay)
     validate(schedule)
     return schedule
 

@@ -7,7 +7,7 @@ never holds up computing.
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -132,42 +132,49 @@ class _Message(NamedTuple):
 
 @dataclass(frozen=True)
 class _Turn:
-    """One thing that a stage does: what it waits for, what it computes, and what it sends then."""
+    """One thing that a stage does: what it waits for, what it computes, and what it sends then.
 
+    All of it belongs to one step. `ends` it: the last of a step that a stage does.
+    """
+
+    step: int
     needs: list[str]  # labels of messages
     action: Action | None  # None takes no time: messages are answered or passed on
     sends: list[_Message]
+    ends: bool = False
 
 
-def _turns(schedule: Schedule, stage: int, costs: Costs) -> list[_Turn]:
-    """What a stage does in a step: the actions of its row, and the messages that end a step.
+def _turns(schedule: Schedule, stage: int, costs: Costs, steps: int) -> Iterator[_Turn]:
+    """What a stage does in so many steps: its actions, and the messages that end each step.
 
     Behind the last backwards the tally goes down from stage to stage, then the verdict up.
     """
-    top = schedule.stages - 1
-    *passes, update = schedule.rows[stage]
-    turns = []
-    for action in passes:
+    top, last = schedule.stages - 1, schedule.microbatches - 1
+    verdict = [_Message(stage + 1, VERDICT, CONTROL_BYTES)] if stage < top else []
+    tally = [_Message(stage - 1, TALLY, CONTROL_BYTES)]
+    for step, action in schedule.stream(stage, 0, steps):
+        if action.kind is Kind.U:
+            if stage > 0:
+                yield _Turn(step, [VERDICT], None, verdict)
+            yield _Turn(step, [], action, [])
+            yield from _row_turns(costs, step, stage, stage - 1, stage + 1, ROW_CHANGES)
+            yield _Turn(step, [], None, [], ends=True)
+            continue
         way = 1 if action.kind is Kind.F else -1
         sizes = costs.forward_bytes if way > 0 else costs.backward_bytes
-        needs = [action.label] if 0 <= stage - way <= top else []
-        turns.append(_Turn(needs, action, []))
+        sends, needs = [], [action.label] if 0 <= stage - way <= top else []
         if 0 <= stage + way <= top:
             size = sizes[min(stage, stage + way)]
-            turns[-1].sends.append(_Message(stage + way, action.label, size))
-    from_above = [TALLY] if stage < top else []
-    turns += _row_turns(costs, stage, stage + 1, stage - 1, ROW_GRADIENTS)
-    verdict = [_Message(stage + 1, VERDICT, CONTROL_BYTES)] if stage < top else []
-    if stage > 0:
-        turns.append(_Turn(from_above, None, [_Message(stage - 1, TALLY, CONTROL_BYTES)]))
-        turns.append(_Turn([VERDICT], None, verdict))
-    else:
-        turns.append(_Turn(from_above, None, verdict))
-    turns.append(_Turn([], update, []))
-    return turns + _row_turns(costs, stage, stage - 1, stage + 1, ROW_CHANGES)
+            sends.append(_Message(stage + way, action.label, size))
+        yield _Turn(step, needs, action, sends)
+        if action.kind is Kind.B and action.microbatch == last:
+            yield from _row_turns(costs, step, stage, stage + 1, stage - 1, ROW_GRADIENTS)
+            yield _Turn(step, [TALLY] if stage < top else [], None, tally if stage else verdict)
 
 
-def _row_turns(costs: Costs, stage: int, source: int, target: int, label: str) -> list[_Turn]:
+def _row_turns(
+    costs: Costs, step: int, stage: int, source: int, target: int, label: str
+) -> list[_Turn]:
     """Rows of a shared embedding, frame by frame: from the stage `source` on to `target`."""
     if not costs.row_bytes:
         return []
@@ -176,7 +183,7 @@ def _row_turns(costs: Costs, stage: int, source: int, target: int, label: str) -
     for frame in range(math.ceil(size / ROW_FRAME_BYTES)):
         name, part = f"{label} {frame}", min(ROW_FRAME_BYTES, size - frame * ROW_FRAME_BYTES)
         sends = [_Message(target, name, part)] if target in stages else []
-        turns.append(_Turn([name] if source in stages else [], None, sends))
+        turns.append(_Turn(step, [name] if source in stages else [], None, sends))
     return turns
 
 
@@ -184,22 +191,16 @@ def _row_turns(costs: Costs, stage: int, source: int, target: int, label: str) -
 class _Host:
     """Where one stage stands."""
 
-    turns: list[_Turn]
+    turns: Iterator[_Turn]
+    turn: _Turn | None  # what it does next, or is doing; None: it is done
     uplink: Occupancy
     downlink: Occupancy
-    step: int = 0
-    position: int = 0  # among its turns
     is_computing: bool = False
     since: float = 0.0  # when it began to compute, or else to wait
     # What ended its last turn, or led to the one that it computes.
     chain: CauseChain = field(default_factory=CauseChain)
     # By step and label, what led to messages that have come.
     inbox: dict[tuple[int, str], CauseChain] = field(default_factory=dict)
-
-    @property
-    def turn(self) -> _Turn:
-        """What it does next, or is doing."""
-        return self.turns[self.position]
 
 
 class _Cores:
@@ -246,24 +247,27 @@ class Play:
     """The event loop: compute that ends, first bytes that reach a downlink, deliveries.
 
     `run` plays all steps; `step_ends` then has the times at which stage 0 ended each of them,
-    `chains` what led there, and `spans` what happened in the last.
+    `chains` what led there, and `spans` what happened in the step `seen`.
     """
 
     def __init__(
-        self, schedule: Schedule, costs: Costs, links: Links, steps: int, cores: float | None
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        links: Links,
+        steps: int,
+        seen: int,
+        cores: float | None,
     ) -> None:
         self.spans: list[Span] = []
         self.step_ends: list[float] = []
         self.chains: list[CauseChain] = []
-        self.hosts = [
-            _Host(
-                _turns(schedule, stage, costs),
-                Occupancy(links.mbps_up[stage]),
-                Occupancy(links.mbps_down[stage]),
-            )
-            for stage in range(schedule.stages)
-        ]
-        self._costs, self._latency, self._steps = costs, links.latency_s, steps
+        self.hosts = []
+        for stage in range(schedule.stages):
+            turns = _turns(schedule, stage, costs, steps)
+            up, down = links.mbps_up[stage], links.mbps_down[stage]
+            self.hosts.append(_Host(turns, next(turns), Occupancy(up), Occupancy(down)))
+        self._costs, self._latency, self._seen = costs, links.latency_s, seen
         self._cores = _Cores(cores or schedule.stages)
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -287,52 +291,51 @@ class Play:
     def _advance(self, stage: int) -> None:
         """Do the stage's next turns, as far as it is idle and what they need is there."""
         host = self.hosts[stage]
-        while not host.is_computing and host.step < self._steps:
-            needs = [(host.step, label) for label in host.turn.needs]
+        while not host.is_computing and (turn := host.turn) is not None:
+            needs = [(turn.step, label) for label in turn.needs]
             if any(message not in host.inbox for message in needs):
                 return
             host.chain = max([host.chain, *(host.inbox[message] for message in needs)], key=sum)
-            action = host.turn.action
+            action = turn.action
             if action is None:
-                self._complete(stage)
+                self._complete(stage, turn)
                 continue
             if self._now > host.since:
-                self._record(stage, "wait", action.label, host.since, self._now)
+                self._record(turn.step, stage, "wait", action.label, host.since, self._now)
             host.is_computing, host.since = True, self._now
             self._cores.start(stage, self._costs.of(action), self._now)
 
     def _finish(self, stage: int) -> None:
         host = self.hosts[stage]
-        assert host.turn.action is not None
+        turn = host.turn
+        assert turn is not None and turn.action is not None
         self._cores.stop(stage, self._now)
-        self._record(stage, "compute", host.turn.action.label, host.since, self._now)
-        work = self._costs.of(host.turn.action)
+        self._record(turn.step, stage, "compute", turn.action.label, host.since, self._now)
+        work = self._costs.of(turn.action)
         host.chain = host.chain.then(compute=work, shared=self._now - host.since - work)
         host.is_computing, host.since = False, self._now
-        self._complete(stage)
+        self._complete(stage, turn)
         self._advance(stage)
 
-    def _complete(self, stage: int) -> None:
+    def _complete(self, stage: int, turn: _Turn) -> None:
         """Send what the turn has made, and move on to the next."""
         host = self.hosts[stage]
-        for message in host.turn.sends:
-            self._send(stage, message)
-        host.position += 1
-        if host.position == len(host.turns):
-            host.step, host.position = host.step + 1, 0
-            if stage == 0:
-                self.step_ends.append(self._now)
-                self.chains.append(host.chain)
+        for message in turn.sends:
+            self._send(stage, turn.step, message)
+        host.turn = next(host.turns, None)
+        if turn.ends and stage == 0:
+            self.step_ends.append(self._now)
+            self.chains.append(host.chain)
 
-    def _send(self, source: int, message: _Message) -> None:
+    def _send(self, source: int, step: int, message: _Message) -> None:
         """Queue on the uplink; the first byte reaches the other end one latency after its start."""
         host = self.hosts[source]
         start, end = host.uplink.carry(message.size, self._now, self._now)
         shown = f"{message.label}>" if message.target > source else f"<{message.label}"
-        self._record(source, "send", shown, start, end)
+        self._record(step, source, "send", shown, start, end)
         latency = self._latency[min(source, message.target)]
         chain = host.chain.then(latency=latency, links=-latency - self._now)  # its end is added
-        reach = partial(self._reach_downlink, message, host.step, end + latency, chain)
+        reach = partial(self._reach_downlink, message, step, end + latency, chain)
         self._at(start + latency, reach)
 
     def _reach_downlink(
@@ -350,8 +353,10 @@ class Play:
         heapq.heappush(self._events, (time, self._scheduled, happen))
         self._scheduled += 1
 
-    def _record(self, stage: int, lane: str, label: str, start: float, end: float) -> None:
-        if self.hosts[stage].step == self._steps - 1:
+    def _record(
+        self, step: int, stage: int, lane: str, label: str, start: float, end: float
+    ) -> None:
+        if step == self._seen:
             self.spans.append(Span(stage, lane, label, start, end))
 
 
@@ -362,12 +367,13 @@ def _check_amount(name: str, value: float) -> None:
 
 BOUND_SHARE = 0.85  # a resource busy for this share of the step is called its limit
 SHARED = "compute shared by all stages"
+OVERLAPPING = 4  # steps of which the mean is taken with delayed updates
 MANY_MICROBATCHES = 64  # with more than these a table of windows tries fewer
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """The last simulated step; by then each step repeats the one before.
+    """One simulated step; by then each step repeats the one before.
 
     Span times count from the step's start on stage 0. Another stage may begin its step a
     little before (negative times) or after. `compute_seconds` is work: with shared cores
@@ -465,12 +471,14 @@ def simulate(
     steps: int = 3,
     cores: float | None = None,
 ) -> Simulation:
-    """Play `steps` steps of a training schedule and report on the last.
+    """Play `steps` steps of a training schedule and report on the last; with delayed updates on one
+    amid others, some steps later.
 
     With `cores`, the stages share one machine on which so many compute at full speed at once:
     n running actions each go at the speed min(1, cores / n). Two steps reach the steady state,
     because when stage 0 sends its verdict every stage is idle and every link empty; the default
-    leaves one to spare.
+    leaves one to spare. With delayed updates steps overlap: the mean of some is taken, after
+    a few that lead there.
     """
     validate(schedule)
     if schedule.name == FORWARD_ONLY:
@@ -481,11 +489,14 @@ def simulate(
         raise ConfigError(f"cores = {cores}: must be 1 or more, or None for a core per stage")
     costs.check(schedule.stages)
     links = (network or Network()).links(schedule.stages)
-    play = Play(schedule, costs, links, steps, cores)
+    seen, over = steps - 1, 1
+    if schedule.delay:
+        seen, over = steps + OVERLAPPING, OVERLAPPING
+        steps = seen + 3  # of which the last ones are drained
+    play = Play(schedule, costs, links, steps, seen, cores)
     play.run()
 
-    start, end = play.step_ends[-2:]
-    seconds = end - start
+    start, seconds = play.step_ends[seen - 1], _per_step(play.step_ends, seen, over)
     return Simulation(
         schedule=schedule,
         step_seconds=seconds,
@@ -495,11 +506,19 @@ def simulate(
         downlink_utilisation=[_ratio(host.downlink.busy, steps * seconds) for host in play.hosts],
         in_flight=in_flight(schedule),
         chain={
-            name: now - before
-            for name, before, now in zip(CauseChain._fields, *play.chains[-2:], strict=True)
+            name: _per_step(seconds, seen, over)
+            for name, seconds in zip(
+                CauseChain._fields, zip(*play.chains, strict=True), strict=True
+            )
         },
         cores=cores,
     )
+
+
+def _per_step(readings: Sequence[float], last: int, over: int) -> float:
+    """How much was added in each step of some, up to the last."""
+    added = readings[last] - readings[last - over]
+    return added if over == 1 else added / over
 
 
 def window_table(
@@ -508,6 +527,7 @@ def window_table(
     costs: Costs,
     network: Network | Links | None = None,
     cores: float | None = None,
+    delay: int = 0,
 ) -> list[tuple[int, float, list[int]]]:
     """(window, seconds per step, microbatches held by each stage) for 1f1b.
 
@@ -522,7 +542,8 @@ def window_table(
         window += window if many else max(1, window // 2)
     table: list[tuple[int, float, list[int]]] = []
     for window in sorted(windows) if stages > 1 else [1]:  # a single stage has one window only
-        played = simulate(build("1f1b", stages, microbatches, window), costs, network, 2, cores)
+        schedule = build("1f1b", stages, microbatches, window, delay)
+        played = simulate(schedule, costs, network, 2, cores)
         table.append((window, played.step_seconds, played.in_flight))
         if many and len(table) > 1 and played.step_seconds > 0.999 * table[-2][1]:
             break

@@ -249,7 +249,7 @@ class Settings:
     def schedule(self) -> Schedule:
         """The training schedule, validated by simulation."""
         p = self.pipeline
-        return build(p.schedule, p.stages, p.microbatches, p.window)
+        return build(p.schedule, p.stages, p.microbatches, p.window, p.delay)
 
     def split(self) -> list[range]:
         """The blocks of each stage."""
@@ -386,5 +386,31 @@ def _check(settings: Settings) -> None:
             f"pipeline.microbatches = {pipeline.microbatches} equal parts"
         )
     settings.schedule()
+    if pipeline.delay and (reason := _against_delay(settings)):
+        raise ConfigError(f"pipeline.delay = {pipeline.delay} {reason}; or leave it at 0")
     settings.codec.check(pipeline.stages - 1)
     settings.lora.check(settings.boundary)
+
+
+def can_delay(settings: Settings) -> bool:
+    """Whether `pipeline.delay = 1` can work with these settings."""
+    return not _against_delay(settings)
+
+
+def _against_delay(settings: Settings) -> str:
+    """What updates cannot be delayed with, and what to do: what all stages change at once."""
+    boundary = settings.boundary
+    if settings.pipeline.schedule != "1f1b":
+        return 'needs pipeline.schedule = "1f1b": gpipe ends a step before it begins the next'
+    if boundary.shares_embedding:
+        return (
+            'cannot work with boundary.anchor = "embedding", whose rows all stages change at the '
+            'end of a step: use boundary.mode = "projected", as the recipes thin32 to thin200 do, '
+            "or another anchor"
+        )
+    if boundary.basis_update_every:
+        return (
+            "cannot work with a basis that moves, for each of two versions of the weights would "
+            "need its own: set boundary.basis_update_every = 0"
+        )
+    return ""

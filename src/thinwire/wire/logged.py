@@ -232,8 +232,10 @@ class LinkState:
         self._received[step, kind] += 1
 
     def decide(self, number: int, stops: bool) -> None:
-        """Note a decision of the first stage; one before the last was made anew."""
-        if number >= self.decided:
+        """Note a decision of the first stage; one before the last was made anew, and with delayed
+        updates the one to stop is followed by another.
+        """
+        if number >= self.decided and not self.stops:
             self.decided, self.stops = number, stops
 
     def position(self) -> Position:

@@ -1,0 +1,286 @@
+"""Delayed updates: a step is computed without the update of the step before."""
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import TOLERANCE, plain_loop
+from stopping import stop_in_the_first_step
+from test_resume import commit_all
+
+from thinwire.data import Corpus
+from thinwire.engine.chain import Chain
+from thinwire.engine.feed import Feed
+from thinwire.engine.shard_check import shard_like
+from thinwire.engine.state import BEFORE, names_for_stage
+from thinwire.errors import ConfigError, WireError
+from thinwire.settings import Settings
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def delayed(make_settings: Callable[..., Settings]) -> Callable[..., Settings]:
+    """Settings of a tiny exact run with delayed updates."""
+    return lambda **changes: make_settings(**{"pipeline__delay": 1, **changes})
+
+
+def chain_of(settings: Settings, corpus: Corpus, refused: int = -1) -> tuple[Chain, list[float]]:
+    """A chain and the losses of its steps; the gradients of one step are spoiled."""
+    chain, losses = Chain(settings, Feed(corpus, settings, CPU)), []
+    for step in range(settings.train.steps):
+        if step == refused:
+            update = chain.updates[0].of_step(step)
+            update.squared_norms = lambda: [float("nan")]  # type: ignore[method-assign]
+        losses.append(chain.train_step(step))
+        if step == refused:
+            del update.squared_norms
+    return chain, losses
+
+
+def weights_of(chain: Chain) -> dict[str, torch.Tensor]:
+    return {name: p for stage in chain.stages for name, p in stage.global_parameters().items()}
+
+
+def furthest(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two sets of weights."""
+    assert found.keys() == weights.keys()
+    return max((found[name] - weight).abs().max().item() for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("refused", [-1, 0, 2])
+def test_a_chain_is_a_plain_loop_of_delayed_updates(
+    stages: int, refused: int, delayed: Callable, corpus: Corpus
+) -> None:
+    settings = delayed(pipeline__stages=stages, train__steps=6)
+    losses, weights = plain_loop(settings, corpus, delay=True, refused=refused)
+    chain, found = chain_of(settings, corpus, refused)
+    assert found == pytest.approx(losses, abs=TOLERANCE)
+    assert furthest(weights_of(chain), weights) < TOLERANCE
+
+
+def test_without_delay_training_differs(delayed: Callable, corpus: Corpus) -> None:
+    """The failing side: a loop whose updates are not delayed begins alike and goes elsewhere."""
+    settings = delayed(pipeline__stages=2, train__steps=3)
+    losses, weights = plain_loop(settings, corpus, delay=False)
+    chain, found = chain_of(settings, corpus)
+    assert found[0] == pytest.approx(losses[0], abs=TOLERANCE)
+    assert min(abs(a - b) for a, b in zip(found[1:], losses[1:], strict=True)) > 1e-6
+    assert furthest(weights_of(chain), weights) > 1e-6
+
+
+def spoil(step: int) -> Callable[[Any], None]:
+    """Spoil the gradients of one step on the last stage."""
+
+    def prepare(worker: Any) -> None:
+        update = worker.update.of_step(step)
+        norms, begin = update.squared_norms, update.begin
+        now = {"step": -1}
+        update.begin = lambda at: (now.update(step=at), begin(at))
+        if worker.index == worker.last:
+            update.squared_norms = lambda: [*norms(), math.nan] if now["step"] == step else norms()
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("stages", "window", "every"),
+    [(1, 0, 0), (2, 1, 0), (2, 4, 0), (3, 0, 3), (4, 4, 0), (4, 2, 2), (4, -1, 1)],
+)
+def test_a_pipeline_is_a_plain_loop_of_delayed_updates(
+    stages: int,
+    window: int,
+    every: int,
+    delayed: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+    reference: dict,
+) -> None:
+    settings = delayed(
+        pipeline__stages=stages, pipeline__window=window, train__steps=7, train__eval_every=every
+    )
+    if not reference:
+        reference["losses"], reference["weights"] = plain_loop(settings, corpus, delay=True)
+    outcome = run_in_threads(settings)
+    assert outcome.losses() == pytest.approx(reference["losses"], abs=TOLERANCE)
+    assert furthest(outcome.weights(), reference["weights"]) < TOLERANCE
+    assert all(worker.mailbox.dropped == 0 for worker in outcome.workers)
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    """The plain loop, which does not depend on the pipeline."""
+    return {}
+
+
+@pytest.mark.parametrize("refused", [0, 1, 3, 6])
+def test_a_refused_step_leaves_the_weights_of_the_next(
+    refused: int, delayed: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = delayed(pipeline__stages=3, train__steps=7, train__eval_every=0)
+    losses, weights = plain_loop(settings, corpus, delay=True, refused=refused)
+    outcome = run_in_threads(settings, prepare_worker=spoil(refused))
+    for stage in range(3):
+        committed = [step.committed for step in outcome.steps(stage)]
+        assert [step for step, good in enumerate(committed) if not good] == [refused]
+    assert outcome.losses() == pytest.approx(losses, abs=TOLERANCE)
+    assert furthest(outcome.weights(), weights) < TOLERANCE
+
+
+def test_stages_overlap_steps(delayed: Callable, run_in_threads: Callable) -> None:
+    """The first stage begins a step before it has ended the one before; without delay it does not,
+    nor where a validation comes between.
+    """
+    for settings, overlaps in (
+        (delayed(train__steps=4, train__eval_every=0), [True, True, True]),
+        (delayed(train__steps=4, train__eval_every=2), [True, False, True]),
+        (delayed(train__steps=4, train__eval_every=0, pipeline__delay=0), [False, False, False]),
+    ):
+        steps = run_in_threads(settings).steps(0)
+        begun = [min(start for lane, _, start, _ in s.spans if lane == "compute") for s in steps]
+        ended = [max(end for lane, _, _, end in s.spans if lane == "compute") for s in steps]
+        assert [begun[n + 1] < ended[n] for n in range(3)] == overlaps
+        assert all(b.start >= a.end for a, b in itertools.pairwise(steps)), "durations add up"
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 3), (2, 4), (4, 1)])
+@pytest.mark.parametrize("case", ["adamw", "muon", "remembering"])
+def test_resumed_equals_uninterrupted(
+    case: str,
+    before: int,
+    after: int,
+    delayed: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+    tmp_path: Path,
+) -> None:
+    changes = {"train__steps": 8, "train__checkpoint_every": 3, "train__eval_every": 4}
+    if case == "muon":
+        changes |= {"optim__name": "muon"}
+    if case == "remembering":
+        after = before
+        changes |= {"codec__forward": "topk(0.2)+ef21", "boundary__mode": "projected"}
+        changes |= {"boundary__rank": 6, "boundary__anchor": "per-stage"}
+    settings = delayed(pipeline__stages=before, **changes)
+    whole = run_in_threads(settings)
+    written = commit_all(whole, settings, tmp_path / "run", corpus)
+    assert [*written] == [3, 6, 8]
+    for step in (3, 6):
+        resumed = run_in_threads(
+            delayed(pipeline__stages=after, **changes),
+            resume=written[step],
+            folder=tmp_path / f"resumed-{step}",
+        )
+        assert resumed.losses() == whole.losses()[step:]
+        assert furthest(resumed.weights(), whole.weights()) == 0
+
+
+def test_the_weights_before_the_last_update_matter(
+    delayed: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    """The failing side: with the latest weights alone the next step is another."""
+    settings = delayed(train__steps=6, train__checkpoint_every=3)
+    whole = run_in_threads(settings)
+    middle = commit_all(whole, settings, tmp_path / "run", corpus)[3]
+
+    def forget(worker: Any) -> None:
+        worker.update.latest.restore_twin({})
+        worker.update.latest.twin.version -= 1
+
+    other = run_in_threads(settings, middle, forget, folder=tmp_path / "other")
+    assert abs(other.losses()[0] - whole.losses()[3]) > 1e-6
+
+
+def test_a_stop_takes_effect_a_step_later_and_resumes(
+    delayed: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = delayed(pipeline__stages=4, train__steps=6, train__eval_every=0)
+    whole = run_in_threads(settings, folder=tmp_path / "whole")
+    stopped = run_in_threads(settings, prepare_worker=stop_in_the_first_step)
+    assert [len(stopped.steps(stage)) for stage in range(4)] == [2] * 4
+    after_two = commit_all(stopped, settings, tmp_path / "run", corpus)[2]
+    resumed = run_in_threads(settings, resume=after_two, folder=tmp_path / "resumed")
+    assert resumed.losses() == whole.losses()[2:]
+    assert furthest(resumed.weights(), whole.weights()) == 0
+
+
+def test_a_stage_with_other_weights_is_found_by_their_version(
+    delayed: Callable, run_in_threads: Callable
+) -> None:
+    def prepare(worker: Any) -> None:
+        if worker.index == 1:  # computes as if updates were not delayed
+            worker.update.of_step = lambda step: worker.update.latest
+
+    with pytest.raises(
+        WireError, match=r"made with weight version \d .* this stage is at weight version \d"
+    ):
+        run_in_threads(delayed(train__steps=4, train__eval_every=0), prepare_worker=prepare)
+
+
+def test_a_run_goes_on_with_and_without_delay(
+    delayed: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    """From the latest weights: the next step without delay is computed with them, and so is the one
+    after it with delay, for which there is no other version.
+    """
+    changes = {"train__steps": 6, "train__checkpoint_every": 3, "train__eval_every": 3}
+    for delay in (0, 1):
+        settings = delayed(pipeline__delay=delay, **changes)
+        folder = tmp_path / f"from-{delay}"
+        whole = run_in_threads(settings, folder=folder)
+        middle = commit_all(whole, settings, folder, corpus)[3]
+        other = delayed(pipeline__delay=1 - delay, **changes)
+        resumed = run_in_threads(other, resume=middle, folder=tmp_path / f"to-{1 - delay}")
+        assert resumed.valid_losses()[0] == whole.valid_losses()[1], "the same weights"
+        assert (resumed.losses()[0] == whole.losses()[3]) == (delay == 0)
+        assert resumed.losses()[1] != whole.losses()[4]
+
+
+def test_frozen_weights_are_held_once(
+    delayed: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = delayed(lora__rank=2, train__steps=5, train__eval_every=0)
+    chain, losses = chain_of(settings, corpus)
+    for update in chain.updates:
+        one, other = update.stage.global_parameters(), update.twin.stage.global_parameters()
+        assert {name for name in one if one[name] is other[name]} == {
+            name for name, parameter in one.items() if not parameter.requires_grad
+        }
+    outcome = run_in_threads(settings)
+    assert outcome.losses() == losses
+    assert furthest(outcome.weights(), weights_of(chain)) == 0
+
+
+def test_a_shard_has_the_weights_before_the_last_update(
+    delayed: Callable, run_in_threads: Callable
+) -> None:
+    settings = delayed(train__checkpoint_every=2, boundary__mode="projected", boundary__rank=6)
+    outcome = run_in_threads(settings)
+    for stage, worker in enumerate(outcome.workers):
+        part = outcome.shards()[4][stage]
+        needed, _ = shard_like(settings, stage, part.versions)
+        assert {*part.shard.tensors} == {*needed}
+        before = {name for name in needed if name.startswith(BEFORE)}
+        assert before == {BEFORE + name for name in worker.stage.trained_parameters()}
+        assert before <= names_for_stage(settings, stage, needed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"pipeline__schedule": "gpipe"}, "1f1b"),
+        ({"boundary__mode": "subspace", "boundary__anchor": "embedding"}, "thin32"),
+        ({"boundary__mode": "subspace", "boundary__basis_update_every": 5}, "update_every = 0"),
+    ],
+)
+def test_what_cannot_be_delayed_is_refused(
+    changes: dict[str, Any], remedy: str, delayed: Callable
+) -> None:
+    with pytest.raises(ConfigError, match=r"pipeline.delay = 1") as refused:
+        delayed(**{"boundary__rank": 8, **changes} if "boundary__mode" in changes else changes)
+    assert remedy in str(refused.value)
