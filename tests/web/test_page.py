@@ -298,17 +298,6 @@ def test_an_address_that_cannot_be_had_is_refused_before_the_run(tmp_path: Path)
         Followed(PlainDisplay(io.StringIO()), "192.0.2.1:80", "train")
 
 
-def test_a_joined_machine_keeps_what_the_host_tells_it(tmp_path: Path) -> None:
-    with Followed(PlainDisplay(io.StringIO()), "off", "join") as display:
-        display.opened(tmp_path)
-        display.step(step_record(1, steps=3, stages=0))
-        display.step(step_record(2, steps=3, stages=0))  # too soon after the other
-        display.evaluation(EvaluationRecord(2, 3.5))
-        display.step(step_record(3, steps=3, stages=0))
-    assert [step.step for step in steps_of(tmp_path)] == [1, 3]
-    assert read_evaluations(tmp_path) == [EvaluationRecord(2, 3.5)]
-
-
 def test_train_says_where_its_page_is(finished: Path) -> None:
     printed = (finished.parent / "output.txt").read_text()
     assert "[web]   http://127.0.0.1:" in printed and "?token" not in printed

@@ -17,7 +17,7 @@ from settings_values import TINY_MODEL, with_changes
 from thinwire.report import LinkRecord, StageRecord, StepRecord
 from thinwire.run.alive import ControlSocket
 from thinwire.run.machine import Machine
-from thinwire.run.status import LinkStatus, PeerStatus, StatusReport
+from thinwire.run.protocol import LinkStatus, PeerStatus, StatusReport
 from thinwire.typed import to_toml
 from thinwire.web.page import make_page
 from thinwire.web.server import WebServer

@@ -44,6 +44,9 @@ _TAG_WIDTH = len("[train]")
 class Display(contextlib.AbstractContextManager["Display"]):
     """Shows a run to a person. A context manager, so that errors leave a sane terminal."""
 
+    share: Callable[[str, str], None] = lambda tag, text: None
+    """Tells others what this display has found out itself; whoever leads a run sets it."""
+
     def opened(self, folder: Path) -> None:
         """Hear that this folder is the run's from now on; most displays need none."""
 

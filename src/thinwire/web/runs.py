@@ -32,11 +32,12 @@ from thinwire.report.story import EVENTS_FILE
 from thinwire.run.alive import FILE as CONTROL_SOCKET
 from thinwire.run.alive import ask
 from thinwire.run.formation import read_formation
-from thinwire.run.record import PROGRESS_FILE
-from thinwire.run.status import UNREACHED, StatusReport, status_from_plain
-from thinwire.schedule import Costs, Links, simulate
+from thinwire.run.protocol import Progress, StatusReport
+from thinwire.run.record import PROGRESS_FILE, read_progress
+from thinwire.run.status import UNREACHED, status_from_plain
+from thinwire.schedule import simulate
 from thinwire.settings import Settings, load_settings
-from thinwire.settings.crossing import BF16_BYTES, frame_bytes, network_of, stream_width
+from thinwire.settings.crossing import BF16_BYTES, frame_bytes, stream_width
 
 MOST_POINTS = 2000  # of a curve: a screen has no more columns
 MOST_EVENTS = 500
@@ -207,7 +208,6 @@ class RunView:
         self._metrics, self._tail = Tail(folder / FILE_NAME), Tail(folder / EVENTS_FILE)
         self._marks: dict[str, tuple[int, int]] = {}
         self._settings: Settings | None = None
-        self._progress: dict[str, Any] = {}
         self._lock, self._looked = threading.Lock(), -math.inf
 
     @property
@@ -225,9 +225,10 @@ class RunView:
             self.status = self._ask()
             is_new = self._read_settings()
             if self._has_changed(PROGRESS_FILE) or is_new:
-                self._progress = _read_json(self.folder / PROGRESS_FILE)
-                facts = compared(self._settings, self._progress) if self._settings else {}
-                self.sections["progress"].put({**self._progress, **facts})
+                progress = read_progress(self.folder)
+                plain = msgspec.to_builtins(progress) if progress else {}
+                facts = compared(self._settings, progress) if self._settings and progress else {}
+                self.sections["progress"].put({**plain, **facts})
             self.sections["state"].put(self._state())
             self._looked = time.monotonic()
 
@@ -309,7 +310,9 @@ class RunView:
             if valid
             else None,
             "best": min((one[1] for one in valid if one[1] is not None), default=None),
-            "checkpoint": max(map(step_of, list_checkpoints(self.folder)), default=None),
+            "checkpoint": status.last_checkpoint
+            if status
+            else max(map(step_of, list_checkpoints(self.folder)), default=None),
             "peers": self._peers(),
             "links": self._links(),
         }
@@ -394,46 +397,32 @@ def _peer(peer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    return {}
-
-
-def compared(settings: Settings, progress: dict[str, Any]) -> dict[str, Any]:
+def compared(settings: Settings, progress: Progress) -> dict[str, Any]:
     """The plan of a run beside what was measured, and what dense cuts would have cost, simulated.
 
     The simulator plays the run's schedule with the measured costs over the emulated or measured
-    links, once with the bytes that were sent and once with those of dense cuts.
+    links, both ways, once with the bytes that were sent and once with those of dense cuts.
     """
+    per_microbatch, costs = settings.tokens_per_microbatch, progress.measured_costs
     try:
-        costs = msgspec.convert(progress["measured_costs"], Costs)
-        uplinks = msgspec.convert(progress.get("uplinks", []), list[float])
-        stages = settings.pipeline.stages
         planned = [
             {
                 "cut": row["cut"],
-                "planned": sum(frame_bytes(settings, row["cut"])) / settings.tokens_per_microbatch,
+                "planned": sum(frame_bytes(settings, row["cut"])) / per_microbatch,
                 "measured": row["forward_bytes_per_token"] + row["backward_bytes_per_token"],
                 "dense": 2 * row["bf16_bytes_per_token"],
                 "codecs": [row["forward_codec"], row["backward_codec"]],
             }
-            for row in progress.get("cuts", [])
+            for row in progress.cuts
         ]
-        network = network_of(settings) or (
-            Links(uplinks, [0.0] * stages, [0.0] * (stages - 1)) if any(uplinks) else None
-        )
-        schedule = settings.schedule()
-        found: dict[str, Any] = {"planned": planned}
-        thin = simulate(schedule, costs, network).step_seconds
-        found["simulated_step_seconds"] = thin
-        if network is not None and planned:
-            tokens = settings.tokens_per_microbatch
-            sizes = [BF16_BYTES * stream_width(settings, cut) * tokens for cut in range(stages - 1)]
-            sent = {row["cut"] for row in planned}
-            dense = [size if cut in sent else 0 for cut, size in enumerate(sizes)]
-            plain = dataclasses.replace(costs, forward_bytes=dense, backward_bytes=dense)
-            found["dense_step_seconds"] = simulate(schedule, plain, network).step_seconds
-        return found
-    except (ThinwireError, msgspec.MsgspecError, KeyError, TypeError, ZeroDivisionError):
-        return {}  # a record of another version
+        dense = [0] * (settings.pipeline.stages - 1)  # also where both stages are in one process
+        for row in progress.cuts:
+            dense[row["cut"]] = row["bf16_bytes_per_token"] * per_microbatch
+        plain = dataclasses.replace(costs, forward_bytes=dense, backward_bytes=dense)
+        schedule, links = settings.schedule(), progress.links
+        thin, thick = (simulate(schedule, one, links).step_seconds for one in (costs, plain))
+        found = {"planned": planned, "simulated_step_seconds": thin}
+        is_known = planned and any(links.mbps_up + links.mbps_down)
+        return {**found, "dense_step_seconds": thick} if is_known else found
+    except (ThinwireError, KeyError, TypeError, IndexError):
+        return {}  # a record of other settings
