@@ -50,7 +50,7 @@ class Followed(Display):
         self._folder, self._story = folder, Story(folder)
         self._story.tell("begin", "started")
         if self._prompt:
-            self._sampler = Sampler(self._prompt, folder, self._story)
+            self._sampler = Sampler(self._prompt, folder, self._tell_everybody)
         if self._listen != OFF:
             self._serve()
 
@@ -84,6 +84,10 @@ class Followed(Display):
         text = f"failed: {error}" if error is not None else "ended in good order"
         self._tell("end", "stopped by its user" if isinstance(error, KeyboardInterrupt) else text)
         self.close()
+
+    def _tell_everybody(self, kind: str, text: str) -> None:
+        self._tell(kind, text)
+        self.share(kind, text)
 
     def _tell(self, kind: str, text: str) -> None:
         if self._story is not None:

@@ -17,6 +17,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from thinwire.errors import ThinwireError
 from thinwire.web.server import App, has_token
 
@@ -137,7 +139,8 @@ def _qr_code(text: str) -> str:
 async def _events(views: Sequence["RunView"], is_owner: bool) -> AsyncIterator[bytes]:
     """All that a page shows, as server-sent events, until it is closed."""
     seen = [_Seen() for _ in views]
-    yield _event("hello", {"runs": len(views), "owner": is_owner, "now": time.time()})
+    hello = {"runs": len(views), "owner": is_owner, "now": time.time()}
+    yield _event("hello", 0, msgspec.json.encode(hello))
     quiet = 0
     while True:
         quiet += 1
@@ -157,10 +160,8 @@ class _Seen:
     """How much of a run one page has been sent."""
 
     def __init__(self) -> None:
-        self._versions: dict[str, int] = {}
+        self._sections: dict[str, bytes] = {}
         self._points, self._count = (-1, 0, 0), -1
-        self._valid: object = None
-        self._events = 0
 
     def news(self, number: int, view: "RunView") -> list[bytes]:
         """What it has not seen yet."""
@@ -169,25 +170,13 @@ class _Seen:
         if has_more and (points := curves.points(*self._points)) is not None:
             self._points = points["generation"], points["size"], points["complete"]
             self._count = len(curves)
-            found.append(_event("points", {"run": number, **points}))
-        if self._valid is not curves.valid:
-            self._valid = curves.valid
-            columns = list(zip(*curves.valid, strict=True)) or [(), (), (), ()]
-            names = ("step", "loss", "bits", "time")
-            plain = dict(zip(names, columns, strict=True))
-            found.append(_event("valid", {"run": number, **plain}))
-        before, events = view.story
-        if before + len(events) > self._events:
-            new = events[max(0, self._events - before) :]
-            found.append(_event("events", {"run": number, "rows": new}))
-            self._events = before + len(events)
-        for name, section in view.sections.items():
-            if section.version != self._versions.get(name, 0):
-                self._versions[name] = section.version
-                head = f'event: {name}\ndata: {{"run":{number},"value":'.encode()
-                found.append(head + section.body + b"}\n\n")
+            found.append(_event("points", number, msgspec.json.encode(points)))
+        for name, body in [*view.sections.items()]:  # a thread may add one
+            if self._sections.get(name) is not body:
+                self._sections[name] = body
+                found.append(_event(name, number, body))
         return found
 
 
-def _event(kind: str, values: dict[str, Any]) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps(values, allow_nan=False)}\n\n".encode()
+def _event(kind: str, run: int, body: bytes) -> bytes:
+    return f'event: {kind}\ndata: {{"run":{run},"value":'.encode() + body + b"}\n\n"

@@ -27,7 +27,8 @@ import numpy as np
 
 from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import NotAliveError, ThinwireError
-from thinwire.report.metrics import FILE_NAME, without_nan
+from thinwire.report.metrics import FILE_NAME
+from thinwire.report.records import StepRecord, revived
 from thinwire.report.story import EVENTS_FILE
 from thinwire.run.alive import FILE as CONTROL_SOCKET
 from thinwire.run.alive import ask
@@ -37,7 +38,8 @@ from thinwire.run.record import PROGRESS_FILE, read_progress
 from thinwire.run.status import UNREACHED, status_from_plain
 from thinwire.schedule import simulate
 from thinwire.settings import Settings, load_settings
-from thinwire.settings.crossing import BF16_BYTES, frame_bytes, stream_width
+from thinwire.settings.crossing import BF16_BYTES, frame_bytes, network_of, stream_width
+from thinwire.settings.recipe import recipe_of
 
 MOST_POINTS = 2000  # of a curve: a screen has no more columns
 MOST_EVENTS = 500
@@ -108,7 +110,7 @@ class Curves:
 
     def __init__(self, generation: int = 0) -> None:
         self.generation = generation  # changes when points that were sent are no longer true
-        self.valid: list[tuple[int, float | None, float | None, float]] = []
+        self.valid: list[tuple[int, float | None, float | None]] = []
         self._columns = {name: array("d") for name in _COLUMNS}
         self.last: dict[str, Any] = {}  # the newest step, whole
 
@@ -123,7 +125,7 @@ class Curves:
             return
         if row.kind == "evaluation":
             self.valid = [one for one in self.valid if one[0] < row.step]
-            self.valid.append((row.step, row.loss, row.bits_per_byte, row.time))
+            self.valid.append((row.step, row.loss, row.bits_per_byte))
         elif row.kind == "step":
             self._go_back_to(row.step)
             columns, last = self._columns, self._columns["time"]
@@ -178,21 +180,7 @@ class Curves:
         began = self.span()[0]
         plain["hours"] = [round((moment - began) / 3600, 5) for moment in plain.pop("time")]
         plain["complete"] = count // wanted  # further ones still change
-        return dict(without_nan(plain))
-
-
-@dataclasses.dataclass
-class Section:
-    """A part of the page that is sent whole when it has changed."""
-
-    version: int = 0
-    body: bytes = b""
-
-    def put(self, values: Any) -> None:
-        """Take what it holds now."""
-        body = msgspec.json.encode(without_nan(values))
-        if body != self.body:
-            self.body, self.version = body, self.version + 1
+        return plain
 
 
 class RunView:
@@ -201,10 +189,9 @@ class RunView:
     def __init__(self, folder: Path, is_own: bool = False):
         self.folder, self.is_own = folder, is_own
         self.curves = Curves()
-        # The newest events, and how many there were before them: replaced in one go, for readers.
-        self.story: tuple[int, list[dict[str, Any]]] = (0, [])
-        self.sections = {name: Section() for name in ("state", "progress", "settings")}
+        self.sections: dict[str, bytes] = {}  # parts of the page, each sent whole when it changes
         self.status: StatusReport | None = None
+        self._events: list[_Event] = []
         self._metrics, self._tail = Tail(folder / FILE_NAME), Tail(folder / EVENTS_FILE)
         self._marks: dict[str, tuple[int, int]] = {}
         self._settings: Settings | None = None
@@ -228,9 +215,16 @@ class RunView:
                 progress = read_progress(self.folder)
                 plain = msgspec.to_builtins(progress) if progress else {}
                 facts = compared(self._settings, progress) if self._settings and progress else {}
-                self.sections["progress"].put({**plain, **facts})
-            self.sections["state"].put(self._state())
+                self._show("progress", {**plain, **facts})
+            self._show("valid", self.curves.valid)
+            self._show("events", self._events)
+            self._show("state", self._state())
             self._looked = time.monotonic()
+
+    def _show(self, name: str, values: Any) -> None:
+        body = msgspec.json.encode(values)  # what is no number is null there
+        if body != self.sections.get(name):
+            self.sections[name] = body
 
     def _read_metrics(self) -> None:
         is_new, lines = self._metrics.read()
@@ -240,19 +234,18 @@ class RunView:
         for line in lines:
             self.curves.add(line)
             latest = line if line.startswith(b'{"kind": "step"') else latest
-        with contextlib.suppress(msgspec.MsgspecError):
-            self.curves.last = (
-                msgspec.json.decode(latest, type=dict) if latest else self.curves.last
-            )
+        with contextlib.suppress(msgspec.MsgspecError, TypeError):
+            if latest:  # with all that a step has, also where others wrote it
+                record = revived(StepRecord, values := msgspec.json.decode(latest, type=dict))
+                self.curves.last = {**dataclasses.asdict(record), "time": values.get("time")}
 
     def _read_events(self) -> None:
         is_new, lines = self._tail.read()
-        told, known = self.story
-        told, events = (told + len(known), []) if is_new else (told, list(known))
+        self._events = [] if is_new else self._events
         for line in lines:
             with contextlib.suppress(msgspec.MsgspecError):
-                events.append(msgspec.to_builtins(msgspec.json.decode(line, type=_Event)))
-        self.story = told + max(0, len(events) - MOST_EVENTS), events[-MOST_EVENTS:]
+                self._events.append(msgspec.json.decode(line, type=_Event))
+        del self._events[:-MOST_EVENTS]
 
     def _ask(self) -> StatusReport | None:
         if not (self.folder / CONTROL_SOCKET).exists():
@@ -283,118 +276,91 @@ class RunView:
             self._settings = load_settings(self.folder, []) if text else None
         except ThinwireError:
             self._settings = None
-        self.sections["settings"].put({"text": text})
+        recipe = recipe_of(self._settings) if self._settings else ""
+        self._show("settings", {"text": text, "recipe": recipe})
         return True
 
     def _state(self) -> dict[str, Any]:
-        last, status, valid = self.curves.last, self.status, self.curves.valid
-        _, events = self.story
-        newest = events[-1]["time"] if events else 0.0
-        words = {
-            name: last.get(name)
-            for name in ("step", "steps", "loss", "lr", "grad_norm", "tokens", "tokens_per_s",
-                         "step_seconds", "eta_seconds", "stages", "time", "measures")
-        }  # fmt: skip
+        last, status = self.curves.last, self.status
+        newest = self._events[-1].time if self._events else 0.0
         heard = max(newest, last.get("time") or 0.0, status.time if status else 0.0)
+        words = ("step", "steps", "loss", "lr", "grad_norm", "tokens", "tokens_per_s",
+                 "step_seconds", "eta_seconds", "stages", "time")  # fmt: skip
+        name = self._settings.run.name if self._settings else self.folder.resolve().name
+        saved = max(map(step_of, list_checkpoints(self.folder)), default=None)
         return {
-            **words,
-            "name": status.run if status else self._name(),
+            **{word: last.get(word) for word in words},
+            "name": status.run if status else name,
             "role": status.role if status else "folder",
             "epoch": status.epoch if status else 0,
-            "state": self._word(heard),
+            "state": status.state if status else self._word(heard),
             "heard": round(heard),
             "began": self.curves.span()[0],
             "waiting_for": status.waiting_for if status else "",
             "waiting_since": status.waiting_since if status else 0.0,
-            "valid": {"step": valid[-1][0], "loss": valid[-1][1], "bits": valid[-1][2]}
-            if valid
-            else None,
-            "best": min((one[1] for one in valid if one[1] is not None), default=None),
-            "checkpoint": status.last_checkpoint
-            if status
-            else max(map(step_of, list_checkpoints(self.folder)), default=None),
+            "checkpoint": status.last_checkpoint if status else saved,
             "peers": self._peers(),
             "links": self._links(),
         }
 
-    def _name(self) -> str:
-        return self._settings.run.name if self._settings else self.folder.resolve().name
-
     def _word(self, heard: float) -> str:
-        """How the run stands, in a word."""
-        if self.status is not None:
-            return self.status.state
-        _, events = self.story
-        ended = next((e for e in reversed(events) if e["kind"] in ("begin", "end")), None)
-        steps, step = self.curves.last.get("steps"), self.curves.last.get("step")
-        if step and step == steps and (not ended or ended["kind"] == "end"):
+        """How a run that does not answer stands, in a word."""
+        about = [event.kind for event in self._events if event.kind in ("begin", "end")]
+        has_ended, last = about[-1:] == ["end"], self.curves.last
+        step = last.get("step")
+        if step and step == last.get("steps") and (has_ended or not about):
             return "complete"
-        if ended and ended["kind"] == "end":
-            return "ended"
-        usual = 20 * (self.curves.last.get("step_seconds") or 0.0)
-        if not self.is_own and time.time() - heard > max(SILENT_SECONDS, usual):
-            return "silent"
-        return "training" if step else "starting"
+        usual = 20 * (last.get("step_seconds") or 0.0)
+        is_silent = not self.is_own and time.time() - heard > max(SILENT_SECONDS, usual)
+        doing = "silent" if is_silent else "training" if step else "starting"
+        return "ended" if has_ended else doing
 
     def _peers(self) -> list[dict[str, Any]]:
         """Who holds stages, in the order of these; then who holds none."""
         if self.status is not None:
-            peers = [_peer(msgspec.to_builtins(peer)) for peer in self.status.peers]
+            peers: list[dict[str, Any]] = msgspec.to_builtins(self.status.peers)
+            for peer in peers:
+                peer["is_away"] = not peer["machine"] or peer["state"] == UNREACHED
             return sorted(peers, key=lambda p: (not p["stages"], p["stages"], p["name"]))
         seats: list[str] = []
         with contextlib.suppress(ThinwireError):
             seats = read_formation(self.folder).seats
-        stages = self.curves.last.get("stages") or []
-        seats = seats if len(seats) == len(stages) else [f"stage {n}" for n in range(len(stages))]
+        count = len(self.curves.last.get("stages") or [])
+        seats = seats if len(seats) == count else [f"stage {n}" for n in range(count)]
         return [
-            {
-                "name": name,
-                "stages": [n for n, holder in enumerate(seats) if holder == name],
-                "device": stages[seats.index(name)].get("device", ""),
-            }
+            {"name": name, "stages": [n for n, holder in enumerate(seats) if holder == name]}
             for name in dict.fromkeys(seats)
         ]
 
     def _links(self) -> list[dict[str, Any]]:
         """What crosses each cut, against a dense one, and by which way."""
-        seconds = self.curves.last.get("step_seconds") or math.nan
-        ways = {link.cut: link for link in self.status.links} if self.status else {}
+        seconds, settings = self.curves.last.get("step_seconds") or math.nan, self._settings
+        told = {link.cut: link for link in self.status.links} if self.status else {}
+        network = network_of(settings) if settings else None
         links = []
         for link in self.curves.last.get("links") or []:
-            cut = link.get("cut", 0)
-            sent = link.get("forward_bytes", 0) + link.get("backward_bytes", 0)
-            dense = math.nan
-            if self._settings and cut < self._settings.pipeline.stages - 1:
-                width, tokens = stream_width(self._settings, cut), self._settings.tokens_per_step
-                dense = 2 * BF16_BYTES * width * tokens
+            cut, way = link["cut"], told.get(link["cut"])
+            sent, dense = link["forward_bytes"] + link["backward_bytes"], math.nan
+            if settings and cut < settings.pipeline.stages - 1:
+                dense = 2 * BF16_BYTES * stream_width(settings, cut) * settings.tokens_per_step
             links.append(
                 {
                     "cut": cut,
-                    "forward": link.get("forward_bytes", 0) / seconds,
-                    "backward": link.get("backward_bytes", 0) / seconds,
-                    "busy": link.get("utilisation"),
+                    "forward": link["forward_bytes"] / seconds,
+                    "backward": link["backward_bytes"] / seconds,
+                    "busy": link["utilisation"],
                     "ratio": dense / sent if sent else None,
-                    "saved": max(0.0, dense - sent) * (self.curves.last.get("step") or 0),
-                    "way": ways[cut].way if cut in ways else None,
+                    "saved": max(0.0, dense - sent) * self.curves.last["step"],
+                    "way": way.way if way else "emulated" if network else None,
+                    "round_trip_ms": way.round_trip_ms
+                    if way
+                    else 2e3 * network.latency_s
+                    if network
+                    else 0.0,
                     "is_inside": not sent,  # both stages are in one process
                 }
             )
         return links
-
-
-def _peer(peer: dict[str, Any]) -> dict[str, Any]:
-    machine = peer.pop("machine") or {}
-    return {
-        **peer,
-        "is_away": not machine or peer["state"] == UNREACHED,
-        "device": machine.get("device", ""),
-        "tflops": machine.get("tflops"),
-        "memory_gb": machine.get("memory_gb"),
-        "up": machine.get("mbps_up"),
-        "down": machine.get("mbps_down"),
-        "round_trip_ms": 2 * (machine.get("latency_ms") or 0.0),
-        "reachable": machine.get("reachable"),
-    }
 
 
 def compared(settings: Settings, progress: Progress) -> dict[str, Any]:
