@@ -303,12 +303,11 @@ class HostConsole:
 
     def tell_members(self, is_over: Callable[[float], bool]) -> None:
         """Have members know what the host's page shows, again and again until it `is_over`."""
-        progress_due = time.monotonic()
+        due = 0.0  # when they are told how the run works
         while not is_over(RUN_NEWS_SECONDS):
-            progress, folder = None, self._settings().run.folder
-            if time.monotonic() >= progress_due:
-                progress_due = time.monotonic() + PROGRESS_NEWS_SECONDS
-                progress = read_progress(folder)
+            is_due = time.monotonic() >= due
+            progress = read_progress(self._settings().run.folder) if is_due else None
+            due = time.monotonic() + PROGRESS_NEWS_SECONDS if progress else due
             self.tell_now(progress)
 
     def tell_now(self, progress: Progress | None = None) -> None:
