@@ -20,10 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from thinwire.typed import to_toml
+from thinwire_lab.arms import Values
 from thinwire_lab.bench import settings_of
 from thinwire_lab.bench_link import Row, show
 
-TURN = {
+TURN: Values = {
     "model": {"preset": "tiny", "context": 64},  # short steps, of which pages are told most often
     "pipeline": {"stages": 2, "microbatches": 4},
     "link": {"emulate": False},

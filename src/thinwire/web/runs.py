@@ -33,12 +33,12 @@ from thinwire.report.story import EVENTS_FILE
 from thinwire.run.alive import FILE as CONTROL_SOCKET
 from thinwire.run.alive import ask
 from thinwire.run.formation import read_formation
-from thinwire.run.protocol import Progress, StatusReport
+from thinwire.run.protocol import LinkStatus, PeerStatus, Progress, StatusReport
 from thinwire.run.record import PROGRESS_FILE, read_progress
-from thinwire.run.status import UNREACHED, status_from_plain
+from thinwire.run.status import status_from_plain
 from thinwire.schedule import simulate
 from thinwire.settings import Settings, load_settings
-from thinwire.settings.crossing import BF16_BYTES, frame_bytes, network_of, stream_width
+from thinwire.settings.crossing import frame_bytes, network_of
 from thinwire.settings.recipe import recipe_of
 
 MOST_POINTS = 2000  # of a curve: a screen has no more columns
@@ -281,30 +281,36 @@ class RunView:
         return True
 
     def _state(self) -> dict[str, Any]:
-        last, status = self.curves.last, self.status
-        newest = self._events[-1].time if self._events else 0.0
-        heard = max(newest, last.get("time") or 0.0, status.time if status else 0.0)
-        words = ("step", "steps", "loss", "lr", "grad_norm", "tokens", "tokens_per_s",
-                 "step_seconds", "eta_seconds", "stages", "time")  # fmt: skip
-        name = self._settings.run.name if self._settings else self.folder.resolve().name
-        saved = max(map(step_of, list_checkpoints(self.folder)), default=None)
-        return {
-            **{word: last.get(word) for word in words},
-            "name": status.run if status else name,
-            "role": status.role if status else "folder",
-            "epoch": status.epoch if status else 0,
-            "state": status.state if status else self._word(heard),
-            "heard": round(heard),
-            "began": self.curves.span()[0],
-            "waiting_for": status.waiting_for if status else "",
-            "waiting_since": status.waiting_since if status else 0.0,
-            "checkpoint": status.last_checkpoint if status else saved,
-            "peers": self._peers(),
-            "links": self._links(),
-        }
+        last, moments = self.curves.last, [event.time for event in self._events[-1:]]
+        heard = max(0.0, *moments, last.get("time") or 0.0, self.status.time if self.status else 0)
+        told = (self.status or self._by_folder(heard)).to_plain()
+        more = {"heard": round(heard), "began": self.curves.span()[0], "links": told["links"]}
+        return {**told, **last, **more, "crossed": last.get("links", [])}
+
+    def _by_folder(self, heard: float) -> StatusReport:
+        """How a run stands that nobody answers for."""
+        settings, seats = self._settings, list[str]()
+        with contextlib.suppress(ThinwireError):
+            seats = read_formation(self.folder).seats
+        count = len(self.curves.last.get("stages", []))
+        seats = seats if len(seats) == count else [f"stage {n}" for n in range(count)]
+        held = {name: [n for n, one in enumerate(seats) if one == name] for name in seats}
+        network, links = network_of(settings) if settings else None, list[LinkStatus]()
+        if network is not None:
+            trip, cuts = 2e3 * network.latency_s, range(count - 1)
+            links = [LinkStatus(cut, "", "", "emulated", round_trip_ms=trip) for cut in cuts]
+        return StatusReport(
+            run=settings.run.name if settings else self.folder.resolve().name,
+            run_id="",
+            role="folder",
+            state=self._word(heard),
+            time=heard,
+            last_checkpoint=max(map(step_of, list_checkpoints(self.folder)), default=None),
+            peers=[PeerStatus(name, "", stages) for name, stages in held.items()],
+            links=links,
+        )
 
     def _word(self, heard: float) -> str:
-        """How a run that does not answer stands, in a word."""
         about = [event.kind for event in self._events if event.kind in ("begin", "end")]
         has_ended, last = about[-1:] == ["end"], self.curves.last
         step = last.get("step")
@@ -314,53 +320,6 @@ class RunView:
         is_silent = not self.is_own and time.time() - heard > max(SILENT_SECONDS, usual)
         doing = "silent" if is_silent else "training" if step else "starting"
         return "ended" if has_ended else doing
-
-    def _peers(self) -> list[dict[str, Any]]:
-        """Who holds stages, in the order of these; then who holds none."""
-        if self.status is not None:
-            peers: list[dict[str, Any]] = msgspec.to_builtins(self.status.peers)
-            for peer in peers:
-                peer["is_away"] = not peer["machine"] or peer["state"] == UNREACHED
-            return sorted(peers, key=lambda p: (not p["stages"], p["stages"], p["name"]))
-        seats: list[str] = []
-        with contextlib.suppress(ThinwireError):
-            seats = read_formation(self.folder).seats
-        count = len(self.curves.last.get("stages") or [])
-        seats = seats if len(seats) == count else [f"stage {n}" for n in range(count)]
-        return [
-            {"name": name, "stages": [n for n, holder in enumerate(seats) if holder == name]}
-            for name in dict.fromkeys(seats)
-        ]
-
-    def _links(self) -> list[dict[str, Any]]:
-        """What crosses each cut, against a dense one, and by which way."""
-        seconds, settings = self.curves.last.get("step_seconds") or math.nan, self._settings
-        told = {link.cut: link for link in self.status.links} if self.status else {}
-        network = network_of(settings) if settings else None
-        links = []
-        for link in self.curves.last.get("links") or []:
-            cut, way = link["cut"], told.get(link["cut"])
-            sent, dense = link["forward_bytes"] + link["backward_bytes"], math.nan
-            if settings and cut < settings.pipeline.stages - 1:
-                dense = 2 * BF16_BYTES * stream_width(settings, cut) * settings.tokens_per_step
-            links.append(
-                {
-                    "cut": cut,
-                    "forward": link["forward_bytes"] / seconds,
-                    "backward": link["backward_bytes"] / seconds,
-                    "busy": link["utilisation"],
-                    "ratio": dense / sent if sent else None,
-                    "saved": max(0.0, dense - sent) * self.curves.last["step"],
-                    "way": way.way if way else "emulated" if network else None,
-                    "round_trip_ms": way.round_trip_ms
-                    if way
-                    else 2e3 * network.latency_s
-                    if network
-                    else 0.0,
-                    "is_inside": not sent,  # both stages are in one process
-                }
-            )
-        return links
 
 
 def compared(settings: Settings, progress: Progress) -> dict[str, Any]:

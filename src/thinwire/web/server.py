@@ -35,7 +35,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 """An ASGI application, such as starlette's."""
 
 MOST_CONNECTIONS = 256  # at once; more are answered with a 503
-_NEXT_PORTS = 50  # to try where the wanted one is taken
+_LAST_NEAR = 4700  # ports up to this one are tried where the usual one is taken
 _HAS_TOKEN = "thinwire.has_token"
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
@@ -224,22 +224,18 @@ def _refusal(request: "Request", is_welcome: bool, is_private: bool) -> str:
     return ""
 
 
-def _listening(host: str, port: int, takes_next_port: bool) -> socket.socket:
+def _listening(host: str, port: int, takes_any: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    nearby = [*range(port, min(port + _NEXT_PORTS, 65536)), 0] if takes_next_port else [port]
-    for number in nearby:
-        try:
-            return socket.create_server(
-                (host, number), family=family, backlog=128, dualstack_ipv6=host == "::"
-            )
-        except OSError as error:
-            is_taken = error.errno == errno.EADDRINUSE
-            if is_taken and number != nearby[-1]:
-                continue
-            place = address_text(host, number)
-            reason = "is in use by another process" if is_taken else f"cannot be had: {why(error)}"
-            raise ConfigError(
-                f"{place} {reason}; name an address of this machine, and a port that this user may "
-                "open, or 0 for any free one"
-            ) from None
-    raise AssertionError
+    try:
+        return socket.create_server(
+            (host, port), family=family, backlog=128, dualstack_ipv6=host == "::"
+        )
+    except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        if is_taken and takes_any:
+            return _listening(host, port + 1 if port < _LAST_NEAR else 0, port < _LAST_NEAR)
+        reason = "is in use by another process" if is_taken else f"cannot be had: {why(error)}"
+        raise ConfigError(
+            f"{address_text(host, port)} {reason}; name an address of this machine, and a port "
+            "that this user may open, or 0 for any free one"
+        ) from None

@@ -93,7 +93,7 @@ function drawTabs() {
 }
 
 function nameOf(run, number) {
-  return run.state ? run.state.name : "run " + number;
+  return run.state ? run.state.run : "run " + number;
 }
 
 const GOOD = ["training", "complete"], BAD = ["silent", "no connection"];
@@ -106,12 +106,12 @@ function drawChip(state) {
 
 function drawHeader(run, state) {
   drawChip(state);
-  $("name").textContent = state.name;
+  $("name").textContent = state.run;
   $("recipe").textContent = run.settings.recipe ? "recipe " + run.settings.recipe : "";
   const share = state.steps ? state.step / state.steps : 0;
   $("bar").firstElementChild.style.width = 100 * share + "%";
   $("bar").setAttribute("aria-valuenow", Math.round(100 * share));
-  document.title = state.step ? `${figure(state.loss)} · ${state.step}/${state.steps} · ${state.name}` : state.name;
+  document.title = state.step ? `${figure(state.loss)} · ${state.step}/${state.steps} · ${state.run}` : state.run;
   const quiet = now() - state.heard;
   $("heard").textContent = quiet > 20 ? `last word ${duration(quiet)} ago` : "";
   $("waiting").hidden = !state.waiting_for;
@@ -123,10 +123,9 @@ function drawHeader(run, state) {
 }
 
 function drawTiles(run, state) {
-  const crossed = state.links.filter((link) => link.ratio);
-  const saved = crossed.reduce((sum, link) => sum + link.saved, 0);
+  const cuts = run.progress.cuts || [], sum = (part) => cuts.reduce((all, row) => all + part(row), 0);
+  const dense = sum((row) => 2 * row.bf16_bytes_per_token), sent = sum((row) => row.forward_bytes_per_token + row.backward_bytes_per_token);
   const valid = run.valid[run.valid.length - 1];
-  const ratio = crossed.length ? crossed.length / crossed.reduce((sum, link) => sum + 1 / link.ratio, 0) : 0;
   const tiles = [
     ["loss", figure(state.loss), state.grad_norm ? `gradient norm ${figure(state.grad_norm)}` : ""],
     ["validation", valid ? figure(valid[1]) : "–", valid ? `step ${count(valid[0])}` + (valid[2] ? `, ${valid[2].toFixed(2)} bits/byte` : "") : "none yet"],
@@ -134,9 +133,9 @@ function drawTiles(run, state) {
     ["tokens/s", state.tokens_per_s ? count(state.tokens_per_s) : "–", state.step_seconds ? `${duration(state.step_seconds)} a step` : ""],
     ["tokens seen", state.tokens ? count(state.tokens) : "–", state.lr ? `rate ${state.lr.toExponential(1)}` : ""],
     ["time left", state.step < state.steps && !["ended", "silent"].includes(state.state) ? duration(state.eta_seconds) : "–", state.began ? `running for ${duration(state.time - state.began)}` : ""],
-    ["checkpoint", state.checkpoint === null ? "–" : count(state.checkpoint), state.checkpoint === null ? "none yet" : "last saved step"],
+    ["checkpoint", state.last_checkpoint === null ? "–" : count(state.last_checkpoint), state.last_checkpoint === null ? "none yet" : "last saved step"],
   ];
-  if (ratio) tiles.push(["fewer bytes", `${figure(ratio)}×`, `${bytes(saved)} not sent`]);
+  if (sent) tiles.push(["fewer bytes", `${figure(dense / sent)}×`, `${bytes((dense - sent) * state.tokens)} not sent`]);
   $("tiles").replaceChildren(...tiles.map(([label, value, more]) => el("div", { class: "tile" },
     el("div", { class: "label", text: label }), el("div", { class: "value", text: value }), el("div", { class: "more", text: more }))));
 }
@@ -184,7 +183,7 @@ function drawPipeline(run, state) {
   }
   const parts = [];
   groups.forEach((group, index) => {
-    if (index) parts.push(linkBox(state, group.stages[0] - 1));
+    if (index) parts.push(linkBox(run, state, group.stages[0] - 1));
     const moved = group.stages.some((stage) => stage in run.seats && run.seats[stage] !== group.peer.name);
     parts.push(peerBox(state, group.peer, group.stages, moved));
   });
@@ -206,7 +205,7 @@ function place(parent, boxes) {
 }
 
 function peerBox(state, peer, stages, moved) {
-  const isAway = Boolean(peer.is_away), has = peer.machine || {}, box = el("div", { class: "peer" + (isAway ? " away" : stages.length ? " good" : "") + (moved ? " moved" : "") });
+  const isAway = state.role !== "folder" && (!peer.machine || peer.state === "cannot be reached"), has = peer.machine || {}, box = el("div", { class: "peer" + (isAway ? " away" : stages.length ? " good" : "") + (moved ? " moved" : "") });
   box.dataset.peer = peer.name;
   const who = el("div", { class: "who" }, el("span", { class: "dot" }), el("span", { text: peer.name }));
   if (peer.is_this_machine) who.append(el("span", { class: "quiet", text: "this machine" }));
@@ -232,20 +231,21 @@ function peerBox(state, peer, stages, moved) {
   return box;
 }
 
-function linkBox(state, cut) {
-  const link = state.links.find((one) => one.cut === cut);
-  const box = el("div", { class: "link" });
+function linkBox(run, state, cut) {
+  const box = el("div", { class: "link" }), of = (rows) => (rows || []).find((row) => row.cut === cut);
+  const link = of(state.crossed), way = of(state.links) || {}, row = of(run.progress.cuts) || {};
   if (!link) return box;
-  if (link.is_inside) {
+  if (!link.forward_bytes && !link.backward_bytes) {
     box.append(el("div", { class: "wire" }), el("div", { text: "in one process" }));
     return box;
   }
-  const isDown = link.way === "", isLive = state.state === "training" && connected && !isDown;
+  const isDown = way.way === "", isLive = state.state === "training" && connected && !isDown;
   box.className += isDown ? " down" : isLive ? " live" : "";
-  box.append(el("div", { text: `→ ${bytes(link.forward)}/s` }), el("div", { class: "wire" }), el("div", { text: `← ${bytes(link.backward)}/s` }));
-  if (link.ratio) box.append(el("b", { text: `${figure(link.ratio)}× fewer bytes` }));
-  const facts = [isDown ? "not connected" : link.way, link.round_trip_ms && !isDown ? `round trip ${figure(link.round_trip_ms)} ms` : "",
-    link.busy === null ? "" : `uplink ${Math.round(100 * link.busy)} % busy`];
+  const rate = (size) => `${bytes(size / state.step_seconds)}/s`;
+  box.append(el("div", { text: "→ " + rate(link.forward_bytes) }), el("div", { class: "wire" }), el("div", { text: "← " + rate(link.backward_bytes) }));
+  if (row.ratio_vs_bf16) box.append(el("b", { text: `${figure(row.ratio_vs_bf16)}× fewer bytes` }));
+  const facts = [isDown ? "not connected" : way.way, way.round_trip_ms && !isDown ? `round trip ${figure(way.round_trip_ms)} ms` : "",
+    link.utilisation === null ? "" : `uplink ${Math.round(100 * link.utilisation)} % busy`];
   for (const text of facts.filter(Boolean)) box.append(el("div", { text }));
   return box;
 }
