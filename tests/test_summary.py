@@ -12,7 +12,7 @@ import pytest
 from thinwire.engine.reports import Counts, Evaluation, Moved, StageCosts, Step
 from thinwire.run.ledger import Ledger
 from thinwire.run.protocol import Ready
-from thinwire.schedule import Costs, simulate
+from thinwire.schedule import Costs, Links, simulate
 from thinwire.settings import Settings
 
 MakeSettings = Callable[..., Settings]
@@ -194,7 +194,7 @@ def test_an_uplink_carries_what_a_stage_sends_both_ways(make_settings: MakeSetti
     share = 30 * FRAME * 8e-6 / (8.0 * 0.1)
     assert busy(Ledger(settings, about, 0)) == pytest.approx([share] * 3)
     hosted = replace(settings, link=replace(settings.link, emulate=False))
-    measured = Ledger(hosted, about, 0, uplinks=[0.0, 16.0, 1.0])
+    measured = Ledger(hosted, about, 0, links=Links([0.0, 16.0, 1.0], [0.0] * 3, [0.0] * 2))
     last = 10 * FRAME * 8e-6 / 0.1
     assert busy(measured) == pytest.approx([share / 2, last, last]), "the rates of its peers"
 

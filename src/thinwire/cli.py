@@ -215,6 +215,7 @@ def train_command(options: argparse.Namespace) -> None:
     if resume is NEWEST:
         resume = config if config.is_dir() else settings.run.folder
     plugins, peers = options.allow_plugins, options.peers
+    settings = settings.saved_at_validations() if options.sample else settings
     _trained(settings, resume, plugins, peers, web=options.web, sample=options.sample)
 
 

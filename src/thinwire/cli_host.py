@@ -127,7 +127,10 @@ def add_web(sub: argparse.ArgumentParser, samples: bool = False) -> None:
     )
     sub.add_argument("--web", default="", metavar="HOST:PORT", help=about)
     if samples:
-        about = "words that the model continues at each checkpoint, shown on the page"
+        about = (
+            "words that the model continues at each checkpoint, shown on the page; `train` then "
+            "also saves one at each validation"
+        )
         sub.add_argument("--sample", default="", metavar="TEXT", help=about)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,28 @@ from hosting import House
 
 from thinwire.data import Tokenizer, prepare
 from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, outward
-from thinwire.report import PlainDisplay
+from thinwire.report import PlainDisplay, StepRecord
+from thinwire.report.metrics import losses_of
 from thinwire.run import join as join_module
 from thinwire.run.admission import AuthorityBook
 from thinwire.run.join import Holding, JoinedPeer, JoinOptions, Place, Terms, join, own_settings
 from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer
-from thinwire.run.protocol import Declined, Envelope, Hold, News, Order, Tried, TryDoor
+from thinwire.run.protocol import (
+    Declined,
+    Envelope,
+    Hold,
+    LinkStatus,
+    News,
+    Order,
+    PeerStatus,
+    RunNews,
+    ScoreNews,
+    StatusReport,
+    Tried,
+    TryDoor,
+)
+from thinwire.run.status import member_handlers, status_from_plain
 from thinwire.settings import Settings
 from thinwire.wire import Door, Identity, Pipe, Route, Routes
 from waiting import PATIENCE, wait_until
@@ -329,3 +345,33 @@ def test_a_peer_that_leaves_for_good_takes_its_part_of_the_run_along(
     peer.news = SimpleNamespace(step=step, steps=9)  # type: ignore[assignment]
     peer._clean_up()
     assert fetched.exists() == stays and (tmp_path / "identity.json").exists()
+
+
+def test_a_member_keeps_what_the_host_tells_it_and_says_what_it_knows_better(
+    tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    """Its folder holds then what its page and `thinwire status` show."""
+    peer = joined_peer(tmp_path)
+    invite: Any = SimpleNamespace(run_name="code", run_id="ab")
+    status = member_handlers(peer, invite)["status"]
+    alone = status_from_plain(status({}))
+    assert [one.name for one in alone.peers] == ["ana"] and alone.waiting_for == "a stage"
+    step = StepRecord(3, 9, 2.5, 0.1, 1.0, 50, 700.0, 0.5, 9.0, [], [])
+    peers = [PeerStatus("ben", "computes F0", [0]), PeerStatus("ana", "old", [1])]
+    links = [LinkStatus(0, "ben", "ana", "direct", round_trip_ms=31.0)]
+    report = StatusReport(
+        "code", "ab", "host", "training", 10.0, step=3, peers=peers, links=links, last_checkpoint=2
+    )
+    for _ in range(2):  # the step is still the same
+        peer._on_message(RunNews(report, step), -1, 0)
+    peer._on_message(ScoreNews(3, 2.25, None), -1, 0)
+    assert [row.step for row in losses_of(tmp_path)] == [3, 3], "a step and a validation"
+    told = status_from_plain(status({}))
+    assert (told.role, told.state, told.last_checkpoint) == ("member", "training", 2)
+    assert told.links == links and abs(told.time - time.time()) < PATIENCE
+    assert {one.name: one.state for one in told.peers} == {
+        "ana": "waiting for a stage", "ben": "computes F0"
+    }  # fmt: skip
+    assert [one.is_this_machine for one in told.peers if one.machine] == [True]
+    peer._note_loss("the connection was lost")
+    assert "the host" in status_from_plain(status({})).waiting_for

@@ -25,13 +25,15 @@ from thinwire.run.protocol import (
     Dismiss,
     Envelope,
     Leaving,
+    LinkDown,
     News,
     Pulse,
+    RunNews,
     Tried,
     TryDoor,
     peer_stream,
     stream_name,
-)  # fmt: skip
+)
 from thinwire.run.status import UNREACHED
 from thinwire.wire import Pipe, dial
 from thinwire.wire.background import on_daemon_thread
@@ -285,6 +287,27 @@ def test_the_status_says_at_once_whose_connection_is_lost(
     wait_until(lambda: state() == UNREACHED)
     ana.is_cut_off = False
     wait_until(lambda: state() == "waiting for a stage")
+
+
+def test_members_are_told_what_the_hosts_page_shows_but_not_where_others_are(
+    house: House, make_settings: Callable
+) -> None:
+    ana, _ = house.join("ana"), house.join("eve")
+    console = house.console(Formation(seats=["eve", "ben"]), make_settings)
+    house.book.kick("eve")
+    ana.say(Declined("it cannot reach 192.0.2.7:99"))
+    wait_until(lambda: house.unfit()["ana"])
+    console._standing.heard(1, LinkDown(0, "192.0.2.7:99 does not answer"))
+    console.tell_now()
+    wait_until(lambda: any(isinstance(said.message, RunNews) for said in ana.heard))
+    told = ana.heard[-1].message.report
+    assert [(peer.name, peer.state) for peer in told.peers] == [("ana", "gets no stage")]
+    assert told.peers[0].machine and told.links[0].above == "ben"
+    assert told.waiting_for == "the link between eve and ben, which is down"
+    own = str(console.handlers()["status"]({}))
+    for secret in ("192.0.2.7", house.invite.secret, house.listener.address):
+        assert secret not in repr(told)
+    assert own.count("192.0.2.7") == 2 and "kicked" in own, "which the host itself is told"
 
 
 def test_a_kick_names_who_came_by_the_same_invite_and_removes_them_if_asked(house: House) -> None:

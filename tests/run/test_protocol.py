@@ -24,6 +24,7 @@ from thinwire.engine.reports import (
     Versions,
 )
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
+from thinwire.report import LinkRecord, StageRecord, StepRecord, Timeline, TraceSpan
 from thinwire.run.channel import Channel
 from thinwire.run.conduct import PeerConduct
 from thinwire.run.machine import Machine
@@ -49,19 +50,24 @@ from thinwire.run.protocol import (
     Leaving,
     LinkDown,
     Linked,
+    LinkStatus,
     LinkUp,
     LogLost,
     News,
     OfStage,
     Order,
+    PeerStatus,
+    Progress,
     Pulse,
     Read,
     Ready,
     Release,
     Relink,
+    RunNews,
     Saved,
     ScoreNews,
     Start,
+    StatusReport,
     StepNews,
     Stop,
     TakeOver,
@@ -71,6 +77,7 @@ from thinwire.run.protocol import (
     pack,
     unpack,
 )
+from thinwire.schedule import Costs, Links
 from thinwire.wire import Frame, FrameKind, Link, Meter, memory_pair
 from waiting import wait_until
 
@@ -97,6 +104,22 @@ SHARD = Shard("stage-1.safetensors", "ab", 10, ["a/b"])
 WRITTEN = ShardWritten(4, Versions(4, 0), SHARD, {"0": {"forward": "ab", "backward": ""}})
 FAILED = Failed("WireError", True, "link cut-0 is broken", "", [0], [])
 CONNECT = Connect("127.0.0.1:1", [0, 1], seats=["ana", "ben"], reach=[Way("a:1", "direct", "t")])
+PROGRESS = Progress(
+    step_seconds_median=0.5,
+    timeline=Timeline("code", 3, 0.5, [], [TraceSpan(0, "compute", "F0", 0.0, 0.1)]),
+    time_shares=[{"stage": 0, "compute": 0.5}],
+    cuts=[{"cut": 0, "forward_codec": "int8"}],
+    measured_costs=Costs([0.1] * 2, [0.2] * 2, [0.1] * 2, [10], [20]),
+    links=Links([40.0, 20.0], [200.0, 50.0], [0.01]),
+)
+REPORT = StatusReport(
+    "code", "ab", "host", "training", 10.0,
+    peers=[PeerStatus("ana", "computes F0", [0], last_word=4.0, machine=Machine("ana", 1.0))],
+    links=[LinkStatus(0, "ana", "ben", "direct", 9.0, 6.0, 31.0)],
+)  # fmt: skip
+STAGES, LINKS = [StageRecord(0, "0..1", 0.1, 0.2, 0.1, "cpu")], [LinkRecord(0, 1000, 600, 0.3)]
+RECORD = StepRecord(3, 9, 2.5, 0.1, 1.0, 50, 700.0, 0.5, 9.0, STAGES, LINKS)
+NEWS = RunNews(REPORT, RECORD, PROGRESS)
 MESSAGES: list[Any] = [
     Hello({"torch": "2.6"}, Machine("ana", tflops=1.0, memory_gb=2.0), "127.0.0.1:1", "", "ab"),
     Alive(),
@@ -125,6 +148,7 @@ MESSAGES: list[Any] = [
     News("all is well"),
     StepNews(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0),
     ScoreNews(1, 2.0, None),
+    NEWS,
     TryDoor(),
     Dismiss("over", in_order=True),
     CONNECT,
@@ -189,6 +213,24 @@ def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond() -> None:
     for (lane, label, *times), (_lane, _label, *theirs) in zip(spans, received.spans, strict=True):
         assert (lane, label) == (_lane, _label)
         assert times == pytest.approx(theirs, abs=1.1e-6)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("report", {"peers": [{"name": 3}]}, r"at `\$.report.peers\[0\].name`"),
+        ("report", {"invite": "tw1"}, "unknown field `invite`"),
+        ("step", {"loss": "low"}, r"at `\$.step.loss`"),
+        ("progress", {"links": None}, r"at `\$.progress.links`"),
+        ("progress", {"timeline": {"spans": [1]}}, r"at `\$.progress.timeline"),
+    ],
+)
+def test_what_a_page_shows_is_checked_too(part: str, change: dict[str, Any], words: str) -> None:
+    plain = msgspec.to_builtins(NEWS)
+    plain[part] = {**plain[part], **change}
+    payload = zlib.compress(msgspec.msgpack.encode(["RunNews", -1, 0, plain]))
+    with pytest.raises(WireError, match=f"a RunNews message cannot be used: .*{words}"):
+        unpack(payload, FROM_COORDINATOR)
 
 
 def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:

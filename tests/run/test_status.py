@@ -19,15 +19,16 @@ from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter, StepRec
 from thinwire.run.alive import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.checkpoints import claim_folder
 from thinwire.run.machine import Machine
-from thinwire.run.protocol import LinkDown, Linked, LinkUp, Pulse
-from thinwire.run.status import (
+from thinwire.run.protocol import (
+    LinkDown,
+    Linked,
     LinkStatus,
+    LinkUp,
     PeerStatus,
-    Standing,
+    Pulse,
     StatusReport,
-    status_from_plain,
-    status_table,
 )
+from thinwire.run.status import Standing, status_from_plain, status_table
 
 NOW = 1_800_000_000.0
 
@@ -295,5 +296,20 @@ def test_links_and_words_of_stages(standing: Standing, clock: Clock) -> None:
     standing.heard(1, LinkUp(0, 9.0, "relayed"))
     report = standing.report(1, seats, [])
     assert report.waiting_for == "" and report.links[0].way == "relayed", "the way may change"
+    standing.heard(0, Pulse(4, "", trip_above=0.0001))  # to the door of its own machine
+    standing.heard(1, Pulse(4, "", 0.03, 0.02))  # to that door, and to where it meets cleo
+    standing.heard(2, Pulse(4, "", trip_below=0.05))
+    trips = [link.round_trip_ms for link in standing.report(1, seats, []).links]
+    assert trips == pytest.approx([30.1, 70.0])
+    standing.heard(2, Pulse(4, "", trip_below=1e308))
+    standing.heard(1, Pulse(4, "", trip_above=1e308))
+    assert standing.report(1, seats, []).links[1].round_trip_ms == 0.0, "JSON has no such number"
     standing.forms()
     assert standing.report(2, seats, []).links[0].way == "", "nothing of an earlier epoch stays"
+
+
+def test_a_report_from_another_machine_counts_by_the_clock_of_this_one() -> None:
+    arrived = REPORT.arrived(5000.0)
+    assert arrived.time - arrived.waiting_since == REPORT.time - REPORT.waiting_since
+    for there, here in zip(REPORT.peers, arrived.peers, strict=True):
+        assert 5000.0 - here.last_word == REPORT.time - there.last_word

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from webruns import STEPS, FakeHost, step_record
 
 from thinwire.report import EvaluationRecord, MetricsWriter
 from thinwire.report.story import Story
+from thinwire.settings import make_recipe
+from thinwire.typed import to_toml
 from thinwire.web.server import WebServer
 from waiting import wait_until
 
@@ -122,6 +125,46 @@ def test_a_peer_that_dies_turns_red_and_its_stage_moves(
     carl.wait_for()
     assert "stage 1" in carl.inner_text() and "moved" in carl.get_attribute("class")
     assert page.locator("#spares .peer.away").inner_text().startswith("ben")
+
+
+def test_a_member_sees_the_whole_pipeline_and_may_do_nothing(
+    run_folder: Path, serve: Serve, host: FakeHost, open_page: Callable[..., Any]
+) -> None:
+    host.role, host.peers[1] = "member", replace(host.peers[1], is_this_machine=True)
+    page = open_page(serve(run_folder).address_with_token)
+    page.locator("#pipeline .peer").nth(1).wait_for()
+    assert "as the host tells" in page.locator("#pipeline-note").inner_text()
+    ana, ben = (page.locator(f".peer[data-peer={name}]").inner_text() for name in ("ana", "ben"))
+    assert "this machine" in ben and "this machine" not in ana
+    assert "1.5 TFLOP/s" in ana and "30 ms to the host" in ana.replace("30.0", "30")
+    link = page.locator("#pipeline .link").inner_text()
+    assert "direct" in link and "round trip 31" in link and "fewer bytes" in link
+    assert page.locator(".peer button").count() == 0
+    assert not page.locator("#invite-card").is_visible()
+
+
+def test_recipe_samples_and_what_dense_would_cost_are_shown(
+    run_folder: Path, serve: Serve, open_page: Callable[..., Any]
+) -> None:
+    (run_folder / "config.toml").write_text(
+        to_toml(make_recipe("dense", ["pipeline.stages=2", "run.name=first"]).asked)
+    )
+    with MetricsWriter(run_folder, resume_step=STEPS) as writer:
+        for step in range(STEPS + 1, STEPS + 3):
+            writer.step(step_record(step * 100_000, steps=10**7))
+    story, words = Story(run_folder), "<b>def</b> of a stage"
+    story.tell("sample", f"step 2: {words}")
+    story.tell("sample", f"step 3: {words}, later")
+    page = open_page(serve(run_folder).address)
+    until(page, "document.getElementById('recipe').innerText == 'recipe dense'")
+    until(page, "document.querySelectorAll('.sample').length == 2")
+    newest, first = (page.locator(".sample").nth(n).inner_text() for n in (0, 1))
+    assert newest == f"step 3\n{words}, later"
+    assert first.startswith("step 2, validation ") and first.endswith(words)
+    until(page, "!document.getElementById('saved').hidden")
+    saved = page.locator("#saved").inner_text()
+    assert saved.startswith("Saved so far against dense cuts, simulated: ")
+    assert "emulated" in page.locator("#pipeline .link").inner_text()
 
 
 def test_the_owner_copies_the_invite_and_kicks_after_a_question(

@@ -3,15 +3,20 @@
 import io
 import json
 import math
+import re
 import shutil
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from webruns import STEPS, TOKEN, FakeHost, first_of, messages, step_record
 
@@ -20,9 +25,15 @@ from thinwire.errors import ConfigError
 from thinwire.report import EvaluationRecord, MetricsWriter, PlainDisplay
 from thinwire.report.metrics import FILE_NAME, line_of, losses_of, read_evaluations
 from thinwire.report.story import EVENTS_FILE, Story
+from thinwire.run.record import read_progress
+from thinwire.schedule import Links, simulate
+from thinwire.settings import Settings, load_settings, make_recipe
+from thinwire.settings.crossing import checkpoint_steps
+from thinwire.typed import to_toml
 from thinwire.web.follow import Followed
-from thinwire.web.runs import MOST_POINTS, Curves, RunView, Tail
-from waiting import PATIENCE, PROCESS_PATIENCE
+from thinwire.web.runs import MOST_POINTS, Curves, RunView, Tail, compared
+from thinwire.web.sample import TOKENS
+from waiting import PROCESS_PATIENCE, wait_until
 
 Serve = Callable[..., Any]
 OWNER = {"headers": {"Authorization": f"Bearer {TOKEN}"}}
@@ -40,25 +51,49 @@ def test_a_finished_run_shows_what_its_folder_holds(finished: Path, serve: Serve
     assert points["step"] == [record.step for record in steps] == list(range(1, STEPS + 1))
     assert points["loss"] == [round(record.loss, 5) for record in steps]
     assert points["hours"][0] == 0 and points["hours"] == sorted(points["hours"])
-    assert valid["loss"] == [record.loss for record in validations]
-    kinds = [event["kind"] for event in events["rows"]]
+    assert [loss for _, loss, _ in valid] == [record.loss for record in validations]
+    kinds = [event["kind"] for event in events]
     assert kinds[0] == "begin" and kinds[-1] == "end" and "save" in kinds
-    value = state["value"]
-    assert (value["state"], value["step"], value["name"]) == ("complete", STEPS, "first")
-    assert [peer["stages"] for peer in value["peers"]] == [[0], [1]]
-    (link,) = value["links"]
-    assert link["ratio"] > 2 and link["saved"] > 0
-    assert len(progress["value"]["time_shares"]) == 2 and progress["value"]["timeline"]["spans"]
-    assert 'forward = "int8"' in settings["value"]["text"]
+    assert (state["state"], state["step"], state["run"]) == ("complete", STEPS, "first")
+    assert [peer["stages"] for peer in state["peers"]] == [[0], [1]]
+    (link,), (sent,), (cut,) = state["links"], state["crossed"], progress["cuts"]
+    assert (link["way"], link["round_trip_ms"]) == ("emulated", 4.0)
+    assert sent["forward_bytes"] > sent["backward_bytes"] > 0 and cut["ratio_vs_bf16"] > 2
+    assert len(progress["time_shares"]) == 2 and progress["timeline"]["spans"]
+    assert 'forward = "int8"' in settings["text"]
 
 
 def test_the_plan_stands_beside_what_was_measured(finished: Path, serve: Serve) -> None:
     (progress,) = first_of(serve(finished), "progress")
-    (row,) = progress["value"]["planned"]
+    (row,) = progress["planned"]
     # beside the frames of microbatches a cut carries a tally and a verdict
     assert row["planned"] < row["measured"] < 2 * row["planned"] < row["dense"] * 2
-    thin, dense = (progress["value"][f"{kind}_step_seconds"] for kind in ("simulated", "dense"))
+    thin, dense = (progress[f"{kind}_step_seconds"] for kind in ("simulated", "dense"))
     assert 0 < thin < dense, "links at 80 Mbit/s: dense cuts take longer"
+
+
+def test_what_dense_cuts_would_cost_counts_both_directions(finished: Path) -> None:
+    """A fast uplink into a slow downlink is slow: against the simulator itself."""
+    settings, progress = load_settings(finished, []), read_progress(finished)
+    assert progress is not None
+    (row,) = progress.cuts
+    size = row["bf16_bytes_per_token"] * settings.tokens_per_microbatch
+    costs = replace(progress.measured_costs, forward_bytes=[size], backward_bytes=[size])
+    for up, down in (([40.0, 40.0], [0.0, 0.0]), ([40.0, 40.0], [0.01, 0.01])):
+        links = Links(up, down, [0.01])
+        found = compared(settings, replace(progress, links=links))["dense_step_seconds"]
+        assert found == simulate(settings.schedule(), costs, links).step_seconds
+    uplinks_alone = Links([40.0, 40.0], [0.0, 0.0], [0.01])
+    assert found > 5 * simulate(settings.schedule(), costs, uplinks_alone).step_seconds
+    unknown = replace(progress, links=Links([0.0] * 2, [0.0] * 2, [0.0]))
+    assert "dense_step_seconds" not in compared(settings, unknown)
+
+
+def test_a_run_is_shown_by_the_name_of_its_recipe(run_folder: Path, serve: Serve) -> None:
+    assert first_of(serve(run_folder), "settings")[0]["recipe"] == "", "int8 and int4, none of ours"
+    text = to_toml(make_recipe("thin50", ["pipeline.stages=2"]).asked)
+    (run_folder / "config.toml").write_text(text)
+    assert first_of(serve(run_folder), "settings")[0]["recipe"] == "thin50"
 
 
 def test_a_copy_and_its_origin_are_drawn_over_each_other(
@@ -66,7 +101,7 @@ def test_a_copy_and_its_origin_are_drawn_over_each_other(
 ) -> None:
     server = serve(finished, run_folder)
     one, other = (first_of(server, "points", run=number)[0] for number in (0, 1))
-    assert one["loss"] == other["loss"] and (one["run"], other["run"]) == (0, 1)
+    assert one == other and len(one["loss"]) == STEPS
 
 
 def test_steps_come_as_they_are_written(run_folder: Path, serve: Serve) -> None:
@@ -74,9 +109,9 @@ def test_steps_come_as_they_are_written(run_folder: Path, serve: Serve) -> None:
     with MetricsWriter(run_folder, resume_step=STEPS) as writer:
         writer.step(step_record(STEPS + 1))
         sent, seen = messages(server), list[dict[str, Any]]()
-        for kind, message in sent:
+        for kind, _, value in sent:
             if kind == "points":
-                seen.append(message)
+                seen.append(value)
                 if len(seen) == 3:
                     break
                 writer.step(step_record(STEPS + 1 + len(seen), loss=3.5))
@@ -122,8 +157,8 @@ def test_losses_that_are_not_finite_are_gaps() -> None:
         curves.add(line_of("step", asdict(step_record(step, loss=loss))).encode())
     curves.add(b'{"kind": "step", "st')
     curves.add(b'{"kind": "missing", "step": 3, "rows": 2}')
-    points = curves.points(-1, 0, 0)
-    assert points is not None and points["loss"] == [1.0, None, None, 2.0]
+    points = json.loads(msgspec.json.encode(curves.points(-1, 0, 0)))
+    assert points["loss"] == [1.0, None, None, 2.0]
 
 
 def test_a_file_is_read_once_and_from_its_start_when_it_is_another(tmp_path: Path) -> None:
@@ -149,7 +184,7 @@ def test_a_file_is_read_once_and_from_its_start_when_it_is_another(tmp_path: Pat
 @pytest.mark.parametrize(
     "path",
     ["/static/../page.py", "/static/%2e%2e/page.py", "/static/..%2fpage.py", "/metrics.jsonl",
-     "/static/uPlot.LICENSE.txt", "/authority/invite.txt", "/invite/7", "/kick/0"],
+     "/static/", "/authority/invite.txt", "/invite/7", "/kick/0"],
 )  # fmt: skip
 def test_nothing_else_of_the_disk_is_served(finished: Path, serve: Serve, path: str) -> None:
     assert httpx.get(serve(finished).address + path.lstrip("/"), **OWNER).status_code in (404, 405)
@@ -158,17 +193,18 @@ def test_nothing_else_of_the_disk_is_served(finished: Path, serve: Serve, path: 
 def test_all_parts_of_the_page_are_there_and_none_is_elsewhere(
     finished: Path, serve: Serve
 ) -> None:
-    from thinwire.web.page import KINDS, STATIC
+    from thinwire.web.page import STATIC
 
     server = serve(finished)
-    assert "<title>thinwire</title>" in httpx.get(server.address).text
-    for name, kind in KINDS.items():
+    page = httpx.get(server.address).text
+    named = re.findall(r'(?:src|href)="/static/([^"]+)"', page)
+    assert "<title>thinwire</title>" in page and len(named) == 6
+    for name in [*named, "uPlot.LICENSE.txt"]:
         answer = httpx.get(f"{server.address}static/{name}")
-        assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
+        assert answer.status_code == 200 and answer.content == (STATIC / name).read_bytes()
         if "uPlot" not in name and name != "icon.svg":
             assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
             assert "https://" not in answer.text
-    assert {path.name for path in STATIC.iterdir()} == {*KINDS, "uPlot.LICENSE.txt"}
 
 
 def test_only_the_owner_sees_the_invite_and_acts(
@@ -216,11 +252,12 @@ def test_a_hosted_run_shows_its_peers_and_links(
     host.peers[1] = host.peer("ben", [1], is_away=True)
     host.waiting_for = "a peer for stage 1"
     (state,) = first_of(serve(run_folder), "state")
-    ana, ben, carl = state["value"]["peers"]
-    assert (ana["is_away"], ben["is_away"], carl["stages"]) == (False, True, [])
-    assert ana["round_trip_ms"] == 30.0 and ana["device"] == "cpu (8 cores)"
-    assert state["value"]["links"][0]["way"] == "direct"
-    assert state["value"]["waiting_for"] == "a peer for stage 1"
+    ana, ben, carl = state["peers"]
+    assert (ben["machine"], carl["stages"]) == (None, [])
+    assert ana["machine"]["latency_ms"] == 15.0 and ana["machine"]["device"] == "cpu (8 cores)"
+    (link,) = state["links"]
+    assert (link["way"], link["round_trip_ms"]) == ("direct", 31.0)
+    assert state["waiting_for"] == "a peer for stage 1"
 
 
 def test_after_its_end_a_hosted_run_names_who_held_what(finished: Path, run_folder: Path) -> None:
@@ -228,7 +265,7 @@ def test_after_its_end_a_hosted_run_names_who_held_what(finished: Path, run_fold
     (run_folder / "epochs.json").write_text(json.dumps(formation))
     view = RunView(run_folder)
     view.refresh()
-    assert [peer["name"] for peer in view._peers()] == ["ana", "ben"]
+    assert [peer["name"] for peer in view._state()["peers"]] == ["ana", "ben"]
 
 
 def test_a_run_without_a_last_word_is_silent(run_folder: Path) -> None:
@@ -241,7 +278,7 @@ def test_a_run_without_a_last_word_is_silent(run_folder: Path) -> None:
         (run_folder / EVENTS_FILE).write_text(json.dumps(row) + "\n")
         view = RunView(run_folder, is_own)
         view.refresh()
-        return str(json.loads(view.sections["state"].body)["state"])
+        return str(json.loads(view.sections["state"])["state"])
 
     assert word("begin", age=1e5) == "silent"
     assert word("begin", age=1e5, is_own=True) == "training"
@@ -298,17 +335,6 @@ def test_an_address_that_cannot_be_had_is_refused_before_the_run(tmp_path: Path)
         Followed(PlainDisplay(io.StringIO()), "192.0.2.1:80", "train")
 
 
-def test_a_joined_machine_keeps_what_the_host_tells_it(tmp_path: Path) -> None:
-    with Followed(PlainDisplay(io.StringIO()), "off", "join") as display:
-        display.opened(tmp_path)
-        display.step(step_record(1, steps=3, stages=0))
-        display.step(step_record(2, steps=3, stages=0))  # too soon after the other
-        display.evaluation(EvaluationRecord(2, 3.5))
-        display.step(step_record(3, steps=3, stages=0))
-    assert [step.step for step in steps_of(tmp_path)] == [1, 3]
-    assert read_evaluations(tmp_path) == [EvaluationRecord(2, 3.5)]
-
-
 def test_train_says_where_its_page_is(finished: Path) -> None:
     printed = (finished.parent / "output.txt").read_text()
     assert "[web]   http://127.0.0.1:" in printed and "?token" not in printed
@@ -333,28 +359,62 @@ def test_a_folder_that_goes_away_and_comes_back(run_folder: Path, tmp_path: Path
     assert len(view.curves) == STEPS
 
 
+def samples(folder: Path) -> list[str]:
+    events = map(json.loads, (folder / EVENTS_FILE).read_text().splitlines())
+    return [event["text"] for event in events if event["kind"] == "sample"]
+
+
 def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder: Path) -> None:
+    """As `thinwire generate` does with that checkpoint, and others hear of it too."""
+    shared: list[tuple[str, str]] = []
     with Followed(PlainDisplay(io.StringIO()), "off", "train", "stage link") as display:
+        display.share = lambda kind, text: shared.append((kind, text))
         display.opened(run_folder)
         display.phase("save", f"checkpoint of step {STEPS}")
-        thread = display._sampler._thread
-        thread.join(PROCESS_PATIENCE)
-    (text,) = [
-        event["text"]
-        for line in (run_folder / EVENTS_FILE).read_text().splitlines()
-        if (event := json.loads(line))["kind"] == "sample"
-    ]
-    assert text.startswith(f"step {STEPS}: stage link")
+        wait_until(lambda: shared, PROCESS_PATIENCE)
+    (text,) = samples(run_folder)
+    assert text.startswith(f"step {STEPS}: stage link") and shared == [("sample", text)]
+    words = ["generate", str(run_folder), "--prompt", "stage link", "--tokens", str(TOKENS)]
+    done = subprocess.run([sys.executable, "-m", "thinwire.cli", *words], capture_output=True)
+    assert text == f"step {STEPS}: {done.stdout.decode().strip()}", done.stderr
 
 
 def test_a_text_that_is_being_written_ends_with_its_run(run_folder: Path) -> None:
     with Followed(PlainDisplay(io.StringIO()), "off", "train", "stage link") as display:
         display.opened(run_folder)
         display.phase("save", f"checkpoint of step {STEPS}")
-        sampler = display._sampler
-    sampler._thread.join(PATIENCE)
-    assert not sampler._thread.is_alive()
-    assert '"sample"' not in (run_folder / EVENTS_FILE).read_text()
+    wait_until(lambda: "thinwire sample" not in [one.name for one in threading.enumerate()])
+    assert samples(run_folder) == []
+
+
+@pytest.mark.parametrize(
+    ("every", "saved", "then"),
+    [(20, 100, 20), (20, 0, 20), (20, -1, 20), (100, 30, 30), (0, 50, 50)],
+)
+def test_with_samples_each_validation_has_a_checkpoint(every: int, saved: int, then: int) -> None:
+    plain = {"train": {"eval_every": every, "checkpoint_every": saved}}
+    settings = Settings.as_asked(plain).resolved().saved_at_validations()
+    assert settings.train.checkpoint_every == then
+    is_saved = checkpoint_steps(settings)
+    for step in range(every, 10 * every, every or 1):
+        assert any(is_saved(before) for before in range(max(1, step - 29), step + 1))
+
+
+def test_train_saves_and_writes_a_text_at_a_validation(
+    thinwire: Callable, finished: Path, tmp_path: Path
+) -> None:
+    """Though by its settings it saves at its end alone."""
+    changes = [f"run.out={tmp_path}", "train.checkpoint_every=0", "train.steps=100000"]
+    sets = [word for change in changes for word in ("--set", change)]
+    config = finished.parent / "run.toml"
+    run = thinwire("train", config, *sets, "--sample", "stage", "--web", "off")
+    story = tmp_path / "first" / EVENTS_FILE
+    wait_until(lambda: story.exists() and samples(story.parent), PROCESS_PATIENCE)
+    run.process.send_signal(signal.SIGINT)
+    run.wait()
+    step = int(samples(story.parent)[0].split(":")[0].removeprefix("step "))
+    assert step in [record.step for record in read_evaluations(story.parent)]
+    assert not list(story.parent.glob("checkpoints/.sample*"))
 
 
 def test_watch_serves_runs_until_it_is_ended(thinwire: Callable, finished: Path) -> None:

@@ -17,7 +17,7 @@ from settings_values import TINY_MODEL, with_changes
 from thinwire.report import LinkRecord, StageRecord, StepRecord
 from thinwire.run.alive import ControlSocket
 from thinwire.run.machine import Machine
-from thinwire.run.status import LinkStatus, PeerStatus, StatusReport
+from thinwire.run.protocol import LinkStatus, PeerStatus, StatusReport
 from thinwire.typed import to_toml
 from thinwire.web.page import make_page
 from thinwire.web.server import WebServer
@@ -85,8 +85,8 @@ def serve() -> Iterator[Callable[..., WebServer]]:
         server.close()
 
 
-def messages(server: WebServer, **more: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What a page is sent, one by one."""
+def messages(server: WebServer, **more: Any) -> Iterator[tuple[str, int, Any]]:
+    """What a page is sent, one by one; of several runs, with their number."""
     with httpx.stream("GET", server.address + "stream", timeout=60, **more) as answer:
         kind = ""
         for line in answer.iter_lines():
@@ -94,15 +94,16 @@ def messages(server: WebServer, **more: Any) -> Iterator[tuple[str, dict[str, An
             if name == "event":
                 kind = text
             elif name == "data":
-                yield kind, json.loads(text)
+                message = json.loads(text)
+                yield kind, message["run"], message["value"]
 
 
-def first_of(server: WebServer, *kinds: str, run: int = 0, **more: Any) -> list[dict[str, Any]]:
+def first_of(server: WebServer, *kinds: str, run: int = 0, **more: Any) -> list[Any]:
     """The first message of each of these kinds."""
-    found: dict[str, dict[str, Any]] = {}
-    for kind, message in messages(server, **more):
-        if kind in kinds and message.get("run", run) == run:
-            found.setdefault(kind, message)
+    found: dict[str, Any] = {}
+    for kind, number, value in messages(server, **more):
+        if kind in kinds and (number == run or kind == "hello"):
+            found.setdefault(kind, value)
         if len(found) == len(kinds):
             break
     return [found[kind] for kind in kinds]
@@ -133,7 +134,7 @@ class FakeHost:
     def __init__(self, folder: Path):
         self.peers = [self.peer("ana", [0]), self.peer("ben", [1]), self.peer("carl", [])]
         self.asked: list[dict[str, Any]] = []
-        self.state, self.waiting_for = "training", ""
+        self.role, self.state, self.waiting_for = "host", "training", ""
         handlers = {"status": self._status, "kick": self._kick, "invite": self._invite}
         self._socket = ControlSocket(folder, handlers)
         (folder / "authority").mkdir(exist_ok=True)
@@ -150,9 +151,9 @@ class FakeHost:
 
     def _status(self, request: dict[str, Any]) -> dict[str, Any]:
         seats = {stage: peer.name for peer in self.peers for stage in peer.stages}
-        links = [LinkStatus(0, seats[0], seats[1], "direct", 9e3, 6e3)]
+        links = [LinkStatus(0, seats[0], seats[1], "direct", 9e3, 6e3, 31.0)]
         return StatusReport(
-            run="first", run_id="ab", role="host", state=self.state, time=1.8e9, epoch=1,
+            run="first", run_id="ab", role=self.role, state=self.state, time=1.8e9, epoch=1,
             waiting_for=self.waiting_for, waiting_since=1.8e9 if self.waiting_for else 0.0,
             peers=self.peers, links=links,
         ).to_plain()  # fmt: skip

@@ -24,6 +24,7 @@ from thinwire.wire import (
     FrameKind,
     Identity,
     Keepalive,
+    LastingPipe,
     Link,
     Listener,
     Meter,
@@ -169,6 +170,21 @@ def test_an_end_that_does_not_read_is_alive_all_the_same():
     link.close()
     late.close()
     listener.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+def test_the_round_trip_is_what_the_system_measures(listener):
+    """Of this connection, for as long as there is one; a lasting pipe has that of its own."""
+    with awaited(listener) as accepted:
+        ours = call(listener.address)
+        lasting = [LastingPipe(end, None, 0.1) for end in (ours, accepted.result(PATIENCE))]
+        lasting[0].write(b"a message")
+        assert lasting[1].read() == b"a message"
+    assert 0 < ours.round_trip() < PATIENCE
+    assert lasting[0].round_trip() == pytest.approx(ours.round_trip(), rel=100)
+    for pipe in lasting:
+        pipe.close(0)
+    assert ours.round_trip() == lasting[0].round_trip() == 0
 
 
 def test_where_nobody_can_listen_and_who_can_be_dialed(listener, tmp_path):

@@ -44,6 +44,9 @@ _TAG_WIDTH = len("[train]")
 class Display(contextlib.AbstractContextManager["Display"]):
     """Shows a run to a person. A context manager, so that errors leave a sane terminal."""
 
+    share: Callable[[str, str], None] = lambda tag, text: None
+    """Tells others what this display has found out itself; whoever leads a run sets it."""
+
     def opened(self, folder: Path) -> None:
         """Hear that this folder is the run's from now on; most displays need none."""
 
@@ -158,6 +161,7 @@ _SPARKLINE_WIDTH = 24
 _CURVE_POINTS = 256
 _LEAST_INTERVAL = 0.25  # seconds between two drawings of the panel
 _COST_SHARE = 0.02  # of a core that drawing may take, whatever the number of stages
+_MOST_INTERVAL = 2.0  # but nobody waits longer to see that the run goes on
 
 
 def open_display(stream: TextIO, run: str = "thinwire") -> Display:
@@ -263,7 +267,8 @@ class LiveDisplay(Display):
             )
             self._live.start()
         self._live.update(self._panel(), refresh=True)
-        self._due = self._clock() + max(_LEAST_INTERVAL, (self._used() - began) / _COST_SHARE)
+        pause = max(_LEAST_INTERVAL, (self._used() - began) / _COST_SHARE)
+        self._due = self._clock() + min(pause, _MOST_INTERVAL)
 
     def _panel(self) -> RenderableType:
         parts: list[RenderableType] = []

@@ -29,7 +29,8 @@ from thinwire.paths import peers_folder
 from thinwire.report.human import duration
 from thinwire.report.metrics import FILE_NAME, last_step
 from thinwire.run.checkpoints import is_claimed
-from thinwire.run.status import Handler, StatusReport, status_from_plain
+from thinwire.run.protocol import StatusReport
+from thinwire.run.status import Handler, status_from_plain
 from thinwire.settings import RunConfig, load_settings
 
 FILE = "control.sock"  # in the folder of a run, or of a peer

@@ -83,7 +83,7 @@ from thinwire.run.peers import (
     placement,
     recording,
 )
-from thinwire.run.placement import ChosenSplit, choose_split, share_stages
+from thinwire.run.placement import ChosenSplit, choose_split, links_of, share_stages
 from thinwire.run.protocol import (
     MAX_MESSAGE,
     OF_NO_STEP,
@@ -977,8 +977,8 @@ class Generation:
             audits=settings.train.audit,
             audit_replaces=settings.train.audit_replaces,
         )
-        machines = {m.name: m.hello.machine for m in base.members.all() if m.hello is not None}
-        uplinks = [machines[n].mbps_up if n in machines else 0.0 for n in formation.seats]
+        machines = {m.name: as_peer(m, m.is_reachable) for m in base.members.all()}
+        links = links_of([machines.get(name, Machine()) for name in formation.seats])
         self.record = RunRecord(
             settings,
             base.folder,
@@ -987,7 +987,7 @@ class Generation:
             base.display,
             goes_on=True,
             earlier=base.record,
-            uplinks=uplinks,
+            links=links,
         )
         self.peers = HostedPeers(
             base, formation, settings, checkpoint, self._show_last_checkpoint, keep
@@ -1076,6 +1076,9 @@ class _Hosting:
             door.addresses,
         )
         opened.enter_context(ControlSocket(folder, console.handlers()))
+        is_over, self._tell_members = threading.Event(), console.tell_now
+        opened.callback(is_over.set)
+        on_daemon_thread("thinwire news", lambda: console.tell_members(is_over.wait))
         self._base = Base(self._members, door, folder, data, self._display)
         others = max(1, settings.pipeline.stages - options.stages_here)
         machines = options.machines or others + SPARES
@@ -1159,6 +1162,7 @@ class _Hosting:
             self._base.beside_bytes(),
         )
         done, steps = record.ledger.done, self._settings.train.steps
+        self._tell_members(record.ledger.progress() if record.ledger.records else None)
         if done < steps:
             stopped_at = f"the host stopped the run after step {done} of {steps}"
             self._members.say_farewell(f"{stopped_at}; join again when it is back")
@@ -1244,7 +1248,9 @@ class _Hosting:
             return None, self._refused[1]
         book = self._base.door.book
         doors = probe_all(here, book.run_id, book.door_token)
-        peers = [as_peer(m, bool(door.outside)) for m, door in zip(here, doors, strict=True)]
+        for member, door in zip(here, doors, strict=True):
+            member.is_reachable = bool(door.outside)
+        peers = [as_peer(member, member.is_reachable) for member in here]
         if len(peers) < self._settings.pipeline.stages:
             return self._share(peers)
         split, lacking = form(self._settings, peers, self._keeps_split)

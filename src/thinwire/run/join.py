@@ -43,6 +43,7 @@ from thinwire.errors import (
 from thinwire.folders import lock, private_folder
 from thinwire.paths import cache_folder, peer_folder
 from thinwire.report import Display, EvaluationRecord, StepRecord
+from thinwire.report.metrics import FILE_NAME, line_of
 from thinwire.run.admission import Invite, identity_in
 from thinwire.run.alive import ControlSocket
 from thinwire.run.channel import Channel
@@ -70,7 +71,9 @@ from thinwire.run.protocol import (
     Order,
     Pulse,
     Release,
+    RunNews,
     ScoreNews,
+    StatusReport,
     StepNews,
     Tried,
     TryDoor,
@@ -78,10 +81,12 @@ from thinwire.run.protocol import (
     store_name,
     stream_name,
 )
+from thinwire.run.record import write_progress
 from thinwire.run.signals import Interrupted, heeding
 from thinwire.run.status import member_handlers
 from thinwire.run.transfer import ShardSender, fetch_seat, uplink_share
-from thinwire.settings import Settings, machine_cores
+from thinwire.settings import CONFIG, Settings, machine_cores
+from thinwire.typed import to_toml
 from thinwire.wire import (
     Door,
     Identity,
@@ -498,6 +503,7 @@ class JoinedPeer:
         self._place, self._terms, self.identity = place, terms, identity
         self.machine, self._display = machine, display
         self.news: StepNews | None = None  # the latest step of the run
+        self.report: StatusReport | None = None  # how the host said that the run stands
         self._holdings: list[Holding] = []  # of one generation, each with a process of its own
         self.seatless_since = time.time()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -679,13 +685,32 @@ class JoinedPeer:
                 self._begin(self._try_door)
             case Dismiss(reason, in_order):
                 self._end(printable(reason), in_order)
-            case News(text):
-                self._display.phase("host", printable(text))
+            case News(text, kind):
+                self._display.phase(printable(kind, 10), printable(text))
             case StepNews():
                 self.news = message
                 self._display.step(StepRecord(**vars(message), stages=[], links=[]))
             case ScoreNews():
-                self._display.evaluation(EvaluationRecord(**vars(message)))
+                record = EvaluationRecord(**vars(message))
+                self._display.evaluation(record)
+                self._keep("evaluation", record)
+            case RunNews():
+                self._on_run_news(message)
+
+    def _on_run_news(self, news: RunNews) -> None:
+        """Have this machine's folder hold what the host's does, for whoever looks at it."""
+        known = self.report.step if self.report else 0
+        self.report = news.report.arrived(time.time())
+        if news.step is not None and news.step.step != known:
+            self._keep("step", news.step)
+        with contextlib.suppress(OSError):
+            if news.progress is not None:
+                write_progress(self._place.folder, news.progress)
+
+    def _keep(self, kind: str, record: StepRecord | EvaluationRecord) -> None:
+        """Write down what the host has told, as the host itself does."""
+        with contextlib.suppress(OSError), (self._place.folder / FILE_NAME).open("a") as file:
+            file.write(line_of(kind, dataclasses.asdict(record)))
 
     def _on_connected(self, channel: Channel) -> None:
         self._channel = channel
@@ -723,6 +748,9 @@ class JoinedPeer:
             self._decline(generation, hold.stages, error)
             return
         self._holdings.append(holding)
+        with contextlib.suppress(OSError):
+            text = to_toml(holding.settings.relaxed(), holding.settings)
+            (self._place.folder / CONFIG).write_text(text)
         self._begun = 0
         if not self._serves_shards:  # from here on: before, another process may be this peer
             self._serves_shards = True

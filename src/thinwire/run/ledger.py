@@ -9,7 +9,6 @@ import math
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,8 @@ from thinwire.report import (
     TraceSpan,
 )
 from thinwire.run.blame import first_not_finite
-from thinwire.run.protocol import Ready
-from thinwire.schedule import Costs, simulate
+from thinwire.run.protocol import Progress, Ready
+from thinwire.schedule import Costs, Links, Network, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import BF16_BYTES, network_of, stream_width
 
@@ -125,10 +124,10 @@ class Ledger:
         settings: Settings,
         stages: Sequence[Ready],
         first_step: int,
-        uplinks: Sequence[float] = (),
+        links: Links | None = None,
     ):
-        """`uplinks`: Mbit/s of each stage's uplink as it was measured, 0 where it was not. An
-        emulated link has the rate of the settings.
+        """`links`: as they were measured, 0 where they were not. Emulated ones are as the settings
+        say.
         """
         self.settings = settings
         self.first_step = first_step
@@ -147,13 +146,13 @@ class Ledger:
         self._outages = [{"cut": cut, "count": 0, "seconds": 0.0} for cut in range(cuts)]
         self._crossed_before: Crossed = np.zeros((cuts, 2), int)  # in earlier epochs
         self._sent_before: Counter[str] = Counter()
-        self._begin(stages, first_step, uplinks)
+        self._begin(stages, first_step, links)
 
     def go_on(
         self,
         stages: Sequence[Ready],
         first_step: int,
-        uplinks: Sequence[float] = (),
+        links: Links | None = None,
         waited: float = 0.0,
     ) -> None:
         """The run was formed again, and goes on from this step after a wait of so many seconds.
@@ -168,12 +167,11 @@ class Ledger:
         self._moves = [move for move in self._moves if move["step"] <= first_step]
         self._drop_evaluations(first_step + 1)
         self.first_step = min(self.first_step, first_step)
-        self._begin(stages, first_step, uplinks)
+        self._begin(stages, first_step, links)
 
-    def _begin(self, stages: Sequence[Ready], first_step: int, uplinks: Sequence[float]) -> None:
-        link = self.settings.link
-        emulated = [link.mbps_up if link.emulate else 0.0] * len(stages)
-        self._ready, self._uplinks = stages, list(uplinks) or emulated
+    def _begin(self, stages: Sequence[Ready], first_step: int, links: Links | None) -> None:
+        known = links or network_of(self.settings) or Network()
+        self._ready, self._network = stages, known.links(len(stages))
         self._epochs += 1
         self._epoch_began = self.done = first_step
         self.refused = 0  # updates in a row that were not committed
@@ -260,19 +258,17 @@ class Ledger:
             spans=spans,
         )
 
-    def progress(self) -> dict[str, Any]:
-        """How the run works at the moment: a typical step, where time goes, what crosses the cuts
-        and what each action costs. There must have been a step.
-        """
-        seconds, microbatches = self._timed.seconds, self.settings.pipeline.microbatches
-        return {
-            "step_seconds_median": statistics.median(seconds),
-            "timeline": asdict(self.typical_step()),
-            "time_shares": [self._timed.shares(stage, microbatches) for stage in self._stages],
-            "cuts": self._cuts(),
-            "measured_costs": vars(self._costs()),
-            "uplinks": self._uplinks,
-        }
+    def progress(self) -> Progress:
+        """How the run works at the moment; there must have been a step."""
+        microbatches = self.settings.pipeline.microbatches
+        return Progress(
+            statistics.median(self._timed.seconds),
+            self.typical_step(),
+            [self._timed.shares(stage, microbatches) for stage in self._stages],
+            self._cuts(),
+            self._costs(),
+            self._network,
+        )
 
     @property
     def _which(self) -> str:
@@ -501,7 +497,7 @@ class Ledger:
         up, down = np.pad(crossed[:, 0], (0, 1)), np.pad(crossed[:, 1], (1, 0))
         return [
             8e-6 * sent / (rate * seconds) if len(crossed) and rate and seconds else math.nan
-            for sent, rate in zip((up + down).tolist(), self._uplinks, strict=True)
+            for sent, rate in zip((up + down).tolist(), self._network.mbps_up, strict=True)
         ]
 
 

@@ -462,7 +462,9 @@ class Peer:
         has_log = True
         while True:
             try:
-                self.say(Pulse(self._progress.begun, self._doing()))
+                around = (self._lasting.get(self.stage + side) for side in (-1, 1))
+                trips = [pipe.round_trip() if pipe else 0.0 for pipe in around]
+                self.say(Pulse(self._progress.begun, self._doing(), *trips))
                 troubles = [logged.state.log.trouble for logged in [*self._logged.values()]]
                 if has_log and any(troubles):
                     has_log = False

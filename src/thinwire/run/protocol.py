@@ -25,6 +25,7 @@ Nothing is used before its types are checked, and what a peer says is at most 1 
 control characters, for a terminal would obey them.
 """
 
+import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +35,9 @@ import msgspec
 
 from thinwire.engine.reports import Audited, Meters, Report, Step
 from thinwire.errors import WireError, printable
+from thinwire.report import StepRecord, Timeline
 from thinwire.run.machine import Machine
+from thinwire.schedule import Costs, Links
 from thinwire.typed import Finite, learn_types
 from thinwire.wire import HEADER_BYTES
 
@@ -44,6 +47,91 @@ MAX_MESSAGE = 16 << 20
 """The largest message of any stream to a coordinator: also one of token ids."""
 OF_NO_STEP = -1
 _SIGNALLED = 256  # added to the number of the signal that ended a process
+
+
+# How a run stands: told to whoever asks on a machine, and to members
+
+
+class PeerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One peer as the host sees it. Times are seconds since 1970, 0 for unknown."""
+
+    name: str
+    state: str  # what it does, "waiting for a seat", UNREACHED, "away", "kicked"
+    stages: list[int] = []
+    blocks: str = ""  # "0..5", and of stages that are no neighbours "0..5, 9..11"
+    last_word: float = 0.0  # when it was last heard
+    is_this_machine: bool = False
+    machine: Machine | None = None  # None while it is away
+
+
+class LinkStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The link over one cut: which way it takes, and its bytes per second each way."""
+
+    cut: int
+    below: str
+    above: str
+    way: str = ""  # "direct", "relayed", "" = not connected
+    forward_bytes_per_s: float = 0.0
+    backward_bytes_per_s: float = 0.0
+    round_trip_ms: float = 0.0  # 0: not known
+
+
+class StatusReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a run stands at a moment, as its host sees it; members are told most of it."""
+
+    run: str
+    run_id: str
+    role: str  # "host", "member", or "folder": by what a run on this machine alone has written
+    state: str  # "training", "waiting", "forming", "ending"
+    time: float  # of this report, seconds since 1970
+    epoch: int = 0
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    tokens_per_s: float = 0.0
+    waiting_for: str = ""  # in words: "a peer for stage 2"
+    waiting_since: float = 0.0
+    last_checkpoint: int | None = None  # the step of the newest complete one
+    peers: list[PeerStatus] = []
+    links: list[LinkStatus] = []
+    notes: list[str] = []
+
+    def to_plain(self) -> dict[str, Any]:
+        """As it crosses the socket, and as `--json` shows it."""
+        return dict(msgspec.to_builtins(self))
+
+    def after(self, step: "StepRecord | StepNews | None") -> "StatusReport":
+        """The same with the figures of the last step; JSON has none that are not finite."""
+        if step is None:
+            return self
+        loss = step.loss if math.isfinite(step.loss) else None
+        rate = step.tokens_per_s if math.isfinite(step.tokens_per_s) else 0.0
+        return msgspec.structs.replace(
+            self, step=step.step, steps=step.steps, loss=loss, tokens_per_s=rate
+        )
+
+    def arrived(self, now: float) -> "StatusReport":
+        """The same by the clock of the machine where it arrives now: clocks of others differ."""
+        shift = now - self.time
+        peers = [
+            msgspec.structs.replace(peer, last_word=peer.last_word + shift) for peer in self.peers
+        ]
+        since = self.waiting_since + shift
+        return msgspec.structs.replace(self, time=now, waiting_since=since, peers=peers)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How a run works: a typical step, where the time of stages goes, what crosses the cuts, what
+    each action costs, and the links as far as they are known.
+    """
+
+    step_seconds_median: float
+    timeline: Timeline
+    time_shares: list[dict[str, Any]]
+    cuts: list[dict[str, Any]]
+    measured_costs: Costs
+    links: Links
 
 
 # What a peer says of itself
@@ -96,10 +184,15 @@ class Declined:
 
 @dataclass(frozen=True)
 class Pulse:
-    """What a stage is doing, and how many pieces of work it has begun: sent now and then."""
+    """What a stage is doing, and how many pieces of work it has begun: sent now and then.
+
+    With the round trips of its connections to the neighbours, in seconds; 0: not known.
+    """
 
     begun: int
     doing: str
+    trip_below: Finite = 0.0
+    trip_above: Finite = 0.0
 
 
 @dataclass(frozen=True)
@@ -256,9 +349,10 @@ class Release:
 
 @dataclass(frozen=True)
 class News:
-    """Something that everybody in the run should see."""
+    """Something that everybody in the run should see; `kind` is the tag that it has there."""
 
     text: str
+    kind: str = "host"
 
 
 @dataclass(frozen=True)
@@ -283,6 +377,18 @@ class ScoreNews:
     step: int
     loss: float
     bits_per_byte: float | None
+
+
+@dataclass(frozen=True)
+class RunNews:
+    """What the host's page shows beside: so that of a member shows the same. Now and then.
+
+    It lets nobody in, and does not say where others are.
+    """
+
+    report: StatusReport
+    step: StepRecord | None = None  # the last
+    progress: Progress | None = None  # seldom, for it is large
 
 
 @dataclass(frozen=True)
@@ -419,7 +525,9 @@ OfStage = (
     | Ended
     | Chosen
 )
-ToPeer = AskAlive | Hold | Order | Release | News | StepNews | ScoreNews | TryDoor | Dismiss
+ToPeer = (
+    AskAlive | Hold | Order | Release | News | StepNews | ScoreNews | RunNews | TryDoor | Dismiss
+)
 ToStage = Connect | Start | Await | Relink | Follow | TakeOver | Saved | Stop | Leave | Read
 FromPeer = OfPeer | OfStage
 FromCoordinator = ToPeer | ToStage

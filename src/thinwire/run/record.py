@@ -4,10 +4,11 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from thinwire.data import Corpus
@@ -38,8 +39,9 @@ from thinwire.run.events import (
     Starting,
 )
 from thinwire.run.ledger import Ledger, bits_per_byte
-from thinwire.run.protocol import Finished, LinkUp
+from thinwire.run.protocol import Finished, LinkUp, Progress
 from thinwire.run.signals import Interrupted
+from thinwire.schedule import Links
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
@@ -61,10 +63,10 @@ class RunRecord:
         display: Display,
         goes_on: bool = False,
         earlier: "RunRecord | None" = None,
-        uplinks: Sequence[float] = (),
+        links: Links | None = None,
     ):
         """`goes_on`: what is in the folder is this run, also where it begins anew from the seed.
-        `earlier`: the record of the epoch before, which this one continues. `uplinks`: as a Ledger
+        `earlier`: the record of the epoch before, which this one continues. `links`: as a Ledger
         takes them.
         """
         self.settings = settings
@@ -75,7 +77,7 @@ class RunRecord:
         self._feed = Feed(data, settings, torch.device("cpu"))
         self._resume_step = resumed.step if resumed else 0 if goes_on else None
         self._origin = origin_in(resumed)
-        self._earlier, self._uplinks = earlier, uplinks
+        self._earlier, self._links = earlier, links
         self._began = self._closed = time.monotonic()
         self._versions: dict[str, str] = {}
         self._metrics: MetricsWriter | None = None
@@ -207,11 +209,11 @@ class RunRecord:
         now, first_step, self._versions = time.monotonic(), self._resume_step or 0, begun.versions
         if self._earlier is None:
             self._began = now
-            self.ledger = Ledger(settings, begun.stages, first_step, self._uplinks)
+            self.ledger = Ledger(settings, begun.stages, first_step, self._links)
         else:
             self._began, self.ledger = self._earlier._began, self._earlier.ledger
             waited = now - self._earlier._closed
-            self.ledger.go_on(begun.stages, first_step, self._uplinks, waited)
+            self.ledger.go_on(begun.stages, first_step, self._links, waited)
             self._earlier = None
         self.checkpoints.begin()
         header = f"# settings of run {settings.run.name}, hash {settings.hash}\n"
@@ -275,8 +277,7 @@ class RunRecord:
         if not self.has_begun or not self.ledger.records or (began < self._due and not is_last):
             return
         with contextlib.suppress(Exception):  # what is only looked at must not end a run
-            text = json.dumps(without_nan(self.ledger.progress()), allow_nan=False)
-            replace_file(self.folder / PROGRESS_FILE, f"{text}\n".encode())
+            write_progress(self.folder, self.ledger.progress())
         now = time.monotonic()
         self._due = now + max(PROGRESS_SECONDS, 100 * (now - began))
 
@@ -320,3 +321,15 @@ class RunRecord:
                 plot_step(timeline, plots / "step.png")
         finally:
             self._is_drawing = False
+
+
+def write_progress(folder: Path, progress: Progress) -> None:
+    """Keep how a run works in its folder."""
+    replace_file(folder / PROGRESS_FILE, msgspec.json.encode(progress))
+
+
+def read_progress(folder: Path) -> Progress | None:
+    """What was written there last; None where nothing was, or by another version."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode((folder / PROGRESS_FILE).read_bytes(), type=Progress)
+    return None

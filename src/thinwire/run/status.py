@@ -27,88 +27,37 @@ from thinwire.report.human import ABSENT, duration, human_bytes, human_flops, lo
 from thinwire.report.table import plain_table
 from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.run.formation import Formation
-from thinwire.run.machine import Machine
 from thinwire.run.members import Member, Members, one_line
 from thinwire.run.protocol import (
     LinkDown,
     Linked,
+    LinkStatus,
     LinkUp,
     News,
     OfStage,
+    PeerStatus,
+    Progress,
     Pulse,
+    RunNews,
     ScoreNews,
+    StatusReport,
     StepNews,
     ToPeer,
 )
+from thinwire.run.record import read_progress
 from thinwire.settings import Settings
 
 if TYPE_CHECKING:
     from thinwire.run.join import JoinedPeer
 
 STEP_NEWS_SECONDS = 1.0  # between two steps that peers are told of: their downlinks have other work
+RUN_NEWS_SECONDS, PROGRESS_NEWS_SECONDS = 10.0, 60.0  # between two words on all that a page shows
+MOST_WORDS = 200  # characters of what a peer says of itself, as others are told it
 TRY_SECONDS = 10.0  # for peers to look from outside
 UNREACHED = "cannot be reached"  # the state of a peer whose connection is lost and may come back
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 """Answers one kind of request; a ThinwireError becomes an answer that says why not."""
-
-
-class PeerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One peer as the host sees it. Times are seconds since 1970, 0 for unknown."""
-
-    name: str
-    state: str  # what it does, "waiting for a seat", UNREACHED, "away", "kicked"
-    stages: list[int] = []
-    blocks: str = ""  # "0..5", and of stages that are no neighbours "0..5, 9..11"
-    last_word: float = 0.0  # when it was last heard
-    is_this_machine: bool = False
-    machine: Machine | None = None  # None while it is away
-
-
-class LinkStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The link over one cut: which way it takes, and its bytes per second each way."""
-
-    cut: int
-    below: str
-    above: str
-    way: str = ""  # "direct", "relayed", "" = not connected
-    forward_bytes_per_s: float = 0.0
-    backward_bytes_per_s: float = 0.0
-
-
-class StatusReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a run stands at a moment. A member knows less of it than the host does."""
-
-    run: str
-    run_id: str
-    role: str  # "host", "member", or "folder": by what a run on this machine alone has written
-    state: str  # "training", "waiting", "forming", "ending"
-    time: float  # of this report, seconds since 1970
-    epoch: int = 0
-    step: int = 0
-    steps: int = 0
-    loss: float | None = None
-    tokens_per_s: float = 0.0
-    waiting_for: str = ""  # in words: "a peer for stage 2"
-    waiting_since: float = 0.0
-    last_checkpoint: int | None = None  # the step of the newest complete one
-    peers: list[PeerStatus] = []
-    links: list[LinkStatus] = []
-    notes: list[str] = []
-
-    def to_plain(self) -> dict[str, Any]:
-        """As it crosses the socket, and as `--json` shows it."""
-        return dict(msgspec.to_builtins(self))
-
-    def after(self, step: StepRecord | StepNews | None) -> "StatusReport":
-        """The same with the figures of the last step; JSON has none that are not finite."""
-        if step is None:
-            return self
-        loss = step.loss if math.isfinite(step.loss) else None
-        rate = _finite(step.tokens_per_s)
-        return msgspec.structs.replace(
-            self, step=step.step, steps=step.steps, loss=loss, tokens_per_s=rate
-        )
 
 
 def audit_text(found: Audited) -> str:
@@ -149,6 +98,7 @@ class _Cut:
     down_since: float = 0.0
     reason: str = ""
     rates: tuple[float, float] = (0.0, 0.0)  # forward and backward
+    trips: dict[str, float] = field(default_factory=dict)  # from its two ends
 
 
 @dataclass
@@ -195,8 +145,9 @@ class Standing:
         with self._lock:
             now, (_, doing) = self._now(), self._stages.get(stage, (0.0, ""))
             match message:
-                case Pulse(_, doing):
-                    pass
+                case Pulse(_, doing, below, above):
+                    self._cut(stage - 1).trips["above"] = below
+                    self._cut(stage).trips["below"] = above
                 case Step(step=step):  # a pulse is seconds old by now
                     doing = f"has done step {step + 1}"
                 case Linked(way) if stage > 0:
@@ -207,6 +158,11 @@ class Standing:
                     self._cut(cut).down_since = 0.0
                     self._cut(cut).way = way or self._cut(cut).way
             self._stages[stage] = now, doing
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The last step that was made."""
+        return self._step
 
     def word_of(self, stage: int) -> tuple[float, str]:
         """When a stage was last heard, in seconds since 1970 (0: never), and what it does."""
@@ -237,6 +193,8 @@ class Standing:
                     seats[cut + 1],
                     "" if noted.down_since else noted.way,
                     *noted.rates,
+                    # Both ends meet at a door: the way is that of one to there and of the other.
+                    round(_finite(1e3 * sum(noted.trips.values())), 3),
                 )
                 for cut, noted in cuts
             ]
@@ -269,12 +227,15 @@ class SharedDisplay(Display):
 
     def __init__(self, shown: Display, tell_all: Callable[[ToPeer], None], standing: Standing):
         self._shown, self._tell_all = shown, tell_all
+        shown.share = self._share
         self.standing = standing
         self._lock = threading.RLock()
         self._told_at = -STEP_NEWS_SECONDS
 
     def phase(self, tag: str, text: str) -> None:
         self._show(self._shown.phase, tag, text)
+        if tag == "save":  # paths are the host's own
+            self._share(tag, text.partition(" in ")[0])
 
     def progress(self, tag: str, done: int, total: int, unit: str) -> None:
         self._show(self._shown.progress, tag, done, total, unit)
@@ -300,6 +261,9 @@ class SharedDisplay(Display):
         """A phase that everybody sees."""
         self.phase(tag, text)
         self._tell_all(News(text))
+
+    def _share(self, tag: str, text: str) -> None:
+        self._tell_all(News(text, tag))
 
     def close(self) -> None:
         self._show(self._shown.close)
@@ -337,12 +301,35 @@ class HostConsole:
             "outside": self._outside,
         }
 
+    def tell_members(self, is_over: Callable[[float], bool]) -> None:
+        """Have members know what the host's page shows, again and again until it `is_over`."""
+        due = 0.0  # when they are told how the run works
+        while not is_over(RUN_NEWS_SECONDS):
+            is_due = time.monotonic() >= due
+            progress = read_progress(self._settings().run.folder) if is_due else None
+            due = time.monotonic() + PROGRESS_NEWS_SECONDS if progress else due
+            self.tell_now(progress)
+
+    def tell_now(self, progress: Progress | None = None) -> None:
+        """Tell members how the run stands; what is too large for a message they do without."""
+        report = self._report(for_members=True)
+        self._members.tell_all(RunNews(report, self._standing.last_step, progress))
+
     def _status(self, request: dict[str, Any]) -> dict[str, Any]:
+        return self._report().to_plain()
+
+    def _report(self, for_members: bool = False) -> StatusReport:
+        """How the run stands. Words that peers chose may name addresses: members are not told."""
         formation, settings = self._formation(), self._settings()
         peers = [self._peer(member, formation, settings) for member in self._members.all()]
-        peers += [PeerStatus(p.name, "kicked") for p in self._book.peers() if p.kicked]
+        kicked = [PeerStatus(p.name, "kicked") for p in self._book.peers() if p.kicked]
         last = max(map(step_of, list_checkpoints(settings.run.folder)), default=None)
-        return self._standing.report(formation.epoch, formation.seats, peers, last).to_plain()
+        if not for_members:
+            return self._standing.report(formation.epoch, formation.seats, peers + kicked, last)
+        cut = msgspec.structs.replace
+        peers = [cut(peer, state=peer.state.partition(": ")[0][:MOST_WORDS]) for peer in peers]
+        report = self._standing.report(formation.epoch, formation.seats, peers, last)
+        return cut(report, waiting_for=report.waiting_for.partition(" (")[0][:MOST_WORDS])
 
     def _peer(self, member: Member, formation: Formation, settings: Settings) -> PeerStatus:
         heard = time.time() - (time.monotonic() - member.heard)
@@ -440,39 +427,41 @@ def member_handlers(member: "JoinedPeer", invite: Invite) -> dict[str, Handler]:
 
 
 def _member_status(member: "JoinedPeer", invite: Invite) -> StatusReport:
-    """A peer knows itself, its stage, and what the host tells everybody."""
-    held, away, news, now = member.held, member.away_for, member.news, time.time()
-    state, waiting_for, since = "training" if news else "starting", "", 0.0
-    if held is not None and not held.is_running:
-        state = "preparing its stage"
-    if away is not None:
-        state, waiting_for, since = "waiting", "the host, which cannot be reached", now - away
-    elif held is None:
-        state, waiting_for, since = "waiting", "a stage", member.seatless_since
+    """What the host tells everybody, and what this peer knows better: itself, and whether the host
+    can be reached.
+    """
+    held, away, now, name = member.held, member.away_for, time.time(), member.identity.name
     doing = "waiting for a stage"
     if held is not None:
         doing = "training" if held.is_running else "prepares its stage"
         doing = "stands by" if held.hold.follows else doing
-    name, stages = member.identity.name, member.stages
     itself = PeerStatus(
         name=name,
         state=doing,
-        stages=stages,
-        blocks=_blocks(held.settings, stages) if held else "",
+        stages=member.stages,
+        blocks=_blocks(held.settings, member.stages) if held else "",
         is_this_machine=True,
         machine=dataclasses.replace(member.machine, name=name, reachable=member.is_open),
     )
-    return StatusReport(
-        run=invite.run_name,
-        run_id=invite.run_id,
+    report = member.report or StatusReport(invite.run_name, invite.run_id, "", "starting", now)
+    others = [peer for peer in report.peers if peer.name != name]
+    wait = report.state, report.waiting_for, report.waiting_since
+    if away is not None:
+        wait = "waiting", "the host, which cannot be reached", now - away
+    elif held is None and not member.report:
+        wait = "waiting", "a stage", member.seatless_since
+    elif held is not None and not held.is_running and not report.waiting_for:
+        wait = "preparing its stage", "", 0.0
+    return msgspec.structs.replace(
+        report,
         role="member",
-        state=state,
         time=now,
-        epoch=held.generation if held else 0,
-        waiting_for=waiting_for,
-        waiting_since=since,
-        peers=[itself],
-    ).after(news)
+        state=wait[0],
+        waiting_for=wait[1],
+        waiting_since=wait[2],
+        epoch=held.generation if held else report.epoch,
+        peers=[itself, *others],
+    ).after(member.news)
 
 
 def status_table(report: StatusReport) -> RenderableType:
@@ -510,9 +499,11 @@ def status_table(report: StatusReport) -> RenderableType:
     for link in report.links:
         rates = (link.forward_bytes_per_s, link.backward_bytes_per_s)
         shown = (f"{human_bytes(rate)}/s" if rate else "" for rate in rates)
+        trip = f"{link.round_trip_ms:,.3g} ms" if link.round_trip_ms else ""
         ends = f"{link.below} - {link.above}"
-        links.append((str(link.cut), ends, link.way or "not connected", *shown))
-    parts += _table("Links", ("cut", "between", "way", ">forward", ">backward"), links)
+        links.append((str(link.cut), ends, link.way or "not connected", *shown, trip))
+    heads = ("cut", "between", "way", ">forward", ">backward", ">round\ntrip")
+    parts += _table("Links", heads, links)
     return Group(*parts, *(Text(f"note: {printable(note)}") for note in report.notes))
 
 

@@ -1,8 +1,10 @@
 """Recipes: settings that were measured together, for the model that is asked for."""
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 from typing import Any
 
+from thinwire.errors import ConfigError
 from thinwire.recipes import BEST, RATES, SHEETS, is_muon, rates_of, sized
 from thinwire.settings.tree import Settings, apply_override, merged
 
@@ -47,6 +49,20 @@ def _is_of(change: str, of_size: dict[str, dict[str, Any]]) -> bool:
     """Whether an override changes what the recipe was measured with."""
     section, _, rest = change.partition(".")
     return section in _OF_A_RECIPE or rest.partition("=")[0] in of_size.get(section, {})
+
+
+def recipe_of(settings: Settings) -> str:
+    """The recipe that the cuts of a run are made by; empty if they are made otherwise."""
+    asked, cuts = settings.relaxed(), (settings.boundary, settings.codec)
+    for name in SHEETS:
+        sheet = make_recipe(name, [f"model.preset={asked.model.preset}"]).asked
+        with contextlib.suppress(ConfigError):  # cuts that this model cannot have
+            made = replace(asked, boundary=sheet.boundary, codec=sheet.codec).resolved()
+            rates = SHEETS[name].get("optim", {}).items()  # where they are part of it
+            is_tuned = all(getattr(settings.optim, key) == value for key, value in rates)
+            if (made.boundary, made.codec) == cuts and is_tuned:
+                return name
+    return ""
 
 
 def stale_rates(settings: Settings) -> str:

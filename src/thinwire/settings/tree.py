@@ -255,6 +255,15 @@ class Settings:
         """The blocks of each stage."""
         return split_layers(self.model.layers, self.pipeline.split, self.pipeline.stages)
 
+    def saved_at_validations(self) -> "Settings":
+        """The same with a checkpoint at each validation, or more often."""
+        every, saved = self.train.eval_every, self.train.checkpoint_every
+        if not every or 0 < saved <= every:
+            return self
+        return dataclasses.replace(
+            self, train=dataclasses.replace(self.train, checkpoint_every=every)
+        )
+
     def is_evaluation_step(self, done: int) -> bool:
         """Whether a validation follows the update after which `done` updates are done."""
         every = self.train.eval_every

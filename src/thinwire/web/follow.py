@@ -5,7 +5,6 @@ folder that the run writes; a joined machine writes there what the host tells it
 """
 
 import contextlib
-import dataclasses
 import json
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 from thinwire.errors import ConfigError
 from thinwire.folders import replace_private_file
 from thinwire.report import Display, EvaluationRecord, StepRecord
-from thinwire.report.metrics import FILE_NAME, line_of
+from thinwire.report.metrics import FILE_NAME
 from thinwire.report.story import Story
 from thinwire.run.signals import heeding, leave_at_once
 from thinwire.web.page import make_page
@@ -26,7 +25,6 @@ from thinwire.web.server import WebServer, new_token
 DEFAULT_LISTEN = "127.0.0.1:4618"
 OFF = "off"
 _KEPT = "authority/web.json"  # in a hosted run's folder: its address stays when it is restarted
-_NEWS_SECONDS = 10.0  # between two steps that a joined machine keeps
 
 
 class Followed(Display):
@@ -47,13 +45,12 @@ class Followed(Display):
             self._server = self._bound(listen, new_token())
         self._story: Story | None = None
         self._folder = Path()
-        self._news_due = 0.0
 
     def opened(self, folder: Path) -> None:
         self._folder, self._story = folder, Story(folder)
         self._story.tell("begin", "started")
         if self._prompt:
-            self._sampler = Sampler(self._prompt, folder, self._story)
+            self._sampler = Sampler(self._prompt, folder, self._tell_everybody)
         if self._listen != OFF:
             self._serve()
 
@@ -68,16 +65,9 @@ class Followed(Display):
 
     def step(self, record: StepRecord) -> None:
         self._shown.step(record)
-        if self._role == "join" and (
-            time.monotonic() >= self._news_due or record.step >= record.steps
-        ):
-            self._news_due = time.monotonic() + _NEWS_SECONDS
-            self._keep("step", record)
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._shown.evaluation(record)
-        if self._role == "join":
-            self._keep("evaluation", record)
 
     def note(self, text: str) -> None:
         self._shown.note(text)
@@ -95,14 +85,13 @@ class Followed(Display):
         self._tell("end", "stopped by its user" if isinstance(error, KeyboardInterrupt) else text)
         self.close()
 
+    def _tell_everybody(self, kind: str, text: str) -> None:
+        self._tell(kind, text)
+        self.share(kind, text)
+
     def _tell(self, kind: str, text: str) -> None:
         if self._story is not None:
             self._story.tell(kind, text)
-
-    def _keep(self, kind: str, record: StepRecord | EvaluationRecord) -> None:
-        """What the host told this machine, as the host itself would write it."""
-        with contextlib.suppress(OSError), (self._folder / FILE_NAME).open("a") as file:
-            file.write(line_of(kind, dataclasses.asdict(record)))
 
     def _serve(self) -> None:
         kept = self._kept() if self._role == "host" else {}

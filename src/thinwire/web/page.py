@@ -11,11 +11,12 @@ shows it as text.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from thinwire.errors import ThinwireError
 from thinwire.web.server import App, has_token
@@ -27,61 +28,59 @@ if TYPE_CHECKING:
     from thinwire.web.runs import RunView
 
 STATIC = Path(__file__).parent / "static"
-KINDS = {
-    "page.html": "text/html",
-    "page.css": "text/css",
-    "page.js": "text/javascript",
-    "charts.js": "text/javascript",
-    "uPlot.iife.min.js": "text/javascript",
-    "uPlot.min.css": "text/css",
-    "icon.svg": "image/svg+xml",
-}
 TICK_SECONDS = 1.0
 KEEPALIVE_TICKS = 15  # without news, before a stream shows that it is there
-MOST_BODY = 4096  # bytes of a request
+
+
+class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """What an owner wants done: a peer removed, or another invite for so many machines."""
+
+    peer: Annotated[str, msgspec.Meta(min_length=1, max_length=63)] | None = None
+    machines: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 def make_page(folders: Sequence[Path], is_own: bool = False) -> App:
     """The application that shows these runs. `is_own`: this process runs them."""
     from starlette.applications import Starlette
-    from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
+    from starlette.responses import FileResponse, JSONResponse, StreamingResponse
+    from starlette.routing import Mount, Route
+    from starlette.staticfiles import StaticFiles
 
     from thinwire.web.runs import RunView
 
     views = [RunView(folder, is_own) for folder in folders]
 
-    async def static(request: "Request") -> "Response":
-        name = request.path_params.get("name", "page.html")
-        if name not in KINDS:
-            return JSONResponse({"error": "there is no such file"}, 404)
-        kept = {"cache-control": "no-cache"}
-        return Response((STATIC / name).read_bytes(), media_type=KINDS[name], headers=kept)
+    async def page(request: "Request") -> "Response":
+        return FileResponse(STATIC / "page.html")
 
     async def stream(request: "Request") -> "Response":
         events = _events(views, has_token(request.scope))
-        headers = {"cache-control": "no-store"}
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        return StreamingResponse(events, media_type="text/event-stream")
 
     async def act(request: "Request") -> "Response":
         """Ask the host of a run, for its owner."""
         if not has_token(request.scope):
             text = "only the address with its token may do this: the host's terminal shows it"
             return JSONResponse({"error": text}, 403)
-        number = request.path_params["run"]
+        number, what = request.path_params["run"], request.url.path.split("/")[1]
         if number >= len(views):
             return JSONResponse({"error": "there is no such run"}, 404)
         try:
-            body = await _body(request) if request.method == "POST" else {}
-            what = request.url.path.split("/")[1]
-            return JSONResponse(await asyncio.to_thread(_act, views[number], what, body))
-        except ThinwireError as error:
+            asked = None
+            if request.method == "POST":
+                # Pages of other sites cannot send this type unasked.
+                if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+                    raise ValueError("the request must be application/json")
+                asked = msgspec.json.decode(await request.body(), type=_Asked)
+            folder = views[number].folder
+            return JSONResponse(await asyncio.to_thread(_act, folder, what, asked))
+        except (ThinwireError, ValueError) as error:  # what msgspec raises is a ValueError
             return JSONResponse({"error": str(error)}, 400)
 
     return Starlette(
         routes=[
-            Route("/", static),
-            Route("/static/{name}", static),
+            Route("/", page),
+            Mount("/static", StaticFiles(directory=STATIC)),
             Route("/stream", stream),
             Route("/invite/{run:int}", act, methods=["GET", "POST"]),
             Route("/kick/{run:int}", act, methods=["POST"]),
@@ -89,35 +88,20 @@ def make_page(folders: Sequence[Path], is_own: bool = False) -> App:
     )
 
 
-async def _body(request: "Request") -> dict[str, Any]:
-    """The JSON object of a request; pages of other sites cannot send its type unasked."""
-    if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-        raise ThinwireError("the request must be application/json")
-    content = b""
-    async for part in request.stream():
-        content += part
-        if len(content) > MOST_BODY:
-            raise ThinwireError("the request is too long")
-    try:
-        values = json.loads(content)
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise ThinwireError("the request is not a JSON object")
-    return values
+def _act(folder: Path, what: str, asked: _Asked | None) -> dict[str, Any]:
+    import segno
 
-
-def _act(view: "RunView", what: str, body: dict[str, Any]) -> dict[str, Any]:
     from thinwire.run.alive import ask
 
     if what == "kick":
-        return ask(view.folder, {"ask": "kick", "peer": body.get("peer")})
-    if body:
-        line = ask(view.folder, {"ask": "invite", "machines": body.get("machines", 1)})["text"]
+        return ask(folder, {"ask": "kick", "peer": asked.peer if asked else None})
+    if asked is not None:
+        line = str(ask(folder, {"ask": "invite", "machines": asked.machines})["text"])
     else:
-        ask(view.folder, {"ask": "status"})  # a run that has ended invites nobody
-        line = _first_invite(view.folder)
-    return {"line": line, "qr": _qr_code(line) if line else ""}
+        ask(folder, {"ask": "status"})  # a run that has ended invites nobody
+        line = _first_invite(folder)
+    code = segno.make(line, error="l", micro=False).svg_data_uri(scale=4, border=2) if line else ""
+    return {"line": line, "qr": code}
 
 
 def _first_invite(folder: Path) -> str:
@@ -127,17 +111,11 @@ def _first_invite(folder: Path) -> str:
         return ""
 
 
-def _qr_code(text: str) -> str:
-    """A QR code as the address of a picture."""
-    import segno
-
-    return str(segno.make(text, error="l", micro=False).svg_data_uri(scale=4, border=2))
-
-
 async def _events(views: Sequence["RunView"], is_owner: bool) -> AsyncIterator[bytes]:
     """All that a page shows, as server-sent events, until it is closed."""
     seen = [_Seen() for _ in views]
-    yield _event("hello", {"runs": len(views), "owner": is_owner, "now": time.time()})
+    hello = {"runs": len(views), "owner": is_owner, "now": time.time()}
+    yield _event("hello", 0, msgspec.json.encode(hello))
     quiet = 0
     while True:
         quiet += 1
@@ -157,10 +135,8 @@ class _Seen:
     """How much of a run one page has been sent."""
 
     def __init__(self) -> None:
-        self._versions: dict[str, int] = {}
+        self._sections: dict[str, bytes] = {}
         self._points, self._count = (-1, 0, 0), -1
-        self._valid: object = None
-        self._events = 0
 
     def news(self, number: int, view: "RunView") -> list[bytes]:
         """What it has not seen yet."""
@@ -169,25 +145,13 @@ class _Seen:
         if has_more and (points := curves.points(*self._points)) is not None:
             self._points = points["generation"], points["size"], points["complete"]
             self._count = len(curves)
-            found.append(_event("points", {"run": number, **points}))
-        if self._valid is not curves.valid:
-            self._valid = curves.valid
-            columns = list(zip(*curves.valid, strict=True)) or [(), (), (), ()]
-            names = ("step", "loss", "bits", "time")
-            plain = dict(zip(names, columns, strict=True))
-            found.append(_event("valid", {"run": number, **plain}))
-        before, events = view.story
-        if before + len(events) > self._events:
-            new = events[max(0, self._events - before) :]
-            found.append(_event("events", {"run": number, "rows": new}))
-            self._events = before + len(events)
-        for name, section in view.sections.items():
-            if section.version != self._versions.get(name, 0):
-                self._versions[name] = section.version
-                head = f'event: {name}\ndata: {{"run":{number},"value":'.encode()
-                found.append(head + section.body + b"}\n\n")
+            found.append(_event("points", number, msgspec.json.encode(points)))
+        for name, body in [*view.sections.items()]:  # a thread may add one
+            if self._sections.get(name) is not body:
+                self._sections[name] = body
+                found.append(_event(name, number, body))
         return found
 
 
-def _event(kind: str, values: dict[str, Any]) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps(values, allow_nan=False)}\n\n".encode()
+def _event(kind: str, run: int, body: bytes) -> bytes:
+    return f'event: {kind}\ndata: {{"run":{run},"value":'.encode() + body + b"}\n\n"

@@ -27,16 +27,19 @@ import numpy as np
 
 from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import NotAliveError, ThinwireError
-from thinwire.report.metrics import FILE_NAME, without_nan
+from thinwire.report.metrics import FILE_NAME
+from thinwire.report.records import StepRecord, revived
 from thinwire.report.story import EVENTS_FILE
 from thinwire.run.alive import FILE as CONTROL_SOCKET
 from thinwire.run.alive import ask
 from thinwire.run.formation import read_formation
-from thinwire.run.record import PROGRESS_FILE
-from thinwire.run.status import UNREACHED, StatusReport, status_from_plain
-from thinwire.schedule import Costs, Links, simulate
+from thinwire.run.protocol import LinkStatus, PeerStatus, Progress, StatusReport
+from thinwire.run.record import PROGRESS_FILE, read_progress
+from thinwire.run.status import status_from_plain
+from thinwire.schedule import simulate
 from thinwire.settings import Settings, load_settings
-from thinwire.settings.crossing import BF16_BYTES, frame_bytes, network_of, stream_width
+from thinwire.settings.crossing import frame_bytes, network_of
+from thinwire.settings.recipe import recipe_of
 
 MOST_POINTS = 2000  # of a curve: a screen has no more columns
 MOST_EVENTS = 500
@@ -107,7 +110,7 @@ class Curves:
 
     def __init__(self, generation: int = 0) -> None:
         self.generation = generation  # changes when points that were sent are no longer true
-        self.valid: list[tuple[int, float | None, float | None, float]] = []
+        self.valid: list[tuple[int, float | None, float | None]] = []
         self._columns = {name: array("d") for name in _COLUMNS}
         self.last: dict[str, Any] = {}  # the newest step, whole
 
@@ -122,7 +125,7 @@ class Curves:
             return
         if row.kind == "evaluation":
             self.valid = [one for one in self.valid if one[0] < row.step]
-            self.valid.append((row.step, row.loss, row.bits_per_byte, row.time))
+            self.valid.append((row.step, row.loss, row.bits_per_byte))
         elif row.kind == "step":
             self._go_back_to(row.step)
             columns, last = self._columns, self._columns["time"]
@@ -177,21 +180,7 @@ class Curves:
         began = self.span()[0]
         plain["hours"] = [round((moment - began) / 3600, 5) for moment in plain.pop("time")]
         plain["complete"] = count // wanted  # further ones still change
-        return dict(without_nan(plain))
-
-
-@dataclasses.dataclass
-class Section:
-    """A part of the page that is sent whole when it has changed."""
-
-    version: int = 0
-    body: bytes = b""
-
-    def put(self, values: Any) -> None:
-        """Take what it holds now."""
-        body = msgspec.json.encode(without_nan(values))
-        if body != self.body:
-            self.body, self.version = body, self.version + 1
+        return plain
 
 
 class RunView:
@@ -200,14 +189,12 @@ class RunView:
     def __init__(self, folder: Path, is_own: bool = False):
         self.folder, self.is_own = folder, is_own
         self.curves = Curves()
-        # The newest events, and how many there were before them: replaced in one go, for readers.
-        self.story: tuple[int, list[dict[str, Any]]] = (0, [])
-        self.sections = {name: Section() for name in ("state", "progress", "settings")}
+        self.sections: dict[str, bytes] = {}  # parts of the page, each sent whole when it changes
         self.status: StatusReport | None = None
+        self._events: list[_Event] = []
         self._metrics, self._tail = Tail(folder / FILE_NAME), Tail(folder / EVENTS_FILE)
         self._marks: dict[str, tuple[int, int]] = {}
         self._settings: Settings | None = None
-        self._progress: dict[str, Any] = {}
         self._lock, self._looked = threading.Lock(), -math.inf
 
     @property
@@ -225,11 +212,19 @@ class RunView:
             self.status = self._ask()
             is_new = self._read_settings()
             if self._has_changed(PROGRESS_FILE) or is_new:
-                self._progress = _read_json(self.folder / PROGRESS_FILE)
-                facts = compared(self._settings, self._progress) if self._settings else {}
-                self.sections["progress"].put({**self._progress, **facts})
-            self.sections["state"].put(self._state())
+                progress = read_progress(self.folder)
+                plain = msgspec.to_builtins(progress) if progress else {}
+                facts = compared(self._settings, progress) if self._settings and progress else {}
+                self._show("progress", {**plain, **facts})
+            self._show("valid", self.curves.valid)
+            self._show("events", self._events)
+            self._show("state", self._state())
             self._looked = time.monotonic()
+
+    def _show(self, name: str, values: Any) -> None:
+        body = msgspec.json.encode(values)  # what is no number is null there
+        if body != self.sections.get(name):
+            self.sections[name] = body
 
     def _read_metrics(self) -> None:
         is_new, lines = self._metrics.read()
@@ -239,19 +234,18 @@ class RunView:
         for line in lines:
             self.curves.add(line)
             latest = line if line.startswith(b'{"kind": "step"') else latest
-        with contextlib.suppress(msgspec.MsgspecError):
-            self.curves.last = (
-                msgspec.json.decode(latest, type=dict) if latest else self.curves.last
-            )
+        with contextlib.suppress(msgspec.MsgspecError, TypeError):
+            if latest:  # with all that a step has, also where others wrote it
+                record = revived(StepRecord, values := msgspec.json.decode(latest, type=dict))
+                self.curves.last = {**dataclasses.asdict(record), "time": values.get("time")}
 
     def _read_events(self) -> None:
         is_new, lines = self._tail.read()
-        told, known = self.story
-        told, events = (told + len(known), []) if is_new else (told, list(known))
+        self._events = [] if is_new else self._events
         for line in lines:
             with contextlib.suppress(msgspec.MsgspecError):
-                events.append(msgspec.to_builtins(msgspec.json.decode(line, type=_Event)))
-        self.story = told + max(0, len(events) - MOST_EVENTS), events[-MOST_EVENTS:]
+                self._events.append(msgspec.json.decode(line, type=_Event))
+        del self._events[:-MOST_EVENTS]
 
     def _ask(self) -> StatusReport | None:
         if not (self.folder / CONTROL_SOCKET).exists():
@@ -282,158 +276,78 @@ class RunView:
             self._settings = load_settings(self.folder, []) if text else None
         except ThinwireError:
             self._settings = None
-        self.sections["settings"].put({"text": text})
+        recipe = recipe_of(self._settings) if self._settings else ""
+        self._show("settings", {"text": text, "recipe": recipe})
         return True
 
     def _state(self) -> dict[str, Any]:
-        last, status, valid = self.curves.last, self.status, self.curves.valid
-        _, events = self.story
-        newest = events[-1]["time"] if events else 0.0
-        words = {
-            name: last.get(name)
-            for name in ("step", "steps", "loss", "lr", "grad_norm", "tokens", "tokens_per_s",
-                         "step_seconds", "eta_seconds", "stages", "time", "measures")
-        }  # fmt: skip
-        heard = max(newest, last.get("time") or 0.0, status.time if status else 0.0)
-        return {
-            **words,
-            "name": status.run if status else self._name(),
-            "role": status.role if status else "folder",
-            "epoch": status.epoch if status else 0,
-            "state": self._word(heard),
-            "heard": round(heard),
-            "began": self.curves.span()[0],
-            "waiting_for": status.waiting_for if status else "",
-            "waiting_since": status.waiting_since if status else 0.0,
-            "valid": {"step": valid[-1][0], "loss": valid[-1][1], "bits": valid[-1][2]}
-            if valid
-            else None,
-            "best": min((one[1] for one in valid if one[1] is not None), default=None),
-            "checkpoint": max(map(step_of, list_checkpoints(self.folder)), default=None),
-            "peers": self._peers(),
-            "links": self._links(),
-        }
+        last, moments = self.curves.last, [event.time for event in self._events[-1:]]
+        heard = max(0.0, *moments, last.get("time") or 0.0, self.status.time if self.status else 0)
+        told = (self.status or self._by_folder(heard)).to_plain()
+        more = {"heard": round(heard), "began": self.curves.span()[0], "links": told["links"]}
+        return {**told, **last, **more, "crossed": last.get("links", [])}
 
-    def _name(self) -> str:
-        return self._settings.run.name if self._settings else self.folder.resolve().name
-
-    def _word(self, heard: float) -> str:
-        """How the run stands, in a word."""
-        if self.status is not None:
-            return self.status.state
-        _, events = self.story
-        ended = next((e for e in reversed(events) if e["kind"] in ("begin", "end")), None)
-        steps, step = self.curves.last.get("steps"), self.curves.last.get("step")
-        if step and step == steps and (not ended or ended["kind"] == "end"):
-            return "complete"
-        if ended and ended["kind"] == "end":
-            return "ended"
-        usual = 20 * (self.curves.last.get("step_seconds") or 0.0)
-        if not self.is_own and time.time() - heard > max(SILENT_SECONDS, usual):
-            return "silent"
-        return "training" if step else "starting"
-
-    def _peers(self) -> list[dict[str, Any]]:
-        """Who holds stages, in the order of these; then who holds none."""
-        if self.status is not None:
-            peers = [_peer(msgspec.to_builtins(peer)) for peer in self.status.peers]
-            return sorted(peers, key=lambda p: (not p["stages"], p["stages"], p["name"]))
-        seats: list[str] = []
+    def _by_folder(self, heard: float) -> StatusReport:
+        """How a run stands that nobody answers for."""
+        settings, seats = self._settings, list[str]()
         with contextlib.suppress(ThinwireError):
             seats = read_formation(self.folder).seats
-        stages = self.curves.last.get("stages") or []
-        seats = seats if len(seats) == len(stages) else [f"stage {n}" for n in range(len(stages))]
-        return [
-            {
-                "name": name,
-                "stages": [n for n, holder in enumerate(seats) if holder == name],
-                "device": stages[seats.index(name)].get("device", ""),
-            }
-            for name in dict.fromkeys(seats)
-        ]
+        count = len(self.curves.last.get("stages", []))
+        seats = seats if len(seats) == count else [f"stage {n}" for n in range(count)]
+        held = {name: [n for n, one in enumerate(seats) if one == name] for name in seats}
+        network, links = network_of(settings) if settings else None, list[LinkStatus]()
+        if network is not None:
+            trip, cuts = 2e3 * network.latency_s, range(count - 1)
+            links = [LinkStatus(cut, "", "", "emulated", round_trip_ms=trip) for cut in cuts]
+        return StatusReport(
+            run=settings.run.name if settings else self.folder.resolve().name,
+            run_id="",
+            role="folder",
+            state=self._word(heard),
+            time=heard,
+            last_checkpoint=max(map(step_of, list_checkpoints(self.folder)), default=None),
+            peers=[PeerStatus(name, "", stages) for name, stages in held.items()],
+            links=links,
+        )
 
-    def _links(self) -> list[dict[str, Any]]:
-        """What crosses each cut, against a dense one, and by which way."""
-        seconds = self.curves.last.get("step_seconds") or math.nan
-        ways = {link.cut: link for link in self.status.links} if self.status else {}
-        links = []
-        for link in self.curves.last.get("links") or []:
-            cut = link.get("cut", 0)
-            sent = link.get("forward_bytes", 0) + link.get("backward_bytes", 0)
-            dense = math.nan
-            if self._settings and cut < self._settings.pipeline.stages - 1:
-                width, tokens = stream_width(self._settings, cut), self._settings.tokens_per_step
-                dense = 2 * BF16_BYTES * width * tokens
-            links.append(
-                {
-                    "cut": cut,
-                    "forward": link.get("forward_bytes", 0) / seconds,
-                    "backward": link.get("backward_bytes", 0) / seconds,
-                    "busy": link.get("utilisation"),
-                    "ratio": dense / sent if sent else None,
-                    "saved": max(0.0, dense - sent) * (self.curves.last.get("step") or 0),
-                    "way": ways[cut].way if cut in ways else None,
-                    "is_inside": not sent,  # both stages are in one process
-                }
-            )
-        return links
+    def _word(self, heard: float) -> str:
+        about = [event.kind for event in self._events if event.kind in ("begin", "end")]
+        has_ended, last = about[-1:] == ["end"], self.curves.last
+        step = last.get("step")
+        if step and step == last.get("steps") and (has_ended or not about):
+            return "complete"
+        usual = 20 * (last.get("step_seconds") or 0.0)
+        is_silent = not self.is_own and time.time() - heard > max(SILENT_SECONDS, usual)
+        doing = "silent" if is_silent else "training" if step else "starting"
+        return "ended" if has_ended else doing
 
 
-def _peer(peer: dict[str, Any]) -> dict[str, Any]:
-    machine = peer.pop("machine") or {}
-    return {
-        **peer,
-        "is_away": not machine or peer["state"] == UNREACHED,
-        "device": machine.get("device", ""),
-        "tflops": machine.get("tflops"),
-        "memory_gb": machine.get("memory_gb"),
-        "up": machine.get("mbps_up"),
-        "down": machine.get("mbps_down"),
-        "round_trip_ms": 2 * (machine.get("latency_ms") or 0.0),
-        "reachable": machine.get("reachable"),
-    }
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    return {}
-
-
-def compared(settings: Settings, progress: dict[str, Any]) -> dict[str, Any]:
+def compared(settings: Settings, progress: Progress) -> dict[str, Any]:
     """The plan of a run beside what was measured, and what dense cuts would have cost, simulated.
 
     The simulator plays the run's schedule with the measured costs over the emulated or measured
-    links, once with the bytes that were sent and once with those of dense cuts.
+    links, both ways, once with the bytes that were sent and once with those of dense cuts.
     """
+    per_microbatch, costs = settings.tokens_per_microbatch, progress.measured_costs
     try:
-        costs = msgspec.convert(progress["measured_costs"], Costs)
-        uplinks = msgspec.convert(progress.get("uplinks", []), list[float])
-        stages = settings.pipeline.stages
         planned = [
             {
                 "cut": row["cut"],
-                "planned": sum(frame_bytes(settings, row["cut"])) / settings.tokens_per_microbatch,
+                "planned": sum(frame_bytes(settings, row["cut"])) / per_microbatch,
                 "measured": row["forward_bytes_per_token"] + row["backward_bytes_per_token"],
                 "dense": 2 * row["bf16_bytes_per_token"],
                 "codecs": [row["forward_codec"], row["backward_codec"]],
             }
-            for row in progress.get("cuts", [])
+            for row in progress.cuts
         ]
-        network = network_of(settings) or (
-            Links(uplinks, [0.0] * stages, [0.0] * (stages - 1)) if any(uplinks) else None
-        )
-        schedule = settings.schedule()
-        found: dict[str, Any] = {"planned": planned}
-        thin = simulate(schedule, costs, network).step_seconds
-        found["simulated_step_seconds"] = thin
-        if network is not None and planned:
-            tokens = settings.tokens_per_microbatch
-            sizes = [BF16_BYTES * stream_width(settings, cut) * tokens for cut in range(stages - 1)]
-            sent = {row["cut"] for row in planned}
-            dense = [size if cut in sent else 0 for cut, size in enumerate(sizes)]
-            plain = dataclasses.replace(costs, forward_bytes=dense, backward_bytes=dense)
-            found["dense_step_seconds"] = simulate(schedule, plain, network).step_seconds
-        return found
-    except (ThinwireError, msgspec.MsgspecError, KeyError, TypeError, ZeroDivisionError):
-        return {}  # a record of another version
+        dense = [0] * (settings.pipeline.stages - 1)  # also where both stages are in one process
+        for row in progress.cuts:
+            dense[row["cut"]] = row["bf16_bytes_per_token"] * per_microbatch
+        plain = dataclasses.replace(costs, forward_bytes=dense, backward_bytes=dense)
+        schedule, links = settings.schedule(), progress.links
+        thin, thick = (simulate(schedule, one, links).step_seconds for one in (costs, plain))
+        found = {"planned": planned, "simulated_step_seconds": thin}
+        is_known = planned and any(links.mbps_up + links.mbps_down)
+        return {**found, "dense_step_seconds": thick} if is_known else found
+    except (ThinwireError, KeyError, TypeError, IndexError):
+        return {}  # a record of other settings

@@ -117,6 +117,10 @@ class LastingPipe(Pipe):
             is_down = self.outages and not self._connection and not self._stopped
             return time.monotonic() - self._down_since if is_down else 0.0
 
+    def round_trip(self) -> float:
+        connection = self._connection
+        return connection.round_trip() if connection else 0.0
+
     def _has_room(self) -> bool:
         """Whether all is on the connection, and not too much of it is kept."""
         return self._written == len(self._kept) and self._kept_bytes < MOST_KEPT

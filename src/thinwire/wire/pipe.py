@@ -40,6 +40,10 @@ class Pipe(ABC):
         It has `grace` seconds to read them; None waits for as long as the connection lives.
         """
 
+    def round_trip(self) -> float:
+        """Seconds to the other end of its connection and back, at the moment; 0: not known."""
+        return 0.0
+
 
 class _MemoryPipe(Pipe):
     """One end: a bound keeps a fast writer from filling memory, and closing wakes who waits."""

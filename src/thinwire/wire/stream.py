@@ -43,6 +43,7 @@ MOST_STRANGERS = 256
 _GREETING_BYTES = 4096
 _HEAD = struct.Struct("<I")
 _END, _ALIVE = 0, 0xFFFFFFFF
+_SHORTEST, _UNKNOWN = struct.Struct("=148xI"), 0xFFFFFFFF  # round trip, within Linux's tcp_info
 _RECORD = 1 << 14  # what TLS encrypts at a time
 _RETRY_S = 0.2
 
@@ -147,6 +148,16 @@ class Stream(Pipe):
         hang_up(self._tls)
         with self._reading, self._writing:  # nobody waits on the descriptor that is given back
             self._tls.close()
+
+    def round_trip(self) -> float:
+        """As the system measures it on the packets of the connection: the shortest of the last
+        minutes, so without queues. Where a door passes it on, that is the way to there.
+        """
+        with contextlib.suppress(OSError, AttributeError, struct.error):  # Linux alone tells
+            told = self._tls.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SHORTEST.size)
+            (microseconds,) = _SHORTEST.unpack(told)
+            return microseconds / 1e6 if microseconds != _UNKNOWN else 0.0
+        return 0.0
 
     def keep_alive(self, every_s: float) -> None:
         """Say now and then that this end is alive; returns when the stream is over."""

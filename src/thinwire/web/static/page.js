@@ -9,8 +9,7 @@ const lossChart = new CurveChart($("loss"), 340), speedChart = new CurveChart($(
 function newRun() {
   return {
     points: { step: [], tokens: [], hours: [], loss: [], speed: [] }, size: 1,
-    valid: { step: [], loss: [], bits: [], time: [] }, events: [], state: null, progress: {}, settings: "",
-    seats: {},
+    valid: [], events: [], state: null, progress: {}, settings: { text: "", recipe: "" }, seats: {},
   };
 }
 
@@ -27,30 +26,26 @@ document.addEventListener("visibilitychange", () => {
 function connect() {
   source = new EventSource("/stream");
   const on = (kind, take) => source.addEventListener(kind, (event) => {
-    take(JSON.parse(event.data));
+    const message = JSON.parse(event.data);
+    take(message.value, runs[message.run]);
     connected = true;
     later();
   });
-  on("hello", (message) => {
-    owner = message.owner;
-    offset = message.now - Date.now() / 1000;
+  on("hello", (hello) => {
+    owner = hello.owner;
+    offset = hello.now - Date.now() / 1000;
     runs.length = 0;
-    for (let number = 0; number < message.runs; number++) runs.push(newRun());
+    for (let number = 0; number < hello.runs; number++) runs.push(newRun());
     chosen = Math.min(chosen, runs.length - 1);
   });
-  on("points", (message) => {
-    const run = runs[message.run], kept = message.from;
-    run.size = message.size;
-    for (const name of Object.keys(run.points)) run.points[name] = run.points[name].slice(0, kept).concat(message[name]);
+  on("points", (news, run) => {
+    run.size = news.size;
+    for (const name of Object.keys(run.points)) run.points[name] = run.points[name].slice(0, news.from).concat(news[name]);
   });
-  on("valid", (message) => { runs[message.run].valid = message; });
-  on("events", (message) => {
-    const run = runs[message.run];
-    run.events = run.events.concat(message.rows).slice(-500);
+  for (const kind of ["valid", "events", "progress", "settings", "state"]) on(kind, (value, run) => {
+    run[kind] = value;
+    dirtyStep = dirtyStep || kind === "progress";
   });
-  on("progress", (message) => { runs[message.run].progress = message.value; dirtyStep = true; });
-  on("settings", (message) => { runs[message.run].settings = message.value.text; });
-  on("state", (message) => { runs[message.run].state = message.value; });
   source.onerror = () => {
     connected = false;
     later();
@@ -82,8 +77,8 @@ function draw() {
   if (dirtyStep) drawProgress(run, state);
   drawStory(run);
   drawInvite(state);
-  $("settings-card").hidden = !run.settings;
-  if ($("settings").textContent !== run.settings) $("settings").textContent = run.settings;
+  $("settings-card").hidden = !run.settings.text;
+  if ($("settings").textContent !== run.settings.text) $("settings").textContent = run.settings.text;
 }
 
 function drawTabs() {
@@ -98,7 +93,7 @@ function drawTabs() {
 }
 
 function nameOf(run, number) {
-  return run.state ? run.state.name : "run " + number;
+  return run.state ? run.state.run : "run " + number;
 }
 
 const GOOD = ["training", "complete"], BAD = ["silent", "no connection"];
@@ -111,11 +106,12 @@ function drawChip(state) {
 
 function drawHeader(run, state) {
   drawChip(state);
-  $("name").textContent = state.name;
+  $("name").textContent = state.run;
+  $("recipe").textContent = run.settings.recipe ? "recipe " + run.settings.recipe : "";
   const share = state.steps ? state.step / state.steps : 0;
   $("bar").firstElementChild.style.width = 100 * share + "%";
   $("bar").setAttribute("aria-valuenow", Math.round(100 * share));
-  document.title = state.step ? `${figure(state.loss)} · ${state.step}/${state.steps} · ${state.name}` : state.name;
+  document.title = state.step ? `${figure(state.loss)} · ${state.step}/${state.steps} · ${state.run}` : state.run;
   const quiet = now() - state.heard;
   $("heard").textContent = quiet > 20 ? `last word ${duration(quiet)} ago` : "";
   $("waiting").hidden = !state.waiting_for;
@@ -123,30 +119,25 @@ function drawHeader(run, state) {
   const thin = run.progress.simulated_step_seconds, dense = run.progress.dense_step_seconds;
   const gain = dense && thin ? (dense - thin) * state.step : 0;
   $("saved").hidden = gain < 60;
-  $("saved").textContent = `Saved so far against dense links, simulated: ${duration(gain)} (a step of ${duration(thin)} instead of ${duration(dense)})`;
+  $("saved").textContent = `Saved so far against dense cuts, simulated: ${duration(gain)} (a step of ${duration(thin)} instead of ${duration(dense)})`;
 }
 
 function drawTiles(run, state) {
-  const crossed = state.links.filter((link) => link.ratio);
-  const saved = crossed.reduce((sum, link) => sum + link.saved, 0);
-  const ratio = crossed.length ? crossed.length / crossed.reduce((sum, link) => sum + 1 / link.ratio, 0) : 0;
+  const cuts = run.progress.cuts || [], sum = (part) => cuts.reduce((all, row) => all + part(row), 0);
+  const dense = sum((row) => 2 * row.bf16_bytes_per_token), sent = sum((row) => row.forward_bytes_per_token + row.backward_bytes_per_token);
+  const valid = run.valid[run.valid.length - 1];
   const tiles = [
     ["loss", figure(state.loss), state.grad_norm ? `gradient norm ${figure(state.grad_norm)}` : ""],
-    ["validation", state.valid ? figure(state.valid.loss) : "–", state.valid ? validationNote(state) : "none yet"],
+    ["validation", valid ? figure(valid[1]) : "–", valid ? `step ${count(valid[0])}` + (valid[2] ? `, ${valid[2].toFixed(2)} bits/byte` : "") : "none yet"],
     ["step", state.step ? count(state.step) : "–", state.steps ? `of ${count(state.steps)}` : ""],
     ["tokens/s", state.tokens_per_s ? count(state.tokens_per_s) : "–", state.step_seconds ? `${duration(state.step_seconds)} a step` : ""],
     ["tokens seen", state.tokens ? count(state.tokens) : "–", state.lr ? `rate ${state.lr.toExponential(1)}` : ""],
     ["time left", state.step < state.steps && !["ended", "silent"].includes(state.state) ? duration(state.eta_seconds) : "–", state.began ? `running for ${duration(state.time - state.began)}` : ""],
-    ["checkpoint", state.checkpoint === null ? "–" : count(state.checkpoint), state.checkpoint === null ? "none yet" : "last saved step"],
+    ["checkpoint", state.last_checkpoint === null ? "–" : count(state.last_checkpoint), state.last_checkpoint === null ? "none yet" : "last saved step"],
   ];
-  if (ratio) tiles.push(["fewer bytes", `${figure(ratio)}×`, `${bytes(saved)} not sent`]);
+  if (sent) tiles.push(["fewer bytes", `${figure(dense / sent)}×`, `${bytes((dense - sent) * state.tokens)} not sent`]);
   $("tiles").replaceChildren(...tiles.map(([label, value, more]) => el("div", { class: "tile" },
     el("div", { class: "label", text: label }), el("div", { class: "value", text: value }), el("div", { class: "more", text: more }))));
-}
-
-function validationNote(state) {
-  const bits = state.valid.bits ? `, ${state.valid.bits.toFixed(2)} bits/byte` : "";
-  return `step ${count(state.valid.step)}${bits}`;
 }
 
 function drawCurves() {
@@ -158,7 +149,7 @@ function drawCurves() {
     losses.push({ label: name + "loss", colour: shade, width: 2, xs, ys: smoothed(run.points.loss, weight) });
     losses.push({
       label: name + "validation", colour: many ? shade : colour("bad"), width: 1.5, dash: [5, 4], points: 7,
-      xs: placed(run.valid.step, run.points, axis), ys: run.valid.loss,
+      xs: placed(run.valid.map((row) => row[0]), run.points, axis), ys: run.valid.map((row) => row[1]),
     });
     speeds.push({ label: name + "tokens/s", colour: shade, width: 1.5, xs, ys: run.points.speed });
   });
@@ -192,15 +183,15 @@ function drawPipeline(run, state) {
   }
   const parts = [];
   groups.forEach((group, index) => {
-    if (index) parts.push(linkBox(state, group.stages[0] - 1));
+    if (index) parts.push(linkBox(run, state, group.stages[0] - 1));
     const moved = group.stages.some((stage) => stage in run.seats && run.seats[stage] !== group.peer.name);
     parts.push(peerBox(state, group.peer, group.stages, moved));
   });
   run.seats = Object.fromEntries(Object.entries(seats).map(([stage, peer]) => [stage, peer.name]));
   place($("pipeline"), parts);
   place($("spares"), state.peers.filter((peer) => !(peer.stages || []).length).map((peer) => peerBox(state, peer, [], false)));
-  const again = state.epoch > 1 ? `formed ${state.epoch} times` : "";
-  $("pipeline-note").textContent = state.role === "member" ? "what the host tells this machine" : again;
+  const told = state.role === "member" ? "as the host tells this machine" : "";
+  $("pipeline-note").textContent = [state.epoch > 1 ? `formed ${state.epoch} times` : "", told].filter(Boolean).join(", ");
 }
 
 // Boxes that stay as they are keep their place, so that what moves can be seen, and clicked.
@@ -214,9 +205,10 @@ function place(parent, boxes) {
 }
 
 function peerBox(state, peer, stages, moved) {
-  const isAway = Boolean(peer.is_away), box = el("div", { class: "peer" + (isAway ? " away" : stages.length ? " good" : "") + (moved ? " moved" : "") });
+  const isAway = state.role !== "folder" && (!peer.machine || peer.state === "cannot be reached"), has = peer.machine || {}, box = el("div", { class: "peer" + (isAway ? " away" : stages.length ? " good" : "") + (moved ? " moved" : "") });
   box.dataset.peer = peer.name;
   const who = el("div", { class: "who" }, el("span", { class: "dot" }), el("span", { text: peer.name }));
+  if (peer.is_this_machine) who.append(el("span", { class: "quiet", text: "this machine" }));
   for (const stage of stages.filter((one) => peer.name !== "stage " + one)) who.append(el("span", { class: "stage", text: "stage " + stage }));
   if (owner && state.role === "host" && peer.state !== "kicked" && !peer.is_this_machine) {
     const button = el("button", { text: "kick" });
@@ -231,28 +223,30 @@ function peerBox(state, peer, stages, moved) {
     box.append(splitBar([["compute", "forward", sum("compute_s")], ["update", "update", sum("update_s")], ["wait", "waiting", sum("wait_s")]]));
     box.append(el("div", { class: "quiet", text: rows.map((row) => row.layers).join(", ") }));
   }
-  const facts = [peer.device || (rows[0] || {}).device];
-  if (peer.tflops) facts.push(peer.tflops >= 1 ? figure(peer.tflops) + " TFLOP/s" : figure(1000 * peer.tflops) + " GFLOP/s");
-  if (peer.up) facts.push(`${figure(peer.up)}/${figure(peer.down)} Mbit/s`);
-  if (peer.round_trip_ms) facts.push(`${figure(peer.round_trip_ms)} ms to the host`);
+  const facts = [has.device || (rows[0] || {}).device];
+  if (has.tflops) facts.push(has.tflops >= 1 ? figure(has.tflops) + " TFLOP/s" : figure(1000 * has.tflops) + " GFLOP/s");
+  if (has.mbps_up) facts.push(`${figure(has.mbps_up)}/${figure(has.mbps_down)} Mbit/s`);
+  if (has.latency_ms) facts.push(`${figure(2 * has.latency_ms)} ms to the host`);
   box.append(el("div", { class: "quiet", text: facts.filter(Boolean).join(" · ") }));
   return box;
 }
 
-function linkBox(state, cut) {
-  const link = state.links.find((one) => one.cut === cut);
-  const box = el("div", { class: "link" });
+function linkBox(run, state, cut) {
+  const box = el("div", { class: "link" }), of = (rows) => (rows || []).find((row) => row.cut === cut);
+  const link = of(state.crossed), way = of(state.links) || {}, row = of(run.progress.cuts) || {};
   if (!link) return box;
-  if (link.is_inside) {
+  if (!link.forward_bytes && !link.backward_bytes) {
     box.append(el("div", { class: "wire" }), el("div", { text: "in one process" }));
     return box;
   }
-  const isDown = link.way === "", isLive = state.state === "training" && connected && !isDown;
+  const isDown = way.way === "", isLive = state.state === "training" && connected && !isDown;
   box.className += isDown ? " down" : isLive ? " live" : "";
-  box.append(el("div", { text: `→ ${bytes(link.forward)}/s` }), el("div", { class: "wire" }), el("div", { text: `← ${bytes(link.backward)}/s` }));
-  if (link.ratio) box.append(el("b", { text: `${figure(link.ratio)}× fewer bytes` }));
-  const facts = [isDown ? "not connected" : link.way, link.busy === null ? "" : `uplink ${Math.round(100 * link.busy)} % busy`];
-  box.append(el("div", { text: facts.filter(Boolean).join(", ") }));
+  const rate = (size) => `${bytes(size / state.step_seconds)}/s`;
+  box.append(el("div", { text: "→ " + rate(link.forward_bytes) }), el("div", { class: "wire" }), el("div", { text: "← " + rate(link.backward_bytes) }));
+  if (row.ratio_vs_bf16) box.append(el("b", { text: `${figure(row.ratio_vs_bf16)}× fewer bytes` }));
+  const facts = [isDown ? "not connected" : way.way, way.round_trip_ms && !isDown ? `round trip ${figure(way.round_trip_ms)} ms` : "",
+    link.utilisation === null ? "" : `uplink ${Math.round(100 * link.utilisation)} % busy`];
+  for (const text of facts.filter(Boolean)) box.append(el("div", { text }));
   return box;
 }
 
@@ -287,12 +281,11 @@ function drawPlan(progress) {
     ...rows.map((row) => el("tr", {}, ...row.map((text) => el("td", { text }))))));
 }
 
-let toldEvents = null, toldCount = -1;
+let told = [];
 
 function drawStory(run) {
-  if (toldEvents === run && toldCount === run.events.length) return;
-  toldEvents = run;
-  toldCount = run.events.length;
+  if (told[0] === run.events && told[1] === run.valid) return;
+  told = [run.events, run.valid];
   const shown = run.events.filter((event) => event.kind !== "sample").reverse();
   $("story").replaceChildren(...shown.map((event) => {
     const when = new Date(1000 * event.time), isToday = when.toDateString() === new Date().toDateString();
@@ -303,7 +296,13 @@ function drawStory(run) {
   }));
   const samples = run.events.filter((event) => event.kind === "sample").slice(-5).reverse();
   $("samples-card").hidden = !samples.length;
-  $("samples").replaceChildren(...samples.map((event) => el("div", { class: "sample", text: event.text })));
+  $("samples").replaceChildren(...samples.map((event) => {
+    const [head, step] = /^step (\d+): /.exec(event.text) || ["", 0];
+    const valid = run.valid.find((row) => row[0] === Number(step));
+    return el("div", { class: "sample" },
+      el("div", { class: "quiet", text: `step ${count(Number(step))}` + (valid ? `, validation ${figure(valid[1])}` : "") }),
+      document.createTextNode(event.text.slice(head.length)));
+  }));
 }
 
 async function ask(path, body) {
