@@ -6,7 +6,7 @@ import re
 
 from leading import Lead, ready, step
 from test_hosted_recovery import Hosted
-from test_replacement import FOUR, report, texts, training
+from test_replacement import FOUR, link, report, texts, training
 
 from machines import Machines, machines  # noqa: F401
 from thinwire.data import Corpus
@@ -82,11 +82,38 @@ def test_whoever_follows_a_lost_stage_takes_its_place_at_once() -> None:
     assert "stage 1 is back" in texts(report(lead, 2))[0]
 
 
-def test_one_that_follows_beside_a_lost_stage_is_let_go_for_nobody_feeds_it() -> None:
+def test_one_that_follows_beside_a_lost_stage_is_fed_by_who_takes_its_place() -> None:
     lead, _ = followed(1)
-    commands = lead.on(Exited(2, -9))
-    assert commands[-2:] == [Replace([2]), DropFollower([1])]
-    assert Replace([1]) in lead.on(Exited(1, -9)), "it is not promoted later"
+    assert lead.on(Exited(2, -9))[-2:] == [Replace([2]), TellFollower(1, Await(1))]
+    *_, start, relink, feed = link(lead, 2)
+    links = [0, 1, 1]
+    assert start == Tell(2, Start(4))
+    assert relink == TellFollower(1, Relink(1, Connect("at-0", links, follower=2)))
+    assert feed == Tell(2, Follow(1, Connect("at-1", links, follower=2)))
+    assert lead.on(FollowerSaid(1, Linked(follower=2))) == []
+    assert Promote([1]) in lead.on(Exited(1, -9))
+
+
+def test_one_that_is_not_fed_is_not_promoted() -> None:
+    """It may be behind the checkpoint at which whoever is to feed it began."""
+    lead, _ = followed(1)
+    lead.on(Exited(2, -9))
+    assert Replace([1]) in lead.on(Exited(1, -9)), "nobody feeds it"
+    for late in (1, 2):
+        lead, _ = followed(1)
+        for _ in range(2):
+            lead.on(Exited(2, -9))
+            link(lead, 2)
+        lead.on(FollowerSaid(1, Linked(follower=late)))
+        assert Replace([1]) in lead.on(Exited(1, -9)), "that was of streams of before"
+
+
+def test_one_that_is_built_while_a_stage_is_replaced_is_fed_afterwards() -> None:
+    lead = training(steps=2)
+    lead.on(Exited(2, -9))
+    assert lead.on(FollowerSaid(1, ready(1))) == []
+    told = [command for command in link(lead, 2) if isinstance(command, TellFollower)]
+    assert told == [TellFollower(1, Connect("at-0", [0, 1, 1], follower=1))]
 
 
 def test_a_stage_and_its_neighbour_are_lost_together_and_one_has_a_follower() -> None:

@@ -35,6 +35,7 @@ from thinwire.run import protocol as pr
 from thinwire.run.watch import pulse_seconds
 from thinwire.schedule import Kind
 from thinwire.wire import Frame, FrameKind, FrameLog, LinkState, Position, decode, encode
+from thinwire.wire.logged import Lacking
 
 PATIENCE, OUTAGE = 10.0, 20.0  # seconds, as of settings
 ANSWER, JOIN = 30.0, 120.0  # how long an end waits for a position, and for a connection
@@ -359,15 +360,24 @@ class LinkEnd:
     def await_another(self) -> None:
         self.wire = self._exchange_on = None
 
-    def _exchange(self, wire: Wire, matters: Callable[[], bool] = lambda: True) -> Life:
-        """Say where this end stands, and hear where the other does."""
+    def _exchange(
+        self,
+        wire: Wire,
+        matters: Callable[[], bool] = lambda: True,
+        check: Callable[[Position], None] | None = None,
+    ) -> Life:
+        """Say where this end stands, and hear where the other does: first, if that is checked."""
         assert self.state is not None
         deadline = self.world.now + ANSWER
-        wire.carry(self, self.state.position())
+        if check is None:
+            wire.carry(self, self.state.position())
         self.stage.poke_at(deadline)
         yield lambda: self in wire.positions or not matters() or self.world.now >= deadline
         if matters() and self not in wire.positions:
             raise WireError("the other end did not say where it stands")
+        if check is not None:
+            check(wire.positions[self])
+            wire.carry(self, self.state.position())
         return wire.positions.get(self)
 
     def go_on(self, wire: Wire) -> Life:
@@ -392,23 +402,28 @@ class LinkEnd:
 
     def follow(self, wire: Wire) -> Life:
         """As LoggedPipe.follow."""
-        yield from self._exchange(wire)
-        self.wire = wire
+        self._exchange_on = wire
+        yield from self._exchange(wire, lambda: self._exchange_on is wire)
+        if self._exchange_on is not wire:
+            raise WireError("whoever was to feed this follower is lost too")
+        self._exchange_on, self.wire = None, wire
 
     def feed(self, wire: Wire) -> Life:
         """As LoggedPipe.feed, without its thread: the log goes to whoever follows a neighbour."""
         assert self.state is not None
         log, (other,) = self.state.log, {*wire.ends} - {self}
-        theirs = yield from self._exchange(wire)
-        if not self.state.reaches(theirs.start):
-            raise WireError(f"the log of what was sent does not reach back to {theirs.start}")
-        count = log.count_before(theirs.start)
+        theirs = yield from self._exchange(wire, check=self.state.check_reach)
+        lacks, count = Lacking(theirs), None
         while other.stage.process.is_alive:
             ends, entries = log.after(count)
-            sent = entries[: max(0, UNREAD - wire.unread(self))]
-            for entry in sent:
-                wire.carry(self, log.read(entry), self.world.speeds.uplink)
-            count += len(sent)
+            count, room = ends - len(entries), UNREAD - wire.unread(self)
+            for entry in entries:
+                if room <= 0:
+                    break
+                count += 1
+                if lacks(entry.step, entry.kind):
+                    wire.carry(self, log.read(entry), self.world.speeds.uplink)
+                    room -= 1
             has_more = partial(lambda log, ends: log.after(ends)[1], log, ends)
             yield has_more if count == ends else 0.2
 
@@ -510,7 +525,9 @@ class Stage:
             if not end.is_left:
                 end.send(Frame(FrameKind.BYE))
             yield from self.wait("its links", end.is_flushed)
-        self.say(pr.Finished(self._meters()))
+        states = [end.state for end in self.ends.values() if end.state is not None]
+        decided = max([(self.decided, self.stops), *((s.decided, s.stops) for s in states)])
+        self.say(pr.Finished(self._meters(), 0, *decided))
         self.is_finished = True
         yield from self.wait("the other stages to finish", lambda: self._may_leave)
         self.process.leave(self.index)
@@ -594,13 +611,20 @@ class Stage:
     def _relink(self, end: LinkEnd, message: pr.Relink) -> Life:
         try:
             wire = yield from self._open(end, message.connect, False)
-            if message is self._relinks[end.cut]:
-                if end.neighbour < self.index:
-                    self.mention(is_down=False)
+            if message is not self._relinks[end.cut]:
+                return False
+            if end.neighbour < self.index:
+                self.mention(is_down=False)
+            if number := message.connect.follower:
+                yield from end.follow(wire)
+                self.say(pr.Linked(follower=number))
+            else:
                 yield from end.go_on(wire)
         except WireError as error:
             if message is self._relinks[end.cut]:
                 self.process.complain(self, error, [end.neighbour])
+            return False
+        return True
 
     def _feed(self, end: LinkEnd, connect: pr.Connect) -> Life:
         fed: set[LinkEnd] = set()
@@ -617,9 +641,11 @@ class Stage:
         for relink in relinks:
             self._relinks[relink.cut] = relink
             logged[relink.cut].await_another()
+        is_linked = True
         for relink in relinks:
-            yield from self._relink(logged[relink.cut], relink)
-        self.process.say(self.index, self._linked())
+            is_linked &= yield from self._relink(logged[relink.cut], relink)
+        if is_linked:
+            self.process.say(self.index, self._linked())
 
     def _speak_up(self) -> None:
         self.follows = False
@@ -661,7 +687,8 @@ class Stage:
     # As engine/worker.py, runner.py and step_end.py
 
     def train(self) -> Life:
-        done, stop, unsaved = self.state.step, False, False
+        done, unsaved = self.state.step, False
+        stop = self.stops and self.decided < decision_number(FrameKind.VALIDATED, done)
         while done < self.plan.steps and not stop:
             if done == self.process.began or self.plan.is_evaluation_step(done):
                 stop = yield from self.validate(done)
@@ -742,8 +769,9 @@ class Stage:
         return Verdict.from_bytes(content)
 
     def _stops_at(self, kind: FrameKind, step: int) -> bool:
-        if (number := decision_number(kind, step)) > self.decided:
-            return self.index == 0 and self._stop_asked
+        number = decision_number(kind, step)
+        if number > self.decided and self.index == 0 and self._stop_asked:
+            self.decided, self.stops = number, True
         return self.stops and number == self.decided
 
     def validate(self, step: int) -> Life:

@@ -102,6 +102,7 @@ from thinwire.run.protocol import (
     Linked,
     Ready,
     Release,
+    Relink,
     Saved,
     ToStage,
     Way,
@@ -683,8 +684,9 @@ class HostedPeers(Peers):
         match command:
             case TellFollower(stage, message):
                 if name := self._standby_of(stage):
-                    if isinstance(message, Connect):
-                        message = self._ways_of_standby(stage).connect(stage, message)
+                    if isinstance(message, Connect | Relink):
+                        ways = self._ways_of_standby(stage)
+                        message = with_ways(message, partial(ways.connect, stage))
                     self._base.members.tell(name, message, stage, self._formation.epoch)
             case Promote(stages):
                 if not (name := self._forget_standby(stages)):  # it has just got other stages
@@ -747,6 +749,7 @@ class HostedPeers(Peers):
             release = Release(f"{name} holds stage {', '.join(map(str, stages))} now", stages)
             self._base.members.tell(before, release, generation=self._formation.epoch)
         self._ways = self._probed_ways({before, name})
+        self._standby_ways.clear()  # whoever follows the stage beside it is fed from elsewhere
 
     def _best(self, stages: list[int], machines: list[Machine]) -> str | None:
         """Who of these is to hold lost stages; None: nobody can."""
@@ -931,6 +934,7 @@ class HostedPeers(Peers):
                 self.collector.give_up(step, error)
             case Finished(fed_bytes=fed):
                 self._base.fed_bytes += max(0, fed)
+                self.is_training = False  # the run is at its end
 
     def _on_leaving(self, name: str, held: list[int]) -> None:
         """A member leaves: others take its stages; where nobody can, the run stops with a

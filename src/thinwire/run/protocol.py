@@ -118,12 +118,14 @@ class Linked:
 
     Between machines, `way` is the kind of way to the stage below. A stage that takes the place of a
     lost one says which decision of the first stage its neighbours know, and whether it ends the run
-    (engine/port.py numbers them).
+    (engine/port.py numbers them). One that follows, and is fed by another process than before, says
+    by which streams (`follower`, as of Connect).
     """
 
     way: str = ""
     decided: int = 0
     stops: bool = False
+    follower: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,8 @@ class Finished:
 
     meters: Meters
     fed_bytes: int = 0  # to those who follow its neighbours
+    decided: int = 0  # the last decision of the first stage that it knows, as of Linked
+    stops: bool = False
 
 
 @dataclass(frozen=True)
