@@ -42,9 +42,7 @@ FOUR = [[0], [1], [2], [3]]
 KILLED = "killed by SIGKILL"
 
 
-def training(
-    placement: list[list[int]] = FOUR, steps: int = 0, parts_travel: bool = False
-) -> Lead:
+def training(placement: list[list[int]] = FOUR, steps: int = 0, parts_travel: bool = False) -> Lead:
     """A run of four stages that trains, and of which all have reported so many steps."""
     lead = Lead(parts_travel=parts_travel, stages=4, placement=placement).until(Phase.TRAINING)
     for number in range(steps):

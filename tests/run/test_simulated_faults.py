@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import toy_stages
 from simulated import Fault, Leader, Plan, Speeds, World, failing, simulate
 from toy_stages import LinkEnd, Stage
 
@@ -16,6 +17,7 @@ from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Tell
 from thinwire.run.protocol import Relink, Saved
 from thinwire.wire import LinkState
+from thinwire.wire.logged import Lacking
 
 SEEDS = 1000
 
@@ -116,6 +118,10 @@ def _nothing(_: Any) -> Any:
     return lambda *args: None
 
 
+def _never(*_: Any) -> bool:
+    return False
+
+
 def _forgets_its_reports(speak_up: Any) -> Any:
     def wrong(self: Stage) -> None:
         self._unsaid.clear()
@@ -124,7 +130,7 @@ def _forgets_its_reports(speak_up: Any) -> Any:
     return wrong
 
 
-MUTANTS: dict[str, tuple[type, str, Callable[[Any], Any], int]] = {
+MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any], int]] = {
     "a frame too many is left out": (LinkState, "go_on", _skip_one_more, 60),
     "frames that come early are refused": (
         LinkState, "sent_again", lambda _: property(lambda self: -1, _nothing(0)), 60,
@@ -149,6 +155,13 @@ MUTANTS: dict[str, tuple[type, str, Callable[[Any], Any], int]] = {
         Stage, "_speak_up", _forgets_its_reports, 120,
     ),
     "whoever takes over is not linked again": (LinkEnd, "await_another", _nothing, 60),
+    "a follower gets again what it has read": (
+        toy_stages, "Lacking", lambda _: lambda theirs: Lacking(), 200,
+    ),
+    "who has finished is not missed": (Coordinator, "_is_missed", lambda _: _never, 400),
+    "where the run ended is forgotten": (
+        Coordinator, "_link_replaced", partial(_with, lambda _: {"_ended": (0, False)}), 2000,
+    ),
 }  # fmt: skip
 
 

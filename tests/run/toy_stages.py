@@ -67,11 +67,18 @@ class Plan:
     score_every: int
     schedule: str
     hosted: bool  # by machines: none can be killed from here, and parts of checkpoints travel
+    window: int = 0
+    works: tuple[float, ...] = (1.0,)  # what stages compute, as Speeds.compute
 
     log_mb: ClassVar = 0
+    precision: ClassVar = "fp32"
 
     @property
     def train(self) -> "Plan":
+        return self
+
+    @property
+    def run(self) -> "Plan":
         return self
 
     @property
@@ -500,6 +507,14 @@ class Stage:
             self.world.active_at = self.world.now
         yield seconds * self.process.random.uniform(0.8, 1.2)
 
+    def compute(self, doing: str) -> Life:
+        """Work that takes as many times longer as processes of this machine compute just now."""
+        self.process.computes += 1
+        others = [p for p in self.process.leader.all_processes() if p.member == self.process.member]
+        share = sum(process.computes for process in others if process.runs)
+        yield from self.work(doing, self.seconds * max(1, share))
+        self.process.computes -= 1
+
     def wait(self, doing: str, condition: Callable[[], bool]) -> Life:
         self._begun, self._doing = self._begun + 1, f"waits for {doing}"
         yield condition
@@ -655,6 +670,8 @@ class Stage:
     def say(self, message: Any) -> None:
         if self.follows and isinstance(message, Report | pr.Finished | pr.LinkDown | pr.LinkUp):
             self._unsaid.append(message)
+            if isinstance(message, ShardWritten | ShardFailed):
+                self.process.say(self.index, pr.Follows(message.step))
         else:
             self.process.say(self.index, message)
 
@@ -724,7 +741,7 @@ class Stage:
             if source is not None:
                 yield from self._await(kind, step, number)
                 given = cast(Any, source.take_tensor(kind, step, number, versions)).value
-            yield from self.work(f"computes {action} of step {step}", self.seconds)
+            yield from self.compute(f"computes {action} of step {step}")
             if is_forward:
                 made = inputs[number] = mix(self.state.weights, given, step, number)
                 loss = mix(loss, made)
@@ -784,7 +801,7 @@ class Stage:
                 self.pump()
             if given is None or self._stops_at(FrameKind.VALIDATED, step):
                 break
-            yield from self.work(f"validates {number}", self.seconds)
+            yield from self.compute(f"validates {number}")
             score = mix(score, given.value, self.state.weights)
             if self.above is not None:
                 toy: Any = Toy(score)
@@ -802,6 +819,7 @@ class Stage:
             self.say(ShardFailed(step, "no space left on device"))
             return
         self.world.shards[step, self.index] = self.state.copy()
+        self.world.disks[self.process.member, self.index] = step, self.world.speeds.fetch
         shard = Shard(f"stage-{self.index}.safetensors", str(self.state.weights), 1, ["w"])
         agreements: dict[str, dict[str, str]] = {}
         for (cut, leg), seen in self.state.memory.items():
@@ -844,7 +862,12 @@ class Process:
         self._failed: list[int] = []
         self._left: set[int] = set()
         self.start = leader.began if saved is None else saved
-        self.build = self.world.speeds.build + self.world.speeds.fetch * self.is_new
+        self.computes = 0  # stages that do, at the moment
+        self.build = self.world.speeds.build
+        self._fetch: tuple[float, float] | None = None  # when it begins and ends
+        if self.is_new and self.start:  # else it begins with the first weights
+            self._fetch = self.world.fetch(member, group[0], self.start)
+            self.build += self._fetch[1] - self.world.now
         states = [self.world.state_of(stage, self.start) for stage in group]
         self.stages: dict[int, Stage] = {}
         for stage, state in zip(group, states, strict=True):
@@ -897,11 +920,18 @@ class Process:
             self.has_left = True
             self.die(0)
 
+    def stop_fetching(self) -> None:
+        """What is fetched stays on the disk."""
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            self.world.keep(self.member, self.group[0], self.start, *fetch)
+
     def die(self, code: int, is_silent: bool = False) -> None:
         """The process ends; with `is_silent`, nobody says so."""
         if not self.is_alive:
             return
         self.is_alive, self.is_paused = False, False
+        self.stop_fetching()
         for wire, end in self.wires:
             wire.lose(end)
         if is_silent:

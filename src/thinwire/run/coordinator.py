@@ -70,6 +70,7 @@ from thinwire.run.protocol import (
     Failed,
     Finished,
     Follow,
+    Follows,
     Leave,
     LinkDown,
     Linked,
@@ -94,6 +95,7 @@ MOST_AHEAD = 4096
 """Steps that a stage may report before the others do. Training keeps stages together, but a control
 stream may be down for a while and its reports come later."""
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
+MOST_BEHIND = 2  # steps, for one that follows to take over from a stage that lives
 MOST_DEATHS = 3  # of a stage, without a step that is new, before the run ends
 DECIDE_BITS = ("torch", "machine", "processor")  # of the versions of a process
 REPLACEABLE = ("died", "was lost", "got stuck")
@@ -130,6 +132,13 @@ class Follower:
     unfed: dict[int, int] = field(default_factory=dict)
     """Cuts over which it is fed by nobody, for whoever did is lost; and by which number of streams
     another is to, once that is known."""
+    behind: int = MOST_AHEAD  # steps that the stage was ahead when it was last heard
+
+    @property
+    def can_take_over(self) -> bool:
+        """Whether it is linked, and fed by all neighbours."""
+        return self.is_linked and not self.unfed
+
     doubted: set[int] = field(default_factory=set)  # stages that it found to send other values
 
 
@@ -253,7 +262,7 @@ class Coordinator:
                 self._watch.heard(stage, begun, doing)
             case Said(stage, LinkDown() | LinkUp() as message):
                 return self._on_outage(stage, message, now)
-            case Said(_, Audited()):
+            case Said(_, Audited() | Follows()):
                 pass  # its last words as a follower: it has taken its stage's place meanwhile
             case Said(stage, LogLost(reason)):
                 lost = f"stage {stage} keeps no log of what it sends, for {reason}"
@@ -290,7 +299,9 @@ class Coordinator:
                 return [self._drop(tuple(stages))]
             case Moved(stages, reason):
                 is_calm = self.phase is Phase.TRAINING and not (self._finished or self._evidence)
-                if is_calm and self._together and not self._lost_at:
+                found = self._followers.get(tuple(stages))
+                keeps_up = found is not None and found.can_take_over and found.behind <= MOST_BEHIND
+                if is_calm and keeps_up and not self._lost_at:
                     return self._replace({*stages}, reason, now)
             case StopAsked(who):
                 return self._on_stop(who)
@@ -599,7 +610,7 @@ class Coordinator:
         """The lost stages whose followers can take their places. Not beside one that begins at a
         checkpoint, for whoever follows may be behind that; nor where it is known when to stop.
         """
-        able = {g for g, f in self._followers.items() if f.is_linked and not f.unfed}
+        able = {group for group, one in self._followers.items() if one.can_take_over}
         found = {s for group in groups if group in able and not self.stop_asked for s in group}
         anew = self._lost.keys() - (self._promoted - lost)
         while beside := {s for s in found if {s - 1, s + 1} & (anew - found)}:
@@ -662,17 +673,23 @@ class Coordinator:
         """A process that follows stages is built, is linked, or has failed."""
         if isinstance(message, Failed | Ended):
             return [self._drop(group)]
+        if isinstance(message, Follows):
+            if group in self._followers:
+                self._followers[group].behind = self._last_step[stage] - message.step
+            return []
         if isinstance(message, Ready):
             self._followers.setdefault(group, Follower()).ready[stage] = message
             return self._feed_followers()
         if isinstance(message, Linked) and (found := self._followers.get(group)) is not None:
+            which = ", ".join(map(str, group))
             if found.is_linked:
+                was_fed = not found.unfed
                 found.unfed = {c: n for c, n in found.unfed.items() if n != message.follower}
-                return []
+                told = Say(f"the stand-by of stage {which} follows on")
+                return [] if found.unfed or was_fed else [told]
             found.linked.add(stage)
             if len(found.linked) == len(group):
                 found.is_linked = True
-                which = ", ".join(map(str, group))
                 alike = self._audits and all(self._is_alike(s, found.ready[s]) for s in group)
                 start = [TellFollower(s, Start(is_alike=alike)) for s in group]
                 note = f"stage {which} has a stand-by, which follows it"
@@ -750,7 +767,10 @@ class Coordinator:
                     self._followed += 1
                     follower.unfed[cut] = self._followed
                     relink = Relink(cut, self._feeds(group, stage))
-                    commands += [TellFollower(stage, relink), self._is_to_feed(follower, stage, cut)]
+                    commands += [
+                        TellFollower(stage, relink),
+                        self._is_to_feed(follower, stage, cut),
+                    ]
         return commands
 
     def _feeds(self, group: tuple[int, ...], stage: int) -> Connect:

@@ -104,7 +104,7 @@ class Completed:
 
 @dataclass(frozen=True)
 class Moved:
-    """Stages that share a process are to be held by another machine, though nobody was lost."""
+    """Whoever follows these stages is to hold them, though nobody was lost: once it keeps up."""
 
     stages: list[int]
     reason: str

@@ -34,7 +34,7 @@ import torch
 
 import thinwire
 from thinwire.engine.audit import Audit
-from thinwire.engine.reports import Report, meters_of
+from thinwire.engine.reports import Report, ShardFailed, ShardWritten, meters_of
 from thinwire.engine.trace import Progress
 from thinwire.engine.worker import Assignment, Worker, remedy
 from thinwire.errors import BreachError, ThinwireError, WireError, outward
@@ -51,6 +51,7 @@ from thinwire.run.protocol import (
     Failed,
     Finished,
     Follow,
+    Follows,
     Leave,
     LinkDown,
     Linked,
@@ -422,6 +423,8 @@ class Peer:
         with self._saying:  # in order, also while it speaks up
             if self._follows and isinstance(message, Report | Finished | LinkDown | LinkUp):
                 self._unsaid.append(message)
+                if isinstance(message, ShardWritten | ShardFailed):
+                    self._say(Follows(message.step))
             else:
                 self._say(message)
 

@@ -153,6 +153,13 @@ class LogLost:
 
 
 @dataclass(frozen=True)
+class Follows:
+    """A process that follows a stage has come to this step, after which the stage saves."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Finished:
     """A stage is done; what each of its links has moved, to the goodbye."""
 
@@ -417,6 +424,7 @@ OfStage = (
     | LinkUp
     | LogLost
     | Audited
+    | Follows
     | Report
     | Finished
     | Failed

@@ -499,9 +499,7 @@ class LoggedPipe(Pipe):
             if is_audited:
                 self._unwitnessed.remove(came)
 
-    def _exchange(
-        self, pipe: Pipe, check: Callable[[Position], None] | None = None
-    ) -> Position:
+    def _exchange(self, pipe: Pipe, check: Callable[[Position], None] | None = None) -> Position:
         """Say where this end stands, and hear where the other does; with a `check`, it is said only
         to one that passes: the other end can rely on that.
         """
