@@ -475,7 +475,7 @@ class World:
     # What machines have on their disks of states, by stage: of which step, and seconds worth of it
 
     def fetch(self, member: str, stage: int, step: int) -> tuple[float, float]:
-        """When a machine begins to fetch what it lacks of a state, one after the other, and ends."""
+        """When a machine begins to fetch what it lacks of a state, after others, and ends."""
         kept, seconds = self.disks.get((member, stage), (step, 0.0))
         lacks = self.speeds.fetch - (seconds if kept == step else 0.0)
         begins = max(self.now, self._lines.get(member, 0.0))

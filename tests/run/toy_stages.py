@@ -656,11 +656,10 @@ class Stage:
         for relink in relinks:
             self._relinks[relink.cut] = relink
             logged[relink.cut].await_another()
-        is_linked = True
         for relink in relinks:
-            is_linked &= yield from self._relink(logged[relink.cut], relink)
-        if is_linked:
-            self.process.say(self.index, self._linked())
+            if not (yield from self._relink(logged[relink.cut], relink)):
+                return
+        self.process.say(self.index, self._linked())
 
     def _speak_up(self) -> None:
         self.follows = False

@@ -762,15 +762,12 @@ class Coordinator:
                 self._followed += 1
                 commands += [TellFollower(s, self._feeds(group, s)) for s in group]
                 commands += [self._is_to_feed(follower, *end) for end in cuts]
-            for stage, cut in cuts:
-                if follower.unfed.get(cut) == 0:
-                    self._followed += 1
-                    follower.unfed[cut] = self._followed
-                    relink = Relink(cut, self._feeds(group, stage))
-                    commands += [
-                        TellFollower(stage, relink),
-                        self._is_to_feed(follower, stage, cut),
-                    ]
+            for end in [end for end in cuts if follower.unfed.get(end[1]) == 0]:
+                stage, cut = end
+                self._followed += 1
+                follower.unfed[cut] = self._followed
+                commands.append(TellFollower(stage, Relink(cut, self._feeds(group, stage))))
+                commands.append(self._is_to_feed(follower, *end))
         return commands
 
     def _feeds(self, group: tuple[int, ...], stage: int) -> Connect:

@@ -725,8 +725,8 @@ class HostedPeers(Peers):
         return {stage: name for group, name in [*self._standbys.items()] for stage in group}
 
     def _show_standbys(self, name: str) -> None:
-        standing, followed = self._base.display.standing, sum(self._of(name), [])
-        if followed:
+        standing = self._base.display.standing
+        if followed := [stage for stage, who in self._followed().items() if who == name]:
             standing.standbys[name] = sorted(followed)
         else:
             standing.standbys.pop(name, None)
@@ -899,17 +899,18 @@ class HostedPeers(Peers):
         """
         epoch, homeless = self._formation.epoch, {s for group in self._homeless for s in group}
         held = [stage for stage in self._formation.held_by(name) if stage not in homeless]
-        followed = self._of(name)
         match what:
             case Gone() | Down() | Envelope(Leaving() | Declined()):
                 declined = getattr(getattr(what, "message", None), "stages", [])
-                for group in followed:
+                for group in self._of(name):
                     if not declined or not {*group}.isdisjoint(declined):
                         self.said.note(FollowerLost(group))
         match what:
             case Envelope(Hello() | Alive()):
                 self.said.note(Tick())  # somebody may be waited for
-            case Envelope(message, stage, said) if said == epoch and stage in sum(followed, []):
+            case Envelope(message, stage, said) if (
+                said == epoch and self._standby_of(stage) == name
+            ):
                 if isinstance(message, Ready | Linked | Failed | Ended | Audited | Follows):
                     self.said.note(FollowerSaid(stage, message))
                 if isinstance(message, Audited):

@@ -405,7 +405,7 @@ class Peer:
         for relink in message.relinks:
             self._relinks[relink.cut] = relink
             self._logged[relink.cut].await_another()
-        if all([self._relink(worker, relink) for relink in message.relinks]):
+        if all(self._relink(worker, relink) for relink in message.relinks):
             self._say(self._linked())
 
     def _speak_up(self) -> None:
