@@ -114,6 +114,7 @@ class Leader:
         self.processes |= dict.fromkeys(group, process)
         if saved is not None:
             self.world.note("%s begins at step %s", process, saved)
+            self.hear(ev.Given(group), process)
 
     def all_processes(self) -> list[Process]:
         return [*dict.fromkeys([*self.processes.values(), *self.standbys.values()])]
@@ -369,6 +370,7 @@ class Outcome:
     steps: list[dict[int, tuple[Any, ...]]]
     scores: dict[int, float] = field(default_factory=dict)
     seconds: float = 0.0
+    trained: float = 0.0  # when the last step ended
     lives: int = 1
     replaced: int = 0
     promoted: int = 0
@@ -420,6 +422,7 @@ class World:
         self.disks: dict[tuple[str, int], tuple[int, float]] = {}
         self._lines: dict[str, float] = {}  # of machines, and until when they fetch
         self.excuses: set[str] = set()  # for the end of a life
+        self.hangs = False  # the next process that takes a place
         self.stop_asked = self.is_done = False
         self.outcome = Outcome([{} for _ in range(plan.stages)])
         self.leader = Leader(self, 0)
@@ -432,7 +435,7 @@ class World:
             while not self.is_done:
                 self.now, _, what = heapq.heappop(self._events)
                 what[0](*what[1:])
-        self.outcome.seconds = self.now
+        self.outcome.seconds, self.outcome.trained = self.now, self.new_at
         return self.outcome
 
     def note(self, text: str, *args: Any) -> None:
@@ -608,6 +611,10 @@ class World:
         match fault.kind:
             case "kill":
                 process.die(-9)
+            case "hang":  # of whoever takes its place; ten times the longest wait may be usual
+                self.hangs = True
+                self.calm_at = max(self.calm_at, self.now + 20 * PATIENCE)
+                process.die(-9)
             case "kill two":
                 for stage in (cut, cut + 1):
                     leader.processes[stage].die(-9)
@@ -683,7 +690,7 @@ class World:
 
 
 FAULTS = [*["kill"] * 6, *["kill two"] * 3, *["pause"] * 4, *["partition", "stop"] * 3]
-FAULTS += ["vanish", "delay", "slow", "away", "full disk"] * 2 + ["crash", "host restart"]
+FAULTS += ["vanish", "delay", "slow", "away", "full disk"] * 2 + ["crash", "host restart", "hang"]
 """What can go wrong, as often as it does."""
 
 
@@ -769,7 +776,7 @@ def goodput(steps: int = 500, deaths: float = 0.01) -> None:
             uplink, 0.025, compute, 0.5, 6.0, 80.0, 80.0, 300.0, STANDBY_PAUSE, 0.0, keeps
         )
         here = replace(plan, hosted=False), replace(figures, fetch=0.0)
-        undisturbed = World(plan, 0, speeds=figures).run().seconds
+        undisturbed = World(plan, 0, speeds=figures).run().trained
         print(f"steps of {tokens:,} tokens, {undisturbed / steps:.2f} s each", flush=True)
         for name, (plan_of, speeds), spares in [
             ("processes of one machine", here, 0),
@@ -779,7 +786,7 @@ def goodput(steps: int = 500, deaths: float = 0.01) -> None:
         ]:
             speeds = replace(speeds, deaths=deaths)
             runs = [World(plan_of, seed, speeds=speeds, spares=spares).run() for seed in range(2)]
-            lost, seconds = sum(run.faults for run in runs), sum(run.seconds for run in runs)
+            lost, seconds = sum(run.faults for run in runs), sum(run.trained for run in runs)
             share, each = len(runs) * undisturbed / seconds, seconds - len(runs) * undisturbed
             promoted = sum(run.promoted for run in runs)
             print(

@@ -14,7 +14,7 @@ from simulated import Fault, Leader, Plan, Speeds, World, failing, simulate
 from toy_stages import LinkEnd, Stage
 
 from thinwire.run.coordinator import Coordinator, Phase
-from thinwire.run.events import Tell
+from thinwire.run.events import Given, Tell
 from thinwire.run.protocol import Relink, Saved
 from thinwire.wire import LinkState
 from thinwire.wire.logged import Lacking
@@ -118,6 +118,16 @@ def _nothing(_: Any) -> Any:
     return lambda *args: None
 
 
+def _deaf(hear: Any) -> Any:
+    """The coordinator does not learn that another process is waited for."""
+
+    def wrong(self: Leader, event: Any, *args: Any) -> None:
+        if not isinstance(event, Given):
+            hear(self, event, *args)
+
+    return wrong
+
+
 def _never(*_: Any) -> bool:
     return False
 
@@ -158,6 +168,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any], int]] = {
     "a follower gets again what it has read": (
         toy_stages, "Lacking", lambda _: lambda theirs: Lacking(), 200,
     ),
+    "whoever hangs before its first word is waited for": (Leader, "hear", _deaf, 150),
     "who has finished is not missed": (Coordinator, "_is_missed", lambda _: _never, 400),
     "where the run ended is forgotten": (
         Coordinator, "_link_replaced", partial(_with, lambda _: {"_ended": (0, False)}), 2000,

@@ -854,6 +854,10 @@ class Process:
         self.number, self.began, self.is_new = self.world.count(), leader.began, saved is not None
         self.random, self.follows = random.Random(self.world.seed * 1000 + self.number), follows
         self.is_alive, self.is_paused, self.is_replaced, self.disk_full = True, False, False, False
+        # Nothing is heard of it, not even a first word, and nothing reaches it but its end.
+        self.is_hung = self.is_new and not follows and self.world.hangs
+        if self.is_hung:
+            self.world.hangs = False
         self.slowness, self.away_until, self.told_at, self._said_at = 1.0, 0.0, 0.0, 0.0
         self.has_left = False  # in good order: its machine still has what it wrote
         self.wires: list[tuple[Wire, LinkEnd]] = []
@@ -880,13 +884,13 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        return self.is_alive and not self.is_paused
+        return self.is_alive and not self.is_paused and not self.is_hung
 
     def do(self, *what: Any) -> None:
         """Do something in this process, once it runs; never if it is dead."""
         if self.is_paused:
             self._backlog.append(what)
-        elif self.is_alive:
+        elif self.is_alive and (not self.is_hung or what[0] == self.die):
             what[0](*what[1:])
 
     def pause(self, is_paused: bool) -> None:
@@ -903,7 +907,7 @@ class Process:
         self.world.at(self._said_at, self.leader.hear, event, self)
 
     def say(self, stage: int, message: Any) -> None:
-        if self.is_alive:
+        if self.is_alive and not self.is_hung:
             self.tell(ev.Said(stage, message))
 
     def complain(self, stage: Stage, error: WireError, cannot_link: Sequence[int] = ()) -> None:

@@ -43,6 +43,7 @@ from thinwire.run.events import (
     Exploded,
     FollowerLost,
     FollowerSaid,
+    Given,
     Lost,
     Moved,
     PartArrived,
@@ -287,6 +288,9 @@ class Coordinator:
                 self._suspect(Lost(stage, error, in_breach=True), now)
             case Stopped(stage):
                 return self._replace_stuck(stage, "its process is stopped", now)
+            case Given(stages):
+                for stage in stages:
+                    self._watch.heard(stage)
             case Completed(step):
                 self._complete = step
                 return self._tell_saved()

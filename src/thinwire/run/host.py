@@ -53,6 +53,7 @@ from thinwire.run.events import (
     Event,
     FollowerLost,
     FollowerSaid,
+    Given,
     Lost,
     Moved,
     OfFollower,
@@ -516,6 +517,7 @@ class HostedPeers(Peers):
         self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
         self._asked_at = 0.0  # when members were asked whether they are there
         self._again = 0  # how often stages were given anew
+        self._given: dict[tuple[str, int], int] = {}  # by member and stage: when it was, of these
         self._groups = formation.groups()  # the stages that share a process
         self._is_saved = False  # a checkpoint is complete since the placement was last looked at
         self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
@@ -575,6 +577,7 @@ class HostedPeers(Peers):
     ) -> bool:
         """Tell a member to hold stages, and serve what it needs; False if it is away."""
         base, states = self._base, None
+        self._given |= {(name, stage): self._again for stage in stages}
         if checkpoint is not None:
             states = SeatServer(checkpoint, self._settings, base.beside["states"])
             self._states.append(states)
@@ -646,7 +649,9 @@ class HostedPeers(Peers):
                 self.said.note(FollowerLost(group))
         self._take_seat(stages, name)
         base.display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
-        if not self._give(stages, name, *self._where_to_begin()):
+        if self._give(stages, name, *self._where_to_begin()):
+            self.said.note(Given(stages))
+        else:
             self._homeless.append(stages)
 
     def _where_to_begin(self) -> tuple[Checkpoint | None, int]:
@@ -906,6 +911,10 @@ class HostedPeers(Peers):
                     if not declined or not {*group}.isdisjoint(declined):
                         self.said.note(FollowerLost(group))
         match what:
+            case Envelope(Ready(again=again), at, said) if (
+                said == epoch and again < self._given.get((name, at), 0)
+            ):
+                pass  # of a process whose place another has got, here
             case Envelope(Hello() | Alive()):
                 self.said.note(Tick())  # somebody may be waited for
             case Envelope(message, stage, said) if (

@@ -222,7 +222,7 @@ class Peer:
                 self.identity, worker.settings.link.listen, 0, worker.max_payload() + 64
             )
         address = self._listener.address if self._listener else ""
-        self.say(Ready(address, **worker.describe(), versions=versions()))
+        self.say(Ready(address, **worker.describe(), versions=versions(), again=self.order.again))
         return self.receive(Connect)
 
     def _link(self, worker: Linkable, connect: Connect) -> None:

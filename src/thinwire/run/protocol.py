@@ -110,6 +110,7 @@ class Ready:
     layers: str
     device: str
     versions: dict[str, str] = field(default_factory=dict)
+    again: int = 0  # as of its order: a machine may get the same stage twice
 
 
 @dataclass(frozen=True)
