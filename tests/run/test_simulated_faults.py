@@ -128,10 +128,6 @@ def _deaf(hear: Any) -> Any:
     return wrong
 
 
-def _never(*_: Any) -> bool:
-    return False
-
-
 def _forgets_its_reports(speak_up: Any) -> Any:
     def wrong(self: Stage) -> None:
         self._unsaid.clear()
@@ -169,10 +165,6 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any], int]] = {
         toy_stages, "Lacking", lambda _: lambda theirs: Lacking(), 200,
     ),
     "whoever hangs before its first word is waited for": (Leader, "hear", _deaf, 150),
-    "who has finished is not missed": (Coordinator, "_is_missed", lambda _: _never, 400),
-    "where the run ended is forgotten": (
-        Coordinator, "_link_replaced", partial(_with, lambda _: {"_ended": (0, False)}), 2000,
-    ),
 }  # fmt: skip
 
 
