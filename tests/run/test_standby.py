@@ -11,6 +11,7 @@ from test_replacement import FOUR, link, report, texts, training
 from machines import Machines, machines  # noqa: F401
 from thinwire.data import Corpus
 from thinwire.engine.reports import Audited
+from thinwire.run.coordinator import SETTLE_SECONDS
 from thinwire.run.events import (
     Command,
     Completed,
@@ -24,6 +25,7 @@ from thinwire.run.events import (
     StopAsked,
     Tell,
     TellFollower,
+    Tick,
 )
 from thinwire.run.protocol import (
     Await,
@@ -123,6 +125,18 @@ def test_a_stage_and_its_neighbour_are_lost_together_and_one_has_a_follower() ->
     assert Promote([1]) in commands
     again = lead.on(Exited(2, -9))
     assert Replace([1]) in again and Replace([2]) in again, "who was linking begins anew"
+
+
+def test_neighbours_that_are_lost_together_and_promoted_wait_for_each_other() -> None:
+    """They were fed by those who are lost; and another that is lost may take long to be built."""
+    lead, _ = followed(0)
+    lead.on(FollowerSaid(1, ready(1)))
+    lead.on(FollowerSaid(1, Linked()))
+    lost = [lead.on(Lost(stage, "gone")) for stage in (0, 1, 3)]
+    assert lost == [[], [], []]
+    told = lead.on(Tick(), SETTLE_SECONDS)
+    for command in (Promote([0]), Promote([1]), Replace([3]), Tell(0, Await(0)), Tell(1, Await(0))):
+        assert command in told
 
 
 def test_one_that_fails_or_is_lost_or_is_not_linked_is_not_promoted() -> None:

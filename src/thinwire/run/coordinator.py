@@ -604,6 +604,9 @@ class Coordinator:
                 continue
             commands.append(Promote(list(group)))
             for stage in group:
+                # Whoever fed it is lost too, and others may take long to be built.
+                unfed = [c for c in self._outer_cuts(stage) if other_end(c, stage) in self._lost]
+                commands += [Tell(stage, Await(cut)) for cut in unfed]
                 self._watch.heard(stage)
                 ready = self._followers[group].ready[stage]
                 self._ready[stage] = self._arrived[stage] = ready
