@@ -254,7 +254,7 @@ class Leader:
             is_here = any(machine.name == follower for machine in machines)
             member = follower if is_here else self._next_holder(stages, machines)
         if member is None:
-            self.world.calm_at = self.world.now + 1.0
+            self.world.calm_at = max(self.world.calm_at, self.world.now + 1.0)
             self.world.after(0.5, self._find_holder, stages, lost)
             return
         counted = [self._standby_of(stage) or name for stage, name in enumerate(self.seats)]
