@@ -44,7 +44,7 @@ from thinwire.run.host import (
 from thinwire.run.machine import Machine
 from thinwire.run.peer import FOR_FOLLOWERS
 from thinwire.run.peers import STOPPED_SECONDS, neighbours
-from thinwire.schedule import Schedule, build
+from thinwire.schedule import OPEN, Schedule, build
 from thinwire.wire.frame import HEADER_BYTES
 
 FOREVER = float("inf")
@@ -66,10 +66,11 @@ class Meeting:
 
 
 class ToyFigures:
-    """Stands for the memory that stages take of machines."""
+    """Stands for the memory that stages take of machines, and what they compute."""
 
-    def __init__(self, settings: object, here: object):
+    def __init__(self, plan: Plan, here: object):
         self.fullness = lambda number, stage, blocks: 0.3
+        self.work = lambda blocks: plan.works[blocks.start % len(plan.works)]
 
 
 class Leader:
@@ -100,7 +101,6 @@ class Leader:
         self.processes: dict[int, Process] = {}
         self.standbys: dict[tuple[int, ...], Process] = {}  # by the stages that they follow
         self.down: dict[str, float] = {}  # members that cannot be reached, and since when
-        self._moves: dict[int, str] = {}
         self._is_saved = False
         self._heard_at = self._arrived_at = self._standby_after = world.now
 
@@ -114,9 +114,10 @@ class Leader:
         self.processes |= dict.fromkeys(group, process)
         if saved is not None:
             self.world.note("%s begins at step %s", process, saved)
+            self.hear(ev.Given(group), process)
 
-    def all_processes(self) -> set[Process]:
-        return {*self.processes.values(), *self.standbys.values()}
+    def all_processes(self) -> list[Process]:
+        return [*dict.fromkeys([*self.processes.values(), *self.standbys.values()])]
 
     def hear(self, event: Any, process: Process | None = None) -> None:
         """Something arrives, as HostedPeers._on_happening has it: it is heard in turn."""
@@ -124,8 +125,10 @@ class Leader:
             return
         if process is not None and self.standbys.get(tuple(process.group)) is process:
             match event:
-                case ev.Said(stage, pr.Ready() | pr.Linked() | pr.Failed() | Audited() as message):
-                    event = ev.FollowerSaid(stage, message)
+                case ev.Said(
+                    stage, pr.Ready() | pr.Linked() | pr.Failed() | pr.Follows() | Audited() as said
+                ):
+                    event = ev.FollowerSaid(stage, said)
                 case ev.Exited(stage, code):
                     event = ev.FollowerSaid(stage, pr.Ended.by(code, ""))
                 case ev.Away():
@@ -226,6 +229,7 @@ class Leader:
     def _release(self, process: Process) -> None:
         """Nothing more is heard of a process, and it ends once it can be told so."""
         process.is_replaced = True
+        process.stop_fetching()
         self.world.at(max(self.world.now + 0.001, process.away_until), process.do, process.die, -9)
 
     def _here(self, besides: set[str] | None = None) -> list[Machine]:
@@ -233,7 +237,7 @@ class Leader:
         frozen = {p.member for p in self.all_processes() if p.is_paused}
         names = [n for n, until in self.members.items() if until <= self.world.now]
         unable = frozen | self.down.keys() | (besides or set())
-        return [Machine(name=n, memory_gb=8.0) for n in names if n not in unable]
+        return [Machine(name=n, memory_gb=8.0, tflops=1.0) for n in names if n not in unable]
 
     def _next_holder(self, stages: list[int], machines: list[Machine]) -> str | None:
         plan: Any = self.world.plan
@@ -246,16 +250,18 @@ class Leader:
         member: str | None = lost.member
         if self.world.plan.hosted:
             machines = self._here()
-            moves_to = self._moves.get(stages[0])
-            is_here = any(machine.name == moves_to for machine in machines)
-            member = moves_to if is_here else self._next_holder(stages, machines)
+            follower = self._standby_of(stages[0])
+            is_here = any(machine.name == follower for machine in machines)
+            member = follower if is_here else self._next_holder(stages, machines)
         if member is None:
-            self.world.calm_at = self.world.now + 1.0
+            self.world.calm_at = max(self.world.calm_at, self.world.now + 1.0)
             self.world.after(0.5, self._find_holder, stages, lost)
             return
-        self._moves.pop(stages[0], None)
+        counted = [self._standby_of(stage) or name for stage, name in enumerate(self.seats)]
+        own, plan = [m for m in self._here() if m.name == member], cast(Any, self.world.plan)
+        has_room = formation.next_holder(stages, counted, own, plan) is not None
         for group, process in [*self.standbys.items()]:
-            if process.member == member:
+            if process.member == member and ([*group] == stages or not has_room):
                 self._drop_standby(group)
                 self.world.after(0.0, self.hear, ev.FollowerLost([*group]))
         self._take_seat(stages, member)
@@ -288,10 +294,7 @@ class Leader:
             return
         left = [group for group in self.groups if tuple(group) not in self.standbys]
         is_lost = any(process.is_replaced for process in self.processes.values())
-        if not left or is_lost:
-            return
-        busy = {*self.seats, *(process.member for process in self.standbys.values())}
-        if not (free := self._here(busy)):
+        if not left or is_lost or not self._here({*self.seats}):
             return
         rates = self.world.rates
 
@@ -300,22 +303,27 @@ class Leader:
             return -self.seats.count(name), rates.setdefault(name, self.world.random.random())
 
         stages = min(left, key=turn)
-        if (member := self._next_holder(stages, free)) is not None:
-            process = Process(self, stages, self.world.saved, member, follows=True)
-            self.standbys[tuple(stages)] = process
-            self.world.note("%s begins at step %s", process, self.world.saved)
+        plan: Any = self.world.plan
+        followed = {s: process.member for group, process in self.standbys.items() for s in group}
+        member = formation.next_follower(stages, self.seats, followed, self._here(), plan)
+        if member is None:
+            self._standby_after = self.world.now + self.world.speeds.pause
+            return
+        process = Process(self, stages, self.world.saved, member, follows=True)
+        self.standbys[tuple(stages)] = process
+        self.world.note("%s begins at step %s", process, self.world.saved)
+
+    def _standby_of(self, stage: int) -> str:
+        found = (process for group, process in self.standbys.items() if stage in group)
+        return next((process.member for process in found), "")
 
     def _spread(self) -> None:
         is_due, self._is_saved = self._is_saved, False
-        if not is_due or not (idle := self._here({*self.seats})):
-            return
         holders = [self.seats[stages[0]] for stages in self.groups]
         crowded = max(holders, key=holders.count)
-        movable = [g for g, name in zip(self.groups, holders, strict=True) if name == crowded]
-        movable.sort(key=lambda group: tuple(group) not in self.standbys)
-        for stages in movable if len(movable) > 1 else ():
-            if (name := self._next_holder(stages, idle)) is not None:
-                self._moves[stages[0]] = name
+        for stages in self.groups if is_due and holders.count(crowded) > 1 else ():
+            name = self._standby_of(stages[0])
+            if self.seats[stages[0]] == crowded and name and name not in self.seats:
                 self.world.outcome.moved += 1
                 self.hear(ev.Moved(stages, f"stages {stages} move from {crowded} to {name}"))
                 return
@@ -342,7 +350,7 @@ class Leader:
             limit = OUTAGE if other is None else NEIGHBOUR_SECONDS
             if other is not None and other not in self.seats:
                 limit = SPARE_SECONDS
-            if held and all(any(s in group for group in self.standbys) for s in held):
+            if held and all(map(self._standby_of, held)):
                 limit = FOLLOWED_SECONDS
             if held and self.world.now - since > limit:
                 del self.down[name]
@@ -362,6 +370,7 @@ class Outcome:
     steps: list[dict[int, tuple[Any, ...]]]
     scores: dict[int, float] = field(default_factory=dict)
     seconds: float = 0.0
+    trained: float = 0.0  # when the last step ended
     lives: int = 1
     replaced: int = 0
     promoted: int = 0
@@ -410,7 +419,10 @@ class World:
         self.meetings: dict[Any, Meeting] = {}
         self.up_at: Counter[int] = Counter()  # by cut: when a partition ends
         self._lag: dict[int, float] = {}
+        self.disks: dict[tuple[str, int], tuple[int, float]] = {}
+        self._lines: dict[str, float] = {}  # of machines, and until when they fetch
         self.excuses: set[str] = set()  # for the end of a life
+        self.hangs = False  # the next process that takes a place
         self.stop_asked = self.is_done = False
         self.outcome = Outcome([{} for _ in range(plan.stages)])
         self.leader = Leader(self, 0)
@@ -423,7 +435,7 @@ class World:
             while not self.is_done:
                 self.now, _, what = heapq.heappop(self._events)
                 what[0](*what[1:])
-        self.outcome.seconds = self.now
+        self.outcome.seconds, self.outcome.trained = self.now, self.new_at
         return self.outcome
 
     def note(self, text: str, *args: Any) -> None:
@@ -462,6 +474,25 @@ class World:
             for process, end in zip(processes, ends, strict=True):
                 process.wires.append((meeting.wire, end))
                 end.stage.poke()
+
+    # What machines have on their disks of states, by stage: of which step, and seconds worth of it
+
+    def fetch(self, member: str, stage: int, step: int) -> tuple[float, float]:
+        """When a machine begins to fetch what it lacks of a state, after others, and ends."""
+        kept, seconds = self.disks.get((member, stage), (step, 0.0))
+        lacks = self.speeds.fetch - (seconds if kept == step else 0.0)
+        begins = max(self.now, self._lines.get(member, 0.0))
+        self._lines[member] = begins + lacks
+        return begins, begins + lacks
+
+    def keep(self, member: str, stage: int, step: int, began: float, ends: float) -> None:
+        """Its process is gone: what was fetched stays."""
+        if self._lines[member] == ends:
+            self._lines[member] = min(self.now, ends)
+        kept, _ = self.disks.get((member, stage), (0, 0.0))
+        if began < self.now and kept <= step:
+            left = max(0.0, ends - self.now)
+            self.disks[member, stage] = step, self.speeds.fetch - left
 
     # What a run leaves behind, held against one that nothing disturbs
 
@@ -580,6 +611,10 @@ class World:
         match fault.kind:
             case "kill":
                 process.die(-9)
+            case "hang":  # of whoever takes its place; ten times the longest wait may be usual
+                self.hangs = True
+                self.calm_at = max(self.calm_at, self.now + 20 * PATIENCE)
+                process.die(-9)
             case "kill two":
                 for stage in (cut, cut + 1):
                     leader.processes[stage].die(-9)
@@ -655,13 +690,13 @@ class World:
 
 
 FAULTS = [*["kill"] * 6, *["kill two"] * 3, *["pause"] * 4, *["partition", "stop"] * 3]
-FAULTS += ["vanish", "delay", "slow", "away", "full disk"] * 2 + ["crash", "host restart"]
+FAULTS += ["vanish", "delay", "slow", "away", "full disk"] * 2 + ["crash", "host restart", "hang"]
 """What can go wrong, as often as it does."""
 
 
 @cache
 def schedule_of(plan: Plan) -> Schedule:
-    return build(plan.schedule, plan.stages, plan.microbatches, delay=plan.delay)
+    return build(plan.schedule, plan.stages, plan.microbatches, plan.window, delay=plan.delay)
 
 
 @cache
@@ -695,6 +730,7 @@ def drawn(seed: int, delay: int = 0) -> tuple[Plan, dict[str, Any]]:
         faults.append(Fault(time, chance.choice(FAULTS), chance.randrange(stages), seconds))
     others: dict[str, Any] = {"faults": faults, "expected": reference(plan)}
     if hosted:
+        plan = replace(plan, works=chance.choice([(1.0,), (1.0, 1.0, 3.0)]))
         others["spares"] = chance.choice([0, 1, 1, 2, 2, 3])
         others["liar"] = chance.choice(["", "", "", f"m{chance.randrange(processes)}"])
         lag, keeps = chance.choice([0.0, 0.0, 0.01]), chance.choice([0, 500, 10_000])
@@ -729,34 +765,41 @@ def goodput(steps: int = 500, deaths: float = 0.01) -> None:
     """Print how much of its speed a run keeps that loses a machine in one of a hundred steps.
 
     As `thinwire plan` has it for preset 160m, recipe thin32, 4 stages of 20 TFLOP/s, links of 80
-    Mbit/s and 25 ms: 8 microbatches, 6 ms for a forward or a backward (18 ms on the last stage),
-    10 ms for a frame on the uplink, also for one that is sent again. Assumed: a process starts and
-    builds its layers in 6 s, a checkpoint is saved every 50 steps in 0.5 s, a state of 0.8 GB
-    (12 bytes for each parameter) travels for 80 s, and a machine that died is back after 60 s.
-    What is sent to stand-bys takes nothing from the uplink here.
+    Mbit/s and 25 ms. Steps of 16,384 tokens: 8 microbatches, 6 ms for a forward or a backward (18
+    ms on the last stage), 10 ms for a frame on the uplink, also for one that is sent again. Steps
+    of 524,288 tokens, a usual batch: 32 microbatches, 52 ms (147 ms), 80 ms. Assumed: a process
+    starts and builds its layers in 6 s, a checkpoint is saved every 50 steps in 0.5 s, a state of
+    0.8 GB (12 bytes for each parameter) travels for 80 s, and a machine that died is back after
+    60 s. What is sent to stand-bys takes nothing from the uplink here.
     """
-    plan = Plan(4, 4, 8, steps, 50, steps + 1, "1f1b", True)
-    keeps = FOR_FOLLOWERS // 100_000 * (HEADER_BYTES + 8)
-    compute = (0.006, 0.006, 0.006, 0.018)
-    figures = Speeds(0.01, 0.025, compute, 0.5, 6.0, 80.0, 80.0, 300.0, STANDBY_PAUSE, 0.0, keeps)
-    here = replace(plan, hosted=False), replace(figures, fetch=0.0)
-    for name, (plan_of, speeds), spares in [
-        ("processes of one machine", here, 0),
-        ("no stand-by", (plan, figures), 0),
-        ("two stand-bys", (plan, figures), 2),
-        ("a stand-by for each stage", (plan, figures), 4),
+    for tokens, microbatches, compute, uplink in [
+        (16_384, 8, (0.006, 0.006, 0.006, 0.018), 0.01),
+        (524_288, 32, (0.052, 0.052, 0.052, 0.147), 0.08),
     ]:
-        undisturbed = World(plan_of, 0, speeds=speeds).run().seconds
-        speeds = replace(speeds, deaths=deaths)
-        runs = [World(plan_of, seed, speeds=speeds, spares=spares).run() for seed in range(2)]
-        lost, seconds = sum(run.faults for run in runs), sum(run.seconds for run in runs)
-        share, each = len(runs) * undisturbed / seconds, seconds - len(runs) * undisturbed
-        promoted = sum(run.promoted for run in runs)
-        print(
-            f"{name}: goodput {share:.2f}, {lost} deaths, {each / lost:.1f} s lost by each, "
-            f"{promoted} times a stand-by took over",
-            flush=True,
+        plan = Plan(4, 4, microbatches, steps, 50, steps + 1, "1f1b", True, OPEN, compute)
+        keeps = FOR_FOLLOWERS // int(uplink * 1e7) * (HEADER_BYTES + 8)
+        figures = Speeds(
+            uplink, 0.025, compute, 0.5, 6.0, 80.0, 80.0, 300.0, STANDBY_PAUSE, 0.0, keeps
         )
+        here = replace(plan, hosted=False), replace(figures, fetch=0.0)
+        undisturbed = World(plan, 0, speeds=figures).run().trained
+        print(f"steps of {tokens:,} tokens, {undisturbed / steps:.2f} s each", flush=True)
+        for name, (plan_of, speeds), spares in [
+            ("processes of one machine", here, 0),
+            ("no stand-by", (plan, figures), 0),
+            ("two stand-bys", (plan, figures), 2),
+            ("a stand-by for each stage", (plan, figures), 4),
+        ]:
+            speeds = replace(speeds, deaths=deaths)
+            runs = [World(plan_of, seed, speeds=speeds, spares=spares).run() for seed in range(2)]
+            lost, seconds = sum(run.faults for run in runs), sum(run.trained for run in runs)
+            share, each = len(runs) * undisturbed / seconds, seconds - len(runs) * undisturbed
+            promoted = sum(run.promoted for run in runs)
+            print(
+                f"  {name}: goodput {share:.2f}, {lost} deaths, {each / lost:.1f} s lost by each, "
+                f"{promoted} times a stand-by took over",
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -17,9 +17,12 @@ from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import (
     Commit,
     Event,
+    Exited,
+    FollowerSaid,
     Lost,
     Moved,
     PartArrived,
+    Promote,
     Replace,
     Said,
     StopAsked,
@@ -27,7 +30,7 @@ from thinwire.run.events import (
     TellFollower,
     Tick,
 )  # fmt: skip
-from thinwire.run.formation import Formation, next_holder
+from thinwire.run.formation import Formation, next_follower, next_holder
 from thinwire.run.host import HostedPeers
 from thinwire.run.machine import Machine
 from thinwire.run.protocol import (
@@ -37,6 +40,7 @@ from thinwire.run.protocol import (
     Connect,
     Finished,
     Follow,
+    Follows,
     Hold,
     Leaving,
     Linked,
@@ -77,6 +81,33 @@ def test_lost_stages_go_to_who_had_them_a_spare_a_neighbour_or_anyone_with_the_m
     settings = make_settings(pipeline__stages=len(held))
     machines = [Machine(name, 1.0, memory) for name, memory in here.items()]
     assert next_holder(stages, held, machines, settings) == chosen
+
+
+@pytest.mark.parametrize(
+    ("stages", "followed", "here", "chosen"),
+    [
+        ([0], {}, {"dan": (8, 1)}, "dan"),
+        ([0], {2: "dan"}, {"dan": (8, 1)}, "dan"),
+        ([0], {2: "dan"}, {"dan": (1e-5, 1)}, None),
+        ([0], {2: "dan"}, {"dan": (8, 0.1)}, None),
+        ([0], {2: "dan"}, {"dan": (8, 0)}, None),
+        ([0], {1: "dan"}, {"dan": (8, 1)}, None),
+        ([0], {2: "dan"}, {"dan": (8, 1), "eva": (4, 1)}, "eva"),
+        ([0], {}, {}, None),
+    ],
+    ids=["one", "two that take as long as the longest", "no memory", "too slow", "of unknown speed",
+         "with the longest one none", "first who follows nothing", "nobody holds nothing"],
+)  # fmt: skip
+def test_a_machine_stands_by_for_as_many_stages_as_it_has_memory_and_time_for(
+    stages: list[int], followed: dict[int, str], here: dict[str, tuple[float, float]],
+    chosen: str | None, make_settings: MakeSettings,
+) -> None:  # fmt: skip
+    seats = ["ana", "ben", "cleo", "ben"]
+    split = [1, 4, 1, 1]
+    settings = make_settings(pipeline__stages=4, model__layers=7, pipeline__split=split)
+    own = [Machine(name, 1.0, 8.0) for name in ("ana", "ben", "cleo")]
+    others = [Machine(name, tflops, memory) for name, (memory, tflops) in here.items()]
+    assert next_follower(stages, seats, followed, [*own, *others], settings) == chosen
 
 
 class Led:
@@ -178,6 +209,7 @@ def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(
     with leads("ana", "ben") as led:
         wait_until(lambda: "cleo" in house.here())
         house.members.kick("ben")
+        led.next(Lost)
         led.peers.replace([1])
         ana.hears(AskAlive)
         led.next(Tick)
@@ -285,26 +317,30 @@ class Run:
 
     def replaced(self, stage: int) -> list[Any]:
         """Another process is built, linked and started in the place of this stage."""
-        assert Replace([stage]) in self.on(Moved([stage], "it moves"))
+        assert Replace([stage]) in self.on(Exited(stage, -9))
         return self.say((stage, ready(stage)), (stage, Linked()))
 
 
 def test_a_move_is_no_death_however_often_it_comes() -> None:
-    run = Run()
-    run.say((0, step(0, 0)), (1, step(1, 0)))
+    run, move = Run(), Moved([1], "stage 1 moves from ana to ben")
     for number in range(5):
-        commands = run.on(Moved([1], "stage 1 moves from ana to ben"))
-        assert commands[0] == Tell(0, Await(0)) and commands[-1] == Replace([1])
-        assert run.on(Moved([0], "not while another is on its way")) == []
-        assert isinstance(run.say((1, ready(1)), (1, Linked()))[-1].message, Start)
-        run.say((1, step(1, number)), (1, step(1, number + 1)), (0, step(0, number + 1)))
+        run.say((0, step(0, number)), (1, step(1, number)))
+        assert run.on(move) == [], "nobody follows it"
+        for message in (ready(1), Linked()):
+            run.on(FollowerSaid(1, message))
+        assert run.on(move) == [], "who does may be far behind"
+        run.on(FollowerSaid(1, Follows(number)))
+        told = run.on(move)
+        assert told[0] == Tell(0, Await(0)) and Promote([1]) in told
+        assert run.on(move) == [], "not while it is on its way"
+        assert isinstance(run.say((1, Linked()))[-1].message, Start)
     assert not run.coordinator.is_over
 
 
 def test_late_words_of_a_process_that_was_given_up_are_not_heard() -> None:
     run = Run()
     run.say((0, step(0, 0)), (1, step(1, 0)))
-    run.on(Moved([1], "it moves"))
+    run.on(Exited(1, -9))
     assert run.say((1, step(1, 1)), (1, Finished({}))) == []
     assert isinstance(run.say((1, ready(1)), (1, Linked()))[-1].message, Start)
     recorded = run.say((1, step(1, 0)), (1, step(1, 1)))

@@ -53,6 +53,14 @@ class Hosted:
         peers = ask(self.machines.run_folder, {"ask": "status"})["peers"]
         return {peer["name"]: (peer["stages"], peer["state"]) for peer in peers}
 
+    def done(self) -> int:
+        """Its last step that is written down."""
+        return max((row["step"] for row in self._rows() if row["kind"] == "step"), default=0)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        lines = (self.machines.run_folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
     def has_spare(self, name: str) -> None:
         """Wait until a member is there that holds nothing."""
         wait_until(lambda: self.held().get(name, ([0], ""))[0] == [], PROCESS_PATIENCE)
@@ -68,8 +76,8 @@ class Hosted:
         host.interrupt()
         assert host.wait() == 130, host.text()
         steps = json.loads((run / "summary.json").read_text())["steps"]
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-        assert [row["step"] for row in rows if row["kind"] == "step"] == [*range(1, steps + 1)]
+        done = [row["step"] for row in self._rows() if row["kind"] == "step"]
+        assert done == [*range(1, steps + 1)]
         assert re.findall(r"epoch (\d+)", host.text()) == ["1"], "the run was not formed again"
         alone = self.machines.folder / "alone"
         trained(self.machines.settings(**self.changes), corpus, alone, steps)

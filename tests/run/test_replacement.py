@@ -13,6 +13,8 @@ from thinwire.run.events import (
     Event,
     Exited,
     Lost,
+    PartArrived,
+    PartLost,
     Record,
     Replace,
     Said,
@@ -40,9 +42,9 @@ FOUR = [[0], [1], [2], [3]]
 KILLED = "killed by SIGKILL"
 
 
-def training(placement: list[list[int]] = FOUR, steps: int = 0) -> Lead:
+def training(placement: list[list[int]] = FOUR, steps: int = 0, parts_travel: bool = False) -> Lead:
     """A run of four stages that trains, and of which all have reported so many steps."""
-    lead = Lead(stages=4, placement=placement).until(Phase.TRAINING)
+    lead = Lead(parts_travel=parts_travel, stages=4, placement=placement).until(Phase.TRAINING)
     for number in range(steps):
         report(lead, number)
     return lead
@@ -199,15 +201,42 @@ def test_a_request_to_stop_does_not_reach_a_process_that_is_built() -> None:
 
 def test_a_stage_that_has_finished_and_is_gone_is_missed_by_who_needs_its_log() -> None:
     lead = training(steps=1)
-    lead.say(3, Finished(meters(3, 4)))
+    for stage in (2, 3):
+        lead.say(stage, Finished(meters(stage, 4)))
     assert lead.on(Exited(3, -9)) == [], "nobody needs it"
-    assert replaced(lead.on(Exited(2, -9))) == [[2], [3]]
+    assert replaced(lead.on(Exited(2, -9))) == [[2], [3]], "stage 1 may not have all that it sent"
     assert lead.coordinator.waiting_for() == [0, 1, 2, 3]
     link(lead, 2, 3)
     assert report(lead, 0, 3) == []
     for stage in (3, 0, 1, 2):
         commands = lead.say(stage, Finished(meters(stage, 4)))
     assert commands[-1] == End()
+
+
+def test_a_stage_that_is_lost_before_its_last_part_has_arrived_writes_it_again() -> None:
+    lead = training(steps=2, parts_travel=True)
+    parts = [part(s, 2) for s in range(4)]
+    for stage in range(4):
+        commands = lead.say(stage, parts[stage], Finished(meters(stage, 4)))
+    assert texts(commands)[-1].startswith("all stages have stopped; the host waits")
+    for stage in range(3):
+        assert lead.on(PartArrived(stage, 2)) == [], "nobody leaves before"
+    assert replaced(lead.on(Lost(0, "gone"), 0) + lead.on(Tick(), 2.0)) == [], "its part is here"
+    assert replaced(lead.on(Exited(3, -9))) == [[3]]
+    assert lead.on(PartLost(3, 2, "nothing came")) == []
+    link(lead, 3)
+    lead.say(3, step(3, 0, 4), step(3, 1, 4), parts[3], Finished(meters(3, 4)))
+    commit, *_, leave, end = lead.on(PartArrived(3, 2))
+    assert commit == Commit(2, parts) and leave == Tell(3, Leave()) and end == End()
+
+
+def test_who_takes_a_place_hears_where_the_run_ended_from_who_had_finished() -> None:
+    """Nobody else may be left who knows: all that decided it are lost."""
+    lead = training(steps=2)
+    lead.on(StopAsked())
+    lead.say(0, Finished(meters(0, 4), 0, decided=4, stops=True))
+    lead.on(Exited(0, -9))
+    assert Tell(0, Start(4, True)) in link(lead, 0)
 
 
 def test_no_checkpoint_is_complete_while_a_stage_is_behind() -> None:

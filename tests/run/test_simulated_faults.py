@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import toy_stages
 from simulated import (
     Fault,
     Leader,
@@ -23,9 +24,10 @@ from simulated import (
 from toy_stages import LinkEnd, Stage
 
 from thinwire.run.coordinator import Coordinator, Phase
-from thinwire.run.events import Tell
+from thinwire.run.events import Given, Tell
 from thinwire.run.protocol import Relink, Saved
 from thinwire.wire import LinkState
+from thinwire.wire.logged import Lacking
 
 SEEDS = 1000
 
@@ -160,6 +162,16 @@ def _nothing(_: Any) -> Any:
     return lambda *args: None
 
 
+def _deaf(hear: Any) -> Any:
+    """The coordinator does not learn that another process is waited for."""
+
+    def wrong(self: Leader, event: Any, *args: Any) -> None:
+        if not isinstance(event, Given):
+            hear(self, event, *args)
+
+    return wrong
+
+
 def _forgets_its_reports(speak_up: Any) -> Any:
     def wrong(self: Stage) -> None:
         self._unsaid.clear()
@@ -168,7 +180,7 @@ def _forgets_its_reports(speak_up: Any) -> Any:
     return wrong
 
 
-MUTANTS: dict[str, tuple[type, str, Callable[[Any], Any], int]] = {
+MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any], int]] = {
     "a frame too many is left out": (LinkState, "go_on", _skip_one_more, 60),
     "frames that come early are refused": (
         LinkState, "sent_again", lambda _: property(lambda self: -1, _nothing(0)), 60,
@@ -193,6 +205,10 @@ MUTANTS: dict[str, tuple[type, str, Callable[[Any], Any], int]] = {
         Stage, "_speak_up", _forgets_its_reports, 120,
     ),
     "whoever takes over is not linked again": (LinkEnd, "await_another", _nothing, 60),
+    "a follower gets again what it has read": (
+        toy_stages, "Lacking", lambda _: lambda theirs: Lacking(), 200,
+    ),
+    "whoever hangs before its first word is waited for": (Leader, "hear", _deaf, 150),
 }  # fmt: skip
 
 

@@ -7,11 +7,12 @@ import re
 import pytest
 from leading import Lead, ready, step
 from test_hosted_recovery import Hosted
-from test_replacement import FOUR, report, texts, training
+from test_replacement import FOUR, link, report, texts, training
 
 from machines import Machines, machines  # noqa: F401
 from thinwire.data import Corpus
 from thinwire.engine.reports import Audited
+from thinwire.run.coordinator import SETTLE_SECONDS
 from thinwire.run.events import (
     Command,
     Completed,
@@ -25,6 +26,7 @@ from thinwire.run.events import (
     StopAsked,
     Tell,
     TellFollower,
+    Tick,
 )
 from thinwire.run.protocol import (
     Await,
@@ -38,7 +40,7 @@ from thinwire.run.protocol import (
     Start,
     TakeOver,
 )
-from waiting import wait_until
+from waiting import PROCESS_PATIENCE, wait_until
 
 
 def followed(
@@ -83,11 +85,39 @@ def test_whoever_follows_a_lost_stage_takes_its_place_at_once() -> None:
     assert "stage 1 is back" in texts(report(lead, 2))[0]
 
 
-def test_one_that_follows_beside_a_lost_stage_is_let_go_for_nobody_feeds_it() -> None:
+def test_one_that_follows_beside_a_lost_stage_is_fed_by_who_takes_its_place() -> None:
     lead, _ = followed(1)
-    commands = lead.on(Exited(2, -9))
-    assert commands[-2:] == [Replace([2]), DropFollower([1])]
-    assert Replace([1]) in lead.on(Exited(1, -9)), "it is not promoted later"
+    assert lead.on(Exited(2, -9))[-2:] == [Replace([2]), TellFollower(1, Await(1))]
+    *_, start, relink, feed = link(lead, 2)
+    links = [0, 1, 1]
+    assert start == Tell(2, Start(4))
+    assert relink == TellFollower(1, Relink(1, Connect("at-0", links, follower=2)))
+    assert feed == Tell(2, Follow(1, Connect("at-1", links, follower=2)))
+    fed = lead.on(FollowerSaid(1, Linked(follower=2)))
+    assert texts(fed) == ["the stand-by of stage 1 follows on"]
+    assert Promote([1]) in lead.on(Exited(1, -9))
+
+
+def test_one_that_is_not_fed_is_not_promoted() -> None:
+    """It may be behind the checkpoint at which whoever is to feed it began."""
+    lead, _ = followed(1)
+    lead.on(Exited(2, -9))
+    assert Replace([1]) in lead.on(Exited(1, -9)), "nobody feeds it"
+    for late in (1, 2):
+        lead, _ = followed(1)
+        for _ in range(2):
+            lead.on(Exited(2, -9))
+            link(lead, 2)
+        lead.on(FollowerSaid(1, Linked(follower=late)))
+        assert Replace([1]) in lead.on(Exited(1, -9)), "that was of streams of before"
+
+
+def test_one_that_is_built_while_a_stage_is_replaced_is_fed_afterwards() -> None:
+    lead = training(steps=2)
+    lead.on(Exited(2, -9))
+    assert lead.on(FollowerSaid(1, ready(1))) == []
+    told = [command for command in link(lead, 2) if isinstance(command, TellFollower)]
+    assert told == [TellFollower(1, Connect("at-0", [0, 1, 1], follower=1))]
 
 
 def test_a_stage_and_its_neighbour_are_lost_together_and_one_has_a_follower() -> None:
@@ -96,6 +126,18 @@ def test_a_stage_and_its_neighbour_are_lost_together_and_one_has_a_follower() ->
     assert Promote([1]) in commands
     again = lead.on(Exited(2, -9))
     assert Replace([1]) in again and Replace([2]) in again, "who was linking begins anew"
+
+
+def test_neighbours_that_are_lost_together_and_promoted_wait_for_each_other() -> None:
+    """They were fed by those who are lost; and another that is lost may take long to be built."""
+    lead, _ = followed(0)
+    lead.on(FollowerSaid(1, ready(1)))
+    lead.on(FollowerSaid(1, Linked()))
+    lost = [lead.on(Lost(stage, "gone")) for stage in (0, 1, 3)]
+    assert lost == [[], [], []]
+    told = lead.on(Tick(), SETTLE_SECONDS)
+    for command in (Promote([0]), Promote([1]), Replace([3]), Tell(0, Await(0)), Tell(1, Await(0))):
+        assert command in told
 
 
 def test_one_that_fails_or_is_lost_or_is_not_linked_is_not_promoted() -> None:
@@ -152,13 +194,33 @@ def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(
     machines: Machines,  # noqa: F811
     corpus: Corpus,
 ) -> None:
-    hosted = Hosted(machines, "ana", "ben", "cleo", "dan", pipeline__delay=delay)
+    every = 200  # steps; that it may be behind, if a neighbour is lost in the middle between two
+    hosted = Hosted(
+        machines,
+        *("ana", "ben", "cleo", "dan"),
+        train__checkpoint_every=every,
+        pipeline__delay=delay,
+    )
     host, (spare,) = hosted.host, {*hosted.peers} - {*hosted.seats}
     host.wait_for(r"stage \d has a stand-by, which follows it")
     found = re.search(r"stage (\d) has a stand-by", host.text())
     assert found is not None
     stage = int(found[1])
-    wait_until(lambda: hosted.held()[spare] == ([], f"stands by for stage {stage}"))
+
+    def stands_by() -> bool:
+        held, state = hosted.held()[spare]
+        return not held and bool(re.match(rf"stands by for stage .*{stage}", state))
+
+    wait_until(stands_by)
+    beside = 1 if stage != 1 else 0
+    for times in range(2, 8):  # one that is behind the last checkpoint begins anew
+        wait_until(lambda: hosted.done() % every > every // 2, PROCESS_PATIENCE)
+        hosted.peers[hosted.seats[beside]].kill_children()
+        host.wait_for(rf"stage {stage} (has a stand-by|follows on)", times=times)
+        if "follows on" in host.text():
+            break
+    hosted.goes_on(beside)
+    assert stands_by() and "follows on" in host.text()
     hosted.peers[hosted.seats[stage]].kill()
     host.wait_for(rf"\[form\] +stage {stage}: {spare}, which stood by")
     hosted.goes_on(stage)

@@ -35,6 +35,7 @@ from thinwire.run import protocol as pr
 from thinwire.run.watch import pulse_seconds
 from thinwire.schedule import Action, Kind
 from thinwire.wire import Frame, FrameKind, FrameLog, LinkState, Position, decode, encode
+from thinwire.wire.logged import Lacking
 
 PATIENCE, OUTAGE = 10.0, 20.0  # seconds, as of settings
 ANSWER, JOIN = 30.0, 120.0  # how long an end waits for a position, and for a connection
@@ -67,11 +68,18 @@ class Plan:
     schedule: str
     hosted: bool  # by machines: none can be killed from here, and parts of checkpoints travel
     delay: int = 0
+    window: int = 0
+    works: tuple[float, ...] = (1.0,)  # what stages compute, as Speeds.compute
 
     log_mb: ClassVar = 0
+    precision: ClassVar = "fp32"
 
     @property
     def train(self) -> "Plan":
+        return self
+
+    @property
+    def run(self) -> "Plan":
         return self
 
     @property
@@ -382,15 +390,24 @@ class LinkEnd:
     def await_another(self) -> None:
         self.wire = self._exchange_on = None
 
-    def _exchange(self, wire: Wire, matters: Callable[[], bool] = lambda: True) -> Life:
-        """Say where this end stands, and hear where the other does."""
+    def _exchange(
+        self,
+        wire: Wire,
+        matters: Callable[[], bool] = lambda: True,
+        check: Callable[[Position], None] | None = None,
+    ) -> Life:
+        """Say where this end stands, and hear where the other does: first, if that is checked."""
         assert self.state is not None
         deadline = self.world.now + ANSWER
-        wire.carry(self, self.state.position())
+        if check is None:
+            wire.carry(self, self.state.position())
         self.stage.poke_at(deadline)
         yield lambda: self in wire.positions or not matters() or self.world.now >= deadline
         if matters() and self not in wire.positions:
             raise WireError("the other end did not say where it stands")
+        if check is not None:
+            check(wire.positions[self])
+            wire.carry(self, self.state.position())
         return wire.positions.get(self)
 
     def go_on(self, wire: Wire) -> Life:
@@ -415,23 +432,28 @@ class LinkEnd:
 
     def follow(self, wire: Wire) -> Life:
         """As LoggedPipe.follow."""
-        yield from self._exchange(wire)
-        self.wire = wire
+        self._exchange_on = wire
+        yield from self._exchange(wire, lambda: self._exchange_on is wire)
+        if self._exchange_on is not wire:
+            raise WireError("whoever was to feed this follower is lost too")
+        self._exchange_on, self.wire = None, wire
 
     def feed(self, wire: Wire) -> Life:
         """As LoggedPipe.feed, without its thread: the log goes to whoever follows a neighbour."""
         assert self.state is not None
         log, (other,) = self.state.log, {*wire.ends} - {self}
-        theirs = yield from self._exchange(wire)
-        if not self.state.reaches(theirs.start):
-            raise WireError(f"the log of what was sent does not reach back to {theirs.start}")
-        count = log.count_before(theirs.start)
+        theirs = yield from self._exchange(wire, check=self.state.check_reach)
+        lacks, count = Lacking(theirs), None
         while other.stage.process.is_alive:
             ends, entries = log.after(count)
-            sent = entries[: max(0, UNREAD - wire.unread(self))]
-            for entry in sent:
-                wire.carry(self, log.read(entry), self.world.speeds.uplink)
-            count += len(sent)
+            count, room = ends - len(entries), UNREAD - wire.unread(self)
+            for entry in entries:
+                if room <= 0:
+                    break
+                count += 1
+                if lacks(entry.step, entry.kind):
+                    wire.carry(self, log.read(entry), self.world.speeds.uplink)
+                    room -= 1
             has_more = partial(lambda log, ends: log.after(ends)[1], log, ends)
             yield has_more if count == ends else 0.2
 
@@ -510,6 +532,14 @@ class Stage:
             self.world.active_at = self.world.now
         yield seconds * self.process.random.uniform(0.8, 1.2)
 
+    def compute(self, doing: str) -> Life:
+        """Work that takes as many times longer as processes of this machine compute just now."""
+        self.process.computes += 1
+        others = [p for p in self.process.leader.all_processes() if p.member == self.process.member]
+        share = sum(process.computes for process in others if process.runs)
+        yield from self.work(doing, self.seconds * max(1, share))
+        self.process.computes -= 1
+
     def wait(self, doing: str, condition: Callable[[], bool]) -> Life:
         self._begun, self._doing = self._begun + 1, f"waits for {doing}"
         yield condition
@@ -535,7 +565,9 @@ class Stage:
             if not end.is_left:
                 end.send(Frame(FrameKind.BYE))
             yield from self.wait("its links", end.is_flushed)
-        self.say(pr.Finished(self._meters()))
+        states = [end.state for end in self.ends.values() if end.state is not None]
+        decided = max([(self.decided, self.stops), *((s.decided, s.stops) for s in states)])
+        self.say(pr.Finished(self._meters(), 0, *decided))
         self.is_finished = True
         yield from self.wait("the other stages to finish", lambda: self._may_leave)
         self.process.leave(self.index)
@@ -619,13 +651,20 @@ class Stage:
     def _relink(self, end: LinkEnd, message: pr.Relink) -> Life:
         try:
             wire = yield from self._open(end, message.connect, False)
-            if message is self._relinks[end.cut]:
-                if end.neighbour < self.index:
-                    self.mention(is_down=False)
+            if message is not self._relinks[end.cut]:
+                return False
+            if end.neighbour < self.index:
+                self.mention(is_down=False)
+            if number := message.connect.follower:
+                yield from end.follow(wire)
+                self.say(pr.Linked(follower=number))
+            else:
                 yield from end.go_on(wire)
         except WireError as error:
             if message is self._relinks[end.cut]:
                 self.process.complain(self, error, [end.neighbour])
+            return False
+        return True
 
     def _feed(self, end: LinkEnd, connect: pr.Connect) -> Life:
         fed: set[LinkEnd] = set()
@@ -643,7 +682,8 @@ class Stage:
             self._relinks[relink.cut] = relink
             logged[relink.cut].await_another()
         for relink in relinks:
-            yield from self._relink(logged[relink.cut], relink)
+            if not (yield from self._relink(logged[relink.cut], relink)):
+                return
         self.process.say(self.index, self._linked())
 
     def _speak_up(self) -> None:
@@ -654,6 +694,8 @@ class Stage:
     def say(self, message: Any) -> None:
         if self.follows and isinstance(message, Report | pr.Finished | pr.LinkDown | pr.LinkUp):
             self._unsaid.append(message)
+            if isinstance(message, ShardWritten | ShardFailed):
+                self.process.say(self.index, pr.Follows(message.step))
         else:
             self.process.say(self.index, message)
 
@@ -686,7 +728,8 @@ class Stage:
     # As engine/worker.py, runner.py and step_end.py
 
     def train(self) -> Life:
-        done, stop, unsaved = self.state.step, False, False
+        done, unsaved = self.state.step, False
+        stop = self.stops and self.decided < decision_number(FrameKind.VALIDATED, done)
         while done < self.plan.steps and not stop:
             if done == self.process.began or self.plan.is_evaluation_step(done):
                 stop = yield from self.validate(done)
@@ -739,7 +782,7 @@ class Stage:
         if source is not None:
             yield from self._await(kind, step, number)
             given = cast(Any, source.take_tensor(kind, step, number, versions)).value
-        yield from self.work(f"computes {action} of step {step}", self.seconds)
+        yield from self.compute(f"computes {action} of step {step}")
         if is_forward:
             made = inputs[number] = mix(now.weights, given, step, number)
             now.loss = mix(now.loss, made)
@@ -799,8 +842,9 @@ class Stage:
         return Verdict.from_bytes(content)
 
     def _stops_at(self, kind: FrameKind, step: int) -> bool:
-        if (number := decision_number(kind, step)) > self.decided:
-            return self.index == 0 and self._stop_asked
+        number = decision_number(kind, step)
+        if number > self.decided and self.index == 0 and self._stop_asked:
+            self.decided, self.stops = number, True
         return self.stops and number == self.decided
 
     def validate(self, step: int) -> Life:
@@ -813,7 +857,7 @@ class Stage:
                 self.pump()
             if given is None or self._stops_at(FrameKind.VALIDATED, step):
                 break
-            yield from self.work(f"validates {number}", self.seconds)
+            yield from self.compute(f"validates {number}")
             score = mix(score, given.value, self.state.weights)
             if self.above is not None:
                 toy: Any = Toy(score)
@@ -831,6 +875,7 @@ class Stage:
             self.say(ShardFailed(step, "no space left on device"))
             return
         self.world.shards[step, self.index] = self.state.copy()
+        self.world.disks[self.process.member, self.index] = step, self.world.speeds.fetch
         shard = Shard(f"stage-{self.index}.safetensors", str(self.state.weights), 1, ["w"])
         agreements: dict[str, dict[str, str]] = {}
         for (cut, leg), seen in self.state.memory.items():
@@ -866,6 +911,10 @@ class Process:
         self.number, self.began, self.is_new = self.world.count(), leader.began, saved is not None
         self.random, self.follows = random.Random(self.world.seed * 1000 + self.number), follows
         self.is_alive, self.is_paused, self.is_replaced, self.disk_full = True, False, False, False
+        # Nothing is heard of it, not even a first word, and nothing reaches it but its end.
+        self.is_hung = self.is_new and not follows and self.world.hangs
+        if self.is_hung:
+            self.world.hangs = False
         self.slowness, self.away_until, self.told_at, self._said_at = 1.0, 0.0, 0.0, 0.0
         self.has_left = False  # in good order: its machine still has what it wrote
         self.wires: list[tuple[Wire, LinkEnd]] = []
@@ -873,7 +922,12 @@ class Process:
         self._failed: list[int] = []
         self._left: set[int] = set()
         self.start = leader.began if saved is None else saved
-        self.build = self.world.speeds.build + self.world.speeds.fetch * self.is_new
+        self.computes = 0  # stages that do, at the moment
+        self.build = self.world.speeds.build
+        self._fetch: tuple[float, float] | None = None  # when it begins and ends
+        if self.is_new and self.start:  # else it begins with the first weights
+            self._fetch = self.world.fetch(member, group[0], self.start)
+            self.build += self._fetch[1] - self.world.now
         states = [self.world.state_of(stage, self.start) for stage in group]
         self.stages: dict[int, Stage] = {}
         for stage, state in zip(group, states, strict=True):
@@ -887,13 +941,13 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        return self.is_alive and not self.is_paused
+        return self.is_alive and not self.is_paused and not self.is_hung
 
     def do(self, *what: Any) -> None:
         """Do something in this process, once it runs; never if it is dead."""
         if self.is_paused:
             self._backlog.append(what)
-        elif self.is_alive:
+        elif self.is_alive and (not self.is_hung or what[0] == self.die):
             what[0](*what[1:])
 
     def pause(self, is_paused: bool) -> None:
@@ -910,7 +964,7 @@ class Process:
         self.world.at(self._said_at, self.leader.hear, event, self)
 
     def say(self, stage: int, message: Any) -> None:
-        if self.is_alive:
+        if self.is_alive and not self.is_hung:
             self.tell(ev.Said(stage, message))
 
     def complain(self, stage: Stage, error: WireError, cannot_link: Sequence[int] = ()) -> None:
@@ -926,11 +980,18 @@ class Process:
             self.has_left = True
             self.die(0)
 
+    def stop_fetching(self) -> None:
+        """What is fetched stays on the disk."""
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            self.world.keep(self.member, self.group[0], self.start, *fetch)
+
     def die(self, code: int, is_silent: bool = False) -> None:
         """The process ends; with `is_silent`, nobody says so."""
         if not self.is_alive:
             return
         self.is_alive, self.is_paused = False, False
+        self.stop_fetching()
         for wire, end in self.wires:
             wire.lose(end)
         if is_silent:

@@ -2,11 +2,14 @@
 
 Stages of a run on one machine die, then members of a hosted run, each of which joins again at once.
 Afterwards the weights are compared with those of an undisturbed run, and the steps are counted.
+Each death takes seconds on an idle machine; how far it is goes to standard error.
 
 With `--wan PROGRAM` (root): a member of a hosted run dies that holds as much as an inner stage of
 four holds of the preset 160m, between network namespaces that PROGRAM joins. It is called with
 Mbit/s, one-way milliseconds, milliseconds of queue, lost packets in a million and the names of the
 namespaces, gives node K the address 10.88.0.K there, and carries packets until it is told to end.
+Then what logs and a stand-by cost: the same steps with logs and without, and in one run before a
+stand-by comes, while it follows, and after it is gone.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,6 +38,7 @@ from thinwire.typed import to_toml
 from thinwire_lab.bench_link import Row, show
 
 STAGES, STEPS_A_DEATH = 3, 25
+COUNTED = 40  # steps whose median is the speed of a run
 PATIENCE_S = 900.0
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"layers": 6, "dim": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 300,
@@ -45,6 +50,9 @@ LARGE: dict[str, dict[str, Any]] = {  # each stage: three blocks of the preset 1
               "context": 64},
     "train": {"batch": 4, "steps": 10_000, "checkpoint_every": 5},
     "link": {"shard_share": 0.5},
+}  # fmt: skip
+WITHOUT_END: dict[str, dict[str, Any]] = {  # until it is stopped, after whichever step
+    "train": {"steps": 100_000}, "optim": {"schedule": "constant"},
 }  # fmt: skip
 
 
@@ -174,7 +182,7 @@ def settings_of(
 
 def train_here(folder: Path, name: str, steps: int) -> Run:
     """`thinwire train`, with its stages on this machine."""
-    settings = settings_of(folder, name, SMALL, steps)
+    settings = settings_of(folder, name, merged(SMALL, WITHOUT_END), steps)
     config = folder / f"{name}.toml"
     config.write_text(to_toml(settings))
     return Run(settings.run.folder, Program([], folder / "home", "train", config))
@@ -196,13 +204,22 @@ class Hosted(contextlib.ExitStack):
         self._invite = host.find(r"thinwire join (tw1-\S+)")
 
     def join(self, number: int, env: Mapping[str, str] | None = None) -> None:
+        """Have a member join, or join again, and wait until it is there."""
+        self.begin_to_join(number, env)
+        self.wait_for_members()
+
+    def wait_for_members(self) -> None:
+        """Wait until all are there."""
+        for member in self.members.values():
+            member.find("(enrolled as)")
+
+    def begin_to_join(self, number: int, env: Mapping[str, str] | None = None) -> None:
         """Have a member join, or join again."""
         name = f"peer-{number}"
         words = ["join", "-", "--name", name, "--listen", f"{self._address(number)}:0"]
         home = self._folder / name
         self.members[name] = Program(self._prefix(number), home, *words, said=self._invite, env=env)
         self.callback(self.members[name].end)
-        self.members[name].find("(enrolled as)")
 
     def _address(self, number: int) -> str:
         return f"10.88.0.{number + 1}" if self._has_network else "127.0.0.1"
@@ -224,34 +241,36 @@ def kill_stages(folder: Path, deaths: int, chance: random.Random) -> Row:
 
 def kill_members(folder: Path, deaths: int, spares: int, chance: random.Random) -> Row:
     """Members of a hosted run die, at random moments, and join again."""
-    steps = STEPS_A_DEATH * max(deaths, 1)
-    undisturbed = train_here(folder, "reference", steps)
-    undisturbed.leader.process.wait()
-    with Hosted(folder, settings_of(folder, "hosted", SMALL, steps)) as hosted:
+    with Hosted(folder, settings_of(folder, "hosted", merged(SMALL, WITHOUT_END))) as hosted:
         for number in range(1, STAGES + spares + 1):
-            hosted.join(number)
+            hosted.begin_to_join(number)
 
         def holders() -> list[str]:
+            hosted.wait_for_members()  # who was killed before
             return read_formation(hosted.run.folder).members()
 
         def kill(name: str) -> None:
             hosted.members[name].end()
-            hosted.join(int(name.rpartition("-")[2]))
+            hosted.begin_to_join(int(name.rpartition("-")[2]))
 
         pauses = [_kill(hosted.run, chance, holders, kill) for _ in range(deaths)]
+        hosted.run.leader.process.send_signal(signal.SIGINT)  # it stops with a checkpoint
         hosted.run.leader.process.wait(PATIENCE_S)
-        which = f"a member, of {STAGES} and {spares} spare"
-        return {"killed": which, **_times(pauses), **hosted.run.result(undisturbed)}
+    undisturbed = train_here(folder, "reference", len(hosted.run.rows()))
+    undisturbed.leader.process.wait()
+    which = f"a member, of {STAGES} and {spares} spare"
+    return {"killed": which, **_times(pauses), **hosted.run.result(undisturbed)}
 
 
 def _kill(run: Run, chance: random.Random, alive: Any, kill: Any) -> float:
     """Kill one of those who are alive, a few steps from now; seconds without a step."""
     run.wait_for(len(run.rows()) + chance.randint(2, STEPS_A_DEATH // 2))
+    killable = sorted(alive())
     time.sleep(chance.random() * 0.3)
-    began = time.monotonic()
-    kill(chance.choice(sorted(alive())))
-    spent = time.monotonic() - began  # by whoever joins again: it is part of the pause
-    return spent + run.pause()
+    kill(chance.choice(killable))
+    pause = run.pause()
+    print(f"step {len(run.rows())}: {pause:.1f} s without a step", file=sys.stderr)
+    return pause
 
 
 def _kill_process(pid: int) -> None:
@@ -323,6 +342,43 @@ def over_wan(folder: Path, spares: int, log_mb: int | None) -> Row:
         }
 
 
+def cost_over_wan(folder: Path) -> Iterator[Row]:
+    """What logs and a stand-by cost a run that saves nothing meanwhile."""
+    for log_mb in (0, 4096):
+        name = "logs" if log_mb else "no-logs"
+        changes = {"train": {"log_mb": log_mb, "checkpoint_every": 0}}
+        settings = settings_of(folder, name, merged(LARGE, changes))
+        with Hosted(folder, settings, has_network=True) as hosted:
+            run = hosted.run
+            for number in range(1, STAGES + 1):
+                hosted.begin_to_join(number)
+            run.wait_for(2)
+            yield _speed(run, settings, "logs on" if log_mb else "logs off")
+            if not log_mb:
+                continue
+            hosted.join(STAGES + 1)
+            stage = int(run.leader.find(r"stage (\d+) has a stand-by"))
+            run.wait_for(len(run.rows()) + COUNTED)  # it catches up meanwhile
+            row = _speed(run, settings, f"logs on, a stand-by for stage {stage}")
+            links = run.rows()[-1]["links"]
+            fed = sum(link["forward_bytes"] for link in links if link["cut"] == stage - 1)
+            fed += sum(link["backward_bytes"] for link in links if link["cut"] == stage)
+            yield {**row, "MB a step to it": fed / 1e6}
+            hosted.members[f"peer-{STAGES + 1}"].end()
+            yield _speed(run, settings, "logs on, it is gone")
+
+
+def _speed(run: Run, settings: Settings, what: str) -> Row:
+    """The speed of the next steps, and the bytes of one over all cuts."""
+    have = len(run.rows())
+    run.wait_for(have + COUNTED)
+    rows = run.rows()[have:]
+    step = statistics.median(row["step_seconds"] for row in rows)
+    moved = statistics.median(sum(map(cut_bytes, row["links"])) for row in rows)
+    tokens = settings.tokens_per_step / step
+    return {"what": what, "step s": step, "tokens/s": tokens, "MB a step over cuts": moved / 1e6}
+
+
 def cut_bytes(link: Row) -> int:
     """What a row of metrics says of a cut, both ways."""
     return int(link["forward_bytes"] + link["backward_bytes"])
@@ -341,6 +397,10 @@ def measured(scratch: Path, options: argparse.Namespace) -> Iterator[Row]:
         folder.mkdir()
         with network(options.wan, options.mbps, options.latency_ms):
             yield over_wan(folder, spares, log_mb)
+    folder = scratch / "cost"
+    folder.mkdir()
+    with network(options.wan, options.mbps, options.latency_ms):
+        yield from cost_over_wan(folder)
 
 
 def main() -> None:
@@ -360,7 +420,8 @@ def main() -> None:
         for row in measured(Path(scratch), options):
             print(json.dumps(row), flush=True)
             rows.append(row)
-        show(rows)
+        for columns in dict.fromkeys(tuple(row) for row in rows):
+            show([row for row in rows if tuple(row) == columns])
         if not all(row.get("weights equal", True) for row in rows):
             raise SystemExit("the weights differ from those of an undisturbed run")
 

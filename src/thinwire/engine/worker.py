@@ -172,7 +172,9 @@ class Worker:
         """
         runner = self._runner(below, above)
         done = self.state.step
-        stop = unsaved = False
+        # One that begins after the last step of the run has nothing to do.
+        stop = self.stops and self.decided < decision_number(FrameKind.VALIDATED, done)
+        unsaved = False
         while done < self.settings.train.steps and not stop:
             if done == self._first_step or self.settings.is_evaluation_step(done):
                 stop = self._evaluate(runner, done, tell)
@@ -260,8 +262,9 @@ class Worker:
 
         The others do what follows from its frames alone, so that each can be replaced.
         """
-        if (number := decision_number(kind, step)) > self.decided:
-            return self.index == 0 and self.stop_requested.is_set()
+        number = decision_number(kind, step)
+        if number > self.decided and self.index == 0 and self.stop_requested.is_set():
+            self.decided, self.stops = number, True
         return self.stops and number == self.decided
 
     def _evaluate(self, runner: Runner, done: int, tell: Tell) -> bool:

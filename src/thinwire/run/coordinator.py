@@ -43,6 +43,7 @@ from thinwire.run.events import (
     Exploded,
     FollowerLost,
     FollowerSaid,
+    Given,
     Lost,
     Moved,
     PartArrived,
@@ -70,6 +71,7 @@ from thinwire.run.protocol import (
     Failed,
     Finished,
     Follow,
+    Follows,
     Leave,
     LinkDown,
     Linked,
@@ -94,6 +96,7 @@ MOST_AHEAD = 4096
 """Steps that a stage may report before the others do. Training keeps stages together, but a control
 stream may be down for a while and its reports come later."""
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
+MOST_BEHIND = 2  # steps, for one that follows to take over from a stage that lives
 MOST_DEATHS = 3  # of a stage, without a step that is new, before the run ends
 DECIDE_BITS = ("torch", "machine", "processor")  # of the versions of a process
 REPLACEABLE = ("died", "was lost", "got stuck")
@@ -123,10 +126,20 @@ _ROUNDS: dict[Phase, tuple[type[OfStage], str]] = {
 class Follower:
     """A process that follows stages, as far as it is."""
 
-    number: int
     ready: dict[int, Ready] = field(default_factory=dict)
     linked: set[int] = field(default_factory=set)
+    is_told: bool = False  # where its neighbours are
     is_linked: bool = False
+    unfed: dict[int, int] = field(default_factory=dict)
+    """Cuts over which it is fed by nobody, for whoever did is lost; and by which number of streams
+    another is to, once that is known."""
+    behind: int = MOST_AHEAD  # steps that the stage was ahead when it was last heard
+
+    @property
+    def can_take_over(self) -> bool:
+        """Whether it is linked, and fed by all neighbours."""
+        return self.is_linked and not self.unfed
+
     doubted: set[int] = field(default_factory=set)  # stages that it found to send other values
 
 
@@ -168,6 +181,7 @@ class Coordinator:
         self._since = 0.0  # the phase began, by the watch's clock
         self._arrived: dict[int, Any] = {}  # what ends this phase, by stage
         self._finished: set[int] = set()
+        self._ended = (0, False)  # the last decision that one of them knew, and whether it was that
         self._left: set[int] = set()  # in good order; their last words may be still to be heard
         self._ready: list[Ready] = []
         self._last_step = [0] * stages
@@ -249,7 +263,7 @@ class Coordinator:
                 self._watch.heard(stage, begun, doing)
             case Said(stage, LinkDown() | LinkUp() as message):
                 return self._on_outage(stage, message, now)
-            case Said(_, Audited()):
+            case Said(_, Audited() | Follows()):
                 pass  # its last words as a follower: it has taken its stage's place meanwhile
             case Said(stage, LogLost(reason)):
                 lost = f"stage {stage} keeps no log of what it sends, for {reason}"
@@ -263,8 +277,7 @@ class Coordinator:
             case Exited(stage=stage, code=0):
                 self._left.add(stage)
             case Exited(stage=stage) | Lost(stage=stage):
-                # One that has finished is missed only by those who compute anew what it sent to.
-                if stage not in self._finished or self._lost_at:
+                if stage not in self._finished or self._is_missed(stage):
                     self._suspect(event, now)
                 self._gone.add(stage)
             case Away() | Back():
@@ -275,6 +288,9 @@ class Coordinator:
                 self._suspect(Lost(stage, error, in_breach=True), now)
             case Stopped(stage):
                 return self._replace_stuck(stage, "its process is stopped", now)
+            case Given(stages):
+                for stage in stages:
+                    self._watch.heard(stage)
             case Completed(step):
                 self._complete = step
                 return self._tell_saved()
@@ -284,11 +300,12 @@ class Coordinator:
                     return self._on_audited(group, stage, message, now)
                 return self._on_follower(group, stage, message)
             case FollowerLost(stages):
-                self._followers.pop(tuple(stages), None)
-                return [DropFollower(stages)]
+                return [self._drop(tuple(stages))]
             case Moved(stages, reason):
                 is_calm = self.phase is Phase.TRAINING and not (self._finished or self._evidence)
-                if is_calm and self._together and not self._lost_at:
+                found = self._followers.get(tuple(stages))
+                keeps_up = found is not None and found.can_take_over and found.behind <= MOST_BEHIND
+                if is_calm and keeps_up and not self._lost_at:
                     return self._replace({*stages}, reason, now)
             case StopAsked(who):
                 return self._on_stop(who)
@@ -329,6 +346,7 @@ class Coordinator:
             commands += self._on_loss(message)
         else:
             self._finished.add(stage)
+            self._ended = max(self._ended, (message.decided, message.stops))
             self._watch.dismiss(stage)
             commands += self._end_if_done()
         return commands
@@ -348,16 +366,23 @@ class Coordinator:
         """The end of the run, once all stages have finished and no part is on its way."""
         if len(self._finished) < len(self._all) or self._settled_at is not None:
             return []
-        leave = self._tell_all(Leave())
         if not self._travelling:
-            return [*leave, self._end()]
+            return [*self._tell_all(Leave()), self._end()]
+        if self.phase is Phase.COLLECTING:
+            return []
         self._enter(Phase.COLLECTING)
         stages = sorted({stage for _, stage in self._travelling})
         which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
-        return [
-            *leave,
-            Say(f"all stages have stopped; the host waits for the checkpoint of {which}"),
-        ]
+        return [Say(f"all stages have stopped; the host waits for the checkpoint of {which}")]
+
+    def _is_missed(self, stage: int) -> bool:
+        """Whether a stage that has finished is needed still: by those who compute anew what it sent
+        to, by a neighbour that may not have all of it yet, or for its part of the last checkpoint.
+        """
+        if not self._together:
+            return False  # nobody could take its place
+        waits = {stage - 1, stage + 1} & {*self.waiting_for()}
+        return bool(self._lost_at or waits or stage in {other for _, other in self._travelling})
 
     def _check_due(self, stage: int, message: OfStage) -> None:
         """Refuse what belongs to another phase, or comes from a stage that is done with this."""
@@ -416,12 +441,11 @@ class Coordinator:
             return []
         self._travelling.discard((event.step, event.stage))
         if isinstance(event, PartLost):
+            if event.stage in self._lost_at:
+                del self._parts[event.step][event.stage]  # it is written again
+                return []
             self._parts[event.step][event.stage] = ShardFailed(event.step, event.error)
-        commands = self._settle_checkpoint(event.step)
-        is_last = self.phase is Phase.COLLECTING and not self._travelling
-        if is_last and self._settled_at is None:
-            commands.append(self._end())
-        return commands
+        return [*self._settle_checkpoint(event.step), *self._end_if_done()]
 
     def _settle_checkpoint(self, step: int) -> list[Command]:
         """What becomes of a checkpoint, once every stage's part of it is here or has failed.
@@ -532,7 +556,7 @@ class Coordinator:
         return (
             is_innocent
             and bool(self._together)
-            and self.phase in (Phase.TRAINING, Phase.STOPPING)
+            and self.phase in (Phase.TRAINING, Phase.STOPPING, Phase.COLLECTING)
             and self._deaths[culprit.stage] < MOST_DEATHS
         )
 
@@ -572,9 +596,6 @@ class Coordinator:
             self._watch.down(f"cut-{cut}", is_down=False)
         groups = sorted({tuple(self._together[stage]) for stage in lost})
         told = [Tell(s, Await(cut)) for s, cut in self._ends_alive(cuts)]
-        # Whoever follows a stage beside a lost one is fed no more: it begins anew.
-        beside = {s for cut in cuts for s in (cut, cut + 1)}
-        fed = [group for group in self._followers if not beside.isdisjoint(group)]
         commands: list[Command] = [*told, Say(note)]
         self._promoted = (self._promoted - lost) | self._followed_among(groups, lost)
         for group in groups:
@@ -583,22 +604,23 @@ class Coordinator:
                 continue
             commands.append(Promote(list(group)))
             for stage in group:
+                # Whoever fed it is lost too, and others may take long to be built.
+                unfed = [c for c in self._outer_cuts(stage) if other_end(c, stage) in self._lost]
+                commands += [Tell(stage, Await(cut)) for cut in unfed]
                 self._watch.heard(stage)
                 ready = self._followers[group].ready[stage]
                 self._ready[stage] = self._arrived[stage] = ready
-        for group in fed:
-            del self._followers[group]
-            if not self._promoted.issuperset(group):
-                commands.append(DropFollower(list(group)))
+        commands += self._unfeed(cuts, lost)
         return [*commands, *self._link_replaced(Phase.BUILDING)]
 
     def _followed_among(self, groups: Sequence[tuple[int, ...]], lost: set[int]) -> set[int]:
         """The lost stages whose followers can take their places. Not beside one that begins at a
         checkpoint, for whoever follows may be behind that; nor where it is known when to stop.
         """
-        linked = {g for g, one in self._followers.items() if one.is_linked and not self.stop_asked}
-        found = {stage for group in groups if group in linked for stage in group}
-        while beside := {s for s in found if {s - 1, s + 1} & (lost - found)}:
+        able = {group for group, one in self._followers.items() if one.can_take_over}
+        found = {s for group in groups if group in able and not self.stop_asked for s in group}
+        anew = self._lost.keys() - (self._promoted - lost)
+        while beside := {s for s in found if {s - 1, s + 1} & (anew - found)}:
             found -= {other for stage in beside for other in self._together[stage]}
         return found
 
@@ -633,9 +655,9 @@ class Coordinator:
             # delayed updates one more step is reported after the word to stop.
             reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
             known = [(linked.stops, linked.decided) for linked in arrived]
-            stops, decided = max((False, reported), *known)
+            stops, decided = max((False, reported), self._ended[::-1], *known)
             start = Start(decided, stops)
-            return [*(Tell(stage, start) for stage in lost), *stop]
+            return [*(Tell(stage, start) for stage in lost), *stop, *self._feed_followers()]
         cuts = {cut for s in lost for cut in (s - 1, s)} & {*range(len(self._links))}
         relinks = [Tell(s, Relink(cut, self._connect(s))) for s, cut in self._ends_alive(cuts)]
         self._lost = dict.fromkeys(lost, Phase.LINKING)
@@ -659,25 +681,24 @@ class Coordinator:
     def _on_follower(self, group: tuple[int, ...], stage: int, message: OfStage) -> list[Command]:
         """A process that follows stages is built, is linked, or has failed."""
         if isinstance(message, Failed | Ended):
-            self._followers.pop(group, None)
-            return [DropFollower(list(group))]
+            return [self._drop(group)]
+        if isinstance(message, Follows):
+            if group in self._followers:
+                self._followers[group].behind = self._last_step[stage] - message.step
+            return []
         if isinstance(message, Ready):
-            if group not in self._followers:
-                self._followed += 1
-                self._followers[group] = Follower(self._followed)
-            follower = self._followers[group]
-            follower.ready[stage] = message
-            if len(follower.ready) < len(group):
-                return []
-            if self._lost or self.phase is not Phase.TRAINING:
-                del self._followers[group]
-                return [DropFollower(list(group))]
-            return self._link_follower(group, follower)
+            self._followers.setdefault(group, Follower()).ready[stage] = message
+            return self._feed_followers()
         if isinstance(message, Linked) and (found := self._followers.get(group)) is not None:
+            which = ", ".join(map(str, group))
+            if found.is_linked:
+                was_fed = not found.unfed
+                found.unfed = {c: n for c, n in found.unfed.items() if n != message.follower}
+                told = Say(f"the stand-by of stage {which} follows on")
+                return [] if found.unfed or was_fed else [told]
             found.linked.add(stage)
             if len(found.linked) == len(group):
                 found.is_linked = True
-                which = ", ".join(map(str, group))
                 alike = self._audits and all(self._is_alike(s, found.ready[s]) for s in group)
                 start = [TellFollower(s, Start(is_alike=alike)) for s in group]
                 note = f"stage {which} has a stand-by, which follows it"
@@ -704,8 +725,7 @@ class Coordinator:
             # What has drifted so far finds only what is as far: it begins at a newer checkpoint.
             if found.difference < DRIFTED:
                 return []
-            del self._followers[group]
-            return [DropFollower(list(group))]
+            return [self._drop(group)]
         if stage in follower.doubted:
             return []  # once is enough, whatever it says
         follower.doubted.add(stage)
@@ -715,19 +735,61 @@ class Coordinator:
         note = f"stage {stage} is replaced by its stand-by, for it sent other values"
         return [doubt, *self._replace({stage}, note, now)]
 
-    def _link_follower(self, group: tuple[int, ...], follower: "Follower") -> list[Command]:
+    def _unfeed(self, cuts: set[int], lost: set[int]) -> list[Command]:
+        """Whoever follows a lost stage takes its place or is let go; beside one, it waits for
+        another process to feed it.
+        """
         commands: list[Command] = []
-        for stage in group:
-            inside = stage - 1 in group
-            below = follower.ready[stage - 1].address if inside else self._connect(stage).below
-            connect = Connect(below, list(self._links), follower.number)
-            commands.append(TellFollower(stage, connect))
-            for cut in self._outer_cuts(stage):
-                fed_by = other_end(cut, stage)
-                address = follower.ready[stage].address if fed_by > stage else ""
-                feed = Follow(cut, Connect(address, list(self._links), follower.number))
-                commands.append(Tell(fed_by, feed))
+        for group, follower in [*self._followers.items()]:
+            unfed = [(s, cut) for s in group for cut in self._outer_cuts(s) if cut in cuts]
+            if self._promoted.issuperset(group):
+                del self._followers[group]
+            elif follower.is_told and (not lost.isdisjoint(group) or unfed):
+                if follower.is_linked and lost.isdisjoint(group):
+                    follower.unfed |= {cut: 0 for _, cut in unfed}
+                    commands += [TellFollower(s, Await(cut)) for s, cut in unfed]
+                else:
+                    commands.append(self._drop(group))
         return commands
+
+    def _drop(self, group: tuple[int, ...]) -> DropFollower:
+        self._followers.pop(group, None)
+        return DropFollower(list(group))
+
+    def _feed_followers(self) -> list[Command]:
+        """Have neighbours feed all who follow and are not fed, unless some are replaced still."""
+        commands: list[Command] = []
+        for group, follower in [*self._followers.items()] if not self._lost else ():
+            if len(follower.ready) < len(group):
+                continue
+            if self.phase is not Phase.TRAINING:
+                commands.append(self._drop(group))
+                continue
+            cuts = [(stage, cut) for stage in group for cut in self._outer_cuts(stage)]
+            if not follower.is_told:
+                follower.is_told = True
+                self._followed += 1
+                commands += [TellFollower(s, self._feeds(group, s)) for s in group]
+                commands += [self._is_to_feed(follower, *end) for end in cuts]
+            for end in [end for end in cuts if follower.unfed.get(end[1]) == 0]:
+                stage, cut = end
+                self._followed += 1
+                follower.unfed[cut] = self._followed
+                commands.append(TellFollower(stage, Relink(cut, self._feeds(group, stage))))
+                commands.append(self._is_to_feed(follower, *end))
+        return commands
+
+    def _feeds(self, group: tuple[int, ...], stage: int) -> Connect:
+        """Where whoever follows a stage is fed, by the latest number of such streams."""
+        inside = stage - 1 in group
+        below = self._followers[group].ready[stage - 1] if inside else self._ready[stage - 1]
+        return Connect(below.address if stage else "", list(self._links), self._followed)
+
+    def _is_to_feed(self, follower: Follower, stage: int, cut: int) -> Tell:
+        """The word to the neighbour that feeds it over a cut."""
+        by = other_end(cut, stage)
+        address = follower.ready[stage].address if by > stage else ""
+        return Tell(by, Follow(cut, Connect(address, list(self._links), self._followed)))
 
     def _connect(self, stage: int) -> Connect:
         """Where its neighbours are, for a stage that links."""
@@ -740,10 +802,11 @@ class Coordinator:
             return False
         kind = ShardWritten if isinstance(message, ShardFailed) else type(message)
         if stage in self._lost_at and message.step <= self._heard.get((stage, kind), -1):
-            parts = self._parts.get(message.step, {})
-            is_here = self._parts_travel and (message.step, stage) not in self._travelling
-            if isinstance(message, ShardWritten) and stage in parts and not is_here:
+            parts, at = self._parts.get(message.step, {}), (message.step, stage)
+            is_here = self._parts_travel and stage in parts and at not in self._travelling
+            if isinstance(message, ShardWritten) and message.step in self._parts and not is_here:
                 parts[stage] = message  # another machine may write other bytes
+                self._travelling |= {at} if self._parts_travel else set()
             return True
         self._heard[stage, kind] = message.step
         return False

@@ -39,6 +39,13 @@ class Stopped:
 
 
 @dataclass(frozen=True)
+class Given:
+    """Another process begins to hold these stages, which were lost: it is waited for from now."""
+
+    stages: list[int]
+
+
+@dataclass(frozen=True)
 class Away:
     """The control stream of a stage on another machine is down; it may come back."""
 
@@ -104,7 +111,7 @@ class Completed:
 
 @dataclass(frozen=True)
 class Moved:
-    """Stages that share a process are to be held by another machine, though nobody was lost."""
+    """Whoever follows these stages is to hold them, though nobody was lost: once it keeps up."""
 
     stages: list[int]
     reason: str
@@ -127,6 +134,7 @@ Event = (
     | Exited
     | Lost
     | Stopped
+    | Given
     | PartArrived
     | PartLost
     | PartRefused

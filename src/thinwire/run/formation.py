@@ -144,6 +144,31 @@ def next_holder(
     return max(able, key=preference).name if able else None
 
 
+def next_follower(
+    stages: list[int],
+    seats: list[str],
+    followed: dict[int, str],
+    here: list[Machine],
+    settings: Settings,
+) -> str | None:
+    """Who is to stand by for stages, of the machines that are here and hold nothing; None: nobody.
+
+    One that follows others already (`followed`: by stage) may have the memory for these too. It
+    must keep up: compute them all in no more time than the slowest stage takes its holder.
+    """
+    figures, blocks = StageFigures(settings, here), settings.split()
+    rates = {machine.name: machine.flops_per_s(settings.run.precision) for machine in here}
+    held = [figures.work(blocks[s]) / rates[n] for s, n in enumerate(seats) if rates.get(n)]
+
+    def keeps_up(name: str) -> bool:
+        own = [stage for stage, follower in followed.items() if follower == name]
+        work = sum(figures.work(blocks[stage]) for stage in [*own, *stages])
+        return not own or work <= rates[name] * max(held, default=0.0)
+
+    able = [m for m in here if m.name not in seats and keeps_up(m.name)]
+    return next_holder(stages, [followed.get(s, n) for s, n in enumerate(seats)], able, settings)
+
+
 class Failures:
     """How often each member ended a generation since the run last made net progress.
 

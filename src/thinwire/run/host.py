@@ -53,6 +53,7 @@ from thinwire.run.events import (
     Event,
     FollowerLost,
     FollowerSaid,
+    Given,
     Lost,
     Moved,
     OfFollower,
@@ -69,6 +70,7 @@ from thinwire.run.formation import (
     fitting,
     is_hosted,
     lacking_peers,
+    next_follower,
     next_holder,
     read_formation,
     write_formation,
@@ -96,12 +98,14 @@ from thinwire.run.protocol import (
     Failed,
     Finished,
     Follow,
+    Follows,
     Hello,
     Hold,
     Leaving,
     Linked,
     Ready,
     Release,
+    Relink,
     Saved,
     ToStage,
     Way,
@@ -513,8 +517,8 @@ class HostedPeers(Peers):
         self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
         self._asked_at = 0.0  # when members were asked whether they are there
         self._again = 0  # how often stages were given anew
+        self._given: dict[tuple[str, int], int] = {}  # by member and stage: when it was, of these
         self._groups = formation.groups()  # the stages that share a process
-        self._moves: dict[int, str] = {}  # by the first stage of a group: who is to hold it
         self._is_saved = False  # a checkpoint is complete since the placement was last looked at
         self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
         self._standbys: dict[tuple[int, ...], str] = {}  # by the stages that they follow
@@ -573,6 +577,7 @@ class HostedPeers(Peers):
     ) -> bool:
         """Tell a member to hold stages, and serve what it needs; False if it is away."""
         base, states = self._base, None
+        self._given |= {(name, stage): self._again for stage in stages}
         if checkpoint is not None:
             states = SeatServer(checkpoint, self._settings, base.beside["states"])
             self._states.append(states)
@@ -632,15 +637,21 @@ class HostedPeers(Peers):
                 self._ask_who_is_there()
             return
         self._homeless.remove(stages)
-        self._moves.pop(stages[0], None)
         self._is_waiting = False
         self._again += 1
-        if followed := self._of(name):
-            self._drop_standby(followed)
-            self.said.note(FollowerLost(followed))
+        seats, followed = self._formation.seats, self._followed()
+        own = [machine for machine in self._candidates() if machine.name == name]
+        counted = [followed.get(stage, holder) for stage, holder in enumerate(seats)]
+        has_room = next_holder(stages, counted, own, self._settings) is not None
+        for group in self._of(name):
+            if group == stages or not has_room:
+                self._drop_standby(group)
+                self.said.note(FollowerLost(group))
         self._take_seat(stages, name)
         base.display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
-        if not self._give(stages, name, *self._where_to_begin()):
+        if self._give(stages, name, *self._where_to_begin()):
+            self.said.note(Given(stages))
+        else:
             self._homeless.append(stages)
 
     def _where_to_begin(self) -> tuple[Checkpoint | None, int]:
@@ -654,11 +665,12 @@ class HostedPeers(Peers):
         """Have a member that holds nothing follow stages that nobody follows: of one that holds
         several groups of them, to take one over; then of the weakest, the likeliest to go.
         """
-        groups = placement(self._settings, self._groups)
-        seats, busy = self._formation.seats, {*self._formation.seats, *self._standbys.values()}
-        free = [m for m in self._base.members.here() if m.name not in busy]
+        groups, seats = placement(self._settings, self._groups), self._formation.seats
+        here = self._base.members.here()
         left = [group for group in groups if tuple(group) not in self._standbys]
-        if not free or not left or time.monotonic() < self._standby_after:
+        if not left or {m.name for m in here} <= {*seats}:
+            return
+        if time.monotonic() < self._standby_after:
             return
         rates = {m.name: m.hello.machine.tflops for m in self._base.members.all() if m.hello}
         holders = [seats[group[0]] for group in self._groups]
@@ -668,13 +680,14 @@ class HostedPeers(Peers):
             return -holders.count(name), rates.get(name, 0.0)
 
         stages = min(left, key=turn)
-        machines = [as_peer(member, False) for member in free]
-        name = next_holder(stages, seats, machines, self._settings)
+        machines = [as_peer(member, False) for member in here]
+        name = next_follower(stages, seats, self._followed(), machines, self._settings)
         if name is None:
+            self._standby_after = time.monotonic() + STANDBY_PAUSE
             return
         self._again += 1
         self._standbys[tuple(stages)] = name
-        self._base.display.standing.standbys[name] = stages
+        self._show_standbys(name)
         self._doors.pop(name, None)
         if not self._give(stages, name, *self._where_to_begin(), follows=True):
             self._forget_standby(stages)
@@ -683,8 +696,9 @@ class HostedPeers(Peers):
         match command:
             case TellFollower(stage, message):
                 if name := self._standby_of(stage):
-                    if isinstance(message, Connect):
-                        message = self._ways_of_standby(stage).connect(stage, message)
+                    if isinstance(message, Connect | Relink):
+                        ways = self._ways_of_standby(stage)
+                        message = with_ways(message, partial(ways.connect, stage))
                     self._base.members.tell(name, message, stage, self._formation.epoch)
             case Promote(stages):
                 if not (name := self._forget_standby(stages)):  # it has just got other stages
@@ -705,18 +719,29 @@ class HostedPeers(Peers):
                     self._base.members.set_aside(holder, reason)
 
     def _standby_of(self, stage: int) -> str:
-        return next((name for group, name in [*self._standbys.items()] if stage in group), "")
+        return self._followed().get(stage, "")
 
-    def _of(self, name: str) -> list[int]:
-        """The stages that a member follows."""
-        return next((list(group) for group, who in [*self._standbys.items()] if who == name), [])
+    def _of(self, name: str) -> list[list[int]]:
+        """The groups of stages that a member follows, each by a process of its own."""
+        return [list(group) for group, who in [*self._standbys.items()] if who == name]
+
+    def _followed(self) -> dict[int, str]:
+        """Who follows each stage that is followed."""
+        return {stage: name for group, name in [*self._standbys.items()] for stage in group}
+
+    def _show_standbys(self, name: str) -> None:
+        standing = self._base.display.standing
+        if followed := [stage for stage, who in self._followed().items() if who == name]:
+            standing.standbys[name] = sorted(followed)
+        else:
+            standing.standbys.pop(name, None)
+            standing.audits.pop(name, None)
 
     def _forget_standby(self, stages: list[int]) -> str:
         """Who followed these stages, and does so no more; nobody: nothing."""
         name = self._standbys.pop(tuple(stages), "")
         self._standby_ways.pop((tuple(stages), name), None)
-        self._base.display.standing.standbys.pop(name, None)
-        self._base.display.standing.audits.pop(name, None)
+        self._show_standbys(name)
         return name
 
     def _drop_standby(self, stages: list[int]) -> None:
@@ -747,12 +772,13 @@ class HostedPeers(Peers):
             release = Release(f"{name} holds stage {', '.join(map(str, stages))} now", stages)
             self._base.members.tell(before, release, generation=self._formation.epoch)
         self._ways = self._probed_ways({before, name})
+        self._standby_ways.clear()  # whoever follows the stage beside it is fed from elsewhere
 
     def _best(self, stages: list[int], machines: list[Machine]) -> str | None:
         """Who of these is to hold lost stages; None: nobody can."""
-        moves_to = self._moves.get(stages[0])
-        if any(machine.name == moves_to for machine in machines):
-            return moves_to
+        follower = self._standbys.get(tuple(stages))  # has some of their state at least
+        if any(machine.name == follower for machine in machines):
+            return follower
         return next_holder(stages, self._formation.seats, machines, self._settings)
 
     def _give_up_the_absent(self) -> None:
@@ -776,20 +802,17 @@ class HostedPeers(Peers):
 
     def _spread(self) -> None:
         """After a complete checkpoint, have a member that holds nothing take over one of several
-        groups of stages that another holds since members were lost: the replay is short then.
+        groups of stages that another holds since members were lost: it follows them by now.
         """
         is_due, self._is_saved = self._is_saved and self.is_training, False
-        idle = [m for m in self._base.members.here() if m.name not in self._formation.seats]
-        if not (is_due and idle) or self._homeless or self.is_stopping:
+        if not is_due or self._homeless or self.is_stopping:
             return
-        holders = [self._formation.seats[stages[0]] for stages in self._groups]
+        seats = self._formation.seats
+        holders = [seats[stages[0]] for stages in self._groups]
         crowded = max(holders, key=holders.count)
-        movable = [g for g, name in zip(self._groups, holders, strict=True) if name == crowded]
-        movable.sort(key=lambda group: tuple(group) not in self._standbys)
-        for stages in movable if len(movable) > 1 else ():
-            machines = [as_peer(member, False) for member in idle]
-            if name := next_holder(stages, self._formation.seats, machines, self._settings):
-                self._moves[stages[0]] = name
+        for stages in self._groups if holders.count(crowded) > 1 else ():
+            name = self._standbys.get(tuple(stages), "")
+            if seats[stages[0]] == crowded and name and name not in seats:
                 which = "stage " + ", ".join(map(str, stages))
                 self.said.note(Moved(stages, f"{which} moves from {crowded} to {name}"))
                 return
@@ -882,15 +905,25 @@ class HostedPeers(Peers):
         epoch, homeless = self._formation.epoch, {s for group in self._homeless for s in group}
         held = [stage for stage in self._formation.held_by(name) if stage not in homeless]
         match what:
+            case Gone() | Down() | Envelope(Leaving() | Declined()):
+                declined = getattr(getattr(what, "message", None), "stages", [])
+                for group in self._of(name):
+                    if not declined or not {*group}.isdisjoint(declined):
+                        self.said.note(FollowerLost(group))
+        match what:
+            case Envelope(Ready(again=again), at, said) if (
+                said == epoch and again < self._given.get((name, at), 0)
+            ):
+                pass  # of a process whose place another has got, here
             case Envelope(Hello() | Alive()):
                 self.said.note(Tick())  # somebody may be waited for
-            case Envelope(message, stage, said) if said == epoch and stage in self._of(name):
-                if isinstance(message, Ready | Linked | Failed | Ended | Audited):
+            case Envelope(message, stage, said) if (
+                said == epoch and self._standby_of(stage) == name
+            ):
+                if isinstance(message, Ready | Linked | Failed | Ended | Audited | Follows):
                     self.said.note(FollowerSaid(stage, message))
                 if isinstance(message, Audited):
                     self._base.display.standing.audits[name] = message
-            case Gone() | Down() | Envelope(Declined() | Leaving()) if followed := self._of(name):
-                self.said.note(FollowerLost(followed))
             case Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
                 if stage not in self._had.get(name, ()):
                     never = f"stage {stage}, which it never held"
@@ -907,7 +940,7 @@ class HostedPeers(Peers):
             case Envelope(Leaving()):
                 self._on_leaving(name, held)
             case Envelope(Declined(reason, stages), generation=said) if said == epoch:
-                lost = [s for s in held if s in stages] or held
+                lost = [s for s in held if s in stages or not stages]
                 self._lose(name, f"it cannot hold its stage: {one_line(reason)}", stages=lost)
             case Gone(reason, in_breach):
                 self._ended |= set(held)
@@ -931,6 +964,7 @@ class HostedPeers(Peers):
                 self.collector.give_up(step, error)
             case Finished(fed_bytes=fed):
                 self._base.fed_bytes += max(0, fed)
+                self.is_training = False  # the run is at its end
 
     def _on_leaving(self, name: str, held: list[int]) -> None:
         """A member leaves: others take its stages; where nobody can, the run stops with a

@@ -34,7 +34,7 @@ import torch
 
 import thinwire
 from thinwire.engine.audit import Audit
-from thinwire.engine.reports import Report, meters_of
+from thinwire.engine.reports import Report, ShardFailed, ShardWritten, meters_of
 from thinwire.engine.trace import Progress
 from thinwire.engine.worker import Assignment, Worker, remedy
 from thinwire.errors import BreachError, ThinwireError, WireError, outward
@@ -51,6 +51,7 @@ from thinwire.run.protocol import (
     Failed,
     Finished,
     Follow,
+    Follows,
     Leave,
     LinkDown,
     Linked,
@@ -201,7 +202,8 @@ class Peer:
         threading.Thread(target=self._obey, args=(worker, may_leave), daemon=True).start()
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
         worker.run(below, above, self.say)
-        self._leave(may_leave.wait)
+        known = [(logged.state.decided, logged.state.stops) for logged in self._logged.values()]
+        self._leave(may_leave.wait, max([(worker.decided, worker.stops), *known]))
 
     def receive(self, wanted: type[MessageT]) -> MessageT:
         """The next message for this stage, which must be of the wanted type."""
@@ -220,7 +222,7 @@ class Peer:
                 self.identity, worker.settings.link.listen, 0, worker.max_payload() + 64
             )
         address = self._listener.address if self._listener else ""
-        self.say(Ready(address, **worker.describe(), versions=versions()))
+        self.say(Ready(address, **worker.describe(), versions=versions(), again=self.order.again))
         return self.receive(Connect)
 
     def _link(self, worker: Linkable, connect: Connect) -> None:
@@ -248,10 +250,12 @@ class Peer:
         if isinstance(worker, Worker):
             worker.decided, worker.stops = start.decided, start.stops
 
-    def _leave(self, wait: Callable[[], Any] = lambda: None) -> None:
+    def _leave(
+        self, wait: Callable[[], Any] = lambda: None, decided: tuple[int, bool] = (0, False)
+    ) -> None:
         """Say what the links have moved, and goodbye; and wait until nobody needs this stage."""
         fed = sum(logged.fed_bytes for logged in self._logged.values())
-        self.say(Finished(meters_of(self._links.values()), fed))
+        self.say(Finished(meters_of(self._links.values()), fed, *decided))
         self._progress.begin("waits for the other stages to finish")
         wait()
         if self._listener:
@@ -401,9 +405,8 @@ class Peer:
         for relink in message.relinks:
             self._relinks[relink.cut] = relink
             self._logged[relink.cut].await_another()
-        for relink in message.relinks:
-            self._relink(worker, relink)
-        self._say(self._linked())
+        if all(self._relink(worker, relink) for relink in message.relinks):
+            self._say(self._linked())
 
     def _speak_up(self) -> None:
         """From here on it is the stage, and says what the lost one may not have said."""
@@ -420,11 +423,15 @@ class Peer:
         with self._saying:  # in order, also while it speaks up
             if self._follows and isinstance(message, Report | Finished | LinkDown | LinkUp):
                 self._unsaid.append(message)
+                if isinstance(message, ShardWritten | ShardFailed):
+                    self._say(Follows(message.step))
             else:
                 self._say(message)
 
-    def _relink(self, worker: Worker, message: Relink) -> None:
-        """On a thread of its own: go on with another process at the other end of a cut."""
+    def _relink(self, worker: Worker, message: Relink) -> bool:
+        """On a thread of its own: go on with another process at the other end of a cut; False if
+        that cannot be, which it has said.
+        """
         cut = message.cut
         logged, neighbour = self._logged[cut], other_end(cut, self.stage)
         try:
@@ -432,14 +439,20 @@ class Peer:
             self._agree(worker, pipe, cut, self._links[neighbour].meter, at_start=False)
             if message is not self._relinks[cut]:
                 pipe.close(0)
-                return
+                return False
             if neighbour < self.stage and self._down_since:
                 self._on_up(time.monotonic() - self._down_since)
-            logged.go_on(pipe)
+            if number := message.connect.follower:
+                logged.follow(pipe)
+                self._say(Linked(follower=number))
+            else:
+                logged.go_on(pipe)
         except WireError as error:
             if message is self._relinks[cut]:  # else that one is lost too, and another comes
                 is_breach = isinstance(error, BreachError)
                 self.fail(error, *(([neighbour], []) if is_breach else ([], [neighbour])))
+            return False
+        return True
 
     def _way_below(self) -> str:
         route = self._routes.in_use if self._routes else None

@@ -28,6 +28,7 @@ from thinwire.run.events import (
     End,
     Event,
     Exited,
+    Given,
     Lost,
     OfFollower,
     Promote,
@@ -281,6 +282,7 @@ class LocalPeers(Peers):
         order = dataclasses.replace(order, resume=resume, began=self._began)
         (process,) = start_processes([self._log(order)], self._module, self._forker)
         self._here[place] = self._attended(order, process)
+        self.said.note(Given(stages))
 
     def next_event(self, coordinator: Coordinator) -> Event:
         if time.monotonic() >= self._looked_at + 1.0:

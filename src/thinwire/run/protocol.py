@@ -203,6 +203,7 @@ class Ready:
     layers: str
     device: str
     versions: dict[str, str] = field(default_factory=dict)
+    again: int = 0  # as of its order: a machine may get the same stage twice
 
 
 @dataclass(frozen=True)
@@ -211,12 +212,14 @@ class Linked:
 
     Between machines, `way` is the kind of way to the stage below. A stage that takes the place of a
     lost one says which decision of the first stage its neighbours know, and whether it ends the run
-    (engine/port.py numbers them).
+    (engine/port.py numbers them). One that follows, and is fed by another process than before, says
+    by which streams (`follower`, as of Connect).
     """
 
     way: str = ""
     decided: int = 0
     stops: bool = False
+    follower: int = 0
 
 
 @dataclass(frozen=True)
@@ -244,11 +247,20 @@ class LogLost:
 
 
 @dataclass(frozen=True)
+class Follows:
+    """A process that follows a stage has come to this step, after which the stage saves."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Finished:
     """A stage is done; what each of its links has moved, to the goodbye."""
 
     meters: Meters
     fed_bytes: int = 0  # to those who follow its neighbours
+    decided: int = 0  # the last decision of the first stage that it knows, as of Linked
+    stops: bool = False
 
 
 @dataclass(frozen=True)
@@ -519,6 +531,7 @@ OfStage = (
     | LinkUp
     | LogLost
     | Audited
+    | Follows
     | Report
     | Finished
     | Failed

@@ -122,21 +122,17 @@ class FrameLog:
         with self._lock:
             return [entry for entry in self._entries if entry.step >= step or entry.step == GOODBYE]
 
-    def after(self, count: int) -> tuple[int, list[Entry]]:
-        """Those that came after so many; and how many there were in all. WireError if some of them
-        are there no more.
+    def after(self, count: int | None) -> tuple[int, list[Entry]]:
+        """Those that came after so many, or all that are there; and how many there were in all.
+        WireError if some of them are there no more.
         """
         with self._lock:
+            count = self._dropped if count is None else count
             if count < self._dropped:
                 raise WireError("the log has dropped what the follower has not read")
             ends = self._dropped + len(self._entries)
-            return ends, list(itertools.islice(self._entries, count - self._dropped, None))
-
-    def count_before(self, step: int) -> int:
-        """How many frames, in all, there were of earlier steps."""
-        with self._lock:
-            earlier = (entry for entry in self._entries if GOODBYE < entry.step < step)
-            return self._dropped + sum(1 for _ in earlier)
+            newest = itertools.islice(reversed(self._entries), ends - count)
+            return ends, [*newest][::-1]
 
     def read(self, entry: Entry) -> bytes:
         """A frame as it was sent; WireError if the disk does not give it back."""
@@ -178,6 +174,23 @@ class Position(msgspec.Struct, frozen=True):
     stops: bool = False  # ended the run (engine/port.py numbers them)
 
 
+class Lacking:
+    """Which frames of a log an end lacks, by where it stands: called with each of them in order."""
+
+    def __init__(self, theirs: Position | None = None):
+        self._start = theirs.start if theirs is not None else 0
+        received = theirs.received if theirs is not None else ()
+        # By step and kind, for validations are cut short, and then have fewer frames:
+        self._has = Counter({(step, kind): count for step, kind, count in received})
+
+    def __call__(self, step: int, kind: int) -> bool:
+        """Whether it lacks the next frame of this step and kind."""
+        if GOODBYE < step < self._start:
+            return False
+        self._has[step, kind] -= 1
+        return self._has[step, kind] < 0
+
+
 class LinkState:
     """What one end of a link has sent and received, whoever was at the other end, and what follows
     from that when another takes its place: what is sent, sent again, and left out.
@@ -197,9 +210,8 @@ class LinkState:
         before, or has all that it needs to send them."""
         self.decided, self.stops = 0, False  # as of a Position
         self.said_bye = self.heard_bye = False
-        # By step and kind, for validations are cut short, and then have fewer frames:
-        self._skip: Counter[tuple[int, int]] = Counter()  # frames of ours that the other end has
-        self._received: Counter[tuple[int, int]] = Counter()
+        self._lacks = Lacking()  # what the other end does
+        self._received: Counter[tuple[int, int]] = Counter()  # by step and kind
         self._unwritten = 0  # that were logged, and not written yet
 
     @property
@@ -215,7 +227,7 @@ class LinkState:
         if kind == FrameKind.BYE:
             step, self.said_bye = GOODBYE, True
         self.log.add(step, kind, message)
-        if self.follows or self._has(step, kind):
+        if self.follows or not self._lacks(step, kind):
             return False
         self._unwritten += 1
         return True
@@ -247,37 +259,30 @@ class LinkState:
         ]
         return Position(self.start, self.log.latest, received, self.decided, self.stops)
 
-    def reaches(self, step: int) -> bool:
-        """Whether the log has all frames of this step and later ones."""
-        return step >= self._first and self.log.reaches(step)
+    def check_reach(self, theirs: Position) -> None:
+        """WireError unless the log has all frames of the step that another end is at."""
+        if theirs.start < self._first or not self.log.reaches(theirs.start):
+            raise WireError(
+                f"the log of what was sent does not reach back to step {theirs.start}"
+                + (f": {self.log.trouble}" if self.log.trouble else "")
+            )
 
     def go_on(self, theirs: Position) -> list[Entry]:
         """Another process is at the other end: what of the log is to be written to it, in order,
         before all that is kept from now on. WireError where the log does not reach back that far.
         """
-        if not self.reaches(theirs.start):
-            raise WireError(
-                f"the log of what was sent does not reach back to step {theirs.start}"
-                + (f": {self.log.trouble}" if self.log.trouble else "")
-            )
+        self.check_reach(theirs)
         if self.follows:
             self.follows, self.sent_again = False, -1
         self.theirs = theirs
-        self._skip = Counter({(step, kind): count for step, kind, count in theirs.received})
+        self._lacks = Lacking(theirs)
         if self.is_new:
             last = max((step for step, _, _ in theirs.received), default=-1)
             self.sent_again = max(self.sent_again, theirs.latest, theirs.start, last + 1)
         entries = self.log.since(theirs.start)
         # What waits for its time on an emulated uplink will be written by itself.
         entries = entries[: max(0, len(entries) - self._unwritten)]
-        return [entry for entry in entries if not self._has(entry.step, entry.kind)]
-
-    def _has(self, step: int, kind: int) -> bool:
-        """Whether the other end has the next frame of this kind."""
-        if self.theirs is not None and GOODBYE < step < self.theirs.start:
-            return True
-        self._skip[step, kind] -= 1
-        return self._skip[step, kind] >= 0
+        return [entry for entry in entries if self._lacks(entry.step, entry.kind)]
 
     def trim(self, step: int) -> None:
         """A state of this step is safe everywhere: earlier frames are needed no more. One that
@@ -456,10 +461,17 @@ class LoggedPipe(Pipe):
             on_daemon_thread("thinwire close", lambda: _read_out(pipe))
 
     def follow(self, pipe: Pipe) -> None:
-        """Read what another process gets, and compute the same: until `go_on` takes its place."""
+        """Read what another process gets, and compute the same: until `go_on` takes its place.
+
+        Whoever feeds it may be replaced too: what it has read it does not get again.
+        """
+        with self._changed:
+            self._coming = pipe
         self._exchange(pipe)
         with self._changed:
-            self._pipe, self._awaits = pipe, True
+            if self._coming is not pipe:
+                raise WireError("whoever was to feed this follower is lost too")
+            self._pipe, self._coming, self._awaits = pipe, None, True
             self._changed.notify_all()
 
     def feed(self, pipe: Pipe, is_audited: bool = False) -> None:
@@ -469,17 +481,16 @@ class LoggedPipe(Pipe):
         On a thread of its own, which reads the log: nobody waits for a follower. WireError once it
         is lost, or has fallen back behind what the log holds.
         """
-        start = self._exchange(pipe).start
-        if not self.state.reaches(start):
-            raise WireError(f"the log of what was sent does not reach back to step {start}")
-        count = self.state.log.count_before(start)
+        theirs = self._exchange(pipe, self.state.check_reach)
+        lacks, count = Lacking(theirs), None
         came: deque[BytesLike] = deque(maxlen=MOST_UNWITNESSED)
         if is_audited:
             self._unwitnessed.append(came)
         try:
             while not self._closed:
                 count, entries = self.state.log.after(count)
-                messages = map(self.state.log.read, entries)
+                lacking = [entry for entry in entries if lacks(entry.step, entry.kind)]
+                messages = map(self.state.log.read, lacking)
                 witnesses = (witness_of(came.popleft()) for _ in range(len(came)))
                 for message in filter(None, itertools.chain(messages, witnesses)):
                     self.fed_bytes += len(message)
@@ -490,10 +501,12 @@ class LoggedPipe(Pipe):
             if is_audited:
                 self._unwitnessed.remove(came)
 
-    def _exchange(self, pipe: Pipe) -> Position:
-        with self._changed:
-            mine = self.state.position()
-        pipe.write(msgspec.msgpack.encode(mine))
+    def _exchange(self, pipe: Pipe, check: Callable[[Position], None] | None = None) -> Position:
+        """Say where this end stands, and hear where the other does; with a `check`, it is said only
+        to one that passes: the other end can rely on that.
+        """
+        if check is None:
+            self._say_position(pipe)
         try:
             raw = on_daemon_thread("thinwire position", pipe.read).result(_ANSWER_S)
         except futures.TimeoutError:
@@ -506,7 +519,15 @@ class LoggedPipe(Pipe):
             raise BreachError(f"the other end did not say where it stands: {error}") from None
         if theirs.start < 0:
             raise BreachError(f"the other end says that it stands at step {theirs.start}")
+        if check is not None:
+            check(theirs)
+            self._say_position(pipe)
         return theirs
+
+    def _say_position(self, pipe: Pipe) -> None:
+        with self._changed:
+            mine = self.state.position()
+        pipe.write(msgspec.msgpack.encode(mine))
 
     def trim(self, step: int) -> None:
         """A state of this step is safe everywhere: earlier frames are needed no more."""
