@@ -181,7 +181,7 @@ class Coordinator:
         self._since = 0.0  # the phase began, by the watch's clock
         self._arrived: dict[int, Any] = {}  # what ends this phase, by stage
         self._finished: set[int] = set()
-        self._ended = (0, False)  # the last decision that one of them knew, and whether it was that
+        self._ended = (False, 0)  # whether one of them left at its last decision, and that
         self._left: set[int] = set()  # in good order; their last words may be still to be heard
         self._ready: list[Ready] = []
         self._last_step = [0] * stages
@@ -346,7 +346,7 @@ class Coordinator:
             commands += self._on_loss(message)
         else:
             self._finished.add(stage)
-            self._ended = max(self._ended, (message.decided, message.stops))
+            self._ended = max(self._ended, (message.stops, message.decided))
             self._watch.dismiss(stage)
             commands += self._end_if_done()
         return commands
@@ -655,7 +655,7 @@ class Coordinator:
             # delayed updates one more step is reported after the word to stop.
             reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
             known = [(linked.stops, linked.decided) for linked in arrived]
-            stops, decided = max((False, reported), self._ended[::-1], *known)
+            stops, decided = max((False, reported), self._ended, *known)
             start = Start(decided, stops)
             return [*(Tell(stage, start) for stage in lost), *stop, *self._feed_followers()]
         cuts = {cut for s in lost for cut in (s - 1, s)} & {*range(len(self._links))}
