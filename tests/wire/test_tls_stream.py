@@ -181,7 +181,7 @@ def test_the_round_trip_is_what_the_system_measures(listener):
         lasting[0].write(b"a message")
         assert lasting[1].read() == b"a message"
     assert 0 < ours.round_trip() < PATIENCE
-    assert lasting[0].round_trip() == pytest.approx(ours.round_trip(), rel=100)
+    assert 0 < lasting[0].round_trip() < PATIENCE
     for pipe in lasting:
         pipe.close(0)
     assert ours.round_trip() == lasting[0].round_trip() == 0
