@@ -52,7 +52,7 @@ LARGE: dict[str, dict[str, Any]] = {  # each stage: three blocks of the preset 1
     "link": {"shard_share": 0.5},
 }  # fmt: skip
 WITHOUT_END: dict[str, dict[str, Any]] = {  # until it is stopped, after whichever step
-    "train": {"steps": 100_000}, "optim": {"schedule": "constant"},
+    "train": {"steps": 100_000}, "optim": {"schedule": "constant", "warmup": 2},
 }  # fmt: skip
 
 

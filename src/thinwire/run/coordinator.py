@@ -535,12 +535,7 @@ class Coordinator:
         culprit = blame(evidence)
         if self._may_replace(culprit):
             return self._bury({one.stage for one in evidence} | {culprit.stage}, culprit, now)
-        return [self._explain(culprit)]
-
-    def _explain(self, culprit: Suspect) -> End:
-        """The end of the run with the error of the stage that really failed first."""
-        error = StageError(self._described(culprit))
-        return self._end(error, culprit)
+        return [self._end(StageError(self._described(culprit)), culprit)]
 
     def _described(self, culprit: Suspect) -> str:
         step = self._last_step[culprit.stage]

@@ -668,9 +668,8 @@ class HostedPeers(Peers):
         groups, seats = placement(self._settings, self._groups), self._formation.seats
         here = self._base.members.here()
         left = [group for group in groups if tuple(group) not in self._standbys]
-        if not left or {m.name for m in here} <= {*seats}:
-            return
-        if time.monotonic() < self._standby_after:
+        is_idle = any(member.name not in seats for member in here)
+        if not left or not is_idle or time.monotonic() < self._standby_after:
             return
         rates = {m.name: m.hello.machine.tflops for m in self._base.members.all() if m.hello}
         holders = [seats[group[0]] for group in self._groups]
