@@ -115,6 +115,7 @@ def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(
         ({}, 6, "", 0, "microbatches = 4 do not divide over 3 replicas"),
         ({}, 8, "", 0, "1f1b needs at least one microbatch of each replica for each stage"),
         ({}, 2, "interleaved", 0, "set pipeline.stages to 4"),
+        ({"pipeline__delay": 1}, 2, "", 0, "pipeline.delay = 1 does not work on a cluster"),
         ({"pipeline__stages": 4}, 3, "interleaved", 0, "start 2 processes"),
         ({"pipeline__stages": 4}, 1, "zbv", 0, "exactly two stages"),
         (

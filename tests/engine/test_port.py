@@ -309,6 +309,27 @@ def test_a_neighbour_that_does_not_keep_the_window_is_refused() -> None:
         pair.mailbox.take(("never",))
 
 
+def test_with_delay_the_window_reaches_into_the_next_step_and_no_further() -> None:
+    pair = Pair(schedule=build("1f1b", 2, MICROBATCHES, window=2, delay=1))
+    for port in (pair.receiver, pair.sender):
+        port.open_step(0)
+
+    def answer(microbatch: int) -> None:
+        pair.receiver.send_tensor(FrameKind.BACKWARD, torch.randn(SHAPE), 0, microbatch, MADE_WITH)
+
+    for step, microbatch, answered in ((0, 0, None), (0, 1, 0), (0, 2, 1), (1, 0, None)):
+        pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), step, microbatch, MADE_WITH)
+        pair.receiver.take_tensor(FrameKind.FORWARD, step, microbatch, MADE_WITH)
+        if answered is not None:
+            answer(answered)
+    pair.receiver.open_step(1)  # while the last gradient of step 0 is still to come
+    pair.raw.send(Frame(FrameKind.VERDICT, payload=Verdict(1.0, True, False, False).to_bytes()))
+    pair.receiver.take_message(FrameKind.VERDICT, 0)
+    pair.raw.send(tensor_frame(FrameKind.FORWARD, 1, 1))
+    with pytest.raises(BreachError, match="beyond the window"):
+        pair.mailbox.take(("never",))
+
+
 def test_a_tally_is_no_larger_than_a_model_can_make_it() -> None:
     pair = Pair(limit=1 << 20)
     pair.sender.open_step(0)

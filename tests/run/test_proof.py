@@ -1,5 +1,7 @@
 """Which checkpoints are known to be good, and what is resumed when nobody says from where."""
 
+import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder, partial_folder, write_shard
 from thinwire.errors import CheckpointError
+from thinwire.report import PlainDisplay
 from thinwire.run.checkpoints import (
     Proof,
     begin_proof,
@@ -16,6 +19,8 @@ from thinwire.run.checkpoints import (
     prune,
     read_proof,
 )
+from thinwire.settings import Settings
+from thinwire.train import train
 
 FACTS = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
 
@@ -107,3 +112,14 @@ def test_a_course_that_is_left_proves_nothing(saved: dict[int, Path], tmp_path: 
     assert begin_proof(tmp_path, Checkpoint.open(saved[4])) == Proof(2), "named, not proven"
     assert begin_proof(tmp_path / "other", Checkpoint.open(saved[4])) == Proof(0)
     assert begin_proof(tmp_path, None) == Proof(0)
+
+
+@pytest.mark.parametrize(("delay", "proven"), [(0, 2), (1, 1)])
+def test_weights_are_proven_by_the_step_that_is_computed_with_them(
+    delay: int, proven: int, make_settings: Callable[..., Settings], tmp_path: Path
+) -> None:
+    """With delayed updates that is not the next step, but the one after it."""
+    changes = {"pipeline__stages": 1, "pipeline__delay": delay, "train__checkpoint_every": 1}
+    train(make_settings(train__steps=3, **changes), PlainDisplay(io.StringIO()))
+    proof = read_proof(tmp_path / "test")
+    assert proof is not None and (proof.step, proof.ended) == (proven, 3)
