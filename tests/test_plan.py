@@ -350,17 +350,11 @@ def test_a_plan_says_what_delayed_updates_bring(make_settings: MakeSettings) -> 
     delayed = make_plan(make_settings(**link, pipeline__delay=1), RATE)
     now, then = (plan.simulation.step_seconds for plan in (delayed, drained))
     assert now * 1.1 < then
-    assert (delayed.other_delay_seconds, drained.other_delay_seconds) == (then, now)
-    assert f"with pipeline.delay = 1 a step would take {now:.3f} s" in plan_text(drained)
+    assert (delayed.undelayed_seconds, drained.undelayed_seconds) == (then, None)
+    assert "delay" not in plan_text(drained)
     assert f"(pipeline.delay = 0) a step would take {then:.3f} s" in plan_text(delayed)
-    assert plan_to_plain(delayed)["other_delay_step_seconds"] == then
+    assert plan_to_plain(delayed)["undelayed_step_seconds"] == then
     assert max(delayed.memory_bytes) > max(drained.memory_bytes)
-    for changes in (
-        {"pipeline__schedule": "gpipe", "pipeline__window": 0},
-        {"pipeline__stages": 1},
-    ):
-        plan = make_plan(make_settings(**{**link, **changes}), RATE)
-        assert plan.other_delay_seconds is None and "pipeline.delay" not in plan_text(plan)
 
 
 def test_frozen_matrices_have_no_gradient_to_compute(make_settings: MakeSettings) -> None:

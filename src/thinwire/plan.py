@@ -19,7 +19,7 @@ from thinwire.model import LoraConfig, architecture
 from thinwire.report.human import duration, human_bytes, human_count, human_flops
 from thinwire.report.table import against_bf16
 from thinwire.schedule import Costs, Counts, Schedule, Simulation, deal, simulate, window_table
-from thinwire.settings import Settings, can_delay, machine_cores, threads_per_stage
+from thinwire.settings import Settings, machine_cores, threads_per_stage
 from thinwire.settings.crossing import (
     BF16_BYTES,
     bytes_per_token,
@@ -60,7 +60,7 @@ class Plan:
     cores: float | None  # stages that compute at full speed at once; None: all of them
     machine: str  # what they share
     better_split: tuple[list[int], float] | None  # one that is faster, and the seconds of its step
-    other_delay_seconds: float | None  # of a step with delayed updates, or of this one without
+    undelayed_seconds: float | None  # of a step without delayed updates, where it has them
 
     @property
     def parameters(self) -> list[int]:
@@ -80,10 +80,10 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
     if p.schedule == "1f1b" and p.stages > 1:
         windows = window_table(p.stages, p.microbatches, costs, network, cores, p.delay)
     simulation = simulate(settings.schedule(), costs, network, cores=cores)
-    other_delay = None
-    if can_delay(settings) and p.stages > 1:
-        other = dataclasses.replace(simulation.schedule, delay=1 - p.delay)
-        other_delay = simulate(other, costs, network, cores=cores).step_seconds
+    undelayed = None
+    if p.delay:
+        other = dataclasses.replace(simulation.schedule, delay=0)
+        undelayed = simulate(other, costs, network, cores=cores).step_seconds
     this = (simulation.schedule.window, simulation.step_seconds, simulation.in_flight)
     if windows and this[0] not in [window for window, *_ in windows]:
         windows = sorted([*windows, this])
@@ -104,7 +104,7 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
         cores=cores,
         machine=machine,
         better_split=_better_split(settings, rate, simulation),
-        other_delay_seconds=other_delay,
+        undelayed_seconds=undelayed,
     )
 
 
@@ -339,7 +339,13 @@ def _notes(plan: Plan) -> list[str]:
             f"note: stage {slow} computes {others[-1] / others[-2]:.1f} times as long as any "
             "other, and no split would be faster; fewer stages leave fewer to wait for it"
         )
-    notes += _delay_notes(plan)
+    if plan.undelayed_seconds is not None:
+        times = plan.undelayed_seconds / plan.simulation.step_seconds
+        notes.append(
+            f"note: without delayed updates (pipeline.delay = 0) a step would take "
+            f"{plan.undelayed_seconds:.3f} s, {times:.2f} times as long, and learn more; this is "
+            "the time of steps between two pauses, which validations and checkpoints are"
+        )
     fastest = min((seconds for _, seconds, _ in plan.windows), default=math.inf) * (1 + WORTH)
     if fastest < simulation.step_seconds:
         window, seconds = next((w, s) for w, s, _ in plan.windows if s <= fastest)
@@ -348,25 +354,6 @@ def _notes(plan: Plan) -> list[str]:
             "microbatches in flight hide more of the delays, and take memory"
         )
     return notes
-
-
-def _delay_notes(plan: Plan) -> list[str]:
-    """What delayed updates bring this run, or would bring it."""
-    now, other = plan.simulation.step_seconds, plan.other_delay_seconds
-    if other is None:
-        return []
-    if plan.settings.pipeline.delay:
-        return [
-            f"note: without delayed updates (pipeline.delay = 0) a step would take {other:.3f} s, "
-            f"{other / now:.2f} times as long; this is the time of steps between two pauses, which "
-            "validations and checkpoints are"
-        ]
-    if other * (1 + WORTH) >= now:
-        return []
-    return [
-        f"note: with pipeline.delay = 1 a step would take {other:.3f} s: the pipeline would not "
-        "drain between steps; updates come a step later, and weights and gradients are held twice"
-    ]
 
 
 def _cut_lines(settings: Settings) -> list[str]:
@@ -447,7 +434,7 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
         ],
         "better_split": plan.better_split[0] if plan.better_split else None,
         "better_split_step_seconds": plan.better_split[1] if plan.better_split else None,
-        "other_delay_step_seconds": plan.other_delay_seconds,
+        "undelayed_step_seconds": plan.undelayed_seconds,
         "schedule": str(plan.simulation.schedule),
         "config_hash": plan.settings.hash,
     }

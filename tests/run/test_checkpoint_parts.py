@@ -11,7 +11,6 @@ from thinwire.run.events import (
     Commit,
     Discard,
     End,
-    Exited,
     PartArrived,
     PartLost,
     PartRefused,
@@ -23,6 +22,8 @@ from thinwire.run.events import (
 )
 from thinwire.run.protocol import Finished, Leave, OfStage
 from thinwire.run.signals import Interrupted
+
+LEAVE = [Tell(0, Leave()), Tell(1, Leave())]
 
 
 def test_a_checkpoint_is_complete_when_all_stages_have_written_it() -> None:
@@ -78,17 +79,14 @@ def test_the_run_ends_when_the_last_part_has_arrived() -> None:
         lead.say(stage, written[stage])
     lead.on(PartArrived(0, 1))
     assert lead.say(0, goodbye) == [Record(0, goodbye)]
-    recorded, *leave, told = lead.say(1, goodbye)
-    assert recorded == Record(1, goodbye) and leave == [Tell(0, Leave()), Tell(1, Leave())]
-    assert told == Say("all stages have stopped; the host waits for the checkpoint of stage 1")
+    waits = Say("all stages have stopped; the host waits for the checkpoint of stage 1")
+    assert lead.say(1, goodbye) == [Record(1, goodbye), waits], "nobody leaves before it is here"
     assert lead.coordinator.phase is Phase.COLLECTING
-    for stage in (0, 1):
-        assert lead.on(Exited(stage, 0)) == [], "its process need not wait"
     assert lead.on(Tick(), 1.0) == []
-    waits = "the run waits for the last checkpoint to arrive, for 1 s; still missing: stage 1"
-    assert lead.coordinator.reasons() == [waits]
+    reason = "the run waits for the last checkpoint to arrive, for 1 s; still missing: stage 1"
+    assert lead.coordinator.reasons() == [reason]
     assert lead.on(Tick(), 500.0) == []
-    assert lead.on(PartArrived(1, 1)) == [Commit(1, written), End()]
+    assert lead.on(PartArrived(1, 1)) == [Commit(1, written), *LEAVE, End()]
 
 
 def test_a_last_part_that_is_lost_ends_the_run_too() -> None:
@@ -96,7 +94,7 @@ def test_a_last_part_that_is_lost_ends_the_run_too() -> None:
     for stage in (0, 1):
         lead.say(stage, part(stage, 1), Finished(METERS))
     lead.on(PartArrived(0, 1))
-    assert lead.on(PartLost(1, 1, "gone")) == [Discard(1, "gone"), End()]
+    assert lead.on(PartLost(1, 1, "gone")) == [Discard(1, "gone"), *LEAVE, End()]
 
 
 @pytest.mark.parametrize("moment", ["while training goes on", "when all is done"])

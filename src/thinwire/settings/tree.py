@@ -401,11 +401,6 @@ def _check(settings: Settings) -> None:
     settings.lora.check(settings.boundary)
 
 
-def can_delay(settings: Settings) -> bool:
-    """Whether `pipeline.delay = 1` can work with these settings."""
-    return not _against_delay(settings)
-
-
 def _against_delay(settings: Settings) -> str:
     """What updates cannot be delayed with, and what to do: what all stages change at once."""
     boundary = settings.boundary
