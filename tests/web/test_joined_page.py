@@ -36,7 +36,8 @@ def test_peers_see_the_run_as_its_host_does(
         state, events = parts.get("state") or {}, parts.get("events") or []
         links = state.get("links") or [{}]
         saved = any(event["kind"] == "save" for event in events)
-        return bool(links[0].get("round_trip_ms") and parts["progress"] and saved)
+        told = links[0].get("round_trip_ms") and state.get("last_checkpoint")
+        return bool(told and parts["progress"] and parts["valid"] and saved)
 
     for name in peers:
         wait_until(lambda name=name: is_whole(page(name)), PROCESS_PATIENCE)  # type: ignore[misc]
