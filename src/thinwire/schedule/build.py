@@ -190,7 +190,7 @@ class PipelineConfig:
     delay: int = option(
         0,
         "steps by which updates are delayed; 1 = a step is computed without the update of the step "
-        "before, so that microbatches of the next step are on their way while it ends",
+        "before: the pipeline does not drain between steps, and the model learns less from each",
         least=0,
         most=1,
     )
