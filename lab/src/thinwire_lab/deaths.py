@@ -8,8 +8,9 @@ With `--wan PROGRAM` (root): a member of a hosted run dies that holds as much as
 four holds of the preset 160m, between network namespaces that PROGRAM joins. It is called with
 Mbit/s, one-way milliseconds, milliseconds of queue, lost packets in a million and the names of the
 namespaces, gives node K the address 10.88.0.K there, and carries packets until it is told to end.
-Then what logs and a stand-by cost: the same steps with logs and without, and in one run before a
-stand-by comes, while it follows, and after it is gone.
+Then what logs and a stand-by cost a run whose links decide its speed: the same steps with logs and
+without, and in one run with a stand-by and without, by turns. All share this machine's cores, where
+the stand-by computes when nobody else does, as if it had its own.
 """
 
 import argparse
@@ -38,8 +39,9 @@ from thinwire.typed import to_toml
 from thinwire_lab.bench_link import Row, show
 
 STAGES, STEPS_A_DEATH = 3, 25
-COUNTED = 40  # steps whose median is the speed of a run
+COUNTED, TURNS = 60, 4  # steps whose median is the speed of a run, and how often each is measured
 PATIENCE_S = 900.0
+STANDBY = r"stage (\d+) has a stand-by"
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"layers": 6, "dim": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 300,
               "context": 64},
@@ -50,6 +52,11 @@ LARGE: dict[str, dict[str, Any]] = {  # each stage: three blocks of the preset 1
               "context": 64},
     "train": {"batch": 4, "steps": 10_000, "checkpoint_every": 5},
     "link": {"shard_share": 0.5},
+}  # fmt: skip
+LIGHT: dict[str, dict[str, Any]] = {  # links take longer than the stages, on two cores for all
+    "model": {"layers": 3, "dim": 256, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 512,
+              "context": 64},
+    "train": {"batch": 8, "steps": 10_000, "checkpoint_every": 0},
 }  # fmt: skip
 WITHOUT_END: dict[str, dict[str, Any]] = {  # until it is stopped, after whichever step
     "train": {"steps": 100_000}, "optim": {"schedule": "constant", "warmup": 2},
@@ -86,13 +93,13 @@ class Program:
         """What it has printed so far."""
         return self._log.read_text()
 
-    def find(self, pattern: str) -> str:
-        """Wait for something that it prints."""
+    def find(self, pattern: str, behind: int = 0) -> str:
+        """Wait for something that it prints, behind so many characters."""
         found: re.Match[str] | None = None
 
         def look() -> bool:
             nonlocal found
-            found = re.search(pattern, self.text())
+            found = re.search(pattern, self.text()[behind:])
             return found is not None
 
         self.wait_until(look, pattern)
@@ -203,9 +210,9 @@ class Hosted(contextlib.ExitStack):
         self.run = Run(settings.run.folder, host)
         self._invite = host.find(r"thinwire join (tw1-\S+)")
 
-    def join(self, number: int, env: Mapping[str, str] | None = None) -> None:
+    def join(self, number: int, env: Mapping[str, str] | None = None, idle: bool = False) -> None:
         """Have a member join, or join again, and wait until it is there."""
-        self.begin_to_join(number, env)
+        self.begin_to_join(number, env, idle)
         self.wait_for_members()
 
     def wait_for_members(self) -> None:
@@ -213,12 +220,15 @@ class Hosted(contextlib.ExitStack):
         for member in self.members.values():
             member.find("(enrolled as)")
 
-    def begin_to_join(self, number: int, env: Mapping[str, str] | None = None) -> None:
-        """Have a member join, or join again."""
+    def begin_to_join(
+        self, number: int, env: Mapping[str, str] | None = None, idle: bool = False
+    ) -> None:
+        """Have a member join, or join again; `idle` has it compute when nobody else does."""
         name = f"peer-{number}"
         words = ["join", "-", "--name", name, "--listen", f"{self._address(number)}:0"]
         home = self._folder / name
-        self.members[name] = Program(self._prefix(number), home, *words, said=self._invite, env=env)
+        prefix = [*self._prefix(number), *(["chrt", "--idle", "0"] if idle else [])]
+        self.members[name] = Program(prefix, home, *words, said=self._invite, env=env)
         self.callback(self.members[name].end)
 
     def _address(self, number: int) -> str:
@@ -326,7 +336,7 @@ def over_wan(folder: Path, spares: int, log_mb: int | None) -> Row:
         before = [row["step_seconds"] for row in run.rows()[2:]]
         killed = 1
         if spares and log_mb != 0:
-            killed = int(run.leader.find(r"stage (\d+) has a stand-by"))
+            killed = int(run.leader.find(STANDBY))
         hosted.members[read_formation(run.folder).seats[killed]].end()
         pause = run.pause()
         moved = [sum(cut_bytes(link) for link in row["links"]) for row in run.rows()]
@@ -346,39 +356,43 @@ def cost_over_wan(folder: Path) -> Iterator[Row]:
     """What logs and a stand-by cost a run that saves nothing meanwhile."""
     for log_mb in (0, 4096):
         name = "logs" if log_mb else "no-logs"
-        changes = {"train": {"log_mb": log_mb, "checkpoint_every": 0}}
-        settings = settings_of(folder, name, merged(LARGE, changes))
+        settings = settings_of(folder, name, merged(LIGHT, {"train": {"log_mb": log_mb}}))
         with Hosted(folder, settings, has_network=True) as hosted:
-            run = hosted.run
+            run, alone, followed, fed = hosted.run, [], [], 0.0
             for number in range(1, STAGES + 1):
                 hosted.begin_to_join(number)
             run.wait_for(2)
-            yield _speed(run, settings, "logs on" if log_mb else "logs off")
-            if not log_mb:
-                continue
-            hosted.join(STAGES + 1)
-            run.leader.find(r"stage (\d+) has a stand-by")
-            run.wait_for(len(run.rows()) + COUNTED)  # it catches up meanwhile
-            found = {int(s) for s in re.findall(r"stage (\d+) has a stand-by", run.leader.text())}
-            row = _speed(run, settings, f"logs on, a stand-by for stage {sorted(found)}")
-            links = run.rows()[-1]["links"]
-            fed = sum(link["forward_bytes"] for link in links if link["cut"] + 1 in found)
-            fed += sum(link["backward_bytes"] for link in links if link["cut"] in found)
-            yield {**row, "MB a step to it": fed / 1e6}
-            hosted.members[f"peer-{STAGES + 1}"].end()
-            yield _speed(run, settings, "logs on, it is gone")
+            for _ in range(TURNS):
+                alone.append(_step_seconds(run))
+                if log_mb:
+                    said = len(run.leader.text())
+                    hosted.join(STAGES + 1, idle=True)
+                    run.leader.find(STANDBY, said)
+                    run.wait_for(len(run.rows()) + COUNTED)  # it catches up meanwhile
+                    found = {int(stage) for stage in re.findall(STANDBY, run.leader.text()[said:])}
+                    followed.append(_step_seconds(run))
+                    links = run.rows()[-1]["links"]
+                    fed = sum(link["forward_bytes"] for link in links if link["cut"] + 1 in found)
+                    fed += sum(link["backward_bytes"] for link in links if link["cut"] in found)
+                    hosted.members[f"peer-{STAGES + 1}"].end()
+            for what, steps, more in ((name, alone, 0.0), ("a stand-by", followed, fed)):
+                if steps:
+                    middle = statistics.median(steps)
+                    moved = sum(map(cut_bytes, run.rows()[-1]["links"]))
+                    yield {
+                        "what": what,
+                        "step s, by turns": " ".join(f"{step:.3f}" for step in steps),
+                        "tokens/s": settings.tokens_per_step / middle,
+                        "MB a step over cuts": moved / 1e6,
+                        "MB a step to it": more / 1e6,
+                    }
 
 
-def _speed(run: Run, settings: Settings, what: str) -> Row:
-    """The speed of the next steps, and the bytes of one over all cuts."""
+def _step_seconds(run: Run) -> float:
+    """The median of the next steps."""
     have = len(run.rows())
     run.wait_for(have + COUNTED)
-    rows = run.rows()[have:]
-    step = statistics.median(row["step_seconds"] for row in rows)
-    moved = statistics.median(sum(map(cut_bytes, row["links"])) for row in rows)
-    tokens = settings.tokens_per_step / step
-    over = {"MB a step over cuts": moved / 1e6, "MB a step to it": 0.0}
-    return {"what": what, "step s": step, "tokens/s": tokens, **over}
+    return statistics.median(row["step_seconds"] for row in run.rows()[have:])
 
 
 def cut_bytes(link: Row) -> int:
@@ -394,7 +408,8 @@ def measured(scratch: Path, options: argparse.Namespace) -> Iterator[Row]:
         if half:
             yield kill_members(scratch, half, 1, chance)
         return
-    for number, (spares, log_mb) in enumerate(((0, None), (1, None), (1, 0))):
+    deaths = () if options.only_cost else ((0, None), (1, None), (1, 0))
+    for number, (spares, log_mb) in enumerate(deaths):
         folder = scratch / str(number)
         folder.mkdir()
         with network(options.wan, options.mbps, options.latency_ms):
@@ -414,6 +429,7 @@ def main() -> None:
     parser.add_argument("--deaths", type=int, default=50, help="of both kinds together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--wan", type=Path, help="program that joins network namespaces")
+    parser.add_argument("--only-cost", action="store_true", help="of logs and a stand-by")
     parser.add_argument("--mbps", type=float, default=80.0)
     parser.add_argument("--latency-ms", type=float, default=25.0)
     options = parser.parse_args()
