@@ -129,6 +129,7 @@ class StageBuilder:
                 outgoing=self.boundary(receives=False) if not is_last else None,
                 recompute=settings.pipeline.recompute,
                 next_name="" if is_last else self.architecture.block_name(blocks.stop),
+                bound=settings.boundary.bound,
             )
             if settings.lora.rank:
                 attach_adapters(stage.layers, settings.lora)
@@ -200,7 +201,7 @@ class StageBuilder:
         if config.is_constrained:
             return SubspaceBoundary(space)
         table = (self.settings.model.vocab, config.table) if receives and config.table else None
-        return ProjectedBoundary(space, config.own_tables, table, config.bound)
+        return ProjectedBoundary(space, config.own_tables, table)
 
 
 @dataclass(frozen=True)

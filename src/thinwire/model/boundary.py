@@ -136,24 +136,6 @@ class EmbeddedBoundary(SubspaceBoundary):
         return self.copy
 
 
-class _Bounded(torch.autograd.Function):
-    """Its input as it is; on the way back no token has more than `bound` times the gradient of the
-    mean token, by their norms. Tokens without a gradient, such as those that fill up, do not count.
-    """
-
-    @staticmethod
-    def forward(ctx, z_BTK: Tensor, bound: float) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.bound = bound
-        return z_BTK.view_as(z_BTK)
-
-    @staticmethod
-    def backward(ctx, gradient_BTK: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
-        norms_BT1 = torch.linalg.vector_norm(gradient_BTK, dim=-1, keepdim=True)
-        most = ctx.bound * norms_BT1.sum() / (norms_BT1 != 0).sum().clamp_min(1)
-        smallest = torch.finfo(norms_BT1.dtype).tiny
-        return gradient_BTK * (most / norms_BT1.clamp_min(smallest)).clamp_max(1), None
-
-
 class ProjectedBoundary(SubspaceBoundary):
     """A narrow cut between free weights: what lies outside the basis is lost here.
 
@@ -163,10 +145,6 @@ class ProjectedBoundary(SubspaceBoundary):
     coordinates carry what context has added and nothing that all stages know. Left in, it would
     only shift them by what the next receiver could learn to take off; but tables learn fast, and
     every shift would reach all stages above.
-
-    With `bound` the gradient of a single token cannot outgrow the others' on its way back. Without
-    it a few rare tokens of a batch may come to have most of it, and all stages below learn from
-    them alone.
     """
 
     roles: ClassVar = {"table": Role.TABLE, "widen": Role.MATRIX}
@@ -176,10 +154,8 @@ class ProjectedBoundary(SubspaceBoundary):
         space: Space,
         own_tables: bool = False,
         table: tuple[int, int] | None = None,
-        bound: float = 0.0,
     ):
         super().__init__(space, anchored=False)
-        self.bound = bound
         self.basis: nn.Parameter | None = None  # set where a model holds it among its tensors
         self.own_tables = self.needs_ids = own_tables
         self.table = self.widen = None
@@ -192,10 +168,6 @@ class ProjectedBoundary(SubspaceBoundary):
     @property
     def basis_DK(self) -> Tensor:
         return self.space.basis_DK if self.basis is None else self.basis
-
-    def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
-        """U z."""
-        return super().decode(_Bounded.apply(z, self.bound) if self.bound else z, ids_BT)
 
     def known(self, ids_BT: Tensor | None) -> Tensor | None:
         """Rows of the receiver's table, as wide as the stream."""

@@ -259,8 +259,8 @@ class BoundaryConfig:
     )
     bound: float = option(
         0.0,
-        "projected: the most gradient that goes back for one token, as a multiple of the mean "
-        "token's; 0 = no bound",
+        "projected: the most gradient that a layer sends back for one token, as a multiple of the "
+        "mean token's; 0 = no bound",
         least=1,
         auto=0,
     )

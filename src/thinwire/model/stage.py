@@ -32,6 +32,24 @@ Past = list[KeyValues | None]
 """What the layers of a stage keep of the positions so far; None of those that look at one only."""
 
 
+class _Bounded(torch.autograd.Function):
+    """Its input as it is; on the way back no token has more than `bound` times the gradient of the
+    mean token, by their norms. Tokens without a gradient, such as those that fill up, do not count.
+    """
+
+    @staticmethod
+    def forward(ctx, x_BTC: Tensor, bound: float) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.bound = bound
+        return x_BTC.view_as(x_BTC)
+
+    @staticmethod
+    def backward(ctx, gradient_BTC: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        norms_BT1 = torch.linalg.vector_norm(gradient_BTC, dim=-1, keepdim=True)
+        most = ctx.bound * norms_BT1.sum() / (norms_BT1 != 0).sum().clamp_min(1)
+        smallest = torch.finfo(norms_BT1.dtype).tiny
+        return gradient_BTC * (most / norms_BT1.clamp_min(smallest)).clamp_max(1), None
+
+
 def entered(incoming: Boundary, z: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """What a first layer reads behind a cut, and what of it the stage has added of its own."""
     x, known = incoming.decode(z, ids), incoming.known(ids)
@@ -45,12 +63,17 @@ def with_ends(
     x: Tensor,
     ids: Tensor | None,
     known: Tensor | None,
+    bound: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """A layer with the ends of the cuts beside it, where it has any.
 
     What the stage itself knows of the tokens is added at its first end and taken off at its last.
-    It is returned too, for the layers up to there.
+    It is returned too, for the layers up to there. With `bound` the gradient of a single token
+    cannot outgrow the others' from layer to layer. Without it a few rare tokens of a batch may come
+    to have most of it, and all layers below learn from them alone.
     """
+    if bound and x.is_floating_point():
+        x = _Bounded.apply(x, bound)
     if incoming is not None:
         x, known = entered(incoming, x, ids)
     x = layer(x)
@@ -64,7 +87,8 @@ class Stage(nn.Module):
 
     Without an incoming boundary it starts from the model's inputs, token ids; without an
     outgoing one it ends with what the last layer says (logits). A stage without either is the
-    whole model. `next_name` is the layer that follows the outgoing boundary.
+    whole model. `next_name` is the layer that follows the outgoing boundary. `bound` is the most
+    gradient that a layer sends back for one token, as a multiple of the mean token's.
     """
 
     def __init__(
@@ -74,8 +98,10 @@ class Stage(nn.Module):
         outgoing: Boundary | None = None,
         recompute: bool = False,
         next_name: str = "",
+        bound: float = 0.0,
     ):
         super().__init__()
+        self.bound = bound
         self.names = [plan.name for plan in plans]
         self._roles = [plan.role for plan in plans]
         self._labels = [plan.label for plan in plans if plan.label]
@@ -112,12 +138,13 @@ class Stage(nn.Module):
                 if x.requires_grad:
                     x.register_hook(self._watched[1])
             end = outgoing if index == last else None
-            is_thin = any(cut is not None and cut.computes for cut in (incoming, end))
-            run = self._with_ends if is_thin else with_ends
+            is_more = any(cut is not None and cut.computes for cut in (incoming, end)) or self.bound
+            run = self._with_ends if is_more else with_ends
+            call = (layer, incoming, end, x, ids, known, self.bound)
             if self.recompute and torch.is_grad_enabled() and x.is_floating_point():
-                x, known = checkpoint(run, layer, incoming, end, x, ids, known, use_reentrant=False)
+                x, known = checkpoint(run, *call, use_reentrant=False)
             else:
-                x, known = run(layer, incoming, end, x, ids, known)
+                x, known = run(*call)
             incoming = None
             if index == 0 and self._embeds_own:
                 known = x
@@ -152,8 +179,8 @@ class Stage(nn.Module):
     def compile_layers(self, backend: str = "inductor") -> None:
         """Have torch fuse what is inside each layer. Equal blocks share one compiled graph.
 
-        A layer at a cut is compiled together with its end: as a call of its own, an end costs more
-        time to launch than to compute.
+        A layer at a cut is compiled together with its end, and with the bound of its gradient: as
+        a call of its own, each costs more time to launch than to compute.
         """
         torch._dynamo.config.recompile_limit = GRAPHS  # beyond it torch gives up compiling
         for layer in self.layers:
