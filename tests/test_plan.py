@@ -347,7 +347,7 @@ def test_a_plan_says_what_delayed_updates_bring(make_settings: MakeSettings) -> 
     link = {"link__emulate": True, "link__latency_ms": 10.0, "pipeline__window": 8}
     link |= {"pipeline__stages": 4, "pipeline__microbatches": 8}
     drained = make_plan(make_settings(**link), RATE)
-    delayed = make_plan(make_settings(**link, pipeline__delay=1), RATE)
+    delayed = make_plan(make_settings(**link, pipeline__delay=8), RATE)
     now, then = (plan.simulation.step_seconds for plan in (delayed, drained))
     assert now * 1.1 < then
     assert (delayed.undelayed_seconds, drained.undelayed_seconds) == (then, None)

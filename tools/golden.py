@@ -73,7 +73,7 @@ RUNS = {
     "thin100": Run(FOUR, recipe="thin100"),
     "thin200": Run(FOUR, recipe="thin200"),
     "exact32": Run(FOUR, recipe="exact32"),
-    "delayed": Run(f"{FOUR} pipeline.delay=1 train.eval_every=0", recipe="thin200"),
+    "delayed": Run(f"{FOUR} pipeline.delay=2 train.eval_every=0", recipe="thin200"),
     "dense recipe": Run(FOUR, recipe="dense"),
     "finetune": Run(recipe="finetune", begins="dense"),
     "LoRA": Run("lora.rank=4 optim.name=adamw", begins="dense"),

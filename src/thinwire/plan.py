@@ -185,9 +185,9 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
     norms, which are counted here, have none. Frozen weights have neither copy, gradient nor state.
     With delayed updates weights, gradients and rounded copies are there twice.
     """
-    width, delay = WEIGHT_TYPES[settings.run.precision].itemsize, settings.pipeline.delay
+    width, twice = WEIGHT_TYPES[settings.run.precision].itemsize, settings.pipeline.overlap
     states = 3 if settings.optim.name == "adamw" else 2  # gradient, moments
-    states += 2 * delay
+    states += 2 * twice
     model, family = settings.model, architecture(settings.model)
     batch = settings.microbatch_size
     compute_width = 2 if settings.run.precision == "bf16" else width
@@ -210,7 +210,7 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
         # A gradient, and those of rows that wait; on the first stage two moments too.
         needed = 4 if blocks.start == 0 else 2
         table = (needed - states) * model.vocab * model.dim * width
-    rounded = (1 + delay) * weights.trained * compute_width if compute_width < width else 0
+    rounded = (1 + twice) * weights.trained * compute_width if compute_width < width else 0
     return weights.bytes + weights.trained * width * states + rounded + table + activations
 
 

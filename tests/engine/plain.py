@@ -14,12 +14,12 @@ TOLERANCE = 1e-10
 
 
 def plain_loop(
-    settings: Settings, corpus: Corpus, delay: bool = False, refused: int = -1
+    settings: Settings, corpus: Corpus, delay: int = 0, refused: int = -1
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """An ordinary training loop: whole model, whole batches, torch's own optimizer and clipping.
 
-    With `delay` gradients are those of the weights before the last update. The update of the step
-    `refused` is left out.
+    Gradients of the first `delay` microbatches of a step are those of the weights before the last
+    update. The update of the step `refused` is left out.
     """
     torch.set_num_threads(1)
     model = Stage(architecture(settings.model).layers())
@@ -40,17 +40,21 @@ def plain_loop(
     losses = []
     for step in range(train.steps):
         parts = [order.microbatch(step, m) for m in range(settings.pipeline.microbatches)]
-        inputs = torch.from_numpy(np.concatenate([b.inputs_BT for b in parts]))
-        targets = torch.from_numpy(np.concatenate([b.targets_BT for b in parts]))
-        computed = before if delay else model
-        logits, flat = computed(inputs).flatten(0, 1), targets.flatten()
-        total = F.cross_entropy(logits, flat, ignore_index=-100, reduction="sum")
-        loss = total / int((flat != -100).sum())
-        computed.zero_grad()
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for computed, some in ((before, parts[:delay]), (model, parts[delay:])):
+            computed.zero_grad()
+            if some:
+                inputs = torch.from_numpy(np.concatenate([b.inputs_BT for b in some]))
+                flat = torch.from_numpy(np.concatenate([b.targets_BT for b in some])).flatten()
+                logits = computed(inputs).flatten(0, 1)
+                total += F.cross_entropy(logits, flat, ignore_index=-100, reduction="sum")
+                count += int((flat != -100).sum())
+        loss = total / count
         loss.backward()
         losses.append(loss.item())
-        for weight, used in zip(model.parameters(), computed.parameters(), strict=True):
-            weight.grad = used.grad
+        for weight, used in zip(model.parameters(), before.parameters(), strict=True):
+            found = [p.grad for p in (weight, used) if p.grad is not None]
+            weight.grad = torch.stack(found).sum(0)
         before.load_state_dict(model.state_dict())
         if step == refused:
             continue

@@ -1,4 +1,4 @@
-"""Delayed updates: a step is computed without the update of the step before."""
+"""Delayed updates: microbatches are computed without the update of the step before."""
 
 import itertools
 import math
@@ -52,23 +52,29 @@ def furthest(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -
     return max((found[name] - weight).abs().max().item() for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(("stages", "delay"), [(1, 4), (3, 4), (3, 1)])
 @pytest.mark.parametrize("refused", [-1, 0, 2])
 def test_a_chain_is_a_plain_loop_of_delayed_updates(
-    stages: int, refused: int, delayed: Callable, corpus: Corpus
+    stages: int, delay: int, refused: int, delayed: Callable, corpus: Corpus
 ) -> None:
-    settings = delayed(pipeline__stages=stages, train__steps=6)
-    losses, weights = plain_loop(settings, corpus, delay=True, refused=refused)
+    settings = delayed(pipeline__stages=stages, pipeline__delay=delay, train__steps=6)
+    losses, weights = plain_loop(settings, corpus, delay, refused)
     chain, found = chain_of(settings, corpus, refused)
     assert found == pytest.approx(losses, abs=TOLERANCE)
     assert furthest(weights_of(chain), weights) < TOLERANCE
 
 
 def test_without_delay_training_differs(delayed: Callable, corpus: Corpus) -> None:
-    """The failing side: a loop whose updates are not delayed begins alike and goes elsewhere."""
+    """The failing side: a loop with another delay, or none, begins alike and goes elsewhere."""
     settings = delayed(pipeline__stages=2, train__steps=3)
-    losses, weights = plain_loop(settings, corpus, delay=False)
     chain, found = chain_of(settings, corpus)
+    for other in (0, 2):
+        _begins_alike(*plain_loop(settings, corpus, delay=other), found, chain)
+
+
+def _begins_alike(
+    losses: list[float], weights: dict[str, torch.Tensor], found: list[float], chain: Chain
+) -> None:
     assert found[0] == pytest.approx(losses[0], abs=TOLERANCE)
     assert min(abs(a - b) for a, b in zip(found[1:], losses[1:], strict=True)) > 1e-6
     assert furthest(weights_of(chain), weights) > 1e-6
@@ -89,41 +95,44 @@ def spoil(step: int) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize(
-    ("stages", "window", "every"),
-    [(1, 0, 0), (2, 1, 0), (2, 4, 0), (3, 0, 3), (4, 4, 0), (4, 2, 2), (4, -1, 1)],
-)
+    ("stages", "window", "every", "delay"),
+    [(1, 0, 0, 4), (2, 1, 0, 4), (2, 4, 0, 1), (3, 0, 3, 2), (4, 4, 0, 4), (4, 4, 0, 3),
+     (4, 2, 2, 1), (3, 1, 0, 1), (1, 0, 0, 2), (4, -1, 1, 4)],
+)  # fmt: skip
 def test_a_pipeline_is_a_plain_loop_of_delayed_updates(
     stages: int,
     window: int,
     every: int,
+    delay: int,
     delayed: Callable,
     run_in_threads: Callable,
     corpus: Corpus,
-    reference: dict,
+    references: dict,
 ) -> None:
-    settings = delayed(
-        pipeline__stages=stages, pipeline__window=window, train__steps=7, train__eval_every=every
-    )
-    if not reference:
-        reference["losses"], reference["weights"] = plain_loop(settings, corpus, delay=True)
+    changes = {"pipeline__stages": stages, "pipeline__window": window, "pipeline__delay": delay}
+    settings = delayed(**changes, train__steps=7, train__eval_every=every)
+    if delay not in references:
+        references[delay] = plain_loop(settings, corpus, delay)
+    losses, weights = references[delay]
     outcome = run_in_threads(settings)
-    assert outcome.losses() == pytest.approx(reference["losses"], abs=TOLERANCE)
-    assert furthest(outcome.weights(), reference["weights"]) < TOLERANCE
+    assert outcome.losses() == pytest.approx(losses, abs=TOLERANCE)
+    assert furthest(outcome.weights(), weights) < TOLERANCE
     assert all(worker.mailbox.dropped == 0 for worker in outcome.workers)
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, Any]:
-    """The plain loop, which does not depend on the pipeline."""
+def references() -> dict[int, Any]:
+    """The plain loop of each delay, which does not depend on the pipeline."""
     return {}
 
 
-@pytest.mark.parametrize("refused", [0, 1, 3, 6])
+@pytest.mark.parametrize(("refused", "delay"), [(0, 2), (1, 4), (3, 1), (6, 4), (6, 1)])
 def test_a_refused_step_leaves_the_weights_of_the_next(
-    refused: int, delayed: Callable, run_in_threads: Callable, corpus: Corpus
+    refused: int, delay: int, delayed: Callable, run_in_threads: Callable, corpus: Corpus
 ) -> None:
-    settings = delayed(pipeline__stages=3, train__steps=7, train__eval_every=0)
-    losses, weights = plain_loop(settings, corpus, delay=True, refused=refused)
+    changes = {"pipeline__stages": 3, "pipeline__delay": delay}
+    settings = delayed(**changes, train__steps=7, train__eval_every=0)
+    losses, weights = plain_loop(settings, corpus, delay, refused)
     outcome = run_in_threads(settings, prepare_worker=spoil(refused))
     for stage in range(3):
         committed = [step.committed for step in outcome.steps(stage)]

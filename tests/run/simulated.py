@@ -719,7 +719,8 @@ def drawn(seed: int, delay: int = 0) -> tuple[Plan, dict[str, Any]]:
     plan = Plan(stages, processes, microbatches, steps, save_every, 2, schedule, hosted)
     if delay:
         count = stages + chance.randrange(3)
-        plan = Plan(stages, processes, count, steps + 4, save_every + 2, 4, "1f1b", hosted, 1)
+        plan = Plan(stages, processes, count, steps + 4, save_every + 2, 4, "1f1b", hosted)
+        plan = replace(plan, delay=chance.randint(1, count))
     faults, time, whole = list[Fault](), 0.0, reference(plan).seconds
     for _ in range(chance.choice([1, 2, 2, 3, 4, 6])):
         if faults and chance.random() < 0.6:  # soon after the one before

@@ -146,6 +146,7 @@ class ToyStep:
 
     version: int
     weights: int
+    later: tuple[int, int] = (0, 0)  # the same, of the microbatches that are not delayed
     inputs: dict[int, int] = field(default_factory=dict)
     gradient: int = 0
     loss: int = 0
@@ -715,7 +716,7 @@ class Stage:
         if neighbour not in self.ends:
             return None
         end, step = self.ends[neighbour], self.state.step
-        due = Due.from_above(self.index, step, delay=self.plan.delay)
+        due = Due.from_above(self.index, step, steps_behind=min(self.plan.delay, 1))
         if neighbour < self.index:
             due = Due.from_below(self.index, step, VALIDATION, schedule=self.world.schedule)
         toy: Any = ToyEnd(self.state, end.cut, self.plan.microbatches)
@@ -758,7 +759,7 @@ class Stage:
             if action.kind is Kind.U:
                 verdict = yield from self._conclude(step, running.pop(step))
                 if verdict.stop:
-                    last = min(last, step + plan.delay)
+                    last = min(last, step + min(plan.delay, 1))
                 if step == last:
                     break
                 continue
@@ -774,8 +775,11 @@ class Stage:
         return verdict
 
     def _compute(self, step: int, action: Action, now: ToyStep) -> Life:
-        versions, inputs = Versions(now.version, 0), now.inputs
-        number, is_forward = action.microbatch, action.kind is Kind.F
+        number, is_forward, inputs = action.microbatch, action.kind is Kind.F, now.inputs
+        if is_forward and number == self.plan.delay:  # the update of the step before is made
+            now.later = self.state.version, self.state.weights
+        version, weights = (now.version, now.weights) if number < self.plan.delay else now.later
+        versions = Versions(version, 0)
         kind = FrameKind.FORWARD if is_forward else FrameKind.BACKWARD
         source, to = (self.below, self.above) if is_forward else (self.above, self.below)
         given = mix(step, number)
@@ -784,10 +788,10 @@ class Stage:
             given = cast(Any, source.take_tensor(kind, step, number, versions)).value
         yield from self.compute(f"computes {action} of step {step}")
         if is_forward:
-            made = inputs[number] = mix(now.weights, given, step, number)
+            made = inputs[number] = mix(weights, given, step, number)
             now.loss = mix(now.loss, made)
         else:
-            made = mix(now.weights, inputs.pop(number), given)
+            made = mix(weights, inputs.pop(number), given)
             now.gradient = mix(now.gradient, made)
         if to is not None:
             to.send_tensor(kind, cast(Any, Toy(made)), step, number, versions)
@@ -826,7 +830,7 @@ class Stage:
             self._is_stopping |= self._misses >= MISSES
             self._is_stopping |= self._stops_at(FrameKind.VERDICT, step)
             if self._is_stopping:
-                self._pause = min(self._pause, step + 1 + self.plan.delay)
+                self._pause = min(self._pause, step + 1 + min(self.plan.delay, 1))
             saves = self.plan.is_checkpoint_step(step + 1) or self._is_stopping
             saves = saves and commit and step + 1 == self._pause
             decided = Verdict(norm, commit, saves, self._is_stopping)

@@ -1,5 +1,6 @@
 """Each way to break a schedule gives its own message and marks the failing cell."""
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -231,24 +232,31 @@ def test_a_forward_only_schedule_has_only_forwards():
     assert "0F1 is in the row of stage 0 0 times" in refusal("0F0", header=header)
 
 
-def test_with_delay_steps_follow_on_each_other_and_updates_come_two_steps_later():
-    schedule = build("1f1b", 2, 3, 2, delay=1)
+@pytest.mark.parametrize(("delay", "expected"), [(1, [
+        "5F0 5F1 5B0 5F2 5B1 6F0 5B2 5U 6F1 6B0 6F2 6B1 7F0 6B2 6U 7F1 7B0 7F2 7B1 7B2 7U",
+        "5F0 5B0 5F1 5B1 5F2 5B2 6F0 6B0 5U 6F1 6B1 6F2 6B2 7F0 7B0 6U 7F1 7B1 7F2 7B2 7U",
+    ]), (3, [
+        "5F0 5F1 5B0 5F2 5B1 6F0 5B2 6F1 6B0 6F2 6B1 5U 7F0 6B2 7F1 7B0 7F2 7B1 7B2 6U 7U",
+        "5F0 5B0 5F1 5B1 5F2 5B2 6F0 6B0 6F1 6B1 6F2 6B2 5U 7F0 7B0 7F1 7B1 7F2 7B2 6U 7U",
+    ])])  # fmt: skip
+def test_with_delay_steps_follow_on_each_other_and_updates_come_behind_what_is_delayed(
+    delay, expected
+):
+    schedule = build("1f1b", 2, 3, 2, delay)
     rows = [
         " ".join(f"{step}{action.label}" for step, action in schedule.stream(stage, 5, 8))
         for stage in range(2)
     ]
-    assert rows == [
-        "5F0 5F1 5B0 5F2 5B1 6F0 5B2 6F1 6B0 6F2 6B1 5U 7F0 6B2 7F1 7B0 7F2 7B1 7B2 6U 7U",
-        "5F0 5B0 5F1 5B1 5F2 5B2 6F0 6B0 6F1 6B1 6F2 6B2 5U 7F0 7B0 7F1 7B1 7F2 7B2 6U 7U",
-    ]
+    assert rows == expected
     drained = build("1f1b", 2, 3, 2)
     assert [*drained.stream(0, 5, 7)] == [(s, a) for s in (5, 6) for a in drained.rows[0]]
 
 
 def test_a_stream_of_steps_has_every_action_once_and_holds_no_more_than_a_step_alone():
     for stages, microbatches in ((1, 1), (1, 3), (3, 3), (3, 5)):
-        for window in range(1, microbatches + 1):
-            schedule = build("1f1b", stages, microbatches, window, delay=1)
+        sizes = range(1, microbatches + 1)
+        for window, delay in itertools.product(sizes, sizes):
+            schedule = build("1f1b", stages, microbatches, window, delay)
             for stage, most in enumerate(in_flight(schedule)):
                 stream = [*schedule.stream(stage, 0, 4)]
                 assert Counter(stream) == Counter(
@@ -259,4 +267,5 @@ def test_a_stream_of_steps_has_every_action_once_and_holds_no_more_than_a_step_a
                     held += {Kind.F: 1, Kind.B: -1, Kind.U: 0}[action.kind]
                     assert held <= most
                     updated = step if action.kind is Kind.U else updated
-                    assert action.kind is not Kind.F or updated == max(-1, step - 2)
+                    behind = 2 if action.microbatch < delay else 1
+                    assert action.kind is not Kind.F or updated == max(-1, step - behind)

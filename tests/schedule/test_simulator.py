@@ -258,7 +258,7 @@ def test_rows_of_a_shared_embedding_are_handed_on_frame_by_frame(frames: int) ->
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (3, 7), (4, 8), (6, 12)])
 def test_with_delay_free_links_leave_no_bubble(stages, microbatches):
-    schedule = build("1f1b", stages, microbatches, delay=1)
+    schedule = build("1f1b", stages, microbatches, delay=microbatches)
     step = simulate(schedule, costs(stages))
     assert step.step_seconds == pytest.approx(microbatches * 3.0 + 0.5)
     assert step.bubble_fraction == pytest.approx(0.0)
@@ -271,12 +271,12 @@ def test_with_delay_free_links_leave_no_bubble(stages, microbatches):
         # Way up and back: four actions of a second, two of ten seconds. In flight are all that a
         # step has, so each begins when the one a step before is back; or, without delay, when the
         # last one is: two seconds later for each, since the upper stage does them in turn.
-        (2, 2, 1, 24.0),
+        (2, 2, 2, 24.0),
         (2, 2, 0, 26.0),
-        (4, 4, 1, 24.0),
+        (4, 4, 4, 24.0),
         (4, 4, 0, 30.0),
-        (4, 2, 1, 48.0),  # half of them in flight: twice there and back
-        (40, 40, 1, 80.0),  # there is work for all of that time
+        (4, 2, 4, 48.0),  # half of them in flight: twice there and back
+        (40, 40, 40, 80.0),  # there is work for all of that time
     ],
 )
 def test_a_step_with_delay_is_the_way_there_and_back(microbatches, window, delay, expected):
@@ -289,7 +289,7 @@ def test_a_step_with_delay_is_the_way_there_and_back(microbatches, window, delay
 def test_the_verdict_hides_behind_the_next_step():
     """An update waits for a verdict that comes over all cuts, but has a whole step for that."""
     stages, network = 4, Network(latency_s=1.0)
-    long = simulate(build("1f1b", stages, 16, 16, delay=1), costs(stages), network)
+    long = simulate(build("1f1b", stages, 16, 16, delay=16), costs(stages), network)
     assert long.step_seconds == pytest.approx(16 * 3.0 + 0.5)
     drained = simulate(build("1f1b", stages, 16, 16), costs(stages), network)
     assert drained.step_seconds >= long.step_seconds + 2 * (stages - 1) * (1.0 + 1.0)
@@ -345,7 +345,7 @@ def test_with_delay_no_step_is_longer_where_the_window_is_that_of_1f1b(pipeline,
         dataclasses.replace(pipeline[1], update=[0.0] * pipeline[0].stages),
     )
     count = schedule.microbatches, max(schedule.window, schedule.stages)
-    drained, delayed = (build("1f1b", schedule.stages, *count, delay) for delay in (0, 1))
+    drained, delayed = (build("1f1b", schedule.stages, *count, delay) for delay in (0, count[0]))
     network = Network(up, down, latency)
     most = simulate(drained, costs, network).step_seconds
     assert simulate(delayed, costs, network).step_seconds <= most * (1 + SLACK) + SLACK

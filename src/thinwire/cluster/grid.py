@@ -139,8 +139,9 @@ def _check_settings(settings: Settings, grid: Grid) -> None:
         )
     if settings.pipeline.delay:
         raise ConfigError(
-            "pipeline.delay = 1 does not work on a cluster: PyTorch's schedules end a step before "
-            "the next begins. Set it to 0, or train with thinwire train or join"
+            f"pipeline.delay = {settings.pipeline.delay} does not work on a cluster: PyTorch's "
+            "schedules end a step before the next begins. Set it to 0, or train with thinwire "
+            "train or join"
         )
     if grid.schedule in ("zero-bubble", "zbv"):
         for key, is_on in (

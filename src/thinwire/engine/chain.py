@@ -132,13 +132,14 @@ class Chain(Joined):
         assert self.feed is not None, "training needs a feed"
         for update in self.updates:
             update.of_step(step).begin(step)
-        self.stages = [update.of_step(step).stage for update in self.updates]
         losses, count = [], self.settings.pipeline.microbatches
         with weights_rounded_once():
             for microbatch in range(count):
+                used = [update.of_microbatch(step, microbatch) for update in self.updates]
+                self.stages = [update.stage for update in used]
                 batch = self.feed.training(step, microbatch)
                 self.go_to(step, microbatch, training=True)
-                for update in self.updates:
+                for update in used:
                     if update.rows is not None:
                         update.rows.see(batch.inputs)
                 logits = self.logits(batch.inputs)

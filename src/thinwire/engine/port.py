@@ -108,7 +108,7 @@ class Due:
             validation_batches=validation_batches,
             rows=rows,
             answers_before=_answers_before(schedule, stage - 1) if schedule else None,
-            steps_behind=schedule.delay if schedule else 0,
+            steps_behind=min(schedule.delay, 1) if schedule else 0,
         )
 
     @classmethod
@@ -118,7 +118,7 @@ class Due:
         first_step: int,
         basis_bytes: int = 0,
         rows: tuple[int, int] = (0, 0),
-        delay: int = 0,
+        steps_behind: int = 0,
     ) -> "Due":
         """What the stage above sends: gradients and tallies, to which each stage adds its own.
 
@@ -135,15 +135,16 @@ class Due:
             first_step=first_step,
             basis_bytes=basis_bytes,
             rows=rows,
-            steps_behind=delay,
+            steps_behind=steps_behind,
         )
 
 
 def _answers_before(schedule: Schedule, stage: int) -> tuple[int, ...]:
     """How many backwards a stage has done before its forward of each microbatch."""
     if schedule.delay:
-        held = in_flight(schedule)[stage]
-        return tuple(number - held + 1 for number in range(schedule.microbatches))
+        held, numbers = in_flight(schedule)[stage], range(schedule.microbatches)
+        least = [0 if number >= schedule.delay else -schedule.microbatches for number in numbers]
+        return tuple(max(number - held + 1, least[number]) for number in numbers)
     done, before = 0, [0] * schedule.microbatches
     for action in schedule.rows[stage]:
         if action.kind is Kind.F:

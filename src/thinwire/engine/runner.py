@@ -29,7 +29,7 @@ from thinwire.wire import FrameKind
 
 @dataclass
 class Running:
-    """A step under way on this stage, with the weights that it is computed with.
+    """A step under way on this stage, with what its update will change.
 
     With delayed updates steps overlap: one lasts from the last backward of the step before to its
     own, and the last before a pause to its update.
@@ -110,7 +110,7 @@ class Runner:
                     unchanged.close()
                     verdict = self._conclude(step, lr(step), ended)
                     if verdict.stop:
-                        last = min(last, step + self._schedule.delay)
+                        last = min(last, step + min(self._schedule.delay, 1))
                     if step == last:
                         break
                     unchanged.enter_context(weights_rounded_once())
@@ -217,7 +217,7 @@ class Runner:
 
     def _forward(self, step: int, microbatch: int) -> None:
         running = self._running[step]
-        update, trace = running.update, running.trace
+        update, trace = self._update.of_microbatch(step, microbatch), running.trace
         batch = self._feed.training(step, microbatch)
         if batch.wait is not None:
             with trace.span("wait", f"ids{microbatch}"):
@@ -245,7 +245,7 @@ class Runner:
 
     def _backward(self, step: int, microbatch: int) -> None:
         running = self._running[step]
-        versions, trace = running.update.versions, running.trace
+        versions, trace = self._update.of_microbatch(step, microbatch).versions, running.trace
         received, output = running.in_flight.pop(microbatch)
         gradient = None
         if self._above is not None:

@@ -113,9 +113,10 @@ class StageUpdate:
     """One stage's weights, with all that changes them or takes the change back.
 
     With delayed updates there are two of a stage, each other's `twin`: one for even steps and one
-    for odd steps, for the weights of two steps are in use at once. A step is computed with all
-    updates but the last. Its own update is made of the weights and moments in the twin, which have
-    that one already, and of the gradients here: then this is the latest of the two.
+    for odd steps, for the weights of two steps are in use at once. The first microbatches of a step
+    are computed here, with all updates but the last, and the others in the twin, which has that
+    one already. Their gradients are added up here. The step's own update is made of them and of the
+    weights and moments in the twin: then this is the latest of the two.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class StageUpdate:
         self.twin: StageUpdate | None = None
         self._is_latest = True
         self._clip = clip
+        self._delay = self._microbatches = 0
 
     @classmethod
     def build(
@@ -152,6 +154,9 @@ class StageUpdate:
             other.share_frozen(stage)
             update.twin = cls._build_one(builder, other, index, make_optimizer)
             update.twin.twin = update
+            for one in (update, update.twin):
+                one._delay = builder.settings.pipeline.delay
+                one._microbatches = builder.settings.pipeline.microbatches
             update.twin.follow_twin()
         return update
 
@@ -182,6 +187,20 @@ class StageUpdate:
     def of_step(self, step: int) -> "StageUpdate":
         """Of this one and its twin, asked of the one for even steps: that of a step."""
         return self if self.twin is None or step % 2 == 0 else self.twin
+
+    def of_microbatch(self, step: int, microbatch: int) -> "StageUpdate":
+        """The same, of a microbatch of a step: that with whose weights it is computed."""
+        return self.of_step(step if microbatch < self._delay else step + 1)
+
+    @torch.no_grad()
+    def add_gradients_of_twin(self) -> None:
+        """Behind the last backward of a step: have all its gradients here."""
+        if self.twin is None or self._delay == self._microbatches:
+            return  # none of them are there; of the step before there may be
+        for own, others in zip(self.stage.parameters(), self.twin.stage.parameters(), strict=True):
+            if own is not others and others.grad is not None:
+                own.grad = others.grad if own.grad is None else own.grad.add_(others.grad)
+                others.grad = None
 
     @property
     def latest(self) -> "StageUpdate":
@@ -348,6 +367,8 @@ class StepEnd:
 
     def gather(self, step: int, decide: Decide) -> None:
         """Behind the last backward: what goes down; on the first stage what follows from it."""
+        for update in self._of_step(step):
+            update.add_gradients_of_twin()
         if self._keepers:
             with self.trace.span("compute", "norm"):
                 for update in self._of_step(step):

@@ -253,7 +253,7 @@ class Worker:
         self._misses = 0 if commit else self._misses + 1
         self._is_stopping |= self._misses >= PATIENCE or self._stops_at(FrameKind.VERDICT, step)
         if self._is_stopping:
-            self._pause = min(self._pause, step + 1 + self.settings.pipeline.delay)
+            self._pause = min(self._pause, step + 1 + self.settings.pipeline.overlap)
         is_due = self._saves_after(step + 1) or self._is_stopping
         return is_due and commit and step + 1 == self._pause, self._is_stopping
 
@@ -294,7 +294,7 @@ class Worker:
         rows = self.update.rows.limits() if self.update.rows else (0, 0)
         step, schedule = self.state.step, self.settings.schedule()
         from_below = Due.from_below(self.index, step, batches, basis > 0, schedule, rows)
-        from_above = Due.from_above(self.index, step, basis, rows, schedule.delay)
+        from_above = Due.from_above(self.index, step, basis, rows, self.settings.pipeline.overlap)
         return Runner(
             self.feed,
             self.update,

@@ -237,7 +237,7 @@ class RunRecord:
             return
         if math.isfinite(record.loss) and not self.ledger.refused and not self._explosion:
             # The loss was measured before the update of its step, and the delayed one before that.
-            self.checkpoints.prove(record.step - 1 - self.ledger.settings.pipeline.delay)
+            self.checkpoints.prove(record.step - 1 - self.ledger.settings.pipeline.overlap)
         self._write(MetricsWriter.step, record)
         self._write_progress()
         self.display.step(record)

@@ -6,9 +6,8 @@ without holding up its next action. Schedules are made here by name, with the sp
 and what cannot run is refused.
 """
 
-import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -57,8 +56,9 @@ class Schedule:
     """One training step: row s holds the actions of stage s in the order it runs them.
 
     `window` is the most microbatches that any stage may hold between forward and backward.
-    Making one checks nothing, so that a broken one can be drawn; `validate` does. With a `delay`
-    rows are those of a step by itself, and `stream` says how one step follows on another.
+    Making one checks nothing, so that a broken one can be drawn; `validate` does. With a `delay`,
+    a number of microbatches, rows are those of a step by itself, and `stream` says how one step
+    follows on another.
     """
 
     name: str
@@ -72,9 +72,10 @@ class Schedule:
         """What a stage does from step `first` to the one before `until`: each action's step, and
         the action.
 
-        With delayed updates every backward is followed by the next forward, whichever step that is
-        of, so a stage holds as many microbatches from the first step to the last. Before a step
-        begins, the update of the step two before is made; the last two are made at the end.
+        With delayed updates the first microbatches of a step, `delay` of them, are computed without
+        the update of the step before, so they need not wait for its backwards. The others come
+        behind that update. So forwards follow on backwards across steps, and a stage holds as many
+        microbatches from the first step to the last, if enough are delayed.
         """
         *passes, update = self.rows[stage]
         if not self.delay:
@@ -82,21 +83,30 @@ class Schedule:
                 yield from ((step, action) for action in (*passes, update))
             return
         forwards, backwards = ([a for a in passes if a.kind is kind] for kind in (Kind.F, Kind.B))
-        coming = ((step, action) for step in range(first, until) for action in forwards)
+        coming = deque((step, action) for step in range(first, until) for action in forwards)
+        room, updated, ended = in_flight(self)[stage], first, first
 
         def advance() -> Iterator[tuple[int, Action]]:
-            for step, action in itertools.islice(coming, 1):
-                if action is forwards[0] and step - 2 >= first:
-                    yield step - 2, update
-                yield step, action
+            nonlocal room, updated
+            while coming and room:
+                step, action = coming[0]
+                known = step if action.microbatch >= self.delay else step - 1
+                if known > ended:
+                    return  # it needs an update that has backwards to come
+                if known > updated:
+                    yield updated, update
+                    updated += 1
+                yield coming.popleft()
+                room -= 1
 
-        for _ in range(in_flight(self)[stage]):
-            yield from advance()
+        yield from advance()
         for step in range(first, until):
             for action in backwards:
                 yield step, action
+                room += 1
+                ended += action is backwards[-1]
                 yield from advance()
-        yield from ((step, update) for step in range(max(first, until - 2), until))
+        yield from ((step, update) for step in range(updated, until))
 
     def __str__(self) -> str:
         header = (
@@ -189,14 +199,19 @@ class PipelineConfig:
     )
     delay: int = option(
         0,
-        "steps by which updates are delayed; 1 = a step is computed without the update of the step "
-        "before: the pipeline does not drain between steps, and the model learns less from each",
+        "microbatches of a step that are computed without the update of the step before: the "
+        "pipeline need not drain between steps, and the model learns less from each; 0 = none",
         least=0,
-        most=1,
+        most=4096,
     )
     recompute: bool = option(
         False, "recompute activations in the backward pass instead of storing them"
     )
+
+    @property
+    def overlap(self) -> int:
+        """Steps that are under way while the one before has not ended: 0, or 1 with a delay."""
+        return min(self.delay, 1)
 
 
 def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int = 0) -> Schedule:
@@ -232,6 +247,11 @@ def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int
         held = [stage_window(stage, stages, microbatches, window) for stage in range(stages)]
     else:
         raise ConfigError(f"pipeline.schedule = {name!r} is not allowed{nearest(name, NAMES)}")
+    if delay > microbatches:
+        raise ConfigError(
+            f"pipeline.delay = {delay} is more than pipeline.microbatches = {microbatches}: a step "
+            "has no more to delay"
+        )
     rows = tuple(_row(stage, microbatches, held[stage]) for stage in range(stages))
     schedule = Schedule(name, stages, microbatches, window, rows, delay)
     validate(schedule)
