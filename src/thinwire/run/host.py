@@ -146,6 +146,7 @@ ANSWER_SECONDS = 3.0  # for whoever had lost stages to say that it is there
 FOLLOWED_SECONDS, SPARE_SECONDS, NEIGHBOUR_SECONDS = 1.5, 3.0, 8.0
 """For which a member may be away before another takes its stages: one that follows them loses
 nothing by it, one that holds nothing a little, one that holds stages is slower with more."""
+AWAY_TICK = 0.1  # between two looks at who is back, while somebody is away and stages wait
 STANDBY_PAUSE = 5.0  # between a stand-by that was lost and the next one
 SPARES = 2  # machines that an invite lets in beyond those that the run needs
 LEAVE_SECONDS = 5.0  # for them to end after the host has said goodbye
@@ -601,13 +602,14 @@ class HostedPeers(Peers):
         self._ask_who_is_there()
 
     def next_event(self, coordinator: Coordinator) -> Event:
-        self._give_up_the_absent()
+        somebody_is_away = self._give_up_the_absent()
         self._spread()
         for stages in [*self._homeless]:
             self._find_holder(stages)
         if self.is_training and not self._homeless and not self.is_stopping:
             self._find_standby()
-        return super().next_event(coordinator)
+        rest = coordinator.rest(time.monotonic())
+        return self.said.next(min(rest, AWAY_TICK) if somebody_is_away or self._homeless else rest)
 
     def _ask_who_is_there(self) -> None:
         """A machine may be frozen while its stream is open: who is to hold stages answers first."""
@@ -780,12 +782,13 @@ class HostedPeers(Peers):
             return follower
         return next_holder(stages, self._formation.seats, machines, self._settings)
 
-    def _give_up_the_absent(self) -> None:
+    def _give_up_the_absent(self) -> bool:
         """Have others hold the stages of a member that cannot be reached, if there are others.
 
-        Where nobody could, its stream says when it has been away for too long.
+        Where nobody could, its stream says when it has been away for too long. Whether somebody is
+        still waited for.
         """
-        now = time.monotonic()
+        now, is_waiting = time.monotonic(), False
         for member in self._base.members.all() if self._replaces else ():
             held, away = self._formation.held_by(member.name), (member.name, member.down_since)
             if not held or not member.is_down or away in self._given_up:
@@ -798,6 +801,8 @@ class HostedPeers(Peers):
             if name is not None and now - member.down_since > limit:
                 self._given_up.add(away)
                 self._lose(member.name, f"{member.name} could not be reached for {limit:g} s")
+            is_waiting |= away not in self._given_up
+        return is_waiting
 
     def _spread(self) -> None:
         """After a complete checkpoint, have a member that holds nothing take over one of several
