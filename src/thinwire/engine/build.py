@@ -220,6 +220,11 @@ class Weights:
         trained = sum(p.numel() for p in found if p.requires_grad)
         return cls(sum(p.numel() for p in found), trained, sum(p.nbytes for p in found))
 
+    def __add__(self, other: "Weights") -> "Weights":
+        return Weights(
+            self.count + other.count, self.trained + other.trained, self.bytes + other.bytes
+        )
+
 
 def stage_weights(settings: Settings, stage: int) -> Weights:
     """Of what a stage holds, counted on layers without memory."""
