@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from thinwire.cli import main
-from thinwire.demo import RECIPES, conclusion
+from thinwire.demo import RECIPES, conclusion, large_model
+from thinwire.model import PRESETS
 
 QUICK = (
     *("train.steps=2", "train.eval_batches=1", "link.mbps_up=0", "link.mbps_down=0"),
@@ -39,6 +40,22 @@ def test_a_thin_run_that_is_worse_is_called_worse() -> None:
     dense = summary(4.0, 60_000, 35.0, 120_000_000, 1.0)
     _, slower, higher = conclusion({"thin": thin, "dense": dense})
     assert "2.0x slower" in slower and "higher, and later" in higher
+
+
+@pytest.mark.parametrize("preset", ["1b", "8b"])
+def test_a_thin_cut_is_compared_with_dense_without_building_the_model(preset: str) -> None:
+    text = large_model(preset)
+    found = re.findall(r"([\d,]+) bytes per token at a cut +([\d,]+) tokens/s", text)
+    dense, thin = ([float(number.replace(",", "")) for number in row] for row in found)
+    dim, context = PRESETS[preset]["dim"], PRESETS[preset]["context"]
+    headers = 2 * 64 / context
+    assert dense[0] == round(2 * 2 * dim + headers)
+    assert thin[0] == pytest.approx(128 * 1.5 + headers, rel=0.1), "and scales"
+    # 80 Mbps carry 10 MB/s: what crosses a cut both ways shares the uplink of a middle stage
+    assert dense[1] < 10e6 / dense[0]
+    speedup = float(re.findall(r"the thin cut is ([\d.]+)x faster", text)[0])
+    assert speedup == pytest.approx(thin[1] / dense[1], rel=0.02) and speedup > 10
+    assert text.startswith("Simulated:") and f"({preset})" in text
 
 
 def test_the_demo_trains_both_arms_and_shows_them_side_by_side(

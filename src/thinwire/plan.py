@@ -1,8 +1,7 @@
 """The planner: an estimate of what a run will cost, before it starts.
 
 Compute times are measured on this machine with one block of the model (or given as a FLOP rate),
-bytes and links come from the settings, and the schedule's own simulator puts them together. What a
-thin cut would give a large model is simulated too, with nothing measured or built.
+bytes and links come from the settings, and the schedule's own simulator puts them together.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ import torch
 
 from thinwire.engine.build import Weights, autocast_for, choose_device, is_emulated, stage_weights
 from thinwire.model import LoraConfig, architecture
-from thinwire.report.human import duration, human_bytes, human_count, human_flops
+from thinwire.report.human import duration, human_bytes, human_flops
 from thinwire.report.table import against_bf16
 from thinwire.schedule import Costs, Counts, Schedule, Simulation, deal, simulate, window_table
 from thinwire.settings import Settings, machine_cores, threads_per_stage
@@ -462,62 +461,3 @@ def _link_line(settings: Settings) -> str:
         f"{mbps:g} Mbps" if mbps else "unlimited" for mbps in (link.mbps_up, link.mbps_down)
     )
     return f"links: {up} up, {down} down per host, {link.latency_ms:g} ms one way"
-
-
-@dataclass(frozen=True)
-class CutEstimate:
-    """How fast a model would train with one kind of cut: simulated, not measured."""
-
-    name: str  # "dense bf16"
-    bytes_per_token: float  # at one cut, both ways
-    tokens_per_s: float
-
-
-def compare_cuts(
-    preset: str,
-    tflops: float,
-    rank: int,
-    stages: int = 8,
-    microbatches: int = 32,
-    mbps: float = 80.0,
-    latency_ms: float = 25.0,
-) -> tuple[CutEstimate, CutEstimate, str]:
-    """What a thin cut would give a preset over slow links, without measuring or building it.
-
-    Dense bf16, the thin cut, and both in a few lines for a person. `tflops` is the rate that each
-    stage reaches. A microbatch is one sequence, and twice the stages are in flight, which hides the
-    latency from both.
-    """
-    link = {"emulate": True, "mbps_up": mbps, "mbps_down": mbps, "latency_ms": latency_ms}
-    common = {
-        "model": {"preset": preset},
-        "pipeline": {"stages": stages, "microbatches": microbatches},
-        "link": link,
-        "train": {"batch": microbatches},
-    }
-    found = []
-    for name, mode, width, forward, backward in (
-        ("dense bf16", "dense", 0, "bf16", "bf16"),
-        (f"projected rank {rank}, int8 forward, int4 back", "projected", rank, "int8", "int4"),
-    ):
-        cut = {"boundary": {"mode": mode, "rank": width}}
-        codec = {"codec": {"forward": forward, "backward": backward}}
-        settings = Settings.from_plain(common | cut | codec)
-        costs = estimate_costs(settings, tflops * 1e12)
-        step = simulate(settings.schedule(), costs, network_of(settings), steps=2)
-        per_token = sum(frame_bytes(settings)) / settings.tokens_per_microbatch
-        rate = settings.tokens_per_step / step.step_seconds
-        found.append(CutEstimate(name, per_token, rate))
-    dense, thin = found
-    size = human_count(architecture(settings.model).parameter_count())
-    lines = [
-        f"Simulated: a model of {size} parameters ({preset}) over {stages} stages of {tflops:g} "
-        f"TFLOP/s, links of {mbps:g} Mbps and {latency_ms:g} ms",
-        *(
-            f"  {arm.name:<{max(len(dense.name), len(thin.name))}}  {arm.bytes_per_token:>10,.0f} "
-            f"bytes per token at a cut  {arm.tokens_per_s:>10,.0f} tokens/s"
-            for arm in found
-        ),
-        f"  the thin cut is {thin.tokens_per_s / dense.tokens_per_s:,.1f}x faster",
-    ]
-    return dense, thin, "\n".join(lines)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from thinwire.data import Order, Validation
 from thinwire.data.order import permuted, round_keys
-from thinwire.errors import ConfigError, DataError
+from thinwire.errors import DataError
 
 MASK64 = (1 << 64) - 1
 PINNED = [7, 5, 9, 2, 6, 8, 11, 10, 0, 1, 4, 3]
@@ -106,13 +106,8 @@ def test_sizes_that_cannot_be_are_refused():
     assert an_order(tokens=61).count == 6, "the last window has its last target"
     with pytest.raises(DataError, match=r"60 tokens make 5 windows of 10 tokens, 6 are needed"):
         an_order(tokens=60)
-    for wrong in ({"batch": 7}, {"context": 0}, {"microbatches": 0}):
-        with pytest.raises(ConfigError, match=r"microbatches|context"):
-            an_order(**wrong)
     with pytest.raises(DataError, match=r"has 10 tokens, 11 are needed.*valid_fraction"):
         Validation(np.arange(10), context=10, batch=1, limit=0)
-    with pytest.raises(ConfigError):
-        Validation(np.arange(10), context=10, batch=0, limit=0)
 
 
 def windows_of(validation: Validation) -> list[int]:

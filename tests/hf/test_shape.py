@@ -28,6 +28,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True, "head_dim": 16, "rope_theta": 1e6},
 }
 
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4}
+
 
 def model_of(shape: str) -> ModelConfig:
     return ModelConfig(preset="custom", **{**SIZES, **SHAPES[shape]}).resolved()
@@ -148,11 +150,12 @@ def test_context_is_ours_to_choose_and_defaults_are_theirs() -> None:
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, 'rope_type = "yarn"'),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4}}, "has no low_freq_factor"),
+        ({"rope_parameters": {**LLAMA3, "factor": "8"}}, "rope_parameters.factor must be a number"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"rope_parameters": [1]}, "must be a table of keys"),
         ({"hidden_size": None}, "has no hidden_size"),
-        ({"hidden_size": 32.5}, "hidden_size = 32.5 must be a whole number"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps = 'small' must be a number"),
+        ({"hidden_size": 32.5}, "model.dim must be an integer, got 32.5"),
+        ({"rms_norm_eps": "small"}, "model.norm_eps must be a number, got 'small'"),
         ({"num_hidden_layers": 0}, "set model.layers"),
         ({"num_key_value_heads": 3}, "must be a multiple of model.kv_heads"),
     ],

@@ -9,7 +9,7 @@ from wiring import MAX_PAYLOAD, Recorder
 from thinwire.errors import BreachError, WireError
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, Pipe, encode, memory_pair
 from thinwire.wire import link as link_module
-from thinwire.wire.emulate import STAMP_BYTES, stamp
+from thinwire.wire.emulate import STAMP_BYTES
 from waiting import PATIENCE
 
 
@@ -234,18 +234,16 @@ def test_a_failure_in_packing_breaks_both_ends_once(ends):
 
 
 @pytest.mark.parametrize(
-    ("message", "reason", "nic"),
+    ("message", "reason"),
     [
-        (b"GET / HTTP/1.1\r\n" * 5, "magic", "direct"),
-        (b"short", "length", "direct"),
-        (encode(forward(1, MAX_PAYLOAD + 1)), f"at most {MAX_PAYLOAD} are accepted", "direct"),
-        (b"short", "has no time stamp", "emulated"),
-        (stamp(encode(forward(1)), float("nan")), "arrival time of nan", "emulated"),
+        (b"GET / HTTP/1.1\r\n" * 5, "magic"),
+        (b"short", "length"),
+        (encode(forward(1, MAX_PAYLOAD + 1)), f"at most {MAX_PAYLOAD} are accepted"),
     ],
 )
-def test_a_malformed_message_breaks_the_link(message, reason, nic):
+def test_a_malformed_message_breaks_the_link(message, reason):
     here, there = memory_pair()
-    end = End("1-0", there, NICS[nic]())
+    end = End("1-0", there, NICS["direct"]())
     here.write(message)
     end.heard.wait(lambda: end.heard.errors)
     assert reason in str(end.heard.errors[0]) and end.link.other_end_at_fault
@@ -385,14 +383,6 @@ def test_no_frame_comes_before_it_has_passed_the_uplink():
     assert arrived >= end
     here.link.close()
     there.link.close()
-
-
-def test_a_stamp_cannot_hold_a_message_back_for_longer_than_its_passage_takes():
-    here, there = memory_pair()
-    end = End("1-0", there, Nic(80, 80, latency_ms=1))
-    here.write(stamp(encode(forward(1)), time.monotonic() + 1e6))
-    end.heard.wait(lambda: end.heard.frames)
-    end.link.close()
 
 
 @pytest.mark.parametrize("frames", [1, 3])

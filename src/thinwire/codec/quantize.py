@@ -107,7 +107,6 @@ class Integer(Codec):
     by_token = True
 
     def __init__(self, bits: int, group: int | None = None, hadamard: bool = False):
-        _check_bits(bits)
         if group is not None and group < 4:
             raise ConfigError(f"group={group}: a group must have at least 4 elements")
         if hadamard and group is not None and group & (group - 1):
@@ -177,7 +176,6 @@ class TensorInteger(Codec):
     """
 
     def __init__(self, bits: int):
-        _check_bits(bits)
         self._bits = bits
 
     @property
@@ -299,11 +297,6 @@ class Float8(Codec):
         scales, scaled = parts
         x_RD = scaled.to(torch.float32).view(len(scales), _width(spec.shape))
         return x_RD.mul_(scales.to(torch.float32)[:, None]).reshape(spec.shape).to(spec.dtype)
-
-
-def _check_bits(bits: int) -> None:
-    if not 2 <= bits <= 8:
-        raise ConfigError(f"int{bits}: integers may have 2 to 8 bits")
 
 
 def _width(shape: Shape) -> int:

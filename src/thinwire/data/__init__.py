@@ -9,13 +9,3 @@ from thinwire.data.corpus import Corpus
 from thinwire.data.order import Batch, Order, Validation
 from thinwire.data.prepare import DataConfig, prepare
 from thinwire.data.tokenizer import Tokenizer
-
-__all__ = [
-    "Batch",
-    "Corpus",
-    "DataConfig",
-    "Order",
-    "Tokenizer",
-    "Validation",
-    "prepare",
-]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from thinwire.errors import ConfigError, DataError
+from thinwire.errors import DataError
 
 MASKED = -100
 """The target of a position from whose next token nothing is learned, as torch has it."""
@@ -37,8 +37,6 @@ class Windows:
     def __init__(self, tokens: np.ndarray, context: int, learned: np.ndarray | None = None):
         self.tokens = tokens
         self.context = context
-        if context < 1:
-            raise ConfigError(f"the context is {context} tokens: it must be at least 1")
         # The last window, too, needs one token after its end as a target.
         self.all = self.count = max(0, len(tokens) - 1) // context
         self._learned = learned
@@ -99,11 +97,6 @@ class Shuffled:
     """
 
     def __init__(self, count: int, batch: int, microbatches: int, seed: int) -> None:
-        if min(batch, microbatches) < 1 or batch % microbatches:
-            raise ConfigError(
-                f"a batch of {batch} cannot be split into {microbatches} equal microbatches: both "
-                "must be positive, and the batch a multiple of the number of microbatches"
-            )
         self.count = count
         self.batch = batch
         self.microbatches = microbatches
@@ -170,8 +163,6 @@ class Validation:
         limit: int,
         learned: np.ndarray | None = None,
     ) -> None:
-        if batch < 1:
-            raise ConfigError(f"a batch needs at least one sequence, not {batch}")
         self._windows = Windows(tokens, context, learned)
         windows = self._windows.count
         if windows < 1:

@@ -63,11 +63,6 @@ def prepare(
     `vocab` is the number of ids that the model has. `progress(phase, done, total)` gets
     the bytes read so far. Only the coordinator calls this.
     """
-    if config.source not in SOURCES:
-        known = ", ".join(SOURCES)
-        raise ConfigError(f"data.source = {config.source!r} is not one of {known}")
-    if not 0 < config.valid_fraction < 1:
-        raise ConfigError(f"data.valid_fraction = {config.valid_fraction} must lie between 0 and 1")
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > vocab:
         raise DataError(

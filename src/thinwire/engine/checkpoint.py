@@ -181,7 +181,7 @@ class Checkpoint(Source):
         return cls(folder, manifest, shards, allow_plugins, trusted_plugins)
 
     @functools.cached_property
-    def settings(self) -> Settings:
+    def settings(self) -> Settings:  # type: ignore[override]  # others have it at once
         """The settings of the run that wrote this, as this thinwire understands them."""
         self._check_plugins()
         try:

@@ -65,12 +65,9 @@ class Merged(Source):
 
     def __init__(self, source: Source):
         super().__init__(source.step, source.versions)
+        self.settings = dataclasses.replace(source.settings, lora=LoraConfig())
         self._source = source
         self._scale = source.settings.lora.scale
-
-    @property
-    def settings(self) -> Settings:
-        return dataclasses.replace(self._source.settings, lora=LoraConfig())
 
     def names(self) -> set[str]:
         return {name for name in self._source.names() if not is_adapter(name)}
@@ -123,18 +120,14 @@ class Folded(Source):
         if why := why_not_folded(trained):
             raise CheckpointError(f"{source} does not fold into plain weights: {why}")
         self._source = source
-        self._settings = dataclasses.replace(
+        self.settings = dataclasses.replace(
             trained, boundary=BoundaryConfig().resolved(trained.model.dim, trained.split())
         )
-        whole = _whole(self._settings).global_parameters()
+        whole = _whole(self.settings).global_parameters()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         """Of every folded tensor, in the model's order: known without reading any."""
         self._axes = {n: layer.axis for n, layer in _whole(trained).reparametrised().items()}
         self._basis_DK: Tensor | None = None
-
-    @property
-    def settings(self) -> Settings:
-        return self._settings
 
     def names(self) -> set[str]:
         return set(self.shapes)
@@ -174,10 +167,10 @@ class Folded(Source):
         boundary = self._source.settings.boundary
         if not boundary.is_constrained or boundary.shares_embedding:
             return ""
-        return f"{architecture(self._settings.model).layers()[0].name}.weight"
+        return f"{architecture(self.settings.model).layers()[0].name}.weight"
 
     def _table(self) -> Tensor:
-        model, boundary = self._settings.model, self._source.settings.boundary
+        model, boundary = self.settings.model, self._source.settings.boundary
         return fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std)
 
     def _basis(self) -> Tensor:

@@ -88,7 +88,7 @@ class CutEnd:
         for leg, codec in codecs.items():
             folder = None
             if scratch is not None and codec.remembers_examples:
-                folder = scratch / f"cut-{cut}-{leg.value}-{end._role(leg)}"
+                folder = scratch / f"cut-{cut}-{leg.value}-{_role(leg, is_lower)}"
                 folder.mkdir(parents=True, exist_ok=True)
             codec.prepare(spec, Surroundings(count, settings.codec.memory_mb << 20, folder))
         return end
@@ -134,9 +134,6 @@ class CutEnd:
 
     def _prefix(self, leg: Leg) -> str:
         return memory_prefix(self._block, leg, self._is_lower)
-
-    def _role(self, leg: Leg) -> str:
-        return _role(leg, self._is_lower)
 
 
 class Cut:

@@ -186,10 +186,7 @@ class Mailbox:
 
         Meanwhile the link reads nothing, so that its sender is held back too. A failure ends it.
         """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure or sum(key[0] == kind for key in self._items) < most
-            )
+        self.wait_until(lambda: sum(key[0] == kind for key in self._items) < most)
 
     def take(self, key: Key) -> Any:
         """The item of this key, waiting for it if need be."""
@@ -387,11 +384,12 @@ class Port:
             codec = self._check_contract(frame)
             self._check_step(frame)
             self._check_window(frame)
-            if codec.remembers and frame.kind in _TRAINING:
-                self._on_remembered(frame)
-            else:
-                with self._gate:
-                    self._check_first(frame)
+            is_remembered = codec.remembers and frame.kind in _TRAINING
+            with self._gate:
+                self._check_first(frame)
+                if is_remembered:
+                    self._admit(frame)
+            if not is_remembered:
                 self._receive(frame)
 
     def _is_due(self, frame: Frame) -> bool:
@@ -455,9 +453,9 @@ class Port:
             )
         content = bytes(frame.payload)
         try:
-            if kind is FrameKind.BASIS:
-                self._check_basis(content)
-            elif kind is not FrameKind.ROWS:  # whose size the stage itself knows at the step's end
+            if kind is FrameKind.BASIS and len(content) != (agreed := self._due.basis_bytes):
+                raise WireError(f"it has {len(content)} bytes, but {agreed} were agreed")
+            if kind in _MESSAGE_CHECKS:  # the size of rows the stage knows at the step's end
                 said = _MESSAGE_CHECKS[kind](content)
                 if isinstance(said, Verdict) and self._state is not None:
                     self._state.decide(decision_number(kind, step), said.stop)
@@ -466,10 +464,6 @@ class Port:
         except WireError as error:
             raise WireError(f"{self._described(frame)}: {error}") from None
         self._mailbox.put((kind, step, number), step, content)
-
-    def _check_basis(self, payload: bytes) -> None:
-        if len(payload) != (agreed := self._due.basis_bytes):
-            raise WireError(f"a basis of {len(payload)} bytes arrived, but {agreed} were agreed")
 
     def _on_evaluation(self, frame: Frame) -> None:
         """Take in the next frame of a validation: in order, so waiting cannot block."""
@@ -487,14 +481,10 @@ class Port:
         self._mailbox.wait_for_room(FrameKind.EVALUATE, EVALUATION_WINDOW)
         self._receive(frame)
 
-    def _on_remembered(self, frame: Frame) -> None:
-        """Take in a tensor that its codec remembers, or hold it until its step is opened."""
-        with self._gate:
-            self._check_first(frame)
-            self._admit(frame)
-
     def _admit(self, frame: Frame) -> None:
-        """Receive a frame of a step that was opened, and hold one of the next."""
+        """Receive a frame of a step that was opened, and hold one of the next: what its codec
+        remembers may not move on to it yet.
+        """
         self._check_step(frame)
         if frame.step <= self._open_step:
             self._receive(frame)

@@ -22,16 +22,15 @@ class Versions:
 
 
 class Source(ABC):
-    """Tensors by their global names, after `step` steps; `str` of it names it in errors."""
+    """Tensors by their global names, after `step` steps of the run that has these settings; `str`
+    of it names it in errors.
+    """
+
+    settings: Settings
 
     def __init__(self, step: int, versions: Versions):
         self.step = step
         self.versions = versions
-
-    @property
-    @abstractmethod
-    def settings(self) -> Settings:
-        """The settings of the run whose state this is."""
 
     @abstractmethod
     def names(self) -> set[str]:
@@ -66,11 +65,7 @@ class Snapshot(Source):
     ):
         super().__init__(step, versions)
         self._tensors = tensors
-        self._settings = settings
-
-    @property
-    def settings(self) -> Settings:
-        return self._settings
+        self.settings = settings
 
     def names(self) -> set[str]:
         return set(self._tensors)

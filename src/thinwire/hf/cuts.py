@@ -84,17 +84,13 @@ class WithCuts(Source):
         source = merged(source)
         super().__init__(source.step, source.versions)
         self._source = source
-        settings, root = source.settings, nn.Module()
-        Whole(settings, torch.device("meta"), root)
+        self.settings, root = source.settings, nn.Module()
+        Whole(self.settings, torch.device("meta"), root)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in root.state_dict().items()}
         """Of every tensor, in the model's order: known without reading any."""
         self._bases = {
-            f"{ENDS}.model.layers.{blocks.start}.basis" for blocks in settings.split()[1:]
+            f"{ENDS}.model.layers.{blocks.start}.basis" for blocks in self.settings.split()[1:]
         }
-
-    @property
-    def settings(self) -> Settings:
-        return self._source.settings
 
     def names(self) -> set[str]:
         return set(self.shapes)

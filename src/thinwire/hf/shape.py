@@ -4,7 +4,6 @@ Pure functions of plain data: neither torch nor transformers is needed. What a c
 that our model does not do is refused by name; keys about other things are left alone.
 """
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,6 @@ from thinwire.typed import from_plain
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` that can be imported; SmolLM and SmolLM2 are of the type llama."""
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-MOST = sys.float_info.max
 _SIZES = {
     "vocab": "vocab_size",
     "dim": "hidden_size",
@@ -66,21 +64,21 @@ def shape_of(config: Mapping[str, Any], context: int = 0) -> ModelConfig:
         if config.get(key) is not None and config[key] not in allowed:
             raise ConfigError(f"config.json: {key} = {config[key]!r}: {reason}")
     _check_windows(config)
-    sizes = {ours: _size(config, theirs) for ours, theirs in _SIZES.items()}
-    sizes["kv_heads"] = _size(
+    sizes = {ours: _given(config, theirs) for ours, theirs in _SIZES.items()}
+    sizes["kv_heads"] = _given(
         config, "num_key_value_heads", sizes["heads"] if kind == "llama" else None
     )
-    sizes["head_dim"] = _size(config, "head_dim", 128 if kind == "qwen3" else 0)
+    sizes["head_dim"] = _given(config, "head_dim", 128 if kind == "qwen3" else 0)
     theta, scaling = _positions(config)
     values = {
         "preset": CUSTOM,
         **sizes,
-        "context": context or _size(config, "max_position_embeddings"),
+        "context": context or _given(config, "max_position_embeddings"),
         "qkv_bias": kind == "qwen2",
         "qk_norm": kind == "qwen3",
         "rope_theta": theta,
         "rope_scaling": str(scaling or ""),
-        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
+        "norm_eps": _given(config, "rms_norm_eps", 1e-6),
     }
     return from_plain(ModelConfig, values, "model").resolved()
 
@@ -175,7 +173,6 @@ def _positions(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise ConfigError("config.json: rope_parameters differ by kind of layer: not supported")
     theta = found.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = found.get("rope_type", found.get("type", "default"))
-    theta = _number({"rope_theta": theta}, "rope_theta")
     if found.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(
             f"config.json: partial_rotary_factor = {found['partial_rotary_factor']!r}: every "
@@ -187,29 +184,17 @@ def _positions(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise ConfigError(
             f'config.json: rope_type = "{kind}" is not supported, only default and {KIND}'
         )
-    return theta, RopeScaling(
-        _number(found, "factor"),
-        _number(found, "low_freq_factor"),
-        _number(found, "high_freq_factor"),
-        _size(found, "original_max_position_embeddings", config.get("max_position_embeddings")),
-    )
+    original = config.get("max_position_embeddings")
+    scaling = {
+        "factor": _given(found, "factor"),
+        "low": _given(found, "low_freq_factor"),
+        "high": _given(found, "high_freq_factor"),
+        "context": _given(found, "original_max_position_embeddings", original),
+    }
+    return theta, from_plain(RopeScaling, scaling, "config.json: rope_parameters")
 
 
-def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = _given(config, key, default)
-    if type(value) is not int or value < 0:
-        raise ConfigError(f"config.json: {key} = {value!r} must be a whole number")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = _given(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
-        raise ConfigError(f"config.json: {key} = {value!r} must be a number")
-    return float(value)
-
-
-def _given(config: Mapping[str, Any], key: str, default: Any) -> Any:
+def _given(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
     value = default if config.get(key) is None else config[key]
     if value is None:
         raise ConfigError(f"config.json has no {key}")

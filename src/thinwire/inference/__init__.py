@@ -2,5 +2,3 @@
 
 from thinwire.inference.model import Model
 from thinwire.inference.text import Sampling, TextModel
-
-__all__ = ["Model", "Sampling", "TextModel"]

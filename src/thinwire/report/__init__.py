@@ -17,21 +17,3 @@ from thinwire.report.records import (
     write_timeline,
 )
 from thinwire.report.table import comparison_table, print_summary, summary_table
-
-__all__ = [
-    "Display",
-    "EvaluationRecord",
-    "LinkRecord",
-    "MetricsWriter",
-    "PlainDisplay",
-    "StageRecord",
-    "StepRecord",
-    "Timeline",
-    "TraceSpan",
-    "comparison_table",
-    "open_display",
-    "print_summary",
-    "read_timeline",
-    "summary_table",
-    "write_timeline",
-]

@@ -377,8 +377,7 @@ class Link:
         frame: BytesLike = message
         try:
             if self._nic is not None:
-                stamped, frame = unstamp(message)
-                due = self._nic.believed(stamped, len(frame), due)
+                due, frame = unstamp(message)
             return decode(frame, self._max_payload), len(frame), due
         except WireError as error:
             return BreachError(str(error)), 0, due
