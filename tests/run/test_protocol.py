@@ -24,7 +24,14 @@ from thinwire.engine.reports import (
     Versions,
 )
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
-from thinwire.report import LinkRecord, StageRecord, StepRecord, Timeline, TraceSpan
+from thinwire.report import (
+    EvaluationRecord,
+    LinkRecord,
+    StageRecord,
+    StepRecord,
+    Timeline,
+    TraceSpan,
+)
 from thinwire.run.channel import Channel
 from thinwire.run.conduct import PeerConduct
 from thinwire.run.machine import Machine
@@ -66,10 +73,8 @@ from thinwire.run.protocol import (
     Relink,
     RunNews,
     Saved,
-    ScoreNews,
     Start,
     StatusReport,
-    StepNews,
     Stop,
     TakeOver,
     Tried,
@@ -148,8 +153,8 @@ MESSAGES: list[Any] = [
     Order([0], {"key": "k"}, {"run": {}}, "/c", "/r"),
     Release("formed again"),
     News("all is well"),
-    StepNews(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0),
-    ScoreNews(1, 2.0, None),
+    StepRecord(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0, [], []),
+    EvaluationRecord(1, 2.0, None),
     NEWS,
     TryDoor(),
     Dismiss("over", in_order=True),

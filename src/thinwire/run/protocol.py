@@ -35,7 +35,7 @@ import msgspec
 
 from thinwire.engine.reports import Audited, Meters, Report, Step
 from thinwire.errors import WireError, printable
-from thinwire.report import StepRecord, Timeline
+from thinwire.report import EvaluationRecord, StepRecord, Timeline
 from thinwire.run.machine import Machine
 from thinwire.schedule import Costs, Links
 from thinwire.typed import Finite, learn_types
@@ -100,7 +100,7 @@ class StatusReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """As it crosses the socket, and as `--json` shows it."""
         return dict(msgspec.to_builtins(self))
 
-    def after(self, step: "StepRecord | StepNews | None") -> "StatusReport":
+    def after(self, step: StepRecord | None) -> "StatusReport":
         """The same with the figures of the last step; JSON has none that are not finite."""
         if step is None:
             return self
@@ -368,30 +368,6 @@ class News:
 
 
 @dataclass(frozen=True)
-class StepNews:
-    """A step of the run, as everybody sees it."""
-
-    step: int
-    steps: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens: int
-    tokens_per_s: float
-    step_seconds: float
-    eta_seconds: float
-
-
-@dataclass(frozen=True)
-class ScoreNews:
-    """A validation of the run."""
-
-    step: int
-    loss: float
-    bits_per_byte: float | None
-
-
-@dataclass(frozen=True)
 class RunNews:
     """What the host's page shows beside: so that of a member shows the same. Now and then.
 
@@ -539,7 +515,16 @@ OfStage = (
     | Chosen
 )
 ToPeer = (
-    AskAlive | Hold | Order | Release | News | StepNews | ScoreNews | RunNews | TryDoor | Dismiss
+    AskAlive
+    | Hold
+    | Order
+    | Release
+    | News
+    | StepRecord  # without what is of single stages and cuts
+    | EvaluationRecord
+    | RunNews
+    | TryDoor
+    | Dismiss
 )
 ToStage = Connect | Start | Await | Relink | Follow | TakeOver | Saved | Stop | Leave | Read
 FromPeer = OfPeer | OfStage
