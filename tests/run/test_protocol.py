@@ -79,12 +79,11 @@ from thinwire.run.protocol import (
     TakeOver,
     Tried,
     TryDoor,
-    Way,
     pack,
     unpack,
 )
 from thinwire.schedule import Costs, Links
-from thinwire.wire import Frame, FrameKind, Link, Meter, memory_pair
+from thinwire.wire import Frame, FrameKind, Link, Meter, Route, memory_pair
 from waiting import wait_until
 
 METER = Meter()
@@ -109,7 +108,7 @@ STEP = Step(
 SHARD = Shard("stage-1.safetensors", "ab", 10, ["a/b"])
 WRITTEN = ShardWritten(4, Versions(4, 0), SHARD, {"0": {"forward": "ab", "backward": ""}})
 FAILED = Failed("WireError", True, "link cut-0 is broken", "", [0], [])
-CONNECT = Connect("127.0.0.1:1", [0, 1], seats=["ana", "ben"], reach=[Way("a:1", "direct", "t")])
+CONNECT = Connect("127.0.0.1:1", [0, 1], seats=["ana", "ben"], reach=[Route("a:1", "direct", "t")])
 PROGRESS = Progress(
     step_seconds_median=0.5,
     timeline=Timeline("code", 3, 0.5, [], [TraceSpan(0, "compute", "F0", 0.0, 0.1)]),
