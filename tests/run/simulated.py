@@ -325,7 +325,7 @@ class Leader:
             name = self._standby_of(stages[0])
             if self.seats[stages[0]] == crowded and name and name not in self.seats:
                 self.world.outcome.moved += 1
-                self.hear(ev.Moved(stages, f"stages {stages} move from {crowded} to {name}"))
+                self.hear(ev.MoveAsked(stages, f"stages {stages} move from {crowded} to {name}"))
                 return
 
     def lose_touch(self, process: Process, seconds: float) -> None:

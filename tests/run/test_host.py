@@ -34,10 +34,10 @@ from thinwire.run.host import (
 from thinwire.run.machine import Machine
 from thinwire.run.members import Member
 from thinwire.run.peers import StageFailedError
-from thinwire.run.protocol import Connect, Declined, Hello, Hold, Leaving, News, Pulse, Start, Way
+from thinwire.run.protocol import Connect, Declined, Hello, Hold, Leaving, News, Pulse, Start
 from thinwire.schedule import PipelineConfig
 from thinwire.settings import Settings
-from thinwire.wire import Door
+from thinwire.wire import Door, Route
 from trained import trained
 from waiting import PATIENCE, wait_until
 
@@ -314,7 +314,7 @@ SEATS = ["ana", "ben", "cleo"]
 
 def make_ways() -> Ways:
     doors = [DoorOf("127.0.0.1:1", "192.0.2.1:1"), DoorOf("127.0.0.1:2"), DoorOf("127.0.0.1:3")]
-    meeting = [[Way("192.0.2.9:9", "relayed", f"{name}.secret")] for name in SEATS]
+    meeting = [[Route("192.0.2.9:9", "relayed", f"{name}.secret")] for name in SEATS]
     return Ways("ab" * 8, "token", doors, meeting, SEATS)
 
 

@@ -20,7 +20,7 @@ from thinwire.run.events import (
     Exited,
     FollowerSaid,
     Lost,
-    Moved,
+    MoveAsked,
     PartArrived,
     Promote,
     Replace,
@@ -138,7 +138,7 @@ class Led:
 
     def is_quiet(self, seconds: float = 0.3) -> bool:
         heard = [self.peers.next_event(self.coordinator) for _ in range(int(seconds / 0.02))]
-        return not any(isinstance(event, Lost | Moved) for event in heard)
+        return not any(isinstance(event, Lost | MoveAsked) for event in heard)
 
 
 Leads = Callable[..., Any]
@@ -268,7 +268,7 @@ def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_
         led.next(Tick)
         assert led.is_quiet(), "it waits for a checkpoint"
         led.peers.tell(0, Saved(4))
-        assert led.next(Moved) == Moved([0], "stage 0 moves from ana to cleo")
+        assert led.next(MoveAsked) == MoveAsked([0], "stage 0 moves from ana to cleo")
         led.peers.replace([0])
         led.gives("cleo", [0])
         assert led.peers._formation.seats == ["cleo", "ana"]
@@ -322,7 +322,7 @@ class Run:
 
 
 def test_a_move_is_no_death_however_often_it_comes() -> None:
-    run, move = Run(), Moved([1], "stage 1 moves from ana to ben")
+    run, move = Run(), MoveAsked([1], "stage 1 moves from ana to ben")
     for number in range(5):
         run.say((0, step(0, number)), (1, step(1, number)))
         assert run.on(move) == [], "nobody follows it"

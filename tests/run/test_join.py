@@ -16,11 +16,19 @@ from hosting import House
 
 from thinwire.data import Tokenizer, prepare
 from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, outward
-from thinwire.report import PlainDisplay, StepRecord
+from thinwire.report import EvaluationRecord, PlainDisplay, StepRecord
 from thinwire.report.metrics import losses_of
 from thinwire.run import join as join_module
 from thinwire.run.admission import AuthorityBook
-from thinwire.run.join import Holding, JoinedPeer, JoinOptions, Place, Terms, join, own_settings
+from thinwire.run.join import (
+    Holding,
+    JoinedPeer,
+    JoinOptions,
+    Terms,
+    Whereabouts,
+    join,
+    own_settings,
+)
 from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer
 from thinwire.run.protocol import (
@@ -32,7 +40,6 @@ from thinwire.run.protocol import (
     Order,
     PeerStatus,
     RunNews,
-    ScoreNews,
     StatusReport,
     Tried,
     TryDoor,
@@ -49,11 +56,13 @@ def nowhere(name: str) -> Pipe:
     raise AssertionError("nothing is to be fetched")
 
 
-def joined_peer(folder: Path, way: Any = None, identity: Any = None) -> JoinedPeer:
+def joined_peer(
+    folder: Path, way: Any = None, identity: Any = None, shown: io.StringIO | None = None
+) -> JoinedPeer:
     machine = Machine(tflops=1.0, memory_gb=1.0, device="cpu")
     identity = identity or Identity.create("ana", Identity.create("host").public)
-    display = PlainDisplay(io.StringIO())
-    return JoinedPeer(Place(folder, way), identity, Terms(), machine, display)
+    display = PlainDisplay(shown or io.StringIO())
+    return JoinedPeer(Whereabouts(folder, way), identity, Terms(), machine, display)
 
 
 # Its stream to the host
@@ -93,13 +102,15 @@ def test_a_host_that_is_away_is_named_by_its_own_address(
     monkeypatch.setattr(join_module, "DIAL_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         host = f"127.0.0.1:{listening.getsockname()[1]}"
-    peer = joined_peer(tmp_path, Routes("0123456789abcdef/control", [Route(host, "direct", "x")]))
+    way, shown = Routes("0123456789abcdef/control", [Route(host, "direct", "x")]), io.StringIO()
+    peer = joined_peer(tmp_path, way, shown=shown)
     thread = threading.Thread(target=peer._keep_in_touch, daemon=True)
     thread.start()
-    reason = peer._events.get(timeout=PATIENCE).reason
+    peer._due.get(timeout=PATIENCE)()
     peer._is_over = True
     thread.join()
-    assert reason.startswith("the host cannot be reached") and host in reason
+    told = shown.getvalue()
+    assert "the host cannot be reached" in told and host in told
 
 
 def test_a_peer_tries_the_addresses_of_its_invite(tmp_path: Path) -> None:
@@ -109,8 +120,13 @@ def test_a_peer_tries_the_addresses_of_its_invite(tmp_path: Path) -> None:
         door.admit("ab" * 8, "ana.secret")
         routes = [Route(address, "direct", "ana.secret") for address in (door.address, shut)]
         peer = joined_peer(tmp_path, Routes(f"{'ab' * 8}/control", routes))
-        peer._on(Envelope(TryDoor()))
-        tried = peer._events.get(timeout=PATIENCE)
+        said: list[Any] = []
+        peer._channel = SimpleNamespace(  # type: ignore[assignment]
+            send=lambda message, generation: said.append(message)
+        )
+        peer._on_message(Envelope(TryDoor()))
+        peer._due.get(timeout=PATIENCE)()
+    (tried,) = said
     assert tried == Tried({door.address: "", shut: f"{shut}: Connection refused"})
 
 
@@ -285,8 +301,8 @@ def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file
     peer._channel = SimpleNamespace(  # type: ignore[assignment]
         send=lambda message, generation: said.append((message, generation))
     )
-    peer._on(Envelope(Hold([0], make_settings().to_plain(), False, ""), generation=4))
-    peer._on(peer._events.get(timeout=PATIENCE))
+    peer._on_message(Envelope(Hold([0], make_settings().to_plain(), False, ""), generation=4))
+    peer._due.get(timeout=PATIENCE)()
     ((declined, generation),) = said
     assert isinstance(declined, Declined) and generation == 4 and peer.held is None
     assert told in declined.reason and "hunter2" not in declined.reason
@@ -325,7 +341,7 @@ def test_states_of_stages_that_others_hold_now_are_removed(
     fetched = [tmp_path / "run" / "checkpoints" / f"step-00000003-{stage}" for stage in (0, 1)]
     for folder in fetched:
         folder.mkdir(parents=True)
-    peer._on(join_module._Prepared(held, Order([1], {}, {}, "", "")))
+    peer._on_prepared(held, Order([1], {}, {}, "", ""))
     assert [folder.exists() for folder in fetched] == [False, True]
 
 
@@ -363,8 +379,8 @@ def test_a_member_keeps_what_the_host_tells_it_and_says_what_it_knows_better(
         "code", "ab", "host", "training", 10.0, step=3, peers=peers, links=links, last_checkpoint=2
     )
     for _ in range(2):  # the step is still the same
-        peer._on_message(RunNews(report, step), -1, 0)
-    peer._on_message(ScoreNews(3, 2.25, None), -1, 0)
+        peer._on_message(Envelope(RunNews(report, step)))
+    peer._on_message(Envelope(EvaluationRecord(3, 2.25, None)))
     assert [row.step for row in losses_of(tmp_path)] == [3, 3], "a step and a validation"
     told = status_from_plain(status({}))
     assert (told.role, told.state, told.last_checkpoint) == ("member", "training", 2)

@@ -24,7 +24,14 @@ from thinwire.engine.reports import (
     Versions,
 )
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
-from thinwire.report import LinkRecord, StageRecord, StepRecord, Timeline, TraceSpan
+from thinwire.report import (
+    EvaluationRecord,
+    LinkRecord,
+    StageRecord,
+    StepRecord,
+    Timeline,
+    TraceSpan,
+)
 from thinwire.run.channel import Channel
 from thinwire.run.conduct import PeerConduct
 from thinwire.run.machine import Machine
@@ -66,20 +73,17 @@ from thinwire.run.protocol import (
     Relink,
     RunNews,
     Saved,
-    ScoreNews,
     Start,
     StatusReport,
-    StepNews,
     Stop,
     TakeOver,
     Tried,
     TryDoor,
-    Way,
     pack,
     unpack,
 )
 from thinwire.schedule import Costs, Links
-from thinwire.wire import Frame, FrameKind, Link, Meter, memory_pair
+from thinwire.wire import Frame, FrameKind, Link, Meter, Route, memory_pair
 from waiting import wait_until
 
 METER = Meter()
@@ -104,7 +108,7 @@ STEP = Step(
 SHARD = Shard("stage-1.safetensors", "ab", 10, ["a/b"])
 WRITTEN = ShardWritten(4, Versions(4, 0), SHARD, {"0": {"forward": "ab", "backward": ""}})
 FAILED = Failed("WireError", True, "link cut-0 is broken", "", [0], [])
-CONNECT = Connect("127.0.0.1:1", [0, 1], seats=["ana", "ben"], reach=[Way("a:1", "direct", "t")])
+CONNECT = Connect("127.0.0.1:1", [0, 1], seats=["ana", "ben"], reach=[Route("a:1", "direct", "t")])
 PROGRESS = Progress(
     step_seconds_median=0.5,
     timeline=Timeline("code", 3, 0.5, [], [TraceSpan(0, "compute", "F0", 0.0, 0.1)]),
@@ -148,8 +152,8 @@ MESSAGES: list[Any] = [
     Order([0], {"key": "k"}, {"run": {}}, "/c", "/r"),
     Release("formed again"),
     News("all is well"),
-    StepNews(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0),
-    ScoreNews(1, 2.0, None),
+    StepRecord(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0, [], []),
+    EvaluationRecord(1, 2.0, None),
     NEWS,
     TryDoor(),
     Dismiss("over", in_order=True),

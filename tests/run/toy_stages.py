@@ -567,7 +567,8 @@ class Stage:
                 end.send(Frame(FrameKind.BYE))
             yield from self.wait("its links", end.is_flushed)
         states = [end.state for end in self.ends.values() if end.state is not None]
-        decided = max([(self.decided, self.stops), *((s.decided, s.stops) for s in states)])
+        known = ((s.decided, s.stops) for s in states)
+        decided = pr.last_decision([(self.decided, self.stops), *known])
         self.say(pr.Finished(self._meters(), 0, *decided))
         self.is_finished = True
         yield from self.wait("the other stages to finish", lambda: self._may_leave)
@@ -576,7 +577,7 @@ class Stage:
     def _linked(self) -> pr.Linked:
         known = [end.state.theirs for end in self.ends.values() if end.state is not None]
         heard = [(theirs.decided, theirs.stops) for theirs in known if theirs is not None]
-        return pr.Linked("", *max(heard, default=(0, False)))
+        return pr.Linked("", *pr.last_decision(heard))
 
     def _decide(self, start: pr.Start) -> None:
         self.decided, self.stops = start.decided, start.stops

@@ -45,7 +45,7 @@ from thinwire.run.events import (
     FollowerSaid,
     Given,
     Lost,
-    Moved,
+    MoveAsked,
     PartArrived,
     PartLost,
     PartRefused,
@@ -86,6 +86,7 @@ from thinwire.run.protocol import (
     Stop,
     TakeOver,
     ToStage,
+    last_decision,
     other_end,
 )
 from thinwire.run.signals import Interrupted
@@ -181,7 +182,7 @@ class Coordinator:
         self._since = 0.0  # the phase began, by the watch's clock
         self._arrived: dict[int, Any] = {}  # what ends this phase, by stage
         self._finished: set[int] = set()
-        self._ended = (False, 0)  # whether one of them left at its last decision, and that
+        self._ended = (0, False)  # the last decision that they knew, and whether it ends the run
         self._left: set[int] = set()  # in good order; their last words may be still to be heard
         self._ready: list[Ready] = []
         self._last_step = [0] * stages
@@ -301,7 +302,7 @@ class Coordinator:
                 return self._on_follower(group, stage, message)
             case FollowerLost(stages):
                 return [self._drop(tuple(stages))]
-            case Moved(stages, reason):
+            case MoveAsked(stages, reason):
                 is_calm = self.phase is Phase.TRAINING and not (self._finished or self._evidence)
                 found = self._followers.get(tuple(stages))
                 keeps_up = found is not None and found.can_take_over and found.behind <= MOST_BEHIND
@@ -346,7 +347,7 @@ class Coordinator:
             commands += self._on_loss(message)
         else:
             self._finished.add(stage)
-            self._ended = max(self._ended, (message.stops, message.decided))
+            self._ended = last_decision([self._ended, (message.decided, message.stops)])
             self._watch.dismiss(stage)
             commands += self._end_if_done()
         return commands
@@ -646,12 +647,10 @@ class Coordinator:
         if phase is Phase.LINKING:
             self._lost.clear()
             stop = [Tell(s, Stop()) for s in lost if self.stop_asked]
-            # Not before the steps that were reported, if nobody is left who knows more; with
-            # delayed updates one more step is reported after the word to stop.
+            # Not before the steps that were reported, if nobody is left who knows more.
             reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
-            known = [(linked.stops, linked.decided) for linked in arrived]
-            stops, decided = max((False, reported), self._ended, *known)
-            start = Start(decided, stops)
+            known = [(linked.decided, linked.stops) for linked in arrived]
+            start = Start(*last_decision([(reported, False), self._ended, *known]))
             return [*(Tell(stage, start) for stage in lost), *stop, *self._feed_followers()]
         cuts = {cut for s in lost for cut in (s - 1, s)} & {*range(len(self._links))}
         relinks = [Tell(s, Relink(cut, self._connect(s))) for s, cut in self._ends_alive(cuts)]

@@ -6,8 +6,12 @@ from thinwire.engine.reports import Audited, Evaluation, ShardWritten, Step
 from thinwire.run.protocol import Finished, LinkUp, OfStage, Ready, ToStage
 
 
+class Event:
+    """What the coordinator is told."""
+
+
 @dataclass(frozen=True)
-class Said:
+class Said(Event):
     """A stage has said something."""
 
     stage: int
@@ -15,7 +19,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Exited:
+class Exited(Event):
     """The process of a stage has ended."""
 
     stage: int
@@ -23,7 +27,7 @@ class Exited:
 
 
 @dataclass(frozen=True)
-class Lost:
+class Lost(Event):
     """The control stream of a stage is broken; in breach: by what the stage has sent."""
 
     stage: int
@@ -32,21 +36,21 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class Stopped(Event):
     """The process of a stage on this machine is stopped, as SIGSTOP does; it may stay so."""
 
     stage: int
 
 
 @dataclass(frozen=True)
-class Given:
+class Given(Event):
     """Another process begins to hold these stages, which were lost: it is waited for from now."""
 
     stages: list[int]
 
 
 @dataclass(frozen=True)
-class Away:
+class Away(Event):
     """The control stream of a stage on another machine is down; it may come back."""
 
     stage: int
@@ -54,7 +58,7 @@ class Away:
 
 
 @dataclass(frozen=True)
-class Back:
+class Back(Event):
     """The control stream of a stage is back, after so many seconds."""
 
     stage: int
@@ -62,7 +66,7 @@ class Back:
 
 
 @dataclass(frozen=True)
-class PartArrived:
+class PartArrived(Event):
     """The part of a checkpoint that a stage has reported is on this machine, and was opened."""
 
     stage: int
@@ -70,7 +74,7 @@ class PartArrived:
 
 
 @dataclass(frozen=True)
-class PartLost:
+class PartLost(Event):
     """The part of a checkpoint that a stage has reported will not come."""
 
     stage: int
@@ -79,7 +83,7 @@ class PartLost:
 
 
 @dataclass(frozen=True)
-class PartRefused:
+class PartRefused(Event):
     """The part of a checkpoint that a stage has sent is not its state: the stage is at fault."""
 
     stage: int
@@ -88,7 +92,7 @@ class PartRefused:
 
 
 @dataclass(frozen=True)
-class FollowerSaid:
+class FollowerSaid(Event):
     """The process that follows a stage has said something."""
 
     stage: int
@@ -96,21 +100,21 @@ class FollowerSaid:
 
 
 @dataclass(frozen=True)
-class FollowerLost:
+class FollowerLost(Event):
     """The process that follows these stages is gone."""
 
     stages: list[int]
 
 
 @dataclass(frozen=True)
-class Completed:
+class Completed(Event):
     """The checkpoint of a step is complete, on this machine."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class Moved:
+class MoveAsked(Event):
     """Whoever follows these stages is to hold them, though nobody was lost: once it keeps up."""
 
     stages: list[int]
@@ -118,39 +122,23 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class StopAsked:
+class StopAsked(Event):
     """The user asks the run to end, or a peer that leaves it (`who`)."""
 
     who: str = ""
 
 
 @dataclass(frozen=True)
-class Tick:
+class Tick(Event):
     """Time passes, and nothing else happened."""
 
 
-Event = (
-    Said
-    | Exited
-    | Lost
-    | Stopped
-    | Given
-    | PartArrived
-    | PartLost
-    | PartRefused
-    | Away
-    | Back
-    | Completed
-    | FollowerSaid
-    | FollowerLost
-    | Moved
-    | StopAsked
-    | Tick
-)
+class Command:
+    """What the coordinator wants done."""
 
 
 @dataclass(frozen=True)
-class Tell:
+class Tell(Command):
     """Send a message to a stage."""
 
     stage: int
@@ -158,7 +146,7 @@ class Tell:
 
 
 @dataclass(frozen=True)
-class Say:
+class Say(Command):
     """Tell the user; what is `for_us` alone is not for the peers of a hosted run."""
 
     text: str
@@ -166,7 +154,7 @@ class Say:
 
 
 @dataclass(frozen=True)
-class Starting:
+class Starting(Command):
     """Show how far the start is: so many stages have come to this point."""
 
     stages: int
@@ -174,7 +162,7 @@ class Starting:
 
 
 @dataclass(frozen=True)
-class Begin:
+class Begin(Command):
     """All stages have begun to train: what they are, and what computes them."""
 
     stages: list[Ready]
@@ -182,7 +170,7 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(Command):
     """Keep what a stage reports."""
 
     stage: int
@@ -190,21 +178,21 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Exploded:
+class Exploded(Command):
     """The loss is far above its own past: what is saved from now on proves nothing."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Recovered:
+class Recovered(Command):
     """It is not any more."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Commit:
+class Commit(Command):
     """All stages have written their parts of a checkpoint, and they agree: complete it."""
 
     step: int
@@ -212,7 +200,7 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Discard:
+class Discard(Command):
     """A checkpoint cannot be completed: remove what was written of it.
 
     With an error the run goes on without it.
@@ -223,14 +211,18 @@ class Discard:
 
 
 @dataclass(frozen=True)
-class Replace:
+class Replace(Command):
     """Have others hold these stages, which are lost: from the last complete checkpoint on."""
 
     stages: list[int]
 
 
+class OfFollower(Command):
+    """What it wants of a process that follows stages."""
+
+
 @dataclass(frozen=True)
-class TellFollower:
+class TellFollower(OfFollower):
     """Send a message to the process that follows a stage."""
 
     stage: int
@@ -238,21 +230,21 @@ class TellFollower:
 
 
 @dataclass(frozen=True)
-class Promote:
+class Promote(OfFollower):
     """The process that follows these stages holds them from now on."""
 
     stages: list[int]
 
 
 @dataclass(frozen=True)
-class DropFollower:
+class DropFollower(OfFollower):
     """The process that follows these stages can do so no more: let it go."""
 
     stages: list[int]
 
 
 @dataclass(frozen=True)
-class Doubt:
+class Doubt(OfFollower):
     """What a stage sent is not what the process that follows it computes; with `replaces`, the
     machine that holds it gets no stage any more.
     """
@@ -278,25 +270,8 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class End:
+class End(Command):
     """The run is over: in good order, or with this error."""
 
     error: BaseException | None = None
     culprit: Suspect | None = None
-
-
-OfFollower = TellFollower | Promote | DropFollower | Doubt
-Command = (
-    Tell
-    | Say
-    | Starting
-    | Begin
-    | Record
-    | Exploded
-    | Recovered
-    | Commit
-    | Discard
-    | Replace
-    | OfFollower
-    | End
-)

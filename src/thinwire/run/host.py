@@ -55,7 +55,7 @@ from thinwire.run.events import (
     FollowerSaid,
     Given,
     Lost,
-    Moved,
+    MoveAsked,
     OfFollower,
     Promote,
     Suspect,
@@ -108,7 +108,6 @@ from thinwire.run.protocol import (
     Relink,
     Saved,
     ToStage,
-    Way,
     other_end,
     store_name,
     stream_name,
@@ -259,7 +258,7 @@ class Ways:
     run: str
     token: str = field(repr=False)  # at the doors of its members
     doors: list[DoorOf]
-    meeting: list[list[Way]] = field(repr=False)  # for each stage: the relay, the host's own door
+    meeting: list[list[Route]] = field(repr=False)  # for each stage: the relay, the host's own door
     keys: list[str] = field(default_factory=list)  # fingerprints of the members, by stage
     word: str = field(default_factory=lambda: secrets.token_hex(8), repr=False)
 
@@ -276,8 +275,8 @@ class Ways:
             told, seats=self.keys, run=self.run, word=self.word, reach=reach, wait=wait
         )
 
-    def _direct(self, *addresses: str) -> list[Way]:
-        return [Way(address, "direct", self.token) for address in addresses if address]
+    def _direct(self, *addresses: str) -> list[Route]:
+        return [Route(address, "direct", self.token) for address in addresses if address]
 
 
 def probe_all(members: list[Member], run: str, token_of: Callable[[str], str]) -> list[DoorOf]:
@@ -339,11 +338,11 @@ class OpenDoor:
         host, _ = split_address(options.listen)
         self.addresses = stated or (outside_address(host, door.port),)
 
-    def meeting(self, peer: str) -> list[Way]:
+    def meeting(self, peer: str) -> list[Route]:
         """Where a member meets others that it cannot reach: the relay, then the host's door."""
         options, token = self._options, self.book.door_token(peer)
-        own = [Way(address, "relayed", token) for address in self.addresses]
-        relay = [Way(options.relay, "relayed", options.relay_pass)] if options.relay else []
+        own = [Route(address, "relayed", token) for address in self.addresses]
+        relay = [Route(options.relay, "relayed", options.relay_pass)] if options.relay else []
         return relay + own
 
     def invite(self, machines: int) -> Invite:
@@ -818,7 +817,7 @@ class HostedPeers(Peers):
             name = self._standbys.get(tuple(stages), "")
             if seats[stages[0]] == crowded and name and name not in seats:
                 which = "stage " + ", ".join(map(str, stages))
-                self.said.note(Moved(stages, f"{which} moves from {crowded} to {name}"))
+                self.said.note(MoveAsked(stages, f"{which} moves from {crowded} to {name}"))
                 return
 
     def tell(self, stage: int, message: ToStage) -> None:

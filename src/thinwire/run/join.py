@@ -2,7 +2,8 @@
 
 The process keeps one stream to the host, takes the stages that it is given, fetches what they need
 and starts the process that trains them. It outlives that process, and losses of the connection.
-One thread decides, reading a queue of what happens; others wait for something and put it there.
+One thread decides, doing one thing after another of a queue; others wait for something to happen,
+and put there what is to be done about it.
 
 The host says what a stage is as data. Which paths are read and written, on which device it computes
 and which plugins are imported, this machine decides (`Terms`).
@@ -72,9 +73,7 @@ from thinwire.run.protocol import (
     Pulse,
     Release,
     RunNews,
-    ScoreNews,
     StatusReport,
-    StepNews,
     Tried,
     TryDoor,
     peer_stream,
@@ -109,6 +108,7 @@ FETCH_SECONDS = 600.0  # without a connection, before stages are given back
 STATE_MARGIN = 2  # a checkpoint of another split may have more of what stages share
 SAY_SECONDS = 0.5  # between two words on how far stages are prepared
 SEE_LOG = "its log, on that machine, says more"  # it may quote files, and stays there
+LOST = "the connection to the host was lost"
 _PAUSE_S = 1.0
 _OUTAGE_S = 60.0  # of the stream to the host, before what this machine holds is over
 
@@ -153,7 +153,7 @@ class JoinOptions:
 
 
 @dataclass(frozen=True)
-class Place:
+class Whereabouts:
     """Where a joined machine is: its folder, its way to the host, and its door, as in Hello."""
 
     folder: Path
@@ -178,7 +178,7 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
         with _door(options.listen) as door:
             addresses = _addresses(door, options.listen, _seen(routes, invite))
             admit = partial(_admit, door, invite.run_id, identity.door_token)
-            place = Place(folder, host, *addresses, admit)
+            place = Whereabouts(folder, host, *addresses, admit)
             machine = _measured(options.terms.device, folder, routes, invite.run_id, display)
             joined = JoinedPeer(place, identity, options.terms, machine, display)
             with ControlSocket(folder, member_handlers(joined, invite)):
@@ -444,57 +444,12 @@ class Holding:
                 time.sleep(_PAUSE_S)
 
 
-# What happens to a joined peer, beside the messages of its host
-
-
-@dataclass(frozen=True)
-class _Connected:
-    channel: Channel
-
-
-@dataclass(frozen=True)
-class _Lost:
-    channel: Channel | None  # None: no stream could be opened
-    reason: str
-
-
-@dataclass(frozen=True)
-class _Down:
-    reason: str
-
-
-@dataclass(frozen=True)
-class _Progress:
-    holding: Holding
-    what: str
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    holding: Holding
-    result: Order | ThinwireError
-
-
-@dataclass(frozen=True)
-class _Exited:
-    holding: Holding
-    stages: list[int]
-    code: int
-
-
-@dataclass(frozen=True)
-class _AskedToLeave:
-    pass
-
-
 class JoinedPeer:
     """A machine's part in a run, to its end."""
 
     def __init__(
         self,
-        place: Place,
+        place: Whereabouts,
         identity: Identity,
         terms: Terms,
         machine: Machine,
@@ -502,11 +457,11 @@ class JoinedPeer:
     ):
         self._place, self._terms, self.identity = place, terms, identity
         self.machine, self._display = machine, display
-        self.news: StepNews | None = None  # the latest step of the run
+        self.news: StepRecord | None = None  # the latest step of the run
         self.report: StatusReport | None = None  # how the host said that the run stands
         self._holdings: list[Holding] = []  # of one generation, each with a process of its own
         self.seatless_since = time.time()
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         place.admit("")
         self._channel: Channel | None = None
         self._begun = 0  # pieces of preparing, for pulses
@@ -525,7 +480,7 @@ class JoinedPeer:
         try:
             with heeding(self._on_signal):
                 while not self._is_over:
-                    self._on(self._events.get())
+                    self._due.get()()
         finally:
             self._is_over = True
             self._let_go()
@@ -558,7 +513,7 @@ class JoinedPeer:
 
     def leave(self) -> None:
         """Leave after this step, with a checkpoint; safe on any thread and in a signal handler."""
-        self._events.put(_AskedToLeave())
+        self._due.put(self._leave)
 
     # Its stream to the host
 
@@ -574,10 +529,11 @@ class JoinedPeer:
             try:
                 pipe = self._connect(session, DIAL_SECONDS)
             except AdmissionError as error:
-                self._events.put(error)
+                self._due.put(partial(_fail, error))
                 return
             except WireError as error:
-                self._events.put(_Lost(None, f"the host cannot be reached: {error}"))
+                reason = f"the host cannot be reached: {error}"
+                self._due.put(partial(self._on_lost, None, reason))
                 time.sleep(_PAUSE_S / 2)
                 continue
             self._attend(session, pipe)
@@ -596,19 +552,19 @@ class JoinedPeer:
             if isinstance(said.message, AskAlive):  # at once, whatever this peer does
                 channel.send(Alive())
             else:
-                self._events.put(said)
+                self._due.put(partial(self._on_message, said))
 
         def on_lost(error: ThinwireError | None = None) -> None:
             if isinstance(error, AdmissionError):
-                self._events.put(error)
+                self._due.put(partial(_fail, error))
             lost.set()
 
         pipe = LastingPipe(
             first,
             partial(self._connect, session),
             _OUTAGE_S,
-            on_down=lambda reason: self._events.put(_Down(reason)),
-            on_up=lambda seconds: self._events.put(_Connected(channel)),
+            on_down=lambda why: self._due.put(partial(self._note_loss, f"{LOST} ({why})")),
+            on_up=lambda seconds: self._due.put(partial(self._on_connected, channel)),
         )
         channel = Channel(pipe, "host", FROM_COORDINATOR, hear, on_lost, on_lost)
         channel.send(
@@ -621,9 +577,9 @@ class JoinedPeer:
                 f"process {os.getpid()} on {platform.node() or 'a machine'}",
             )
         )
-        self._events.put(_Connected(channel))
+        self._due.put(partial(self._on_connected, channel))
         lost.wait()
-        self._events.put(_Lost(channel, "the connection to the host was lost"))
+        self._due.put(partial(self._on_lost, channel, LOST))
 
     def _say(self, message: OfPeer, generation: int = 0) -> None:
         if self._channel is not None:
@@ -639,35 +595,8 @@ class JoinedPeer:
 
     # What happens
 
-    def _on(self, event: Any) -> None:
-        match event:
-            case Envelope(message, stage, generation):
-                self._on_message(message, stage, generation)
-            case _Connected(channel):
-                self._on_connected(channel)
-            case _Down(reason):
-                self._note_loss(f"the connection to the host was lost ({reason})")
-            case _Lost():
-                self._on_lost(event)
-            case _Progress(holding, what, done, total):
-                if holding in self._holdings:
-                    self._display.progress(what, done, total, "B")
-                    self._begun += 1
-                    pulse = Pulse(self._begun, f"{what}: {done:,} of {total:,} bytes")
-                    for stage in holding.stages:
-                        self._say_of(holding, stage, pulse)
-            case _Prepared():
-                self._on_prepared(event)
-            case _Exited():
-                self._on_exit(event)
-            case Tried():
-                self._say(event)
-            case _AskedToLeave():
-                self._leave()
-            case ThinwireError():
-                raise event
-
-    def _on_message(self, message: Any, stage: int, generation: int) -> None:
+    def _on_message(self, said: Envelope) -> None:
+        message, stage, generation = said
         if stage != OF_NO_STAGE:
             for held in self._holdings:
                 if held.generation == generation and stage in held.stages and held.here is not None:
@@ -687,13 +616,12 @@ class JoinedPeer:
                 self._end(printable(reason), in_order)
             case News(text, kind):
                 self._display.phase(printable(kind, 10), printable(text))
-            case StepNews():
+            case StepRecord():
                 self.news = message
-                self._display.step(StepRecord(**vars(message), stages=[], links=[]))
-            case ScoreNews():
-                record = EvaluationRecord(**vars(message))
-                self._display.evaluation(record)
-                self._keep("evaluation", record)
+                self._display.step(message)
+            case EvaluationRecord():
+                self._display.evaluation(message)
+                self._keep("evaluation", message)
             case RunNews():
                 self._on_run_news(message)
 
@@ -726,15 +654,15 @@ class JoinedPeer:
             self._lost_at = time.monotonic()
             self._display.note(f"{reason}; trying again until it is back (Ctrl-C to leave)")
 
-    def _on_lost(self, lost: _Lost) -> None:
-        """The stream is over: the host has given away what this machine held."""
-        if lost.channel is not None and lost.channel is not self._channel:
+    def _on_lost(self, channel: Channel | None, reason: str) -> None:
+        """The stream is over, or none could be opened: what this machine held others have."""
+        if channel is not None and channel is not self._channel:
             return
         if self._channel is not None:
             self._begin(self._channel.close)
             self._channel = None
             self._let_go()
-        self._note_loss(lost.reason)
+        self._note_loss(reason)
         if self._is_leaving:
             self._end("left the run", in_order=True)
 
@@ -776,7 +704,7 @@ class JoinedPeer:
             nonlocal said
             if done == total or time.monotonic() > said + SAY_SECONDS:
                 said = time.monotonic()
-                self._events.put(_Progress(holding, what, done, total))
+                self._due.put(partial(self._on_progress, holding, what, done, total))
 
         result: Order | ThinwireError
         try:
@@ -787,14 +715,21 @@ class JoinedPeer:
             traceback.print_exc()
             named = type(error).__name__
             result = StageError(f"an unexpected {named}, which its terminal explains")
-        self._events.put(_Prepared(holding, result))
+        self._due.put(partial(self._on_prepared, holding, result))
 
-    def _on_prepared(self, prepared: _Prepared) -> None:
-        held = prepared.holding
+    def _on_progress(self, held: Holding, what: str, done: int, total: int) -> None:
+        if held in self._holdings:
+            self._display.progress(what, done, total, "B")
+            self._begun += 1
+            pulse = Pulse(self._begun, f"{what}: {done:,} of {total:,} bytes")
+            for stage in held.stages:
+                self._say_of(held, stage, pulse)
+
+    def _on_prepared(self, held: Holding, result: Order | ThinwireError) -> None:
         if held not in self._holdings:
             return  # it was taken away meanwhile
-        if isinstance(prepared.result, ThinwireError):
-            self._decline(held.generation, held.stages, prepared.result)
+        if isinstance(result, ThinwireError):
+            self._decline(held.generation, held.stages, result)
             return
         firsts = {f"{holding.stages[0]}" for holding in self._holdings}
         for fetched in checkpoints_folder(held.run_folder).glob("step-*-*"):
@@ -804,10 +739,10 @@ class JoinedPeer:
         self._pace.mbps = uplink_share(share * self.machine.mbps_up)
         try:
             held.start(
-                prepared.result,
+                result,
                 partial(self._say_of, held),
                 lambda error: None,  # its exit says more
-                lambda stages, code: self._events.put(_Exited(held, stages, code)),
+                lambda stages, code: self._due.put(partial(self._on_exit, held, stages, code)),
             )
         except ThinwireError as error:
             self._decline(held.generation, held.stages, error)
@@ -820,19 +755,18 @@ class JoinedPeer:
         self._say(Declined(outward(error), stages), generation)
         self._let_go(generation, stages)
 
-    def _on_exit(self, exited: _Exited) -> None:
-        held = exited.holding
+    def _on_exit(self, held: Holding, stages: list[int], code: int) -> None:
         if held not in self._holdings or held.here is None:
             return
         if not any(one.is_running for one in self._holdings):
             self._pace.mbps = 0  # nothing else needs the uplink now
-        if exited.code:
+        if code:
             said = held.here.process.last_lines().splitlines()[-1].lstrip(" |")
             which = ", ".join(map(str, held.stages))
             log = held.here.process.log.parent
             self._display.note(f"the process of stage {which} ended: {said}\nits log is in {log}")
-        for stage in exited.stages:
-            self._say_of(held, stage, Ended.by(exited.code, SEE_LOG if exited.code else ""))
+        for stage in stages:
+            self._say_of(held, stage, Ended.by(code, SEE_LOG if code else ""))
 
     def _let_go(self, generation: int | None = None, stages: Collection[int] = ()) -> None:
         """End what this machine does for the run, or for these stages of a generation."""
@@ -860,7 +794,7 @@ class JoinedPeer:
                     answers[route.address] = ""
                 except WireError as error:
                     answers[route.address] = str(error)
-        self._events.put(Tried(answers))
+        self._due.put(partial(self._say, Tried(answers)))
 
     def _leave(self) -> None:
         self._is_leaving = True
@@ -900,3 +834,7 @@ class JoinedPeer:
             shutil.rmtree(part, ignore_errors=True)
         elif part.exists():
             self._display.note(f"{part} stays, so that a return is cheap; else delete it")
+
+
+def _fail(error: ThinwireError) -> None:
+    raise error

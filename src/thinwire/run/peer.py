@@ -66,7 +66,7 @@ from thinwire.run.protocol import (
     Start,
     Stop,
     TakeOver,
-    Way,
+    last_decision,
     other_end,
     stream_name,
 )
@@ -84,7 +84,6 @@ from thinwire.wire import (
     Meter,
     Nic,
     Pipe,
-    Route,
     Routes,
     Standby,
     Unmetered,
@@ -94,7 +93,6 @@ from thinwire.wire import (
 )
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.keys import fingerprint_of
-from thinwire.wire.routes import Kind
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
 FOR_FOLLOWERS = 256 << 20  # bytes that a log keeps beside what is needed: who follows may be late
@@ -203,7 +201,7 @@ class Peer:
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
         worker.run(below, above, self.say)
         known = [(logged.state.decided, logged.state.stops) for logged in self._logged.values()]
-        self._leave(may_leave.wait, max([(worker.decided, worker.stops), *known]))
+        self._leave(may_leave.wait, last_decision([(worker.decided, worker.stops), *known]))
 
     def receive(self, wanted: type[MessageT]) -> MessageT:
         """The next message for this stage, which must be of the wanted type."""
@@ -241,7 +239,7 @@ class Peer:
         """That this stage is linked, and the last decision that its neighbours know."""
         known = [logged.state.theirs for logged in self._logged.values()]
         heard = [(theirs.decided, theirs.stops) for theirs in known if theirs is not None]
-        return Linked(self._way_below(), *max(heard, default=(0, False)))
+        return Linked(self._way_below(), *last_decision(heard))
 
     def _decide(self, worker: Linkable, start: Start) -> None:
         """Note the last known decision of the first stage: it is not made anew."""
@@ -329,7 +327,7 @@ class Peer:
             name = f"{name}.f{feeds}"
         outage, limit = worker.settings.link.outage, worker.max_payload() + 64
         listener, at_doors = self._listener, _at_doors(connect, name)
-        routes = Routes(at_doors, _routes(connect.reach)) if connect.reach else None
+        routes = Routes(at_doors, connect.reach) if connect.reach else None
 
         def dial_below(timeout: float) -> Pipe:
             return dial(routes or connect.below, name, self.identity, key, timeout, limit)
@@ -343,7 +341,7 @@ class Peer:
                 on_daemon_thread("thinwire close", standby.close)
             assert listener is not None
             self._standbys[bool(feeds)] = [
-                Standby(at_doors, route, listener.take) for route in _routes(connect.wait)
+                Standby(at_doors, route, listener.take) for route in connect.wait
             ]
             first = accept_above(JOIN_SECONDS)
             pipe = LastingPipe(first, accept_above, outage) if outage else None
@@ -527,11 +525,6 @@ class Peer:
 def _at_doors(connect: Connect, name: str) -> str:
     """The name of a link at the doors where its ends meet."""
     return f"{connect.run}/{name}.{connect.word}"
-
-
-def _routes(ways: list[Way]) -> list[Route]:
-    kinds: dict[str, Kind] = {"direct": "direct", "relayed": "relayed"}
-    return [Route(way.address, kinds.get(way.kind, "relayed"), way.token) for way in ways]
 
 
 def live_as(kind: type[Peer]) -> NoReturn:

@@ -23,21 +23,17 @@ from thinwire.run.events import (
     Command,
     Commit,
     Completed,
-    Doubt,
-    DropFollower,
     End,
     Event,
     Exited,
     Given,
     Lost,
     OfFollower,
-    Promote,
     Replace,
     StopAsked,
     Stopped,
     Suspect,
     Tell,
-    TellFollower,
 )
 from thinwire.run.processes import TRAINING, Forker, StageProcess, forks, start_processes
 from thinwire.run.protocol import (
@@ -90,7 +86,7 @@ def heed(
                 peers.wait_for_exits()
             case Replace(stages):
                 peers.replace(stages)
-            case TellFollower() | Promote() | DropFollower() | Doubt():
+            case OfFollower():
                 peers.on_follower(command)
             case _:
                 carry_out(command)

@@ -46,7 +46,7 @@ MOST_PERMUTED = 6  # peers whose every order is looked at, where they share stag
 ROUNDS = 30  # of improvement; it ends earlier where nothing gains
 MEMORY_SHARE = 0.9  # of a peer's memory; the rest is for what is not counted, as torch's own
 
-Order = tuple[int, ...]
+Seating = tuple[int, ...]
 """The numbers of the peers, by stage."""
 
 
@@ -57,7 +57,7 @@ class Placement:
     `fullness` is the memory that the fullest stage needs, as a share of what its peer has for it.
     """
 
-    order: Order
+    order: Seating
     counts: Counts
     fullness: float
     rough_seconds: float
@@ -99,7 +99,7 @@ class StageFigures:
         self.work = cache(self._work)
         self.memory = cache(self._memory)
         self._sizes = cache(lambda counts: estimate_costs(with_split(settings, counts), 1.0))
-        self.simulation: Callable[[Order, Counts], Simulation] = cache(self._simulation)
+        self.simulation: Callable[[Seating, Counts], Simulation] = cache(self._simulation)
 
     @property
     def least_on_last(self) -> int:
@@ -128,7 +128,7 @@ class StageFigures:
         has = max(1, self.peers[peer].memory_bytes)
         return self.memory(stage, blocks) / (MEMORY_SHARE * has)
 
-    def costs(self, order: Order, counts: Counts) -> Costs:
+    def costs(self, order: Seating, counts: Counts) -> Costs:
         """Seconds and bytes of a step with these peers and blocks on the stages."""
         sizes, rates = self._sizes(counts), [self.rates[peer] for peer in order]
         forward, backward = (
@@ -137,7 +137,7 @@ class StageFigures:
         )
         return dataclasses.replace(sizes, forward=forward, backward=backward)
 
-    def _simulation(self, order: Order, counts: Counts) -> Simulation:
+    def _simulation(self, order: Seating, counts: Counts) -> Simulation:
         costs, links = self.costs(order, counts), links_of([self.peers[peer] for peer in order])
         return simulate(self.schedule, costs, links, steps=2)
 
@@ -191,7 +191,7 @@ class Search:
         """The step by the simulator."""
         return self.figures.simulation(placement.order, placement.counts).step_seconds
 
-    def place(self, order: Order, counts: Counts | None = None) -> Placement:
+    def place(self, order: Seating, counts: Counts | None = None) -> Placement:
         """The peers in this order with these blocks, or with the best that can be dealt out."""
         counts = counts or self._counts or self._dealt(order)
         fullness = max(map(self.figures.fullness, order, itertools.count(), ranges(counts)))
@@ -218,15 +218,15 @@ class Search:
         starts = [tuple(range(stages)), tuple(by_rate), tuple(reversed(by_rate))]
         return [self.place(start) for start in starts]  # improved by exchanges later
 
-    def _distinct(self, orders: Iterator[Order]) -> list[Order]:
+    def _distinct(self, orders: Iterator[Seating]) -> list[Seating]:
         """Orders that differ in more than the names of equal peers; the first of each kind."""
         kinds = [dataclasses.replace(peer, name="", device="") for peer in self.figures.peers]
-        found: dict[tuple[Machine, ...], Order] = {}
+        found: dict[tuple[Machine, ...], Seating] = {}
         for order in orders:
             found.setdefault(tuple(kinds[peer] for peer in order), order)
         return list(found.values())
 
-    def _exchanges(self, order: Order) -> Iterator[Order]:
+    def _exchanges(self, order: Seating) -> Iterator[Seating]:
         """Two stages exchange their peers, or one takes a peer that has no stage."""
         spare = [peer for peer in range(len(self.figures.peers)) if peer not in order]
         for one, other in itertools.combinations(range(len(order)), 2):
@@ -252,7 +252,7 @@ class Search:
             if self._counts is None:
                 yield self.place(changed)
 
-    def _dealt(self, order: Order) -> Counts:
+    def _dealt(self, order: Seating) -> Counts:
         """Blocks so that the slowest stage is fastest; where none fit, so that they lack least."""
         figures = self.figures
 
@@ -268,7 +268,7 @@ class Search:
         worst, counts = deal(*sizes, seconds)
         return counts if math.isfinite(worst) else deal(*sizes, fullness)[1]
 
-    def _busy(self, order: Order, counts: Counts) -> list[float]:
+    def _busy(self, order: Seating, counts: Counts) -> list[float]:
         """Seconds of a step for which each stage and link is busy: no step is shorter than one."""
         costs = self.figures.costs(order, counts)
         links = links_of([self.figures.peers[peer] for peer in order])
@@ -284,7 +284,7 @@ class Search:
             ]
         return [self.figures.schedule.microbatches * seconds for seconds in busy]
 
-    def _rough(self, order: Order, counts: Counts) -> float:
+    def _rough(self, order: Seating, counts: Counts) -> float:
         """A step is its busiest part and the way of one microbatch; or round trips, by window."""
         busy, schedule = self._busy(order, counts), self.figures.schedule
         links = links_of([self.figures.peers[peer] for peer in order])

@@ -27,7 +27,7 @@ control characters, for a terminal would obey them.
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,11 +35,11 @@ import msgspec
 
 from thinwire.engine.reports import Audited, Meters, Report, Step
 from thinwire.errors import WireError, printable
-from thinwire.report import StepRecord, Timeline
+from thinwire.report import EvaluationRecord, StepRecord, Timeline
 from thinwire.run.machine import Machine
 from thinwire.schedule import Costs, Links
 from thinwire.typed import Finite, learn_types
-from thinwire.wire import HEADER_BYTES
+from thinwire.wire import HEADER_BYTES, Route
 
 MOST_SAID = 1 << 20
 """Bytes of the largest message, before it is deflated and after it is inflated."""
@@ -100,7 +100,7 @@ class StatusReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """As it crosses the socket, and as `--json` shows it."""
         return dict(msgspec.to_builtins(self))
 
-    def after(self, step: "StepRecord | StepNews | None") -> "StatusReport":
+    def after(self, step: StepRecord | None) -> "StatusReport":
         """The same with the figures of the last step; JSON has none that are not finite."""
         if step is None:
             return self
@@ -368,30 +368,6 @@ class News:
 
 
 @dataclass(frozen=True)
-class StepNews:
-    """A step of the run, as everybody sees it."""
-
-    step: int
-    steps: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens: int
-    tokens_per_s: float
-    step_seconds: float
-    eta_seconds: float
-
-
-@dataclass(frozen=True)
-class ScoreNews:
-    """A validation of the run."""
-
-    step: int
-    loss: float
-    bits_per_byte: float | None
-
-
-@dataclass(frozen=True)
 class RunNews:
     """What the host's page shows beside: so that of a member shows the same. Now and then.
 
@@ -420,20 +396,12 @@ class Dismiss:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A door at which two neighbours can meet: of one of them (direct), or of another (relayed)."""
-
-    address: str
-    kind: str
-    token: str = field(repr=False)
-
-
-@dataclass(frozen=True)
 class Connect:
     """Where the stage below listens, and by which keys (`seats`) the stages are known.
 
-    Between machines a stage below is reached by one of the ways in `reach`, the first that works,
-    and a stage waits at the doors in `wait` for the one above it. `run` is by what doors know the
+    Between machines a stage below is reached by one of the routes in `reach`, the first that works,
+    and a stage waits at the doors in `wait` for the one above it: at that of one of the two
+    (direct), or of another (relayed). `run` is by what doors know the
     run, and `word` ends the names of its links there: who is not told it, such as a peer that was
     removed from the run, cannot wait in another's place. `links` says of each cut how often its
     link was opened anew, for another process at one of its ends. With the number of a `follower`
@@ -446,8 +414,8 @@ class Connect:
     seats: list[str] = field(default_factory=list)
     run: str = ""
     word: str = field(default="", repr=False)
-    reach: list[Way] = field(default_factory=list)
-    wait: list[Way] = field(default_factory=list)
+    reach: list[Route] = field(default_factory=list)
+    wait: list[Route] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -539,7 +507,16 @@ OfStage = (
     | Chosen
 )
 ToPeer = (
-    AskAlive | Hold | Order | Release | News | StepNews | ScoreNews | RunNews | TryDoor | Dismiss
+    AskAlive
+    | Hold
+    | Order
+    | Release
+    | News
+    | StepRecord  # without what is of single stages and cuts
+    | EvaluationRecord
+    | RunNews
+    | TryDoor
+    | Dismiss
 )
 ToStage = Connect | Start | Await | Relink | Follow | TakeOver | Saved | Stop | Leave | Read
 FromPeer = OfPeer | OfStage
@@ -547,6 +524,13 @@ FromCoordinator = ToPeer | ToStage
 Message = FromPeer | FromCoordinator
 
 OF_NO_STAGE = -1
+
+
+def last_decision(known: Iterable[tuple[int, bool]]) -> tuple[int, bool]:
+    """Of what several know of the first stage's decisions, as in Linked, the last: a word to stop,
+    also where steps were reported after it, as with delayed updates.
+    """
+    return max(known, key=lambda one: (one[1], one[0]), default=(0, False))
 
 
 def other_end(cut: int, stage: int) -> int:

@@ -39,9 +39,7 @@ from thinwire.run.protocol import (
     Progress,
     Pulse,
     RunNews,
-    ScoreNews,
     StatusReport,
-    StepNews,
     ToPeer,
 )
 from thinwire.run.record import read_progress
@@ -246,12 +244,11 @@ class SharedDisplay(Display):
         now = time.monotonic()
         if now - self._told_at >= STEP_NEWS_SECONDS or record.step >= record.steps:
             self._told_at = now
-            numbers = {name: getattr(record, name) for name in StepNews.__annotations__}
-            self._tell_all(StepNews(**numbers))
+            self._tell_all(dataclasses.replace(record, stages=[], links=[], measures={}))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._show(self._shown.evaluation, record)
-        self._tell_all(ScoreNews(**vars(record)))
+        self._tell_all(record)
 
     def note(self, text: str) -> None:
         self._show(self._shown.note, text)
