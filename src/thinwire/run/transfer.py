@@ -427,6 +427,8 @@ class ShardCollector:
         """Why a shard is not even asked for; empty if it is."""
         if not re.match(_SHA256, shard.sha256):
             return f"stage {stage} reported no sha256 of its shard: {printable(shard.sha256, 80)!r}"
+        if shard.file != f"stage-{stage}.safetensors":
+            return f"stage {stage} reported the file {printable(shard.file, 80)!r}"
         if not 0 < shard.bytes <= self._limits[stage]:
             return (
                 f"stage {stage} reported a shard of {shard.bytes:,} bytes, but its state takes at "
