@@ -37,6 +37,7 @@ NEIGHBOURS = {
     "arguments": {"errors"},
     "typed": {"errors"},
     "paths": {"errors"},
+    "folders": {"errors"},
     "lazy": {"errors"},
     "cli": {"completion", "demo", "cli_host", "cli_model"},
 }

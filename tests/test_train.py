@@ -76,7 +76,7 @@ class Replay:
     def __init__(self, outcome: Any):
         stages = range(len(outcome.workers))
         ready = [Ready("", **worker.describe()) for worker in outcome.workers]
-        self.start: list[Event] = [
+        self.first: list[Event] = [
             *(Said(stage, ready[stage]) for stage in stages),
             *(Said(stage, Linked()) for stage in stages),
         ]
@@ -93,13 +93,19 @@ class Replay:
         self.asked = 0
         self._events: Iterator[Event] | None = None
 
+    def start(self) -> None:
+        """They have been."""
+
+    def on_begin(self) -> None:
+        """They did."""
+
     def next_event(self, coordinator: Coordinator) -> Event:
         if self._events is None:
             self._events = self._all_events()
         return next(self._events)
 
     def _all_events(self) -> Iterator[Event]:
-        yield from self.start
+        yield from self.first
         for position, (stage, report) in enumerate(self.script):
             self.before_each(position)
             while self.notes:
@@ -132,10 +138,7 @@ class Run:
         self.record = RunRecord(settings, folder, corpus, None, PlainDisplay(self.stream))
 
     def follow(self) -> None:
-        try:
-            lead(self.coordinator, self.peers, self.record.carry_out)
-        finally:
-            self.record.close()
+        lead(self.coordinator, self.peers, self.record)
 
     def finish(self, started: float = 0.0, draws: bool = False) -> dict[str, Any]:
         if not draws:  # which takes a second

@@ -2,30 +2,11 @@
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError
-
-
-class StrictParser(argparse.ArgumentParser):
-    """A subcommand's parser that refuses unknown options itself, beside its own usage.
-
-    argparse would leave them to the outermost parser, which knows nothing of the subcommand.
-    """
-
-    def __init__(self, **options: Any):
-        super().__init__(**options, allow_abbrev=False)  # --seed must not pass for --seeds
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse, and refuse what is left over."""
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)} (see {self.prog} --help)")
-        return found, []
 
 
 def number(
@@ -52,19 +33,6 @@ def number(
         return value
 
     return read
-
-
-def numbers(
-    kind: type[int] | type[float], least: float = -math.inf, above: float = -math.inf
-) -> Callable[[str], list[Any]]:
-    """Reads comma-separated numbers."""
-    read = number(kind, least, above)
-    return lambda text: [read(part) for part in text.split(",")]
-
-
-def paths(text: str) -> list[Path]:
-    """Reads comma-separated paths."""
-    return [Path(part.strip()) for part in text.split(",") if part.strip()]
 
 
 AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]

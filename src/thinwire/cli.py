@@ -254,12 +254,10 @@ def plan_command(options: argparse.Namespace) -> None:
             "--tflops and --peers contradict each other: the file has each peer's rate"
         )
     from thinwire.run.machine import load_peers
-    from thinwire.run.placement import better_window, choose_split, split_text, split_to_plain
+    from thinwire.run.placement import choose_split, split_text, split_to_plain
 
     split = choose_split(settings, load_peers(options.peers))
-    window = better_window(split)
-    plain = json.dumps(split_to_plain(split, window), indent=1) if options.json else ""
-    print(plain or split_text(split, window))
+    print(json.dumps(split_to_plain(split), indent=1) if options.json else split_text(split))
 
 
 def lab_command(options: argparse.Namespace) -> None:

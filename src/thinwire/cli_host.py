@@ -81,7 +81,6 @@ def add_host_commands(add: AddCommand) -> None:
     sub.add_argument("folders", type=Path, nargs="+", metavar="RUN", help=about)
     about = "where to serve it (default: a free port of 127.0.0.1)"
     sub.add_argument("--web", default="", metavar="HOST:PORT", help=about)
-    sub.add_argument("--open", action="store_true", help="open it in this machine's browser")
 
     about = (
         "folder of the run on its host, or of `join --folder` on a peer (default: what is found)"
@@ -233,7 +232,7 @@ def watch_command(options: argparse.Namespace) -> None:
     """Serve the page of runs until Ctrl-C."""
     from thinwire.web.follow import watch
 
-    watch(options.folders, options.web, options.open)
+    watch(options.folders, options.web)
 
 
 def status_command(options: argparse.Namespace) -> None:

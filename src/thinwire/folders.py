@@ -18,6 +18,8 @@ try:
 except ImportError:  # not every system has it
     fcntl = None  # type: ignore[assignment]
 
+from thinwire.errors import ConfigError
+
 _PARTIAL = ".partial-"
 
 
@@ -165,6 +167,37 @@ def _locked(folder: Path, wait: bool) -> Iterator[bool]:
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+@contextmanager
+def claimed(folder: Path, advice: str, private: bool = False) -> Iterator[None]:
+    """Hold a folder for this process alone; ConfigError, with the advice, if another holds it.
+
+    `private`: it is this user's alone.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if private:
+            private_folder(folder)
+        held = (folder / ".lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"cannot use the folder {folder}: {error}; choose another") from error
+    with held:
+        try:
+            lock(held.fileno())  # a filesystem without locks is no reason not to work
+        except BlockingIOError:
+            raise ConfigError(f"another process is at work in {folder}: {advice}") from None
+        yield
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a process holds the folder."""
+    try:
+        with (folder / ".lock").open() as held:
+            lock(held.fileno())
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def lock(descriptor: int, wait: bool = False) -> bool:

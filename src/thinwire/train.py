@@ -11,10 +11,7 @@ from typing import Any
 from thinwire.engine.build import check_devices, choose_device, is_emulated
 from thinwire.engine.worker import scratch
 from thinwire.report import Display
-from thinwire.run.conduct import Course
-from thinwire.run.coordinator import Coordinator
-from thinwire.run.explosion import watch_losses
-from thinwire.run.peers import LocalPeers, lead, neighbours, placement, recording
+from thinwire.run.peers import LocalPeers, coordinator_of, lead, neighbours
 from thinwire.run.protocol import Order
 from thinwire.run.record import RunRecord
 from thinwire.run.signals import heeding, leave_at_once, stopping
@@ -64,24 +61,13 @@ def train(
             run_folder=str(folder.resolve()),
             resume=str(origin.resolve()) if origin else "",
         )
-        coordinator = Coordinator(
-            stages,
-            settings.run.patience,
-            settings.pipeline.microbatches,
-            outage=settings.link.outage,
-            losses=watch_losses(settings, folder, checkpoint),
-            course=Course(settings, began, stages),
-            placement=placement(settings, neighbours(stages, peers or stages)),
-        )
+        held = neighbours(stages, peers or stages)
+        coordinator = coordinator_of(settings, folder, checkpoint, held)
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (
             scratch(folder),
             LocalPeers(settings, folder, order, peers, began=began) as local,
             stopping(local.ask_to_stop, record),
         ):
-            local.start()
-            try:
-                lead(coordinator, local, recording(record, local))
-            finally:
-                record.close()
+            lead(coordinator, local, record)
             return record.finish(local.control_bytes(), coordinator.stop_asked, started)

@@ -25,7 +25,7 @@ from thinwire.run.host import (
     DoorOf,
     HostOptions,
     Ways,
-    as_peer,
+    comparable,
     form,
     host,
     probe,
@@ -34,6 +34,7 @@ from thinwire.run.host import (
 from thinwire.run.machine import Machine
 from thinwire.run.members import Member
 from thinwire.run.peers import StageFailedError
+from thinwire.run.placement import is_relayed
 from thinwire.run.protocol import Connect, Declined, Hello, Hold, Leaving, News, Pulse, Start
 from thinwire.schedule import PipelineConfig
 from thinwire.settings import Settings
@@ -98,7 +99,7 @@ def test_how_often_a_run_was_formed_survives(tmp_path: Path) -> None:
 def peer(name: str, tflops: float, bf16: float = 0.0, memory_gb: float = 8.0) -> Machine:
     machine = Machine("", tflops, memory_gb, 50.0, 100.0, 5.0, bf16_tflops=bf16)
     member = Member(name, hello=Hello({}, machine, "", ""))
-    return as_peer(member, reachable=False)
+    return member.machine
 
 
 def test_stages_follow_the_rate_in_which_a_run_computes(
@@ -109,22 +110,22 @@ def test_stages_follow_the_rate_in_which_a_run_computes(
         settings = make_settings(
             model__layers=8, run__precision=precision, codec__forward="bf16", codec__backward="bf16"
         )
-        split, _ = form(settings, here, False)
-        assert split is not None
+        split = form(settings, here, False)
         blocks = dict(zip([peer.name for peer in split.peers], split.counts, strict=True))
         assert max(blocks, key=lambda name: blocks[name]) == fast
         assert split.settings.pipeline.split == split.counts
-        assert [crossing.is_relayed for crossing in split.crossings] == [True], "no door was found"
+        assert is_relayed(*split.peers), "no door was found"
 
 
 def test_peers_without_figures_count_as_equal_and_what_is_lacking_is_said(
     make_settings: Callable[..., Settings],
 ) -> None:
     settings = make_settings()
-    split, _ = form(settings, [peer("ana", 0.0, memory_gb=0.0), peer("ben", 5.0)], False)
-    assert split is not None and split.settings == settings.with_window()
-    split, lacking = form(settings, [peer("a", 1, 1, 1e-5), peer("b", 1, 1, 1e-5)], False)
-    assert split is None and "no split fits" in lacking
+    unknown = comparable([peer("ana", 0.0, memory_gb=0.0), peer("ben", 5.0)])
+    split = form(settings, unknown, False)
+    assert split.settings == settings.with_window()
+    with pytest.raises(ConfigError, match="no split fits"):
+        form(settings, [peer("a", 1, 1, 1e-5), peer("b", 1, 1, 1e-5)], False)
 
 
 NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"}
@@ -152,8 +153,7 @@ def test_cuts_stay_where_the_model_learned_them_whoever_comes(
 
     class Formed:
         def __init__(self, settings: Settings, *arguments: Any) -> None:
-            split, lacking = form(settings, [peer("ana", 1e-6), peer("ben", 5e-5)], arguments[-1])
-            assert split is not None, lacking
+            split = form(settings, [peer("ana", 1e-6), peer("ben", 5e-5)], arguments[-1])
             splits.append(split.counts)
 
         def run(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Command, Record, Said, StopAsked, Suspect
 from thinwire.run.pacing import AT_ONCE, Pace
-from thinwire.run.peers import LocalPeers, lead, neighbours
+from thinwire.run.peers import LocalPeers, heed, neighbours
 from thinwire.run.protocol import FROM_PEER, Finished, LinkDown, LinkUp, Order, Pulse
 from thinwire.settings import Settings
 from thinwire.train import train
@@ -61,6 +61,11 @@ def coordinate(make_settings: Callable[..., Settings]) -> Callable[..., Coordina
 
 def suspect(stage: int, known: bool, trace: str = "") -> Suspect:
     return Suspect(1, stage, "failed", "odd", known, trace)
+
+
+def lead(coordinator: Coordinator, peers: LocalPeers, carry_out: Callable[..., None]) -> None:
+    while not coordinator.is_over:
+        heed(coordinator, peers, carry_out, peers.next_event(coordinator))
 
 
 def ignore(command: object) -> None:

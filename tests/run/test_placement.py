@@ -17,7 +17,6 @@ from thinwire.run.placement import (
     WORTH,
     ChosenSplit,
     StageFigures,
-    better_window,
     choose_split,
     links_of,
     ranges,
@@ -186,18 +185,6 @@ def test_equal_links_play_as_before_and_a_far_cut_takes_longer(make_settings: Ma
         simulate(schedule, costs, links_of([peer("a"), peer("b")]))
 
 
-def test_a_window_that_hides_delays_is_named(make_settings: MakeSettings) -> None:
-    far = [peer("a", 50, latency_ms=50.0), peer("b", 50, latency_ms=50.0)]
-    settings = make_settings(pipeline__microbatches=8, pipeline__window=2)
-    split = choose_split(settings, far)
-    found = better_window(split)
-    assert found is not None and found[0] == 8
-    wide = choose_split(make_settings(pipeline__microbatches=8, pipeline__window=8), far)
-    assert found[1] == wide.simulation.step_seconds < split.simulation.step_seconds
-    assert "note: with pipeline.window = 8 a step would take" in split_text(split, found)
-    assert better_window(wide) is None, "nothing is left to gain"
-
-
 def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings: MakeSettings) -> None:
     """Two peers far away: more in flight hide the delay, as far as their memory goes."""
 
@@ -209,7 +196,6 @@ def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings: MakeSe
     split = chosen(-1)
     assert split.settings.pipeline.window == 8, "four times the stages: nothing wider is tried"
     assert split.simulation.step_seconds == chosen(8).simulation.step_seconds
-    assert better_window(split) is None
     needs = max(chosen(4).memory_bytes) / MEMORY_SHARE / 1e6
     assert max(chosen(8).memory_bytes) / 1e6 > needs
     poor = chosen(-1, needs * 1.001)

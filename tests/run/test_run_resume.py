@@ -217,7 +217,7 @@ def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout is not None and other.stdout.readline() == "held\n"
-            with pytest.raises(ConfigError, match="another process is training in this folder"):
+            with pytest.raises(ConfigError, match="another process is at work in"):
                 claim_folder(tmp_path, None).__enter__()
         finally:
             other.kill()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from thinwire.engine.checkpoint import Shard, partial_folder, sha256_of
@@ -54,7 +55,7 @@ class Host:
     def _note(self, event: Any) -> None:
         what = type(event).__name__.removeprefix("Part").lower()
         with self._changed:
-            self.said.append((what, *vars(event).values()))
+            self.said.append((what, *msgspec.structs.astuple(event)))
             self._changed.notify_all()
 
     def announce(self, stage: int, step: int, shard: Shard) -> None:

@@ -181,8 +181,6 @@ def test_where_no_route_works_each_says_why(ends: Ends) -> None:
     assert routes.in_use is None
     with pytest.raises(WireError, match="no route is known"):
         Routes(NAME, []).connect(1)
-    again = Routes.from_plain(routes.to_plain())
-    assert (again.name, again.routes) == (routes.name, routes.routes)
 
 
 def test_a_relay_sees_only_tls(ends: Ends) -> None:

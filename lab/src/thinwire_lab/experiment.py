@@ -6,15 +6,16 @@ what it does, its options and its grid. These are data because --help must not w
 
 import argparse
 import importlib
+import math
 import shlex
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.arguments import StrictParser, number, numbers, paths
+from thinwire.arguments import number
 
 if TYPE_CHECKING:
     from thinwire_lab.outcome import Outcome
@@ -30,6 +31,38 @@ _MODULES = (
     *("bandwidth", "convergence", "codecs", "frontier"),
     *("gap", "headline"),
 )
+
+
+class StrictParser(argparse.ArgumentParser):
+    """A subcommand's parser that refuses unknown options itself, beside its own usage.
+
+    argparse would leave them to the outermost parser, which knows nothing of the subcommand.
+    """
+
+    def __init__(self, **options: Any):
+        super().__init__(**options, allow_abbrev=False)  # --seed must not pass for --seeds
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, and refuse what is left over."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)} (see {self.prog} --help)")
+        return found, []
+
+
+def numbers(
+    kind: type[int] | type[float], least: float = -math.inf, above: float = -math.inf
+) -> Callable[[str], list[Any]]:
+    """Reads comma-separated numbers."""
+    read = number(kind, least, above)
+    return lambda text: [read(part) for part in text.split(",")]
+
+
+def paths(text: str) -> list[Path]:
+    """Reads comma-separated paths."""
+    return [Path(part.strip()) for part in text.split(",") if part.strip()]
 
 
 @cache

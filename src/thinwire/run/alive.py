@@ -25,10 +25,10 @@ import msgspec
 
 from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import ConfigError, NotAliveError, ThinwireError, WireError, printable
+from thinwire.folders import is_claimed
 from thinwire.paths import peers_folder
 from thinwire.report.human import duration
 from thinwire.report.metrics import FILE_NAME, last_step
-from thinwire.run.checkpoints import is_claimed
 from thinwire.run.protocol import StatusReport
 from thinwire.run.status import Handler, status_from_plain
 from thinwire.settings import RunConfig, load_settings

@@ -10,7 +10,6 @@ import queue
 import socket
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -123,17 +122,12 @@ class Hearing:
     def __init__(self, stages: int) -> None:
         self._queue: queue.SimpleQueue[tuple[Event, threading.Semaphore | None]]
         self._queue = queue.SimpleQueue()
-        self._first: deque[Event] = deque()
         self._room = [threading.Semaphore(MOST_UNHEARD) for _ in range(stages)]
         self._pace = [Pace(f"stage {stage}") for stage in range(stages)]
 
     def note(self, event: Event) -> None:
         """Add what has happened; never waits, so a signal handler may call it."""
         self._queue.put((event, None))
-
-    def note_first(self, event: Event) -> None:
-        """Add what has happened before anything else; only for the thread that calls `next`."""
-        self._first.append(event)
 
     def hear(self, stage: int, message: Any) -> None:
         """Add what a stage has said, once there is room for it; called by its stream.
@@ -153,8 +147,6 @@ class Hearing:
 
     def next(self, timeout: float) -> Event:
         """The next of them, or a Tick if none comes in time."""
-        if self._first:
-            return self._first.popleft()
         try:
             event, room = self._queue.get(timeout=timeout)
         except queue.Empty:

@@ -44,8 +44,8 @@ from thinwire.engine.reports import ShardWritten
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import CheckpointError, ConfigError, StageError
 from thinwire.folders import (
+    claimed,
     discard_replacements,
-    lock,
     next_free_name,
     put_in_place,
     replace_file,
@@ -73,19 +73,8 @@ def claim_folder(
 
     `goes_on`: what the folder holds is this very run.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = (folder / ".lock").open("a")
-    except OSError as error:
-        raise ConfigError(f"cannot use the run's folder {folder}: {error}") from error
-    with held:
-        try:
-            lock(held.fileno())  # a filesystem without locks is no reason not to train
-        except BlockingIOError:
-            raise ConfigError(
-                f"another process is training in this folder, {folder}: wait for it, stop it, or "
-                "choose another name (--set run.name=...)"
-            ) from None
+    advice = "wait for it, stop it, or choose another name (--set run.name=...)"
+    with claimed(folder, advice):
         if not goes_on:
             _refuse_other_run(folder, checkpoint)
         discard_partial(folder)
@@ -93,16 +82,6 @@ def claim_folder(
             yield
         finally:
             discard_partial(folder)
-
-
-def is_claimed(folder: Path) -> bool:
-    """Whether a process holds the folder, as one that trains in it does."""
-    try:
-        with (folder / ".lock").open() as held:
-            lock(held.fileno())
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    return False
 
 
 def _refuse_other_run(folder: Path, checkpoint: Checkpoint | None) -> None:

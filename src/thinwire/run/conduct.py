@@ -1,6 +1,6 @@
 """What one peer may say in its place, and what all do together, beyond the form of each message."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NoReturn
 
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, Step
@@ -73,7 +73,7 @@ class PeerConduct:
 
     def _check_meters(self, name: str, meters: Meters) -> None:
         if meters.keys() != self._links:
-            self._refuse(name, f"with meters of {_listed(meters)}")
+            self._refuse(name, f"with meters of {', '.join(sorted(meters)) or 'no link'}")
 
     def _check_step(self, report: Step) -> None:
         if self._step is not None and report.step != self._step + 1:
@@ -178,7 +178,3 @@ class Course:
         self._settled = min(self._decided)
         for deeds in self._deeds:
             deeds -= {(step, deed) for step, deed in deeds if step <= self._settled}
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "no link"

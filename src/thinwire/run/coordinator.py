@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 from thinwire.engine.audit import DRIFTED
 from thinwire.engine.port import decision_number
@@ -585,7 +585,7 @@ class Coordinator:
             self._arrived.pop(stage, None)
             self._conduct[stage].begin_anew()
             self._watch.replace(stage)
-            self._moved[stage] = _sum(self._moved.get(stage), self._moving.pop(stage, None))
+            self._moved[stage] = _sum(self._moved.get(stage, {}), self._moving.pop(stage, {}))
         cuts = {cut for stage in lost for cut in (stage - 1, stage)} & {*range(len(self._links))}
         for cut in cuts:
             self._links[cut] += 1
@@ -855,25 +855,13 @@ class Coordinator:
         return [Tell(stage, message) for stage in self._all if stage not in self._lost]
 
 
-def _sum(one: Meters | None, other: Meters | None) -> Meters:
-    """What two processes of a stage have moved together; they have the same links."""
-    if not one or not other:
-        return one or other or {}
-    nothing: dict[str, int] = {}
-
-    def add(link: str, way: str) -> dict[str, dict[str, int]]:
-        a, b = (cast(dict[str, Any], meters[link])[way] for meters in (one, other))
-        return {
-            kind: {
-                what: a.get(kind, nothing).get(what, 0) + b.get(kind, nothing).get(what, 0)
-                for what in {**a.get(kind, nothing), **b.get(kind, nothing)}
-            }
-            for kind in {**a, **b}
-        }
-
-    return cast(
-        Meters, {link: {way: add(link, way) for way in moved} for link, moved in one.items()}
-    )
+def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What two processes of a stage have moved together, by all that meters tell apart."""
+    both = {
+        key: _sum(one[key], other[key]) if isinstance(one[key], dict) else one[key] + other[key]
+        for key in one.keys() & other.keys()
+    }
+    return {**one, **other, **both}
 
 
 def disagreement(step: int, agreements: list[Agreements]) -> str:

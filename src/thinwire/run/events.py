@@ -1,33 +1,30 @@
 """The events that the coordinator gets, and the commands that it gives."""
 
-from dataclasses import dataclass
+import msgspec
 
 from thinwire.engine.reports import Audited, Evaluation, ShardWritten, Step
 from thinwire.run.protocol import Finished, LinkUp, OfStage, Ready, ToStage
 
 
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """What the coordinator is told."""
 
 
-@dataclass(frozen=True)
-class Said(Event):
+class Said(Event, frozen=True):
     """A stage has said something."""
 
     stage: int
     message: OfStage
 
 
-@dataclass(frozen=True)
-class Exited(Event):
+class Exited(Event, frozen=True):
     """The process of a stage has ended."""
 
     stage: int
     code: int
 
 
-@dataclass(frozen=True)
-class Lost(Event):
+class Lost(Event, frozen=True):
     """The control stream of a stage is broken; in breach: by what the stage has sent."""
 
     stage: int
@@ -35,46 +32,40 @@ class Lost(Event):
     in_breach: bool = False
 
 
-@dataclass(frozen=True)
-class Stopped(Event):
+class Stopped(Event, frozen=True):
     """The process of a stage on this machine is stopped, as SIGSTOP does; it may stay so."""
 
     stage: int
 
 
-@dataclass(frozen=True)
-class Given(Event):
+class Given(Event, frozen=True):
     """Another process begins to hold these stages, which were lost: it is waited for from now."""
 
     stages: list[int]
 
 
-@dataclass(frozen=True)
-class Away(Event):
+class Away(Event, frozen=True):
     """The control stream of a stage on another machine is down; it may come back."""
 
     stage: int
     reason: str
 
 
-@dataclass(frozen=True)
-class Back(Event):
+class Back(Event, frozen=True):
     """The control stream of a stage is back, after so many seconds."""
 
     stage: int
     seconds: float
 
 
-@dataclass(frozen=True)
-class PartArrived(Event):
+class PartArrived(Event, frozen=True):
     """The part of a checkpoint that a stage has reported is on this machine, and was opened."""
 
     stage: int
     step: int
 
 
-@dataclass(frozen=True)
-class PartLost(Event):
+class PartLost(Event, frozen=True):
     """The part of a checkpoint that a stage has reported will not come."""
 
     stage: int
@@ -82,8 +73,7 @@ class PartLost(Event):
     error: str
 
 
-@dataclass(frozen=True)
-class PartRefused(Event):
+class PartRefused(Event, frozen=True):
     """The part of a checkpoint that a stage has sent is not its state: the stage is at fault."""
 
     stage: int
@@ -91,116 +81,101 @@ class PartRefused(Event):
     error: str
 
 
-@dataclass(frozen=True)
-class FollowerSaid(Event):
+class FollowerSaid(Event, frozen=True):
     """The process that follows a stage has said something."""
 
     stage: int
     message: OfStage
 
 
-@dataclass(frozen=True)
-class FollowerLost(Event):
+class FollowerLost(Event, frozen=True):
     """The process that follows these stages is gone."""
 
     stages: list[int]
 
 
-@dataclass(frozen=True)
-class Completed(Event):
+class Completed(Event, frozen=True):
     """The checkpoint of a step is complete, on this machine."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class MoveAsked(Event):
+class MoveAsked(Event, frozen=True):
     """Whoever follows these stages is to hold them, though nobody was lost: once it keeps up."""
 
     stages: list[int]
     reason: str
 
 
-@dataclass(frozen=True)
-class StopAsked(Event):
+class StopAsked(Event, frozen=True):
     """The user asks the run to end, or a peer that leaves it (`who`)."""
 
     who: str = ""
 
 
-@dataclass(frozen=True)
-class Tick(Event):
+class Tick(Event, frozen=True):
     """Time passes, and nothing else happened."""
 
 
-class Command:
+class Command(msgspec.Struct, frozen=True):
     """What the coordinator wants done."""
 
 
-@dataclass(frozen=True)
-class Tell(Command):
+class Tell(Command, frozen=True):
     """Send a message to a stage."""
 
     stage: int
     message: ToStage
 
 
-@dataclass(frozen=True)
-class Say(Command):
+class Say(Command, frozen=True):
     """Tell the user; what is `for_us` alone is not for the peers of a hosted run."""
 
     text: str
     for_us: bool = False
 
 
-@dataclass(frozen=True)
-class Starting(Command):
+class Starting(Command, frozen=True):
     """Show how far the start is: so many stages have come to this point."""
 
     stages: int
     what: str
 
 
-@dataclass(frozen=True)
-class Begin(Command):
+class Begin(Command, frozen=True):
     """All stages have begun to train: what they are, and what computes them."""
 
     stages: list[Ready]
     versions: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Record(Command):
+class Record(Command, frozen=True):
     """Keep what a stage reports."""
 
     stage: int
     report: Step | Evaluation | LinkUp | Finished
 
 
-@dataclass(frozen=True)
-class Exploded(Command):
+class Exploded(Command, frozen=True):
     """The loss is far above its own past: what is saved from now on proves nothing."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Recovered(Command):
+class Recovered(Command, frozen=True):
     """It is not any more."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Commit(Command):
+class Commit(Command, frozen=True):
     """All stages have written their parts of a checkpoint, and they agree: complete it."""
 
     step: int
     parts: list[ShardWritten]
 
 
-@dataclass(frozen=True)
-class Discard(Command):
+class Discard(Command, frozen=True):
     """A checkpoint cannot be completed: remove what was written of it.
 
     With an error the run goes on without it.
@@ -210,41 +185,36 @@ class Discard(Command):
     error: str = ""
 
 
-@dataclass(frozen=True)
-class Replace(Command):
+class Replace(Command, frozen=True):
     """Have others hold these stages, which are lost: from the last complete checkpoint on."""
 
     stages: list[int]
 
 
-class OfFollower(Command):
+class OfFollower(Command, frozen=True):
     """What it wants of a process that follows stages."""
 
 
-@dataclass(frozen=True)
-class TellFollower(OfFollower):
+class TellFollower(OfFollower, frozen=True):
     """Send a message to the process that follows a stage."""
 
     stage: int
     message: ToStage
 
 
-@dataclass(frozen=True)
-class Promote(OfFollower):
+class Promote(OfFollower, frozen=True):
     """The process that follows these stages holds them from now on."""
 
     stages: list[int]
 
 
-@dataclass(frozen=True)
-class DropFollower(OfFollower):
+class DropFollower(OfFollower, frozen=True):
     """The process that follows these stages can do so no more: let it go."""
 
     stages: list[int]
 
 
-@dataclass(frozen=True)
-class Doubt(OfFollower):
+class Doubt(OfFollower, frozen=True):
     """What a stage sent is not what the process that follows it computes; with `replaces`, the
     machine that holds it gets no stage any more.
     """
@@ -254,8 +224,7 @@ class Doubt(OfFollower):
     replaces: bool
 
 
-@dataclass(frozen=True)
-class Suspect:
+class Suspect(msgspec.Struct, frozen=True):
     """A stage that may be the cause of a failure, and how unsure the evidence leaves us of that.
 
     Where its error is not `known`, only its log or traceback explains it.
@@ -269,8 +238,7 @@ class Suspect:
     trace: str = ""
 
 
-@dataclass(frozen=True)
-class End(Command):
+class End(Command, frozen=True):
     """The run is over: in good order, or with this error."""
 
     error: BaseException | None = None

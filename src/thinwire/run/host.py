@@ -41,13 +41,10 @@ from thinwire.report import Display
 from thinwire.report.human import elapsed
 from thinwire.run.admission import ENROL, AuthorityBook, Invite, is_address, serve_enrolment
 from thinwire.run.alive import ControlSocket
-from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import (
     Away,
     Back,
-    Begin,
-    Command,
     Doubt,
     DropFollower,
     Event,
@@ -62,7 +59,6 @@ from thinwire.run.events import (
     TellFollower,
     Tick,
 )
-from thinwire.run.explosion import watch_losses
 from thinwire.run.formation import (
     Failures,
     Formation,
@@ -81,13 +77,15 @@ from thinwire.run.peers import (
     EXIT_SECONDS,
     Peers,
     StageFailedError,
+    coordinator_of,
     lead,
+    neighbours,
     placement,
-    recording,
 )
 from thinwire.run.placement import ChosenSplit, choose_split, links_of, share_stages
 from thinwire.run.protocol import (
     MAX_MESSAGE,
+    OF_NO_STAGE,
     OF_NO_STEP,
     Alive,
     AskAlive,
@@ -149,7 +147,6 @@ AWAY_TICK = 0.1  # between two looks at who is back, while somebody is away and 
 STANDBY_PAUSE = 5.0  # between a stand-by that was lost and the next one
 SPARES = 2  # machines that an invite lets in beyond those that the run needs
 LEAVE_SECONDS = 5.0  # for them to end after the host has said goodbye
-_UNKNOWN_GB = 1e6  # memory of a member that does not know its own: it will see
 
 
 @dataclass(frozen=True)
@@ -171,17 +168,14 @@ class HostOptions:
         """Refuse a wrong address or number before anything is prepared."""
         for address in self.addresses:
             with_port(address, 1)
-        if not 0 <= self.peers <= stages:
-            raise ConfigError(
-                f"--peers {self.peers}: the {stages} stages of this model are held by 1 to "
-                f"{stages} peers"
-            )
+        neighbours(stages, self.peers or stages)  # refuses what cannot be
 
 
 def host(settings: Settings, options: HostOptions, display: Display) -> dict[str, Any]:
     """Host a run to its end, or to a Ctrl-C, which stops it with a checkpoint; the summary."""
     options.check(settings.pipeline.stages)
-    settings = over_real_links(settings)
+    link = dataclasses.replace(settings.link, emulate=False)  # they are slow by themselves
+    settings = dataclasses.replace(settings, link=link)
     raise_descriptor_limit()
     folder = settings.run.folder
     goes_on = is_hosted(folder) or options.resume
@@ -202,40 +196,23 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
         return hosting.run()
 
 
-def over_real_links(settings: Settings) -> Settings:
-    """The same run without an emulated network: links between machines are slow by themselves."""
-    return dataclasses.replace(settings, link=dataclasses.replace(settings.link, emulate=False))
-
-
-def as_peer(member: Member, reachable: bool) -> Machine:
-    """A member that is here, for the choice of a split."""
-    hello = member.hello  # it may leave at any moment: then another is asked
-    machine = hello.machine if hello is not None else Machine()
-    memory = machine.memory_gb or _UNKNOWN_GB
-    return dataclasses.replace(machine, name=member.name, memory_gb=memory, reachable=reachable)
-
-
-def _as_equals(peers: list[Machine]) -> list[Machine]:
-    """Peers of which some have no rate: nothing can be compared, so all count as equal."""
+def comparable(peers: list[Machine]) -> list[Machine]:
+    """Peers, all of which count as equal where some have no rate: nothing can be compared then."""
+    if all(peer.tflops for peer in peers):
+        return peers
     return [dataclasses.replace(peer, tflops=1.0, bf16_tflops=0.0) for peer in peers]
 
 
-def form(
-    settings: Settings, peers: list[Machine], keeps_split: bool
-) -> tuple[ChosenSplit | None, str]:
-    """Choose stages and blocks among members that are here; or why there is no way yet.
+def form(settings: Settings, peers: list[Machine], keeps_split: bool) -> ChosenSplit:
+    """Choose stages and blocks among members that are here; ConfigError: why there is no way yet.
 
     `keeps_split`: the blocks of each stage stay as the settings have them.
     """
-    peers = peers if all(peer.tflops for peer in peers) else _as_equals(peers)
     if keeps_split:
         split = [len(blocks) for blocks in settings.split()]
         pipeline = dataclasses.replace(settings.pipeline, split=split)
         settings = dataclasses.replace(settings, pipeline=pipeline)
-    try:
-        return choose_split(settings, peers), ""
-    except ConfigError as error:
-        return None, str(error)
+    return choose_split(settings, peers)
 
 
 # How neighbours on other machines reach each other: the stage below accepts, so it waits at doors;
@@ -521,7 +498,7 @@ class HostedPeers(Peers):
         self._groups = formation.groups()  # the stages that share a process
         self._is_saved = False  # a checkpoint is complete since the placement was last looked at
         self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
-        self._standbys: dict[tuple[int, ...], str] = {}  # by the stages that they follow
+        self._standbys = base.display.standing.standbys
         self._standby_after = 0.0  # no other stand-by begins before
         self._standby_ways: dict[tuple[tuple[int, ...], str], Ways] = {}
         self._had: dict[str, set[int]] = {}  # by member: the stages that it holds or has held
@@ -556,7 +533,7 @@ class HostedPeers(Peers):
         self.collector.close()
         for name in [*self._formation.members(), *self._standbys.values()]:
             release = Release("the run is formed again")
-            self._base.members.tell(name, release, generation=self._formation.epoch)
+            self._tell(name, release)
 
     def start(self) -> None:
         base, formation = self._base, self._formation
@@ -594,7 +571,14 @@ class HostedPeers(Peers):
             self._again,
             follows,
         )
-        return base.members.tell(name, hold, generation=self._formation.epoch)
+        return self._tell(name, hold)
+
+    def _tell(self, name: str, message: Any, stage: int = OF_NO_STAGE) -> bool:
+        return self._base.members.tell(name, message, stage, self._formation.epoch)
+
+    def on_begin(self) -> None:
+        self.end_states()
+        self.is_training = True
 
     def replace(self, stages: list[int]) -> None:
         self._homeless.append(stages)
@@ -619,13 +603,13 @@ class HostedPeers(Peers):
     def _candidates(self) -> list[Machine]:
         """Members that are here and have answered."""
         here = self._base.members.here()
-        return [as_peer(member, False) for member in here if member.heard >= self._asked_at]
+        return [member.machine for member in here if member.heard >= self._asked_at]
 
     def _find_holder(self, stages: list[int]) -> None:
         """Give lost stages to whoever is best for them, or wait for somebody who is."""
         base = self._base
         waited = time.monotonic() - self._asked_at
-        best = self._best(stages, [as_peer(member, False) for member in base.members.here()])
+        best = self._best(stages, [member.machine for member in base.members.here()])
         name = self._best(stages, self._candidates())
         if (name is None or name != best) and waited < ANSWER_SECONDS:
             return  # a better one may answer: a spare, or whoever had them and has the files
@@ -680,14 +664,13 @@ class HostedPeers(Peers):
             return -holders.count(name), rates.get(name, 0.0)
 
         stages = min(left, key=turn)
-        machines = [as_peer(member, False) for member in here]
+        machines = [member.machine for member in here]
         name = next_follower(stages, seats, self._followed(), machines, self._settings)
         if name is None:
             self._standby_after = time.monotonic() + STANDBY_PAUSE
             return
         self._again += 1
         self._standbys[tuple(stages)] = name
-        self._show_standbys(name)
         self._doors.pop(name, None)
         if not self._give(stages, name, *self._where_to_begin(), follows=True):
             self._forget_standby(stages)
@@ -699,7 +682,7 @@ class HostedPeers(Peers):
                     if isinstance(message, Connect | Relink):
                         ways = self._ways_of_standby(stage)
                         message = with_ways(message, partial(ways.connect, stage))
-                    self._base.members.tell(name, message, stage, self._formation.epoch)
+                    self._tell(name, message, stage)
             case Promote(stages):
                 if not (name := self._forget_standby(stages)):  # it has just got other stages
                     for stage in stages:
@@ -729,26 +712,19 @@ class HostedPeers(Peers):
         """Who follows each stage that is followed."""
         return {stage: name for group, name in [*self._standbys.items()] for stage in group}
 
-    def _show_standbys(self, name: str) -> None:
-        standing = self._base.display.standing
-        if followed := [stage for stage, who in self._followed().items() if who == name]:
-            standing.standbys[name] = sorted(followed)
-        else:
-            standing.standbys.pop(name, None)
-            standing.audits.pop(name, None)
-
     def _forget_standby(self, stages: list[int]) -> str:
         """Who followed these stages, and does so no more; nobody: nothing."""
         name = self._standbys.pop(tuple(stages), "")
         self._standby_ways.pop((tuple(stages), name), None)
-        self._show_standbys(name)
+        if name not in self._standbys.values():
+            self._base.display.standing.audits.pop(name, None)
         return name
 
     def _drop_standby(self, stages: list[int]) -> None:
         if name := self._forget_standby(stages):
             self._standby_after = time.monotonic() + STANDBY_PAUSE  # it may fail again at once
             release = Release("its stage is placed anew", stages)
-            self._base.members.tell(name, release, generation=self._formation.epoch)
+            self._tell(name, release)
 
     def _ways_of_standby(self, stage: int) -> Ways:
         """The ways as they were if whoever follows this stage held it."""
@@ -770,7 +746,7 @@ class HostedPeers(Peers):
             self._collected[before][:] = left  # whoever collects from it looks there
             self.collector.retract(stages)
             release = Release(f"{name} holds stage {', '.join(map(str, stages))} now", stages)
-            self._base.members.tell(before, release, generation=self._formation.epoch)
+            self._tell(before, release)
         self._ways = self._probed_ways({before, name})
         self._standby_ways.clear()  # whoever follows the stage beside it is fed from elsewhere
 
@@ -792,7 +768,7 @@ class HostedPeers(Peers):
             held, away = self._formation.held_by(member.name), (member.name, member.down_since)
             if not held or not member.is_down or away in self._given_up:
                 continue
-            others = [as_peer(m, False) for m in self._base.members.here()]
+            others = [m.machine for m in self._base.members.here()]
             name = next_holder(held, self._formation.seats, others, self._settings)
             limit = SPARE_SECONDS if name not in self._formation.seats else NEIGHBOUR_SECONDS
             if all(self._standby_of(stage) for stage in held):
@@ -828,7 +804,7 @@ class HostedPeers(Peers):
         if ways is not None:
             message = with_ways(message, partial(ways.connect, stage))
         name = self._formation.seats[stage]
-        self._base.members.tell(name, message, stage, self._formation.epoch)
+        self._tell(name, message, stage)
 
     def ask_to_stop(self, who: str = "") -> None:
         self.is_stopping = True
@@ -934,7 +910,7 @@ class HostedPeers(Peers):
                 return False  # others hold it now; it counts as talk
             case Up() if not held:
                 release = Release("others hold its stages now")
-                self._base.members.tell(name, release, generation=epoch)
+                self._tell(name, release)
             case _ if not held:
                 pass
             case Envelope(message, stage, said) if stage >= 0 and said == epoch:
@@ -973,7 +949,7 @@ class HostedPeers(Peers):
         """A member leaves: others take its stages; where nobody can, the run stops with a
         checkpoint, and waits for somebody.
         """
-        others = [as_peer(m, False) for m in self._base.members.here() if m.name != name]
+        others = [m.machine for m in self._base.members.here() if m.name != name]
         can_move = self.is_training and self._replaces
         if can_move and next_holder(held, self._formation.seats, others, self._settings):
             self._lose(name, f"{name} leaves")
@@ -987,80 +963,6 @@ class HostedPeers(Peers):
     ) -> None:
         for stage in self._formation.held_by(name) if stages is None else stages:
             self.said.note(Lost(stage, reason, in_breach))
-
-
-class Generation:
-    """The run with these members holding its stages. It may fail; then the next one goes on."""
-
-    def __init__(
-        self,
-        base: Base,
-        formation: Formation,
-        settings: Settings,
-        checkpoint: Checkpoint | None,
-        keep: Callable[[Formation], None],
-    ):
-        stages, step = len(formation.seats), checkpoint.step if checkpoint else 0
-        self._base = base
-        self._coordinator = Coordinator(
-            stages,
-            settings.run.patience,
-            settings.pipeline.microbatches,
-            parts_travel=True,
-            outage=settings.link.outage,
-            losses=watch_losses(settings, base.folder, checkpoint),
-            course=Course(settings, step, stages),
-            placement=placement(settings, formation.groups()),
-            audits=settings.train.audit,
-            audit_replaces=settings.train.audit_replaces,
-        )
-        machines = {m.name: as_peer(m, m.is_reachable) for m in base.members.all()}
-        links = links_of([machines.get(name, Machine()) for name in formation.seats])
-        self.record = RunRecord(
-            settings,
-            base.folder,
-            base.data,
-            checkpoint,
-            base.display,
-            goes_on=True,
-            earlier=base.record,
-            links=links,
-        )
-        self.peers = HostedPeers(
-            base, formation, settings, checkpoint, self._show_last_checkpoint, keep
-        )
-
-    def run(self, on_stop: Callable[[], None]) -> None:
-        """Train with these members to the end; raises what ends it early.
-
-        `on_stop` is told when this host is asked to stop.
-        """
-        peers = self.peers
-
-        def stop() -> None:
-            on_stop()
-            if not peers.is_stopping:  # else a member leaves, and the run stops already
-                peers.ask_to_stop()
-
-        with peers, stopping(stop, self.record):
-            peers.start()
-            try:
-                lead(self._coordinator, peers, self._carry_out)
-            finally:
-                self.record.close()
-                if self.record.has_begun:
-                    self._base.record = self.record
-
-    def _carry_out(self, command: Command) -> None:
-        recording(self.record, self.peers)(command)
-        if isinstance(command, Begin):
-            self.peers.end_states()
-            self.peers.is_training = True
-
-    def _show_last_checkpoint(self, done: int, total: int) -> None:
-        """While training goes on, checkpoints travel unseen; at its end one is waited for."""
-        if self._coordinator.phase is Phase.COLLECTING:
-            self._base.display.progress("save", done, total, "B")
 
 
 # All of them
@@ -1163,30 +1065,57 @@ class _Hosting:
         self._display.announce(
             "form", f"epoch {self._formation.epoch} from step {step}, stages {who}"
         )
-        generation = Generation(
-            self._base, self._formation, self._settings, checkpoint, self._keep_formation
+        settings, folder, groups = self._settings, self._folder, self._formation.groups()
+        coordinator = coordinator_of(settings, folder, checkpoint, groups, parts_travel=True)
+        machines = {member.name: member.machine for member in self._members.all()}
+        links = links_of([machines.get(name, Machine()) for name in seats])
+        earlier = self._base.record
+        display, data = self._display, self._data
+        record = RunRecord(settings, folder, data, checkpoint, display, True, earlier, links)
+
+        def show_last_checkpoint(done: int, total: int) -> None:
+            """While training goes on, checkpoints travel unseen; at its end one is waited for."""
+            if coordinator.phase is Phase.COLLECTING:
+                display.progress("save", done, total, "B")
+
+        peers = HostedPeers(
+            self._base,
+            self._formation,
+            settings,
+            checkpoint,
+            show_last_checkpoint,
+            self._keep_formation,
         )
+
+        def stop() -> None:
+            self._stop_asked = True
+            if not peers.is_stopping:  # else a member leaves, and the run stops already
+                peers.ask_to_stop()
+
         try:
-            generation.run(self._on_stop)
+            with peers, stopping(stop, record):
+                lead(coordinator, peers, record)
         except Interrupted:
             if self._stop_asked:
                 raise
-            self._display.note(f"{generation.peers.leaving or 'a peer'} left before training began")
+            display.note(f"{peers.leaving or 'a peer'} left before training began")
             return None
         except StageError as error:
             if self._stop_asked:
                 raise
             self._judge(error)
             return None
-        return self._conclude(generation)
+        finally:
+            if record.has_begun:
+                self._base.record = record
+        return self._conclude(record, peers)
 
     def _keep_formation(self, formation: Formation) -> None:
         self._formation = formation
         write_formation(self._folder, formation)
 
-    def _conclude(self, generation: Generation) -> dict[str, Any] | None:
+    def _conclude(self, record: RunRecord, peers: HostedPeers) -> dict[str, Any] | None:
         """All stages ended in good order: the run is over, or it goes on without who left."""
-        record, peers = generation.record, generation.peers
         if not self._stop_asked and record.ledger.done < self._settings.train.steps:
             record.pause()
             self._display.note(f"{peers.leaving or 'a peer'} left after step {record.ledger.done}")
@@ -1234,9 +1163,6 @@ class _Hosting:
             self._display.note(f"{name} gets no stage any more: {why}")
         elif deed != "was lost" and len(self._members.here()) > len(self._formation.members()):
             self._members.mark_unfit(name, f"its stage {deed}")  # while others wait for one
-
-    def _on_stop(self) -> None:
-        self._stop_asked = True
 
     def _wait_for_members(self) -> list[str]:
         """Wait until there is a member for each stage; says for whom, and since when."""
@@ -1287,13 +1213,17 @@ class _Hosting:
         doors = probe_all(here, book.run_id, book.door_token)
         for member, door in zip(here, doors, strict=True):
             member.is_reachable = bool(door.outside)
-        peers = [as_peer(member, member.is_reachable) for member in here]
-        if len(peers) < self._settings.pipeline.stages:
-            return self._share(peers)
-        split, lacking = form(self._settings, peers, self._keeps_split)
-        if split is None:
-            self._refused = names, f"waiting for other peers: {lacking}"
+        try:
+            return self._placed(comparable([member.machine for member in here])), ""
+        except ConfigError as error:
+            self._refused = names, f"waiting for other peers: {error}"
             return None, self._refused[1]
+
+    def _placed(self, peers: list[Machine]) -> list[str]:
+        """Whoever holds each stage of these; with fewer peers than stages the split stays."""
+        if len(peers) < self._settings.pipeline.stages:
+            return [peer.name for peer in share_stages(self._settings, peers)]
+        split = form(self._settings, peers, self._keeps_split)
         self._settings = split.settings
         pipeline = split.settings.pipeline
         self._formation = dataclasses.replace(
@@ -1308,15 +1238,4 @@ class _Hosting:
             f"{elapsed(split.simulation.step_seconds)}, with at most "
             f"{split.simulation.schedule.window} microbatches in flight",
         )
-        return [peer.name for peer in split.peers], ""
-
-    def _share(self, peers: list[Machine]) -> tuple[list[str] | None, str]:
-        """As `_choose`, with fewer peers than stages: some hold several. The split stays."""
-        names = [peer.name for peer in peers]
-        peers = peers if all(peer.tflops for peer in peers) else _as_equals(peers)
-        try:
-            held = share_stages(self._settings, peers)
-        except ConfigError as error:
-            self._refused = names, f"waiting for other peers: {error}"
-            return None, self._refused[1]
-        return [peer.name for peer in held], ""
+        return [peer.name for peer in split.peers]

@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from thinwire.errors import (
     outward,
     printable,
 )
-from thinwire.folders import lock, private_folder
+from thinwire.folders import claimed
 from thinwire.paths import cache_folder, peer_folder
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, line_of
@@ -168,15 +168,17 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
     options.check()
     raise_descriptor_limit()
     folder = options.folder or peer_folder(invite.run_id)
-    with _claimed(folder):
+    advice = "stop it, or join as a further peer with --folder and --name"
+    with claimed(folder, advice, private=True):
         display.opened(folder)
         display.phase("join", f"run {invite.run_name!r}, of which this machine keeps {folder}")
         identity = _identity(folder, invite, options.name)
         display.phase("join", f"enrolled as {identity.name}")
         host = invite.to_service("control", identity.door_token)
         routes = host.routes
-        with _door(options.listen) as door:
-            addresses = _addresses(door, options.listen, _seen(routes, invite))
+        listen = options.listen
+        with Door(*split_address(listen)) if listen else contextlib.nullcontext() as door:
+            addresses = _addresses(door, listen, _seen(routes, invite))
             admit = partial(_admit, door, invite.run_id, identity.door_token)
             place = Whereabouts(folder, host, *addresses, admit)
             machine = _measured(options.terms.device, folder, routes, invite.run_id, display)
@@ -195,34 +197,6 @@ def _identity(folder: Path, invite: Invite, name: str) -> Identity:
             f"cannot reach the host of run {invite.run_name!r}: {error}; `thinwire doctor` with "
             "the same invite looks for the cause"
         ) from None
-
-
-@contextlib.contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
-    """Hold the folder: two processes must not be the same peer."""
-    try:
-        private_folder(folder)
-        held = (folder / ".lock").open("a")
-    except OSError as error:
-        raise ConfigError(f"cannot use {folder}: {error}; choose another --folder") from error
-    with held:
-        try:
-            lock(held.fileno())
-        except BlockingIOError:
-            raise ConfigError(
-                f"another process takes part in this run with the folder {folder}: stop it, or "
-                "join as a further peer with --folder and --name"
-            ) from None
-        yield
-
-
-@contextlib.contextmanager
-def _door(listen: str) -> Iterator[Door | None]:
-    if not listen:
-        yield None
-        return
-    with Door(*split_address(listen)) as door:
-        yield door
 
 
 def _admit(door: Door | None, run: str, own: str, links: str) -> None:
@@ -377,7 +351,8 @@ class Holding:
             generation=self.generation,
             again=self.hold.again,
             follows=self.hold.follows,
-            host=host.to_plain(),
+            service=host.name,
+            host=[*host.routes],
         )
 
     def start(

@@ -28,7 +28,6 @@ from thinwire.schedule import Costs, Links, Network, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import BF16_BYTES, network_of, stream_width
 
-FASTER = 100  # a GPU beside the cores of a small machine: what would the links allow then?
 WAITS = ("neighbour", "link", "basis", "verdict")
 """What a stage waits for: the neighbour still computes what is needed; it is done, and the tensor
 is packed, queued, sent or on its way; a basis, or rows of a shared embedding; the verdict that
@@ -373,23 +372,20 @@ class Ledger:
         }
 
     def _simulated(self) -> dict[str, Any]:
-        """The step as the simulator plays it with the measured costs, and with faster stages."""
-        schedule, network = self.settings.schedule(), network_of(self.settings)
-        measured = simulate(schedule, self._costs(), network)
-        faster = simulate(schedule, self._costs(FASTER), network).step_seconds
-        was_run, tokens = self._steps_run > 0, self.settings.tokens_per_step
+        """The step as the simulator plays it with the measured costs."""
+        network, was_run = network_of(self.settings), self._steps_run > 0
+        measured = simulate(self.settings.schedule(), self._costs(), network)
         return {
             "simulated_step_seconds": measured.step_seconds if was_run else None,
             "simulated_bubble_fraction": measured.bubble_fraction if was_run else None,
-            "simulated_faster_tokens_per_s": tokens / faster if faster else None,
         }
 
-    def _costs(self, faster: int = 1) -> Costs:
-        """Mean measured times (divided by `faster`) and bytes, as the simulator takes them."""
+    def _costs(self) -> Costs:
+        """Mean measured times and bytes, as the simulator takes them."""
         mean, crossed = self._timed.mean, self._crossed_in_all()
         frames = max(1, self._steps_run * self.settings.pipeline.microbatches)
         kinds = ("forward", "backward", "update")
-        forward, backward, update = ([mean(s, k) / faster for s in self._stages] for k in kinds)
+        forward, backward, update = ([mean(s, k) for s in self._stages] for k in kinds)
         up, down = (crossed // frames).T.tolist()
         return Costs(forward, backward, update, up, down)
 

@@ -10,13 +10,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import thinwire
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
 from thinwire.run.admission import AuthorityBook
 from thinwire.run.channel import Channel
+from thinwire.run.machine import Machine
 from thinwire.run.pacing import Pace, Told
 from thinwire.run.protocol import (
     FROM_PEER,
@@ -40,6 +41,7 @@ LEAST_OUTAGE_S = 10.0  # for which a connection may be lost, also where links ma
 ALIVE_SECONDS = 5.0  # for a member to answer, before another process with its key takes its place
 MOST_UNTAKEN = 1000  # messages to a member that wait to be sent: few of them are large
 MOST_STREAMS = 8  # of one member: one counts, and others begin or may come back
+UNKNOWN_GB = 1e6  # memory of a member that does not know its own: it will see
 SESSION_BYTES = 16  # by which a member's process says that a connection goes on with its stream
 
 
@@ -64,6 +66,14 @@ class Member:
 
     def __post_init__(self) -> None:
         self.pace = Pace(f"peer {self.name!r}")
+
+    @property
+    def machine(self) -> Machine:
+        """What it has to give, for whoever chooses who holds what."""
+        hello = self.hello  # it may leave at any moment: then another is asked
+        has = hello.machine if hello is not None else Machine()
+        memory = has.memory_gb or UNKNOWN_GB
+        return replace(has, name=self.name, memory_gb=memory, reachable=self.is_reachable)
 
     @property
     def is_unfit(self) -> bool:

@@ -25,7 +25,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -103,17 +102,14 @@ MessageT = TypeVar("MessageT")
 
 def versions() -> dict[str, str]:
     """What computed a run: reported by every peer and kept in the summary."""
+    threads = torch.get_num_threads()
     return {
         "thinwire": thinwire.__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "processor": f"{_cpu()} ({_torch_on_it()})",
+        "processor": f"{_cpu()} ({torch.backends.cpu.get_cpu_capability()}, {threads} threads)",
     }
-
-
-def _torch_on_it() -> str:
-    return f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def _cpu() -> str:
@@ -142,26 +138,15 @@ class Linkable(Protocol):
         """What both ends of a cut must agree on before the first frame."""
 
 
-@dataclass(frozen=True)
-class Household:
-    """What the stages of one process share: who they are together, and their inner cuts."""
-
-    order: Order
-    identity: Identity
-    inner: dict[int, tuple[Pipe, Pipe]]  # by cut: the ends of the stage below and the one above
-
-    @classmethod
-    def of(cls, order: Order) -> "Household":
-        """The household of an order."""
-        inner = {stage: memory_pair() for stage in order.stages[:-1]}
-        return cls(order, Identity(**order.identity), inner)
+Inner = dict[int, tuple[Pipe, Pipe]]
+"""The cuts between stages of one process: the ends of the stage below and of the one above."""
 
 
 class Peer:
     """The life of one stage: built, linked to the neighbours, trained, goodbye."""
 
-    def __init__(self, house: Household, stage: int, say: Callable[[OfStage], None]):
-        self.house, self.order, self.identity = house, house.order, house.identity
+    def __init__(self, order: Order, inner: Inner, stage: int, say: Callable[[OfStage], None]):
+        self.order, self.identity, self._inner = order, Identity(**order.identity), inner
         self.stage, self._say = stage, say
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.hear = self._inbox.put
@@ -215,7 +200,7 @@ class Peer:
     def _introduce(self, worker: Linkable) -> Connect:
         """Say that the stage is built, and hear where its neighbours are."""
         self._progress.begin("waits for the other stages to be built")
-        if self.stage < worker.last and self.stage not in self.house.inner:
+        if self.stage < worker.last and self.stage not in self._inner:
             self._listener = Listener(
                 self.identity, worker.settings.link.listen, 0, worker.max_payload() + 64
             )
@@ -293,7 +278,8 @@ class Peer:
         if self.order.corpus:
             return None
         name = stream_name("tokens", self.stage, self.order.generation, self.order.again)
-        routes, host = Routes.from_plain(self.order.host), fingerprint_of(self.identity.host)
+        routes = Routes(self.order.service, self.order.host)
+        host = fingerprint_of(self.identity.host)
 
         def call(timeout: float) -> Pipe:
             return dial(routes, name, self.identity, host, timeout, MAX_MESSAGE)
@@ -309,8 +295,8 @@ class Peer:
             if not 0 <= neighbour <= worker.last:
                 continue
             cut, is_above = min(self.stage, neighbour), neighbour > self.stage
-            if cut in self.house.inner:
-                pipe, card = self.house.inner[cut][not is_above], None
+            if cut in self._inner:
+                pipe, card = self._inner[cut][not is_above], None
                 meter: Meter = Unmetered()
             else:
                 pipe, meter, card = self._open(worker, neighbour, connect), Meter(), nic
@@ -326,7 +312,7 @@ class Peer:
         if feeds := connect.follower:
             name = f"{name}.f{feeds}"
         outage, limit = worker.settings.link.outage, worker.max_payload() + 64
-        listener, at_doors = self._listener, _at_doors(connect, name)
+        listener, at_doors = self._listener, f"{connect.run}/{name}.{connect.word}"
         routes = Routes(at_doors, connect.reach) if connect.reach else None
 
         def dial_below(timeout: float) -> Pipe:
@@ -522,11 +508,6 @@ class Peer:
                     may_leave.set()
 
 
-def _at_doors(connect: Connect, name: str) -> str:
-    """The name of a link at the doors where its ends meet."""
-    return f"{connect.run}/{name}.{connect.word}"
-
-
 def live_as(kind: type[Peer]) -> NoReturn:
     """The life of a process whose stages are peers of this kind."""
     gc.freeze()  # what has been imported stays
@@ -564,10 +545,10 @@ def _live(kind: type[Peer], pipe: Pipe) -> int:
 
     channel = Channel(pipe, "control", FROM_COORDINATOR, hear, leave, leave)
     order = orders.get()
-    house = Household.of(order)
+    inner = {stage: memory_pair() for stage in order.stages[:-1]}
     for stage in order.stages:
         say = partial(channel.send, stage=stage, generation=order.generation)
-        peers[stage] = kind(house, stage, say)
+        peers[stage] = kind(order, inner, stage, say)
     for peer in peers.values():
         threading.Thread(target=live, args=(peer,), name=f"stage {peer.stage}", daemon=True).start()
     for _ in peers:

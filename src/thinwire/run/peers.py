@@ -16,10 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
 from thinwire.run.channel import Channel, Hearing, SocketPipe
+from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import (
+    Begin,
     Command,
     Commit,
     Completed,
@@ -35,6 +38,7 @@ from thinwire.run.events import (
     Suspect,
     Tell,
 )
+from thinwire.run.explosion import watch_losses
 from thinwire.run.processes import TRAINING, Forker, StageProcess, forks, start_processes
 from thinwire.run.protocol import (
     FROM_PEER,
@@ -61,18 +65,58 @@ class StageFailedError(StageError):
         self.culprit = culprit
 
 
-def lead(coordinator: Coordinator, peers: "Peers", carry_out: Callable[[Command], None]) -> None:
-    """Lead a run to its end; raises the error that ends it. Commands that are not for
-    peers go to `carry_out`.
+def coordinator_of(
+    settings: Settings,
+    folder: Path,
+    checkpoint: Checkpoint | None,
+    held: list[list[int]],
+    parts_travel: bool = False,
+) -> Coordinator:
+    """The coordinator of a run that begins, or goes on from a checkpoint; `held`: the stages that
+    share a process.
     """
-    while not coordinator.is_over:
-        heed(coordinator, peers, carry_out, peers.next_event(coordinator))
+    stages = settings.pipeline.stages
+    return Coordinator(
+        stages,
+        settings.run.patience,
+        settings.pipeline.microbatches,
+        parts_travel,
+        outage=settings.link.outage,
+        losses=watch_losses(settings, folder, checkpoint),
+        course=Course(settings, checkpoint.step if checkpoint else 0, stages),
+        placement=placement(settings, held),
+        audits=settings.train.audit,
+        audit_replaces=settings.train.audit_replaces,
+    )
+
+
+def lead(coordinator: Coordinator, peers: "Peers", record: RunRecord) -> None:
+    """Lead a run from its start to its end, and record it; raises the error that ends it."""
+    completed: list[Event] = []  # heard before anything else: others may be replaced from it
+
+    def carry_out(command: Command) -> None:
+        record.carry_out(command)
+        if isinstance(command, Begin):
+            peers.on_begin()
+        if isinstance(command, Commit) and command.step not in record.checkpoints.failed:
+            peers.saved = record.checkpoints.latest
+            completed.append(Completed(command.step))
+
+    peers.start()
+    try:
+        while not coordinator.is_over:
+            event = completed.pop(0) if completed else peers.next_event(coordinator)
+            heed(coordinator, peers, carry_out, event)
+    finally:
+        record.close()
 
 
 def heed(
     coordinator: Coordinator, peers: "Peers", carry_out: Callable[[Command], None], event: Event
 ) -> None:
-    """Do what the coordinator says to one event; raises the error with which it ends the run."""
+    """Do what the coordinator says to one event; raises the error with which it ends the run.
+    Commands that are not for peers go to `carry_out`.
+    """
     for command in coordinator.on(event, time.monotonic()):
         match command:
             case Tell(stage, message):
@@ -90,18 +134,6 @@ def heed(
                 peers.on_follower(command)
             case _:
                 carry_out(command)
-
-
-def recording(record: RunRecord, peers: "Peers") -> Callable[[Command], None]:
-    """Carries commands out in the record of a run; a checkpoint that is complete is told."""
-
-    def carry_out(command: Command) -> None:
-        record.carry_out(command)
-        if isinstance(command, Commit) and command.step not in record.checkpoints.failed:
-            peers.saved = record.checkpoints.latest
-            peers.said.note_first(Completed(command.step))  # others may be replaced from it
-
-    return carry_out
 
 
 class Peers(contextlib.AbstractContextManager[Any]):
@@ -123,6 +155,9 @@ class Peers(contextlib.AbstractContextManager[Any]):
     @abstractmethod
     def replace(self, stages: list[int]) -> None:
         """Have another process hold these stages, which shared one that is lost."""
+
+    def on_begin(self) -> None:
+        """All stages train from now on."""
 
     def on_follower(self, command: OfFollower) -> None:
         """Do something about a process that follows stages; where there are none, nothing is."""

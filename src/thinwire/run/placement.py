@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -293,26 +293,15 @@ class Search:
 
 
 @dataclass(frozen=True)
-class CutTraffic:
-    """What the link over one cut carries in a step, in bytes."""
-
-    forward_bytes: int
-    backward_bytes: int
-    is_relayed: bool
-
-
-@dataclass(frozen=True)
 class ChosenSplit:
     """Who sits where with how many blocks, why, and what it costs; all lists are by stage."""
 
     settings: Settings  # with pipeline.split as chosen
-    asked_split: list[int]  # what pipeline.split was set to
     peers: list[Machine]
     spare: list[Machine]  # without a stage
     counts: list[int]  # of blocks
     parameters: list[int]
     memory_bytes: list[int]
-    crossings: list[CutTraffic]  # by cut
     simulation: Simulation
     even: Simulation | None  # the even split in the listed order; None where its memory is lacking
     faster: tuple[Counts, float] | None  # an uneven split of equal peers, and its seconds
@@ -368,21 +357,13 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
     even = tuple(map(len, split_layers(settings.model.layers, [], stages)))
     even_fits = search.place(as_listed.order, even).fits
     held, seated = [*enumerate(ranges(chosen.counts))], [peers[peer] for peer in chosen.order]
-    costs, microbatches = figures.costs(chosen.order, chosen.counts), figures.schedule.microbatches
-    crossings = []
-    for cut, ends in enumerate(itertools.pairwise(seated)):
-        once, legs = costs.each_step(cut), (costs.forward_bytes[cut], costs.backward_bytes[cut])
-        forward, backward = (leg * microbatches + once for leg in legs)
-        crossings.append(CutTraffic(forward, backward, is_relayed(*ends)))
     return ChosenSplit(
         settings=with_split(settings, chosen.counts),
-        asked_split=settings.pipeline.split,
         peers=seated,
         spare=[peer for index, peer in enumerate(peers) if index not in chosen.order],
         counts=list(chosen.counts),
         parameters=[figures.parameters(*stage) for stage in held],
         memory_bytes=[figures.memory(*stage) for stage in held],
-        crossings=crossings,
         simulation=figures.simulation(chosen.order, chosen.counts),
         even=figures.simulation(as_listed.order, even) if even_fits else None,
         faster=faster,
@@ -398,46 +379,22 @@ def share_stages(settings: Settings, peers: list[Machine]) -> list[Machine]:
     parts = ranges(tuple(len(blocks) for blocks in settings.split()))
     by_rate = sorted(range(len(peers)), key=lambda peer: -figures.rates[peer])
     orders = itertools.permutations(by_rate) if len(peers) <= MOST_PERMUTED else [tuple(by_rate)]
-    best, chosen = math.inf, None
-    for order in orders:
-        # Of the first stages on the first peers: the busiest one's time, and the peer of each.
-        shared: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-        for peer in order:
-            longer: dict[int, tuple[float, list[int]]] = {}
-            for start, (busiest, held) in shared.items():
-                work = memory = 0.0
-                for stage in range(start, len(parts)):
-                    work += figures.work(parts[stage]) / figures.rates[peer]
-                    memory += figures.fullness(peer, stage, parts[stage])
-                    time = max(busiest, work)
-                    if memory > 1:
-                        break
-                    if stage + 1 not in longer or time < longer[stage + 1][0]:
-                        longer[stage + 1] = time, [*held, *[peer] * (stage + 1 - start)]
-            shared = longer
-        time, held = shared.get(len(parts), (math.inf, []))
-        if time < best:
-            best, chosen = time, held
-    if chosen is None:
+
+    def cost(order: Seating, place: int, stages: range) -> float:
+        """Seconds of these stages on the peer at this place; none are enough without the memory."""
+        peer = order[place]
+        if sum(figures.fullness(peer, stage, parts[stage]) for stage in stages) > 1:
+            return math.inf
+        return sum(figures.work(parts[stage]) for stage in stages) / figures.rates[peer]
+
+    dealt = [(*deal(len(parts), len(peers), 1, partial(cost, order)), order) for order in orders]
+    busiest, counts, chosen = min(dealt, key=lambda one: one[0])
+    if not math.isfinite(busiest):
         raise ConfigError(
             f"the {len(peers)} peers that are here do not have the memory for all {len(parts)} "
             "stages: wait for another, or make the model smaller"
         )
-    return [peers[peer] for peer in chosen]
-
-
-def better_window(split: ChosenSplit) -> tuple[int, float] | None:
-    """A larger window with which these peers would be faster, and the seconds of its step.
-
-    More microbatches in flight hide delays, and take memory; the blocks are dealt out anew.
-    """
-    pipeline = dataclasses.replace(split.settings.pipeline, split=split.asked_split)
-    settings = dataclasses.replace(split.settings, pipeline=pipeline)
-    wider = [w for w in _windows(settings) if w > split.simulation.schedule.window]
-    found = _fitting(settings, [*split.peers, *split.spare], wider)
-    if not found or (best := _fastest(found)).step_seconds * (1 + WORTH) > split.step_seconds:
-        return None
-    return best.settings.pipeline.window, best.step_seconds
+    return [peers[peer] for peer, count in zip(chosen, counts, strict=True) for _ in range(count)]
 
 
 def _windows(settings: Settings) -> list[int]:
@@ -547,12 +504,12 @@ def _fits(settings: Settings, peers: list[Machine]) -> bool:
     return Search(StageFigures(settings, peers), fixed).best().fits
 
 
-def split_to_plain(split: ChosenSplit, window: tuple[int, float] | None = None) -> dict[str, Any]:
-    """The split for a program; `window` is a better one, and the seconds of its step."""
+def split_to_plain(split: ChosenSplit) -> dict[str, Any]:
+    """The split for a program."""
     simulation, settings = split.simulation, split.settings
+    costs, microbatches = estimate_costs(settings, 1.0), settings.pipeline.microbatches
     even = split.even.step_seconds if split.even else None
     faster, faster_seconds = split.faster or (None, None)
-    wider, wider_seconds = window or (None, None)
     return {
         "step_seconds": simulation.step_seconds,
         "tokens_per_s": settings.tokens_per_step / simulation.step_seconds,
@@ -578,28 +535,28 @@ def split_to_plain(split: ChosenSplit, window: tuple[int, float] | None = None) 
         "links": [
             {
                 "cut": cut,
-                "below": split.peers[cut].name,
-                "above": split.peers[cut + 1].name,
-                "forward_bytes_per_step": crossing.forward_bytes,
-                "backward_bytes_per_step": crossing.backward_bytes,
+                "below": below.name,
+                "above": above.name,
+                "forward_bytes_per_step": costs.forward_bytes[cut] * microbatches
+                + costs.each_step(cut),
+                "backward_bytes_per_step": costs.backward_bytes[cut] * microbatches
+                + costs.each_step(cut),
                 "bytes_are": size_kind(settings, cut),
-                "relayed": crossing.is_relayed,
+                "relayed": is_relayed(below, above),
             }
-            for cut, crossing in enumerate(split.crossings)
+            for cut, (below, above) in enumerate(itertools.pairwise(split.peers))
         ],
         "spare": [peer.name for peer in split.spare],
         "faster_split": list(faster) if faster else None,
         "faster_step_seconds": faster_seconds,
-        "better_window": wider,
-        "better_window_step_seconds": wider_seconds,
         "why": split.why,
         "config_hash": settings.hash,
     }
 
 
-def split_text(split: ChosenSplit, window: tuple[int, float] | None = None) -> str:
+def split_text(split: ChosenSplit) -> str:
     """Who sits where, what each link carries, and how long a step takes; for a person."""
-    plain, settings = split_to_plain(split, window), split.settings
+    plain, settings = split_to_plain(split), split.settings
     seconds, steps = split.step_seconds, settings.train.steps
     width = max(4, *(len(peer.name) for peer in split.peers))
     lines = [
@@ -647,11 +604,6 @@ def split_text(split: ChosenSplit, window: tuple[int, float] | None = None) -> s
             f"note: pipeline.split = {plain['faster_split']} would take {split.faster[1]:.3f} s "
             "per step: the last stage also computes the head. Set it in the settings to use it; "
             "its cuts lie elsewhere"
-        )
-    if window:
-        lines.append(
-            f"note: with pipeline.window = {window[0]} a step would take {window[1]:.3f} s: more "
-            "microbatches in flight hide more of the delays"
         )
     lines.append(
         f"estimate: {seconds:.3f} s per step, {plain['tokens_per_s']:,.0f} tokens/s, "

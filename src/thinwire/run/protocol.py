@@ -348,7 +348,8 @@ class Order:
     generation: int = 0
     again: int = 0
     follows: bool = False
-    host: dict[str, Any] = field(default_factory=dict)
+    service: str = ""  # the name of the host's streams at its doors
+    host: list[Route] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)
@@ -694,9 +695,9 @@ def stream_name(what: str, number: int, generation: int, again: int = 0) -> str:
     return f"{name}.{again}" if again else name
 
 
-def peer_stream(peer: str, session: str = "") -> str:
-    """The stream between the coordinator and a peer; with its session, one that goes on."""
-    return f"peer-{peer}@{session}" if session else f"peer-{peer}"
+def peer_stream(peer: str) -> str:
+    """The stream between the coordinator and a peer."""
+    return f"peer-{peer}"
 
 
 def store_name(peer: str) -> str:

@@ -105,7 +105,7 @@ class Standing:
 
     run: str
     run_id: str
-    standbys: dict[str, list[int]] = field(default_factory=dict)  # the stages that members follow
+    standbys: dict[tuple[int, ...], str] = field(default_factory=dict)  # by what they follow
     audits: dict[str, Audited] = field(default_factory=dict)  # what members that stand by found
     _state: str = "starting"
     _step: StepRecord | None = None
@@ -331,8 +331,9 @@ class HostConsole:
     def _peer(self, member: Member, formation: Formation, settings: Settings) -> PeerStatus:
         heard = time.time() - (time.monotonic() - member.heard)
         state = f"gets no stage: {member.why_unfit}" if member.is_unfit else "waiting for a stage"
-        if followed := self._standing.standbys.get(member.name):
-            state = f"stands by for stage {', '.join(map(str, followed))}"
+        follows = [*self._standing.standbys.items()]
+        if followed := [stage for group, name in follows if name == member.name for stage in group]:
+            state = f"stands by for stage {', '.join(map(str, sorted(followed)))}"
             if found := self._standing.audits.get(member.name):
                 state += f"; {audit_text(found)}"
         stages, machine = formation.held_by(member.name), None

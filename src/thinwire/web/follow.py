@@ -8,7 +8,6 @@ import contextlib
 import json
 import sys
 import time
-import webbrowser
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +130,8 @@ class Followed(Display):
         return {}
 
 
-def watch(folders: list[Path], listen: str, opens: bool) -> None:
-    """Serve the page of these runs until Ctrl-C; `opens`: in this machine's browser too."""
+def watch(folders: list[Path], listen: str) -> None:
+    """Serve the page of these runs until Ctrl-C."""
     for folder in folders:
         if not any((folder / name).exists() for name in (FILE_NAME, "config.toml", ".lock")):
             raise ConfigError(
@@ -143,8 +142,6 @@ def watch(folders: list[Path], listen: str, opens: bool) -> None:
         print(f"watch {', '.join(map(str, folders))} at {server.address_with_token}")
         print("Ctrl-C ends the page, not the run.")
         sys.stdout.flush()
-        if opens:
-            webbrowser.open(server.address_with_token)
         with contextlib.suppress(KeyboardInterrupt), heeding(leave_at_once):
             while True:
                 time.sleep(3600)

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from thinwire.errors import AdmissionError, WireError, printable
 from thinwire.wire.background import on_daemon_thread
@@ -70,15 +70,6 @@ class Routes:
 
     def __str__(self) -> str:
         return " or ".join(route.address for route in self.routes) or "nowhere"
-
-    def to_plain(self) -> dict[str, Any]:
-        """For handing to a process over a trusted pipe; contains tokens."""
-        return {"name": self.name, "routes": [vars(route) for route in self.routes]}
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> "Routes":
-        """The inverse of `to_plain`."""
-        return cls(plain["name"], [Route(**route) for route in plain["routes"]])
 
     def connect(self, timeout: float) -> socket.socket:
         """A connection to the other end; a WireError says for each route why it does not work.
