@@ -63,21 +63,13 @@ def test_stages_one_after_the_other_say_what_the_model_says(
         assert ids[-1] == next(wanted), number
 
 
-def test_a_frame_that_is_not_due_is_refused(trained: Callable) -> None:
+def test_a_frame_of_another_size_is_refused(trained: Callable) -> None:
     folder, _ = trained(codec__forward="fp64")
     stages, message = stages_of(folder), Read([1, 2, 3])
     frame = stages[0].packed(stages[0].read(message, None), 0)
     assert torch.isfinite(stages[1].unpacked(frame, message)).all()
-    for change, reason in [
-        ({"microbatch": 1}, "microbatch is 1, but 0 was due"),
-        ({"sender": 2}, "sender is 2, but 0 was due"),
-        ({"step": 9}, "step is 9, but 2 was due"),
-        ({"codec": 7}, "codec is 7"),
-        ({"shape": (1, 16, 32)}, r"shape is \(1, 16, 32\), but \(1, 3, 32\) was due"),
-        ({"payload": b""}, "but 0 arrived"),
-    ]:
-        with pytest.raises(WireError, match=reason):
-            stages[1].unpacked(dataclasses.replace(frame, **change), message)
+    with pytest.raises(WireError, match="but 0 arrived"):
+        stages[1].unpacked(dataclasses.replace(frame, payload=b""), message)
 
 
 def test_a_stage_reads_its_own_tensors_only(

@@ -121,16 +121,14 @@ class Buffered(Feedback):
         if tensors.keys() - {"buffer"}:
             raise ValueError(f"{self.name} remembers a buffer, but was given {sorted(tensors)}")
         buffer, expected = tensors.get("buffer"), self._expected
-        if buffer is not None and expected is not None and buffer.shape != expected.shape:
-            raise ValueError(
-                f"{self.name} needs a buffer of shape {expected.shape}, but was given one of "
-                f"{tuple(buffer.shape)}: with feedback the size of microbatches cannot change"
-            )
-        if buffer is not None and expected is not None and buffer.dtype != working(expected.dtype):
-            raise ValueError(
-                f"{self.name} needs a buffer of {working(expected.dtype)}, but was given one of "
-                f"{buffer.dtype}: with feedback the precision cannot change"
-            )
+        if buffer is not None and expected is not None:
+            given = tuple(buffer.shape), buffer.dtype
+            wanted = expected.shape, working(expected.dtype)
+            if given != wanted:
+                raise ValueError(
+                    f"{self.name} needs a buffer of {wanted}, but was given one of {given}: with "
+                    "feedback neither the size of microbatches nor the precision can change"
+                )
         self._buffer = buffer
 
 
@@ -286,9 +284,6 @@ class AQSGD(Mirrored):
         return parts
 
     def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        count = len(self._examples(place))
-        if count != spec.shape[0]:
-            raise ValueError(f"{count} examples were named for {spec.shape[0]} rows")
         if self._used_at(place) is self.inner:
             return super().decode_training(parts, spec, place)
         remember_whole(self.inner, place)
@@ -379,18 +374,18 @@ class ExampleMemory:
 
     def seen(self, examples: Sequence[int]) -> bool:
         """Whether all of these were written before."""
-        return bool(self._seen[self._checked(examples)].all())
+        return bool(self._seen[list(examples)].all())
 
     def read(self, examples: Sequence[int], spot: torch.device) -> Tensor:
         """The rows of these examples, a copy on the device `spot`."""
-        return self._rows[torch.from_numpy(self._checked(examples))].to(spot)
+        return self._rows[list(examples)].to(spot)
 
     def write(self, examples: Sequence[int], rows: Tensor) -> None:
         """Replace the rows of these examples; of an example that is there twice the last counts."""
         last = {example: number for number, example in enumerate(examples)}
-        index = self._checked(list(last))
+        index = list(last)
         kept = rows[list(last.values())].reshape(len(last), self._rows.shape[1])
-        self._rows[torch.from_numpy(index)] = kept.to(self._rows)
+        self._rows[index] = kept.to(self._rows)
         self._seen[index] = self._unsummed[index] = True
 
     def fingerprint(self) -> str:
@@ -426,15 +421,6 @@ class ExampleMemory:
             row = self._rows[example].cpu().contiguous().view(torch.int16).numpy()
             self._checksums[example] = zlib.crc32(row.tobytes())
         self._unsummed[:] = False
-
-    def _checked(self, examples: Sequence[int]) -> np.ndarray:
-        index = np.asarray(examples, dtype=np.int64)
-        if index.size and not (index.min() >= 0 and index.max() < len(self._seen)):
-            raise ValueError(
-                f"examples {index.min()}..{index.max()} were named, but there are only "
-                f"{len(self._seen)} training examples, from 0"
-            )
-        return index
 
 
 def bytes_needed(row_shape: Shape, examples: int) -> int:

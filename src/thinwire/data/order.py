@@ -104,8 +104,6 @@ class Shuffled:
 
     def place(self, step: int, microbatch: int) -> int:
         """The place of a microbatch's first example; step and microbatch are counted from 0."""
-        if step < 0 or not 0 <= microbatch < self.microbatches:
-            raise ValueError(f"no microbatch {microbatch} of {self.microbatches} in step {step}")
         return step * self.batch + microbatch * (self.batch // self.microbatches)
 
     def examples(self, step: int, microbatch: int) -> np.ndarray:
@@ -182,8 +180,6 @@ class Validation:
 
     def microbatch(self, index: int) -> Batch:
         """One microbatch, counted from 0."""
-        if not 0 <= index < self._count:
-            raise ValueError(f"no microbatch {index} of {self._count} in a validation")
         examples_B = self._examples_N[index * self.size : (index + 1) * self.size]
         return self._windows.gather(examples_B)
 

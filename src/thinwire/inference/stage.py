@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codec import Leg, TensorSpec
+from thinwire.codec import Leg, Place, TensorSpec
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import CutEnd
@@ -32,7 +32,6 @@ from thinwire.run.peer import Peer, live_as
 from thinwire.run.protocol import Chosen, Read
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind
-from thinwire.wire.frame import BytesLike
 
 
 class TextStage:
@@ -89,28 +88,7 @@ class TextStage:
     def packed(self, z_BTK: Tensor, number: int) -> Frame:
         """The frame that takes an activation to the stage above."""
         end = self._ends[self.index]
-        place = end.place(Leg.FORWARD, self._step, number, training=False)
-        payload = end.codecs[Leg.FORWARD].pack(z_BTK.to(end.spec.dtype), place)
-        return self._frame(end, number, tuple(z_BTK.shape), payload)
-
-    def unpacked(self, frame: Frame, message: Read) -> Tensor:
-        """The activation in a frame of the stage below, held against what is due."""
-        end = self._ends[self.index - 1]
-        shape = (1, len(message.ids), end.spec.shape[-1])
-        due = self._frame(end, message.number, shape)
-        for key, wanted in vars(due).items():
-            if key != "payload" and getattr(frame, key) != wanted:
-                raise WireError(
-                    f"cut-{end.cut}: a frame arrived whose {key} is {getattr(frame, key)!r}, but "
-                    f"{wanted!r} was due"
-                )
-        spec = TensorSpec(shape, end.spec.dtype, end.spec.device)
-        place = end.place(Leg.FORWARD, self._step, message.number, training=False)
-        return end.codecs[Leg.FORWARD].unpack(frame.payload, spec, place)
-
-    def _frame(
-        self, end: CutEnd, number: int, shape: tuple[int, ...], payload: BytesLike = b""
-    ) -> Frame:
+        codec, place = end.codecs[Leg.FORWARD], self._place(end, number)
         return Frame(
             kind=FrameKind.EVALUATE,
             sender=end.cut,
@@ -118,10 +96,23 @@ class TextStage:
             microbatch=number,
             weight_version=self._versions.weight_version,
             basis_version=self._versions.basis_version,
-            codec=end.codecs[Leg.FORWARD].tag,
-            shape=shape,
-            payload=payload,
+            codec=codec.tag,
+            shape=tuple(z_BTK.shape),
+            payload=codec.pack(z_BTK.to(end.spec.dtype), place),
         )
+
+    def unpacked(self, frame: Frame, message: Read) -> Tensor:
+        """The activation in a frame of the stage below, another process of this user: it is of what
+        was read last, and the codec refuses another size.
+        """
+        end = self._ends[self.index - 1]
+        shape = (1, len(message.ids), end.spec.shape[-1])
+        spec = TensorSpec(shape, end.spec.dtype, end.spec.device)
+        place = self._place(end, message.number)
+        return end.codecs[Leg.FORWARD].unpack(frame.payload, spec, place)
+
+    def _place(self, end: CutEnd, number: int) -> Place:
+        return end.place(Leg.FORWARD, self._step, number, training=False)
 
     def _end(self, cut: int) -> CutEnd:
         """This stage's end of a cut, for one sequence of at most a context."""
