@@ -249,6 +249,13 @@ def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(
     with leads("ana", "ben", trains=True) as led:
         ben.say(Leaving())
         assert led.next(Lost) == Lost(1, "ben leaves") and not led.peers.leaving
+    with leads("ana", "ben", trains=True) as led:
+        led.peers.ask_to_stop()
+        assert led.next(StopAsked) == StopAsked("")
+        ben.say(Leaving())
+        wait_until(lambda: led.peers.leaving == "ben")
+        led.next(Tick)
+        assert led.is_quiet(), "the run stops: whoever leaves stays until then"
     cleo = house.join("cleo")
     with leads("ana", "cleo", trains=True, train__log_mb=0) as led:
         cleo.say(Leaving())

@@ -947,10 +947,10 @@ class HostedPeers(Peers):
 
     def _on_leaving(self, name: str, held: list[int]) -> None:
         """A member leaves: others take its stages; where nobody can, the run stops with a
-        checkpoint, and waits for somebody.
+        checkpoint, and waits for somebody. In a run that stops it stays until then.
         """
         others = [m.machine for m in self._base.members.here() if m.name != name]
-        can_move = self.is_training and self._replaces
+        can_move = self.is_training and self._replaces and not self.is_stopping
         if can_move and next_holder(held, self._formation.seats, others, self._settings):
             self._lose(name, f"{name} leaves")
             return
