@@ -61,14 +61,6 @@ def test_values_out_of_range_are_refused(
     assert words in text and "Traceback" not in text
 
 
-def test_without_the_lab_its_command_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "thinwire_lab", None)
-    assert exit_code("lab", "gap", "--logs", "x") == 2
-    assert "`pip install ./lab`" in " ".join(capsys.readouterr().err.split())
-
-
 # --- where a run goes on ---
 
 
@@ -118,12 +110,6 @@ def test_the_folder_of_a_run_is_enough_to_go_on(training: list[Any], run_folder:
     assert [resume for _, resume in training] == [run_folder, run_folder, checkpoint]
     folders = {Path(settings.run.out) / settings.run.name for settings, _ in training}
     assert folders == {run_folder}
-
-
-def test_train_needs_something_to_train(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["--resume"]):
-        assert exit_code("train", *arguments) == 2
-        assert "train needs a run.toml (`thinwire init` writes one)" in capsys.readouterr().err
 
 
 def test_a_folder_does_not_run_the_plugins_that_it_names(

@@ -193,23 +193,6 @@ def test_a_worse_link_never_plans_a_faster_step(
     assert seconds[-1] > seconds[0], "the link does enter the estimate"
 
 
-def test_links_that_are_not_emulated_cost_nothing(make_settings: MakeSettings) -> None:
-    free = slow_link(make_settings, link__mbps_up=0, link__mbps_down=0, link__latency_ms=0)
-    plain = make_plan(make_settings(), RATE)
-    assert plain.simulation.step_seconds == make_plan(free, RATE).simulation.step_seconds
-    assert "not emulated" in plan_text(plain)
-
-
-def test_the_plan_holds_what_the_schedule_holds(make_settings: MakeSettings) -> None:
-    plan = make_plan(slow_link(make_settings, pipeline__window=3), RATE)
-    windows = {window: (seconds, held) for window, seconds, held in plan.windows}
-    assert windows.keys() >= {1, 2, 4}
-    assert all(held[0] == window for window, (_, held) in windows.items())
-    assert plan.simulation.in_flight[0] == 3
-    narrow = make_plan(slow_link(make_settings, pipeline__window=1), RATE)
-    assert narrow.memory_bytes[0] < plan.memory_bytes[0]
-
-
 def test_the_text_answers_what_a_person_asks_and_says_from_what(
     make_settings: MakeSettings,
 ) -> None:
@@ -246,12 +229,6 @@ def test_a_thin_cut_is_compared_with_dense_without_building_the_model(preset: st
     assert speedup > 10 and f"the thin cut is {speedup:,.1f}x faster" in text
     assert text.startswith("Simulated:") and f"({preset})" in text
     assert f"{dense.tokens_per_s:,.0f} tokens/s" in text
-
-
-def test_one_stage_has_no_links_and_no_windows(make_settings: MakeSettings) -> None:
-    plan = make_plan(make_settings(pipeline__stages=1), RATE)
-    assert plan.windows == [] and plan.costs.forward_bytes == []
-    assert "cut" not in plan_text(plan) and "window  seconds" not in plan_text(plan)
 
 
 def test_the_plan_for_programs_is_json(make_settings: MakeSettings) -> None:
@@ -308,14 +285,6 @@ def test_a_slow_last_stage_gets_a_split_suggested(make_settings: MakeSettings) -
     assert plain["better_split"] == counts and plain["better_split_step_seconds"] == seconds
     stuck = plan_text(make_plan(make_settings(**{**head, "model__layers": 3}), RATE))
     assert "times as long as any other, and no split would be faster" in stuck
-
-
-def test_very_many_microbatches_are_planned_in_a_few_lines(make_settings: MakeSettings) -> None:
-    settings = slow_link(make_settings, pipeline__microbatches=64, train__batch=64)
-    plan = make_plan(settings, RATE)
-    assert len(plan.windows) <= 12
-    assert len(plan_text(plan)) < 5000 and "slots are left out" in plan_text(plan)
-    assert plan_to_plain(plan)["schedule"].count("F") == 2 * 64, "whole for programs"
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])

@@ -13,7 +13,7 @@ from thinwire.data import Corpus
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.plan import make_plan, plan_text
-from thinwire.recipes import BEST, RATES, RECIPES
+from thinwire.recipes import BEST, RECIPES
 from thinwire.settings import Settings, load_settings, make_recipe
 from thinwire.settings.remarks import remarks
 from trained import trained
@@ -104,20 +104,6 @@ def test_what_goes_with_the_rates_of_a_size_gives_way_to_a_change() -> None:
     assert measured_with in " ".join(recipe.about)
     assert recipe.about[-1].endswith("do not apply: model.embed_std=0.7")
     assert "do not apply" not in " ".join(make_recipe("exact32", ["model.embed_std=0.7"]).about)
-
-
-def test_rates_that_were_not_tuned_for_a_size_are_named_as_such() -> None:
-    for preset in ("mini", "8b"):
-        recipe = make_recipe(BEST, [f"model.preset={preset}"])
-        assert recipe.asked.optim.lr == RATES["160m"]["lr"]
-        assert "not tuned at this size" in " ".join(recipe.about)
-    assert "not tuned at this size" not in " ".join(make_recipe(BEST, []).about)
-
-
-def test_changes_of_a_recipe_are_named_and_another_optimizer_keeps_its_defaults() -> None:
-    recipe = make_recipe(BEST, ["optim.name=adamw", "codec.backward=int8", "train.steps=9"])
-    assert (recipe.asked.optim.lr, recipe.asked.optim.table_lr) == (3e-3, -1)
-    assert recipe.about[-1].endswith("apply: optim.name=adamw, codec.backward=int8")
 
 
 def test_fine_tuning_starts_from_weights_of_the_same_shape(

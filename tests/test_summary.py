@@ -256,15 +256,6 @@ def test_every_byte_that_left_is_counted_by_kind(make_ledger: MakeLedger) -> Non
     assert summary["measured_costs"]["forward_bytes"] == [FRAME * 16 // 12]
 
 
-@pytest.mark.parametrize("changes", [{"link__emulate": False}, {"link__mbps_up": 0.0}])
-def test_a_link_without_a_rate_is_never_busy(
-    make_ledger: MakeLedger, changes: dict[str, Any]
-) -> None:
-    summary = follow(make_ledger(**changes), [1.0] * 4).summary({}, 1.0)
-    assert summary["link_utilisation"] is None
-    assert math.isnan(summary["cuts"][0]["link_utilisation"])
-
-
 def test_the_subspace_is_followed_over_the_whole_run(make_ledger: MakeLedger) -> None:
     measures: list[dict[str, float]] = [{} for _ in range(60)]
     measures[4] = {"drift": 0.5}

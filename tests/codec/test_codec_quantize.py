@@ -1,7 +1,6 @@
 """Float formats and quantizers: what arrives is within the stated bound, on every path, and never
 a wrong number."""
 
-import itertools
 import math
 
 import pytest
@@ -30,7 +29,6 @@ from thinwire.codec.quantize import (
     Integer,
     StepCodec,
     TensorInteger,
-    blocks,
     random_words,
     rotate,
 )
@@ -271,17 +269,6 @@ def test_codes_are_the_nearest_by_a_plain_loop(bits: int) -> None:
         assert got == nearest
 
 
-def test_of_a_rotated_group_the_magnitudes_after_the_rotation_count() -> None:
-    codec = Integer(8, hadamard=True)
-    signs = rotate(torch.eye(1, 256), 256, back=True).sign()  # all on one element, once turned
-    assert round_trip(codec, signs * 2.0**116).isfinite().all()
-    assert round_trip(codec, signs * 2.0**121).isnan().all()
-    spike = torch.zeros(1, 256)
-    spike[0, 7] = 2.0**124
-    assert round_trip(codec, spike).isfinite().all()
-    assert round_trip(codec, 2 * spike).isnan().all()
-
-
 def test_no_largest_element_passes_the_last_code() -> None:
     """Where the scale is exact, dither and rounding errors together stay below half a level."""
     for numerator in range(129, 256, 2):
@@ -323,20 +310,6 @@ def test_random_words_are_the_same_everywhere(key: int) -> None:
     assert random_words(50, key, CPU).tolist() == plain_words(50, key)
 
 
-@quick
-@given(st.integers(1, 600), st.sampled_from((4, 8, 64, 10_000)), st.integers(0, 2**32))
-def test_a_rotation_keeps_lengths_and_can_be_undone(width: int, largest: int, seed: int) -> None:
-    sent = normal((3, width), seed)
-    turned = rotate(sent, largest)
-    assert turned.shape == sent.shape
-    torch.testing.assert_close(turned.norm(dim=1), sent.norm(dim=1))
-    torch.testing.assert_close(rotate(turned, largest, back=True), sent, atol=1e-5, rtol=0)
-    runs = blocks(width, largest)
-    assert runs[0][0] == 0 and runs[-1][1] == width
-    assert all(left[1] == right[0] for left, right in itertools.pairwise(runs))
-    assert all((stop - start) % size == 0 for start, stop, size in runs)
-
-
 def test_turning_codes_back_is_exact() -> None:
     """So that both ends of a link agree to the bit, whatever adds up their sums."""
     codes = normal((50, 340), 0).mul(60).round().clamp(-127, 127)
@@ -373,31 +346,12 @@ def test_a_gaussian_tensor_costs_as_many_bits_as_the_name_says(bits: float) -> N
     assert entropy(symbols_of(StepCodec(bits), sent)) == pytest.approx(bits, abs=0.08)
 
 
-def test_nothing_is_clipped_however_far_it_lies_out() -> None:
-    sent = normal((300, 400), 0)
-    sent[7, 7] = -1e6
-    codec = StepCodec(12)
-    assert step_of(codec, sent) == pytest.approx(1e6 / 32_000)
-    assert abs(float(round_trip(codec, sent)[7, 7]) + 1e6) <= 1e6 / 64_000
-    assert symbols_of(codec, sent).max() < 2**16
-
-
 def test_symbols_are_sent_in_two_planes_of_bytes() -> None:
     sent = torch.tensor([1000.0, -1000.0, 3.0, -200.0])
     payload = bytes(StepCodec(10).pack(sent, FORWARD))
     step = torch.frombuffer(bytearray(payload[:4]), dtype=torch.float32).item()
     symbols = [round(x / step) + 128 for x in sent.tolist()]
     assert payload[4:] == bytes(s % 256 for s in symbols) + bytes(s // 256 % 256 for s in symbols)
-
-
-@quick
-@given(st.lists(finite, max_size=30).filter(lambda numbers: any(abs(x) > 1e-20 for x in numbers)))
-def test_with_the_fewest_bits_something_always_arrives(numbers: list[float]) -> None:
-    """Also the error's length is below the tensor's, as feedback asks for."""
-    sent = torch.tensor(numbers, dtype=torch.float32)
-    got = round_trip(StepCodec(1.25), sent)
-    assert got.any()
-    assert (got.double() - sent.double()).norm() <= 0.87 * sent.double().norm()
 
 
 def test_feedback_delivers_what_has_one_size_only() -> None:

@@ -58,17 +58,6 @@ def test_topk_delivers_the_largest_of_each_sample(
     assert got.dtype == dtype and torch.equal(got, by_hand(sent, share))
 
 
-@few
-@given(shapes, shares, seeds, st.sampled_from((TopK, RandK)))
-def test_the_error_is_what_was_left_out_and_half_a_place_of_what_was_kept(
-    shape: tuple[int, ...], share: float, seed: int, kind: type
-) -> None:
-    sent = normal(shape, seed)
-    got = round_trip(kind(share), sent)
-    error = (sent - got).abs()
-    assert (error <= torch.where(got != 0, sent.abs() * 2**-8, sent.abs())).all()
-
-
 def test_topk_keeps_nan_before_infinity_before_the_rest() -> None:
     sent = torch.tensor([[1.0, math.inf, 9.0, math.nan], [1.0, 2.0, 3.0, 4.0]])
     got = round_trip(TopK(0.25), sent)
@@ -77,18 +66,6 @@ def test_topk_keeps_nan_before_infinity_before_the_rest() -> None:
 
 
 # Positions as bits
-
-
-@few
-@given(st.integers(1, 4), st.integers(1, 70), st.data())
-def test_every_code_reads_back_what_it_wrote(B: int, n: int, data: st.DataObject) -> None:
-    k, low = data.draw(st.integers(1, n)), data.draw(st.integers(0, 7))
-    code = PositionCode(n, k, low)
-    chosen = st.lists(st.integers(0, n - 1), min_size=k, max_size=k, unique=True).map(sorted)
-    index_Bk = torch.tensor([data.draw(chosen) for _ in range(B)])
-    marks, lows = code.write(index_Bk)
-    assert (len(marks), len(lows)) == code.sizes(B)
-    assert torch.equal(code.read(marks, lows, B), index_Bk)
 
 
 def test_the_bytes_of_positions_are_fixed() -> None:
@@ -148,14 +125,6 @@ def test_positions_that_cannot_be_are_refused(
     assert len(read(code, *right)[0]) == code.k
     with pytest.raises(WireError, match="not in order, or not within"):
         read(code, *wrong)
-
-
-def test_a_sample_cannot_borrow_positions_from_another() -> None:
-    code = PositionCode(12, 3, 0)
-    assert read(code, "077000", B=2) == [[0, 1, 2], [0, 1, 2]]
-    for marks in ("0f3000", "03f000"):
-        with pytest.raises(WireError, match="not in order, or not within"):
-            read(code, marks, B=2)
 
 
 # Random positions
@@ -254,14 +223,6 @@ def test_gradients_come_back_where_activations_went(way: str, back: str) -> None
 
 def sparse_in(codec: Codec) -> TopK | RandK:
     return next(inner for _, inner in codec.walk() if isinstance(inner, TopK | RandK))
-
-
-def test_a_step_that_is_done_again_has_a_new_mask() -> None:
-    boundary = Boundary(FORWARDS["topk"])
-    for activation in (torch.arange(40.0), -torch.arange(40.0).flip(0)):
-        there = boundary.send(boundary.forward, activation, PLACE)
-        back = boundary.send(boundary.backward, torch.ones(40), BACK)
-        assert torch.equal(back != 0, there != 0)
 
 
 def test_both_halves_of_mixed_feedback_are_the_mask() -> None:

@@ -69,20 +69,6 @@ def test_damaged_file_is_refused(folder, name, damage):
         assert f"has {path.stat().st_size} bytes instead of {len(content)}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"format": 2}', '{"format": 99}', '{"format": 2, "files": 3}']
-)
-def test_unusable_manifest_is_refused(folder, content):
-    (folder / "manifest.json").write_text(content)
-    with pytest.raises(DataError, match="delete the folder"):
-        Corpus.open(folder)
-    (folder / "manifest.json").unlink()
-    with pytest.raises(DataError, match="damaged"):
-        Corpus.open(folder)
-    with pytest.raises(DataError, match="no prepared data at"):
-        Corpus.open(folder / "none")
-
-
 @pytest.mark.parametrize("change", [{"vocab": 5}, {"dtype": "uint32"}, {"valid_bytes": 1}])
 def test_edited_manifest_is_refused(folder, change):
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -112,9 +98,3 @@ def test_two_runs_at_once_agree_on_one_folder(cache):
     write_corpus(cache / "key", "text", 10, chunks(), None)
     assert [path.name for path in cache.iterdir()] == ["key"]
     assert Corpus.open(cache / "key").documents == 3  # the first one stays
-
-
-def test_cache_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"cannot write the prepared data to .*file"):
-        write(tmp_path / "file" / "key", [1], [1])

@@ -173,20 +173,6 @@ def test_records_that_cannot_be_used_are_named(
     assert not list(cache.glob("*/manifest.json"))
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match=r"no chat to read under .*only \.txt; supported: \.jsonl"):
-        prepare(config_of(tmp_path), VOCAB, cache)
-    with pytest.raises(DataError, match=r"not a kind of file that can be read as chat"):
-        prepare(config_of(tmp_path / "a.txt"), VOCAB, cache)
-    written(tmp_path / "one.jsonl", [talk(1)])
-    with pytest.raises(DataError, match="a single conversation"):
-        prepare(config_of(tmp_path / "one.jsonl"), VOCAB, cache)
-    (tmp_path / "none.jsonl").write_text("")
-    with pytest.raises(DataError, match="there are no records"):
-        prepare(config_of(tmp_path / "none.jsonl"), VOCAB, cache)
-
-
 def test_a_text_corpus_keeps_the_template_of_its_tokenizer(
     text_folder: Path, cache: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@ import gzip
 import json
 import lzma
 import os
-import struct
 import sys
 import tracemalloc
 from pathlib import Path
@@ -59,13 +58,6 @@ def test_txt_is_split_at_separator_lines(tmp_path):
     assert texts(path) == ["one\n", "two <|endoftext|> two\n", "last"]
 
 
-def test_byte_order_mark_and_white_space_are_no_content(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
-    (tmp_path / "b.txt").write_bytes(b" \n\n")
-    (tmp_path / "c.txt").write_bytes(b"")
-    assert texts(tmp_path) == ["hello"]
-
-
 @pytest.fixture
 def small_limits(monkeypatch):
     monkeypatch.setattr(sources, "WHOLE_CHARACTERS", 1000)
@@ -87,13 +79,6 @@ def test_large_text_is_cut_at_blank_lines_or_where_it_must(tmp_path, small_limit
     assert len(texts(path)) > 1
     path.write_text("x" * 1500 + "\n<|endoftext|>\nshort\n<|endoftext|>\nother\n")
     assert texts(path)[-2:] == ["short\n", "other\n"]
-
-
-def test_zstd_of_several_frames_and_a_skippable_one(tmp_path):
-    skippable = struct.pack("<II", 0x184D2A50, 4) + b"meta"
-    packed = zstandard.compress(b"one ") + skippable + zstandard.compress(b"two" * 100_000)
-    (tmp_path / "a.txt.zst").write_bytes(packed + zstandard.compress(b" three"))
-    assert texts(tmp_path) == ["one " + "two" * 100_000 + " three"]
 
 
 @pytest.mark.parametrize("packing", [".gz", ".xz", ".zst"])
@@ -134,14 +119,6 @@ def test_bad_json_line_is_named_with_its_number(tmp_path, line, complaint):
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
     with pytest.raises(DataError, match=rf"a\.jsonl, line 3: .*{complaint}"):
         texts(path)
-
-
-def test_the_key_of_the_text_can_be_chosen(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "no", "content": "yes"}))
-    (tmp_path / "b.parquet").write_bytes(
-        parquet_bytes(tmp_path, {"text": ["no"], "content": ["also"]})
-    )
-    assert texts(tmp_path, "content") == ["yes", "also"]
 
 
 @pytest.mark.parametrize(("packing", "megabytes"), [(".gz", 20), (".xz", 20), (".zst", 200)])
@@ -224,13 +201,6 @@ def test_folder_is_read_recursively_in_path_order(tmp_path):
         "z.py.zst",
     ]  # fmt: skip
     assert kind_and_packing("B.JSONL.gz") == (".jsonl", ".gz")
-
-
-def test_links_to_files_and_folders_are_followed(tmp_path):
-    write(tmp_path, "store/blob", "data/own.txt", "far/deep.txt")
-    (tmp_path / "data" / "linked.txt").symlink_to(tmp_path / "store" / "blob")
-    (tmp_path / "data" / "far").symlink_to(tmp_path / "far")
-    assert names(tmp_path / "data") == ["far/deep.txt", "linked.txt", "own.txt"]
 
 
 def test_links_and_pipes_that_lead_nowhere_are_named(tmp_path):

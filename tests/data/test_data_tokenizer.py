@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from thinwire.data import Tokenizer
-from thinwire.data.tokenizer import Abandoned, interruptible
 from thinwire.errors import DataError
 
 
@@ -86,15 +85,6 @@ def test_the_end_of_text_goes_by_several_names(name):
     assert Tokenizer(holes).vocab_size == 91, "the largest id counts"
 
 
-def test_truncation_and_padding_of_a_file_are_ignored(tmp_path):
-    backend = word_tokenizer("<pad>")
-    backend.enable_truncation(2)
-    backend.enable_padding(length=5)
-    backend.save(str(tmp_path / "t.json"))
-    assert Tokenizer.load(tmp_path / "t.json").encode("a b a b a") == [0, 1, 0, 1, 0]
-    assert Tokenizer.load(tmp_path / "t.json").encode("b") == [1]
-
-
 @pytest.mark.parametrize("content", [b"{}", b"not json", b"\xff\xfe"])
 def test_invalid_file_names_the_path(tmp_path, content):
     path = tmp_path / "bad.json"
@@ -132,17 +122,3 @@ def test_what_never_ends_can_be_left(send):
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (told.stdout, told.returncode) == ("left\n", 0)
-
-
-def test_what_nobody_waits_for_gets_no_more_input():
-    kept = []
-
-    def work(items):
-        kept.append(items)
-        return next(items)
-
-    with pytest.raises(ZeroDivisionError):
-        interruptible(lambda items: 1 // 0)
-    assert interruptible(work, range(10)) == 0
-    with pytest.raises(Abandoned):
-        next(kept[0])

@@ -46,12 +46,3 @@ def test_bytes_are_those_of_the_tokens_that_a_validation_predicts(
         tokenizer.decode([i for i in row if i != tokenizer.end_of_text]) for row in targets
     )
     assert size == len(text.encode()) < corpus.valid_bytes / 2
-
-
-def test_a_part_of_a_batch_is_computed_only_where_it_is_read(
-    make_settings: Callable, corpus: Corpus
-) -> None:
-    batch = Feed(corpus, make_settings(), torch.device("cpu")).training(0, 0)
-    assert not {"inputs", "targets"} & vars(batch).keys()
-    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
-    assert {"inputs", "targets"} <= vars(batch).keys(), "and only once"

@@ -57,14 +57,6 @@ class Pair:
         return Port(link, stage, CutEnd(codecs, spec, microbatches=MICROBATCHES), mailbox, due)
 
 
-def test_a_tensor_crosses() -> None:
-    pair = Pair(first_step=3)
-    tensor = torch.randn(SHAPE)
-    pair.sender.send_tensor(FrameKind.FORWARD, tensor, 3, 1, MADE_WITH)
-    received = pair.receiver.take_tensor(FrameKind.FORWARD, 3, 1, MADE_WITH)
-    assert torch.equal(received, tensor.bfloat16().float())
-
-
 @pytest.mark.parametrize(
     ("frame", "words"),
     [
@@ -92,13 +84,6 @@ def test_shape_and_size_are_checked_before_unpacking() -> None:
         pair.raw.send(frame)
         with pytest.raises(WireError, match=words):
             pair.mailbox.take(("never",))
-
-
-def test_ends_with_other_codecs_notice() -> None:
-    pair = Pair(sender_codec="fp32")
-    pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, 0, MADE_WITH)
-    with pytest.raises(WireError, match="codecs differ"):
-        pair.receiver.take_tensor(FrameKind.FORWARD, 0, 0, MADE_WITH)
 
 
 def test_a_neighbour_that_leaves_wakes_who_waits() -> None:
@@ -434,24 +419,3 @@ def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(
         pair.receiver.take_tensor(FrameKind.EVALUATE, 0, number, MADE_WITH)
     thread.join(PATIENCE)
     assert not thread.is_alive()
-
-
-def test_a_failure_frees_a_link_that_waits_for_room() -> None:
-    mailbox = Mailbox()
-    mailbox.put(("E", 0, 0), 0, "item")
-    threading.Timer(0.05, mailbox.fail, (WireError("the link broke"),)).start()
-    mailbox.wait_for_room("E", 1)
-    mailbox.wait_for_room("E", 2)
-
-
-def test_waiting_ends_with_the_item_or_a_timeout() -> None:
-    mailbox = Mailbox(timeout=0.05)
-    with pytest.raises(WireError, match="arrived within"):
-        mailbox.take(("F", 0, 0))
-    mailbox = Mailbox()
-    threading.Timer(0.05, mailbox.fail, (WireError("the link broke"),)).start()
-    with pytest.raises(WireError, match="the link broke"):
-        mailbox.take(("F", 0, 0))
-    mailbox = Mailbox()
-    threading.Timer(0.05, mailbox.put, (("F", 0, 0), 0, "item")).start()
-    assert mailbox.take(("F", 0, 0)) == "item"

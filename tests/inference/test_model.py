@@ -1,6 +1,5 @@
 """A checkpoint in one process: numbers that JSON can hold, errors that name the checkpoint."""
 
-import json
 import math
 from collections.abc import Callable
 from io import StringIO
@@ -11,10 +10,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from thinwire.errors import ConfigError, DataError
+from thinwire.errors import ConfigError
 from thinwire.inference import Model, Sampling
 from thinwire.report import PlainDisplay
-from thinwire.report.metrics import without_nan
 
 
 def measured(folder: Path, compression: bool) -> float:
@@ -116,13 +114,6 @@ def test_an_empty_prompt_begins_a_text_and_one_that_is_no_text_is_refused(
         model.encode("a\udcff")
 
 
-def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(chatting: Callable) -> None:
-    found = Model(chatting(factor=1e5), "cpu").evaluate(PlainDisplay(StringIO()))
-    assert 710 < found["valid_loss"] < math.inf
-    assert found["perplexity"] == math.inf
-    assert json.loads(json.dumps(without_nan(found), allow_nan=False))["perplexity"] is None
-
-
 def display() -> PlainDisplay:
     return PlainDisplay(StringIO())
 
@@ -165,25 +156,3 @@ def test_documents_are_separated_and_limits_hold(chatting: Callable, tmp_path: P
     assert found["tokens"] == sum(map(len, one_by_one)) - 1
     limited = model.evaluate_text(tmp_path, display(), 2, "words")
     assert limited["tokens"] == 2 * 8 * 16 and limited["valid_loss"] != found["valid_loss"]
-
-
-def test_few_windows_at_once_of_a_large_vocabulary(
-    chatting: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logits are the largest tensor of all; how many there are at once changes no loss."""
-    model = Model(chatting(model__context=16), "cpu")
-    (tmp_path / "other.txt").write_text("stage wire " * 60)
-    found = model.evaluate_text(tmp_path / "other.txt", display())
-    monkeypatch.setattr("thinwire.inference.model.MOST_LOGITS", 2 * 16 * 300)
-    again = model.evaluate_text(tmp_path / "other.txt", display())
-    assert again["valid_loss"] == pytest.approx(found["valid_loss"], abs=1e-12)
-    assert model.evaluate_text(tmp_path / "other.txt", display(), 1)["tokens"] == 2 * 16
-
-
-def test_text_that_cannot_be_scored_is_refused(chatting: Callable, tmp_path: Path) -> None:
-    model = Model(chatting(), "cpu")
-    with pytest.raises(DataError, match="--data"):
-        model.evaluate_text(tmp_path / "nowhere", display())
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(DataError, match="too little text"):
-        model.evaluate_text(tmp_path / "empty.txt", display())

@@ -338,13 +338,6 @@ def test_a_model_that_fails_ends_the_server(chatting: Callable, stream: bool) ->
     assert "has failed" in said.text and "killed" not in said.text
 
 
-def test_a_model_without_a_chat_template_says_so(chatting: Callable) -> None:
-    with serving(chatting(special=())) as server:
-        status, said = server.ask("chat/completions", {"messages": HELLO})
-        assert status == 400 and "chat template" in said["error"]["message"]
-        assert server.ask("completions", {"prompt": "a"})[0] == 200
-
-
 def test_pages_of_other_sites_get_nothing_and_other_machines_need_no_key(server: Served) -> None:
     def status(base: str, **headers: str) -> int:
         return httpx.get(f"{base}v1/models", headers=headers, trust_env=False).status_code

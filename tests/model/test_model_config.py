@@ -52,13 +52,6 @@ def test_heads_may_be_wider_than_their_share_of_the_stream() -> None:
         ModelConfig(preset="custom", **SIZES, head_dim=15).resolved()
 
 
-def test_a_custom_model_says_all_its_sizes_and_differs_from_nothing() -> None:
-    config = ModelConfig(preset="custom", **SIZES).resolved()
-    assert config.unlike_preset() == {}
-    with pytest.raises(ConfigError, match=r'"custom" has no sizes of its own: set .*model.context'):
-        ModelConfig(preset="custom", layers=2).resolved()
-
-
 def test_biases_and_norms_are_counted_and_start_without_effect() -> None:
     plain = ModelConfig(preset="custom", **SIZES)
     full = dataclasses.replace(plain, qkv_bias=True, qk_norm=True).resolved()

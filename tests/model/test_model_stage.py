@@ -10,7 +10,6 @@ from thinwire.model import (
     DenseBoundary,
     ModelConfig,
     Narrow,
-    ProjectedBoundary,
     Role,
     Space,
     Stage,
@@ -170,21 +169,6 @@ def test_a_stage_knows_what_its_matrices_are_to_an_optimizer() -> None:
     }
     ends = {"model.embed_tokens.weight": Role.TABLE, "lm_head.weight": Role.HEAD}
     assert found == {**matrices, **ends}, "and gains have no role"
-
-
-def test_the_parameters_of_a_cut_have_their_roles_on_either_side() -> None:
-    space = Space(random_basis(CONFIG.dim, 4, seed=0).float())
-    sender, receiver = ProjectedBoundary(space), ProjectedBoundary(space, True, (CONFIG.vocab, 3))
-    plans = architecture(CONFIG).stage_layers
-    below = Stage(plans(range(2)), outgoing=sender, next_name="model.layers.2")
-    above = Stage(plans(range(2, 4)), incoming=receiver)
-    cut = "boundary.model.layers.2"
-    roles = {"table": Role.TABLE, "widen": Role.MATRIX}
-    for name in above.owned_parameters():
-        if name.startswith("boundary."):
-            assert above.roles()[name] is roles.pop(name.removeprefix(f"{cut}."))
-    assert roles == {}
-    assert not any(name.startswith("boundary.") for name in below.global_parameters())
 
 
 @pytest.mark.parametrize(

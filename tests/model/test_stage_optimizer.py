@@ -195,13 +195,3 @@ def test_rates_are_shares_of_one(optimizer: str) -> None:
     for name in NAMES:
         wanted = moved[False][name] * expected.get(name, 1.0)
         torch.testing.assert_close(moved[True][name], wanted, rtol=1e-9, atol=1e-12)
-
-
-@optimizers
-def test_the_rate_given_at_the_step_counts_and_not_the_configured_one(optimizer: str) -> None:
-    results = []
-    for configured in (1e-3, 7.0):
-        ensemble = Ensemble("whole", OptimConfig(name=optimizer, lr=configured))
-        ensemble.train(range(2))
-        results.append(ensemble.weights())
-    assert same_bits(*results)

@@ -3,13 +3,10 @@ import math
 import pytest
 
 from thinwire.report.human import (
-    amount,
     duration,
     elapsed,
     human_bytes,
-    human_count,
     loss_text,
-    percent,
 )
 
 
@@ -21,14 +18,6 @@ from thinwire.report.human import (
 )  # fmt: skip
 def test_human_bytes(count, text):
     assert human_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "decimals", "text"),
-    [(0, 1, "0"), (500, 1, "500"), (1_250_000, 2, "1.25M"), (1e9, 1, "1B"), (math.inf, 1, "-")],
-)
-def test_human_count(count, decimals, text):
-    assert human_count(count, decimals) == text
 
 
 @pytest.mark.parametrize(
@@ -54,10 +43,3 @@ def test_elapsed_has_three_digits(seconds, text):
 def test_a_loss_that_is_not_finite_is_named():
     losses = (3.45678, math.nan, math.inf, -math.inf, None)
     assert [loss_text(loss) for loss in losses] == ["3.4568", "NaN", "infinite", "infinite", "-"]
-
-
-def test_percent_and_amount():
-    assert percent(0.625) == "62 %"
-    assert percent(None) == percent(math.nan) == "-"
-    assert amount(4_100_000, 10_200_000, "B") == "4.1 MB / 10.2 MB"
-    assert amount(1200, 5000, "files") == "1,200 / 5,000 files"

@@ -12,7 +12,6 @@ from thinwire.report import (
     read_timeline,
     write_timeline,
 )
-from thinwire.report.human import sparkline
 from thinwire.report.metrics import Losses
 from thinwire.report.plots import (
     DPI,
@@ -136,12 +135,3 @@ def test_a_timeline_is_read_as_it_was_written(tmp_path):
             read_timeline(path)
     with pytest.raises(ThinwireError, match="not the timeline of a step"):
         read_timeline(tmp_path / "nowhere.json")
-
-
-def test_sparklines():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([7, 0], 8) == "█▁"
-    assert sparkline([], 8) == ""
-    assert sparkline([3.0, 3.0], 8) == "▄▄"
-    assert sparkline([math.nan, math.inf], 8) == "  "
-    assert sparkline([0.0, math.nan, 1.0], 8) == "▁ █"

@@ -9,8 +9,6 @@ from thinwire.engine.reports import Evaluation
 from thinwire.errors import StageError
 from thinwire.run.coordinator import MOST_AHEAD, Phase
 from thinwire.run.events import (
-    Away,
-    Back,
     Begin,
     Command,
     Commit,
@@ -90,17 +88,6 @@ def test_reports_that_run_ahead_without_end_are_refused() -> None:
     assert f"reported {MOST_AHEAD + 2} steps, but stage 0 only 1" in str(end.error)
 
 
-def test_a_control_stream_that_is_away_is_told_and_no_failure() -> None:
-    lead = Lead().until(Phase.TRAINING)
-    (away,) = lead.on(Away(1, "the connection was lost"))
-    (back,) = lead.on(Back(1, 2.5))
-    assert away == Say(
-        "the control stream of stage 1 is down: the connection was lost; it may come back"
-    )
-    assert back == Say("the control stream of stage 1 is back after 2.5 s; nothing was lost")
-    assert lead.coordinator.phase is Phase.TRAINING
-
-
 @pytest.mark.parametrize("phase", [Phase.LINKING, Phase.TRAINING, Phase.STOPPING])
 def test_an_outage_is_told_and_recorded_and_is_no_failure(phase: Phase) -> None:
     lead = Lead().until(phase)
@@ -134,18 +121,6 @@ def test_a_request_to_stop_is_passed_on_and_a_second_one_leaves_at_once() -> Non
     assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
 
 
-def test_who_leaves_is_named_to_all_and_nobody_is_told_to_press_a_key() -> None:
-    *_, told = commands = Lead().until(Phase.TRAINING).on(StopAsked("ben"))
-    assert told == Say("ben leaves: the run stops after this step, with a checkpoint")
-    assert len([command for command in commands if isinstance(command, Say)]) == 1
-
-
-def test_a_run_that_was_asked_to_stop_ends_in_good_order() -> None:
-    lead = Lead().until(Phase.STOPPING)
-    commands = lead.all_say(Finished(METERS))
-    assert lead.ended(commands) == End()
-
-
 def test_a_late_request_to_stop_disturbs_nothing() -> None:
     """Stage 0 has said goodbye, later stages still drain: their checkpoint must survive."""
     lead = Lead().until(Phase.TRAINING)
@@ -153,16 +128,6 @@ def test_a_late_request_to_stop_disturbs_nothing() -> None:
     assert lead.on(StopAsked()) == []
     assert lead.say(1, part(1, 4)) == [Commit(4, [part(0, 4), part(1, 4)])]
     assert lead.say(1, Finished(METERS))[-1] == End()
-
-
-def test_a_request_to_stop_while_a_cause_is_sought_ends_nothing_sooner_unless_repeated() -> None:
-    lead = Lead().until(Phase.TRAINING)
-    lead.on(Exited(1, -9))
-    lead.on(StopAsked())
-    assert "killed by SIGKILL" in str(lead.settled().error)
-    lead = Lead().until(Phase.STOPPING)
-    lead.on(Exited(1, -9))
-    assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
 
 
 def found(end: End) -> tuple[int, bool, str]:
@@ -273,16 +238,6 @@ def test_a_message_that_is_not_due_is_its_sender_s_error(phase: Phase, said: lis
     assert found(end) == (1, True, "")
 
 
-def test_a_message_that_cannot_be_meant_is_its_sender_s_error_in_any_phase() -> None:
-    lead = Lead()
-    lead.say(0, LinkDown(0, "it is not mine"))
-    assert "stage 0 sent a LinkDown message of cut 0" in str(lead.settled().error)
-    lead = Lead().until(Phase.TRAINING)
-    lead.on(Exited(1, -9))
-    lead.say(0, failed("x", accuses=(7,)))
-    assert "stage 0 broke the contract" in str(lead.settled().error)
-
-
 def pulses(lead: Lead, seconds: float, doing: dict[int, str]) -> Iterable[Command]:
     """Time goes by while stages say that they still do the same."""
     for _ in range(round(seconds)):
@@ -308,24 +263,3 @@ def test_a_coordinator_that_was_suspended_blames_nobody_for_it() -> None:
     lead = Lead(patience=100.0).until(Phase.TRAINING)
     assert lead.on(Tick(), 36_000.0) == []
     assert lead.say(0, step(0, 0)) == [Record(0, step(0, 0))]
-
-
-def test_where_the_run_stands_is_told_at_any_time() -> None:
-    lead = Lead()
-    lead.on(Tick())
-    lead.say(0, Ready("", "", "cpu"), Pulse(1, "waits for the others"))
-    for _ in range(12):
-        lead.on(Tick(), 1.0)
-    assert lead.coordinator.waiting_for() == [1]
-    assert lead.coordinator.reasons() == [
-        "the run waits for layers to be built, for 12 s; still missing: stage 1",
-        "stage 0 waits for the others, for 12 s",
-        "stage 1 has said nothing yet, for 12 s",
-    ]
-    lead = Lead().until(Phase.TRAINING)
-    lead.say(0, Finished(METERS))
-    assert lead.coordinator.waiting_for() == [1]
-    assert lead.coordinator.reasons()[0] == "the run trains, for 0 s"
-    assert len(lead.coordinator.reasons()) == 2, "who has finished is not waited for"
-    for phase in set(Phase) - {Phase.COLLECTING}:  # which comes after another end
-        assert phase.value in Lead().until(phase).coordinator.reasons()[0]

@@ -17,7 +17,6 @@ from thinwire.run.formation import (
     Failures,
     Formation,
     fill_seats,
-    lacking_peers,
     read_formation,
     write_formation,
 )  # fmt: skip
@@ -70,14 +69,6 @@ def test_peers_keep_their_stages_and_those_of_who_is_gone_go_to_others_or_to_nei
     assert seats == (after.split() if after is not None else None)
 
 
-def test_a_wait_says_for_whom_and_who_is_there_in_vain() -> None:
-    assert lacking_peers([], 2, [], {}) == "waiting for 2 more peers"
-    waits = lacking_peers(["ana", "ben"], 2, ["ben"], {"ben": "", "eve": "no room"})
-    assert waits == (
-        "waiting for 1 more peer (ana or another); here: ben; eve gets no stage: no room"
-    )
-
-
 def test_how_often_a_run_was_formed_survives(tmp_path: Path) -> None:
     assert read_formation(tmp_path) == Formation()
     formed = Formation(3, ["ana", "ben", "ben"], [1, 3], 7000, 4)
@@ -115,16 +106,6 @@ def test_stages_follow_the_rate_in_which_a_run_computes(
         assert max(blocks, key=lambda name: blocks[name]) == fast
         assert split.settings.pipeline.split == split.counts
         assert [crossing.is_relayed for crossing in split.crossings] == [True], "no door was found"
-
-
-def test_peers_without_figures_count_as_equal_and_what_is_lacking_is_said(
-    make_settings: Callable[..., Settings],
-) -> None:
-    settings = make_settings()
-    split, _ = form(settings, [peer("ana", 0.0, memory_gb=0.0), peer("ben", 5.0)], False)
-    assert split is not None and split.settings == settings.with_window()
-    split, lacking = form(settings, [peer("a", 1, 1, 1e-5), peer("b", 1, 1, 1e-5)], False)
-    assert split is None and "no split fits" in lacking
 
 
 NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"}
@@ -368,13 +349,6 @@ def test_a_host_says_whom_its_addresses_leave_out(
     text = who_is_left_out(addresses, relay)
     assert said in text and bool(said) == bool(text)
     assert not text or ("--address" in text and "port 7600" in text and "--relay" in text)
-
-
-def test_a_wrong_address_or_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--address no address: write a name or an address"):
-        HostOptions(addresses=("no address",)).check(4)
-    with pytest.raises(ConfigError, match=r"--peers 9: the 4 stages .* are held by 1 to 4 peers"):
-        HostOptions(peers=9).check(4)
 
 
 def test_a_folder_of_another_run_is_not_hosted_over(

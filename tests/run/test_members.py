@@ -34,7 +34,6 @@ from thinwire.run.protocol import (
     peer_stream,
     stream_name,
 )
-from thinwire.run.status import UNREACHED
 from thinwire.wire import Pipe, dial
 from thinwire.wire.background import on_daemon_thread
 from waiting import PATIENCE, wait_until
@@ -271,22 +270,6 @@ def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(
             break
     assert house.here() == ["ben"]
     assert house.happened[-1] == ("ana", Gone("it takes nothing of what it is told"))
-
-
-def test_the_status_says_at_once_whose_connection_is_lost(
-    house: House, make_settings: Callable
-) -> None:
-    ana, status = house.join("ana"), house.console(Formation(), make_settings).handlers()["status"]
-
-    def state() -> str:
-        return status({})["peers"][0]["state"]
-
-    assert state() == "waiting for a stage"
-    ana.is_cut_off = True
-    ana.lose_connection()
-    wait_until(lambda: state() == UNREACHED)
-    ana.is_cut_off = False
-    wait_until(lambda: state() == "waiting for a stage")
 
 
 def test_members_are_told_what_the_hosts_page_shows_but_not_where_others_are(

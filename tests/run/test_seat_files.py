@@ -226,13 +226,3 @@ def test_half_of_the_disk_stays_free(
     fetch(server, 0, tmp_path / "peer")
     monkeypatch.setattr("thinwire.run.transfer.free_disk", lambda folder: 0)
     assert fetch(server, 0, tmp_path / "peer")[1] == 0, "what is here needs no room"
-
-
-def test_a_checkpoint_that_is_gone_is_named(trained: Callable, tmp_path: Path) -> None:
-    settings, _, checkpoint = trained(**KINDS["subspace, moving"])
-    (checkpoint.folder / "stage-0.safetensors").unlink()
-    here, there = memory_pair()
-    server = SeatServer(checkpoint, settings)
-    on_daemon_thread("host", lambda: server.serve(here, (1,)))
-    with pytest.raises(CheckpointError, match="the host cannot read its checkpoint"):
-        fetch_seat(there, [1], tmp_path / "peer", MOST)

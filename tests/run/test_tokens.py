@@ -131,36 +131,6 @@ def asked(far: FetchedCorpus) -> int:
     return far.meter.snapshot()["sent"]["TOKENS"]["frames"]
 
 
-def test_a_wait_for_ids_is_known_as_one(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
-    """It is no compute time, and a watchdog must not blame the stage for it."""
-    settings = make_settings(pipeline__stages=3, train__steps=2)
-    pairs = [joined(corpus, settings, stage) for stage in range(3)]
-    assert [far.is_due((0, 0)) for _, far in pairs] == [True, False, True], "one reads nothing"
-    outcome = run_in_threads(settings, data=tmp_path, far=lambda stage: pairs[stage][1])
-    spans = [outcome.steps(stage)[0].spans for stage in range(3)]
-    waits = [{label for lane, label, *_ in own if lane == "wait"} for own in spans]
-    assert ["ids0" in own for own in waits] == [True, False, True]
-    for server, _ in pairs:
-        server.close()
-
-
-def test_a_validation_too_large_to_keep_is_asked_for_again(
-    make_settings: Callable, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("thinwire.run.tokens.KEPT_BYTES", 0)
-    settings = make_settings(train__eval_batches=3)
-    server, far = joined(corpus, settings, 0)
-    near = Feed(corpus, settings, CPU)
-    for _ in range(2):
-        for number in range(3):
-            assert torch.equal(far.inputs(number), near.validation(number).inputs)
-    far.close()
-    assert server.meter.snapshot()["received"]["TOKENS"]["frames"] > 3
-    server.close()
-
-
 def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus) -> None:
     settings = make_settings(train__steps=50)
     server, far = joined(corpus, settings, 0)

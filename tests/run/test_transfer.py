@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from msgspec.structs import replace
 
 from thinwire.errors import BreachError, CheckpointError, WireError
 from thinwire.run.transfer import (
@@ -18,7 +17,6 @@ from thinwire.run.transfer import (
     SeatFiles,
     Talk,
     Want,
-    give,
     serve_files,
     take,
     uplink_share,
@@ -144,18 +142,6 @@ def test_what_was_not_due_is_refused(
     talk.send(answer) if isinstance(answer, Frame) else talk.say(answer)
     with pytest.raises(error, match=words):
         take(Talk(here), file(10)[1], tmp_path / "part")
-
-
-@pytest.mark.parametrize("change", [{"bytes": 11}, {"offset": 5}, {"offset": PIECE_BYTES}])
-def test_a_request_that_does_not_fit_is_refused(change: dict[str, int], file: MakeFile) -> None:
-    here, there = memory_pair()
-    path, want = file(10)
-    give(Talk(there), replace(want, **change), path)
-    answer = Talk(here).hear()
-    assert isinstance(answer, Refusal) and "has 10 bytes" in answer.reason
-    give(Talk(there), want, path.with_name("missing"))
-    answer = Talk(here).hear()
-    assert isinstance(answer, Refusal) and "No such file" in answer.reason
 
 
 def test_a_file_is_given_at_its_rate(

@@ -57,13 +57,6 @@ def test_the_stage_that_is_stuck_is_named(doing: dict[str, str], words: str) -> 
         Wait().let(110, **doing)
 
 
-def test_any_progress_is_progress() -> None:
-    wait = Wait()
-    for begun in range(20):
-        wait.let(25, **WAITS)
-        wait.watch.heard(begun % 2, 2 + begun, "computes")
-
-
 def test_a_wait_may_be_ten_times_the_longest_so_far() -> None:
     wait = Wait(patience=10.0)
     wait.watch.begin_training()
@@ -72,13 +65,6 @@ def test_a_wait_may_be_ten_times_the_longest_so_far() -> None:
     wait.let(75, **WAITS)
     with pytest.raises(Stuck):
         wait.let(30, **WAITS)
-
-
-def test_a_stage_that_has_finished_is_not_waited_for() -> None:
-    wait = Wait()
-    wait.watch.dismiss(0)
-    wait.watch.dismiss(1)
-    assert wait.let(500) == []
 
 
 def test_without_patience_there_is_no_end_but_there_is_a_word() -> None:
@@ -101,16 +87,6 @@ def test_a_stage_that_claims_to_work_while_all_others_wait_is_named() -> None:
             wait.let(1, stage_0="waits for B0 of step 3")
             wait.watch.heard(1, begun, "computes F0 of step 3")
     assert 100 <= wait.now <= 103
-
-
-def test_a_stage_that_works_for_long_while_the_other_waits_is_given_ten_times_as_long() -> None:
-    wait, begun = Wait(patience=10.0), 1
-    for seconds in (8, 60):
-        for _ in range(seconds):
-            begun += 1
-            wait.let(1, stage_0="waits for B0 of step 3")
-            wait.watch.heard(1, begun, "computes F0 of step 3")
-        wait.watch.heard(0)
 
 
 def test_a_step_that_takes_far_longer_than_those_before_is_told_and_at_last_ends_the_run() -> None:

@@ -124,10 +124,6 @@ def test_an_even_split_spares_the_ends(layers, stages, counts):
     assert [layer for block in blocks for layer in block] == list(range(layers))
 
 
-def test_a_given_split_is_used_as_it_is():
-    assert split_layers(6, [1, 4, 1], 3) == [range(1), range(1, 5), range(5, 6)]
-
-
 @pytest.mark.parametrize(
     ("layers", "split", "stages", "message"),
     [
@@ -142,22 +138,6 @@ def test_a_given_split_is_used_as_it_is():
 def test_impossible_splits_show_the_numbers(layers, split, stages, message):
     with pytest.raises(ConfigError, match=message):
         split_layers(layers, split, stages)
-
-
-@pytest.mark.parametrize(
-    "arguments", [(-1, Kind.F, 0), (0, Kind.F), (0, Kind.B, -2), (0, Kind.U, 0)]
-)
-def test_impossible_actions_cannot_be_made(arguments):
-    with pytest.raises(ScheduleError):
-        Action(*arguments)
-
-
-def test_the_text_of_a_schedule():
-    assert str(build("1f1b", 2, 3)) == (
-        "1f1b stages=2 microbatches=3 window=2\n"
-        "0F0 0F1 0B0 0F2 0B1 0B2 0U\n"
-        "1F0 1B0 1F1 1B1 1F2 1B2 1U"
-    )
 
 
 def test_the_grid_has_a_row_per_stage_and_a_column_per_slot():
@@ -222,13 +202,6 @@ def test_a_window_that_grows_towards_the_last_stage_deadlocks():
     with pytest.raises(ScheduleError, match="deadlock"):
         validate(Schedule("mixed", 3, 4, 4, rows))
     validate(Schedule("mixed", 3, 4, 4, (wide.rows[0], sound.rows[1], sound.rows[2])))
-
-
-def test_a_forward_only_schedule_has_only_forwards():
-    header = "forward stages=1 microbatches=2 window=1"
-    validate(written(f"{header}\n0F0 0F1"))
-    assert "0U is in the row" in refusal("0F0 0F1 0U", header=header)
-    assert "0F1 is in the row of stage 0 0 times" in refusal("0F0", header=header)
 
 
 def test_with_delay_steps_follow_on_each_other_and_updates_come_two_steps_later():

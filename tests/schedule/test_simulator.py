@@ -7,9 +7,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written import written
 
-from thinwire.errors import ConfigError, ScheduleError
+from thinwire.errors import ConfigError
 from thinwire.schedule import (
     CONTROL_BYTES,
     ROW_FRAME_BYTES,
@@ -52,12 +51,6 @@ def test_free_links_leave_only_the_pipeline_bubble(name, stages, microbatches):
     expected = (microbatches + stages - 1) * 3.0 + 0.5
     assert step.step_seconds == pytest.approx(expected)
     assert step.bubble_fraction == pytest.approx(1 - (microbatches * 3.0 + 0.5) / expected)
-
-
-@pytest.mark.parametrize(("microbatches", "bound"), [(5, "compute"), (6, "compute of stage 0")])
-def test_a_resource_is_the_limit_from_85_percent_on(microbatches, bound):
-    """Two stages are busy for M of M + 1 turns: 83 % with five microbatches, 86 % with six."""
-    assert simulate(build("1f1b", 2, microbatches), costs(2, update=0.0)).bound == bound
 
 
 def test_one_microbatch_crosses_and_returns():
@@ -150,13 +143,6 @@ def test_compute_and_links_do_not_wait_for_each_other():
     assert any(c.start <= s.start < s.end <= c.end for s in sends for c in computes)
 
 
-def test_the_bubble_is_the_time_in_which_stages_do_not_compute():
-    """One microbatch: 1 + 2 s of passes on each stage in turn, then both updates at half speed."""
-    step = simulate(build("gpipe", 2, 1), costs(2), cores=1)
-    assert step.step_seconds == pytest.approx(1 + 1 + 2 + 2 + 1)
-    assert step.bubble_fraction == pytest.approx(1 - (1 + 2 + 1) / 7)
-
-
 def test_running_actions_share_the_cores_equally():
     uneven = Costs([1.0, 3.0], [1.0, 1.0], [0.0, 0.0], [0], [0])
     step = simulate(build("gpipe", 2, 2), uneven, cores=1)
@@ -180,16 +166,6 @@ def test_waits_and_work_fill_the_step_of_every_stage():
         ]
     assert lane(step, 0, "compute")[0].start == 0.0
     assert lane(step, 2, "wait")[-1].label == "U"  # for the verdict
-
-
-def test_the_description_says_the_step_and_its_limit():
-    text = simulate(build("1f1b", 2, 20, 20), costs(2, 0, 0, 0, BYTES), Network(MBPS)).describe()
-    assert "1f1b, 2 stages, 20 microbatches, window 20: 10.500 s per step" in text
-    assert "limited by: uplink of stage 0" in text
-    assert len(text.splitlines()) == 7
-    idle = simulate(build("1f1b", 2, 2), costs(2), Network(latency_s=9.0)).describe()
-    assert "limited by: latency (no stage and no link is busy for 85% of the step)" in idle
-    assert "longest chain: compute 9.5 s, latency 18 s" in idle
 
 
 def test_the_window_table_trades_memory_for_time():
@@ -230,11 +206,6 @@ def test_what_cannot_be_simulated(changes, message):
     arguments = {"schedule": build("gpipe", 2, 2), "costs": costs(2)} | changes
     with pytest.raises(ConfigError, match=message):
         simulate(**arguments)
-
-
-def test_a_broken_schedule_is_refused_before_it_is_played():
-    with pytest.raises(ScheduleError, match="0B0 is in the row of stage 0 0 times"):
-        simulate(written("x stages=1 microbatches=1 window=1\n0F0 0U"), costs(1))
 
 
 @pytest.mark.parametrize("frames", [1, 8])
@@ -366,12 +337,3 @@ def test_two_stages_are_monotone_with_downlinks_too(pipeline, latency):
     """With two stages each downlink has a single sender as well."""
     steps = [simulate(*pipeline, Network(8, down, latency)).step_seconds for down in (0, 9, 4, 1)]
     assert slower_or_equal(steps)
-
-
-def test_three_stages_on_shared_downlinks_are_not_monotone():
-    """First come first served: a delay can let the message that matters go first."""
-    costs = Costs([2.0, 2.0, 0.0], [3.0, 3.0, 0.0], [0.0] * 3, [500_000, 125_000], [0, 375_000])
-    schedule = build("1f1b", 3, 4, 4)
-    quick = simulate(schedule, costs, Network(1, 1, 0.0)).step_seconds
-    delayed = simulate(schedule, costs, Network(1, 1, 0.5)).step_seconds
-    assert delayed < quick

@@ -16,7 +16,6 @@ from thinwire.errors import ConfigError
 from thinwire.settings import (
     GoneError,
     Settings,
-    apply_override,
     load_asked,
     load_settings,
 )
@@ -33,13 +32,6 @@ def test_a_file_fills_the_settings_and_the_rest_is_default(tmp_path: Path) -> No
     assert (settings.train.steps, settings.train.batch, settings.run.name) == (7, 24, "é")
     assert settings.link == Settings().link
     assert settings.model == Settings().model.resolved()
-
-
-def test_a_missing_file_names_the_command_that_writes_one(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"nope.toml does not exist: .*`thinwire init .*nope.toml`"
-    ):
-        load_settings(tmp_path / "nope.toml", [])
 
 
 def test_the_folder_of_a_run_stands_for_its_config_and_for_itself(
@@ -70,21 +62,6 @@ def test_broken_toml_is_refused_with_its_file(tmp_path: Path, text: bytes) -> No
         load_settings(path, [])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[trian]\n", 'unknown section "trian"; did you mean "train"'),
-        ('[optim]\nname = "adam"', "optim.name = 'adam' is not allowed; did you mean \"adamw\""),
-        ('[model]\npreset = "9b"', "model.preset = '9b' is not allowed; did you mean \"8b\""),
-    ],
-)
-def test_files_that_say_something_else_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        load_settings(path, [])
-
-
 # --- overrides ---
 
 
@@ -95,26 +72,6 @@ def test_overrides_win_over_the_file_and_the_last_one_over_all(tmp_path: Path) -
     settings = load_settings(path, overrides)
     assert settings.train.steps == 190
     assert settings.link.emulate is False
-
-
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [
-        ("train.steps=50", 50),
-        ("pipeline.recompute=true", True),
-        ("pipeline.split=2,1,1", [2, 1, 1]),
-        ("codec.cuts=0: forward=fp32, 2: backward=fp16", ["0: forward=fp32", "2: backward=fp16"]),
-        ("codec.cuts=0: forward=int4(group=8,hadamard)", ["0: forward=int4(group=8,hadamard)"]),
-        ("codec.plugins=a.b,c", ["a.b", "c"]),
-        ("run.name=a=b", "a=b"),
-    ],
-)
-def test_an_override_has_the_type_of_its_key(override: str, value: object) -> None:
-    values: dict[str, Any] = {}
-    apply_override(values, override)
-    section, key = override.partition("=")[0].split(".")
-    assert values == {section: {key: value}}
-    assert type(values[section][key]) is type(value)
 
 
 # --- what follows from other settings stays behind for none of them ---

@@ -16,7 +16,6 @@ from thinwire.errors import AdmissionError, WireError
 from thinwire.wire import Door, Limits, Route, Standby, Traffic, ping
 from thinwire.wire.door import CHUNK, Allowance, home_of
 from thinwire.wire.routes import LONGEST_LINE, proof_of
-from thinwire.wire.sockets import prepare, split_address
 from waiting import PATIENCE, wait_until
 
 OTHER_RUN = "fedcba9876543210"
@@ -198,16 +197,6 @@ def test_the_addresses_of_one_ipv6_line_count_as_one() -> None:
     assert home_of("2001:db8:1:3::a") != home_of("2001:db8:1:2::a")
 
 
-def test_a_door_on_all_addresses_sees_callers_as_they_are() -> None:
-    if not socket.has_dualstack_ipv6():
-        pytest.skip("this machine has no IPv6")
-    with Door("::", 0) as door:
-        door.admit(RUN, TOKEN)
-        for host in ("127.0.0.1", "[::1]"):
-            seen = ping(Route(f"{host}:{door.port}", token=TOKEN), f"{RUN}/door")
-            assert seen.address.startswith(f"{host}:")
-
-
 def test_connections_of_a_run_and_of_one_member_are_bounded() -> None:
     with Door("127.0.0.1", 0, Limits(per_run=3, per_member=2)) as door:
         door.admit(RUN, "ana.x", "ben.y")
@@ -359,57 +348,6 @@ def test_what_passes_between_others_stays_below_the_bound(
             # A loaded machine may take longer; nothing makes it faster than 10^6 bytes a second.
             assert time.monotonic() - begin >= 0.8 - 0.25
             served.close()
-
-
-def test_a_ping_tells_our_address_and_the_clocks(door: Door) -> None:
-    seen = ping(Route(door.address, token=TOKEN), f"{RUN}/door")
-    assert seen.address.startswith("127.0.0.1:")
-    assert abs(seen.ahead_s) <= seen.round_trip_s * 2 + 0.01
-    assert ping(Route(door.address, token=TOKEN), f"{RUN}/door").address != seen.address
-
-
-def test_a_connection_keeps_its_pace_where_the_system_lets_it() -> None:
-    with socket.socket() as one, socket.socket() as other:
-        prepare(one)
-        is_offered = True
-        try:
-            other.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
-        except (OSError, AttributeError):
-            is_offered = False
-        if is_offered:
-            name = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-            assert name.rstrip(b"\0") == b"bbr"
-
-
-def test_pings_of_what_is_no_door_say_so(service: Service) -> None:
-    def answer(said: bytes) -> None:
-        with service.accept() as caller:
-            caller.sendall(said)
-            with contextlib.suppress(ConnectionResetError):
-                caller.recv(1)
-
-    for said, reason in [
-        (b"SSH-2.0-x\r\n", "what listens there is not a thinwire door"),
-        (b"thinwire-door 2 abc\n", "the door has version 2 and this process 3: install the same"),
-        (b"x" * 1000, "a line at a door has at most"),
-    ]:
-        threading.Thread(target=answer, args=(said,)).start()
-        with pytest.raises(WireError, match=f"{service.address}: {reason}"):
-            ping(Route(service.address), f"{RUN}/door", PATIENCE)
-    with pytest.raises(WireError, match="no answer within"):  # nobody speaks
-        ping(Route(service.address), f"{RUN}/door", timeout=0.1)
-    service.close()
-    with pytest.raises(WireError, match="Connection refused"):
-        ping(Route(service.address), f"{RUN}/door")
-
-
-def test_a_port_in_use_and_addresses_that_are_none(door: Door) -> None:
-    with pytest.raises(WireError, match=r"port .* is in use by another process"):
-        Door("127.0.0.1", door.port)
-    assert split_address("[::1]:80") == ("::1", 80)
-    for address in ("", "host", "host:", ":80", "host:x", "host:99999"):
-        with pytest.raises(WireError, match="is not an address: write HOST:PORT"):
-            split_address(address)
 
 
 def test_closing_cuts_all_and_ends_every_thread(service: Service) -> None:

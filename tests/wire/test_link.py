@@ -8,7 +8,6 @@ from wiring import MAX_PAYLOAD, Recorder
 
 from thinwire.errors import BreachError, WireError
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, Pipe, encode, memory_pair
-from thinwire.wire import link as link_module
 from thinwire.wire.emulate import STAMP_BYTES, stamp
 from waiting import PATIENCE
 
@@ -96,16 +95,6 @@ def test_frames_arrive_in_order_both_ways_and_goodbye_is_no_fault(ends):
     assert here.heard.ends == 0
 
 
-def test_close_sends_what_is_queued_first(ends):
-    here, there = ends
-    for number in range(20):
-        here.link.send(lambda number=number: forward(number, 100_000))
-    here.link.close(None)
-    there.heard.wait(lambda: there.heard.ends)
-    assert [frame.step for frame in there.heard.frames] == list(range(20))
-    assert there.heard.errors == []
-
-
 def slow_pair(mbps: float, latency_ms: float = 0) -> tuple[End, End]:
     here, there = memory_pair()
     nics = [Nic(mbps, 0, latency_ms) for _ in range(2)]
@@ -121,17 +110,6 @@ def test_closing_without_a_limit_drops_nothing_on_a_slow_link(timeout, mbps):
     there.heard.wait(lambda: there.heard.ends or there.heard.errors)
     assert (len(there.heard.frames) == 5 and there.heard.ends == 1) is (timeout is None)
     there.link.close()
-
-
-def test_closing_without_a_limit_ends_with_the_link():
-    here, there = slow_pair(mbps=1)
-    here.link.send(forward(1, 10_000_000))  # 80 s
-    closing = threading.Thread(target=here.link.close, args=(None,), daemon=True)
-    closing.start()
-    there.pipe.close()
-    closing.join(PATIENCE)
-    assert not closing.is_alive()
-    assert here.heard.errors == []
 
 
 def test_flushing_without_a_limit_waits_for_a_slow_link_and_ends_with_it():
@@ -253,16 +231,6 @@ def test_a_malformed_message_breaks_the_link(message, reason, nic):
     assert end.meter.received_bytes() == 0
 
 
-def test_a_link_that_ended_takes_no_more_frames(direct_ends):
-    here, there = direct_ends
-    here.link.close()
-    with pytest.raises(WireError, match="it was closed here"):
-        here.link.send(forward(1))
-    there.heard.wait(lambda: there.heard.ends)
-    with pytest.raises(WireError, match="the other end said goodbye"):
-        there.link.send(forward(1))
-
-
 def test_a_broken_link_says_why_to_later_callers(direct_ends):
     here, there = direct_ends
     there.pipe.open_gate.clear()
@@ -333,31 +301,6 @@ def test_spans_show_the_emulated_uplink_one_frame_after_the_other():
     assert end.link.take_spans() == []
     end.link.close()
     other.link.close()
-
-
-def test_spans_are_recorded_without_emulation_and_bounded(direct_ends, monkeypatch):
-    here, _ = direct_ends
-    here.link.send(forward(3))
-    here.link.close()
-    kinds = [kind for kind, *_ in here.link.take_spans()]
-    assert kinds == ["FORWARD", "BYE"]
-
-    monkeypatch.setattr(link_module, "MAX_SPANS", 5)
-    near, far = memory_pair()
-    end, other = End("a", near, None), End("b", far, None)
-    for number in range(20):
-        end.link.send(forward(number))
-    end.link.close()
-    assert [step for _, step, *_ in end.link.take_spans()] == [16, 17, 18, 19, 0]
-    other.link.close()
-
-
-def test_an_unstarted_link_closes_and_a_started_one_starts_once(direct_ends):
-    with pytest.raises(WireError, match="already started"):
-        direct_ends[0].link.start(print, print)
-    here, there = memory_pair()
-    Link(here, Meter(), None, "idle", 100).close()
-    assert there.read() is None
 
 
 def test_the_transport_s_own_time_passes_within_the_modelled_one():

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from wiring import MAX_PAYLOAD, Recorder, in_background
 
-from thinwire.errors import BreachError, WireError
+from thinwire.errors import WireError
 from thinwire.wire import (
     Frame,
     FrameKind,
@@ -193,21 +193,6 @@ def test_who_is_lost_again_is_replaced_again(pair: tuple[Side, Side, Pipe], tmp_
     assert third.got() == frames_of(*range(20))
 
 
-def test_both_ends_may_be_new(tmp_path: Path) -> None:
-    below, above = (Side(tmp_path / name, None, start=5) for name in ("below", "above"))
-    ours, theirs = memory_pair()
-    going = in_background(lambda: below.pipe.go_on(ours))
-    above.pipe.go_on(theirs)
-    going.join(PATIENCE)
-    for side in (below, above):
-        side.start()
-    below.send(5, 6)
-    above.send(5)
-    above.wait_for(2 * MICROBATCHES)
-    below.wait_for(MICROBATCHES)
-    assert (above.got(), below.got()) == (frames_of(5, 6), frames_of(5))
-
-
 def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(
     pair: tuple[Side, Side, Pipe], tmp_path: Path, nic: Callable[[], Nic | None]
 ) -> None:
@@ -230,14 +215,6 @@ def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(
     assert not new.heard.errors
 
 
-def test_without_a_word_that_another_comes_a_loss_is_the_end(tmp_path: Path) -> None:
-    ours, theirs = memory_pair()
-    below = Side(tmp_path / "below", ours)
-    theirs.close()
-    below.heard.wait(lambda: below.heard.errors)
-    assert "closed it without a goodbye" in str(below.heard.errors[0])
-
-
 def test_what_is_sent_while_nobody_is_there_is_sent_to_who_comes(
     pair: tuple[Side, Side, Pipe], tmp_path: Path, nic: Callable[[], Nic | None]
 ) -> None:
@@ -252,16 +229,6 @@ def test_what_is_sent_while_nobody_is_there_is_sent_to_who_comes(
     meet(below, new)
     new.wait_for(3 * MICROBATCHES)
     assert new.got() == frames_of(1, 2, 3)
-
-
-@pytest.mark.parametrize("answer", [b"\xc1", b"\x93\x01\x02\x03", b"x" * (logged.MOST_SAID + 1)])
-def test_an_answer_that_is_no_position_is_refused(answer: bytes, tmp_path: Path) -> None:
-    ours, theirs = memory_pair()
-    theirs.write(answer)
-    state = LinkState(FrameLog(tmp_path, 1 << 20))
-    with pytest.raises(WireError, match="did not say where it stands") as caught:
-        LoggedPipe(None, state).go_on(ours)
-    assert isinstance(caught.value, BreachError) or len(answer) > logged.MOST_SAID
 
 
 def message(step: int, kind: FrameKind = FrameKind.FORWARD, size: int = 100) -> bytes:

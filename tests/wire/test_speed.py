@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 from wiring import HOST
 
-from thinwire.errors import WireError
 from thinwire.wire import Door, Route, Standby, speed
 from thinwire.wire.speed import SpeedService, measure_link, steady_mbps
 from waiting import PATIENCE, wait_until
@@ -51,16 +50,6 @@ def test_a_bounded_way_is_found_to_be_slow(service: SpeedService) -> None:
     # What was saved up in a quarter of a second passes at once, and what waited for a reader too;
     # unbounded it would be thousands.
     assert 0 < rates.mbps_up < 80 and 0 < rates.mbps_down < 80
-
-
-def test_why_nothing_can_be_measured_is_said(door: Door) -> None:
-    with pytest.raises(WireError, match=r"could not be measured: .*not the right one"):
-        measure_link([Route(address(door), token="another")], RUN)
-    with pytest.raises(WireError, match="no route is known"):
-        measure_link([], RUN)
-    with Door("127.0.0.1", 0) as other, pytest.raises(WireError, match="nobody waits for it"):
-        other.admit(RUN, TOKEN)
-        measure_link([Route(address(other), token=TOKEN)], RUN)
 
 
 def caller_of(service: SpeedService) -> socket.socket:

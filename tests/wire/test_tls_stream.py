@@ -36,7 +36,6 @@ from thinwire.wire import (
 from waiting import PATIENCE, wait_until
 
 HASTY = Keepalive(every_s=0.1, timeout_s=2.9)
-Connect = Callable[[str], tuple[Pipe, Pipe]]
 
 # Another process: dials (or listens, and is dialed), echoes every frame, and never closes.
 OTHER = """
@@ -387,20 +386,6 @@ def test_a_writer_is_held_back_when_nobody_reads(connect):
     assert refused.wait(PATIENCE)
 
 
-def test_closing_pipe_and_listener_at_once_loses_nothing():
-    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
-    with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(listener.accept, "peer", PATIENCE)
-        dialed = call(listener.address)
-        received = pool.submit(lambda: list(iter(dialed.read, None)))
-        for number in range(30):
-            accepted.result().write(bytes([number]) * (1 << 20))
-        accepted.result().close(None)
-        listener.close()
-        assert [message[0] for message in received.result(PATIENCE)] == list(range(30))
-    dialed.close()
-
-
 @pytest.mark.parametrize("side", [0, 1], ids=["accepted", "dialed"])
 def test_closing_without_a_limit_waits_for_a_late_reader(connect, side):
     ends = connect("peer")
@@ -481,15 +466,3 @@ def test_identities_hide_their_keys_and_damaged_ones_are_named():
     # Both ends make the same token, and nobody else does.
     assert PEER.door_token == HOST.token_with("peer", PEER.public)
     assert PEER.door_token != Identity.create("peer", HOST.public).door_token
-
-
-def test_the_soft_limit_of_descriptors_is_raised():
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-        limit = raise_descriptor_limit()
-        assert limit == (65536 if hard == resource.RLIM_INFINITY else min(hard, 65536))
-        assert raise_descriptor_limit() == limit
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
