@@ -62,11 +62,6 @@ def test_values_of_settings_complete(typed: str, some: list[str], is_split: bool
     assert all(word.startswith(value if is_split else typed) for word in found)
 
 
-def test_an_option_of_another_command_is_not_offered() -> None:
-    assert "--resume" not in completions("plan", "--")
-    assert completions("init", "--resu") == []
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_script_names_all_commands_and_settings(shell: str) -> None:
     script = completion_script(shell, make_parser())

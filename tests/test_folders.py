@@ -73,15 +73,6 @@ def test_content_is_on_the_disk_before_a_file_or_a_folder_has_its_name(
     assert events == [(tmp_path / "folder" / "file").stat().st_ino, inner, "name", outer]
 
 
-def test_what_nobody_holds_is_swept_away_and_what_is_held_stays(tmp_path: Path) -> None:
-    (tmp_path / "dead.partial-123").mkdir()
-    with partial_folder(tmp_path, "one") as one:
-        assert list(tmp_path.iterdir()) == [one]
-        with partial_folder(tmp_path, "two") as two:
-            assert set(tmp_path.iterdir()) == {one, two}
-        assert list(tmp_path.iterdir()) == [one]
-
-
 def test_a_folder_that_cannot_be_replaced_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

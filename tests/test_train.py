@@ -17,7 +17,6 @@ import torch
 
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint, list_checkpoints
-from thinwire.engine.build import is_emulated
 from thinwire.engine.checkpoint import checkpoints_folder, partial_folder
 from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step
 from thinwire.errors import CheckpointError, ConfigError, StageError
@@ -30,8 +29,6 @@ from thinwire.run.protocol import Finished, Linked, Ready
 from thinwire.run.record import RunRecord
 from thinwire.run.signals import Interrupted, stopping
 from thinwire.train import train
-
-BF16_CHECK = "torch.ops.mkldnn._is_mkldnn_bf16_supported"
 
 
 def kept(run: Path) -> list[str]:
@@ -53,21 +50,6 @@ def test_a_device_that_is_not_here_is_refused_first(
         train(make_settings(run__device="cuda"), silent())
     assert not (tmp_path / "cache").exists(), "nothing was tokenised"
     assert not (tmp_path / "test").exists()
-
-
-@pytest.mark.parametrize("supported", [True, False])
-def test_a_cpu_that_emulates_bf16_is_named(
-    supported: bool, make_settings: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(BF16_CHECK, lambda: supported, raising=False)
-    cpu = torch.device("cpu")
-    assert is_emulated("bf16", cpu) is not supported
-    assert not is_emulated("fp32", cpu) and not is_emulated("bf16", torch.device("cuda"))
-    stream = StringIO()
-    settings = make_settings(run__precision="bf16", run__device="cpu")
-    with pytest.raises(CheckpointError):  # which is looked for after that
-        train(settings, PlainDisplay(stream), resume=tmp_path / "none")
-    assert ("emulates it" in stream.getvalue()) is not supported
 
 
 class Replay:

@@ -46,11 +46,8 @@ def test_values_fill_the_dataclass_and_come_back() -> None:
         ({"engne": {}}, 'unknown section "engne"; did you mean "engine"'),
         ({"xyz": 1}, "unknown section \"xyz\"; allowed: speed, whistle, name, engine"),
         ({"engine": {"powr": 1}}, 'unknown key "engine.powr"; did you mean "power"'),
-        ({"engine": {"qqq": 1}}, 'unknown key "engine.qqq"; allowed: power, fuel, gears, label'),
         ({"engine": 3}, "engine must be a table of keys, got 3"),
         ({"engine": {"power": True}}, "engine.power must be an integer, got True"),
-        ({"engine": {"power": 1.0}}, "engine.power must be an integer, got 1.0"),
-        ({"speed": True}, "speed must be a number, got True"),
         ({"speed": "fast"}, "speed must be a number, got 'fast'"),
         ({"whistle": 1}, "whistle must be true or false, got 1"),
         ({"name": 7}, "name must be a string, got 7"),
@@ -60,7 +57,6 @@ def test_values_fill_the_dataclass_and_come_back() -> None:
         ({"engine": {"gears": [4, "5"]}}, r"engine.gears\[1\] must be an integer, got '5'"),
         ({"engine": {"label": 7}}, "engine.label must be .*, got 7"),
         ({"engine": {"fuel": "woof"}}, "engine.fuel = 'woof' .*; did you mean \"wood\""),
-        ({"engine": {"fuel": "x"}}, "engine.fuel = 'x' is not allowed; allowed: coal, wood"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(values: dict, message: str) -> None:
@@ -72,22 +68,18 @@ def test_what_does_not_fit_is_refused(values: dict, message: str) -> None:
     ("cls", "key", "text", "value"),
     [
         (Engine, "power", "12", 12),
-        (Engine, "power", "1_000", 1000),
         (Train, "speed", "2.5", 2.5),
         (Train, "speed", "3e-4", 3e-4),
         (Train, "whistle", "true", True),
         (Train, "whistle", "False", False),
-        (Train, "whistle", "1", True),
         (Train, "name", "7", "7"),
         (Train, "name", "a,b=c", "a,b=c"),
         (Engine, "gears", "1,2,3", [1, 2, 3]),
         (Engine, "gears", "[1, 2, 3]", [1, 2, 3]),
-        (Engine, "gears", "[]", []),
         (Engine, "gears", "", []),
         (Freight, "cars", "a b,c", ["a b", "c"]),
         (Freight, "cars", "a=f(1,2), b", ["a=f(1,2)", "b"]),
         (Freight, "cars", "['a, b', \"c\"]", ["a, b", "c"]),
-        (Freight, "cars", "", []),
     ],
 )
 def test_text_is_read_as_the_type_of_its_key(cls: type, key: str, text: str, value: object) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from thinwire.codec.base import spec_of
 from thinwire.codec.lowrank import LowRank
 
-shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 ranks = st.integers(1, 4)
 seeds = st.integers(0, 2**32)
 few = settings(deadline=None, max_examples=60)
@@ -20,18 +19,6 @@ few = settings(deadline=None, max_examples=60)
 
 def relative_error(sent: Tensor, got: Tensor) -> float:
     return float((sent.double() - got.double()).norm() / sent.double().norm())
-
-
-@few
-@given(shapes, ranks, seeds, st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
-def test_the_error_is_at_most_the_tensor(
-    shape: tuple[int, ...], rank: int, seed: int, dtype: torch.dtype
-) -> None:
-    sent = normal(shape, seed, dtype)
-    got = round_trip(LowRank(rank), sent)
-    assert got.shape == sent.shape and got.dtype == dtype
-    error = (sent.double() - got.double()).norm()
-    assert error <= sent.double().norm() * (1 + 2**-6)
 
 
 @few

@@ -74,13 +74,8 @@ def test_a_slip_is_answered_with_the_nearest_name(wrong: str, meant: str) -> Non
     [
         ("", "write a codec as in"),
         ("int4(", "write a codec as in"),
-        ("int4)", "write a codec as in"),
-        ("int4((3))", "write a codec as in"),
         ("int4(3)(4)", "write a codec as in"),
-        ("+zstd", "write a codec as in"),
         ("int4+", "write a codec as in"),
-        ("int4++zstd", "write a codec as in"),
-        ("int4,int8", "write a codec as in"),
         ("int4+zst", '"zst" is not a suffix; did you mean "zstd"?'),
         ("int4+gzip", "not a suffix; allowed: zstd, ef, ef-mixed, ef21, aqsgd"),
         ("zstd", '"zstd" must come after a codec, as in "bf16+zstd"'),
@@ -88,34 +83,22 @@ def test_a_slip_is_answered_with_the_nearest_name(wrong: str, meant: str) -> Non
         ("bf16(3)", "bf16 takes no arguments"),
         ("step", "step takes bits=number"),
         ("step(a)", "step takes bits=number, not (a)"),
-        ("step(2,3)", "step takes bits=number, not (2,3)"),
         ("step(nan)", "step takes bits=number"),
-        ("step(13)", "step(13): bits must lie between 1.25 and 12"),
         ("step(12.0000001)", "step(12.0000001): bits must lie between 1.25 and 12"),
-        ("step(1)", "bits must lie between 1.25 and 12"),
         ("int4(grup=64)", "int4 takes group=integer, tensor, hadamard, not (grup=64)"),
-        ("int4(group)", "int4 takes group=integer"),
-        ("int4(group=a)", "int4 takes group=integer"),
         ("int4(group=6.5)", "int4 takes group=integer"),
         ("int4(group=64,group=64)", '"group=64" is not a valid argument'),
-        ("int4(group=)", '"group=" is not a valid argument'),
         ("int4(hadamard=1)", "int4 takes group=integer, tensor, hadamard"),
         ("int4(group=2)", "at least 4"),
         ("int4(group=48,hadamard)", "power of two"),
         ("int4(tensor,group=64)", "drop group and hadamard"),
-        ("topk", "topk takes the share"),
         ("topk(0.1,shared)", "topk takes the share"),
         ("topk(0)", "above 0 and at most 1"),
         (f"topk({'9' * 400})", "topk takes share=number, shared"),
         (f"int4(group={'9' * 5000})", '"999999999..." is too long for a number'),
-        (f"lowrank({'9' * 5000})", "too long for a number"),
         ("randk(1.5)", "above 0 and at most 1"),
-        ("lowrank(1.5)", "lowrank takes rank=integer"),
         ("int4+zstd(0)", "between 1"),
-        ("int4+zstd(23)", "between 1"),
         ("int4+zstd+ef+zstd", "compressing twice"),
-        ("int4+zstd(fast)", "zstd takes level=integer, not (fast)"),
-        ("int4+ef(3)", "ef takes no arguments"),
         ("int4+ef+ef21", "one kind of feedback"),
         ("int4+ef-mixed", "int4 has no budget to halve; topk, randk"),
     ],
@@ -138,13 +121,6 @@ def test_a_shared_mask_uses_what_went_forward(forward: str, backward: str) -> No
     kept = above[Leg.FORWARD].unpack(payload, spec, there) != 0
     payload = bytes(above[Leg.BACKWARD].pack(gradient, back))
     assert torch.equal(below[Leg.BACKWARD].unpack(payload, spec, back) != 0, kept)
-
-
-def test_a_shared_mask_without_a_mask_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r'^codec.backward = "topk\(shared\)": .*forward.*int4'):
-        build_codecs("int4", "topk(shared)")
-    with pytest.raises(ConfigError, match=r'^codec.forward = "topk\(shared\)\+ef": .*a backward'):
-        build_codecs("topk(shared)+ef", "bf16")
 
 
 class Rounded(Cast):

@@ -63,34 +63,6 @@ def round_trip(codec: Codec, tensor: Tensor, place: Place = FORWARD) -> Tensor:
 # Casts
 
 
-def allowed_error(sent: Tensor, format: torch.dtype) -> Tensor:
-    """Half a unit in the last place of each element: what rounding to nearest may change.
-
-    Below the smallest normal number the places stop shrinking. Torch casts float64 to the
-    half formats by way of float32, which may add half a place of float32.
-    """
-    info = torch.finfo(format)
-    magnitude = sent.double().abs()
-    half_place = 0.5 * info.eps * magnitude.clamp(min=info.smallest_normal)
-    if info.bits < 32 and sent.dtype == torch.float64:
-        half_place = half_place + 2.0**-24 * magnitude
-    return half_place
-
-
-@settings(deadline=None)
-@given(
-    formats,
-    st.lists(st.floats(-60000, 60000), max_size=20),
-    st.sampled_from((torch.float64, torch.float32)),
-)
-def test_other_values_move_by_half_a_place_at_most(
-    name: str, values: list[float], dtype: torch.dtype
-) -> None:
-    sent = torch.tensor(values, dtype=dtype)
-    error = (round_trip(Cast(name), sent).double() - sent.double()).abs()
-    assert (error <= allowed_error(sent, FORMATS[name])).all()
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_nan_and_infinity_travel(name: str) -> None:
     sent = torch.tensor([NAN, INF, -INF, -0.0, 1.0])
@@ -352,12 +324,3 @@ def test_symbols_are_sent_in_two_planes_of_bytes() -> None:
     step = torch.frombuffer(bytearray(payload[:4]), dtype=torch.float32).item()
     symbols = [round(x / step) + 128 for x in sent.tolist()]
     assert payload[4:] == bytes(s % 256 for s in symbols) + bytes(s // 256 % 256 for s in symbols)
-
-
-def test_feedback_delivers_what_has_one_size_only() -> None:
-    """Below 1.05 bits it would arrive as zeros for ever: the step grows with what is owed."""
-    sent, rounds = normal((4, 64), 0).sign(), 50
-    sender, receiver = parse_codec("step(1.25)+ef"), parse_codec("step(1.25)+ef")
-    places = [Place(Leg.FORWARD, step, 0) for step in range(rounds)]
-    total = sum(cross(sender, receiver, sent, place) for place in places)
-    assert ((total / rounds - sent).abs() < 0.1).all()

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.codec import Codec, Leg, Place
 from thinwire.codec.base import spec_of
 from thinwire.codec.bits import PositionCode
-from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
+from thinwire.codec.feedback import EF21, ErrorFeedback
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks, drawn
 from thinwire.errors import WireError
 
@@ -223,17 +223,6 @@ def test_gradients_come_back_where_activations_went(way: str, back: str) -> None
 
 def sparse_in(codec: Codec) -> TopK | RandK:
     return next(inner for _, inner in codec.walk() if isinstance(inner, TopK | RandK))
-
-
-def test_both_halves_of_mixed_feedback_are_the_mask() -> None:
-    boundary = Boundary(lambda: MixedErrorFeedback(TopK(0.2)))
-    for microbatch in range(3):
-        forward, backward = (Place(leg, 0, microbatch) for leg in Leg)
-        there = boundary.send(boundary.forward, normal((2, 40), microbatch), forward)
-        back = boundary.send(boundary.backward, torch.ones(2, 40), backward)
-        if microbatch:  # before, there was no error, and its half of the mask fell on zeros
-            assert torch.equal(back != 0, there != 0)
-            assert torch.count_nonzero(there) > 8, "the second half sends something too"
 
 
 def test_a_gradient_that_is_not_finite_stays_so_where_it_is_left_out() -> None:

@@ -129,17 +129,3 @@ def test_validation_windows_are_spread_evenly_over_all_there_are(windows, batch,
     apart = windows / len(chosen)
     ends = [-1 - chosen[0], *chosen, 2 * windows - 1 - chosen[-1]]  # mirrored at both ends
     assert all(apart - 1 <= gap <= apart + 1 for gap in np.diff(ends))
-
-
-def test_validation_limit_and_small_corpus():
-    tokens = np.arange(105, dtype=np.uint32)
-    assert len(Validation(tokens, 10, 2, limit=3)) == 3
-    assert len(Validation(tokens, 10, 2, limit=99)) == 5
-    assert windows_of(Validation(tokens, 10, 2, limit=0)) == list(range(10))
-    only = Validation(tokens, 10, 64, limit=3)
-    assert (len(only), only.size) == (1, 10)
-    assert only.microbatch(0).inputs_BT.shape == (10, 10)
-    few = Validation(tokens, context=10, batch=1, limit=2)
-    targets = [few.microbatch(i).targets_BT for i in range(2)]
-    assert few.total_of_targets(np.arange(105) ** 2) == sum(int((t**2).sum()) for t in targets)
-    assert few.target_count == 20

@@ -16,7 +16,6 @@ from thinwire.data.tokenizer import RESERVED
 from thinwire.errors import DataError
 
 VOCAB = 300
-prepare_module = sys.modules["thinwire.data.prepare"]
 
 
 class Recorder:
@@ -213,18 +212,6 @@ def test_the_same_files_read_otherwise_are_another_corpus(
     for key, word in (("text", "eins"), ("body", "zwei"), ("text", "eins")):
         corpus = prepare(text_config(record, text_key=key), VOCAB, cache)
         assert all(text.startswith(word) for text in documents_of(corpus, "train"))
-
-
-def test_tokenizer_of_a_large_corpus_is_trained_on_a_sample(text_folder, cache, monkeypatch):
-    everything = prepare(text_config(text_folder), VOCAB, cache)
-    tokenizer = everything.tokenizer()
-    valid = documents_of(everything, "valid")
-    monkeypatch.setattr(prepare_module, "TOKENIZER_SAMPLE_BYTES", 1)
-    shutil.rmtree(everything.folder)
-    sampled = prepare(text_config(text_folder), VOCAB, cache)
-    assert sampled.tokenizer().digest != tokenizer.digest
-    assert sampled.vocab > 257  # at least one document is always taken
-    assert documents_of(sampled, "valid") == valid
 
 
 def test_tokenizer_never_sees_validation_text(tmp_path, cache, text_of):

@@ -305,22 +305,6 @@ def test_fewer_stages_do_not_drop_a_memory_in_silence(
         check_memory(fewer, Checkpoint.open(folder))
 
 
-def test_another_codec_begins_without_memory(
-    saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
-) -> None:
-    other = settings_with(codec__forward="by-example", train__steps=400, train__batch=8)
-    (note,) = check_memory(other, Checkpoint.open(saved))
-    assert note.startswith("by-example is new on the forward leg of cut 0")
-
-    def look(worker: Any) -> None:
-        end = worker.above or worker.below
-        assert end.codecs[Leg.FORWARD].last is None
-        assert end.codecs[Leg.BACKWARD].last is not None
-        stop_in_the_first_step(worker)
-
-    run_in_threads(other, resume=saved, folder=tmp_path / "other", prepare_worker=look)
-
-
 def test_memory_of_another_shape_is_refused(
     saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
 ) -> None:

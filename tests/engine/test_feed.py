@@ -24,15 +24,6 @@ def test_a_validation_left_open_scores_64k_tokens_or_all(
     assert TrainConfig().eval_batches == -1
 
 
-def test_a_validation_may_take_all_there_is(make_settings: Callable, corpus: Corpus) -> None:
-    windows = (len(corpus.valid) - 1) // 16
-    cpu = torch.device("cpu")
-    assert Feed(corpus, make_settings(train__eval_batches=3), cpu).validation_count == 3
-    whole = Feed(corpus, make_settings(train__eval_batches=0), cpu)
-    assert whole.validation_count == windows // 2 > 3
-    assert Feed(corpus, make_settings(train__eval_batches=0), cpu, 4).validation_count == 4
-
-
 def test_bytes_are_those_of_the_tokens_that_a_validation_predicts(
     make_settings: Callable, corpus: Corpus
 ) -> None:

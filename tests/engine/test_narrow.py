@@ -208,7 +208,8 @@ def test_resume_is_bitwise_across_a_move(
     settings = make_settings(**changes)
     whole = run_in_threads(settings)
     saved = commit_all(whole, settings, tmp_path / "run", corpus)
-    for step in (2, 3, 4):
+    changes_later = "moving" in mode or mode in EMBEDDING  # else any step is as good
+    for step in (2, 3, 4) if changes_later else (3,):
         resumed = run_in_threads(settings, resume=saved[step], folder=tmp_path / f"from-{step}")
         assert resumed.losses() == whole.losses()[step:], step
         weights = resumed.weights()
@@ -263,31 +264,6 @@ def test_a_stage_with_another_basis_version_is_refused(
 
     with pytest.raises(WireError, match=r"basis version 0, but this stage is at .* version 1"):
         run_in_threads(make_settings(**MODES["subspace"]), prepare_worker=stale)
-
-
-def test_the_contract_names_what_differs(make_settings: Callable, corpus: Corpus) -> None:
-    first = StageBuilder(make_settings(**MODES["subspace"]), torch.device("cpu")).space
-    other = StageBuilder(
-        make_settings(**MODES["subspace"], boundary__basis_seed=1), torch.device("cpu")
-    ).space
-    assert first.fingerprints().keys() == {"basis", "basis_version", "token_table"}
-    assert first.fingerprints()["basis"] != other.fingerprints()["basis"]
-    assert first.fingerprints()["token_table"] != other.fingerprints()["token_table"]
-
-
-def test_a_move_of_a_refused_step_is_neither_made_nor_reported(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    def prepare(worker) -> None:
-        if worker.index == 0:
-            poison(0, {1})(worker)
-
-    outcome = run_in_threads(
-        make_settings(train__steps=3, **MODES["subspace-moving"]), prepare_worker=prepare
-    )
-    assert [w.builder.space.version for w in outcome.workers] == [0, 0]
-    measures = [r.measures for r in outcome.steps(-1)]
-    assert not any("energy_after" in found for found in measures)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if "moving" in mode])
@@ -355,20 +331,10 @@ def test_a_refused_step_counts_in_no_move(
     assert keeper._proposed is None
 
 
-def test_waits_for_a_basis_have_their_own_name(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    outcome = run_in_threads(make_settings(train__steps=3, **MODES["subspace-moving"]))
-    steps = outcome.steps(0)
-    labels = [{label for lane, label, *_ in r.spans if lane == "wait"} for r in steps]
-    assert "basis" in labels[1]
-    assert "basis" not in labels[0]
-    spent = sum(end - start for lane, _, start, end in steps[1].spans if lane == "wait")
-    assert steps[1].wait == pytest.approx(spent), "counted as waiting"
-
-
-@pytest.mark.parametrize("codec", ["fp64", "int8+ef21"])
-@pytest.mark.parametrize("mode", [mode for mode in MODES if "moving" in mode])
+@pytest.mark.parametrize(
+    ("mode", "codec"),
+    [*((mode, "fp64") for mode in MODES if "moving" in mode), ("subspace-moving", "int8+ef21")],
+)
 def test_the_jump_of_a_move_is_that_of_the_same_batch(
     mode: str, codec: str, make_settings: Callable, run_in_threads: Callable, tmp_path: Path
 ) -> None:

@@ -147,14 +147,21 @@ def frames(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rows, "ROW_FRAME_BYTES", request.param * bytes_of_a_row)
 
 
+@pytest.fixture(scope="module")
+def reference() -> list:
+    """The plain loop, which knows neither frames nor stages."""
+    return []
+
+
 @pytest.mark.usefixtures("frames")
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_pipeline_trains_what_a_plain_model_with_waiting_rows_trains(
-    stages: int, settings_for: Callable, run_in_threads: Callable, corpus: Corpus
+    stages: int, settings_for: Callable, run_in_threads: Callable, corpus: Corpus, reference: list
 ) -> None:
     """Losses and every weight in float64, the embedding among them, on every stage."""
-    settings = settings_for(pipeline__stages=4)
-    losses, weights = plain_training(settings, corpus)
+    if not reference:
+        reference.extend(plain_training(settings_for(pipeline__stages=4), corpus))
+    losses, weights = reference
     outcome = run_in_threads(settings_for(pipeline__stages=stages, boundary__free_layers=1))
     assert outcome.losses() == pytest.approx(losses, abs=1e-10)
     for name, weight in outcome.weights().items():

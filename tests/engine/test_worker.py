@@ -57,7 +57,7 @@ def test_what_was_trained_is_saved_before_it_is_validated(
     ]  # fmt: skip
 
 
-def test_steps_do_not_pay_for_validations(
+def test_steps_do_not_pay_for_validations_and_their_spans_are_their_own(
     make_settings: Callable, run_in_threads: Callable, seen: list
 ) -> None:
     outcome = run_in_threads(make_settings(**SLOW))
@@ -66,13 +66,6 @@ def test_steps_do_not_pay_for_validations(
     before = [(step, end) for step, end in validations if step in start]
     assert {step for step, _ in before} == {0, 1, 2}
     assert all(end <= start[step] for step, end in before)
-
-
-def test_a_step_s_spans_are_its_own(
-    make_settings: Callable, run_in_threads: Callable, seen: list
-) -> None:
-    outcome = run_in_threads(make_settings(**SLOW))
-    assert any(span[0] == "EVALUATE" for _, span in seen)
     times = {(span[3], span[4]): span[:2] for _, span in seen}
     for stage in (0, 1):
         for report in outcome.steps(stage):
@@ -114,8 +107,9 @@ def test_what_ends_a_validation_is_not_billed_as_training(
     assert sent["VALIDATED"]["frames"] == settings.train.steps, "one before each step so far"
 
 
-@pytest.mark.parametrize("told", ["all", "the first", "the last"])
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(
+    ("stages", "told"), [(1, "all"), *((3, told) for told in ("all", "the first", "the last"))]
+)
 @pytest.mark.parametrize(("at", "saved"), [(0, []), (1, [1]), (2, [2])])
 def test_a_request_to_stop_ends_a_validation(
     at: int, saved: list[int], stages: int, told: str, make_settings: Callable,

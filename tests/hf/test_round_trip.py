@@ -48,19 +48,3 @@ def test_weights_come_back_bit_for_bit(
         difference = (ours(ids) - theirs(ids)).abs().max()
     assert difference < 1e-5
     assert theirs.generate("stage ", 6, 0.0, 0, 0) == ours.generate("stage ", 6, 0.0, 0, 0)
-
-
-def test_an_imported_model_does_not_claim_to_be_trained_here(
-    trained: Callable[..., Path], tmp_path: Path
-) -> None:
-    wanted = Wanted(tmp_path / "theirs", verify=False)
-    export(Checkpoint.open(trained()), wanted, PlainDisplay(StringIO()))
-    with opened(str(wanted.folder)) as origin:
-        back = write_import(plan_import(origin, 2), tmp_path / "back", False, lambda *_: None)
-    again = Wanted(tmp_path / "again")
-    export(Checkpoint.open(back), again, PlainDisplay(StringIO()))
-    assert "How it was trained" in (wanted.folder / "README.md").read_text()
-    card = (again.folder / "README.md").read_text()
-    assert "imported into thinwire from `theirs`" in card and "How it was trained" not in card
-    weights = "model.safetensors"
-    assert (again.folder / weights).read_bytes() == (wanted.folder / weights).read_bytes()

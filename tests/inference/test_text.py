@@ -8,7 +8,7 @@ import torch
 
 from thinwire.data import Corpus, Tokenizer
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.inference.text import Choice, Sampling, Writing, extensions, shares
+from thinwire.inference.text import Choice, Sampling, Writing, shares
 
 
 def plain_nucleus(probabilities: list[float], top_p: float) -> list[float]:
@@ -118,19 +118,3 @@ def test_an_end_token_ends_the_text_and_is_not_shown(
     (end,) = tokenizer.encode("!")
     pieces, writing = written("hi! more", ends=(end,))
     assert "".join(pieces) == "hi" and writing.ended_by == "stop" and writing.count == 3
-
-
-def test_a_window_begins_anew_when_it_is_full() -> None:
-    ids = [0, 1, 2]
-    cached, plain = extensions(ids, 4, True), extensions(ids, 4, False)
-    seen = []
-    for new in range(3, 8):
-        seen.append((next(cached), next(plain)))
-        ids.append(new)
-    assert [first for first, _ in seen] == [
-        ([0, 1, 2], True), ([3], False), ([3, 4], True), ([5], False), ([6], False),
-    ]  # fmt: skip
-    assert [whole for _, (whole, _) in seen] == [
-        [0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5], [3, 4, 5, 6],
-    ]  # fmt: skip
-    assert all(is_new for _, (_, is_new) in seen), "without a cache there is no past"

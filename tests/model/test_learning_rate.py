@@ -3,10 +3,8 @@
 import dataclasses
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from thinwire.model import OptimConfig, learning_rate, rate_change, share_changes
+from thinwire.model import OptimConfig, learning_rate, rate_change
 
 PEAK = 0.5
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
@@ -40,18 +38,6 @@ def test_landmarks_of_the_decay(schedule: str, quarter: float, half: float, end:
     assert shares == pytest.approx([quarter, half, end], abs=1e-12)
 
 
-@given(st.sampled_from(SCHEDULES), st.integers(1, 300), st.integers(0, 300), st.floats(1e-6, 10.0))
-def test_up_then_down_and_never_past_the_peak(
-    schedule: str, steps: int, warmup: int, peak: float
-) -> None:
-    warmup = min(warmup, steps)
-    config = OptimConfig(lr=peak, warmup=warmup, schedule=schedule)
-    rates = [learning_rate(config, step, steps) for step in range(steps)]
-    assert all(0 < value <= peak * (1 + 1e-15) for value in rates)  # lr * 53 / 53 may round up
-    assert rates[:warmup] == sorted(rates[:warmup])
-    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
-
-
 def test_a_schedule_that_goes_on_needs_no_word() -> None:
     config = OptimConfig(lr=PEAK, warmup=2)
     assert rate_change(config, 100, config, 100, 1) == "", "a warmup may double from step to step"
@@ -64,10 +50,3 @@ def test_a_stretched_schedule_is_told_with_both_rates() -> None:
     assert "was 3.34e-05 at the checkpoint and continues at 0.0325" in text
     lower = dataclasses.replace(config, lr=0.01, schedule="constant")
     assert "continues at 0.01:" in rate_change(config, 100, lower, 100, 50)
-
-
-def test_a_share_that_follows_the_steps_is_told() -> None:
-    muon = OptimConfig(name="muon")
-    short, long = (muon.resolved(steps, own_tables=True) for steps in (900, 2000))
-    assert share_changes(short, long) == "optim.table_lr was 100 and is 30 now"
-    assert share_changes(short, short) == ""

@@ -1,12 +1,10 @@
 """Shapes of models: presets, overrides, counts, and shapes that cannot be."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from thinwire.errors import ConfigError
-from thinwire.model import PRESETS, ModelConfig, Stage, architecture
+from thinwire.model import PRESETS, ModelConfig, architecture
 
 presets = pytest.mark.parametrize("preset", PRESETS)
 
@@ -50,24 +48,6 @@ def test_heads_may_be_wider_than_their_share_of_the_stream() -> None:
     assert (config.head_dim, config.attention_dim) == (16, 32)
     with pytest.raises(ConfigError, match=r"model.head_dim = 15 must be even"):
         ModelConfig(preset="custom", **SIZES, head_dim=15).resolved()
-
-
-def test_biases_and_norms_are_counted_and_start_without_effect() -> None:
-    plain = ModelConfig(preset="custom", **SIZES)
-    full = dataclasses.replace(plain, qkv_bias=True, qk_norm=True).resolved()
-    extra = SIZES["layers"] * (20 + 10 + 10 + 2 * 10)
-    family = architecture(full)
-    count = architecture(plain.resolved()).parameter_count()
-    assert family.parameter_count() == count + extra
-    stage = Stage(family.layers())
-    stage.initialise(full, 3)
-    values = stage.global_parameters()
-    assert {name for name in values if name.endswith("bias")} == {
-        f"model.layers.{block}.self_attn.{each}_proj.bias" for block in (0, 1) for each in "qkv"
-    }
-    assert all((p == 0).all() for name, p in values.items() if name.endswith("bias"))
-    assert all((p == 1).all() for name, p in values.items() if "norm" in name)
-    assert not stage.roles().keys() & {name for name, p in values.items() if p.ndim < 2}
 
 
 @pytest.mark.parametrize(

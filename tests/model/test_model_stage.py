@@ -10,7 +10,6 @@ from thinwire.model import (
     DenseBoundary,
     ModelConfig,
     Narrow,
-    Role,
     Space,
     Stage,
     architecture,
@@ -156,19 +155,6 @@ def test_recompute_gives_the_same_gradients(dtype: torch.dtype) -> None:
         calls.append(count[0])
     assert calls == [1, 2], "with recompute a block runs again in the backward"
     assert same_bits(*results)
-
-
-def test_a_stage_knows_what_its_matrices_are_to_an_optimizer() -> None:
-    found: dict[str, Role] = {}
-    for stage in stages_of([1, 2, 1]):
-        found |= stage.roles()
-    matrices = {
-        name: Role.MATRIX
-        for name, parameter in whole_model().global_parameters().items()
-        if name.startswith("model.layers.") and parameter.ndim == 2
-    }
-    ends = {"model.embed_tokens.weight": Role.TABLE, "lm_head.weight": Role.HEAD}
-    assert found == {**matrices, **ends}, "and gains have no role"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Bases, tables, projections and moves of the subspace, against independent formulas."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,6 @@ from thinwire.model.subspace import (
     captured_energy,
     grassmann_step,
     orthonormality_error,
-    principal_angles,
     retract,
     riemannian_gradient,
 )
@@ -72,12 +69,3 @@ def test_moves_climb_to_the_leading_subspace() -> None:
     best = torch.linalg.eigvalsh(covariance)[-3:].sum() / covariance.trace()
     assert energies[-1] == pytest.approx(float(best), rel=1e-3)
     assert energies[0] < 0.9 * energies[-1]
-
-
-def test_principal_angles() -> None:
-    first = torch.eye(6, dtype=torch.float64)[:, :2]
-    for angle in (1e-9, 0.3, 1.2, math.pi / 2):
-        second = first.clone()
-        second[:, 1] = math.cos(angle) * first[:, 1]
-        second[4, 1] = math.sin(angle)
-        assert principal_angles(first, second).max() == pytest.approx(angle, rel=1e-6)

@@ -16,12 +16,10 @@ from thinwire.run.events import (
     PartRefused,
     Record,
     Say,
-    StopAsked,
     Tell,
     Tick,
 )
 from thinwire.run.protocol import Finished, Leave, OfStage
-from thinwire.run.signals import Interrupted
 
 LEAVE = [Tell(0, Leave()), Tell(1, Leave())]
 
@@ -105,14 +103,6 @@ def test_parts_of_different_updates_make_no_checkpoint() -> None:
     other = dataclasses.replace(part(1, 2), versions=Versions(0, 0))
     (discard,) = lead.say(1, other)
     assert isinstance(discard, Discard) and "stage 1: weight version 0" in discard.error
-
-
-def test_whoever_will_not_wait_for_the_last_part_asks_twice() -> None:
-    lead = Lead(parts_travel=True).until(Phase.TRAINING)
-    for stage in (0, 1):
-        lead.say(stage, part(stage, 1), Finished(METERS))
-    assert lead.on(StopAsked()) == []
-    assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
 
 
 def test_ends_that_remember_different_things_end_the_run() -> None:

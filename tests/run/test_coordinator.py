@@ -180,17 +180,6 @@ def test_every_failure_ends_every_phase_with_the_stage_and_the_reason(
     assert found(end) == culprit
 
 
-def test_the_cause_may_be_heard_of_last() -> None:
-    lead = Lead().until(Phase.TRAINING)
-    for stage in (0, 1):
-        lead.say(stage, step(stage, 6))
-    lead.say(0, failed("link cut-0 is broken", accuses=(1,)))
-    lead.on(Exited(0, 1), 0.1)
-    assert lead.say(1, step(1, 7)) == [Record(1, step(1, 7))], "reports are no evidence"
-    lead.on(Exited(1, -11), 0.1)
-    assert str(lead.settled().error) == "stage 1 died at step 8: killed by SIGSEGV"
-
-
 def test_nobody_is_blamed_for_leaving_after_the_goodbye() -> None:
     lead = Lead().until(Phase.TRAINING)
     lead.say(0, Finished(METERS))

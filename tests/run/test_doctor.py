@@ -14,11 +14,10 @@ import pytest
 
 import thinwire
 from thinwire.cli import main
-from thinwire.run.admission import AuthorityBook, HostSays, Invite, identity_in, serve_enrolment
+from thinwire.run.admission import AuthorityBook, Invite, identity_in, serve_enrolment
 from thinwire.run.doctor import (
     Finding,
     Findings,
-    check_answer,
     check_clock,
     check_files,
     check_memory,
@@ -181,16 +180,6 @@ def test_an_impostor_behind_the_right_door_blocks(
         host.door.serve(f"{host.book.run_id}/enrol", impostor.take)
         finding = blocking(doctor(host.invite()))
     assert "the host cannot be trusted: another run answers" in finding.what
-
-
-def test_what_a_host_says_of_a_machine() -> None:
-    invite = Invite("first", "ab" * 32, ("h:1",), "deadbeef", "00" * 16, 1)
-    says = HostSays("9.8.7", reached="no")
-    _, other, unreached = check_answer(invite, says, "198.51.100.7:7000")
-    assert other.level == "blocks" and other.fix == "pip install thinwire==9.8.7"
-    assert other.what == f"thinwire {thinwire.__version__} here, 9.8.7 at the host"
-    assert unreached.level == "note" and "at 198.51.100.7:7000" in unreached.what
-    assert "--listen 0.0.0.0:7000" in unreached.fix
 
 
 def test_without_an_invite_the_machine_is_examined(capsys: pytest.CaptureFixture[str]) -> None:

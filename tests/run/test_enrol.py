@@ -117,15 +117,6 @@ def test_who_stands_between_learns_nothing(book: AuthorityBook, way: Routes) -> 
     assert heard == []
 
 
-def test_a_host_that_is_not_there_or_silent_is_given_up(book: AuthorityBook) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        way = Routes("", "{}:{}".format(*silent.getsockname()))
-        with pytest.raises(WireError, match="said nothing"):
-            enrol(way, invite_of(book), new_key(), timeout=0.3)
-    with pytest.raises(WireError, match="Connection refused"):
-        enrol(way, invite_of(book), new_key())
-
-
 def test_a_request_that_breaks_the_rules_ends_the_exchange(
     book: AuthorityBook, listener: Listener
 ) -> None:

@@ -28,7 +28,6 @@ from thinwire.run.host import (
     form,
     host,
     probe,
-    who_is_left_out,
 )  # fmt: skip
 from thinwire.run.machine import Machine
 from thinwire.run.members import Member
@@ -330,25 +329,6 @@ def test_a_peers_door_is_tried_only_where_the_peer_comes_from() -> None:
         assert probe(said, "127.0.0.1", "ab" * 8, "ben.secret").outside == door.address
         for origin in ("127.0.0.2", ""):
             assert probe(said, origin, "ab" * 8, "ben.secret").outside == ""
-
-
-@pytest.mark.parametrize(
-    ("addresses", "relay", "said"),
-    [
-        (("127.0.0.1:7600",), "", "only this machine can use the invite: 127.0.0.1 is its own"),
-        (("localhost:7600", "[::1]:7600"), "", "only this machine can use the invite"),
-        (("127.0.0.1:7600", "192.168.1.5:7600"), "", "is an address of this network alone"),
-        (("192.168.1.5:7600",), "relay.example:4617", ""),
-        (("192.168.1.5:7600", "ana.example.org:7600"), "", ""),
-        (("8.8.8.8:7600",), "", ""),
-    ],
-)
-def test_a_host_says_whom_its_addresses_leave_out(
-    addresses: tuple[str, ...], relay: str, said: str
-) -> None:
-    text = who_is_left_out(addresses, relay)
-    assert said in text and bool(said) == bool(text)
-    assert not text or ("--address" in text and "port 7600" in text and "--relay" in text)
 
 
 def test_a_folder_of_another_run_is_not_hosted_over(

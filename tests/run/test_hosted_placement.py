@@ -27,7 +27,6 @@ from thinwire.run.events import (
     Said,
     StopAsked,
     Tell,
-    TellFollower,
     Tick,
 )  # fmt: skip
 from thinwire.run.formation import Formation, next_follower, next_holder
@@ -37,9 +36,7 @@ from thinwire.run.protocol import (
     Alive,
     AskAlive,
     Await,
-    Connect,
     Finished,
-    Follow,
     Follows,
     Hold,
     Leaving,
@@ -275,27 +272,6 @@ def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_
         ana.hears(Release("cleo holds stage 0 now", [0]))
         led.peers.tell(0, Saved(8))
         assert led.is_quiet(), "one group each"
-
-
-def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_them(
-    house: House, leads: Leads
-) -> None:
-    joined = {name: house.join(name) for name in ("ana", "ben", "cleo", "dan")}
-    with leads("ana", "ben", trains=True) as led:
-        wait_until(
-            lambda: bool(led.peers.next_event(led.coordinator)) and len(led.peers._standbys) == 2
-        )
-        names = {stage: led.peers._standbys[stage,] for stage in (0, 1)}
-        for stage in (0, 1):  # each end of one, then each end of the other
-            led.peers.on_follower(TellFollower(stage, Connect("at", follower=stage + 1)))
-        for stage in (0, 1):
-            led.peers.tell(1 - stage, Follow(0, Connect("", follower=stage + 1)))
-        for stage, holder in ((0, "ben"), (1, "ana")):
-            for name, kind in ((names[stage], Connect), (holder, Follow)):
-                joined[name].hears(kind)
-            own = next(m for m, *_ in joined[names[stage]].heard if isinstance(m, Connect))
-            fed = next(m for m, *_ in joined[holder].heard if isinstance(m, Follow))
-            assert own.word and own.word == fed.connect.word
 
 
 # What the coordinator makes of it

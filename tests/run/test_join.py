@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +14,11 @@ import pytest
 from hosting import House
 
 from thinwire.data import Tokenizer, prepare
-from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, outward
+from thinwire.errors import ConfigError, DataError, WireError, outward
 from thinwire.report import PlainDisplay, StepRecord
 from thinwire.report.metrics import losses_of
 from thinwire.run import join as join_module
-from thinwire.run.admission import AuthorityBook
-from thinwire.run.join import Holding, JoinedPeer, JoinOptions, Place, Terms, join, own_settings
+from thinwire.run.join import Holding, JoinedPeer, Place, Terms, own_settings
 from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer
 from thinwire.run.protocol import (
@@ -118,58 +116,12 @@ def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings: MakeS
         own_settings(plain, Terms(), 1 << 30)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (JoinOptions(name="Ben Bright"), "--name Ben Bright: a name has lower-case letters"),
-        (JoinOptions(listen="nowhere"), "'nowhere' is not an address: write HOST:PORT"),
-        (JoinOptions(terms=Terms(data=Path("gone"))), "--data gone: there is no such file or"),
-    ],
-)
-def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(
-    options: JoinOptions, said: str, tmp_path: Path
-) -> None:
-    invite = AuthorityBook(tmp_path / "book", "test").invite(("127.0.0.1:1",))
-    with pytest.raises(ThinwireError, match=said):
-        join(invite, replace(options, folder=tmp_path / "ben"), PlainDisplay(io.StringIO()))
-    assert not (tmp_path / "ben").exists()
-
-
 # What its stages need
 
 
 def prepared(held: Holding, say: Callable[..., None] = lambda *_: None) -> Any:
     dial = nowhere if not held.hold.resumes else (lambda name: None)
     return held.prepare(dial, Identity.create("ana"), Routes("", "127.0.0.1:1"), say)
-
-
-def test_a_fetch_is_given_up_when_nothing_has_come_for_long(
-    tmp_path: Path, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long it takes in all: each attempt that brings something renews its time."""
-    now, attempts = [0.0], []
-
-    def fetch(pipe: None, stage: int, folder: Path, *others: Any) -> Path:
-        attempts.append(now[0])
-        now[0] += 0.9 * join_module.FETCH_SECONDS
-        if len(attempts) <= 4:
-            others[-1](len(attempts), 10)
-        raise WireError("the connection was lost")
-
-    def wait(seconds: float) -> None:
-        now[0] += seconds
-
-    class Clock:
-        monotonic, sleep = staticmethod(lambda: now[0]), staticmethod(wait)
-
-    monkeypatch.setattr(join_module, "fetch_seat", fetch)
-    monkeypatch.setattr(join_module, "time", Clock)
-    said: list[Any] = []
-    hold = Hold([0], make_settings().to_plain(), True, "abc")
-    with pytest.raises(WireError, match="lost"):
-        prepared(Holding(hold, 1, Terms(), tmp_path), lambda *what: said.append(what))
-    assert said == [("fetch", n, 10) for n in (1, 2, 3, 4)]
-    assert len(attempts) == 4 + 2
 
 
 @pytest.mark.parametrize("key", ["template", "tokenizer", "valid_path"])

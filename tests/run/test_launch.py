@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import queue
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,15 +12,15 @@ import pytest
 
 from thinwire.data import Corpus
 from thinwire.engine.reports import Step
-from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
+from thinwire.errors import BreachError, StageError, ThinwireError, WireError
 from thinwire.report import PlainDisplay
 from thinwire.run import coordinator as coordinator_module
 from thinwire.run import processes
 from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import Command, Record, Said, StopAsked, Suspect
+from thinwire.run.events import Command, Record, Said, StopAsked
 from thinwire.run.pacing import AT_ONCE, Pace
-from thinwire.run.peers import LocalPeers, lead, neighbours
+from thinwire.run.peers import LocalPeers, lead
 from thinwire.run.protocol import FROM_PEER, Finished, LinkDown, LinkUp, Order, Pulse
 from thinwire.settings import Settings
 from thinwire.train import train
@@ -59,31 +58,8 @@ def coordinate(make_settings: Callable[..., Settings]) -> Callable[..., Coordina
     return make
 
 
-def suspect(stage: int, known: bool, trace: str = "") -> Suspect:
-    return Suspect(1, stage, "failed", "odd", known, trace)
-
-
 def ignore(command: object) -> None:
     """For a run that ends before anything is to be kept."""
-
-
-def test_only_an_unforeseen_error_shows_its_log(tmp_path: Path) -> None:
-    log = tmp_path / "stage-1.log"
-    process = processes.StageProcess(socket.socketpair()[0], log)
-    trace = "Traceback (most recent call last):\n  a line of ours\n"
-    assert "its last output:\n  | Traceback" in process.last_lines(trace), "the log is lost"
-    log.write_text("Traceback (most recent call last):\n  a line\x1b[2J of ours\n")
-    text = process.last_lines("")
-    assert f"last lines of {log}" in text and "| Traceback" in text and "\x1b" not in text
-
-
-def test_stages_are_held_by_neighbours() -> None:
-    assert neighbours(4, 4) == [[0], [1], [2], [3]]
-    assert neighbours(4, 1) == [[0, 1, 2, 3]]
-    assert neighbours(5, 2) == [[0, 1], [2, 3, 4]]
-    for peers in (0, 5):
-        with pytest.raises(ConfigError, match="are held by 1 to 4 peers"):
-            neighbours(4, peers)
 
 
 def test_stages_start_in_any_folder_and_account_for_every_byte(
@@ -143,13 +119,6 @@ def test_stages_in_fewer_processes_give_the_same_bits_and_send_less(
     assert [[cut["cut"] for cut in summary["cuts"]] for summary in summaries] == [[0, 1], [0], []]
     logs = sorted(path.name for path in (tmp_path / "in-2" / "logs").iterdir())
     assert logs == ["stage-0.log", "stage-1-2.log"]
-
-
-def test_a_place_for_logs_that_is_none_is_named(make_peers: Callable, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "logs").write_text("a file where the folder should be")
-    with pytest.raises(ConfigError, match=r"cannot create the folder .*/logs for the stages' logs"):
-        make_peers().start()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hosting import House, Joined, hello, host_of, house  # noqa: F401
 
-from thinwire.errors import AdmissionError, WireError
+from thinwire.errors import WireError
 from thinwire.run import members as members_module
 from thinwire.run.doctor import check_outside
 from thinwire.run.formation import Formation
@@ -34,7 +34,7 @@ from thinwire.run.protocol import (
     peer_stream,
     stream_name,
 )
-from thinwire.wire import Pipe, dial
+from thinwire.wire import dial
 from thinwire.wire.background import on_daemon_thread
 from waiting import PATIENCE, wait_until
 
@@ -90,33 +90,6 @@ def test_a_connection_that_is_lost_and_comes_back_loses_nothing(house: House) ->
     ana.hears(News(str(count - 1)))
     assert [m for m, *_ in ana.heard] == [News(str(n)) for n in range(count)]
     assert len(ana.connections) >= 3 and house.here() == ["ana"]
-
-
-class Deserted(Joined):
-    """A machine whose connection is lost at its end, and not at the host's."""
-
-    deserts = False
-
-    def wrap(self, pipe: Pipe) -> Pipe:
-        write, is_first = pipe.write, not self.connections
-
-        def lose(message: bytes) -> None:
-            if self.deserts and is_first:
-                raise WireError("the network is another")
-            write(message)
-
-        if is_first:
-            pipe.write, pipe.close = lose, lambda grace=None: None  # type: ignore[method-assign]
-        return pipe
-
-
-def test_a_machine_that_connects_again_knows_of_a_loss_before_the_host(house: House) -> None:
-    ana = house.join("ana", Deserted)
-    assert isinstance(ana, Deserted)
-    ana.deserts = True
-    ana.say(Pulse(1, "works"), 0)
-    wait_until(lambda: ("ana", Envelope(Pulse(1, "works"), 0, 1)) in house.happened)
-    assert len(ana.connections) == 2 and not ana.lost.is_set()
 
 
 def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(house: House) -> None:
@@ -176,16 +149,6 @@ def test_a_second_process_with_the_key_of_a_peer_is_refused_while_the_first_live
     first.say(Pulse(1, "works"), 0)
     wait_until(lambda: ("ana", Envelope(Pulse(1, "works"), 0, 1)) in house.happened)
     assert not first.lost.is_set()
-
-
-def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House) -> None:
-    ana = house.join("ana")
-    house.members.kick("ana")
-    ana.hears(Dismiss("the host removed this peer from the run", in_order=False))
-    assert house.happened[-1] == ("ana", Gone("the host removed it from the run"))
-    assert house.members.all() == []
-    with pytest.raises(AdmissionError, match="is not welcome there"):
-        Joined(house.listener.address, ana.identity)
 
 
 def test_who_declines_or_leaves_gets_no_stage_until_it_arrives_anew(house: House) -> None:

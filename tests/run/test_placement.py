@@ -25,7 +25,7 @@ from thinwire.run.placement import (
     split_to_plain,
     with_split,
 )
-from thinwire.schedule import Network, build, simulate
+from thinwire.schedule import simulate
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
@@ -161,43 +161,6 @@ def test_looked_up_figures_are_the_planners(
         assert costs.backward == pytest.approx(planned.backward)
 
 
-def test_unconstrained_blocks_stay_on_the_last_stage(make_settings: MakeSettings) -> None:
-    """Another split must not change what is trained."""
-    settings = make_settings(
-        model__layers=8, pipeline__stages=2, boundary__mode="reparam", boundary__rank=3,
-        boundary__free_layers=3,
-    )  # fmt: skip
-    split = choose_split(settings, [peer("fast", 40), peer("slow", 1)])
-    assert split.counts[-1] >= 3
-    assert split.settings.resolved().boundary == settings.boundary
-
-
-def test_equal_links_play_as_before_and_a_far_cut_takes_longer(make_settings: MakeSettings) -> None:
-    settings = make_settings(pipeline__stages=3)
-    costs, schedule = estimate_costs(settings, 1e9), build("1f1b", 3, 4)
-    alike = simulate(schedule, costs, links_of([peer("a"), peer("b"), peer("c")]))
-    assert alike.step_seconds == simulate(schedule, costs, Network(20, 30, 0.005)).step_seconds
-    far = links_of([peer("a"), peer("b"), peer("c", latency_ms=50.0)])
-    assert far.latency_s == [0.005, 0.05]
-    assert simulate(schedule, costs, far).step_seconds > alike.step_seconds + 0.04
-    hidden = links_of([peer("a"), *(peer(name, reachable=False) for name in "bc")])
-    assert hidden.latency_s == [0.005, 0.01], "relayed over the host"
-    with pytest.raises(ConfigError, match=r"links\.mbps_up has 2 numbers, 3 stages need 3"):
-        simulate(schedule, costs, links_of([peer("a"), peer("b")]))
-
-
-def test_a_window_that_hides_delays_is_named(make_settings: MakeSettings) -> None:
-    far = [peer("a", 50, latency_ms=50.0), peer("b", 50, latency_ms=50.0)]
-    settings = make_settings(pipeline__microbatches=8, pipeline__window=2)
-    split = choose_split(settings, far)
-    found = better_window(split)
-    assert found is not None and found[0] == 8
-    wide = choose_split(make_settings(pipeline__microbatches=8, pipeline__window=8), far)
-    assert found[1] == wide.simulation.step_seconds < split.simulation.step_seconds
-    assert "note: with pipeline.window = 8 a step would take" in split_text(split, found)
-    assert better_window(wide) is None, "nothing is left to gain"
-
-
 def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings: MakeSettings) -> None:
     """Two peers far away: more in flight hide the delay, as far as their memory goes."""
 
@@ -218,15 +181,6 @@ def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings: MakeSe
     assert near.settings.pipeline.window == 2, "no delay to hide: the least memory"
     with pytest.raises(ConfigError, match="no split fits"):
         chosen(-1, 0.01)
-
-
-def test_more_orders_than_can_be_tried(make_settings: MakeSettings) -> None:
-    """Eight peers for five stages: the two that are useless are left out."""
-    settings = make_settings(model__layers=10, pipeline__stages=5, pipeline__microbatches=8)
-    rates = [5, 0.01, 3, 8, 4, 0.02, 6, 0.01]
-    peers = [peer(f"p{index}", rate) for index, rate in enumerate(rates)]
-    split = choose_split(settings, peers)
-    assert {p.name for p in split.spare} == {"p1", "p5", "p7"}
 
 
 def test_the_command(make_settings: MakeSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -19,7 +19,6 @@ from thinwire.run.events import (
     Replace,
     Said,
     Say,
-    StopAsked,
     Stopped,
     Tell,
     Tick,
@@ -34,7 +33,6 @@ from thinwire.run.protocol import (
     Relink,
     Saved,
     Start,
-    Stop,
 )
 
 FOUR = [[0], [1], [2], [3]]
@@ -143,18 +141,6 @@ def test_stages_that_share_a_process_are_lost_and_replaced_together() -> None:
     assert lead.on(Tick(), 5.0) == [], "one death, one replacement"
 
 
-def test_a_stage_that_dies_again_while_it_links_takes_those_along_who_link_to_it() -> None:
-    lead = training(steps=1)
-    lead.on(Exited(1, -9))
-    lead.on(Exited(2, -9))
-    lead.say(1, ready(1))
-    lead.say(2, ready(2))
-    lead.say(1, Linked())
-    commands = lead.on(Exited(2, -9))
-    assert replaced(commands) == [[1], [2]], "stage 1 waits for a process that is gone"
-    assert link(lead, 1, 2)[-2:] == [Tell(1, Start(2)), Tell(2, Start(2))]
-
-
 def test_a_stage_that_dies_without_end_ends_the_run() -> None:
     lead = training(steps=1)
     for _ in range(MOST_DEATHS):
@@ -162,17 +148,6 @@ def test_a_stage_that_dies_without_end_ends_the_run() -> None:
         link(lead, 1)
     end = lead.ended(lead.on(Exited(1, -9)))
     assert str(end.error) == f"stage 1 died at step 1: {KILLED}"
-
-
-def test_a_request_to_stop_does_not_reach_a_process_that_is_built() -> None:
-    """It would hear it where it waits for where its neighbours are."""
-    lead = training(steps=1)
-    lead.on(Exited(0, -9))
-    told = [c.stage for c in lead.on(StopAsked()) if isinstance(c, Tell)]
-    assert told == [1, 2, 3]
-    assert link(lead, 0)[-2:] == [Tell(0, Start(2)), Tell(0, Stop())]
-    goodbyes = [lead.say(s, Finished(meters(s, 4))) for s in range(4)]
-    assert goodbyes[-1][-1] == End() and Tell(0, Leave()) in goodbyes[-1]
 
 
 def test_a_stage_that_is_lost_before_its_last_part_has_arrived_writes_it_again() -> None:
@@ -192,15 +167,6 @@ def test_a_stage_that_is_lost_before_its_last_part_has_arrived_writes_it_again()
     assert commit == Commit(2, parts) and leave == Tell(3, Leave()) and end == End()
 
 
-def test_who_takes_a_place_hears_where_the_run_ended_from_who_had_finished() -> None:
-    """Nobody else may be left who knows: all that decided it are lost."""
-    lead = training(steps=2)
-    lead.on(StopAsked())
-    lead.say(0, Finished(meters(0, 4), 0, decided=4, stops=True))
-    lead.on(Exited(0, -9))
-    assert Tell(0, Start(4, True)) in link(lead, 0)
-
-
 def test_no_checkpoint_is_complete_while_a_stage_is_behind() -> None:
     """A second one that is lost must begin where the first did: it has what that one needs."""
     lead = training(steps=4)
@@ -215,17 +181,6 @@ def test_no_checkpoint_is_complete_while_a_stage_is_behind() -> None:
     back, commit, recorded = report(lead, 4, 1)
     assert commit == Commit(4, parts) and texts([back]) and isinstance(recorded, Record)
     assert lead.on(Completed(4)) == [Tell(s, Saved(4)) for s in range(4)]
-
-
-def test_what_was_sent_is_kept_until_nobody_is_behind() -> None:
-    lead = training(steps=2)
-    lead.on(Exited(2, -9))
-    assert lead.on(Completed(1)) == [], "the one that is lost begins before it"
-    link(lead, 2)
-    report(lead, 1, 2)
-    _, *told, _ = report(lead, 2, 2)
-    assert told == [Tell(s, Saved(1)) for s in range(4)]
-    assert lead.on(Completed(1)) == [], "once"
 
 
 NO_FAULT: list[list[Event]] = [
@@ -285,18 +240,3 @@ def test_a_process_that_is_stopped_is_replaced(stage: int) -> None:
     assert texts(commands)[0].startswith(f"stage {stage} got stuck at step 1: its process is stop")
     alone = Lead(stages=4).until(Phase.TRAINING)
     assert alone.on(Stopped(stage)) == [], "where it cannot be replaced it may go on by itself"
-
-
-def test_a_stage_that_falls_silent_while_others_speak_is_replaced() -> None:
-    lead, told = Lead(900.0, stages=4, placement=FOUR).until(Phase.TRAINING), list[Command]()
-    for second in range(60):
-        for stage in range(4) if second < 10 else (0, 1, 3):
-            told += lead.say(stage, Pulse(second, "works"))
-        told += lead.on(Tick(), 1.0)
-        if replaced(told):
-            break
-    assert replaced(told) == [[2]] and 29 <= second <= 31
-    assert texts(told) == [
-        "stage 2 got stuck at the start: it has said nothing for 21 s; another process takes its "
-        "place, and the rest waits"
-    ]  # fmt: skip

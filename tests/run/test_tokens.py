@@ -19,7 +19,6 @@ from waiting import PATIENCE, wait_until
 
 CPU = torch.device("cpu")
 NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "none"}
-TABLES = {**NARROW, "boundary__anchor": "per-stage", "boundary__table": 8}
 FIXED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "fixed"}
 SHARED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "embedding"}
 

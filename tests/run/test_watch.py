@@ -71,13 +71,6 @@ def test_without_patience_there_is_no_end_but_there_is_a_word() -> None:
     assert len(Wait(patience=0.0).let(5000, **WAITS)) == 8
 
 
-def test_time_that_the_coordinator_was_suspended_does_not_count() -> None:
-    wait = Wait()
-    wait.let(20, **WAITS)
-    wait.now += 36_000
-    assert wait.let(5, **WAITS) == []
-
-
 def test_a_stage_that_claims_to_work_while_all_others_wait_is_named() -> None:
     """Its pulses would be progress for ever."""
     wait, begun = Wait(), 1
@@ -130,19 +123,6 @@ def test_a_link_that_is_down_is_waited_for_as_long_as_it_may_be() -> None:
     wait.let(9, **WAITS)  # what waited for it waits anew
     with pytest.raises(Stuck):
         wait.let(2, **WAITS)
-
-
-def test_a_stage_far_away_is_silent_only_if_it_was_not_so_before() -> None:
-    def silent(pulse_every: int) -> bool:
-        wait = Wait(patience=1000.0)
-        for _ in range(8):
-            wait.let(pulse_every)
-            for stage in (0, 1):
-                wait.watch.heard(stage, 1, "works")
-        wait.let(30)
-        return "silent" in "".join(wait.watch.doing())
-
-    assert silent(pulse_every=5) and not silent(pulse_every=20)
 
 
 def silence(wait: Wait, seconds: int, every: int, who: str = "stage_0") -> dict[int, float]:

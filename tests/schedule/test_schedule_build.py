@@ -12,7 +12,6 @@ from thinwire.schedule import (
     Action,
     Kind,
     PipelineConfig,
-    Schedule,
     build,
     forward_only,
     in_flight,
@@ -192,16 +191,6 @@ def test_a_deadlock_names_what_each_stage_waits_for():
         "stage 0  0F0  .    0B0  0F1  0B1  0U",
         "stage 1  .    1F0  1F1  1B0  1B1  1U",
     ]
-
-
-def test_a_window_that_grows_towards_the_last_stage_deadlocks():
-    """The reason why in-flight counts must not grow from stage to stage."""
-    sound = build("1f1b", 3, 4, 2)
-    wide = build("gpipe", 3, 4)
-    rows = (sound.rows[0], sound.rows[1], wide.rows[2])
-    with pytest.raises(ScheduleError, match="deadlock"):
-        validate(Schedule("mixed", 3, 4, 4, rows))
-    validate(Schedule("mixed", 3, 4, 4, (wide.rows[0], sound.rows[1], sound.rows[2])))
 
 
 def test_with_delay_steps_follow_on_each_other_and_updates_come_two_steps_later():

@@ -179,17 +179,6 @@ def test_the_window_table_trades_memory_for_time():
     assert all(b[1] >= a[1] for a, b in zip(table, with_cores, strict=True))
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 64), (4, 65), (8, 100)])
-def test_a_window_table_stays_short(stages, microbatches):
-    network = Network(latency_s=2.0)
-    table = window_table(stages, microbatches, costs(stages), network)
-    windows = [window for window, *_ in table]
-    assert len(table) <= 12 and windows == sorted(set(windows))
-    assert {1, stages // 2, stages} <= set(windows)
-    whole = simulate(build("1f1b", stages, microbatches, microbatches), costs(stages), network)
-    assert table[-1][1] == pytest.approx(whole.step_seconds, rel=2e-3), "a wider one gains nothing"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

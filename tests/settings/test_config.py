@@ -1,6 +1,5 @@
 """run.toml and the settings of a run: read strictly, checked whole, hashed by what they compute."""
 
-import dataclasses
 import json
 import tomllib
 from collections.abc import Callable
@@ -109,37 +108,6 @@ def test_relaxed_settings_mean_the_same_and_ordinary_ones_need_no_remark(changes
     settings = load_settings(None, changes)
     assert settings.relaxed().resolved() == settings
     assert remarks(settings) == []
-
-
-def test_relaxed_settings_keep_what_was_chosen(make_settings: Callable[..., Settings]) -> None:
-    settings = make_settings(
-        boundary__mode="subspace", boundary__rank=4, boundary__free_layers=1, optim__warmup=1
-    )
-    relaxed = settings.relaxed()
-    open_model = {"layers": 0, "heads": 0, "kv_heads": 0, "head_dim": 0, "embed_std": 0.0}
-    assert relaxed.model == dataclasses.replace(settings.model, **open_model)
-    assert (relaxed.boundary.free_layers, relaxed.boundary.anchor) == (1, "auto")
-    assert (relaxed.optim.warmup, relaxed.optim.table_lr) == (1, -1)
-    assert relaxed.resolved() == settings
-    own = {"layers": 2, "dim": 20, "heads": 2, "kv_heads": 1, "ffn": 8, "vocab": 50, "context": 16}
-    custom = {"preset": "custom", **own, "head_dim": 16}
-    settings = Settings.from_plain({"model": custom, "pipeline": {"stages": 1}})
-    assert {key: getattr(settings.relaxed().model, key) for key in custom} == custom
-    assert settings.relaxed().resolved() == settings
-
-
-def test_a_rank_left_to_the_ratio_follows_the_model() -> None:
-    asked = ["boundary.mode=projected", "boundary.ratio=12.5"]
-    ranks = {"tiny": 10, "160m": 61, "8b": 327}
-    for preset, rank in ranks.items():
-        settings = load_settings(None, [*asked, f"model.preset={preset}"])
-        assert settings.boundary.rank == rank
-        assert settings.relaxed().boundary.rank == 0, "else it would stay when the model changes"
-    assert load_settings(None, [*asked[:1], "boundary.ratio=4096"]).boundary.rank == 1
-    chosen = load_settings(None, [*asked, "boundary.rank=64"])
-    assert chosen.boundary.rank == chosen.relaxed().boundary.rank == 64
-    assert any("boundary.ratio = 12.5 has no effect" in remark for remark in remarks(chosen))
-    assert not remarks(load_settings(None, asked))
 
 
 def test_a_patience_shorter_than_an_outage_is_remarked() -> None:

@@ -25,9 +25,8 @@ from thinwire.report.metrics import FILE_NAME, line_of, losses_of, read_evaluati
 from thinwire.report.story import EVENTS_FILE
 from thinwire.run.record import read_progress
 from thinwire.schedule import Links, simulate
-from thinwire.settings import Settings, load_settings, make_recipe
+from thinwire.settings import Settings, load_settings
 from thinwire.settings.crossing import checkpoint_steps
-from thinwire.typed import to_toml
 from thinwire.web.follow import Followed
 from thinwire.web.runs import MOST_POINTS, Curves, RunView, compared
 from thinwire.web.sample import TOKENS
@@ -85,13 +84,6 @@ def test_what_dense_cuts_would_cost_counts_both_directions(finished: Path) -> No
     assert found > 5 * simulate(settings.schedule(), costs, uplinks_alone).step_seconds
     unknown = replace(progress, links=Links([0.0] * 2, [0.0] * 2, [0.0]))
     assert "dense_step_seconds" not in compared(settings, unknown)
-
-
-def test_a_run_is_shown_by_the_name_of_its_recipe(run_folder: Path, serve: Serve) -> None:
-    assert first_of(serve(run_folder), "settings")[0]["recipe"] == "", "int8 and int4, none of ours"
-    text = to_toml(make_recipe("thin50", ["pipeline.stages=2"]).asked)
-    (run_folder / "config.toml").write_text(text)
-    assert first_of(serve(run_folder), "settings")[0]["recipe"] == "thin50"
 
 
 def test_steps_come_as_they_are_written(run_folder: Path, serve: Serve) -> None:
@@ -209,11 +201,6 @@ def test_what_is_no_request_is_refused(
     assert answer.status_code == 400 and host.asked == []
     answer = httpx.post(serve(run_folder).address + "kick/0", data={"peer": "ben"}, **OWNER)
     assert answer.status_code == 400 and host.asked == []
-
-
-def test_a_run_that_has_ended_invites_nobody(finished: Path, serve: Serve) -> None:
-    answer = httpx.get(serve(finished).address + "invite/0", **OWNER)
-    assert answer.status_code == 400 and "no run is alive" in answer.json()["error"]
 
 
 def test_a_hosted_run_shows_its_peers_and_links(

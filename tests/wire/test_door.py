@@ -80,15 +80,6 @@ def joined(door: Door) -> Iterator[tuple[socket.socket, socket.socket]]:
         yield caller, waiter
 
 
-def test_a_lost_end_ends_the_other(door: Door) -> None:
-    with joined(door) as (caller, served):
-        served.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        served.close()  # as a process that is killed with bytes unread
-        with contextlib.suppress(ConnectionResetError):
-            assert caller.recv(1) == b""
-        wait_until(lambda: door.traffic()[RUN].connections == 0)
-
-
 @pytest.mark.parametrize(
     ("wish", "name", "token", "reason"),
     [

@@ -143,20 +143,6 @@ def test_meter_totals_equal_the_bytes_handed_to_the_transport(ends):
     assert here.meter.snapshot()["sent"]["BYE"]["frames"] == 1
 
 
-def test_both_ends_may_close_at_once(connect):
-    for attempt in range(5):
-        ends = [End(f"end-{side}", pipe, None) for side, pipe in enumerate(connect(str(attempt)))]
-        for end in ends:
-            end.link.send(forward(1))
-        closers = [threading.Thread(target=end.link.close) for end in ends]
-        for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join(PATIENCE)
-            assert not closer.is_alive()
-        assert [end.heard.errors for end in ends] == [[], []]
-
-
 def test_send_does_not_wait_for_a_transport_that_stands_still(direct_ends):
     here, there = direct_ends
     here.pipe.open_gate.clear()

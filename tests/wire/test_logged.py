@@ -215,22 +215,6 @@ def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(
     assert not new.heard.errors
 
 
-def test_what_is_sent_while_nobody_is_there_is_sent_to_who_comes(
-    pair: tuple[Side, Side, Pipe], tmp_path: Path, nic: Callable[[], Nic | None]
-) -> None:
-    below, above, its_pipe = pair
-    below.send(0)
-    above.wait_for(MICROBATCHES)
-    die(above, its_pipe, below)
-    below.send(1, 2)
-    below.link.flush(PATIENCE)
-    new = Side(tmp_path / "new", None, start=1, nic=nic())
-    below.send(3)  # may still wait for its time on the uplink
-    meet(below, new)
-    new.wait_for(3 * MICROBATCHES)
-    assert new.got() == frames_of(1, 2, 3)
-
-
 def message(step: int, kind: FrameKind = FrameKind.FORWARD, size: int = 100) -> bytes:
     return encode(Frame(kind, step=step, payload=bytes([step]) * size))
 

@@ -419,21 +419,6 @@ def test_closing_the_listener_ends_waits_and_breaks_what_is_open(connect, listen
     link.close()
 
 
-def test_no_threads_are_left_behind(listener, connect):
-    def ours() -> set[threading.Thread]:
-        return {t for t in threading.enumerate() if t is not threading.main_thread()}
-
-    before = ours()
-    accepted, dialed = connect("peer")
-    (here, _), (there, heard) = start(accepted), start(dialed)
-    with pytest.raises(WireError, match=r"cannot open the link 'x' to 127\.0\.0\.1:\d+ within 0"):
-        call(listener.address, "x", timeout=0.3)
-    here.close()
-    heard.wait(lambda: heard.ends)
-    there.close()
-    wait_until(lambda: not ours() - before)
-
-
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="TCP_INFO is read on Linux only")
 def test_below_the_meter_a_frame_costs_4_bytes_and_22_for_each_record(connect):
     """What docs/wire.md says: a length, and for each 16 KiB what TLS adds. The kernel counts."""
