@@ -120,21 +120,6 @@ def test_speed_leaves_out_first_steps_and_those_that_share_their_time_with_a_val
     assert ledger.records[-1].tokens_per_s == tokens / 2.0, "what is on display too"
 
 
-def test_a_resumed_run_tells_its_own_steps_from_those_before(make_settings: MakeSettings) -> None:
-    about = [Ready("", "", "cpu")] * 2
-    ledger = Ledger(make_settings(train__steps=24), about, first_step=20)
-    empty = ledger.summary({}, 1.0)
-    for key in ("tokens_per_s", "final_train_loss", "last_train_loss", "link_utilisation"):
-        assert empty[key] is None
-    assert empty["cuts"] == [] and empty["space"] is None
-    for step in range(20, 24):
-        for stage in (0, 1):
-            ledger.add_step(stage, report(stage, step, 1.0))
-    summary = ledger.summary({}, 9.0)
-    assert (summary["steps"], summary["steps_run"]) == (24, 4)
-    assert summary["final_train_loss_steps"] == 4, "the mean is over these, not over ten"
-
-
 def test_a_run_that_was_formed_again_is_summed_up_as_a_whole(make_ledger: MakeLedger) -> None:
     """Two steps are lost with a peer, and trained again after a wait of 7 s."""
     ledger = make_ledger()

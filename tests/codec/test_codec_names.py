@@ -110,19 +110,6 @@ def test_a_wrong_part_is_named_with_what_is_allowed(wrong: str, said: str) -> No
     assert said in str(failure.value)
 
 
-@pytest.mark.parametrize("forward", ["topk(0.1)", "randk(0.3)", "topk(0.1)+ef21", "topk(0.5)+zstd"])
-@pytest.mark.parametrize("backward", ["topk(shared)", "topk(shared)+zstd", "topk(shared)+ef"])
-def test_a_shared_mask_uses_what_went_forward(forward: str, backward: str) -> None:
-    below, above = build_codecs(forward, backward), build_codecs(forward, backward)
-    spec = TensorSpec((2, 30), torch.float32, torch.device("cpu"))
-    x, gradient = torch.randn(2, 30), torch.ones(2, 30)
-    there, back = Place(Leg.FORWARD, 0, 0), Place(Leg.BACKWARD, 0, 0)
-    payload = bytes(below[Leg.FORWARD].pack(x, there))
-    kept = above[Leg.FORWARD].unpack(payload, spec, there) != 0
-    payload = bytes(above[Leg.BACKWARD].pack(gradient, back))
-    assert torch.equal(below[Leg.BACKWARD].unpack(payload, spec, back) != 0, kept)
-
-
 class Rounded(Cast):
     """A codec with arguments, as an outsider might write it."""
 

@@ -173,20 +173,6 @@ def test_records_that_cannot_be_used_are_named(
     assert not list(cache.glob("*/manifest.json"))
 
 
-def test_a_text_corpus_keeps_the_template_of_its_tokenizer(
-    text_folder: Path, cache: Path, tmp_path: Path
-) -> None:
-    Tokenizer.train(["some text"], 300).save(tmp_path / "tokenizer.json")
-    config = DataConfig(source="text", path=str(text_folder), valid_fraction=0.2,
-                        tokenizer=str(tmp_path / "tokenizer.json"))  # fmt: skip
-    before = prepare(config, VOCAB, cache)
-    assert before.template() is None
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    after = prepare(config, VOCAB, cache)
-    assert after.template().source == "{{ messages }}"
-    assert after.fingerprint == before.fingerprint
-
-
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     datasets = pytest.importorskip("datasets")
@@ -240,17 +226,3 @@ def test_texts_of_hugging_face_and_what_changes_them(
     assert corpus_of(0).fingerprint == one.fingerprint
     with pytest.raises(DataError, match=r'needs an object with the key "text".*data\.text_key'):
         prepare(DataConfig(source="hf", path=str(folder)), VOCAB, cache)
-
-
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("", r'data\.source = "hf" needs data\.path'),
-        ("./nowhere", r"is not a folder that holds a dataset"),
-        ("nobody/nothing", r"nobody/nothing cannot be read: .*reach"),
-        ("nobody/nothing@main:part", r"cannot be read: .*reach"),
-    ],
-)
-def test_datasets_that_cannot_be_had(path: str, words: str, cache: Path, offline: Any) -> None:
-    with pytest.raises(DataError, match=words):
-        prepare(DataConfig(source="hf", path=path), VOCAB, cache)

@@ -4,9 +4,7 @@ import pytest
 
 from thinwire.report.human import (
     duration,
-    elapsed,
     human_bytes,
-    loss_text,
 )
 
 
@@ -28,18 +26,3 @@ def test_human_bytes(count, text):
 )  # fmt: skip
 def test_duration(seconds, text):
     assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0.000 s"), (0.4123, "0.412 s"), (0.9996, "1.00 s"), (1.234, "1.23 s"), (9.996, "10.0 s"),
-     (13.84, "13.8 s"), (59.94, "59.9 s"), (59.96, "1m00s"), (192, "3m12s"), (None, "-"),
-     (math.nan, "-")],
-)  # fmt: skip
-def test_elapsed_has_three_digits(seconds, text):
-    assert elapsed(seconds) == text
-
-
-def test_a_loss_that_is_not_finite_is_named():
-    losses = (3.45678, math.nan, math.inf, -math.inf, None)
-    assert [loss_text(loss) for loss in losses] == ["3.4568", "NaN", "infinite", "infinite", "-"]

@@ -23,7 +23,6 @@ from thinwire.run.formation import (
 from thinwire.run.host import (
     DoorOf,
     HostOptions,
-    Ways,
     as_peer,
     form,
     host,
@@ -32,7 +31,7 @@ from thinwire.run.host import (
 from thinwire.run.machine import Machine
 from thinwire.run.members import Member
 from thinwire.run.peers import StageFailedError
-from thinwire.run.protocol import Connect, Declined, Hello, Hold, Leaving, News, Pulse, Start, Way
+from thinwire.run.protocol import Connect, Declined, Hello, Hold, Leaving, News, Pulse, Start
 from thinwire.schedule import PipelineConfig
 from thinwire.settings import Settings
 from thinwire.wire import Door
@@ -288,30 +287,6 @@ def test_a_failure_that_no_peer_caused_ends_the_host_when_it_goes_on(hosting: An
 
 
 # Where neighbours meet, and where a host is found
-
-SEATS = ["ana", "ben", "cleo"]
-
-
-def make_ways() -> Ways:
-    doors = [DoorOf("127.0.0.1:1", "192.0.2.1:1"), DoorOf("127.0.0.1:2"), DoorOf("127.0.0.1:3")]
-    meeting = [[Way("192.0.2.9:9", "relayed", f"{name}.secret")] for name in SEATS]
-    return Ways("ab" * 8, "token", doors, meeting, SEATS)
-
-
-def test_a_link_is_direct_where_either_end_can_be_reached() -> None:
-    """All stages of a generation are told a word by which its links are called."""
-    ways = make_ways()
-    told = [ways.connect(stage, Connect("")) for stage in range(3)]
-    assert [[way.address for way in one.reach] for one in told] == [
-        [],
-        ["192.0.2.1:1", "127.0.0.1:2", "192.0.2.9:9"],
-        ["127.0.0.1:3", "192.0.2.9:9"],
-    ]
-    wait = [[way.address for way in one.wait] for one in told]
-    assert wait == [["127.0.0.1:1", "192.0.2.9:9"], ["127.0.0.1:2", "192.0.2.9:9"], []]
-    assert [one.reach[-1].token for one in told[1:]] == ["ben.secret", "cleo.secret"]
-    assert {one.word for one in told} == {ways.word} != {make_ways().word}
-    assert ways.word not in repr(ways) + repr(told)
 
 
 @pytest.mark.parametrize("outside", ["", "a..b:1", "x" * 70 + ".net:1", "1.2.3.4:" + "9" * 5000])

@@ -33,8 +33,6 @@ from thinwire.run.formation import Formation, next_follower, next_holder
 from thinwire.run.host import HostedPeers
 from thinwire.run.machine import Machine
 from thinwire.run.protocol import (
-    Alive,
-    AskAlive,
     Await,
     Finished,
     Follows,
@@ -47,7 +45,7 @@ from thinwire.run.protocol import (
     Start,
 )  # fmt: skip
 from thinwire.settings import Settings
-from waiting import PATIENCE, wait_until
+from waiting import wait_until
 
 # ruff: noqa: F811
 
@@ -194,25 +192,6 @@ def test_stages_of_who_does_not_answer_are_given_to_who_does(
         led.peers.replace([1])
         led.gives("ana", [0, 1])
         assert not any(isinstance(m, Hold) and m.again for m, *_ in ben.heard)
-
-
-def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(
-    house: House, leads: Leads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_module, "ANSWER_SECONDS", PATIENCE)
-    ana = house.join("ana")
-    house.join("ben")
-    cleo = Joined(house.listener.address, house.enrol("cleo"), is_frozen=True).arrive()
-    with leads("ana", "ben") as led:
-        wait_until(lambda: "cleo" in house.here())
-        house.members.kick("ben")
-        led.next(Lost)
-        led.peers.replace([1])
-        ana.hears(AskAlive)
-        led.next(Tick)
-        assert led.is_quiet() and led.peers._formation.seats == ["ana", "ben"]
-        cleo.say(Alive())
-        led.gives("cleo", [1])
 
 
 @pytest.mark.parametrize(("log_mb", "has_spare"), [(64, True), (64, False), (0, True)])

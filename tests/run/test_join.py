@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -32,12 +31,10 @@ from thinwire.run.protocol import (
     RunNews,
     ScoreNews,
     StatusReport,
-    Tried,
-    TryDoor,
 )
 from thinwire.run.status import member_handlers, status_from_plain
 from thinwire.settings import Settings
-from thinwire.wire import Door, Identity, Pipe, Route, Routes
+from thinwire.wire import Identity, Pipe, Route, Routes
 from waiting import PATIENCE, wait_until
 
 MakeSettings = Callable[..., Settings]
@@ -83,18 +80,6 @@ def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(
     ending.join(PATIENCE)
     assert not ending.is_alive()
     again.listener.close()
-
-
-def test_a_peer_tries_the_addresses_of_its_invite(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        shut = "{}:{}".format(*free.getsockname())
-    with Door("127.0.0.1", 0) as door:
-        door.admit("ab" * 8, "ana.secret")
-        routes = [Route(address, "direct", "ana.secret") for address in (door.address, shut)]
-        peer = joined_peer(tmp_path, Routes(f"{'ab' * 8}/control", routes))
-        peer._on(Envelope(TryDoor()))
-        tried = peer._events.get(timeout=PATIENCE)
-    assert tried == Tried({door.address: "", shut: f"{shut}: Connection refused"})
 
 
 # What it decides itself

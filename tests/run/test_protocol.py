@@ -342,15 +342,6 @@ def test_a_stage_can_speak_for_itself_alone(message: OfStage, words: str) -> Non
         conduct.check(message)
 
 
-def test_steps_are_reported_one_after_the_other() -> None:
-    conduct = PeerConduct(1, 2)
-    conduct.check(STEP)
-    conduct.check(replace(STEP, step=4))
-    for wrong in (4, 6):
-        with pytest.raises(WireError, match=f"Step message {wrong} after step 4"):
-            conduct.check(replace(STEP, step=wrong))
-
-
 def test_results_are_reported_once_and_for_the_step_that_was_done() -> None:
     """Else an enrolled peer could have the coordinator pile them up."""
     conduct = PeerConduct(0, 1)

@@ -8,7 +8,6 @@ from thinwire.run.coordinator import MOST_DEATHS, SETTLE_SECONDS, Phase
 from thinwire.run.events import (
     Command,
     Commit,
-    Completed,
     End,
     Event,
     Exited,
@@ -31,7 +30,6 @@ from thinwire.run.protocol import (
     Linked,
     Pulse,
     Relink,
-    Saved,
     Start,
 )
 
@@ -165,22 +163,6 @@ def test_a_stage_that_is_lost_before_its_last_part_has_arrived_writes_it_again()
     lead.say(3, step(3, 0, 4), step(3, 1, 4), parts[3], Finished(meters(3, 4)))
     commit, *_, leave, end = lead.on(PartArrived(3, 2))
     assert commit == Commit(2, parts) and leave == Tell(3, Leave()) and end == End()
-
-
-def test_no_checkpoint_is_complete_while_a_stage_is_behind() -> None:
-    """A second one that is lost must begin where the first did: it has what that one needs."""
-    lead = training(steps=4)
-    parts = [part(s, 4) for s in range(4)]
-    lead.say(1, parts[1])
-    lead.on(Exited(1, -9))
-    assert [lead.say(s, parts[s]) for s in (0, 2, 3)] == [[], [], []]
-    link(lead, 1)
-    for number in range(4):
-        assert report(lead, number, 1) == []
-    assert lead.say(1, parts[1]) == [], "it was reported before"
-    back, commit, recorded = report(lead, 4, 1)
-    assert commit == Commit(4, parts) and texts([back]) and isinstance(recorded, Record)
-    assert lead.on(Completed(4)) == [Tell(s, Saved(4)) for s in range(4)]
 
 
 NO_FAULT: list[list[Event]] = [

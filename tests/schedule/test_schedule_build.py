@@ -66,13 +66,6 @@ def test_the_window_never_changes_the_order_of_the_backwards():
     assert len({schedule.rows for schedule in candidates}) > 4  # yet they do differ
 
 
-def test_a_window_beyond_use_is_lowered():
-    assert build("1f1b", 4, 8, 100) == build("1f1b", 4, 8, 8)
-    assert build("1f1b", 4, 8, 100).window == 8
-    assert build("gpipe", 4, 8, 100) == build("gpipe", 4, 8)
-    assert build("1f1b", 1, 8, 5) == build("1f1b", 1, 8)
-
-
 def test_an_open_window_is_twice_the_stages_by_the_settings_alone():
     assert build("1f1b", 4, 20, -1) == build("1f1b", 4, 20, 8)
     assert build("1f1b", 4, 6, -1) == build("1f1b", 4, 6, 6)

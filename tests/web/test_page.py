@@ -217,14 +217,6 @@ def test_a_hosted_run_shows_its_peers_and_links(
     assert state["waiting_for"] == "a peer for stage 1"
 
 
-def test_after_its_end_a_hosted_run_names_who_held_what(finished: Path, run_folder: Path) -> None:
-    formation = {"epoch": 2, "seats": ["ana", "ben"], "split": [], "port": 0, "window": -1}
-    (run_folder / "epochs.json").write_text(json.dumps(formation))
-    view = RunView(run_folder)
-    view.refresh()
-    assert [peer["name"] for peer in view._state()["peers"]] == ["ana", "ben"]
-
-
 def test_a_run_without_a_last_word_is_silent(run_folder: Path) -> None:
     lines = (run_folder / FILE_NAME).read_text().splitlines()[:-3]
     rows = (json.dumps(json.loads(line) | {"time": time.time() - 1e6}) for line in lines)

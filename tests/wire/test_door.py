@@ -53,20 +53,6 @@ def test_a_service_is_reached_and_each_direction_ends_by_itself(
     wait_until(lambda: door.traffic() == {RUN: Traffic(0, 0, relayed_bytes=0)})
 
 
-def test_two_who_dial_out_meet(door: Door, service: Service) -> None:
-    with Standby(f"{RUN}/cut-0@1", Route(door.address, token=TOKEN), service.take) as standby:
-        wait_until(lambda: standby.waiting == 2)
-        caller = reach(door, "cut-0@1")
-        assert line(caller) == "ok"
-        served = service.accept()
-        caller.sendall(b"x" * 1000)
-        caller.shutdown(socket.SHUT_WR)
-        assert read_to_end(served) == b"x" * 1000
-        served.close()
-        assert read_to_end(caller) == b""
-        wait_until(lambda: door.traffic()[RUN] == Traffic(2, 2, relayed_bytes=1000))
-
-
 @contextlib.contextmanager
 def joined(door: Door) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Two who dial out, as the door has joined them: who reached, and who waited."""

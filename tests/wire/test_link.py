@@ -217,18 +217,6 @@ def test_a_malformed_message_breaks_the_link(message, reason, nic):
     assert end.meter.received_bytes() == 0
 
 
-def test_a_broken_link_says_why_to_later_callers(direct_ends):
-    here, there = direct_ends
-    there.pipe.open_gate.clear()
-    there.link.send(forward(1))
-    here.pipe.close()
-    there.heard.wait(lambda: there.heard.errors)
-    with pytest.raises(WireError, match=r"link 1-0 takes no more frames: .* without a goodbye"):
-        there.link.send(forward(2))
-    with pytest.raises(WireError, match=r"1 frames unsent: .* without a goodbye"):
-        there.link.flush(PATIENCE)
-
-
 def test_frames_queued_behind_the_other_end_s_goodbye_are_no_fault(direct_ends):
     here, there = direct_ends
     there.pipe.open_gate.clear()

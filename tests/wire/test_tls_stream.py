@@ -404,21 +404,6 @@ def test_closing_without_a_limit_waits_for_a_late_reader(connect, side):
     assert not closing.is_alive()
 
 
-def test_closing_the_listener_ends_waits_and_breaks_what_is_open(connect, listener):
-    accepted, dialed = connect("peer")
-    link, heard = start(dialed)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(listener.accept, "other", None)
-        wait_until(lambda: "other" in listener._expected)
-        listener.close()
-        with pytest.raises(WireError, match="closed before 'other' dialed"):
-            waiting.result(PATIENCE)
-    heard.wait(lambda: heard.errors)
-    with pytest.raises(WireError):
-        accepted.read()
-    link.close()
-
-
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="TCP_INFO is read on Linux only")
 def test_below_the_meter_a_frame_costs_4_bytes_and_22_for_each_record(connect):
     """What docs/wire.md says: a length, and for each 16 KiB what TLS adds. The kernel counts."""
