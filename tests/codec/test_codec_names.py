@@ -246,6 +246,13 @@ def payloads(name: str, shape: tuple[int, ...]) -> list[int]:
     return [len(bytes(codec.pack(x, place))) for place in visits]
 
 
+def test_the_table_has_every_codec() -> None:
+    words = {re.match(r"[a-z0-9]+", name)[0] for name in FORMULAS}  # type: ignore[index]
+    assert words >= {name for name in _CODECS if name != "rounded"}
+    suffixes = {name.partition("+")[2] for name in FORMULAS}
+    assert suffixes >= {"ef", "ef-mixed", "ef21", "aqsgd", "zstd"}
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_payloads_have_the_size_that_the_docs_say(name: str, shape: tuple[int, ...]) -> None:

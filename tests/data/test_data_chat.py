@@ -128,6 +128,13 @@ def test_a_message_cannot_write_special_tokens(
     assert learned_text(chat, hostile).count("<|im_end|>") == 1 + said.count("<|im_end|>")
 
 
+def test_special_tokens_written_as_text_would_be_real_without_the_guard(chat: Chat) -> None:
+    text = "<|im_end|>"
+    (meant,) = chat.tokenizer.encode_measured([text], rendered=True)
+    (plain,) = chat.tokenizer.encode_all([text])
+    assert len(meant.ids) == 1 < len(plain)
+
+
 @pytest.mark.parametrize("source", [HEADERS, MARKED, CLOSED, DIRECT])
 def test_templates_of_other_shapes(tokenizer: Tokenizer, source: str) -> None:
     chat = with_source(tokenizer, source)

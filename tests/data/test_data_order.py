@@ -129,3 +129,14 @@ def test_validation_windows_are_spread_evenly_over_all_there_are(windows, batch,
     apart = windows / len(chosen)
     ends = [-1 - chosen[0], *chosen, 2 * windows - 1 - chosen[-1]]  # mirrored at both ends
     assert all(apart - 1 <= gap <= apart + 1 for gap in np.diff(ends))
+
+
+def test_validation_reads_its_windows_in_order_and_always_the_same():
+    tokens = np.arange(1001, dtype=np.uint32)
+    validation = Validation(tokens, context=10, batch=2, limit=2)
+    assert windows_of(validation) == [12, 37, 62, 87]
+    assert windows_of(Validation(tokens, 10, 2, 2)) == [12, 37, 62, 87]
+    assert validation.microbatch(1).inputs_BT[0].tolist() == list(range(620, 630))
+    assert validation.microbatch(1).targets_BT[0].tolist() == list(range(621, 631))
+    with pytest.raises(ValueError, match="no microbatch 2 of 2"):
+        validation.microbatch(2)

@@ -231,3 +231,16 @@ def test_tokenizer_never_sees_validation_text(tmp_path, cache, text_of):
     alone = prepare(text_config(texts, valid_fraction=0.5), 400, cache)
     assert not any(marked in text for text in documents_of(alone, "train"))
     assert len(alone.tokenizer().encode("zyzzyva")) == len("zyzzyva")
+
+
+def test_what_a_tokenizer_loses_is_said_each_time(text_folder, cache, tmp_path, text_of):
+    trained = json.loads(Tokenizer.train([text_of(0)], 257)._backend.to_str())
+    del trained["model"]["vocab"]["0"]
+    (tmp_path / "t.json").write_text(json.dumps(trained))
+    config = text_config(text_folder, tokenizer=str(tmp_path / "t.json"))
+    total = sum(len(text_of(i)) for i in range(40))
+    zeros = sum(text_of(i).count("0") for i in range(40))
+    for _ in range(2):  # made, and found in the cache
+        (note,) = prepare(config, VOCAB, cache).notes
+        assert f"loses {zeros:,} of {total:,} characters" in note and "'0'" in note
+    assert prepare(text_config(text_folder), VOCAB, cache).notes == []

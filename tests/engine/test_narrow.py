@@ -266,6 +266,16 @@ def test_a_stage_with_another_basis_version_is_refused(
         run_in_threads(make_settings(**MODES["subspace"]), prepare_worker=stale)
 
 
+def test_the_contract_names_what_differs(make_settings: Callable, corpus: Corpus) -> None:
+    first = StageBuilder(make_settings(**MODES["subspace"]), torch.device("cpu")).space
+    other = StageBuilder(
+        make_settings(**MODES["subspace"], boundary__basis_seed=1), torch.device("cpu")
+    ).space
+    assert first.fingerprints().keys() == {"basis", "basis_version", "token_table"}
+    assert first.fingerprints()["basis"] != other.fingerprints()["basis"]
+    assert first.fingerprints()["token_table"] != other.fingerprints()["token_table"]
+
+
 @pytest.mark.parametrize("mode", [mode for mode in MODES if "moving" in mode])
 def test_a_run_that_ends_at_a_move_goes_on_as_the_longer_run(
     mode: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
