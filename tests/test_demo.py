@@ -34,13 +34,6 @@ def test_the_conclusion_says_bytes_time_and_loss_with_their_direction() -> None:
     assert "4.25" in lower and "4.50" in lower and "lower, and sooner" in lower
 
 
-def test_a_thin_run_that_is_worse_is_called_worse() -> None:
-    thin = summary(5.0, 60_000, 70.0, 5_000_000, 26.0)
-    dense = summary(4.0, 60_000, 35.0, 120_000_000, 1.0)
-    _, slower, higher = conclusion({"thin": thin, "dense": dense})
-    assert "2.0x slower" in slower and "higher, and later" in higher
-
-
 def test_the_demo_trains_both_arms_and_shows_them_side_by_side(
     tmp_path: Path, text_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

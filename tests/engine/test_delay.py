@@ -168,7 +168,7 @@ def test_resumed_equals_uninterrupted(
         changes |= {"boundary__rank": 6, "boundary__anchor": "per-stage"}
     settings = delayed(pipeline__stages=before, **changes)
     whole = run_in_threads(settings)
-    written = commit_all(whole, settings, tmp_path / "run", corpus)
+    written = commit_all(whole, tmp_path / "run", corpus)
     assert [*written] == [3, 6, 8]
     for step in (3, 6):
         resumed = run_in_threads(
@@ -186,7 +186,7 @@ def test_the_weights_before_the_last_update_matter(
     """The failing side: with the latest weights alone the next step is another."""
     settings = delayed(train__steps=6, train__checkpoint_every=3)
     whole = run_in_threads(settings)
-    middle = commit_all(whole, settings, tmp_path / "run", corpus)[3]
+    middle = commit_all(whole, tmp_path / "run", corpus)[3]
 
     def forget(worker: Any) -> None:
         worker.update.latest.restore_twin({})
@@ -203,7 +203,7 @@ def test_a_stop_takes_effect_a_step_later_and_resumes(
     whole = run_in_threads(settings, folder=tmp_path / "whole")
     stopped = run_in_threads(settings, prepare_worker=stop_in_the_first_step)
     assert [len(stopped.steps(stage)) for stage in range(4)] == [2] * 4
-    after_two = commit_all(stopped, settings, tmp_path / "run", corpus)[2]
+    after_two = commit_all(stopped, tmp_path / "run", corpus)[2]
     resumed = run_in_threads(settings, resume=after_two, folder=tmp_path / "resumed")
     assert resumed.losses() == whole.losses()[2:]
     assert furthest(resumed.weights(), whole.weights()) == 0
@@ -233,7 +233,7 @@ def test_a_run_goes_on_with_and_without_delay(
         settings = delayed(pipeline__delay=delay, **changes)
         folder = tmp_path / f"from-{delay}"
         whole = run_in_threads(settings, folder=folder)
-        middle = commit_all(whole, settings, folder, corpus)[3]
+        middle = commit_all(whole, folder, corpus)[3]
         other = delayed(pipeline__delay=1 - delay, **changes)
         resumed = run_in_threads(other, resume=middle, folder=tmp_path / f"to-{1 - delay}")
         assert resumed.valid_losses()[0] == whole.valid_losses()[1], "the same weights"

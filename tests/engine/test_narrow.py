@@ -207,7 +207,7 @@ def test_resume_is_bitwise_across_a_move(
         changes["boundary__basis_update_every"] = 3
     settings = make_settings(**changes)
     whole = run_in_threads(settings)
-    saved = commit_all(whole, settings, tmp_path / "run", corpus)
+    saved = commit_all(whole, tmp_path / "run", corpus)
     changes_later = "moving" in mode or mode in EMBEDDING  # else any step is as good
     for step in (2, 3, 4) if changes_later else (3,):
         resumed = run_in_threads(settings, resume=saved[step], folder=tmp_path / f"from-{step}")
@@ -294,7 +294,7 @@ def test_a_run_that_ends_at_a_move_goes_on_as_the_longer_run(
     shorter = make_settings(train__steps=4, **changes)
     ended = run_in_threads(shorter, folder=tmp_path / "ended")
     assert [w.builder.space.version for w in ended.workers] == [1, 1], "the last was not made"
-    saved = commit_all(ended, shorter, tmp_path / "ended", corpus)[4]
+    saved = commit_all(ended, tmp_path / "ended", corpus)[4]
     more = make_settings(train__steps=7, pipeline__stages=2, **changes)
     extended = run_in_threads(more, resume=saved, folder=tmp_path / "extended")
     assert extended.losses() == whole.losses()[4:]

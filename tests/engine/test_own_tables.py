@@ -89,24 +89,6 @@ def test_the_stream_is_what_a_plain_loop_makes_of_it(
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
 
 
-def test_nothing_that_all_stages_know_crosses(
-    projected: Callable[..., list[Stage]], ids_BT: Tensor
-) -> None:
-    """Where no block writes, the coordinates are zero; a block's writing crosses."""
-    stages = projected("per-stage")
-    fill_tables(stages)
-    z = stages[0](ids_BT, ids_BT)
-    assert bool(z.any())
-    for stage in stages:
-        for name, parameter in stage.global_parameters().items():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.data.zero_()
-    z = ids_BT
-    for stage in stages[:-1]:
-        z = stage(z, ids_BT)
-        assert not bool(z.any())
-
-
 def test_at_full_rank_with_one_table_for_all_it_is_the_dense_model(
     projected: Callable[..., list[Stage]], make_settings: Callable, ids_BT: Tensor
 ) -> None:

@@ -178,16 +178,6 @@ def test_a_step_that_is_not_due_is_refused(step: int) -> None:
     assert pair.remembered() == before
 
 
-def test_no_more_is_held_than_a_step_has() -> None:
-    pair = Remembering(first_step=7)
-    for microbatch in range(MICROBATCHES):
-        pair.send(pair.frame(7, microbatch))
-    pair.raw.send(pair.frame(7, MICROBATCHES - 1))
-    with pytest.raises(WireError, match="arrived twice"):
-        pair.mailbox.take(("never",))
-    assert len(pair.receiver._held) == MICROBATCHES
-
-
 # --- bounds: a frame that is not due is the sender's error ---
 
 

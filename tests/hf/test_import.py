@@ -1,11 +1,8 @@
 """Models of transformers, imported: the same logits and the same text, in any number of stages."""
 
-import dataclasses
-import io
 import json
 import shutil
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from their_models import KINDS, make_folder, saved
 
-from programs import Program
 from thinwire.cli import main
 from thinwire.engine import Checkpoint
 from thinwire.errors import ThinwireError
 from thinwire.hf.folder import FolderWeights
 from thinwire.hf.importer import opened, plan_import, write_import
 from thinwire.inference import Model
-from thinwire.report import open_display
 from thinwire.settings import load_settings
 
 PROMPT = "def main"
@@ -300,37 +295,3 @@ def test_an_imported_model_leaves_as_it_came(kind: str, tmp_path: Path) -> None:
     for stage in range(4):
         name = f"stage-{stage}.safetensors"
         assert (twice / name).read_bytes() == (target / name).read_bytes()
-
-
-def test_an_imported_model_is_evaluated_with_its_own_tokenizer(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, text_folder: Path
-) -> None:
-    monkeypatch.setenv("THINWIRE_CACHE", str(cache))
-    model = Model(imported(saved("llama"), tmp_path / "ours"), "cpu")
-    data = dataclasses.replace(model.settings.data, source="text", path=str(text_folder))
-    model.settings = dataclasses.replace(model.settings, data=data)
-    with open_display(io.StringIO()) as display:
-        found = model.evaluate(display, 1)
-    assert found["tokens"] == 2 * 64 and found["valid_loss"] > 0
-
-
-@pytest.mark.slow
-def test_an_imported_model_is_trained_by_its_own_run_toml(
-    tmp_path: Path, text_folder: Path, thinwire: Callable[..., Program]
-) -> None:
-    """As a user does it: import, train, export."""
-    make_folder(tmp_path / "theirs", "qwen3", dtype=torch.bfloat16)
-    settings = ["train.steps=2", "train.eval_batches=1", f"run.out={tmp_path}/runs"]
-    settings += ["data.source=text", f"data.path={text_folder}", "link.emulate=false"]
-    commands: list[list[object]] = [
-        ["import", "theirs", "--to", "my models/ours", "--stages", "2"],
-        ["train", "my models/ours/run.toml", *(w for key in settings for w in ("--set", key))],
-        ["export", "runs/ours-tuned", "--to", "hf", "tuned"],
-    ]
-    for words in commands:
-        program = thinwire(*words)
-        assert program.wait() == 0, program.text()
-    before = load_file(tmp_path / "theirs" / "model.safetensors")
-    after = load_file(tmp_path / "tuned" / "model.safetensors")
-    moved = [(after[name] - tensor.float()).abs().max().item() for name, tensor in before.items()]
-    assert 0 < max(moved) < 1e-3, "two steps at a small rate"

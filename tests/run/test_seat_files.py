@@ -14,7 +14,6 @@ from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import MANIFEST, partial_folder, sealed
 from thinwire.engine.shard_check import most_shard_bytes
 from thinwire.errors import CheckpointError, WireError
-from thinwire.run.checkpoints import commit
 from thinwire.run.transfer import (
     Refusal,
     SeatFiles,
@@ -57,14 +56,7 @@ def trained(
     def train(**changes: Any) -> tuple[Settings, Any, Checkpoint]:
         settings = make_settings(**{**EXACT, **changes})
         outcome = run_in_threads(settings, folder=tmp_path / "host")
-        reports = outcome.shards()[3]
-        facts = {
-            "settings": settings.to_plain(),
-            "corpus": corpus.fingerprint,
-            **vars(reports[0].versions),
-        }
-        shards = [report.shard for report in reports]
-        folder = commit(tmp_path / "host", 3, shards, facts, corpus.tokenizer())
+        folder = outcome.commit(tmp_path / "host", 3, corpus)
         return settings, outcome, Checkpoint.open(folder)
 
     return train

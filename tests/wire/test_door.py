@@ -14,7 +14,7 @@ from knocking import RUN, TOKEN, Service, ask, knock, line
 from proxy import Proxy
 from thinwire.errors import AdmissionError, WireError
 from thinwire.wire import Door, Limits, Route, Standby, Traffic, ping
-from thinwire.wire.door import CHUNK, Allowance, home_of
+from thinwire.wire.door import home_of
 from thinwire.wire.routes import LONGEST_LINE, proof_of
 from waiting import PATIENCE, wait_until
 
@@ -289,19 +289,6 @@ def test_a_relay_admits_every_run_that_knows_its_pass() -> None:
         fourth = ask(relay, "wait", f"{'1' * 16}/cut-a", "pass")
         assert line(fourth) == "no 2 runs meet at this door already, the most"
         assert relay.traffic().keys() == {RUN, "0" * 16}
-
-
-def test_an_allowance_holds_its_rate_at_any_moment() -> None:
-    allowance = Allowance(mbps=8, burst_s=0.25)  # 10^6 bytes a second
-    now, passed = 100.0, 0
-    for _ in range(50):
-        now += allowance.book(CHUNK, now)
-        passed += CHUNK
-        assert passed <= 1e6 * (now - 100.0 + 0.25) + 1e-3
-    assert passed == pytest.approx(1e6 * (now - 100.0 + 0.25))
-    assert allowance.book(CHUNK, now + 1000) == 0  # a pause is not saved up beyond the burst
-    assert allowance.book(1_000_000, now + 1000) > 0.7
-    assert Allowance(0).book(1 << 40, 0.0) == 0
 
 
 @pytest.mark.parametrize(("mbps", "link_mbps"), [(8.0, 0.0), (0.0, 8.0)])
