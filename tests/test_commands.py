@@ -19,6 +19,7 @@ from thinwire.settings import apply_override, load_settings
 ROOT = Path(__file__).parent.parent
 # What the page sets itself stays as it is, but for the steps.
 SHORT = {
+    "model.context": 32,
     "pipeline.stages": 2,
     "pipeline.microbatches": 2,
     "train.batch": 4,

@@ -141,16 +141,6 @@ def test_what_does_not_fit_is_refused(
     assert words in str(refused.value)
 
 
-def test_stages_lie_as_the_schedule_needs_them(make_settings: Callable) -> None:
-    settings = make_settings(pipeline__stages=4, pipeline__microbatches=4)
-    assert lay_out(settings, 4, "gpipe", 0).holders == [0, 1, 2, 3]
-    assert lay_out(settings, 2, "interleaved", 0).holders == [0, 1, 0, 1]
-    assert lay_out(settings, 2, "zbv", 0).holders == [0, 1, 1, 0]
-    grid = lay_out(settings, 4, "interleaved", 2)
-    assert (grid.ranks, grid.stages_of(1)) == (2, [1, 3])
-    assert [list(grid.numbers(replica)) for replica in range(2)] == [[0, 1], [2, 3]]
-
-
 @pytest.mark.parametrize("codec", ["step(3)+zstd", "topk(0.1)+aqsgd"])
 def test_payloads_of_changing_size_are_refused(codec: str, make_settings: Callable) -> None:
     settings = make_settings(codec__forward=codec)

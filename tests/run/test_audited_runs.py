@@ -90,8 +90,9 @@ def test_a_machine_that_scales_what_it_sends_is_named_and_replaced(
 ) -> None:
     begins = machines.folder / "from"
     liar = {"PYTHONPATH": LYING, "THINWIRE_LIE": "scale", "THINWIRE_LIE_FROM": str(begins)}
-    hosted = Hosted(machines, train__audit=True, train__audit_replaces=True)
-    for name, env in {"ana": None, "ben": liar, "cleo": None}.items():
+    changes = {"pipeline__stages": 2, "train__audit": True, "train__audit_replaces": True}
+    hosted = Hosted(machines, **changes)
+    for name, env in {"ana": None, "ben": liar}.items():
         hosted.join(name, env)
     host = hosted.host
     host.wait_for(SAVED)

@@ -136,12 +136,6 @@ def test_why_nothing_could_be_imported_is_in_every_log(start: Callable, tmp_path
         )
 
 
-def test_an_error_of_a_stage_is_in_its_log(start: Callable, tmp_path: Path) -> None:
-    stages = start("def main():\n    raise RuntimeError('no luck')")
-    assert [stage.wait(PATIENCE) for stage in stages] == [1, 1, 1]
-    assert "RuntimeError: no luck" in (tmp_path / "2.log").read_text()
-
-
 @pytest.mark.parametrize("fork", [True, False])
 def test_where_one_log_cannot_be_written_no_stage_is_left(
     fork: bool, start: Callable, tmp_path: Path
@@ -166,11 +160,3 @@ def test_stages_for_a_gpu_are_not_forked(tmp_path: Path, monkeypatch: pytest.Mon
     assert [forks(device) for device in ("cpu", "auto", "cuda")] == [True, False, False]
     monkeypatch.setattr(processes.sys, "platform", "darwin")
     assert not forks("cpu")
-
-
-def test_without_a_fork_each_stage_imports_for_itself(start: Callable, tmp_path: Path) -> None:
-    stages = start(STAGE + "\nif __name__ == '__main__':\n    main()", count=2, fork=False)
-    for number in range(2):
-        assert "imported" in said(tmp_path / f"{number}.log", "files")
-        stages[number].ours.close()
-        assert stages[number].wait(PATIENCE) == 10 + number

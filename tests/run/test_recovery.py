@@ -223,7 +223,7 @@ def test_a_stage_that_is_frozen_is_replaced(disturbed: Callable) -> None:
     assert re.search(r"stage 1 is back after \d+\.\d s", said)
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_run_that_stops_while_its_first_stage_dies_ends_where_all_agreed(
     delay: int, disturbed: Callable
 ) -> None:

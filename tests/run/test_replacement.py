@@ -4,11 +4,10 @@ import pytest
 from leading import Lead, failed, meters, part, ready, step
 
 from thinwire.engine.reports import Evaluation, Step
-from thinwire.run.coordinator import MOST_DEATHS, SETTLE_SECONDS, Coordinator, Phase
+from thinwire.run.coordinator import MOST_DEATHS, SETTLE_SECONDS, Phase
 from thinwire.run.events import (
     Command,
     Commit,
-    Completed,
     End,
     Event,
     Exited,
@@ -19,7 +18,6 @@ from thinwire.run.events import (
     Replace,
     Said,
     Say,
-    StopAsked,
     Stopped,
     Tell,
     Tick,
@@ -30,12 +28,9 @@ from thinwire.run.protocol import (
     Finished,
     Leave,
     Linked,
-    LogLost,
     Pulse,
     Relink,
-    Saved,
     Start,
-    Stop,
 )
 
 FOUR = [[0], [1], [2], [3]]
@@ -144,26 +139,6 @@ def test_stages_that_share_a_process_are_lost_and_replaced_together() -> None:
     assert lead.on(Tick(), 5.0) == [], "one death, one replacement"
 
 
-def test_a_stage_that_dies_again_while_it_links_takes_those_along_who_link_to_it() -> None:
-    lead = training(steps=1)
-    lead.on(Exited(1, -9))
-    lead.on(Exited(2, -9))
-    lead.say(1, ready(1))
-    lead.say(2, ready(2))
-    lead.say(1, Linked())
-    commands = lead.on(Exited(2, -9))
-    assert replaced(commands) == [[1], [2]], "stage 1 waits for a process that is gone"
-    assert link(lead, 1, 2)[-2:] == [Tell(1, Start(2)), Tell(2, Start(2))]
-
-
-def test_a_stage_that_dies_while_another_is_built_has_no_part_in_it() -> None:
-    lead = training(steps=1)
-    lead.on(Exited(0, -9))
-    assert replaced(lead.on(Exited(3, -9))) == [[3]]
-    assert lead.say(0, ready(0)) == []
-    assert Tell(1, Relink(0, Connect("at-0", [1, 0, 1]))) in lead.say(3, ready(3))
-
-
 def test_a_stage_that_dies_without_end_ends_the_run() -> None:
     lead = training(steps=1)
     for _ in range(MOST_DEATHS):
@@ -171,46 +146,6 @@ def test_a_stage_that_dies_without_end_ends_the_run() -> None:
         link(lead, 1)
     end = lead.ended(lead.on(Exited(1, -9)))
     assert str(end.error) == f"stage 1 died at step 1: {KILLED}"
-
-
-def test_deaths_count_from_the_last_step_that_is_new() -> None:
-    lead = training(steps=1)
-    for number in range(1, 3 * MOST_DEATHS):
-        assert replaced(lead.on(Exited(1, -9))) == [[1]]
-        link(lead, 1)
-        report(lead, number)
-
-
-def test_who_takes_the_place_of_one_that_was_to_stop_is_told_so_once_it_trains() -> None:
-    lead = training(steps=1)
-    lead.on(StopAsked())
-    assert replaced(lead.on(Exited(0, -9))) == [[0]]
-    assert link(lead, 0)[-2:] == [Tell(0, Start(2)), Tell(0, Stop())]
-
-
-def test_a_request_to_stop_does_not_reach_a_process_that_is_built() -> None:
-    """It would hear it where it waits for where its neighbours are."""
-    lead = training(steps=1)
-    lead.on(Exited(0, -9))
-    told = [c.stage for c in lead.on(StopAsked()) if isinstance(c, Tell)]
-    assert told == [1, 2, 3]
-    assert link(lead, 0)[-2:] == [Tell(0, Start(2)), Tell(0, Stop())]
-    goodbyes = [lead.say(s, Finished(meters(s, 4))) for s in range(4)]
-    assert goodbyes[-1][-1] == End() and Tell(0, Leave()) in goodbyes[-1]
-
-
-def test_a_stage_that_has_finished_and_is_gone_is_missed_by_who_needs_its_log() -> None:
-    lead = training(steps=1)
-    for stage in (2, 3):
-        lead.say(stage, Finished(meters(stage, 4)))
-    assert lead.on(Exited(3, -9)) == [], "nobody needs it"
-    assert replaced(lead.on(Exited(2, -9))) == [[2], [3]], "stage 1 may not have all that it sent"
-    assert lead.coordinator.waiting_for() == [0, 1, 2, 3]
-    link(lead, 2, 3)
-    assert report(lead, 0, 3) == []
-    for stage in (3, 0, 1, 2):
-        commands = lead.say(stage, Finished(meters(stage, 4)))
-    assert commands[-1] == End()
 
 
 def test_a_stage_that_is_lost_before_its_last_part_has_arrived_writes_it_again() -> None:
@@ -228,42 +163,6 @@ def test_a_stage_that_is_lost_before_its_last_part_has_arrived_writes_it_again()
     lead.say(3, step(3, 0, 4), step(3, 1, 4), parts[3], Finished(meters(3, 4)))
     commit, *_, leave, end = lead.on(PartArrived(3, 2))
     assert commit == Commit(2, parts) and leave == Tell(3, Leave()) and end == End()
-
-
-def test_who_takes_a_place_hears_where_the_run_ended_from_who_had_finished() -> None:
-    """Nobody else may be left who knows: all that decided it are lost."""
-    lead = training(steps=2)
-    lead.on(StopAsked())
-    lead.say(0, Finished(meters(0, 4), 0, decided=4, stops=True))
-    lead.on(Exited(0, -9))
-    assert Tell(0, Start(4, True)) in link(lead, 0)
-
-
-def test_no_checkpoint_is_complete_while_a_stage_is_behind() -> None:
-    """A second one that is lost must begin where the first did: it has what that one needs."""
-    lead = training(steps=4)
-    parts = [part(s, 4) for s in range(4)]
-    lead.say(1, parts[1])
-    lead.on(Exited(1, -9))
-    assert [lead.say(s, parts[s]) for s in (0, 2, 3)] == [[], [], []]
-    link(lead, 1)
-    for number in range(4):
-        assert report(lead, number, 1) == []
-    assert lead.say(1, parts[1]) == [], "it was reported before"
-    back, commit, recorded = report(lead, 4, 1)
-    assert commit == Commit(4, parts) and texts([back]) and isinstance(recorded, Record)
-    assert lead.on(Completed(4)) == [Tell(s, Saved(4)) for s in range(4)]
-
-
-def test_what_was_sent_is_kept_until_nobody_is_behind() -> None:
-    lead = training(steps=2)
-    lead.on(Exited(2, -9))
-    assert lead.on(Completed(1)) == [], "the one that is lost begins before it"
-    link(lead, 2)
-    report(lead, 1, 2)
-    _, *told, _ = report(lead, 2, 2)
-    assert told == [Tell(s, Saved(1)) for s in range(4)]
-    assert lead.on(Completed(1)) == [], "once"
 
 
 NO_FAULT: list[list[Event]] = [
@@ -302,15 +201,6 @@ def test_a_death_before_training_ends_the_run(phase: Phase) -> None:
     assert KILLED in str(lead.ended(lead.on(Exited(1, -9))).error)
 
 
-def test_what_is_not_due_of_a_new_process_is_its_error() -> None:
-    lead = training(steps=1)
-    lead.on(Exited(1, -9))
-    for _ in range(2):
-        lead.say(1, ready(1))
-    end = lead.ended(lead.on(Tick(), SETTLE_SECONDS))
-    assert "stage 1 broke the contract" in str(end.error)
-
-
 def test_a_wait_for_a_new_process_is_no_stuck_run() -> None:
     """Until it speaks no time counts; then the others wait for it, and it works."""
     lead = training(steps=1)
@@ -332,29 +222,3 @@ def test_a_process_that_is_stopped_is_replaced(stage: int) -> None:
     assert texts(commands)[0].startswith(f"stage {stage} got stuck at step 1: its process is stop")
     alone = Lead(stages=4).until(Phase.TRAINING)
     assert alone.on(Stopped(stage)) == [], "where it cannot be replaced it may go on by itself"
-
-
-def test_a_stage_that_falls_silent_while_others_speak_is_replaced() -> None:
-    lead, told = Lead(900.0, stages=4, placement=FOUR).until(Phase.TRAINING), list[Command]()
-    for second in range(60):
-        for stage in range(4) if second < 10 else (0, 1, 3):
-            told += lead.say(stage, Pulse(second, "works"))
-        told += lead.on(Tick(), 1.0)
-        if replaced(told):
-            break
-    assert replaced(told) == [[2]] and 29 <= second <= 31
-    assert texts(told) == [
-        "stage 2 got stuck at the start: it has said nothing for 21 s; another process takes its "
-        "place, and the rest waits"
-    ]  # fmt: skip
-
-
-def test_a_log_that_is_lost_is_told() -> None:
-    (note,) = texts(training(steps=1).say(1, LogLost("the disk is full")))
-    assert note.startswith("stage 1 keeps no log of what it sends, for the disk is full: ")
-
-
-def test_without_a_placement_nobody_is_replaced() -> None:
-    coordinator = Coordinator(4, 100.0)
-    assert coordinator.on(Exited(1, -9), 0.0) == []
-    assert isinstance(coordinator.on(Tick(), SETTLE_SECONDS)[-1], End)

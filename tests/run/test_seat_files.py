@@ -14,7 +14,6 @@ from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import MANIFEST, partial_folder, sealed
 from thinwire.engine.shard_check import most_shard_bytes
 from thinwire.errors import CheckpointError, WireError
-from thinwire.run.checkpoints import commit
 from thinwire.run.transfer import (
     Refusal,
     SeatFiles,
@@ -57,14 +56,7 @@ def trained(
     def train(**changes: Any) -> tuple[Settings, Any, Checkpoint]:
         settings = make_settings(**{**EXACT, **changes})
         outcome = run_in_threads(settings, folder=tmp_path / "host")
-        reports = outcome.shards()[3]
-        facts = {
-            "settings": settings.to_plain(),
-            "corpus": corpus.fingerprint,
-            **vars(reports[0].versions),
-        }
-        shards = [report.shard for report in reports]
-        folder = commit(tmp_path / "host", 3, shards, facts, corpus.tokenizer())
+        folder = outcome.commit(tmp_path / "host", 3, corpus)
         return settings, outcome, Checkpoint.open(folder)
 
     return train
@@ -226,13 +218,3 @@ def test_half_of_the_disk_stays_free(
     fetch(server, 0, tmp_path / "peer")
     monkeypatch.setattr("thinwire.run.transfer.free_disk", lambda folder: 0)
     assert fetch(server, 0, tmp_path / "peer")[1] == 0, "what is here needs no room"
-
-
-def test_a_checkpoint_that_is_gone_is_named(trained: Callable, tmp_path: Path) -> None:
-    settings, _, checkpoint = trained(**KINDS["subspace, moving"])
-    (checkpoint.folder / "stage-0.safetensors").unlink()
-    here, there = memory_pair()
-    server = SeatServer(checkpoint, settings)
-    on_daemon_thread("host", lambda: server.serve(here, (1,)))
-    with pytest.raises(CheckpointError, match="the host cannot read its checkpoint"):
-        fetch_seat(there, [1], tmp_path / "peer", MOST)

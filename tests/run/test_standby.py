@@ -15,7 +15,6 @@ from thinwire.engine.reports import Audited
 from thinwire.run.coordinator import SETTLE_SECONDS
 from thinwire.run.events import (
     Command,
-    Completed,
     DropFollower,
     Exited,
     FollowerLost,
@@ -23,7 +22,6 @@ from thinwire.run.events import (
     Lost,
     Promote,
     Replace,
-    StopAsked,
     Tell,
     TellFollower,
     Tick,
@@ -36,7 +34,6 @@ from thinwire.run.protocol import (
     Follow,
     Linked,
     Relink,
-    Saved,
     Start,
     TakeOver,
 )
@@ -63,12 +60,6 @@ def test_a_process_that_follows_a_stage_is_fed_by_its_neighbours_and_then_starts
     assert above == Tell(2, Follow(1, Connect("at-1", [0, 0, 0], follower=1)))
     assert start == TellFollower(1, Start())
     assert texts([note]) == ["stage 1 has a stand-by, which follows it"]
-
-
-def test_stages_that_share_a_process_are_fed_from_outside_alone() -> None:
-    _, told = followed(1, 2, placement=[[0], [1, 2], [3]])
-    fed = [command for command in told if isinstance(command, Tell)]
-    assert [(tell.stage, tell.message.cut) for tell in fed] == [(0, 0), (3, 2)]
 
 
 def test_whoever_follows_a_lost_stage_takes_its_place_at_once() -> None:
@@ -112,22 +103,6 @@ def test_one_that_is_not_fed_is_not_promoted() -> None:
         assert Replace([1]) in lead.on(Exited(1, -9)), "that was of streams of before"
 
 
-def test_one_that_is_built_while_a_stage_is_replaced_is_fed_afterwards() -> None:
-    lead = training(steps=2)
-    lead.on(Exited(2, -9))
-    assert lead.on(FollowerSaid(1, ready(1))) == []
-    told = [command for command in link(lead, 2) if isinstance(command, TellFollower)]
-    assert told == [TellFollower(1, Connect("at-0", [0, 1, 1], follower=1))]
-
-
-def test_a_stage_and_its_neighbour_are_lost_together_and_one_has_a_follower() -> None:
-    lead, _ = followed(1)
-    commands = lead.on(Exited(1, -9))
-    assert Promote([1]) in commands
-    again = lead.on(Exited(2, -9))
-    assert Replace([1]) in again and Replace([2]) in again, "who was linking begins anew"
-
-
 def test_neighbours_that_are_lost_together_and_promoted_wait_for_each_other() -> None:
     """They were fed by those who are lost; and another that is lost may take long to be built."""
     lead, _ = followed(0)
@@ -155,24 +130,6 @@ def test_one_that_fails_or_is_lost_or_is_not_linked_is_not_promoted() -> None:
     assert Replace([1]) in commands and DropFollower([1]) in commands
 
 
-def test_a_run_that_stops_replaces_a_lost_stage_by_one_that_knows_where() -> None:
-    lead, _ = followed(0)
-    lead.on(StopAsked())
-    assert Replace([0]) in lead.on(Exited(0, -9))
-
-
-def test_followers_hear_what_is_saved() -> None:
-    lead, _ = followed(1)
-    assert TellFollower(1, Saved(2)) in lead.on(Completed(2))
-
-
-def test_one_that_links_hears_nothing_but_the_word_to_start() -> None:
-    lead = training(steps=2)
-    lead.on(FollowerSaid(1, ready(1)))
-    told = lead.on(Completed(2))
-    assert told and not any(isinstance(command, TellFollower) for command in told)
-
-
 def test_last_words_of_who_was_replaced_are_not_those_of_its_stand_by() -> None:
     lead, _ = followed(1)
     lead.on(Exited(1, -9))
@@ -181,26 +138,22 @@ def test_last_words_of_who_was_replaced_are_not_those_of_its_stand_by() -> None:
     assert "stage 1 is back" in texts(report(lead, 2))[0], "it says so itself"
 
 
-def test_one_beside_a_stage_that_begins_at_the_checkpoint_begins_there_too() -> None:
-    lead, _ = followed(1)
-    lead.on(FollowerSaid(0, ready(0)))
-    commands = lead.on(Exited(1, -9)) if lead.on(Lost(2, "gone")) == [] else []
-    assert {1, 2} == {c.stages[0] for c in commands if isinstance(c, Replace)}
-
-
-@pytest.mark.parametrize("delay", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("delay", "stages"),
+    [(0, 2), *(pytest.param(delay, 3, marks=pytest.mark.slow) for delay in (0, 1))],
+)
 def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(
     delay: int,
+    stages: int,
     machines: Machines,  # noqa: F811
     corpus: Corpus,
 ) -> None:
-    every = 200  # steps; that it may be behind, if a neighbour is lost in the middle between two
-    hosted = Hosted(
-        machines,
-        *("ana", "ben", "cleo", "dan"),
-        train__checkpoint_every=every,
-        pipeline__delay=delay,
-    )
+    """Of three stages a neighbour is lost first, and whoever takes its place feeds the stand-by."""
+    # Steps; that it may be behind, if a neighbour is lost in the middle between two.
+    every = 200 if stages > 2 else 20
+    names = ("ana", "ben", "cleo", "dan")[: stages + 1]
+    changes = {"pipeline__stages": stages, "pipeline__delay": delay}
+    hosted = Hosted(machines, *names, train__checkpoint_every=every, **changes)
     host, (spare,) = hosted.host, {*hosted.peers} - {*hosted.seats}
     host.wait_for(r"stage \d has a stand-by, which follows it")
     found = re.search(r"stage (\d) has a stand-by", host.text())
@@ -212,16 +165,17 @@ def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(
         return not held and bool(re.match(rf"stands by for stage .*{stage}", state))
 
     wait_until(stands_by)
-    beside = 1 if stage != 1 else 0
-    for times in range(2, 8):  # one that is behind the last checkpoint begins anew
-        wait_until(lambda: hosted.done() % every > every // 2, PROCESS_PATIENCE)
-        hosted.peers[hosted.seats[beside]].kill_children()
-        host.wait_for(rf"stage {stage} (has a stand-by|follows on)", times=times)
-        if f"stage {stage} follows on" in host.text():
-            break
-    hosted.goes_on(beside)
-    # It may stand by for the other stage too, and have taken that.
-    assert f"stage {stage} follows on" in host.text()
+    if stages > 2:
+        beside = 1 if stage != 1 else 0
+        for times in range(2, 8):  # one that is behind the last checkpoint begins anew
+            wait_until(lambda: hosted.done() % every > every // 2, PROCESS_PATIENCE)
+            hosted.peers[hosted.seats[beside]].kill_children()
+            host.wait_for(rf"stage {stage} (has a stand-by|follows on)", times=times)
+            if f"stage {stage} follows on" in host.text():
+                break
+        hosted.goes_on(beside)
+        # It may stand by for the other stage too, and have taken that.
+        assert f"stage {stage} follows on" in host.text()
     hosted.peers[hosted.seats[stage]].kill()
     host.wait_for(rf"\[form\] +stage {stage}: \w+, which stood by")
     hosted.goes_on(stage)
