@@ -259,3 +259,14 @@ def test_phases_and_notes_are_printed_as_they_are(make_record):
         panel = "\n".join(panel_lines(display, console))
     assert f"[invite] thinwire join tw1-{'x' * 150}" in console.file.getvalue().splitlines()
     assert "loss" in panel and "compute" not in panel
+
+
+def test_progress_bar_comes_and_goes():
+    display, console, _ = make_display()
+    display.progress("data", 4_100_000, 10_200_000, "B")
+    (line,) = panel_lines(display, console)
+    assert line.startswith("[data]") and "━" in line and line.endswith("4.1 MB / 10.2 MB")
+    display.progress("data", 10_200_000, 10_200_000, "B")
+    assert panel_lines(display, console) == []
+    assert "10.2 MB / 10.2 MB done" in console.file.getvalue()
+    display.close()

@@ -183,6 +183,15 @@ def test_a_long_record_is_not_held_in_memory(tmp_path, make_record, without_tens
     assert rows(tmp_path)[-1]["step"] == 2990
 
 
+def test_a_resume_reads_only_the_end_of_a_long_record(tmp_path, make_record, without_tensorboard):
+    """Damage far before what is dropped is not even looked at."""
+    path = long_record(tmp_path, make_record, rows=400)
+    content = path.read_bytes()
+    path.write_bytes(b"#" + content[1:])
+    MetricsWriter(tmp_path, resume_step=390).close()
+    assert path.read_bytes() == b"#" + content[1 : content.index(b'{"kind": "step", "step": 391,')]
+
+
 @pytest.mark.parametrize("cut", [0, 1, 2, 20])
 def test_a_record_that_ends_anywhere_is_continued_on_a_line_of_its_own(
     tmp_path, make_record, without_tensorboard, cut

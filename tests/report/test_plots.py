@@ -12,6 +12,7 @@ from thinwire.report import (
     read_timeline,
     write_timeline,
 )
+from thinwire.report.human import sparkline
 from thinwire.report.metrics import Losses
 from thinwire.report.plots import (
     DPI,
@@ -49,6 +50,14 @@ def timeline(found=None, count=2, run="demo", seconds=10.0):
     return Timeline(run, 7, seconds, stages(count), spans() if found is None else found)
 
 
+def bars_of(figure):
+    (axes,) = figure.axes
+    return {
+        container.get_label(): [(bar.get_x(), bar.get_width(), bar.get_y()) for bar in container]
+        for container in axes.containers
+    }
+
+
 def test_loss_figure_has_the_curves_over_tokens(make_record):
     steps = [make_record(k, loss=10.0 - k) for k in (1, 2, 4)]
     evaluations = [EvaluationRecord(0, 11.0), EvaluationRecord(2, 8.5), EvaluationRecord(3, 7.5)]
@@ -81,6 +90,25 @@ def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path, make_record):
     assert png_size(tmp_path / "none.png") == (9 * DPI, 5 * DPI)
 
 
+def test_every_span_is_a_bar_at_its_place():
+    bars = bars_of(steps_figure([timeline()]))
+    assert {name: len(group) for name, group in bars.items()} == {
+        "wait": 3,
+        "forward": 3,
+        "send forward": 3,
+        "backward": 3,
+        "send backward": 3,
+        "update": 1,
+    }
+    assert [(x, width) for x, width, _ in bars["forward"]] == [(0, 1), (1, 1), (2, 1)]
+    assert bars["update"][0][:2] == (9, 1)
+    compute_rows = {y for _, _, y in bars["forward"]}
+    send_rows = {y for _, _, y in bars["send forward"]}
+    assert compute_rows == {y for _, _, y in bars["update"]}
+    assert min(send_rows) > max(compute_rows)  # y grows downwards: the send lane is below
+    assert {y for _, _, y in bars["backward"]} == {y for _, _, y in bars["wait"]}
+
+
 def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
     quick = timeline([TraceSpan(0, "compute", "F0", 0, 1.5)], 2, "thin", seconds=1.5)
     figure = steps_figure([timeline(run="dense"), quick], "One step of each run")
@@ -108,3 +136,12 @@ def test_a_timeline_is_read_as_it_was_written(tmp_path):
             read_timeline(path)
     with pytest.raises(ThinwireError, match="not the timeline of a step"):
         read_timeline(tmp_path / "nowhere.json")
+
+
+def test_sparklines():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([7, 0], 8) == "█▁"
+    assert sparkline([], 8) == ""
+    assert sparkline([3.0, 3.0], 8) == "▄▄"
+    assert sparkline([math.nan, math.inf], 8) == "  "
+    assert sparkline([0.0, math.nan, 1.0], 8) == "▁ █"

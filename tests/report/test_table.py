@@ -99,6 +99,30 @@ def test_summary_has_the_numbers(summary):
     assert "basis" not in text, "no stage waited for one"
 
 
+def test_a_resumed_run_counts_its_own_steps(summary):
+    short = summary | {
+        "steps": 24,
+        "steps_run": 4,
+        "steps_planned": 24,
+        "final_train_loss_steps": 4,
+    }
+    text = as_text(summary_table(short))
+    assert fact(text, "steps") == "24 of 24; 4 in this run, which resumed at step 20"
+    assert "(mean of the last 4 steps)" in fact(text, "training loss")
+    one = as_text(summary_table(summary | {"final_train_loss_steps": 1}))
+    assert fact(one, "training loss") == "3.2000 in the only step"
+
+
+def test_a_run_that_was_formed_again_says_so(summary):
+    seconds = {"start": 10.0, "training": 90.0, "validation": 2.0, "waiting": 40.0, "other": 8.0}
+    again = {"steps_run": 209, "first_step": 0, "epochs": 3, "total_seconds": 150.0}
+    text = as_text(summary_table(summary | again | {"seconds": seconds}), width=200)
+    steps = "200 of 200; 9 trained twice, since a peer was lost after them"
+    assert fact(text, "steps") == steps
+    assert fact(text, "epochs").startswith("3: the run was formed again")
+    assert "40.0 s waiting for peers, 8.00 s saving and ending" in fact(text, "time")
+
+
 @pytest.mark.parametrize(
     ("ratio", "told"),
     [(12.34, "12.3x fewer"), (123.4, "123x fewer"), (99.96, "100x fewer"), (1.2, "1.20x fewer"),
@@ -134,6 +158,30 @@ def test_tables_are_ascii_without_colour_within_80_columns(summary, monkeypatch)
     assert "\x1b" not in both
     assert max(len(line) for line in both.splitlines()) <= 80
     assert "..." not in both
+
+
+def test_one_stage_has_no_cuts_and_nothing_simulated(summary):
+    summary |= {"cuts": [], "simulated_step_seconds": None, "ratio_vs_bf16": None}
+    summary |= {"link_utilisation": math.nan, "valid_losses": [[200, 3.4567]]}
+    text = as_text(summary_table(summary))
+    assert "at each cut" not in text
+    assert fact(text, "step time") == "1.23 s measured (median)"
+    assert fact(text, "bytes at the cuts") == "-"
+    assert fact(text, "validation loss") == "3.4567 nats per token (step 200), of 65,536 tokens"
+    assert line_with(text, "busiest uplink").split()[-1] == "-"
+
+
+def test_every_byte_is_in_the_summary_with_those_of_validations(summary):
+    assert "bytes sent" not in as_text(summary_table(summary)), "not said, so not shown"
+    kinds = {"FORWARD": 3_000_000, "EVALUATE": 400_000, "PROBE": 60_000, "VALIDATED": 40_000}
+    sent = {"by_kind": {**kinds, "BYE": 64}, "total": 3_500_064}
+    text = as_text(summary_table(summary | {"bytes_sent": sent}))
+    assert line_with(text, "bytes sent").endswith(
+        "3.5 MB between stages, 500.0 kB of it for validations"
+    )
+    quiet = {"by_kind": {}, "total": 0}
+    text = as_text(summary_table(summary | {"bytes_sent": quiet}))
+    assert "0 B between stages, 0 B of it" in line_with(text, "bytes sent")
 
 
 def test_comparison_has_a_row_per_run(summary):

@@ -14,12 +14,14 @@ import pytest
 
 import thinwire
 from thinwire.cli import main
-from thinwire.run.admission import AuthorityBook, Invite, identity_in, serve_enrolment
+from thinwire.run.admission import AuthorityBook, HostSays, Invite, identity_in, serve_enrolment
 from thinwire.run.doctor import (
     Finding,
     Findings,
+    check_answer,
     check_clock,
     check_files,
+    check_folder,
     check_memory,
     check_torch,
     examine,
@@ -182,6 +184,25 @@ def test_an_impostor_behind_the_right_door_blocks(
     assert "the host cannot be trusted: another run answers" in finding.what
 
 
+def test_what_a_host_says_of_a_machine() -> None:
+    invite = Invite("first", "ab" * 32, ("h:1",), "deadbeef", "00" * 16, 1)
+    says = HostSays("9.8.7", reached="no")
+    _, other, unreached = check_answer(invite, says, "198.51.100.7:7000")
+    assert other.level == "blocks" and other.fix == "pip install thinwire==9.8.7"
+    assert other.what == f"thinwire {thinwire.__version__} here, 9.8.7 at the host"
+    assert unreached.level == "note" and "at 198.51.100.7:7000" in unreached.what
+    assert "--listen 0.0.0.0:7000" in unreached.fix
+
+
+def test_an_invite_that_cannot_be_read_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "tw1-abc"])
+    assert end.value.code == 1
+    said = capsys.readouterr().out
+    assert " 1. BLOCKS: this invite cannot be used: it was altered or cut off\n" in said
+    assert "fix: copy the whole line" in said and said.endswith("keeps this machine out.\n")
+
+
 def test_without_an_invite_the_machine_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor"])
     said = capsys.readouterr().out
@@ -213,3 +234,17 @@ def test_thresholds(finding: Finding, level: str, words: str) -> None:
     assert bool(finding.fix) == (level != "fine")
     assert check_clock(-90.0).what == "the clock here is 1m30s ahead of the host's"
     assert check_clock(90.0).what == "the clock here is 1m30s behind the host's"
+
+
+def test_a_folder_below_a_file_blocks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    finding = check_folder(tmp_path / "file" / "deeper" / "still")
+    assert finding.level == "blocks" and f"nothing can be written to {tmp_path}" in finding.what
+    assert check_folder(tmp_path / "not" / "yet" / "there").level != "blocks"
+
+
+def test_findings_come_worst_first_and_numbered() -> None:
+    listed = ("fine", "a"), ("note", "b"), ("blocks", "c"), ("fine", "d")
+    found = Findings([Finding(*one, "so", "do") for one in listed])  # type: ignore[arg-type]
+    assert [f["what"] for f in found.to_plain()["findings"]] == ["c", "b", "a", "d"]
+    assert found.text().splitlines()[0] == " 1. BLOCKS: c"

@@ -7,7 +7,7 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.run import machine
-from thinwire.run.machine import free_disk, load_peers, matmul_rate, measure_machine
+from thinwire.run.machine import Machine, free_disk, load_peers, matmul_rate, measure_machine
 
 CPU = torch.device("cpu")
 
@@ -32,6 +32,16 @@ def test_a_process_of_its_own_tells_the_same(
     monkeypatch.setattr(machine, "device_name", str)
     found = measure_machine("cpu", tmp_path)
     assert found.device.startswith("cpu (") and found.tflops > 1e-6
+
+
+def test_a_machine_in_words() -> None:
+    bare = Machine(device="cpu (8 threads)", tflops=0.25, bf16_tflops=0.1, memory_gb=8, disk_gb=1)
+    assert bare.describe() == (
+        "cpu (8 threads): 250.0 GFLOP/s, in bf16 100.0 GFLOP/s; 8.0 GB of memory and 1.0 GB of "
+        "disk are free"
+    )
+    linked = Machine(tflops=0.25, mbps_up=20.0, mbps_down=90.0, latency_ms=15.0)
+    assert linked.describe().endswith("; to the host 20 Mbit/s up, 90 down, 30 ms round trip")
 
 
 @pytest.mark.parametrize(
@@ -78,3 +88,11 @@ def test_a_bad_file_is_named(text: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=named) as refusal:
         load_peers(path)
     assert str(path) in str(refusal.value)
+
+
+def test_a_file_that_is_not_there_is_shown_how_to_write(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)does not exist: write it.*\[\[peer\]\]") as refusal:
+        load_peers(tmp_path / "none.toml")
+    shown = str(refusal.value).partition("such as\n")[2]
+    (tmp_path / "peers.toml").write_text(shown)
+    assert [p.name for p in load_peers(tmp_path / "peers.toml")] == ["ana"]

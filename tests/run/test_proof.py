@@ -14,6 +14,7 @@ from thinwire.run.checkpoints import (
     Proof,
     begin_proof,
     commit,
+    is_proven,
     open_newest,
     prune,
     read_proof,
@@ -84,6 +85,15 @@ def test_a_checkpoint_that_does_not_open_is_passed_over(
         (saved[step] / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match="not finite"):
         open_newest(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"step": "6", "ended": 0}'])
+def test_a_record_that_cannot_be_read_accuses_nobody(
+    content: str, saved: dict[int, Path], tmp_path: Path
+) -> None:
+    (checkpoints_folder(tmp_path) / "proven.json").write_text(content)
+    assert read_proof(tmp_path) is None
+    assert is_proven(saved[6])
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])

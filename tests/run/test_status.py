@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tables import as_text
 from thinwire.cli import main
 from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
@@ -27,7 +28,7 @@ from thinwire.run.protocol import (
     Pulse,
     StatusReport,
 )
-from thinwire.run.status import Standing, status_from_plain
+from thinwire.run.status import Standing, status_from_plain, status_table
 
 NOW = 1_800_000_000.0
 
@@ -124,6 +125,29 @@ def test_what_a_killed_process_left_is_replaced(folder: Path) -> None:
     with pytest.raises(ConfigError, match="cannot make"):
         ControlSocket(folder, {})
     assert (folder / FILE).read_text() == "mine"
+
+
+def test_a_report_in_words() -> None:
+    text = as_text(status_table(REPORT), width=120)
+    for part in (
+        "code (0123456789abcdef), seen from its host",
+        "a peer for stage 1, for 3m12s",
+        "120 of 5,000, loss 3.1416",
+        "3: the run was re-formed 2 times",
+        "cuda (NVIDIA H200)",
+        "40 / 200",
+        "31 ms",
+        "3m12s ago",
+        "relayed",
+        "1.5 MB/s",
+        "not connected",
+        "note: carl was kicked",
+    ):
+        assert part in text
+    assert text.index("ana") < text.index("ben")
+    bad = PeerStatus("ana\x1b[2J", "busy\x1b]0;x\x07", [0], machine=Machine(device="\x1b[31mgpu"))
+    text = as_text(status_table(StatusReport("r", "0", "host", "training", NOW, peers=[bad])))
+    assert "\x1b" not in text and "\x07" not in text, "a terminal would obey"
 
 
 def run(*arguments: str) -> int:
@@ -282,3 +306,10 @@ def test_links_and_words_of_stages(standing: Standing, clock: Clock) -> None:
     assert standing.report(1, seats, []).links[1].round_trip_ms == 0.0, "JSON has no such number"
     standing.forms()
     assert standing.report(2, seats, []).links[0].way == "", "nothing of an earlier epoch stays"
+
+
+def test_a_report_from_another_machine_counts_by_the_clock_of_this_one() -> None:
+    arrived = REPORT.arrived(5000.0)
+    assert arrived.time - arrived.waiting_since == REPORT.time - REPORT.waiting_since
+    for there, here in zip(REPORT.peers, arrived.peers, strict=True):
+        assert 5000.0 - here.last_word == REPORT.time - there.last_word
