@@ -12,10 +12,10 @@ import pytest
 
 from machines import assert_same_weights
 from proxy import Proxy
-from thinwire import train as train_module
 from thinwire.engine.trace import Progress
 from thinwire.errors import StageError, WireError
 from thinwire.report import PlainDisplay
+from thinwire.run import peers as peers_module
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Command, Event, Said
 from thinwire.run.peer import Peer
@@ -44,7 +44,7 @@ def detour(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Make], dict[in
                         event = Said(stage, replace(ready, address=proxies[stage].address))
                 return super().on(event, now)
 
-        monkeypatch.setattr(train_module, "Coordinator", Detoured)
+        monkeypatch.setattr(peers_module, "Coordinator", Detoured)
         return proxies
 
     yield install
