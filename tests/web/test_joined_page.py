@@ -41,7 +41,7 @@ def test_peers_see_the_run_as_its_host_does(
 
     for name in peers:
         wait_until(lambda name=name: is_whole(page(name)), PROCESS_PATIENCE)  # type: ignore[misc]
-    whole, member = shown(machines.run_folder), page("ana")
+    member, whole = page("ana"), shown(machines.run_folder)  # the host's is the later one
     for parts in (whole, member):
         names = [peer["name"] for peer in parts["state"]["peers"]]
         assert sorted(names) == ["ana", "ben"] and len(parts["losses"]) > 0
