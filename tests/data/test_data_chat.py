@@ -1,6 +1,7 @@
 """Conversations become the ids that their template means, and only answers are learned."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,18 @@ def test_templates_that_take_too_much_are_ended(
         with_source(tokenizer, source).prompt_ids(TALK)
     again = with_source(tokenizer, "{{ messages[0].content }}").template.render(TALK)
     assert again == TALK[0]["content"]
+    RENDERER.close()
+
+
+def test_the_memory_of_whoever_asks_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a process that holds a model; a process begins with the peak of who started it."""
+    limit = 192 << 20
+    monkeypatch.setattr("thinwire.data.rendering.MOST_BYTES", limit)
+    held = np.ones(limit // 8)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 > held.nbytes
+    RENDERER.close()
+    count = "{% for i in range(30000) %}{{ i }}{% endfor %}"  # longer than between two looks
+    assert RENDERER.render(count, {})["text"].endswith("29999")
     RENDERER.close()
 
 

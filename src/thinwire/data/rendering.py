@@ -7,7 +7,6 @@ path: it imports nothing else of this package, so that it starts in a tenth of a
 """
 
 import atexit
-import contextlib
 import functools
 import json
 import math
@@ -90,17 +89,20 @@ atexit.register(RENDERER.close)
 
 
 def _limit_memory(size: int) -> None:
-    """End a template that takes too much memory: by a limit, or by looking while it computes."""
+    """End a template that takes too much memory: by a limit, or by looking while it computes.
+
+    On Linux the peak of memory is no measure: a process begins with that of whoever started it.
+    """
 
     def look(number: int, frame: FrameType | None) -> None:
-        unit = 1 if sys.platform == "darwin" else 1024
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit > size:
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > size:
             raise MemoryError
 
-    with contextlib.suppress(OSError, ValueError):  # macOS does not know this limit
+    if sys.platform == "darwin":  # which does not know the limit
+        signal.signal(signal.SIGPROF, look)
+        signal.setitimer(signal.ITIMER_PROF, _LOOK_SECONDS, _LOOK_SECONDS)
+    else:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    signal.signal(signal.SIGPROF, look)
-    signal.setitimer(signal.ITIMER_PROF, _LOOK_SECONDS, _LOOK_SECONDS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
