@@ -441,7 +441,8 @@ def _member_status(member: "JoinedPeer", invite: Invite) -> StatusReport:
         is_this_machine=True,
         machine=dataclasses.replace(member.machine, name=name, reachable=member.is_open),
     )
-    report = member.report or StatusReport(invite.run_name, invite.run_id, "", "starting", now)
+    state = "training" if doing == "training" else "starting"
+    report = member.report or StatusReport(invite.run_name, invite.run_id, "", state, now)
     others = [peer for peer in report.peers if peer.name != name]
     wait = report.state, report.waiting_for, report.waiting_since
     if away is not None:
