@@ -60,7 +60,10 @@ def prepare_torch(settings: Settings, device: torch.device) -> None:
         # What a caller convolves would round to ten bits; matrix products do not unless told to.
         torch.backends.cudnn.allow_tf32 = False
     # Not as a warning only: then attention's backward on a GPU would still add up in any order.
-    torch.use_deterministic_algorithms(True)
+    if settings.run.compile:
+        torch.use_deterministic_algorithms(True)
+    else:  # the same, without the compiler, which takes seconds to import
+        torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

@@ -4,6 +4,7 @@ Torch keeps optimizer state by position; a run that is split anew needs it by na
 StageOptimizer does that translation and nothing else.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
@@ -32,7 +33,22 @@ class Role(Enum):
     HEAD = "head"
 
 
-class SubspaceAdamW(torch.optim.Optimizer):
+class Optimizer(torch.optim.Optimizer):
+    """Torch's own, without its compiler: to stay out of what that compiles, methods import it when
+    they are first called, which takes two seconds of a core in every process.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class AdamW(Optimizer, torch.optim.AdamW):
+    """Torch's own, in the same way."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class SubspaceAdamW(Optimizer):
     """AdamW whose second moment is constant along the model dimension of held parameters.
 
     Adam divides each coordinate of the momentum by its own second moment, which turns an update out
@@ -101,7 +117,7 @@ class SubspaceAdamW(torch.optim.Optimizer):
         weight.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / (1 - beta1**count))
 
 
-class RowAdamW(torch.optim.Optimizer):
+class RowAdamW(Optimizer):
     """AdamW for a table of which only some rows are updated at a time.
 
     A row whose token is rare has no gradient for many updates. AdamW moves it all the same:
@@ -165,7 +181,7 @@ class RowAdamW(torch.optim.Optimizer):
         return table_VD[rows_R].mul_(kept_R1 - 1).sub_(move_RD)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay, for matrices: momentum whose
     directions all count alike.
 
@@ -358,10 +374,7 @@ def state_like(
     constraint: Constraint | None = None,
     by_rows: bool = False,
 ) -> dict[str, Tensor]:
-    """What `StageOptimizer.state_tensors` gives after an update, as tensors without memory.
-
-    Without an optimizer: what torch imports to make the first one takes seconds.
-    """
+    """What `StageOptimizer.state_tensors` gives after an update, as tensors without memory."""
     names = {p: name for name, p in parameters.items()}
     kinds = _grouped(parameters, roles, config.with_shares(), constraint, by_rows)
     return {
@@ -374,7 +387,7 @@ def state_like(
 
 
 def _state_like(
-    kind: type[torch.optim.Optimizer], group: dict[str, Any], parameter: Tensor
+    kind: type[Optimizer], group: dict[str, Any], parameter: Tensor
 ) -> dict[str, Tensor]:
     """What each kind of optimizer keeps of a parameter, as tensors without memory."""
 
@@ -411,12 +424,12 @@ def _build(
     config: OptimConfig,
     constraint: Constraint | None,
     by_rows: bool,
-) -> list[torch.optim.Optimizer]:
+) -> list[Optimizer]:
     """As few optimizers and groups as there are ways to update a parameter, for speed."""
     kinds = _grouped(parameters, roles, config, constraint, by_rows)
     fused = all(p.is_cuda for p in parameters.values())
-    common: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
-        torch.optim.AdamW: {"betas": BETAS, "fused": fused},
+    common: dict[type[Optimizer], dict[str, Any]] = {
+        AdamW: {"betas": BETAS, "fused": fused},
         SubspaceAdamW: {"betas": BETAS},
         RowAdamW: {"betas": BETAS},
         Muon: {},
@@ -430,13 +443,13 @@ def _grouped(
     config: OptimConfig,
     constraint: Constraint | None,
     by_rows: bool,
-) -> dict[type[torch.optim.Optimizer], list[dict[str, Any]]]:
+) -> dict[type[Optimizer], list[dict[str, Any]]]:
     """Which kind of optimizer updates which parameters, in groups with the same options."""
     axes = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
-    kinds: dict[type[torch.optim.Optimizer], dict[tuple[Any, ...], dict[str, Any]]] = {}
+    kinds: dict[type[Optimizer], dict[tuple[Any, ...], dict[str, Any]]] = {}
     for name, parameter in parameters.items():
         role = roles.get(name)
-        kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+        kind: type[Optimizer] = AdamW
         options: dict[str, Any] = {
             "lr_share": _share(role, config),
             "weight_decay": config.weight_decay if parameter.ndim > 1 else 0.0,

@@ -268,8 +268,6 @@ def main(arguments: list[str]) -> None:
     starter = socket.socket(fileno=0)
     try:
         live = importlib.import_module(module).main
-        if module == TRAINING:  # torch's optimizers do this at their first step: seconds of a core
-            importlib.import_module("torch._dynamo")
     except BaseException:
         starter.setblocking(False)
         with contextlib.suppress(BlockingIOError):
