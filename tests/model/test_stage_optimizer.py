@@ -1,6 +1,8 @@
 """Which parameter is updated by what, and state that outlives the grouping it was made in."""
 
 import hashlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -205,3 +207,29 @@ def test_the_rate_given_at_the_step_counts_and_not_the_configured_one(optimizer:
         ensemble.train(range(2))
         results.append(ensemble.weights())
     assert same_bits(*results)
+
+
+TRAINS = """
+import sys, torch
+from thinwire.engine.build import prepare_torch
+from thinwire.model import OptimConfig, Role, StageOptimizer
+from thinwire.settings import Settings
+
+prepare_torch(Settings(), torch.device("cpu"))
+matrix, gain = (torch.nn.Parameter(torch.ones(shape)) for shape in ((4, 4), (4,)))
+named = {"matrix": matrix, "gain": gain}
+optimizer = StageOptimizer(named, {"matrix": Role.MATRIX}, OptimConfig(name="muon"))
+(matrix @ gain).sum().backward()
+optimizer.step(0.1)
+assert torch.are_deterministic_algorithms_enabled() and (gain < 1).all()
+assert not torch.is_deterministic_algorithms_warn_only_enabled()
+assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modules
+torch.optim.AdamW([gain])
+assert "torch._dynamo" in sys.modules, "torch's own may be used again"
+"""
+
+
+def test_a_stage_trains_without_the_compiler() -> None:
+    """Which takes seconds to import, in each process."""
+    done = subprocess.run([sys.executable, "-c", TRAINS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
