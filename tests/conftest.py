@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine import Assignment, Worker
 from thinwire.engine.feed import FarCorpus
 from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
+from thinwire.run import peers
 from thinwire.run.checkpoints import commit
+from thinwire.run.processes import Forker
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 from thinwire.wire import Link, Meter, memory_pair
@@ -44,6 +47,36 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+class SharedForker(Forker):
+    """Forks the stages of all runs of this process: torch is imported once, not for each run."""
+
+    def close(self) -> None:
+        """Others use it too; the processes of a run end by themselves."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_forkers() -> Iterator[None]:
+    made: dict[str, Forker] = {}
+
+    def environment() -> object:
+        """What forked processes have of whoever started the one that forks them."""
+        own = {**os.environ, "PYTEST_CURRENT_TEST": "", "THINWIRE_CACHE": ""}
+        return sys.executable, own
+
+    usual = environment()
+
+    def forker(module: str) -> Forker:
+        if environment() != usual:
+            return Forker(module)
+        return made.setdefault(module, SharedForker(module))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "Forker", forker)
+        yield
+    for each in made.values():
+        Forker.close(each)
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,49 @@
 """Real `thinwire` processes, for tests that start them, signal them and look for what is left."""
 
 import contextlib
+import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
+from thinwire.run.processes import Forker, start_processes
 from waiting import PATIENCE, PROCESS_PATIENCE
+
+_forker = Forker("command_process")
+
+
+class Command:
+    """A running command, forked by a process that has imported what commands use."""
+
+    def __init__(
+        self, arguments: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str], said: str
+    ):
+        paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
+            (self._process,) = start_processes([log], forker=_forker)
+        order = {"arguments": [*arguments], "cwd": str(cwd), "env": dict(env)}
+        with contextlib.suppress(BrokenPipeError), self._process.ours as there:
+            there.sendall(json.dumps(order).encode() + b"\n" + said.encode())
+            there.shutdown(socket.SHUT_WR)
+        self.poll, self.wait = self._process.poll, self._process.wait
+        while self._process.process is None:  # the first waits for the imports
+            assert self.poll() is None, log.read_text()
+            time.sleep(0.01)
+        self.pid = self._process.process
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class Program:
@@ -24,10 +58,18 @@ class Program:
         said: str = "",
         **variables: Path,
     ):
-        """`into`: a descriptor that gets the output instead of a file. `said`: its input."""
+        """`into`: a descriptor that gets the output instead of a file. `said`: its input.
+
+        With variables that its libraries read at the start, it imports them itself.
+        """
         self.log = cwd / f"output-{time.monotonic_ns()}.txt"
         own = {"THINWIRE_CACHE": str(cache), "COLUMNS": "100", "PYTHONFAULTHANDLER": "1"}
         own |= {name: str(value) for name, value in variables.items()}
+        self.process: Command | subprocess.Popen[bytes]
+        if into is None and {*variables} <= {"HOME", "THINWIRE_DATA"}:
+            env = {**os.environ, **own}
+            self.process = Command(arguments, self.log, cwd, env, said)
+            return
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "thinwire.cli", *arguments],
