@@ -28,15 +28,21 @@ from thinwire.run.protocol import Relink, Saved
 from thinwire.wire import LinkState
 from thinwire.wire.logged import Lacking
 
-SEEDS = 1000
+SEEDS = 400  # the planted bugs below are found within fewer
 
 
-def test_a_thousand_seeds() -> None:
+def test_seeds() -> None:
     assert failing(range(SEEDS)) == {}
 
 
 def test_seeds_with_delayed_updates() -> None:
     assert failing(range(SEEDS // 4), delay=1) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0, 1])
+def test_thousands_of_seeds(delay: int) -> None:
+    assert failing(range(SEEDS, 3000), delay=delay) == {}
 
 
 def _wrong_stops(delay: int) -> int:
