@@ -9,7 +9,8 @@ four holds of the preset 160m, between network namespaces that PROGRAM joins. It
 Mbit/s, one-way milliseconds, milliseconds of queue, lost packets in a million and the names of the
 namespaces, gives node K the address 10.88.0.K there, and carries packets until it is told to end.
 Then what logs and a stand-by cost a run whose links decide its speed: the same steps with logs and
-without, and in one run with a stand-by and without, by turns. All share this machine's cores, where
+without, and in one run with a stand-by and without, by turns; beside what the host planned, and
+what the simulator says with the compute that was measured. All share this machine's cores, where
 the stand-by computes when nobody else does, as if it had its own.
 """
 
@@ -34,6 +35,8 @@ from safetensors.torch import load_file
 
 from thinwire.paths import cache_folder
 from thinwire.run.formation import read_formation
+from thinwire.run.record import read_progress
+from thinwire.schedule import simulate
 from thinwire.settings import Settings, merged
 from thinwire.typed import to_toml
 from thinwire_lab.bench_link import Row, show
@@ -375,6 +378,10 @@ def cost_over_wan(folder: Path) -> Iterator[Row]:
                     fed = sum(link["forward_bytes"] for link in links if link["cut"] + 1 in found)
                     fed += sum(link["backward_bytes"] for link in links if link["cut"] in found)
                     hosted.members[f"peer-{STAGES + 1}"].end()
+            planned = float(run.leader.find(r"a step takes ([\d.]+) s"))
+            known = read_progress(run.folder)
+            assert known is not None, "it is written with every step"
+            rate = simulate(settings.schedule(), known.measured_costs, known.links, steps=4)
             for what, steps, more in ((name, alone, 0.0), ("a stand-by", followed, fed)):
                 if steps:
                     middle = statistics.median(steps)
@@ -382,6 +389,8 @@ def cost_over_wan(folder: Path) -> Iterator[Row]:
                     yield {
                         "what": what,
                         "step s, by turns": " ".join(f"{step:.3f}" for step in steps),
+                        "planned": planned,
+                        "by measured compute": rate.step_seconds,
                         "tokens/s": settings.tokens_per_step / middle,
                         "MB a step over cuts": moved / 1e6,
                         "MB a step to it": more / 1e6,
