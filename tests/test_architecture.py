@@ -18,7 +18,8 @@ PACKAGE = "thinwire"
 SOURCE = Path(thinwire.__file__).parent
 
 FLOORS = [
-    {"errors", "typed", "paths", "folders", "lazy", "arguments", "occupancy", "recipes"},
+    {"errors", "typed", "paths", "folders", "lazy", "arguments", "occupancy", "recipes"}
+    | {"background"},
     {"codec", "wire", "schedule", "data", "report"},
     {"model"},
     {"settings"},

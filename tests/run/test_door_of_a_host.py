@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
 from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.wire import Door, Identity, Route, Traffic
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import Wish, call
 from waiting import PATIENCE, wait_until
 

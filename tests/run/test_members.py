@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hosting import House, Joined, hello, host_of, house  # noqa: F401
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
 from thinwire.run import members as members_module
 from thinwire.run.doctor import check_outside
@@ -36,7 +37,6 @@ from thinwire.run.protocol import (
 )
 from thinwire.run.status import UNREACHED
 from thinwire.wire import Pipe, dial
-from thinwire.wire.background import on_daemon_thread
 from waiting import PATIENCE, wait_until
 
 # ruff: noqa: F811

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from programs import Program
+from thinwire.background import on_daemon_thread
 from thinwire.errors import ConfigError
 from thinwire.run.relay import Relay, run_relay
 from thinwire.wire import Route, Standby, ping
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import call
 from waiting import wait_until
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import MANIFEST, partial_folder, sealed
@@ -25,7 +26,6 @@ from thinwire.run.transfer import (
 )
 from thinwire.settings import Settings
 from thinwire.wire import memory_pair
-from thinwire.wire.background import on_daemon_thread
 
 EXACT = {
     "run__precision": "fp32",

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from thinwire.background import on_daemon_thread
 from thinwire.engine.checkpoint import Shard, partial_folder, sha256_of
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.source import Versions
@@ -26,7 +27,6 @@ from thinwire.run.transfer import (
     incoming_folder,
 )
 from thinwire.wire import FrameKind, Pipe, memory_pair
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.door import Allowance
 from waiting import PATIENCE, wait_until
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
 from thinwire.errors import WireError
 from thinwire.run.tokens import Columns, FetchedCorpus, TokenServer, columns_read
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, encode, handshake, memory_pair
-from thinwire.wire.background import on_daemon_thread
 from waiting import PATIENCE, wait_until
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import BreachError, CheckpointError, WireError
 from thinwire.run.transfer import (
     MOST_SAID,
@@ -24,7 +25,6 @@ from thinwire.run.transfer import (
     uplink_share,
 )
 from thinwire.wire import Frame, FrameKind, Pipe, memory_pair
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.door import Allowance
 
 MakeFile = Callable[[int], tuple[Path, Want]]

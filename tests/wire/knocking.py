@@ -4,8 +4,8 @@ import queue
 import socket
 from concurrent import futures
 
+from thinwire.background import on_daemon_thread
 from thinwire.wire import Door
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import proof_of, who_of
 from thinwire.wire.sockets import ListeningPort
 from waiting import PATIENCE, wait_until

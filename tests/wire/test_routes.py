@@ -12,9 +12,9 @@ from knocking import RUN, TOKEN, Service, ask, knock, line
 from wiring import HOST, MAX_MESSAGE, PEER
 
 from proxy import Proxy
+from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
 from thinwire.wire import Door, Identity, LastingPipe, Listener, Pipe, Route, Routes, Standby, dial
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import proof_of, to_sign
 from waiting import PATIENCE, wait_until
 

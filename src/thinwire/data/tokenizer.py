@@ -4,13 +4,14 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import DataError
 from thinwire.folders import write_file
 from thinwire.paths import expanded
@@ -239,7 +240,6 @@ def interruptible(
     so has them. An interrupted computation is left behind: it gets no further items, and otherwise
     dies with the process.
     """
-    result: Future[ResultT] = Future()
     is_abandoned = threading.Event()
 
     def guarded() -> Iterator[ItemT]:
@@ -248,14 +248,7 @@ def interruptible(
                 raise Abandoned
             yield item
 
-    def compute() -> None:
-        try:
-            result.set_result(work(guarded()))
-        except BaseException as error:
-            result.set_exception(error)
-
-    thread = threading.Thread(target=compute, daemon=True)
-    thread.start()
+    result = on_daemon_thread("thinwire data", lambda: work(guarded()))
     try:
         while not result.done():
             # A signal may reach another thread: only a wait that ends shows it to this one.
@@ -263,4 +256,4 @@ def interruptible(
         return result.result()
     finally:
         is_abandoned.set()
-        thread.join(_GRACE_SECONDS)
+        wait([result], _GRACE_SECONDS)

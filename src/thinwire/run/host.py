@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.engine.cut import are_cuts_learned
@@ -130,7 +131,6 @@ from thinwire.wire import (
     ping,
     raise_descriptor_limit,
 )
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import SERVICE as SPEED
 from thinwire.wire.speed import SpeedService

@@ -32,6 +32,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 
 import thinwire
+from thinwire.background import on_daemon_thread
 from thinwire.engine.audit import Audit
 from thinwire.engine.reports import Report, ShardFailed, ShardWritten, meters_of
 from thinwire.engine.trace import Progress
@@ -90,7 +91,6 @@ from thinwire.wire import (
     handshake,
     memory_pair,
 )
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.keys import fingerprint_of
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen

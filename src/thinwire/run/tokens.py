@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
 from thinwire.data.order import MASKED
 from thinwire.engine.build import StageBuilder
@@ -36,7 +37,6 @@ from thinwire.errors import WireError, printable
 from thinwire.settings import Settings
 from thinwire.typed import learn_types
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, handshake
-from thinwire.wire.background import on_daemon_thread
 
 STEPS_AHEAD = 4
 AHEAD_BYTES = 16 << 20  # of ids that were asked for ahead of their use, but for one microbatch

@@ -33,6 +33,7 @@ import msgspec
 import safetensors
 from safetensors.torch import save_file
 
+from thinwire.background import on_daemon_thread
 from thinwire.engine.checkpoint import (
     MANIFEST,
     SEAL,
@@ -59,7 +60,6 @@ from thinwire.run.machine import free_disk
 from thinwire.settings import Settings
 from thinwire.typed import learn_types
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.door import Allowance
 
 PIECE_BYTES = 256 << 10

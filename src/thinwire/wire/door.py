@@ -20,8 +20,8 @@ from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.keys import RUN_DIGITS, fingerprint_of, proven_by
 from thinwire.wire.routes import (
     HERE,

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from concurrent import futures
 from enum import IntEnum
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, BreachError, WireError
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.frame import BytesLike
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 

@@ -21,9 +21,9 @@ from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import BreachError, WireError, printable
 from thinwire.typed import option
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.emulate import DelayLine, Nic, stamp, unstamp
 from thinwire.wire.frame import HEADER_BYTES, BytesLike, Frame, FrameKind, Meter, decode, encode
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe

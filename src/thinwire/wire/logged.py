@@ -24,8 +24,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import BreachError, WireError
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.emulate import STAMP_BYTES, Nic, stamp
 from thinwire.wire.frame import (
     HEADER_BYTES,

@@ -27,8 +27,8 @@ from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Literal
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError, printable
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.sockets import connect, hang_up, why
 
 VERSION = 3

@@ -9,8 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError, printable
-from thinwire.wire.background import on_daemon_thread
 
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
 _DESCRIPTORS = 65536

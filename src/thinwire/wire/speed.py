@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import dataclass
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import ROUTE_S, Route, call, hear, say
 from thinwire.wire.sockets import hang_up, why
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, BreachError, WireError, printable
-from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.frame import BytesLike
 from thinwire.wire.keys import Identity, dialing_context, fingerprint_of, proven_by, shown_key
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
