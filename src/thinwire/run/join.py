@@ -52,7 +52,7 @@ from thinwire.run.machine import Machine, free_disk, measure_machine
 from thinwire.run.members import SESSION_BYTES
 from thinwire.run.peer import versions
 from thinwire.run.peers import StagesHere
-from thinwire.run.processes import start_processes
+from thinwire.run.processes import StageProcess, start_processes
 from thinwire.run.protocol import (
     FROM_COORDINATOR,
     MAX_MESSAGE,
@@ -318,6 +318,7 @@ class Holding:
             raise ConfigError(f"the host gives stages that the run does not have: {self.stages}")
         self.run_folder = folder / "run"
         self._terms, self._logs = terms, folder / "logs"
+        self._process: StageProcess | None = None
         self.here: StagesHere | None = None
 
     @property
@@ -355,6 +356,13 @@ class Holding:
             host=[*host.routes],
         )
 
+    def begin(self) -> None:
+        """Start the process of the stages, on the thread that also ends it: it imports torch while
+        `prepare` fetches what they need.
+        """
+        log = self._logs / f"stage-{'-'.join(map(str, self.stages))}.log"
+        (self._process,) = start_processes([log])
+
     def start(
         self,
         order: Order,
@@ -362,15 +370,14 @@ class Holding:
         on_lost: Callable[[ThinwireError], None],
         on_exit: Callable[[list[int], int], None],
     ) -> None:
-        """Start the process of the stages, on the thread that also ends it."""
-        log = self._logs / f"stage-{'-'.join(map(str, self.stages))}.log"
-        (process,) = start_processes([log])
-        self.here = StagesHere(order, process, on_said, on_lost, on_exit)
+        """Have the process be these stages."""
+        assert self._process is not None, "it has begun"
+        self.here = StagesHere(order, self._process, on_said, on_lost, on_exit)
 
     def stop(self) -> None:
         """End the process at once, if there is one."""
-        if self.here is not None:
-            self.here.process.end()
+        if self._process is not None:
+            self._process.end()
 
     def _own_corpus(self, say: Callable[[str, int, int], None]) -> Path | None:
         """The folder of the corpus, if it is here and the one that the run is trained on."""
@@ -669,6 +676,11 @@ class JoinedPeer:
             f"{stands_by}{which} of {len(counts)} ({blocks} block{'s' if blocks > 1 else ''}), "
             f"epoch {generation}",
         )
+        try:
+            holding.begin()
+        except ThinwireError as error:
+            self._decline(generation, hold.stages, error)
+            return
         self._begin(self._prepare, holding)
 
     def _prepare(self, holding: Holding) -> None:
@@ -712,15 +724,12 @@ class JoinedPeer:
                 shutil.rmtree(fetched, ignore_errors=True)
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
         self._pace.mbps = uplink_share(share * self.machine.mbps_up)
-        try:
-            held.start(
-                result,
-                partial(self._say_of, held),
-                lambda error: None,  # its exit says more
-                lambda stages, code: self._due.put(partial(self._on_exit, held, stages, code)),
-            )
-        except ThinwireError as error:
-            self._decline(held.generation, held.stages, error)
+        held.start(
+            result,
+            partial(self._say_of, held),
+            lambda error: None,  # its exit says more
+            lambda stages, code: self._due.put(partial(self._on_exit, held, stages, code)),
+        )
 
     def _decline(self, generation: int, stages: list[int], error: ThinwireError) -> None:
         self._display.note(
