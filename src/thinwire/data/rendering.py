@@ -7,6 +7,7 @@ path: it imports nothing else of this package, so that it starts in a tenth of a
 """
 
 import atexit
+import contextlib
 import functools
 import json
 import math
@@ -102,7 +103,8 @@ def _limit_memory(size: int) -> None:
         signal.signal(signal.SIGPROF, look)
         signal.setitimer(signal.ITIMER_PROF, _LOOK_SECONDS, _LOOK_SECONDS)
     else:
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        with contextlib.suppress(OSError, ValueError):  # there is a lower one
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
