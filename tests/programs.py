@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
-from thinwire.run.processes import Forker, start_processes
+from thinwire.run.processes import Forker, forks, start_processes
 from waiting import PATIENCE, PROCESS_PATIENCE
 
 _forker = Forker("command_process")
@@ -66,7 +66,7 @@ class Program:
         own = {"THINWIRE_CACHE": str(cache), "COLUMNS": "100", "PYTHONFAULTHANDLER": "1"}
         own |= {name: str(value) for name, value in variables.items()}
         self.process: Command | subprocess.Popen[bytes]
-        if into is None and {*variables} <= {"HOME", "THINWIRE_DATA"}:
+        if forks("cpu") and into is None and {*variables} <= {"HOME", "THINWIRE_DATA"}:
             env = {**os.environ, **own}
             self.process = Command(arguments, self.log, cwd, env, said)
             return
