@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from webruns import STEPS, FakeHost, step_record
+from webruns import STEPS, FakeHost, let_links_decide, step_record
 
 from thinwire.report import EvaluationRecord, MetricsWriter
 from thinwire.report.story import Story
@@ -155,6 +155,7 @@ def test_recipe_samples_and_what_dense_would_cost_are_shown(
     story, words = Story(run_folder), "<b>def</b> of a stage"
     story.tell("sample", f"step 2: {words}")
     story.tell("sample", f"step 3: {words}, later")
+    let_links_decide(run_folder)
     page = open_page(serve(run_folder).address)
     until(page, "document.getElementById('recipe').innerText == 'recipe dense'")
     until(page, "document.querySelectorAll('.sample').length == 2")
