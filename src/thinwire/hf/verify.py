@@ -13,8 +13,8 @@ from torch import Tensor
 
 from thinwire.data import Tokenizer
 from thinwire.engine import Checkpoint
-from thinwire.engine.chain import Joined
 from thinwire.engine.conversion import Folded
+from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError
 from thinwire.hf.cuts import WithCuts

@@ -18,8 +18,8 @@ from thinwire.data.documents import LostCharacters, Texts
 from thinwire.data.sources import read_records, text_files
 from thinwire.engine import Checkpoint
 from thinwire.engine.build import choose_device
-from thinwire.engine.chain import Joined
 from thinwire.engine.feed import Feed
+from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
 from thinwire.errors import DataError
 from thinwire.inference.text import Choice, Sampling, TextModel
@@ -68,7 +68,7 @@ class Model(Joined, TextModel):
 
         With the past of each stage, of the positions that follow those in it.
         """
-        self.go_to(self.checkpoint.step, number, training=False)
+        self.go_to(self.checkpoint.step, number)
         return self.logits(inputs, self.compression, pasts)
 
     def evaluate(self, display: Display, batches: int = 0) -> dict[str, Any]:
