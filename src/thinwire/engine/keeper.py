@@ -175,9 +175,7 @@ class Keeper:
                 measured = source.tensors([NEXT_MEASURES])[NEXT_MEASURES].tolist()
                 self._proposed = BasisMove(basis_DK, *measured)
             self.switch(basis_DK)
-        # At the end of a window only an earlier version saved one: its move was never made, and
-        # the next window must not count it.
-        elif self._is_last and COVARIANCE in names and not self._ends_window(source.step - 1):
+        elif self._is_last and COVARIANCE in names:
             loaded = source.tensors([COVARIANCE])[COVARIANCE]
             self._covariance_DD = loaded.to(self.space.basis_DK.device)
 

@@ -366,7 +366,7 @@ class Port:
 
     def _on_frame(self, frame: Frame) -> None:
         is_again = self._state is not None and frame.step <= self._state.sent_again
-        if is_again and not self._mailbox.wait_until(lambda: self._is_due(frame)):
+        if is_again and not self._mailbox.wait_until(lambda: not self._too_early(frame)):
             return  # nobody will take it
         if frame.kind not in self._due.kinds:
             raise WireError(f"{self.link.name}: an unexpected {frame.kind.name} frame arrived")
@@ -378,12 +378,11 @@ class Port:
         if frame.kind is FrameKind.EVALUATE:
             self._on_evaluation(frame)
         elif frame.kind not in LEGS:
-            self._check_step(frame)
+            self._check_due(frame)
             self._on_message(frame)
         else:
             codec = self._check_contract(frame)
-            self._check_step(frame)
-            self._check_window(frame)
+            self._check_due(frame)
             is_remembered = codec.remembers and frame.kind in _TRAINING
             with self._gate:
                 self._check_first(frame)
@@ -392,17 +391,24 @@ class Port:
             if not is_remembered:
                 self._receive(frame)
 
-    def _is_due(self, frame: Frame) -> bool:
-        """Whether it would not be too early: the checks below refuse what is."""
-        ahead = frame.step - self._open_step
-        if frame.kind in (FrameKind.EVALUATE, FrameKind.VALIDATED):
-            return ahead <= 1
-        before, is_answered = self._due.answers_before, True
-        if frame.kind is FrameKind.BACKWARD:
-            is_answered = frame.microbatch in self._sent.get(frame.step, set())
-        elif frame.kind is FrameKind.FORWARD and before and frame.microbatch < len(before):
-            is_answered = self._answers(frame.step) >= before[frame.microbatch]
-        return ahead <= self._due.steps_ahead and is_answered
+    def _too_early(self, frame: Frame) -> str:
+        """Why the neighbour's schedule cannot have made a frame yet: it would pile up here."""
+        before, number = self._due.answers_before or (), frame.microbatch
+        if frame.step - self._open_step > self._due.steps_ahead:
+            return self._not_now()
+        if frame.kind is FrameKind.BACKWARD and number not in self._sent.get(frame.step, ()):
+            return "answers an activation that was not sent"
+        if frame.kind is FrameKind.FORWARD and number < len(before):
+            answers, wanted = self._answers(frame.step), before[number]
+            if answers < wanted:
+                return (
+                    f"is beyond the window: it is due after {wanted} gradients, and {answers} were "
+                    "sent"
+                )
+        return ""
+
+    def _not_now(self) -> str:
+        return f"belongs neither to the current step, {self._open_step}, nor to the next"
 
     def _answers(self, step: int) -> int:
         """Gradients of a step that were sent, less those that are missing of the step before."""
@@ -411,26 +417,10 @@ class Port:
             count -= self._end.microbatches - len(self._sent.get(step - 1, ()))
         return count
 
-    def _check_step(self, frame: Frame) -> None:
-        ahead = frame.step - self._open_step
-        if not -self._due.steps_behind <= ahead <= self._due.steps_ahead:
-            raise WireError(
-                f"{self._described(frame)} belongs neither to the current step, {self._open_step}, "
-                "nor to the next"
-            )
-
-    def _check_window(self, frame: Frame) -> None:
-        """Refuse what the neighbour's schedule cannot have made yet: it would pile up here."""
-        sent, before = self._sent.get(frame.step, set()), self._due.answers_before
-        if frame.kind is FrameKind.BACKWARD and frame.microbatch not in sent:
-            raise WireError(f"{self._described(frame)} answers an activation that was not sent")
-        if frame.kind is not FrameKind.FORWARD or not before:
-            return
-        if (answers := self._answers(frame.step)) < before[frame.microbatch]:
-            raise WireError(
-                f"{self._described(frame)} is beyond the window: it is due after "
-                f"{before[frame.microbatch]} gradients, and {answers} were sent"
-            )
+    def _check_due(self, frame: Frame) -> None:
+        is_late = frame.step < self._open_step - self._due.steps_behind
+        if why := self._not_now() if is_late else self._too_early(frame):
+            raise WireError(f"{self._described(frame)} {why}")
 
     def _check_first(self, frame: Frame) -> None:
         what = frame.kind, frame.step, frame.microbatch
@@ -485,7 +475,7 @@ class Port:
         """Receive a frame of a step that was opened, and hold one of the next: what its codec
         remembers may not move on to it yet.
         """
-        self._check_step(frame)
+        self._check_due(frame)
         if frame.step <= self._open_step:
             self._receive(frame)
         else:

@@ -361,23 +361,21 @@ def remedy(key: str, mine: Any, theirs: Any) -> str:
     if key == SECTIONS and isinstance(mine, dict) and isinstance(theirs, dict):
         names = [name for name, digest in mine.items() if theirs.get(name) != digest]
         return f"they differ in {', '.join(names)}"
-    if key == EPOCH:
-        return (
-            "the run was formed again meanwhile. Run the `thinwire join` command again on the "
-            "machine with the lower number"
-        )
-    if key == "config_hash":
-        return "both ends need the same settings: start both from the same run.toml"
-    if key == "corpus":
-        return (
-            "the prepared data differ: give both machines the same data.path and the same "
-            "tokenizer, and start again with --resume"
-        )
-    if key in ("first_step", "basis", "basis_version", "token_table") or key.endswith("_memory"):
-        return "start all stages from the same checkpoint: --resume on the host"
-    if key.endswith("_codec"):
-        return "give both the same codec settings, and the same plugins where they name one"
-    return ""
+    ending = key.rpartition("_")[2]
+    return _REMEDIES.get(key) or _REMEDIES.get(ending, "")
+
+
+_SAME_START = "start all stages from the same checkpoint: --resume on the host"
+_REMEDIES = {
+    EPOCH: "the run was formed again meanwhile. Run the `thinwire join` command again on the "
+    "machine with the lower number",
+    "config_hash": "both ends need the same settings: start both from the same run.toml",
+    "corpus": "the prepared data differ: give both machines the same data.path and the same "
+    "tokenizer, and start again with --resume",
+    **dict.fromkeys(("first_step", "basis", "basis_version", "token_table"), _SAME_START),
+    "memory": _SAME_START,  # of a codec
+    "codec": "give both the same codec settings, and the same plugins where they name one",
+}
 
 
 def release_remedy(mine: str, theirs: str) -> str:
