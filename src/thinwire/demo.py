@@ -142,13 +142,12 @@ def _draw(summaries: Mapping[str, Summary]) -> Path | None:
         needs("matplotlib", extra="plots", what="drawing")
     except MissingPackageError:
         return None
-    from thinwire.report.plots import plot_steps_side_by_side  # slow to import
+    from thinwire.report.plots import plot_steps  # slow to import
 
     folders = [Path(summary["paths"]["folder"]) for summary in summaries.values()]
     path = folders[0] / "plots" / "compare.png"
-    plot_steps_side_by_side(
-        [read_timeline(folder / "plots" / "step.json") for folder in folders], path
-    )
+    timelines = [read_timeline(folder / "plots" / "step.json") for folder in folders]
+    plot_steps(timelines, path, "One step of each run")
     return path
 
 

@@ -44,7 +44,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(kind: str, tmp_path: P
         with torch.no_grad():
             found = ours(ids)
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
-    tokenizer = ours.tokenizer()
+    tokenizer = ours.tokenizer
     prompt = torch.tensor([tokenizer.encode(PROMPT)])
     continued = theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
     text = ours.generate(PROMPT, 12, 0.0, 0, 0)

@@ -18,7 +18,7 @@ from thinwire.report.plots import (
     DPI,
     loss_figure,
     plot_loss,
-    plot_steps_side_by_side,
+    plot_steps,
     steps_figure,
 )
 
@@ -122,7 +122,7 @@ def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert len(set(names)) == len(names) == 6
-    plot_steps_side_by_side([timeline(), quick], tmp_path / "new" / "compare.png")
+    plot_steps([timeline(), quick], tmp_path / "new" / "compare.png")
     assert png_size(tmp_path / "new" / "compare.png")[0] == 13 * DPI
 
 

@@ -184,14 +184,11 @@ class StageBuilder:
             table_VD = fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std).to(
                 self.device
             )
-        return Space(self._basis(boundary.basis_seed, boundary.rank), table_VD)
-
-    def _basis(self, seed: int, rank: int) -> Tensor:
-        """The basis of a seed; without memory only its shape, for deriving one takes seconds."""
-        dim = self.settings.model.dim
-        if self.device.type == "meta":
-            return torch.empty(dim, rank, dtype=self.dtype, device=self.device)
-        return random_basis(dim, rank, seed).to(self.device, self.dtype)
+        if self.device.type == "meta":  # deriving a basis takes seconds
+            basis_DK = torch.empty(model.dim, boundary.rank, device=self.device)
+        else:
+            basis_DK = random_basis(model.dim, boundary.rank, boundary.basis_seed)
+        return Space(basis_DK.to(self.device, self.dtype), table_VD)
 
     def boundary(self, receives: bool) -> Boundary:
         """One end of a cut."""
@@ -240,8 +237,3 @@ def model_weights(settings: Settings) -> Weights:
     builder = StageBuilder(settings, torch.device("meta"))
     stages = [builder.build(index) for index in range(settings.pipeline.stages)]
     return Weights.of(p for stage in stages for p in stage.owned_parameters().values())
-
-
-def parameter_count(settings: Settings) -> int:
-    """Parameters of the whole model as it is trained, those of its cuts included."""
-    return model_weights(settings).count

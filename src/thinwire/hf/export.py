@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import thinwire
 from thinwire.engine import Checkpoint
-from thinwire.engine.build import parameter_count
+from thinwire.engine.build import model_weights
 from thinwire.engine.checkpoint import checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.errors import ConfigError, ThinwireError
@@ -129,7 +129,7 @@ def model_card(
     facts = "\n".join(f"| {key} | {value} |" for key, value in _facts(checkpoint).items())
     tags = "tags:\n- thinwire\n" + (f"- {kind_of(settings.model)}\n" if is_plain else "")
     # Of the model as it is exported: adapters are merged.
-    parameters = parameter_count(dataclasses.replace(settings, lora=LoraConfig()))
+    parameters = model_weights(dataclasses.replace(settings, lora=LoraConfig())).count
     about = f"A language model of {human_count(parameters)} parameters, "
     if origin := checkpoint.manifest.get(IMPORTED):
         about += f"imported into thinwire from `{origin}`"

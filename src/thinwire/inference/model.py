@@ -103,7 +103,7 @@ class Model(Joined, TextModel):
         texts = Texts([(functools.partial(read_records, files, text_key), 0)], text_key)
         lost = LostCharacters()
         passages = (("valid", document.text) for document in texts.read())
-        chunks = list(texts.encode(self.tokenizer(), passages, lost))
+        chunks = list(texts.encode(self.tokenizer, passages, lost))
         ids_N = np.concatenate([np.empty(0, np.int64), *(chunk.ids for chunk in chunks)])
         sizes_N = np.concatenate([np.empty(0, np.int64), *(c.sizes for c in chunks)])
         if len(ids_N) < 2:

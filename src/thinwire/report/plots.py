@@ -45,15 +45,10 @@ def plot_loss(losses: Losses, path: str | Path, title: str) -> None:
     _save(loss_figure(losses, title), path)
 
 
-def plot_step(timeline: Timeline, path: str | Path) -> None:
-    """Save the timeline of one step, as PNG; a row per stage, the first on top."""
-    _save(steps_figure([timeline]), path)
-
-
-def plot_steps_side_by_side(
-    timelines: Sequence[Timeline], path: str | Path, title: str = "One step of each run"
-) -> None:
-    """Save one step of each run, as PNG: one below the other, on one scale of time."""
+def plot_steps(timelines: Sequence[Timeline], path: str | Path, title: str = "") -> None:
+    """Save one step of each run, as PNG: one below the other, on one scale of time; a row per
+    stage, the first on top.
+    """
     _save(steps_figure(timelines, title), path)
 
 
