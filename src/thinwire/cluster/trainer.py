@@ -23,7 +23,7 @@ from thinwire.cluster.world import World
 from thinwire.codec import Leg
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, autocast_for, prepare_torch, weights_rounded_once
-from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
@@ -31,7 +31,7 @@ from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
 from thinwire.engine.trace import FORWARD, Sightings
 from thinwire.engine.worker import PATIENCE, scratch_folder
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import ConfigError
 from thinwire.model import learning_rate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import checkpoint_steps
@@ -253,18 +253,8 @@ class Trainer:
 
     def save(self) -> list[tuple[int, ShardWritten | ShardFailed]]:
         """Write this rank's parts of a checkpoint; replicas hold the same, so one of them does."""
-        found: list[tuple[int, ShardWritten | ShardFailed]] = []
-        for held in self.held if self.world.replica == 0 else ():
-            agreements = {str(end.cut): end.agreements() for end in held.ends}
-            try:
-                shard = write_shard(
-                    partial_folder(self.folder, self.done), held.index, held.state.shard()
-                )
-                part = ShardWritten(self.done, held.update.versions, shard, agreements)
-                found.append((held.index, part))
-            except CheckpointError as error:
-                found.append((held.index, ShardFailed(self.done, str(error))))
-        return found
+        held = self.held if self.world.replica == 0 else []
+        return [(one.index, one.state.save(self.folder, one.index)) for one in held]
 
     def _report(
         self, held: HeldStage, step: int, lr: float, verdict: Verdict, loss: float, start: float

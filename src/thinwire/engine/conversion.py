@@ -136,7 +136,7 @@ class Folded(Source):
         return {name: self._fold(name) for name in sorted(names)}
 
     def _fold(self, name: str) -> Tensor:
-        tensor = self._source.tensors([name])[name]
+        tensor = self._source.tensor(name)
         tensor = self.in_full(name, tensor)
         if tuple(tensor.shape) != self.shapes[name]:
             raise CheckpointError(
@@ -178,7 +178,7 @@ class Folded(Source):
         if self._basis_DK is None:
             trained = self._source.settings
             if BASIS in self._source.names():
-                basis_DK = self._source.tensors([BASIS])[BASIS]
+                basis_DK = self._source.tensor(BASIS)
             else:
                 boundary = trained.boundary
                 basis_DK = random_basis(trained.model.dim, boundary.rank, boundary.basis_seed)
@@ -220,7 +220,7 @@ class Transfer:
     def take_space(self, space: Space | None) -> None:
         """Go on with the source's basis where both runs share one."""
         if space is not None and self._keeps_space and BASIS in self._names:
-            space.basis_DK.copy_(self._source.tensors([BASIS])[BASIS])
+            space.basis_DK.copy_(self._source.tensor(BASIS))
 
     @torch.no_grad()
     def fill(self, builder: StageBuilder, stage: Stage) -> None:
@@ -231,14 +231,14 @@ class Transfer:
             if _is_of_a_cut(name) or is_adapter(name):
                 self._take_own(name, tensor)
             elif self._is_alike(name, forms):
-                self._put(tensor, self._source.tensors([name])[name], name)
+                self._put(tensor, self._source.tensor(name), name)
             else:
                 self._take_folded(name, builder, stage)
 
     def _take_own(self, name: str, tensor: Tensor) -> None:
         """Of a cut or an adapter: the source's if it has the same one, else it starts anew."""
         if name in self._names and (not _is_of_a_cut(name) or self._keeps_cut(name)):
-            saved = self._source.tensors([name])[name]
+            saved = self._source.tensor(name)
             if self._fits(saved, tensor):
                 self._put(tensor, saved, name)
                 return
@@ -257,7 +257,7 @@ class Transfer:
 
     def _take_folded(self, name: str, builder: StageBuilder, stage: Stage) -> None:
         self._folded = self._folded or Folded(self._source)
-        full = self._folded.tensors([name])[name]
+        full = self._folded.tensor(name)
         parameter = stage.global_parameters()[name]
         layers, held = stage.reparametrised(), {h.name: h for h in stage.held_parameters()}
         if name not in layers and name not in held:

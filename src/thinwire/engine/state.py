@@ -6,14 +6,17 @@ stage's tensors in memory.
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from thinwire.codec import Leg
 from thinwire.engine.build import StageBuilder
+from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.engine.cut import CutEnd, memory_prefix
 from thinwire.engine.keeper import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES
+from thinwire.engine.reports import ShardFailed, ShardWritten
 from thinwire.engine.rows import SEEN, names_of_rows
 from thinwire.engine.source import Snapshot, Source
 from thinwire.engine.step_end import StageUpdate
@@ -64,6 +67,15 @@ class StageState:
         if self._stage.incoming is not None:
             copies |= {BASIS, SEEN}
         return {name: tensor for name, tensor in self.tensors().items() if name not in copies}
+
+    def save(self, run_folder: Path, index: int) -> ShardWritten | ShardFailed:
+        """Write this stage's part of a checkpoint; why not, where that fails."""
+        try:
+            shard = write_shard(partial_folder(run_folder, self.step), index, self.shard())
+        except CheckpointError as error:
+            return ShardFailed(self.step, str(error))
+        agreements = {str(end.cut): end.agreements() for end in self._ends}
+        return ShardWritten(self.step, self._update.versions, shard, agreements)
 
     def snapshot(self) -> Snapshot:
         """A copy that later steps do not change."""
@@ -136,7 +148,7 @@ def restore_weights(stage: Stage, space: Space | None, source: Source) -> None:
             )
         tensor.copy_(loaded[name])
     if space is not None and BASIS in source.names():
-        space.basis_DK.copy_(source.tensors([BASIS])[BASIS])
+        space.basis_DK.copy_(source.tensor(BASIS))
         space.version = source.versions.basis_version
 
 

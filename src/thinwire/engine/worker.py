@@ -19,16 +19,15 @@ from typing import Any
 import thinwire
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
-from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import FarCorpus, Feed
 from thinwire.engine.port import Due, Mailbox, Port, decision_number
-from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step, meters_of
+from thinwire.engine.reports import Evaluation, Report, Step, meters_of
 from thinwire.engine.runner import Runner, Running
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, Verdict
 from thinwire.engine.trace import Progress, Sightings
-from thinwire.errors import CheckpointError
 from thinwire.model import learning_rate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import checkpoint_steps
@@ -279,14 +278,7 @@ class Worker:
 
     def _checkpoint(self, done: int, tell: Tell) -> None:
         self.progress.begin(f"saves the checkpoint of step {done}")
-        folder = partial_folder(self.assignment.run_folder, done)
-        try:
-            shard = write_shard(folder, self.index, self.state.shard())
-        except CheckpointError as error:
-            tell(ShardFailed(done, str(error)))
-            return
-        agreements = {str(end.cut): end.agreements() for end in self._ends()}
-        tell(ShardWritten(done, self.update.versions, shard, agreements))
+        tell(self.state.save(self.assignment.run_folder, self.index))
 
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         keeper, batches = self.update.keeper, self.feed.validation_count

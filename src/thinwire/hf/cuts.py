@@ -90,13 +90,13 @@ class WithCuts(Source):
 
     def _read(self, names: set[str]) -> dict[str, Tensor]:
         return {
-            name: self._basis() if name in self._bases else self._source.tensors([name])[name]
+            name: self._basis() if name in self._bases else self._source.tensor(name)
             for name in sorted(names)
         }
 
     def _basis(self) -> Tensor:
         if BASIS in self._source.names():
-            return self._source.tensors([BASIS])[BASIS]
+            return self._source.tensor(BASIS)
         space = StageBuilder(self.settings, torch.device("cpu")).space
         assert space is not None, "only narrow cuts have a basis"
         return space.basis_DK

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -31,7 +30,7 @@ from thinwire.hf.folder import (
 from thinwire.hf.importer import IMPORTED
 from thinwire.hf.shape import config_of, kind_of
 from thinwire.hf.tokenizer import GENERATION, TokenizerFiles
-from thinwire.hf.verify import AUTO_TOKENIZER, Verified, tensor_of, verify
+from thinwire.hf.verify import AUTO_TOKENIZER, Verified, verify
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
 from thinwire.model.adapter import UP, is_adapter
@@ -106,7 +105,7 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
             write_json(folder / GENERATION, ends)
         size = human_bytes(sum(map(math.prod, weights.shapes.values())) * dtype.itemsize)
         display.phase("write", f"{len(weights.shapes)} tensors, {size} in {wanted.dtype}")
-        write_model(folder, weights.shapes, dtype, partial(tensor_of, weights), wanted.shard_bytes)
+        write_model(folder, weights.shapes, dtype, weights.tensor, wanted.shard_bytes)
         found = None
         if wanted.verify:
             display.phase("verify", "opening it with transformers")
