@@ -308,7 +308,7 @@ def import_command(options: argparse.Namespace) -> None:
 
 def export_command(options: argparse.Namespace) -> None:
     """Export a checkpoint, and say how it can be opened."""
-    from thinwire.engine import Checkpoint
+    from thinwire.engine.checkpoint import Checkpoint
     from thinwire.hf.export import Wanted, export, export_adapter
     from thinwire.report import open_display
 

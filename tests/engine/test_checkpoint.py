@@ -10,8 +10,14 @@ import pytest
 import torch
 
 from thinwire.data import Corpus, Tokenizer
-from thinwire.engine import Checkpoint, list_checkpoints
-from thinwire.engine.checkpoint import checkpoints_folder, partial_folder, sealed, write_shard
+from thinwire.engine.checkpoint import (
+    Checkpoint,
+    checkpoints_folder,
+    list_checkpoints,
+    partial_folder,
+    sealed,
+    write_shard,
+)
 from thinwire.errors import CheckpointError
 from thinwire.run.checkpoints import commit, discard_partial, prune, set_aside_later
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from thinwire.cli import main
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
 from thinwire.errors import CheckpointError, ConfigError, MissingPackageError, ThinwireError
 from thinwire.hf.export import Wanted, export

@@ -16,7 +16,7 @@ from their_models import KINDS, make_folder, saved
 
 from programs import Program
 from thinwire.cli import main
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import ThinwireError
 from thinwire.hf.folder import FolderWeights
 from thinwire.hf.importer import opened, plan_import, write_import

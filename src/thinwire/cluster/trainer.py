@@ -183,7 +183,8 @@ class Trainer:
         )
         name, count = world.grid.schedule, world.grid.microbatches
         stages = [held.pipelined for held in self.held]
-        options: dict[str, Any] = {"loss_fn": _the_output, "scale_grads": False}
+        # The last module has computed the loss.
+        options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
         if name in SINGLE:
             self._schedule: Any = SINGLE[name](stages[0], count, **options)
         else:
@@ -217,7 +218,10 @@ class Trainer:
         self._others.losses = [float(loss) for loss in losses]
         self._others.asks_to_stop = self.stop_requested
         self._step_end.trace.spans.clear()
-        verdict = self._step_end.end(step, lr, lambda step, commit: (False, False), _no_probe)
+        # Ranks do not score a move of the basis.
+        verdict = self._step_end.end(
+            step, lr, lambda step, commit: (False, False), lambda step, number: None
+        )
         for held in self.held if verdict.commit else ():
             held.update.check(step)
         return verdict
@@ -284,12 +288,3 @@ class Trainer:
             dropped=0,
             not_finite=held.sightings.take_first(step),
         )
-
-
-def _no_probe(step: int, number: int) -> None:
-    """Ranks do not score a move of the basis."""
-
-
-def _the_output(output: Tensor, target: Tensor) -> Tensor:
-    """The last module has computed the loss."""
-    return output

@@ -158,18 +158,14 @@ class StageBuilder:
         if constraint is not None:
             constraint.project_weights()
 
-    def constraint(self, stage: Stage) -> Constraint | None:
-        """What holds the stage's weights in the space, in subspace mode."""
+    def constraint(self, stage: Stage, in_training: bool = False) -> Constraint | None:
+        """What holds the stage's weights in the space, in subspace mode; in training those that
+        are frozen stay where they are anyway.
+        """
         if self.space is None or self.settings.boundary.mode != "subspace":
             return None
-        return Constraint(self.space.basis_DK, stage.held_parameters())
-
-    def constraint_in_training(self, stage: Stage) -> Constraint | None:
-        """The same for a training step: weights that are frozen stay where they are anyway."""
-        constraint = self.constraint(stage)
-        if constraint is not None:
-            constraint.held = [held for held in constraint.held if held.parameter.requires_grad]
-        return constraint
+        held = [h for h in stage.held_parameters() if h.parameter.requires_grad or not in_training]
+        return Constraint(self.space.basis_DK, held)
 
     def wire_spec(self, cut: int) -> TensorSpec:
         """The contract of a boundary: what a frame's tensor must be."""

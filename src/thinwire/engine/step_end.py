@@ -168,7 +168,7 @@ class StageUpdate:
         index: int,
         make_optimizer: Callable[..., StageOptimizer],
     ) -> "StageUpdate":
-        settings, constraint = builder.settings, builder.constraint_in_training(stage)
+        settings, constraint = builder.settings, builder.constraint(stage, in_training=True)
         by_rows = settings.boundary.shares_embedding
         optimizer = make_optimizer(
             stage.trained_parameters(), stage.roles(), settings.optim, constraint, by_rows
@@ -263,7 +263,10 @@ class StageUpdate:
 
         A move of the basis follows by itself (`Keeper.follow`): losses are measured in between.
         """
-        self._clip_gradients(norm)
+        scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+        for parameter in self.stage.parameters() if self._clip > 0 and scale < 1 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
         self.follow_twin()
         self.optimizer.step(lr)
         self.version += 1
@@ -301,14 +304,6 @@ class StageUpdate:
                 "was too large, and its weights would stop learning. No checkpoint contains it. "
                 "Resume with a lower optim.lr, or with optim.clip"
             )
-
-    def _clip_gradients(self, norm: float) -> None:
-        scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
-        if self._clip <= 0 or scale >= 1:
-            return
-        for parameter in self.stage.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:

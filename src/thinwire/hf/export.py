@@ -13,9 +13,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 import thinwire
-from thinwire.engine import Checkpoint
 from thinwire.engine.build import model_weights
-from thinwire.engine.checkpoint import checkpoints_folder
+from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.hf.cuts import WithCuts, config_with_cuts

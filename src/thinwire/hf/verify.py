@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.data import Tokenizer
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
 from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from thinwire.data.documents import LostCharacters, Texts
 from thinwire.data.sources import read_records, text_files
-from thinwire.engine import Checkpoint
 from thinwire.engine.build import choose_device
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
 from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights

@@ -16,7 +16,7 @@ from torch import Tensor
 from thinwire.codec import Leg, build_codecs
 from thinwire.data import Tokenizer
 from thinwire.data.chat import Chat
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.settings import Settings
 
