@@ -15,11 +15,12 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, printable
 from thinwire.lazy import needs
 from thinwire.report.human import finite_mean
 from thinwire.report.records import EvaluationRecord, StepLoss, StepRecord, revived
@@ -103,6 +104,10 @@ class WandbLog:
             self._on_lost(f"nothing is logged to Weights & Biases, the run continues: {error}")
 
 
+EVENTS_FILE = "events.jsonl"
+SECRETS = ("invite", "web")  # tags of lines that let people in: they stay on the terminal
+_LONGEST = 2000  # characters of one
+_HELD = 100  # before there is a folder
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -390,3 +395,28 @@ class Losses:
         import numpy as np  # slow to import, and only plots need it
 
         return np.interp(self.valid_steps, [0, *self.steps], [0, *self.tokens])
+
+
+class Story:
+    """Appends what happens in a run, in words and with the time, to events.jsonl in its folder, once
+    there is one, on any thread: {"kind": the tag that the terminal shows, "time": ..., "text": ...}.
+
+    A full disk costs events, but nothing else.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._held: deque[str] = deque(maxlen=_HELD)
+        self._lock = threading.Lock()
+
+    def tell(self, kind: str, text: str) -> None:
+        """Add an event."""
+        if kind in SECRETS:
+            return
+        with self._lock:
+            self._held.append(line_of(kind, {"text": printable(text, _LONGEST)}))
+            if not self._folder.is_dir():
+                return
+            with contextlib.suppress(OSError), (self._folder / EVENTS_FILE).open("a") as file:
+                while self._held:
+                    file.write(self._held.popleft())
