@@ -398,8 +398,8 @@ class Losses:
 
 
 class Story:
-    """Appends what happens in a run, in words and with the time, to events.jsonl in its folder, once
-    there is one, on any thread: {"kind": the tag that the terminal shows, "time": ..., "text": ...}.
+    """Appends what happens in a run, in words and with the time, to events.jsonl in its folder, as
+    soon as there is one and on any thread; `kind` is the tag that the terminal shows.
 
     A full disk costs events, but nothing else.
     """
