@@ -80,7 +80,7 @@ def test_a_very_long_curve_is_thinned(make_record):
     (axes,) = loss_figure(losses, "demo: loss").axes
     assert axes.lines[0].get_label() == "training, mean of 16 steps"
     many = Losses((EvaluationRecord(k, 1.0) for k in range(1000)), most=64)
-    assert len(many.valid) == len(many.tokens_at_validations()) == 63
+    assert len(many.valid) == len(many.valid_steps) == 63
 
 
 def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path, make_record):

@@ -285,8 +285,10 @@ class Worker:
         basis = keeper.most_basis_bytes if keeper else 0
         rows = self.update.rows.limits() if self.update.rows else (0, 0)
         step, schedule = self.state.step, self.settings.schedule()
-        from_below = Due.from_below(self.index, step, batches, basis > 0, schedule, rows)
-        from_above = Due.from_above(self.index, step, basis, rows, self.settings.pipeline.overlap)
+        from_below, from_above = (
+            Due(self.index, is_from_below, step, schedule, batches, basis, rows)
+            for is_from_below in (True, False)
+        )
         return Runner(
             self.feed,
             self.update,

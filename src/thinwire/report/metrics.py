@@ -18,15 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from thinwire.errors import ThinwireError, printable
 from thinwire.lazy import needs
 from thinwire.report.human import finite_mean
 from thinwire.report.records import EvaluationRecord, StepLoss, StepRecord, revived
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ID_FILE = "wandb-id"  # in the folder of a run: one that is resumed continues its curves
 INIT_SECONDS = 30
@@ -266,10 +263,8 @@ def losses_of(folder: str | Path) -> Iterator[StepLoss | EvaluationRecord]:
                 values = _record_in(line)
                 if values is not None and values["kind"] in kinds:
                     yield revived(kinds[values["kind"]], values)
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError, ValueError) as error:
                 raise _damaged(path, number, f"a field is missing or wrong ({error})") from None
-            except ValueError as error:
-                raise _damaged(path, number, str(error)) from None
 
 
 def _drop_after(path: Path, last_step: int | None) -> None:
@@ -389,12 +384,6 @@ class Losses:
     def read(cls, folder: str | Path) -> "Losses":
         """Those that a run has written to its folder."""
         return cls(losses_of(folder))
-
-    def tokens_at_validations(self) -> "np.ndarray":
-        """Tokens seen before each validation; one before the first step has seen none."""
-        import numpy as np  # slow to import, and only plots need it
-
-        return np.interp(self.valid_steps, [0, *self.steps], [0, *self.tokens])
 
 
 class Story:

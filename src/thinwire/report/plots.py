@@ -68,8 +68,9 @@ def loss_figure(losses: Losses, title: str) -> Figure:
         smooth = running_mean(values)
         axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="training, running mean")
     if losses.valid:
+        before = np.interp(losses.valid_steps, [0, *losses.steps], [0, *losses.tokens])
         axes.plot(
-            losses.tokens_at_validations(), losses.valid,
+            before, losses.valid,
             color=_VALID, marker="o", markersize=7, linestyle="none", label="validation",
         )  # fmt: skip
     axes.set_xlabel("tokens seen", fontsize=13)
