@@ -93,19 +93,6 @@ class HeldStage:
         return found
 
 
-class EachStage(Sightings):
-    """At the end of a step of a rank: notes what was seen at those of its stages that saw it."""
-
-    def __init__(self, held: list[HeldStage]):
-        super().__init__()
-        self._held = held
-
-    def note(self, step: int, place: str) -> None:
-        for held in self._held:
-            if not all(map(math.isfinite, held.update.squared_norms())):
-                held.sightings.note(step, place)
-
-
 class OtherRanks:
     """All other ranks in the place of both neighbours, as the end of a step needs them.
 
@@ -178,9 +165,10 @@ class Trainer:
         self.done = self.first_step = self.held[0].state.step
         self._others = below = OtherRanks(settings, world)
         above = None if world.holds(settings.pipeline.stages - 1) else self._others
-        self._step_end = StepEnd(
-            [held.update for held in self.held], 0, below, above, world.device, EachStage(self.held)
+        updates, sightings = zip(
+            *((held.update, held.sightings) for held in self.held), strict=True
         )
+        self._step_end = StepEnd(updates, 0, below, above, world.device, sightings)
         name, count = world.grid.schedule, world.grid.microbatches
         stages = [held.pipelined for held in self.held]
         # The last module has computed the loss.

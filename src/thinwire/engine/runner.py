@@ -80,7 +80,7 @@ class Runner:
         self._schedule, self._index = schedule, index
         self._autocast = autocast
         device = next(update.stage.parameters()).device
-        self._end = StepEnd([update], index, below, above, device, self._sightings)
+        self._end = StepEnd([update], index, below, above, device, [self._sightings])
         self._running: dict[int, Running] = {}
 
     def train(
