@@ -11,10 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from thinwire.errors import MissingPackageError
 from thinwire.folders import next_free_name
 from thinwire.inference import Model
-from thinwire.lazy import needs
 from thinwire.model import architecture
 from thinwire.plan import estimate_costs
 from thinwire.report import comparison_table, read_timeline
@@ -142,10 +140,9 @@ def _show_sample(summary: Summary) -> None:
 def _draw(summaries: Mapping[str, Summary]) -> Path | None:
     """The picture of one step of each; None without matplotlib, as the runs have said."""
     try:
-        needs("matplotlib", extra="plots", what="drawing")
-    except MissingPackageError:
+        from thinwire.report.plots import plot_steps  # slow to import
+    except ImportError:
         return None
-    from thinwire.report.plots import plot_steps  # slow to import
 
     folders = [Path(summary["paths"]["folder"]) for summary in summaries.values()]
     path = folders[0] / "plots" / "compare.png"

@@ -165,9 +165,8 @@ class Trainer:
         self.done = self.first_step = self.held[0].state.step
         self._others = below = OtherRanks(settings, world)
         above = None if world.holds(settings.pipeline.stages - 1) else self._others
-        updates, sightings = zip(
-            *((held.update, held.sightings) for held in self.held), strict=True
-        )
+        updates = [held.update for held in self.held]
+        sightings = [held.sightings for held in self.held]
         self._step_end = StepEnd(updates, 0, below, above, world.device, sightings)
         name, count = world.grid.schedule, world.grid.microbatches
         stages = [held.pipelined for held in self.held]

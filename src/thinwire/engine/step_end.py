@@ -327,9 +327,9 @@ class Messenger(Protocol):
 class StepEnd:
     """Ends the steps of the neighbouring stages that one process holds.
 
-    `updates` are these stages, lowest first, and `sightings` those of each; `below` and `above` lead
-    to the neighbours that other processes hold, and are None at the ends of the pipeline.
-    `row_bytes` counts what rows of a shared embedding would cost between stages that are both here.
+    `updates` are these stages, lowest first, each with its `sightings`; `below` and `above` lead to
+    the neighbours that other processes hold, and are None at the ends of the pipeline. `row_bytes`
+    counts what rows of a shared embedding would cost between stages that are both here.
     """
 
     def __init__(

@@ -321,9 +321,8 @@ class Worker:
 
 def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, float]]:
     """What a training step sent, as spans of its trace; validations and goodbyes are left out."""
-    labels = {"FORWARD": "F{}>", "BACKWARD": "<B{}"}
-    labels |= {"TALLY": "tally", "VERDICT": "verdict", "BASIS": "basis", "PROBE": "probe"}
-    labels |= {"ROWS": "rows"}
+    others = ("TALLY", "VERDICT", "BASIS", "PROBE", "ROWS")
+    labels = {"FORWARD": "F{}>", "BACKWARD": "<B{}", **{kind: kind.lower() for kind in others}}
     return [
         ("send", labels[kind].format(microbatch), start, end)
         for kind, step, microbatch, start, end in sent
