@@ -233,16 +233,12 @@ def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
 
 
 def last_step(folder: str | Path) -> StepRecord | None:
-    """The last step that was written; the file is read from its end, since it may be long."""
-    path = Path(folder) / FILE_NAME
-    if not path.exists() or not path.stat().st_size:
-        return None
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for start, end in _lines_from_the_end(content):
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line
-                values = _record_in(content[start:end])
-                if values is not None and values["kind"] == "step":
-                    return revived(StepRecord, values)
+    """The last step that was written."""
+    for _, line in _lines_from_the_end(Path(folder) / FILE_NAME):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line
+            values = _record_in(line)
+            if values is not None and values["kind"] == "step":
+                return revived(StepRecord, values)
     return None
 
 
@@ -268,25 +264,20 @@ def losses_of(folder: str | Path) -> Iterator[StepLoss | EvaluationRecord]:
 
 
 def _drop_after(path: Path, last_step: int | None) -> None:
-    """Cut the file off behind `last_step`, and in any case a line that a crash has cut off.
-
-    It is read from its end, since the rest may be long.
-    """
-    if not path.exists() or not path.stat().st_size:
-        return
+    """Cut the file off behind `last_step`, and in any case a line that a crash has cut off."""
     kept = 0  # where the last line ends that stays
+    for start, line in _lines_from_the_end(path):
+        try:
+            values = _record_in(line)
+        except ValueError as error:
+            number = path.read_bytes()[:start].count(b"\n") + 1
+            raise _damaged(path, number, str(error)) from None
+        if values is not None and (last_step is None or values["step"] <= last_step):
+            kept = start + len(line)
+            break
+    if not path.exists() or (kept and path.stat().st_size == kept + 1):
+        return
     with path.open("r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            for start, end in _lines_from_the_end(content):
-                try:
-                    values = _record_in(content[start:end])
-                except ValueError as error:
-                    raise _damaged(path, content[:start].count(b"\n") + 1, str(error)) from None
-                if values is not None and (last_step is None or values["step"] <= last_step):
-                    kept = end
-                    break
-            if content[kept : kept + 2] == b"\n":
-                return
         file.truncate(kept)
         file.seek(kept)
         file.write(b"\n" if kept else b"")
@@ -294,13 +285,16 @@ def _drop_after(path: Path, last_step: int | None) -> None:
         os.fsync(file.fileno())
 
 
-def _lines_from_the_end(content: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """Where each line starts and ends, the last one first."""
-    end = len(content)
-    while end > 0:
-        start = content.rfind(b"\n", 0, end) + 1
-        yield start, end
-        end = start - 1
+def _lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Where each line of a file starts, and the line, the last one first: the rest may be long."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = len(content)
+        while end > 0:
+            start = content.rfind(b"\n", 0, end) + 1
+            yield start, content[start:end]
+            end = start - 1
 
 
 def _record_in(line: bytes) -> dict[str, Any] | None:
