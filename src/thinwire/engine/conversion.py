@@ -19,6 +19,7 @@ not know keep their starting values.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -127,7 +128,6 @@ class Folded(Source):
         self.shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         """Of every folded tensor, in the model's order: known without reading any."""
         self._axes = {n: layer.axis for n, layer in _whole(trained).reparametrised().items()}
-        self._basis_DK: Tensor | None = None
 
     def names(self) -> set[str]:
         return set(self.shapes)
@@ -155,11 +155,15 @@ class Folded(Source):
         axis = self._axes.get(name)
         if axis is None:
             return coordinates
-        basis_DK = self._basis().double()
+        basis_DK = self._basis_DK.double()
         if axis == 0:
             return (basis_DK @ coordinates.double()).to(coordinates.dtype)
         rows = coordinates.split(ROWS)
         return torch.cat([(part.double() @ basis_DK.T).to(part.dtype) for part in rows])
+
+    @functools.cached_property
+    def _basis_DK(self) -> Tensor:
+        return basis_of(self._source)
 
     @property
     def _anchored(self) -> str:
@@ -173,20 +177,18 @@ class Folded(Source):
         model, boundary = self.settings.model, self._source.settings.boundary
         return fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std)
 
-    def _basis(self) -> Tensor:
-        """The basis in the precision in which the model computes with it; a moved one is saved."""
-        if self._basis_DK is None:
-            trained = self._source.settings
-            if BASIS in self._source.names():
-                basis_DK = self._source.tensor(BASIS)
-            else:
-                boundary = trained.boundary
-                basis_DK = random_basis(trained.model.dim, boundary.rank, boundary.basis_seed)
-            self._basis_DK = basis_DK.to(WEIGHT_TYPES[trained.run.precision])
-        return self._basis_DK
-
     def __str__(self) -> str:
         return f"{self._source}, folded into plain weights"
+
+
+def basis_of(source: Source) -> Tensor:
+    """The basis in the precision in which the model computes with it; a moved one is saved."""
+    trained, boundary = source.settings, source.settings.boundary
+    if BASIS in source.names():
+        basis_DK = source.tensor(BASIS)
+    else:
+        basis_DK = random_basis(trained.model.dim, boundary.rank, boundary.basis_seed)
+    return basis_DK.to(WEIGHT_TYPES[trained.run.precision])
 
 
 def _whole(settings: Settings) -> Stage:

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine.build import StageBuilder
-from thinwire.engine.conversion import merged
+from thinwire.engine.conversion import basis_of, merged
 from thinwire.engine.joined import Joined
-from thinwire.engine.keeper import BASIS
 from thinwire.engine.source import Source
 from thinwire.model import ProjectedBoundary
 from thinwire.settings import Settings
@@ -90,16 +88,9 @@ class WithCuts(Source):
 
     def _read(self, names: set[str]) -> dict[str, Tensor]:
         return {
-            name: self._basis() if name in self._bases else self._source.tensor(name)
+            name: basis_of(self._source) if name in self._bases else self._source.tensor(name)
             for name in sorted(names)
         }
-
-    def _basis(self) -> Tensor:
-        if BASIS in self._source.names():
-            return self._source.tensor(BASIS)
-        space = StageBuilder(self.settings, torch.device("cpu")).space
-        assert space is not None, "only narrow cuts have a basis"
-        return space.basis_DK
 
     def __str__(self) -> str:
         return f"{self._source} with its cuts"
