@@ -152,9 +152,8 @@ class ImageChain:
             codecs = build_codecs(*settings.codec.names(index))
             for codec in codecs.values():
                 codec.prepare(spec, room)
-            by_example = any(codec.remembers_examples for codec in codecs.values())
-            examples = self.feed.examples if by_example else None
-            return CutEnd(codecs, spec, is_lower, index, block, settings.run.seed, 1, examples)
+            seed, examples = settings.run.seed, self.feed.examples
+            return CutEnd(codecs, spec, is_lower, index, block, seed, 1, examples)
 
         return Cut(end(True), end(False), settings.train.batch)
 

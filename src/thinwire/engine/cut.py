@@ -46,7 +46,8 @@ class CutEnd:
         self._is_lower = is_lower
         self._block = block
         self._seed = seed
-        self._examples = examples
+        by_example = any(codec.remembers_examples for codec in codecs.values())
+        self._examples = examples if by_example else None
 
     @classmethod
     def build(
@@ -63,7 +64,6 @@ class CutEnd:
         Without a feed nothing is known of training examples: for validation and text.
         """
         codecs = build_codecs(*settings.codec.names(cut))
-        by_example = feed is not None and any(c.remembers_examples for c in codecs.values())
         end = cls(
             codecs,
             spec,
@@ -72,7 +72,7 @@ class CutEnd:
             settings.split()[cut].stop,
             settings.run.seed,
             settings.pipeline.microbatches,
-            feed.examples if feed is not None and by_example else None,
+            feed.examples if feed is not None else None,
         )
         count = feed.example_count if feed is not None else 0
         for leg, codec in codecs.items():
@@ -91,10 +91,6 @@ class CutEnd:
     def payload_limit(self) -> int:
         """The largest payload that may cross this cut, either way."""
         return max(codec.payload_limit(self.spec.shape) for codec in self.codecs.values())
-
-    def names(self) -> dict[str, str]:
-        """The codec of each leg."""
-        return {leg.value: codec.name for leg, codec in self.codecs.items()}
 
     def agreements(self) -> dict[str, str]:
         """Fingerprints, by leg, of what both ends of this cut must remember alike."""

@@ -73,10 +73,7 @@ class DeviceBatch:
 
     @cached_property
     def targets(self) -> Tensor:
-        """The next token of each position (B, T).
-
-        A target of -100 is not learned.
-        """
+        """The next token of each position (B, T); one of -100 is not learned."""
         return self._source.targets(self._at).to(self._device)
 
     def loss(self, stage: Stage, output: Tensor, microbatches: int) -> Tensor:

@@ -128,7 +128,7 @@ class Worker:
             **(terms_between_machines(self.settings, epoch) if epoch else {}),
             "config_hash": self.settings.hash,
             "cut": cut,
-            **{f"{leg}_codec": name for leg, name in end.names().items()},
+            **{f"{leg.value}_codec": codec.name for leg, codec in end.codecs.items()},
             "wire_shape": list(end.spec.shape),
             "corpus": self.data.fingerprint,
             **(self._state_terms(end) if at_start else {}),
