@@ -349,21 +349,13 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
         for index in range(settings.pipeline.stages)
     ]
     expected = {_source(origin, name): shape for each in stages for name, shape in each.items()}
-    missing, extra = (
-        sorted(expected.keys() - listed.keys()),
-        sorted(listed.keys() - expected.keys()),
-    )
-    if missing:
-        also = f"; it has {extra[0]}, which is none of them" if extra else ""
-        raise CheckpointError(
-            f"{origin.name} lacks {len(missing)} of the tensors that its config.json asks for, "
-            f"such as {missing[0]}{also}"
-        )
-    if extra:
-        raise CheckpointError(
-            f"{origin.name} has tensors that its config.json does not ask for ({len(extra)}), such "
-            f"as {extra[0]}: it is not the plain model that its config.json describes"
-        )
+    missing, extra = expected.keys() - listed.keys(), listed.keys() - expected.keys()
+    for odd, what in ((missing, "lacks"), (extra, "also holds")):
+        if odd:
+            raise CheckpointError(
+                f"{origin.name} is not the model that its config.json describes: it {what} "
+                f"{len(odd)} tensors, such as {min(odd)}"
+            )
     for name, shape in expected.items():
         if listed[name].shape != shape:
             raise CheckpointError(
