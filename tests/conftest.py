@@ -16,9 +16,9 @@ from masks import answers, with_masks
 from programs import Program
 from settings_values import TINY_MODEL, tiny_settings, write_texts
 from thinwire.data import Corpus, DataConfig, prepare
-from thinwire.engine import Assignment, Worker
 from thinwire.engine.feed import FarCorpus
 from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
+from thinwire.engine.worker import Assignment, Worker
 from thinwire.run import peers
 from thinwire.run.checkpoints import commit
 from thinwire.run.processes import Forker

@@ -15,8 +15,7 @@ import pytest
 
 import thinwire as thinwire_package
 from programs import gone, long_run
-from thinwire.engine import Checkpoint, list_checkpoints
-from thinwire.engine.checkpoint import checkpoints_folder, step_of
+from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder, list_checkpoints, step_of
 from waiting import PROCESS_PATIENCE
 
 fcntl = pytest.importorskip("fcntl")

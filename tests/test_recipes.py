@@ -10,12 +10,12 @@ import torch
 
 from thinwire.cli import main
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.plan import make_plan, plan_text
 from thinwire.recipes import BEST, RATES, RECIPES
 from thinwire.settings import Settings, load_settings, make_recipe
 from thinwire.settings.remarks import remarks
+from thinwire_lab.chain import Chain
 from trained import trained
 
 FROM_SEED = [name for name in RECIPES if name != "finetune"]

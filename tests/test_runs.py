@@ -13,8 +13,7 @@ import pytest
 
 from programs import gone, long_run
 from thinwire.cli import main
-from thinwire.engine import Checkpoint, list_checkpoints
-from thinwire.engine.checkpoint import checkpoints_folder
+from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder, list_checkpoints
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="looks at processes through /proc"

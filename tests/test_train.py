@@ -16,9 +16,13 @@ import pytest
 import torch
 
 from thinwire.data import Corpus
-from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.build import is_emulated
-from thinwire.engine.checkpoint import checkpoints_folder, partial_folder
+from thinwire.engine.checkpoint import (
+    Checkpoint,
+    checkpoints_folder,
+    list_checkpoints,
+    partial_folder,
+)
 from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step
 from thinwire.errors import CheckpointError, ConfigError, StageError
 from thinwire.report import PlainDisplay

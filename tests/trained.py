@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.engine.feed import Feed
 from thinwire.engine.state import StageState
 from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
+from thinwire_lab.chain import Chain
 
 
 def trained(settings: Settings, corpus: Corpus, folder: Path, steps: int | None = None) -> Path:

@@ -13,12 +13,12 @@ import torch
 from thinwire.cli import main
 from thinwire.codec import Leg
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire.settings import Settings
 from thinwire_lab import codecs, measure
 from thinwire_lab.arms import Arm
+from thinwire_lab.chain import Chain
 from thinwire_lab.experiment import sheet
 from thinwire_lab.findings import (
     FAILS,

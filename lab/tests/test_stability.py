@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.model.subspace import captured_energy
 from thinwire.settings import Settings
 from thinwire_lab import stability as lab
+from thinwire_lab.chain import Chain
 from thinwire_lab.experiment import EXPERIMENTS
 
 

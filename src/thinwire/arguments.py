@@ -104,3 +104,9 @@ def add_value(
 ) -> None:
     """Give a command an option with a default, which its help tells."""
     sub.add_argument(flag, type=read, default=default, help=f"{help} (default: {default})")
+
+
+def add_device(sub: argparse.ArgumentParser) -> None:
+    """Give a command the option that chooses where it computes."""
+    about = "device to compute on (default: auto)"
+    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help=about)

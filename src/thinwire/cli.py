@@ -311,7 +311,7 @@ def _trained(
 
 def _way_on(settings: "Settings") -> str:
     """How a run that ended early goes on: from its checkpoint, or under another name."""
-    from thinwire.engine import list_checkpoints
+    from thinwire.engine.checkpoint import list_checkpoints
 
     folder = settings.run.folder
     if list_checkpoints(folder):

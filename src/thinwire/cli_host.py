@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.arguments import AddCommand, add_config, add_init_from, number, overrides
+from thinwire.arguments import AddCommand, add_config, add_device, add_init_from, number, overrides
 from thinwire.errors import ConfigError, StageError, WireError
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def add_host_commands(add: AddCommand) -> None:
     sub.add_argument("--folder", type=Path, help=about)
     add_listen(sub, "0.0.0.0:0", "where peers may reach this machine directly, if they can")
     sub.add_argument("--no-listen", action="store_true", help="accept no connections from outside")
-    about = "device to compute on (default: auto)"
-    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help=about)
+    add_device(sub)
     about = "CPU threads; 0 = as the run says, or all (default: 0)"
     sub.add_argument("--threads", type=number(int, 0), default=0, help=about)
     sub.add_argument("--tied", action="store_true", help=argparse.SUPPRESS)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.arguments import AddCommand, add_plugins, add_value, number
+from thinwire.arguments import AddCommand, add_device, add_plugins, add_value, number
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
@@ -99,8 +99,7 @@ def _add_checkpoint(sub: argparse.ArgumentParser) -> None:
     about = "apply the run's codecs at its cuts (default: on)"
     sub.add_argument("--compression", default="on", choices=("on", "off"), help=about)
     add_plugins(sub)
-    about = "device to compute on (default: auto)"
-    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help=about)
+    add_device(sub)
 
 
 def _add_template(sub: argparse.ArgumentParser) -> None:
@@ -308,7 +307,7 @@ def import_command(options: argparse.Namespace) -> None:
 
 def export_command(options: argparse.Namespace) -> None:
     """Export a checkpoint, and say how it can be opened."""
-    from thinwire.engine import Checkpoint
+    from thinwire.engine.checkpoint import Checkpoint
     from thinwire.hf.export import Wanted, export, export_adapter
     from thinwire.report import open_display
 

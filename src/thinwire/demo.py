@@ -11,10 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from thinwire.errors import MissingPackageError
 from thinwire.folders import next_free_name
 from thinwire.inference import Model
-from thinwire.lazy import needs
 from thinwire.model import architecture
 from thinwire.plan import estimate_costs
 from thinwire.report import comparison_table, read_timeline
@@ -84,13 +82,16 @@ def conclusion(summaries: Mapping[str, Summary]) -> list[str]:
     times = [summary["seconds"]["training"] for summary in (thin, dense)]
     losses = [summary["final_valid_loss"] for summary in (thin, dense)]
     speed = seen[0] / times[0] / (seen[1] / times[1])
+    faster = f"{speed:.1f}x faster" if speed >= 1 else f"{1 / speed:.1f}x slower"
+    lower = "lower" if losses[0] < losses[1] else "higher"
+    sooner = "sooner" if times[0] < times[1] else "later"
     return [
         f"The thin run sent {sent[0]}, the dense run {sent[1]}: "
         f"{thin['ratio_vs_bf16']:.0f}x fewer bytes for each token.",
         f"It trained on {seen[0]:,} tokens in {elapsed(times[0])}, the dense run on {seen[1]:,} in "
-        f"{elapsed(times[1])}: {_times(speed, 'faster', 'slower')}.",
-        f"It reached a validation loss of {losses[0]:.2f}, the dense run {losses[1]:.2f}: "
-        f"{_outcome(losses[0] < losses[1], times[0] < times[1])}.",
+        f"{elapsed(times[1])}: {faster}.",
+        f"It reached a validation loss of {losses[0]:.2f}, the dense run {losses[1]:.2f}: {lower}, "
+        f"and {sooner}.",
     ]
 
 
@@ -139,22 +140,12 @@ def _show_sample(summary: Summary) -> None:
 def _draw(summaries: Mapping[str, Summary]) -> Path | None:
     """The picture of one step of each; None without matplotlib, as the runs have said."""
     try:
-        needs("matplotlib", extra="plots", what="drawing")
-    except MissingPackageError:
+        from thinwire.report.plots import plot_steps  # slow to import
+    except ImportError:
         return None
-    from thinwire.report.plots import plot_steps_side_by_side  # slow to import
 
     folders = [Path(summary["paths"]["folder"]) for summary in summaries.values()]
     path = folders[0] / "plots" / "compare.png"
-    plot_steps_side_by_side(
-        [read_timeline(folder / "plots" / "step.json") for folder in folders], path
-    )
+    timelines = [read_timeline(folder / "plots" / "step.json") for folder in folders]
+    plot_steps(timelines, path, "One step of each run")
     return path
-
-
-def _times(ratio: float, more: str, less: str) -> str:
-    return f"{ratio:.1f}x {more}" if ratio >= 1 else f"{1 / ratio:.1f}x {less}"
-
-
-def _outcome(is_lower: bool, is_sooner: bool) -> str:
-    return f"{'lower' if is_lower else 'higher'}, and {'sooner' if is_sooner else 'later'}"

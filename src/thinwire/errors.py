@@ -21,6 +21,11 @@ def printable(text: str, longest: int = _LONGEST_QUOTE) -> str:
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c)[0] != "C")
 
 
+def first_line(error: Exception) -> str:
+    """What an error of another library says, without the advice behind it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class ThinwireError(Exception):
     """Base of all errors that are meant for the user."""
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from settings_values import TINY_MODEL, with_changes
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain
 from thinwire.engine.checkpoint import partial_folder
 from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
+from thinwire_lab.chain import Chain
 
 STEPS = 3
 LOSSY = {"codec__forward": "int8", "codec__backward": "int4"}

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from thinwire.codec import Leg, Place, TensorSpec, cross, parse_codec
 from thinwire.codec.parse import _CODECS
-from thinwire.engine import Checkpoint
-from thinwire.engine.checkpoint import partial_folder
+from thinwire.engine.checkpoint import Checkpoint, partial_folder
 from thinwire.errors import CheckpointError, ConfigError, WireError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay

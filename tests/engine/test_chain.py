@@ -10,9 +10,9 @@ from test_narrow import MODES
 from test_verdict import poison
 
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
+from thinwire_lab.chain import Chain
 
 CPU = torch.device("cpu")
 EXACT = {"run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32"}

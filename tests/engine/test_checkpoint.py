@@ -10,8 +10,14 @@ import pytest
 import torch
 
 from thinwire.data import Corpus, Tokenizer
-from thinwire.engine import Checkpoint, list_checkpoints
-from thinwire.engine.checkpoint import checkpoints_folder, partial_folder, sealed, write_shard
+from thinwire.engine.checkpoint import (
+    Checkpoint,
+    checkpoints_folder,
+    list_checkpoints,
+    partial_folder,
+    sealed,
+    write_shard,
+)
 from thinwire.errors import CheckpointError
 from thinwire.run.checkpoints import commit, discard_partial, prune, set_aside_later
 
@@ -132,22 +138,22 @@ def put_shard(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (without("settings"), "settings is None"),
-        (put("settings", "x"), "settings is 'x'"),
-        (put("corpus", 3), "corpus is 3"),
-        (without("weight_version"), "weight_version is None"),
-        (put("basis_version", True), "basis_version is True"),
-        (put("step", "2"), "step is '2'"),
-        (put("step", -2), "step is -2"),
-        (put("shards", {}), "shards is {}"),
-        (put("shards", [7]), "shards.0. must be"),
-        (put("tokenizer_sha256", 5), "tokenizer_sha256 is 5"),
-        (put_shard("tensors", None), "tensors must be"),
-        (put_shard("tensors", [1]), "tensors.0. must be"),
-        (put_shard("bytes", "9"), "bytes must be"),
+        (without("settings"), "missing required field `settings`"),
+        (put("settings", "x"), r"got `str` - at `\$.settings`"),
+        (put("corpus", 3), r"got `int` - at `\$.corpus`"),
+        (without("weight_version"), "missing required field `weight_version`"),
+        (put("basis_version", True), r"got `bool` - at `\$.basis_version`"),
+        (put("step", "2"), r"got `str` - at `\$.step`"),
+        (put("step", -2), r">= 0 - at `\$.step`"),
+        (put("shards", {}), r"at `\$.shards`"),
+        (put("shards", [7]), r"at `\$.shards\[0\]`"),
+        (put("tokenizer_sha256", 5), r"at `\$.tokenizer_sha256`"),
+        (put_shard("tensors", None), r"at `\$.shards\[0\].tensors`"),
+        (put_shard("tensors", [1]), r"at `\$.shards\[0\].tensors\[0\]`"),
+        (put_shard("bytes", "9"), r"at `\$.shards\[0\].bytes`"),
         (put_shard("file", "../outside.safetensors"), "outside.safetensors' is not the name"),
         (put_shard("file", "/etc/hostname"), "hostname' is not the name"),
-        (put_shard("more", 1), "more"),
+        (put_shard("more", 1), "does not match its hash"),
         (lambda manifest: manifest["shards"][0].pop("sha256"), "sha256"),
     ],
 )

@@ -10,11 +10,11 @@ from stopping import stop_in_the_first_step
 
 from thinwire.codec import Leg, Parts, Place, TensorSpec, elements
 from thinwire.data import Corpus, Order
-from thinwire.engine.chain import Chain
-from thinwire.engine.cut import Cut
+from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
 from thinwire.engine.worker import scratch_folder
 from thinwire.errors import ConfigError
+from thinwire_lab.chain import Chain, Cut
 
 # --- places ---
 
@@ -186,7 +186,7 @@ class Growing(Delta):
 def test_sizes_that_vary_are_measured(settings_with: Callable, corpus: Corpus) -> None:
     settings = settings_with()
     spec = TensorSpec((2, 16, 32), torch.float32, torch.device("cpu"))
-    cut = Cut.build(settings, 0, spec)
+    cut = Cut(*(CutEnd.build(settings, 0, low, spec) for low in (True, False)), 32)
     assert cut.payload_bytes_per_token(Leg.FORWARD) == 64
     for end in (cut.lower, cut.upper):
         end.codecs[Leg.FORWARD] = Growing()

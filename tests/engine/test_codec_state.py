@@ -15,9 +15,10 @@ from torch import Tensor
 
 from thinwire.codec import Leg
 from thinwire.data import Corpus
-from thinwire.engine import Assignment, Checkpoint, Worker
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import check_memory
 from thinwire.engine.port import Port
+from thinwire.engine.worker import Assignment, Worker
 from thinwire.errors import CheckpointError, WireError
 from thinwire.run.coordinator import disagreement
 from thinwire.wire import Frame, FrameKind, handshake, memory_pair

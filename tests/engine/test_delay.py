@@ -13,12 +13,11 @@ from stopping import stop_in_the_first_step
 from test_resume import commit_all
 
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
-from thinwire.engine.shard_check import shard_like
-from thinwire.engine.state import BEFORE, names_for_stage
+from thinwire.engine.state import BEFORE, names_for_stage, shard_like
 from thinwire.errors import ConfigError, WireError
 from thinwire.settings import Settings
+from thinwire_lab.chain import Chain
 
 CPU = torch.device("cpu")
 

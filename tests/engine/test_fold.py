@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain, Joined
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.feed import Feed
+from thinwire.engine.joined import Joined
 from thinwire.engine.keeper import BASIS
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError
 from thinwire.settings import Settings
+from thinwire_lab.chain import Chain
 
 NARROW = {
     "subspace": {"boundary__mode": "subspace", "boundary__rank": 6},

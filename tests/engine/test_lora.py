@@ -11,14 +11,15 @@ from test_narrow import MODES
 from test_resume import commit_all, exact
 
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain, Joined
 from thinwire.engine.conversion import merged
 from thinwire.engine.feed import Feed
+from thinwire.engine.joined import Joined
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import ConfigError
 from thinwire.model.adapter import is_adapter
+from thinwire_lab.chain import Chain
 
 LORA = {"lora__rank": 3, "lora__alpha": 6.0}
 CASES: dict[str, dict[str, Any]] = {

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from masks import with_masks
 from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus, Order, Validation
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.errors import DataError, WireError
 from thinwire.run.tokens import FetchedCorpus, TokenServer
 from thinwire.wire import Frame, FrameKind, encode, handshake, memory_pair
+from thinwire_lab.chain import Chain
 
 CPU = torch.device("cpu")
 

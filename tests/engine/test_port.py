@@ -43,11 +43,11 @@ class Pair:
         ours, theirs = memory_pair()
         self.mailbox = Mailbox(timeout=PATIENCE)
         self.raw = Link(ours, Meter(), nic(), "cut-0", limit)
-        from_above = Due.from_above(0, first_step, BASIS_BYTES, (3, ROW_BYTES))
+        from_above = Due(0, False, first_step, None, 0, BASIS_BYTES, (3, ROW_BYTES))
         self.sender = self.port(0, self.raw, Mailbox(timeout=PATIENCE), sender_codec, from_above)
         self.other = Link(theirs, Meter(), nic(), "cut-0", limit)
-        batches = VALIDATION_BATCHES
-        from_below = Due.from_below(1, first_step, batches, True, schedule, (3, ROW_BYTES))
+        rest = VALIDATION_BATCHES, BASIS_BYTES, (3, ROW_BYTES)
+        from_below = Due(1, True, first_step, schedule, *rest)
         self.receiver = self.port(1, self.other, self.mailbox, receiver_codec, from_below)
 
     @staticmethod

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
+from thinwire_lab.chain import Chain
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from stopping import stop_in_the_first_step
 
 from thinwire.data import Corpus
-from thinwire.engine import Checkpoint
-from thinwire.engine.checkpoint import sealed
+from thinwire.engine.checkpoint import Checkpoint, sealed
 from thinwire.engine.reports import ShardFailed
 from thinwire.errors import CheckpointError
 from thinwire.run.checkpoints import commit

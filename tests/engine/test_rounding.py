@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, autocast_for, weights_rounded_once
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
+from thinwire_lab.chain import Chain
 
 CPU = torch.device("cpu")
 MICROBATCHES = 4
@@ -80,9 +80,7 @@ def test_a_step_begins_with_the_weights_of_the_last_update(
     trained = []
     for forgets in (False, True):
         if forgets:
-            monkeypatch.setattr(
-                "thinwire.engine.chain.weights_rounded_once", contextlib.nullcontext
-            )
+            monkeypatch.setattr("thinwire_lab.chain.weights_rounded_once", contextlib.nullcontext)
         chain = Chain(bf16, Feed(corpus, bf16, CPU))
         losses = [chain.train_step(step) for step in range(3)]
         weights = [p.detach() for stage in chain.stages for p in stage.parameters()]

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.data import Corpus
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.engine.reports import ShardWritten
-from thinwire.engine.shard_check import ShardCheck, most_shard_bytes
+from thinwire.engine.state import ShardCheck, most_shard_bytes
 
 SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
 EMBEDDING = {

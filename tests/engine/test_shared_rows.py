@@ -16,7 +16,6 @@ from torch import Tensor
 from thinwire.data import Corpus, Order
 from thinwire.engine import rows
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.chain import Chain
 from thinwire.engine.conversion import Folded
 from thinwire.engine.feed import Feed
 from thinwire.engine.rows import ROWS, SEEN, SharedRows
@@ -27,6 +26,7 @@ from thinwire.model import Stage, fixed_table, token_loss
 from thinwire.settings import Settings
 from thinwire.settings.crossing import row_bytes
 from thinwire.wire import HEADER_BYTES
+from thinwire_lab.chain import Chain
 
 SHARED = {
     "boundary__mode": "subspace",

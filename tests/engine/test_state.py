@@ -9,12 +9,12 @@ from test_narrow import EMBEDDING, MODES
 from torch import Tensor
 
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.engine.source import Snapshot
 from thinwire.engine.state import StageState
 from thinwire.errors import CheckpointError
 from thinwire.settings import Settings
+from thinwire_lab.chain import Chain
 
 EXACT = {"run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32"}
 MEMORY = {"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(0.2)+ef"}

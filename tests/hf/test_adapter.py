@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from thinwire.cli import main
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.hf.shape import config_of

@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from thinwire.cli import main
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
 from thinwire.errors import CheckpointError, ConfigError, MissingPackageError, ThinwireError
 from thinwire.hf.export import Wanted, export
 from thinwire.hf.folder import write_json, write_model
 from thinwire.hf.modeling import ThinwireForCausalLM
 from thinwire.hf.tokenizer import TokenizerFiles
-from thinwire.hf.verify import tensor_of, verify
+from thinwire.hf.verify import verify
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
 
@@ -91,10 +90,10 @@ def test_weights_copied_without_folding_are_refused(
 ) -> None:
     place = trained(**SUBSPACE)
     folder, _ = exported(place)
-    monkeypatch.setattr(Folded, "_fold", lambda self, name: self._source.tensors([name])[name])
+    monkeypatch.setattr(Folded, "_fold", lambda self, name: self._source.tensor(name))
     checkpoint = Checkpoint.open(place)
     weights = Folded(checkpoint)
-    write_model(folder, weights.shapes, torch.float32, partial(tensor_of, weights), 10**9)
+    write_model(folder, weights.shapes, torch.float32, weights.tensor, 10**9)
     assert difference(folder, place) > 0.05
     with pytest.raises(CheckpointError, match=r"logits differ by up to [01].*rounding explains"):
         verify(folder, weights, torch.float32, checkpoint, TokenizerFiles(checkpoint, None))

@@ -16,7 +16,7 @@ from their_models import KINDS, make_folder, saved
 
 from programs import Program
 from thinwire.cli import main
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import ThinwireError
 from thinwire.hf.folder import FolderWeights
 from thinwire.hf.importer import opened, plan_import, write_import
@@ -44,7 +44,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(kind: str, tmp_path: P
         with torch.no_grad():
             found = ours(ids)
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
-    tokenizer = ours.tokenizer()
+    tokenizer = ours.tokenizer
     prompt = torch.tensor([tokenizer.encode(PROMPT)])
     continued = theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
     text = ours.generate(PROMPT, 12, 0.0, 0, 0)
@@ -203,11 +203,11 @@ BAD: dict[str, tuple[Any, str]] = {
     "bad tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "not a valid tokenizer"),
     "missing tensor": (
         lambda f: change_weights(f, model__norm__weight=None),
-        "lacks 1 of the tensors .* such as model.norm.weight",
+        "lacks 1 tensors, such as model.norm.weight",
     ),
     "extra tensor": (
         lambda f: change_weights(f, model__layers__0__self_attn__o_proj__bias=torch.ones(32)),
-        r"has tensors that .* \(1\), such as .*o_proj.bias",
+        "also holds 1 tensors, such as .*o_proj.bias",
     ),
     "wrong shape": (
         lambda f: change_weights(f, model__norm__weight=torch.ones(31)),

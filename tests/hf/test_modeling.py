@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 from thinwire.codec import PluginError
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.hf.cuts import settings_of
 from thinwire.hf.export import Wanted, export
 from thinwire.report import PlainDisplay

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
 from thinwire.hf.export import Wanted, export
 from thinwire.hf.importer import opened, plan_import, write_import

@@ -94,7 +94,7 @@ def test_text_streams_in_whole_characters(
 ) -> None:
     """The model is made to say these bytes; a character of three bytes is three tokens of it."""
     model = Model(chatting(), "cpu")
-    tokenizer = model.tokenizer()
+    tokenizer = model.tokenizer
     said = tokenizer.encode("né €\U0001f600!")
     assert any("\ufffd" in tokenizer.decode([id]) for id in said), "characters are split"
     left = iter([*said, tokenizer.encode("€")[0]])  # and one that is never completed
@@ -143,7 +143,7 @@ def test_the_loss_is_that_of_every_token(chatting: Callable, tmp_path: Path, wor
     model = Model(chatting(model__context=16), "cpu")
     text = " ".join(f"stage{number % 7} wire" for number in range(words))
     (tmp_path / "other.txt").write_text(text)
-    tokenizer = model.tokenizer()
+    tokenizer = model.tokenizer
     ids = [*tokenizer.encode(text), tokenizer.end_of_text]
     found = model.evaluate_text(tmp_path / "other.txt", display())
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_documents_are_separated_and_limits_hold(chatting: Callable, tmp_path: P
     model = Model(chatting(model__context=16), "cpu")
     lines = [f'{{"words": "stage {number} wire"}}' for number in range(200)]
     (tmp_path / "other.jsonl").write_text("\n".join(lines))
-    tokenizer = model.tokenizer()
+    tokenizer = model.tokenizer
     one_by_one = [[*tokenizer.encode(f"stage {n} wire"), tokenizer.end_of_text] for n in range(200)]
     found = model.evaluate_text(tmp_path, display(), text_key="words")
     assert found["tokens"] == sum(map(len, one_by_one)) - 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import CheckpointError, StageError, WireError
 from thinwire.inference import Model, Sampling
 from thinwire.inference.pipeline import PipelineModel

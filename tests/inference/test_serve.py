@@ -60,7 +60,7 @@ class Served:
 
     def without_end(self) -> None:
         """Let no text end by itself: a fresh model says the end of text after some 300 tokens."""
-        chosen, end = self.model.tokens_behind, self.model.tokenizer().end_of_text
+        chosen, end = self.model.tokens_behind, self.model.tokenizer.end_of_text
         self.model.tokens_behind = lambda *a: (token for token in chosen(*a) if token != end)
 
 
@@ -215,7 +215,7 @@ def test_requests_wait_in_order_and_those_whose_client_goes_away_leave(server: S
     chosen = model.tokens_behind
 
     def noted(ids: list[int], *rest: Any) -> Iterator[int]:
-        begun.append(model.tokenizer().decode(ids))
+        begun.append(model.tokenizer.decode(ids))
         yield from chosen(ids, *rest)
 
     def ask(prompt: str) -> str:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from thinwire.engine.chain import Chain
 from thinwire.model import ModelConfig
 from thinwire.model.adapter import is_adapter
 from thinwire.settings import Settings
+from thinwire_lab.chain import Chain
 
 RANK, ALPHA = 3, 6.0
 

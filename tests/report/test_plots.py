@@ -18,7 +18,7 @@ from thinwire.report.plots import (
     DPI,
     loss_figure,
     plot_loss,
-    plot_steps_side_by_side,
+    plot_steps,
     steps_figure,
 )
 
@@ -80,7 +80,7 @@ def test_a_very_long_curve_is_thinned(make_record):
     (axes,) = loss_figure(losses, "demo: loss").axes
     assert axes.lines[0].get_label() == "training, mean of 16 steps"
     many = Losses((EvaluationRecord(k, 1.0) for k in range(1000)), most=64)
-    assert len(many.valid) == len(many.tokens_at_validations()) == 63
+    assert len(many.valid) == len(many.valid_steps) == 63
 
 
 def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path, make_record):
@@ -122,7 +122,7 @@ def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert len(set(names)) == len(names) == 6
-    plot_steps_side_by_side([timeline(), quick], tmp_path / "new" / "compare.png")
+    plot_steps([timeline(), quick], tmp_path / "new" / "compare.png")
     assert png_size(tmp_path / "new" / "compare.png")[0] == 13 * DPI
 
 

@@ -52,7 +52,12 @@ def summary():
         "valid_tokens": 65_536,
         "seed": 17,
         "total_seconds": 252.3,
-        "seconds": {"start": 9.5, "training": 238.1, "validation": 3.2, "other": 1.5},
+        "seconds": {"start": 9.5, "training": 238.1, "validation": 3.2, "waiting": 0, "other": 1.5},
+        "first_step": 0,
+        "epochs": 1,
+        "bytes_sent": None,
+        "control_bytes": 0,
+        "space": None,
     }
 
 
@@ -105,6 +110,7 @@ def test_a_resumed_run_counts_its_own_steps(summary):
         "steps_run": 4,
         "steps_planned": 24,
         "final_train_loss_steps": 4,
+        "first_step": 20,
     }
     text = as_text(summary_table(short))
     assert fact(text, "steps") == "24 of 24; 4 in this run, which resumed at step 20"
@@ -115,7 +121,7 @@ def test_a_resumed_run_counts_its_own_steps(summary):
 
 def test_a_run_that_was_formed_again_says_so(summary):
     seconds = {"start": 10.0, "training": 90.0, "validation": 2.0, "waiting": 40.0, "other": 8.0}
-    again = {"steps_run": 209, "first_step": 0, "epochs": 3, "total_seconds": 150.0}
+    again = {"steps_run": 209, "epochs": 3, "total_seconds": 150.0}
     text = as_text(summary_table(summary | again | {"seconds": seconds}), width=200)
     steps = "200 of 200; 9 trained twice, since a peer was lost after them"
     assert fact(text, "steps") == steps
@@ -135,17 +141,14 @@ def test_a_comparison_of_bytes_has_a_direction(summary, ratio, told):
 
 
 def test_a_loss_that_is_not_finite_is_named_with_its_reason(summary):
-    bad = {"final_train_loss": math.nan, "last_train_loss": 3.2, "final_valid_loss": math.nan}
+    bad = {"final_train_loss": math.nan, "final_valid_loss": math.nan}
+    bad |= {"valid_losses": [[0, 10.8123], [200, math.nan]]}
     text = as_text(summary_table(summary | bad))
     assert "10.8123 -> NaN nats per token" in fact(text, "validation loss")
     assert fact(text, "training loss") == (
         "NaN (mean of the last 10 steps, of which one was not finite), 3.2000 in the last"
     )
     assert line_with(as_text(comparison_table({"bad": summary | bad})), "bad").split()[1] == "NaN"
-    # After a way through JSON it is null there, as one that is unknown.
-    read = summary | {"final_valid_loss": None, "not_finite": ["final_valid_loss"]}
-    assert "-> NaN nats" in fact(as_text(summary_table(read)), "validation loss")
-    assert line_with(as_text(comparison_table({"bad": read})), "bad").split()[1] == "NaN"
 
 
 def test_tables_are_ascii_without_colour_within_80_columns(summary, monkeypatch):
@@ -186,7 +189,8 @@ def test_every_byte_is_in_the_summary_with_those_of_validations(summary):
 
 def test_comparison_has_a_row_per_run(summary):
     slow = summary | {"tokens_per_s": 100.0, "final_valid_loss": 3.3, "ratio_vs_bf16": 1.0}
-    text = as_text(comparison_table({"thin": summary, "dense": slow, "unknown": {}}))
+    unknown = dict.fromkeys(("tokens_per_s", "final_valid_loss", "ratio_vs_bf16")) | {"cuts": []}
+    text = as_text(comparison_table({"thin": summary, "dense": slow, "unknown": unknown}))
     assert line_with(text, "thin").split() == [
         "thin", "3.4567", "3,412", "133.4", "264.8", "15.5x", "fewer", "81.4",
     ]  # fmt: skip

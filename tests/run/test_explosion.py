@@ -12,13 +12,13 @@ import torch
 from leading import Lead, step
 
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.engine.reports import Evaluation
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Command, Exploded, Recovered, Say, Tell
 from thinwire.run.explosion import LATEST, STRETCH, LossWatch
 from thinwire.run.protocol import Stop
+from thinwire_lab.chain import Chain
 
 LOGS = Path(__file__).parents[2] / "lab" / "src" / "thinwire_lab" / "logs"
 

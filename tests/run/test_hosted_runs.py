@@ -11,7 +11,7 @@ import pytest
 from machines import Machines, assert_same_weights, machines  # noqa: F401
 from thinwire.cli import main
 from thinwire.data import Corpus
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import ConfigError, NotAliveError
 from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.run.alive import ask

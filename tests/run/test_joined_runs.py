@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from machines import Machines, assert_same_weights, machines  # noqa: F401
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 
 
 def test_three_peers_train_to_the_weights_of_a_run_on_one_machine(

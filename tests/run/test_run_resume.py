@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from test_train import silent
-from thinwire.engine import Checkpoint
-from thinwire.engine.checkpoint import partial_folder, write_shard
+from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.report import PlainDisplay
 from thinwire.run.checkpoints import claim_folder, commit

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
-from thinwire.engine import Checkpoint
-from thinwire.engine.checkpoint import MANIFEST, partial_folder, sealed
-from thinwire.engine.shard_check import most_shard_bytes
+from thinwire.engine.checkpoint import MANIFEST, Checkpoint, partial_folder, sealed
+from thinwire.engine.state import most_shard_bytes
 from thinwire.errors import CheckpointError, WireError
 from thinwire.run.transfer import (
     Refusal,

@@ -12,8 +12,7 @@ import torch
 
 from test_train import silent
 from thinwire.data import Corpus, Tokenizer
-from thinwire.engine import Checkpoint
-from thinwire.engine.checkpoint import partial_folder, write_shard
+from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.engine.feed import Feed
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.inference import Model

@@ -717,9 +717,7 @@ class Stage:
         if neighbour not in self.ends:
             return None
         end, step = self.ends[neighbour], self.state.step
-        due = Due.from_above(self.index, step, steps_behind=min(self.plan.delay, 1))
-        if neighbour < self.index:
-            due = Due.from_below(self.index, step, VALIDATION, schedule=self.world.schedule)
+        due = Due(self.index, neighbour < self.index, step, self.world.schedule, VALIDATION)
         toy: Any = ToyEnd(self.state, end.cut, self.plan.microbatches)
         blind: Any = SimpleNamespace(look=lambda *_: None, note=lambda *_: None)
         return Port(cast(Any, end), self.index, toy, self.mailbox, due, blind)

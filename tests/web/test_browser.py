@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from webruns import STEPS, FakeHost, let_links_decide, step_record
 
 from thinwire.report import EvaluationRecord, MetricsWriter
-from thinwire.report.story import Story
+from thinwire.report.metrics import Story
 from thinwire.settings import make_recipe
 from thinwire.typed import to_toml
 from thinwire.web.server import WebServer

@@ -23,8 +23,14 @@ from webruns import STEPS, TOKEN, FakeHost, first_of, let_links_decide, messages
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.report import EvaluationRecord, MetricsWriter, PlainDisplay
-from thinwire.report.metrics import FILE_NAME, line_of, losses_of, read_evaluations
-from thinwire.report.story import EVENTS_FILE, Story
+from thinwire.report.metrics import (
+    EVENTS_FILE,
+    FILE_NAME,
+    Story,
+    line_of,
+    losses_of,
+    read_evaluations,
+)
 from thinwire.run.record import read_progress
 from thinwire.schedule import Links, simulate
 from thinwire.settings import Settings, load_settings, make_recipe

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.engine.build import parameter_count
+from thinwire.engine.build import model_weights
 from thinwire.recipes import SHEETS
 from thinwire.settings.crossing import is_entropy_coded
 from thinwire_lab.decide import CAST_NOISE, gap_to_dense
@@ -84,7 +84,7 @@ def _row(method: Method, dense: Method, steps: int) -> Row:
         "seeds": len(runs),
         "stages": method.stages,
         "model": settings.model.preset,
-        "parameters": parameter_count(settings),
+        "parameters": model_weights(settings).count,
         "tokens": steps * settings.tokens_per_step,
         "source": "measured by this lab",
     }

@@ -9,7 +9,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.engine.build import parameter_count
+from thinwire.engine.build import model_weights
 from thinwire.errors import ConfigError
 from thinwire.plan import estimate_costs, measure_flops
 from thinwire.report.human import human_count
@@ -235,12 +235,12 @@ def _facts(
     ]
     return {
         "loss": goal.loss,
-        "model": f"{human_count(parameter_count(trained))} parameters",
+        "model": f"{human_count(model_weights(trained).count)} parameters",
         "tokens": max(method.finals()[-1][0] for method in methods) / 1e6,
         "stages": methods[-1].stages,
         "how": goal.how,
         "compute": compute,
-        "shape": f"{human_count(parameter_count(shape))} parameters, d {shape.model.dim}",
+        "shape": f"{human_count(model_weights(shape).count)} parameters, d {shape.model.dim}",
         "step": shape.tokens_per_step,
         "microbatches": shape.pipeline.microbatches,
         "parts": shape.pipeline.stages,

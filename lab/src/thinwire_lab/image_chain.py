@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from thinwire.codec import CodecConfig, Leg, Surroundings, TensorSpec, build_codecs
 from thinwire.engine.build import choose_device, prepare_torch
-from thinwire.engine.chain import ThroughCut
-from thinwire.engine.cut import Cut, CutEnd
+from thinwire.engine.cut import CutEnd
 from thinwire.errors import ConfigError
 from thinwire.model import Score, token_loss
 from thinwire.model.adapter import generator_of
@@ -30,6 +29,7 @@ from thinwire.schedule import split_layers
 from thinwire.settings import Settings, machine_cores
 from thinwire.typed import from_plain, option
 from thinwire_lab.arms import Arm, Ground, Values, merged
+from thinwire_lab.chain import Cut, ThroughCut
 from thinwire_lab.images import ImageFeed, ImageSet
 from thinwire_lab.measure import Scored, train_measured
 from thinwire_lab.outcome import Row
@@ -152,9 +152,8 @@ class ImageChain:
             codecs = build_codecs(*settings.codec.names(index))
             for codec in codecs.values():
                 codec.prepare(spec, room)
-            by_example = any(codec.remembers_examples for codec in codecs.values())
-            examples = self.feed.examples if by_example else None
-            return CutEnd(codecs, spec, is_lower, index, block, settings.run.seed, 1, examples)
+            seed, examples = settings.run.seed, self.feed.examples
+            return CutEnd(codecs, spec, is_lower, index, block, seed, 1, examples)
 
         return Cut(end(True), end(False), settings.train.batch)
 

@@ -21,11 +21,11 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine.chain import Chain
 from thinwire.model import Space, SubspaceBoundary, project, token_loss
 from thinwire.model.subspace import retract
 from thinwire.settings import Settings
 from thinwire_lab.arms import Values, own_settings
+from thinwire_lab.chain import Chain
 from thinwire_lab.experiment import Say, sheet, words
 from thinwire_lab.outcome import Outcome, Row
 from thinwire_lab.plots import Line, Panel

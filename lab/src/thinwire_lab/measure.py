@@ -20,12 +20,12 @@ from torch.nn.functional import cross_entropy
 from thinwire.codec import Leg
 from thinwire.data import Corpus
 from thinwire.engine.build import choose_device
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.folders import replace_file
 from thinwire.settings.crossing import stream_width
 from thinwire.wire import HEADER_BYTES
 from thinwire_lab.arms import Arm
+from thinwire_lab.chain import Chain
 from thinwire_lab.outcome import Row
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def copying(chain: Chain) -> float:
     assert chain.feed is not None, "copying needs a text"
     text = chain.feed.validation(0).inputs
     half = text[:, : text.shape[1] // 2]
-    chain.go_to(chain.done, 0, training=False)
+    chain.go_to(chain.done, 0)
     logits, skip = chain.logits(torch.cat([half, half], 1)).float(), half.shape[1] // 16
     said = half[:, 1 + skip :].flatten()
     first, second = (

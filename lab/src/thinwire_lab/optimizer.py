@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.data import DataConfig, Order, prepare
-from thinwire.engine.chain import Chain
 from thinwire.engine.keeper import REPROJECT_EVERY
 from thinwire.model import Constraint, DenseBoundary, SubspaceAdamW, learning_rate, token_loss
 from thinwire.model.optim import BETAS
 from thinwire.paths import cache_folder
 from thinwire.settings import Settings
 from thinwire_lab.arms import Values, own_settings
+from thinwire_lab.chain import Chain
 from thinwire_lab.decide import too_short
 from thinwire_lab.experiment import Say, words
 from thinwire_lab.outcome import Outcome, Row

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.data import Corpus, DataConfig, prepare
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.model import StageOptimizer, learning_rate
 from thinwire.model.llama import WRITERS
 from thinwire.paths import cache_folder
 from thinwire.settings import Settings
 from thinwire_lab.arms import own_settings
+from thinwire_lab.chain import Chain
 from thinwire_lab.decide import too_short
 from thinwire_lab.experiment import Say, steps_of, words
 from thinwire_lab.outcome import Outcome, Row

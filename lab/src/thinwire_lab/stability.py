@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine.build import choose_device
-from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import GATHER_SHARE
 from thinwire.model.subspace import captured_energy, principal_angles
 from thinwire.paths import cache_folder
 from thinwire.settings import Settings, merged
 from thinwire_lab.arms import Arm
+from thinwire_lab.chain import Chain
 from thinwire_lab.decide import too_short
 from thinwire_lab.experiment import Say, sheet, steps_of, words
 from thinwire_lab.outcome import Outcome, Row

@@ -23,7 +23,7 @@ from thinwire.cluster.world import World
 from thinwire.codec import Leg
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, autocast_for, prepare_torch, weights_rounded_once
-from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
@@ -31,7 +31,7 @@ from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
 from thinwire.engine.trace import FORWARD, Sightings
 from thinwire.engine.worker import PATIENCE, scratch_folder
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import ConfigError
 from thinwire.model import learning_rate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import checkpoint_steps
@@ -91,19 +91,6 @@ class HeldStage:
             }
             found[f"cut-{crossing.end.cut}"] = {"sent": sent, "received": {}}  # type: ignore[typeddict-item]
         return found
-
-
-class EachStage(Sightings):
-    """At the end of a step of a rank: notes what was seen at those of its stages that saw it."""
-
-    def __init__(self, held: list[HeldStage]):
-        super().__init__()
-        self._held = held
-
-    def note(self, step: int, place: str) -> None:
-        for held in self._held:
-            if not all(map(math.isfinite, held.update.squared_norms())):
-                held.sightings.note(step, place)
 
 
 class OtherRanks:
@@ -178,12 +165,13 @@ class Trainer:
         self.done = self.first_step = self.held[0].state.step
         self._others = below = OtherRanks(settings, world)
         above = None if world.holds(settings.pipeline.stages - 1) else self._others
-        self._step_end = StepEnd(
-            [held.update for held in self.held], 0, below, above, world.device, EachStage(self.held)
-        )
+        updates = [held.update for held in self.held]
+        sightings = [held.sightings for held in self.held]
+        self._step_end = StepEnd(updates, 0, below, above, world.device, sightings)
         name, count = world.grid.schedule, world.grid.microbatches
         stages = [held.pipelined for held in self.held]
-        options: dict[str, Any] = {"loss_fn": _the_output, "scale_grads": False}
+        # The last module has computed the loss.
+        options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
         if name in SINGLE:
             self._schedule: Any = SINGLE[name](stages[0], count, **options)
         else:
@@ -217,7 +205,10 @@ class Trainer:
         self._others.losses = [float(loss) for loss in losses]
         self._others.asks_to_stop = self.stop_requested
         self._step_end.trace.spans.clear()
-        verdict = self._step_end.end(step, lr, lambda step, commit: (False, False), _no_probe)
+        # Ranks do not score a move of the basis.
+        verdict = self._step_end.end(
+            step, lr, lambda step, commit: (False, False), lambda step, number: None
+        )
         for held in self.held if verdict.commit else ():
             held.update.check(step)
         return verdict
@@ -253,18 +244,8 @@ class Trainer:
 
     def save(self) -> list[tuple[int, ShardWritten | ShardFailed]]:
         """Write this rank's parts of a checkpoint; replicas hold the same, so one of them does."""
-        found: list[tuple[int, ShardWritten | ShardFailed]] = []
-        for held in self.held if self.world.replica == 0 else ():
-            agreements = {str(end.cut): end.agreements() for end in held.ends}
-            try:
-                shard = write_shard(
-                    partial_folder(self.folder, self.done), held.index, held.state.shard()
-                )
-                part = ShardWritten(self.done, held.update.versions, shard, agreements)
-                found.append((held.index, part))
-            except CheckpointError as error:
-                found.append((held.index, ShardFailed(self.done, str(error))))
-        return found
+        held = self.held if self.world.replica == 0 else []
+        return [(one.index, one.state.save(self.folder, one.index)) for one in held]
 
     def _report(
         self, held: HeldStage, step: int, lr: float, verdict: Verdict, loss: float, start: float
@@ -294,12 +275,3 @@ class Trainer:
             dropped=0,
             not_finite=held.sightings.take_first(step),
         )
-
-
-def _no_probe(step: int, number: int) -> None:
-    """Ranks do not score a move of the basis."""
-
-
-def _the_output(output: Tensor, target: Tensor) -> Tensor:
-    """The last module has computed the loss."""
-    return output

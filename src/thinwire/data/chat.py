@@ -4,16 +4,8 @@
     ids = chat.prompt_ids([{"role": "user", "content": "Hello"}])   # the model answers behind them
     ids[-1] in chat.end_ids                        # an answer ends with one of these
 
-Records hold conversations in the forms that people keep them in, recognised by their keys:
-
-| form | keys |
-|---|---|
-| messages | `messages`: a list of `role` and `content` |
-| sharegpt | `conversations`: a list of `from` and `value` |
-| prompt | `prompt` and `completion` (or `response`), each a text or a list of messages |
-| alpaca | `instruction`, perhaps `input`, and `output` |
-
-All become one: messages with a role and a content. A `system` text beside any of them comes first.
+Records hold conversations in the forms of `FORMS`, which docs/data.md describes. All become one:
+messages with a role and a content. A `system` text beside any of them comes first.
 
 A chat template is Jinja2 text that turns messages into one text, as tokenizers are published with.
 It comes from others, so it runs in Jinja's sandbox, where it can compute text and nothing else, and

@@ -74,28 +74,26 @@ class Corpus:
             train, valid = (
                 np.memmap(folder / f"{side}.bin", dtype=dtype, mode="r") for side in SIDES
             )
-            sizes = None
-            if SIZES in manifest["files"]:
-                sizes = np.memmap(folder / SIZES, dtype=_SIZE, mode="r", shape=valid.shape)
-            learned: list[np.memmap | None] = [None, None]
-            if manifest.get("learned"):
-                learned = [
-                    np.memmap(folder / f"{side}.loss", dtype=np.uint8, mode="r", shape=ids.shape)
-                    for side, ids in zip(SIDES, (train, valid), strict=True)
-                ]
+
+            def beside(name: str, kind: Any, ids: np.memmap) -> np.memmap | None:
+                """A value of each id, where the corpus has one."""
+                if name not in manifest["files"]:
+                    return None
+                return np.memmap(folder / name, dtype=kind, mode="r", shape=ids.shape)
+
             return cls(
                 folder=folder,
                 fingerprint=manifest["fingerprint"],
                 train=train,
                 valid=valid,
-                valid_sizes=sizes,
+                valid_sizes=beside(SIZES, _SIZE, valid),
                 vocab=int(manifest["vocab"]),
                 valid_bytes=int(manifest["valid_bytes"]),
                 source=str(manifest["source"]),
                 documents=int(manifest["documents"]),
                 lost=str(manifest.get("lost", "")),
-                train_learned=learned[0],
-                valid_learned=learned[1],
+                train_learned=beside("train.loss", np.uint8, train),
+                valid_learned=beside("valid.loss", np.uint8, valid),
                 remarks=tuple(map(str, manifest.get("remarks", []))),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:

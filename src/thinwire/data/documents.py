@@ -26,7 +26,7 @@ from thinwire.data.chat import (
 from thinwire.data.corpus import TokenChunk
 from thinwire.data.sources import SourceFile, SourceRecord, source_file, text_of, walk
 from thinwire.data.tokenizer import Tokenizer, interruptible, pieces_of
-from thinwire.errors import DataError, ThinwireError
+from thinwire.errors import DataError, ThinwireError, first_line
 from thinwire.lazy import needs
 from thinwire.paths import expanded
 
@@ -335,9 +335,8 @@ class HubDataset:
         return saved[self.split]
 
     def _refused(self, error: Exception) -> DataError:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return DataError(
-            f"the dataset {self.place} cannot be read: {reason}; check data.path and data.split, "
-            "and that this machine can reach the Hugging Face hub. A dataset in a local folder "
-            "needs no network"
+            f"the dataset {self.place} cannot be read: {first_line(error)}; check data.path "
+            "and data.split, and that this machine can reach the Hugging Face hub. A dataset in a "
+            "local folder needs no network"
         )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from thinwire.data.chat import CHATML, CHATML_TOKENS, ChatTemplate, form_of
 from thinwire.data.corpus import Corpus, Progress, TokenChunk, found_or_made, write_corpus
@@ -75,17 +75,12 @@ def prepare(
     return build(config, vocab, Path(cache), tokenizer, report)
 
 
-class _CorpusSource(NamedTuple):
-    """Where documents come from: what is in the files that are read, and how they are."""
-
-    documents: Texts
-    files: list[list[SourceFile]]
-    how: Any
-    given: str  # the name of what is given for validation, if anything is
-    template: ChatTemplate | None
-
-
-def _source_of(config: DataConfig) -> _CorpusSource:
+def _source_of(
+    config: DataConfig,
+) -> tuple[Texts, list[list[SourceFile]], Any, str, ChatTemplate | None]:
+    """Documents, the files that they are in, how these are read, the name of what is given for
+    validation, if anything is, and the chat template.
+    """
     tokenizer = expanded(config.tokenizer, "data.tokenizer") if config.tokenizer else None
     key, given = config.text_key, config.valid_path
     how: Any = [config.source, config.learn, key]
@@ -115,10 +110,10 @@ def _source_of(config: DataConfig) -> _CorpusSource:
         how = how if is_chat else key
     if not is_chat:
         template = ChatTemplate.beside(tokenizer) if tokenizer else None
-        return _CorpusSource(Texts(groups, key), files, how, given, template)
+        return Texts(groups, key), files, how, given, template
     template = ChatTemplate.chosen(config.template, tokenizer)
     documents = Conversations(groups, template, config.learn == "all")
-    return _CorpusSource(documents, files, how, given, template)
+    return documents, files, how, given, template
 
 
 def _documents(

@@ -158,18 +158,14 @@ class StageBuilder:
         if constraint is not None:
             constraint.project_weights()
 
-    def constraint(self, stage: Stage) -> Constraint | None:
-        """What holds the stage's weights in the space, in subspace mode."""
+    def constraint(self, stage: Stage, in_training: bool = False) -> Constraint | None:
+        """What holds the stage's weights in the space, in subspace mode; in training those that
+        are frozen stay where they are anyway.
+        """
         if self.space is None or self.settings.boundary.mode != "subspace":
             return None
-        return Constraint(self.space.basis_DK, stage.held_parameters())
-
-    def constraint_in_training(self, stage: Stage) -> Constraint | None:
-        """The same for a training step: weights that are frozen stay where they are anyway."""
-        constraint = self.constraint(stage)
-        if constraint is not None:
-            constraint.held = [held for held in constraint.held if held.parameter.requires_grad]
-        return constraint
+        held = [h for h in stage.held_parameters() if h.parameter.requires_grad or not in_training]
+        return Constraint(self.space.basis_DK, held)
 
     def wire_spec(self, cut: int) -> TensorSpec:
         """The contract of a boundary: what a frame's tensor must be."""
@@ -184,14 +180,11 @@ class StageBuilder:
             table_VD = fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std).to(
                 self.device
             )
-        return Space(self._basis(boundary.basis_seed, boundary.rank), table_VD)
-
-    def _basis(self, seed: int, rank: int) -> Tensor:
-        """The basis of a seed; without memory only its shape, for deriving one takes seconds."""
-        dim = self.settings.model.dim
-        if self.device.type == "meta":
-            return torch.empty(dim, rank, dtype=self.dtype, device=self.device)
-        return random_basis(dim, rank, seed).to(self.device, self.dtype)
+        if self.device.type == "meta":  # deriving a basis takes seconds
+            basis_DK = torch.empty(model.dim, boundary.rank, device=self.device)
+        else:
+            basis_DK = random_basis(model.dim, boundary.rank, boundary.basis_seed)
+        return Space(basis_DK.to(self.device, self.dtype), table_VD)
 
     def boundary(self, receives: bool) -> Boundary:
         """One end of a cut."""
@@ -240,8 +233,3 @@ def model_weights(settings: Settings) -> Weights:
     builder = StageBuilder(settings, torch.device("meta"))
     stages = [builder.build(index) for index in range(settings.pipeline.stages)]
     return Weights.of(p for stage in stages for p in stage.owned_parameters().values())
-
-
-def parameter_count(settings: Settings) -> int:
-    """Parameters of the whole model as it is trained, those of its cuts included."""
-    return model_weights(settings).count

@@ -24,8 +24,9 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import safetensors
 from safetensors.torch import save_file
 from torch import Tensor
@@ -38,27 +39,19 @@ from thinwire.engine.trace import is_finite
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import flush
 from thinwire.settings import GoneError, Settings
-from thinwire.typed import Exact, from_plain
+from thinwire.typed import Exact, learn_types
 
 FORMAT = 2
 SEAL = "manifest_sha256"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-FACTS = {
-    "step": int,
-    "weight_version": int,
-    "basis_version": int,
-    "settings": dict,
-    "corpus": str,
-    "shards": list,
-}
-"""What every manifest says, beside its format."""
-_PIECE = 1 << 22  # numbers that are looked at in one go
+Count = Annotated[int, msgspec.Meta(ge=0)]
 MUON_BEFORE = {
     "model": {"embed_std": 0.02},
     "optim": {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0},
 }
 """What runs with Muon meant before these settings existed."""
+_PIECE = 1 << 22  # numbers that are looked at in one go
 
 
 @dataclass(frozen=True)
@@ -69,6 +62,22 @@ class Shard:
     sha256: str
     bytes: int
     tensors: list[Exact]
+
+
+class Facts(msgspec.Struct):
+    """What every manifest says, beside its format and its hash."""
+
+    step: Count
+    weight_version: Count
+    basis_version: Count
+    settings: dict[str, Any]
+    corpus: str
+    shards: list[Shard]
+    tokenizer_sha256: str = ""
+    template_sha256: str = ""
+
+
+learn_types(Facts)
 
 
 def checkpoints_folder(run_folder: Path) -> Path:
@@ -283,14 +292,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
                 f"{path} has checkpoint format {format!r}, this thinwire reads format {FORMAT}: "
                 "use the version that wrote it"
             )
-        for key, kind in FACTS.items():
-            if type(manifest.get(key)) is not kind or (kind is int and manifest[key] < 0):
-                raise ValueError(f"{key} is {manifest.get(key)!r}")
-        for key in ("tokenizer_sha256", "template_sha256"):
-            if not isinstance(manifest.get(key, ""), str):
-                raise ValueError(f"{key} is {manifest[key]!r}")
-        entries = enumerate(manifest["shards"])
-        shards = [from_plain(Shard, entry, f"shards[{number}]") for number, entry in entries]
+        shards = msgspec.convert(manifest, Facts).shards
         for shard in shards:
             if Path(shard.file).name != shard.file:
                 raise ValueError(f"{shard.file!r} is not the name of a file beside it")
@@ -299,7 +301,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
         named = re.fullmatch(r"(?:abandoned-)?step-(\d{8})(?:-\d+)?", path.parent.name)
         if named and int(named[1]) != manifest["step"]:
             raise ValueError(f"it is of step {manifest['step']}, its folder of {int(named[1])}")
-    except (OSError, ValueError, TypeError, ConfigError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     return manifest, shards
 

@@ -19,6 +19,7 @@ not know keep their starting values.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -127,7 +128,6 @@ class Folded(Source):
         self.shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         """Of every folded tensor, in the model's order: known without reading any."""
         self._axes = {n: layer.axis for n, layer in _whole(trained).reparametrised().items()}
-        self._basis_DK: Tensor | None = None
 
     def names(self) -> set[str]:
         return set(self.shapes)
@@ -136,7 +136,7 @@ class Folded(Source):
         return {name: self._fold(name) for name in sorted(names)}
 
     def _fold(self, name: str) -> Tensor:
-        tensor = self._source.tensors([name])[name]
+        tensor = self._source.tensor(name)
         tensor = self.in_full(name, tensor)
         if tuple(tensor.shape) != self.shapes[name]:
             raise CheckpointError(
@@ -155,11 +155,15 @@ class Folded(Source):
         axis = self._axes.get(name)
         if axis is None:
             return coordinates
-        basis_DK = self._basis().double()
+        basis_DK = self._basis_DK.double()
         if axis == 0:
             return (basis_DK @ coordinates.double()).to(coordinates.dtype)
         rows = coordinates.split(ROWS)
         return torch.cat([(part.double() @ basis_DK.T).to(part.dtype) for part in rows])
+
+    @functools.cached_property
+    def _basis_DK(self) -> Tensor:
+        return basis_of(self._source)
 
     @property
     def _anchored(self) -> str:
@@ -173,20 +177,18 @@ class Folded(Source):
         model, boundary = self.settings.model, self._source.settings.boundary
         return fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std)
 
-    def _basis(self) -> Tensor:
-        """The basis in the precision in which the model computes with it; a moved one is saved."""
-        if self._basis_DK is None:
-            trained = self._source.settings
-            if BASIS in self._source.names():
-                basis_DK = self._source.tensors([BASIS])[BASIS]
-            else:
-                boundary = trained.boundary
-                basis_DK = random_basis(trained.model.dim, boundary.rank, boundary.basis_seed)
-            self._basis_DK = basis_DK.to(WEIGHT_TYPES[trained.run.precision])
-        return self._basis_DK
-
     def __str__(self) -> str:
         return f"{self._source}, folded into plain weights"
+
+
+def basis_of(source: Source) -> Tensor:
+    """The basis in the precision in which the model computes with it; a moved one is saved."""
+    trained, boundary = source.settings, source.settings.boundary
+    if BASIS in source.names():
+        basis_DK = source.tensor(BASIS)
+    else:
+        basis_DK = random_basis(trained.model.dim, boundary.rank, boundary.basis_seed)
+    return basis_DK.to(WEIGHT_TYPES[trained.run.precision])
 
 
 def _whole(settings: Settings) -> Stage:
@@ -220,7 +222,7 @@ class Transfer:
     def take_space(self, space: Space | None) -> None:
         """Go on with the source's basis where both runs share one."""
         if space is not None and self._keeps_space and BASIS in self._names:
-            space.basis_DK.copy_(self._source.tensors([BASIS])[BASIS])
+            space.basis_DK.copy_(self._source.tensor(BASIS))
 
     @torch.no_grad()
     def fill(self, builder: StageBuilder, stage: Stage) -> None:
@@ -231,14 +233,14 @@ class Transfer:
             if _is_of_a_cut(name) or is_adapter(name):
                 self._take_own(name, tensor)
             elif self._is_alike(name, forms):
-                self._put(tensor, self._source.tensors([name])[name], name)
+                self._put(tensor, self._source.tensor(name), name)
             else:
                 self._take_folded(name, builder, stage)
 
     def _take_own(self, name: str, tensor: Tensor) -> None:
         """Of a cut or an adapter: the source's if it has the same one, else it starts anew."""
         if name in self._names and (not _is_of_a_cut(name) or self._keeps_cut(name)):
-            saved = self._source.tensors([name])[name]
+            saved = self._source.tensor(name)
             if self._fits(saved, tensor):
                 self._put(tensor, saved, name)
                 return
@@ -257,7 +259,7 @@ class Transfer:
 
     def _take_folded(self, name: str, builder: StageBuilder, stage: Stage) -> None:
         self._folded = self._folded or Folded(self._source)
-        full = self._folded.tensors([name])[name]
+        full = self._folded.tensor(name)
         parameter = stage.global_parameters()[name]
         layers, held = stage.reparametrised(), {h.name: h for h in stage.held_parameters()}
         if name not in layers and name not in held:

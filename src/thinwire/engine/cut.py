@@ -6,22 +6,12 @@ step that is refused: such a step changes no weight, but its tensors have crosse
 remember them alike.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
 
-from thinwire.codec import (
-    Codec,
-    Leg,
-    Place,
-    Surroundings,
-    TensorSpec,
-    build_codecs,
-    cross,
-    spec_of,
-)
+from thinwire.codec import Codec, Leg, Place, Surroundings, TensorSpec, build_codecs
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
 from thinwire.engine.source import Source
@@ -56,7 +46,8 @@ class CutEnd:
         self._is_lower = is_lower
         self._block = block
         self._seed = seed
-        self._examples = examples
+        by_example = any(codec.remembers_examples for codec in codecs.values())
+        self._examples = examples if by_example else None
 
     @classmethod
     def build(
@@ -73,7 +64,6 @@ class CutEnd:
         Without a feed nothing is known of training examples: for validation and text.
         """
         codecs = build_codecs(*settings.codec.names(cut))
-        by_example = feed is not None and any(c.remembers_examples for c in codecs.values())
         end = cls(
             codecs,
             spec,
@@ -82,7 +72,7 @@ class CutEnd:
             settings.split()[cut].stop,
             settings.run.seed,
             settings.pipeline.microbatches,
-            feed.examples if feed is not None and by_example else None,
+            feed.examples if feed is not None else None,
         )
         count = feed.example_count if feed is not None else 0
         for leg, codec in codecs.items():
@@ -101,10 +91,6 @@ class CutEnd:
     def payload_limit(self) -> int:
         """The largest payload that may cross this cut, either way."""
         return max(codec.payload_limit(self.spec.shape) for codec in self.codecs.values())
-
-    def names(self) -> dict[str, str]:
-        """The codec of each leg."""
-        return {leg.value: codec.name for leg, codec in self.codecs.items()}
 
     def agreements(self) -> dict[str, str]:
         """Fingerprints, by leg, of what both ends of this cut must remember alike."""
@@ -134,71 +120,6 @@ class CutEnd:
 
     def _prefix(self, leg: Leg) -> str:
         return memory_prefix(self._block, leg, self._is_lower)
-
-
-class Cut:
-    """Both ends of a cut in one process, which holds the stage below and the stage above.
-
-    `at` is the step and the microbatch that cross next; bytes are counted of training alone, and
-    where the content decides them only while `weigh` is set: that takes packing, which changes
-    nothing else. `observe`, if set, is told of every crossing in training: the leg, what was sent,
-    what arrived. `tokens` are those of a microbatch.
-    """
-
-    def __init__(self, lower: CutEnd, upper: CutEnd, tokens: int) -> None:
-        self.at = 0, 0
-        self.training = True
-        self.weigh = True
-        self.observe: Callable[[Leg, Tensor, Tensor], None] | None = None
-        self.lower, self.upper = lower, upper
-        self._tokens = tokens
-        self._crossings: Counter[Leg] = Counter()
-        self._bytes: Counter[Leg] = Counter()
-
-    @classmethod
-    def build(
-        cls, settings: Settings, index: int, spec: TensorSpec, feed: Feed | None = None
-    ) -> "Cut":
-        """The cut of a run, with no memory yet."""
-        lower, upper = (CutEnd.build(settings, index, low, spec, feed) for low in (True, False))
-        return cls(lower, upper, settings.tokens_per_microbatch)
-
-    def forward(self, z: Tensor) -> Tensor:
-        """The activation as the stage above unpacks it."""
-        return self._cross(Leg.FORWARD, z, self.lower, self.upper)
-
-    def backward(self, gradient: Tensor) -> Tensor:
-        """The gradient as the stage below unpacks it."""
-        return self._cross(Leg.BACKWARD, gradient, self.upper, self.lower)
-
-    def payload_bytes_per_token(self, leg: Leg) -> float:
-        """Bytes of payload: by the codec's layout, or as measured so far where sizes vary."""
-        codec = self.lower.codecs[leg]
-        if codec.size_varies and self._crossings[leg]:
-            return self._bytes[leg] / (self._crossings[leg] * self._tokens)
-        return codec.payload_limit(self.lower.spec.shape) / self._tokens
-
-    def _cross(self, leg: Leg, tensor: Tensor, sender: CutEnd, receiver: CutEnd) -> Tensor:
-        tensor = tensor.detach().to(sender.spec.dtype)
-        arrived = self._arrival(leg, tensor, sender, receiver)
-        if self.observe is not None and self.training:
-            self.observe(leg, tensor, arrived)
-        return arrived
-
-    def _arrival(self, leg: Leg, tensor: Tensor, sender: CutEnd, receiver: CutEnd) -> Tensor:
-        place = sender.place(leg, *self.at, self.training)
-        codec, other = sender.codecs[leg], receiver.codecs[leg]
-        if codec.content_decides_size and self.training and self.weigh:
-            payload = codec.pack(tensor, place)
-            self._count(leg, len(payload))
-            return other.unpack(payload, spec_of(tensor), place)
-        if codec.size_varies and self.training and not codec.content_decides_size:
-            self._count(leg, sum(part.bytes for part in codec.layout(tuple(tensor.shape), place)))
-        return cross(codec, other, tensor, place)
-
-    def _count(self, leg: Leg, size: int) -> None:
-        self._crossings[leg] += 1
-        self._bytes[leg] += size
 
 
 def memory_prefix(block: int, leg: Leg, is_lower: bool) -> str:

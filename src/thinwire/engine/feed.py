@@ -73,10 +73,7 @@ class DeviceBatch:
 
     @cached_property
     def targets(self) -> Tensor:
-        """The next token of each position (B, T).
-
-        A target of -100 is not learned.
-        """
+        """The next token of each position (B, T); one of -100 is not learned."""
         return self._source.targets(self._at).to(self._device)
 
     def loss(self, stage: Stage, output: Tensor, microbatches: int) -> Tensor:
@@ -112,23 +109,15 @@ class Feed:
             data if isinstance(data, TokenSource) else CorpusTokens(data, settings, limit)
         )
         self._device = device
-        count, train, pipeline = self._source.example_count, settings.train, settings.pipeline
-        self._order = Shuffled(count, train.batch, pipeline.microbatches, settings.run.seed)
+        self.example_count = self._source.example_count  # to train on, the same in every epoch
+        self.validation_count = self._source.validation_count  # microbatches
+        batch, pipeline = settings.train.batch, settings.pipeline
+        self._order = Shuffled(self.example_count, batch, pipeline.microbatches, settings.run.seed)
         self._check_memory(settings)
-
-    @property
-    def example_count(self) -> int:
-        """Training examples there are, the same ones in every epoch."""
-        return self._source.example_count
 
     def examples(self, step: int, microbatch: int) -> tuple[int, ...]:
         """Which training examples the rows of a microbatch are; one may stand there twice."""
         return tuple(self._order.examples(step, microbatch).tolist())
-
-    @property
-    def validation_count(self) -> int:
-        """Validation microbatches there are: fewer than asked for when there is little data."""
-        return self._source.validation_count
 
     @property
     def validation_text(self) -> tuple[int, int]:

@@ -170,15 +170,13 @@ class Keeper:
         """Go on gathering where the source stopped, or make the move that its run left."""
         names, self._covariance_DD, self._postponed_DK = source.names(), None, None
         if NEXT_BASIS in names:
-            basis_DK = source.tensors([NEXT_BASIS])[NEXT_BASIS]
+            basis_DK = source.tensor(NEXT_BASIS)
             if self._is_last and NEXT_MEASURES in names:
-                measured = source.tensors([NEXT_MEASURES])[NEXT_MEASURES].tolist()
+                measured = source.tensor(NEXT_MEASURES).tolist()
                 self._proposed = BasisMove(basis_DK, *measured)
             self.switch(basis_DK)
-        # At the end of a window only an earlier version saved one: its move was never made, and
-        # the next window must not count it.
-        elif self._is_last and COVARIANCE in names and not self._ends_window(source.step - 1):
-            loaded = source.tensors([COVARIANCE])[COVARIANCE]
+        elif self._is_last and COVARIANCE in names:
+            loaded = source.tensor(COVARIANCE)
             self._covariance_DD = loaded.to(self.space.basis_DK.device)
 
     def _gather(self, gradient_BTD: Tensor) -> None:

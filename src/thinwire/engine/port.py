@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,31 +47,59 @@ EVALUATION_WINDOW = 4
 
 @dataclass(frozen=True)
 class Due:
-    """Who sends, which kinds, how many steps ahead, and how much of each.
+    """What a neighbour sends: which kinds, and how much of each.
 
     A stage below may be a step ahead, while this one still saves the step before; the stage above
-    cannot be, for it needs this stage's activations. With delayed updates a step is still under way
-    when the next one is opened: `steps_behind`.
+    cannot be, for it needs this stage's activations.
     """
 
-    sender: int
-    kinds: frozenset[FrameKind]
-    steps_ahead: int
-    way: int  # of rows
-    first_step: int = 0
+    stage: int  # this one
+    is_from_below: bool
+    first_step: int
+    schedule: Schedule | None = None
     validation_batches: int = 0
     basis_bytes: int = 0  # of one that moves
     rows: tuple[int, int] = (0, 0)  # frames in a step and bytes of one, at most; 0 = none cross
-    # For each forward, gradients sent back before; negative: it may begin while so many less one
-    # of the step before are still missing.
-    answers_before: tuple[int, ...] | None = None
-    steps_behind: int = 0
+
+    @property
+    def sender(self) -> int:
+        """The stage that sends."""
+        return self.stage + (-1 if self.is_from_below else 1)
+
+    @cached_property
+    def kinds(self) -> set[FrameKind]:
+        """From below activations, of validations too, and verdicts; from above gradients, tallies,
+        to which each stage adds its own, and the basis as the last stage moves it.
+        """
+        if self.is_from_below:
+            kinds = {FrameKind.FORWARD, FrameKind.VERDICT, FrameKind.EVALUATE, FrameKind.VALIDATED}
+        else:
+            kinds = {FrameKind.BACKWARD, FrameKind.TALLY}
+        if self.basis_bytes:
+            kinds.add(FrameKind.PROBE if self.is_from_below else FrameKind.BASIS)
+        return kinds | ({FrameKind.ROWS} if self.rows[0] else set())
+
+    @property
+    def steps_behind(self) -> int:
+        """Steps that are still under way when the next one is opened."""
+        return min(self.schedule.delay, 1) if self.schedule else 0
+
+    @cached_property
+    def answers_before(self) -> tuple[int, ...]:
+        """For each forward from below, gradients sent back before: by the schedule it keeps a
+        window. Negative: it may begin while so many less one of the step before are missing.
+        """
+        if self.schedule is None or not self.is_from_below:
+            return ()
+        return _answers_before(self.schedule, self.sender)
 
     def has_number(self, kind: FrameKind, number: int) -> bool:
         """Whether there is a message of this kind and number, of those that no codec packs."""
         if kind is FrameKind.ROWS:
             frame, way = divmod(number, 2)
-            return way == self.way and frame < self.rows[0]
+            return (
+                way == (FROM_BELOW if self.is_from_below else FROM_ABOVE) and frame < self.rows[0]
+            )
         return number == 0
 
     def most_bytes(self, kind: FrameKind) -> int:
@@ -80,63 +109,6 @@ class Due:
             FrameKind.ROWS: self.rows[1],
             FrameKind.TALLY: TALLY_BYTES,
         }.get(kind, VERDICT_BYTES)
-
-    @classmethod
-    def from_below(
-        cls,
-        stage: int,
-        first_step: int,
-        validation_batches: int,
-        basis_moves: bool = False,
-        schedule: Schedule | None = None,
-        rows: tuple[int, int] = (0, 0),
-    ) -> "Due":
-        """What the stage below sends: activations, of validations too, and verdicts.
-
-        By the schedule it keeps a window: it sends another activation only after so many gradients.
-        """
-        kinds = {FrameKind.FORWARD, FrameKind.VERDICT}
-        kinds |= {FrameKind.EVALUATE, FrameKind.VALIDATED}
-        kinds |= {FrameKind.PROBE} if basis_moves else set()
-        kinds |= {FrameKind.ROWS} if rows[0] else set()
-        return cls(
-            sender=stage - 1,
-            kinds=frozenset(kinds),
-            steps_ahead=1,
-            way=FROM_BELOW,
-            first_step=first_step,
-            validation_batches=validation_batches,
-            rows=rows,
-            answers_before=_answers_before(schedule, stage - 1) if schedule else None,
-            steps_behind=min(schedule.delay, 1) if schedule else 0,
-        )
-
-    @classmethod
-    def from_above(
-        cls,
-        stage: int,
-        first_step: int,
-        basis_bytes: int = 0,
-        rows: tuple[int, int] = (0, 0),
-        steps_behind: int = 0,
-    ) -> "Due":
-        """What the stage above sends: gradients and tallies, to which each stage adds its own.
-
-        The basis moves as the last stage says.
-        """
-        kinds = {FrameKind.BACKWARD, FrameKind.TALLY}
-        kinds |= {FrameKind.BASIS} if basis_bytes else set()
-        kinds |= {FrameKind.ROWS} if rows[0] else set()
-        return cls(
-            sender=stage + 1,
-            kinds=frozenset(kinds),
-            steps_ahead=0,
-            way=FROM_ABOVE,
-            first_step=first_step,
-            basis_bytes=basis_bytes,
-            rows=rows,
-            steps_behind=steps_behind,
-        )
 
 
 def _answers_before(schedule: Schedule, stage: int) -> tuple[int, ...]:
@@ -366,7 +338,7 @@ class Port:
 
     def _on_frame(self, frame: Frame) -> None:
         is_again = self._state is not None and frame.step <= self._state.sent_again
-        if is_again and not self._mailbox.wait_until(lambda: self._is_due(frame)):
+        if is_again and not self._mailbox.wait_until(lambda: not self._too_early(frame)):
             return  # nobody will take it
         if frame.kind not in self._due.kinds:
             raise WireError(f"{self.link.name}: an unexpected {frame.kind.name} frame arrived")
@@ -378,12 +350,11 @@ class Port:
         if frame.kind is FrameKind.EVALUATE:
             self._on_evaluation(frame)
         elif frame.kind not in LEGS:
-            self._check_step(frame)
+            self._check_due(frame)
             self._on_message(frame)
         else:
             codec = self._check_contract(frame)
-            self._check_step(frame)
-            self._check_window(frame)
+            self._check_due(frame)
             is_remembered = codec.remembers and frame.kind in _TRAINING
             with self._gate:
                 self._check_first(frame)
@@ -392,17 +363,24 @@ class Port:
             if not is_remembered:
                 self._receive(frame)
 
-    def _is_due(self, frame: Frame) -> bool:
-        """Whether it would not be too early: the checks below refuse what is."""
-        ahead = frame.step - self._open_step
-        if frame.kind in (FrameKind.EVALUATE, FrameKind.VALIDATED):
-            return ahead <= 1
-        before, is_answered = self._due.answers_before, True
-        if frame.kind is FrameKind.BACKWARD:
-            is_answered = frame.microbatch in self._sent.get(frame.step, set())
-        elif frame.kind is FrameKind.FORWARD and before and frame.microbatch < len(before):
-            is_answered = self._answers(frame.step) >= before[frame.microbatch]
-        return ahead <= self._due.steps_ahead and is_answered
+    def _too_early(self, frame: Frame) -> str:
+        """Why the neighbour's schedule cannot have made a frame yet: it would pile up here."""
+        before, number = self._due.answers_before, frame.microbatch
+        if frame.step - self._open_step > self._due.is_from_below:
+            return self._not_now()
+        if frame.kind is FrameKind.BACKWARD and number not in self._sent.get(frame.step, ()):
+            return "answers an activation that was not sent"
+        if frame.kind is FrameKind.FORWARD and number < len(before):
+            answers, wanted = self._answers(frame.step), before[number]
+            if answers < wanted:
+                return (
+                    f"is beyond the window: it is due after {wanted} gradients, and {answers} were "
+                    "sent"
+                )
+        return ""
+
+    def _not_now(self) -> str:
+        return f"belongs neither to the current step, {self._open_step}, nor to the next"
 
     def _answers(self, step: int) -> int:
         """Gradients of a step that were sent, less those that are missing of the step before."""
@@ -411,26 +389,10 @@ class Port:
             count -= self._end.microbatches - len(self._sent.get(step - 1, ()))
         return count
 
-    def _check_step(self, frame: Frame) -> None:
-        ahead = frame.step - self._open_step
-        if not -self._due.steps_behind <= ahead <= self._due.steps_ahead:
-            raise WireError(
-                f"{self._described(frame)} belongs neither to the current step, {self._open_step}, "
-                "nor to the next"
-            )
-
-    def _check_window(self, frame: Frame) -> None:
-        """Refuse what the neighbour's schedule cannot have made yet: it would pile up here."""
-        sent, before = self._sent.get(frame.step, set()), self._due.answers_before
-        if frame.kind is FrameKind.BACKWARD and frame.microbatch not in sent:
-            raise WireError(f"{self._described(frame)} answers an activation that was not sent")
-        if frame.kind is not FrameKind.FORWARD or not before:
-            return
-        if (answers := self._answers(frame.step)) < before[frame.microbatch]:
-            raise WireError(
-                f"{self._described(frame)} is beyond the window: it is due after "
-                f"{before[frame.microbatch]} gradients, and {answers} were sent"
-            )
+    def _check_due(self, frame: Frame) -> None:
+        is_late = frame.step < self._open_step - self._due.steps_behind
+        if why := self._not_now() if is_late else self._too_early(frame):
+            raise WireError(f"{self._described(frame)} {why}")
 
     def _check_first(self, frame: Frame) -> None:
         what = frame.kind, frame.step, frame.microbatch
@@ -485,7 +447,7 @@ class Port:
         """Receive a frame of a step that was opened, and hold one of the next: what its codec
         remembers may not move on to it yet.
         """
-        self._check_step(frame)
+        self._check_due(frame)
         if frame.step <= self._open_step:
             self._receive(frame)
         else:

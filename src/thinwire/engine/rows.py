@@ -174,7 +174,7 @@ class SharedRows:
             mine = {n for n in names if n.startswith(ROWS)} - {SEEN} - self._others
         if source.settings.split() == self._split:
             mine.add(self._name)  # which is missed if it is not there
-        self._seen_V.copy_(source.tensors([SEEN])[SEEN])
+        self._seen_V.copy_(source.tensor(SEEN))
         self._pending_VD.zero_()
         for tensor in source.tensors(mine).values():
             self._pending_VD += tensor.to(self._pending_VD.device)

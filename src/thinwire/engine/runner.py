@@ -80,7 +80,7 @@ class Runner:
         self._schedule, self._index = schedule, index
         self._autocast = autocast
         device = next(update.stage.parameters()).device
-        self._end = StepEnd([update], index, below, above, device, self._sightings)
+        self._end = StepEnd([update], index, below, above, device, [self._sightings])
         self._running: dict[int, Running] = {}
 
     def train(
@@ -184,17 +184,13 @@ class Runner:
             elif self._below is None:
                 break
         latest.stage.train()
-        stop = self._end_evaluation(step, leaves)
-        return score if self._above is None and done == batches else None, stop
-
-    def _end_evaluation(self, step: int, leaves: Callable[[], bool]) -> bool:
-        """Pass the verdict up that ends a validation: whether all stages leave now."""
         decided = None
         if self._below is not None:
             self._progress.begin(f"waits for the end of the validation after step {step}")
         else:
             decided = Verdict(0.0, commit=False, checkpoint=False, stop=leaves())
-        return self._end.pass_up(FrameKind.VALIDATED, step, decided).stop
+        stop = self._end.pass_up(FrameKind.VALIDATED, step, decided).stop
+        return score if self._above is None and done == batches else None, stop
 
     def _score(
         self,

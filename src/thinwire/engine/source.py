@@ -51,6 +51,10 @@ class Source(ABC):
             )
         return self._read(wanted)
 
+    def tensor(self, name: str) -> Tensor:
+        """One of them."""
+        return self.tensors([name])[name]
+
     def tensors_under(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names begin so, by the rest of their names."""
         found = self._read({name for name in self.names() if name.startswith(prefix)})

@@ -5,11 +5,9 @@
 With delayed updates there is work between its halves: norms go down with `gather` while the next
 step is already under way, and the verdict is waited for with `conclude`, before the step after it.
 
-All stages must agree: commit the update or not, with which global gradient norm, and whether to
-checkpoint or stop. The decision travels with the pipeline's own traffic. A basis that moves, rows
-of a shared embedding and tallies of squared gradient norms ride down behind the last gradients, so
-the first stage knows the total as soon as it has finished its own backward. The verdict rides up
-ahead of the next step's first activation, and changes of rows behind it: no extra round trip.
+A basis that moves, rows of a shared embedding and tallies of squared gradient norms ride down
+behind the last gradients, and the verdict rides up ahead of the next step's first activation, with
+changes of rows behind it: no extra round trip (docs/architecture.md).
 
 A process holds one stage or several neighbouring ones: what passes between these stays here, and
 ports carry the rest. So the peers of a pipeline and the chain of all stages in one process end a
@@ -168,7 +166,7 @@ class StageUpdate:
         index: int,
         make_optimizer: Callable[..., StageOptimizer],
     ) -> "StageUpdate":
-        settings, constraint = builder.settings, builder.constraint_in_training(stage)
+        settings, constraint = builder.settings, builder.constraint(stage, in_training=True)
         by_rows = settings.boundary.shares_embedding
         optimizer = make_optimizer(
             stage.trained_parameters(), stage.roles(), settings.optim, constraint, by_rows
@@ -263,7 +261,10 @@ class StageUpdate:
 
         A move of the basis follows by itself (`Keeper.follow`): losses are measured in between.
         """
-        self._clip_gradients(norm)
+        scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+        for parameter in self.stage.parameters() if self._clip > 0 and scale < 1 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
         self.follow_twin()
         self.optimizer.step(lr)
         self.version += 1
@@ -302,14 +303,6 @@ class StageUpdate:
                 "Resume with a lower optim.lr, or with optim.clip"
             )
 
-    def _clip_gradients(self, norm: float) -> None:
-        scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
-        if self._clip <= 0 or scale >= 1:
-            return
-        for parameter in self.stage.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """The first of these whose entries are not all finite: as `is_finite`, all sums at once."""
@@ -334,9 +327,9 @@ class Messenger(Protocol):
 class StepEnd:
     """Ends the steps of the neighbouring stages that one process holds.
 
-    `updates` are these stages, lowest first; `below` and `above` lead to the neighbours that other
-    processes hold, and are None at the ends of the pipeline. `row_bytes` counts what rows of a
-    shared embedding would cost between stages that are both here.
+    `updates` are these stages, lowest first, each with its `sightings`; `below` and `above` lead to
+    the neighbours that other processes hold, and are None at the ends of the pipeline. `row_bytes`
+    counts what rows of a shared embedding would cost between stages that are both here.
     """
 
     def __init__(
@@ -346,7 +339,7 @@ class StepEnd:
         below: Messenger | None = None,
         above: Messenger | None = None,
         device: torch.device | None = None,
-        sightings: Sightings | None = None,
+        sightings: Sequence[Sightings] = (),
     ):
         self.trace = StepTrace()
         self.row_bytes = dict.fromkeys(Leg, 0)
@@ -356,7 +349,7 @@ class StepEnd:
         self._stage_above = first_stage + len(updates)
         self._below, self._above = below, above
         self._device = device
-        self._sightings = sightings or Sightings()
+        self._sightings = sightings or [Sightings() for _ in updates]
         self._new_basis_DK: Tensor | None = None
         self._decided: dict[int, Verdict] = {}  # on the first stage, of steps to be concluded
 
@@ -379,9 +372,12 @@ class StepEnd:
         if self._rows:
             self._pass_rows_down(step)
         with self.trace.span("compute", "norm"):
-            tally = [square for update in self._of_step(step) for square in update.squared_norms()]
-            if not all(map(math.isfinite, tally)):
-                self._sightings.note(step, BACKWARD)
+            tally: list[float] = []
+            for update, sightings in zip(self._of_step(step), self._sightings, strict=True):
+                squares = update.squared_norms()
+                tally += squares
+                if not all(map(math.isfinite, squares)):
+                    sightings.note(step, BACKWARD)
         with self.trace.span("wait", "U"):
             self._pass_tally_down(step, tally, decide)
 
@@ -488,9 +484,9 @@ class StepEnd:
             if self._above is not None:
                 with self.trace.span("wait", "rows"):
                     payload = self._above.take_message(FrameKind.ROWS, step, number)
-            for own in reversed(self._rows):
+            for own, sightings in zip(reversed(self._rows), reversed(self._sightings), strict=True):
                 if payload is not None:
-                    self._sightings.look(step, GRADIENT, own.add(step, frame, payload))
+                    sightings.look(step, GRADIENT, own.add(step, frame, payload))
                 if self._below is not None or own is not self._rows[0]:
                     payload = own.gradients(step, frame)
                     self._count(Leg.BACKWARD, payload, own is not self._rows[0])

@@ -1,6 +1,5 @@
 """What a stage notes of its own work: what it does, how long it takes, where values go bad."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,16 +67,10 @@ class Sightings:
 
     def __init__(self) -> None:
         self._places: dict[int, set[str]] = {}
-        self._lock = threading.Lock()
-
-    def __deepcopy__(self, memo: object) -> "Sightings":
-        """A copied chain has seen nothing yet; a lock cannot be copied."""
-        return Sightings()
 
     def note(self, step: int, place: str) -> None:
         """Values that are not finite were seen here."""
-        with self._lock:
-            self._places.setdefault(step, set()).add(place)
+        self._places.setdefault(step, set()).add(place)
 
     def look(self, step: int, place: str, tensor: Tensor) -> None:
         """Note the place if this tensor is not finite."""
@@ -86,9 +79,7 @@ class Sightings:
 
     def take_first(self, step: int) -> str:
         """The first place of a step that is over, or nothing; it is forgotten."""
-        with self._lock:
-            seen = self._places.pop(step, set())
-        return min(seen, key=PLACES.index, default="")
+        return min(self._places.pop(step, set()), key=PLACES.index, default="")
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -19,16 +19,15 @@ from typing import Any
 import thinwire
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
-from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import FarCorpus, Feed
 from thinwire.engine.port import Due, Mailbox, Port, decision_number
-from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step, meters_of
+from thinwire.engine.reports import Evaluation, Report, Step, meters_of
 from thinwire.engine.runner import Runner, Running
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, Verdict
 from thinwire.engine.trace import Progress, Sightings
-from thinwire.errors import CheckpointError
 from thinwire.model import learning_rate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import checkpoint_steps
@@ -129,7 +128,7 @@ class Worker:
             **(terms_between_machines(self.settings, epoch) if epoch else {}),
             "config_hash": self.settings.hash,
             "cut": cut,
-            **{f"{leg}_codec": name for leg, name in end.names().items()},
+            **{f"{leg.value}_codec": codec.name for leg, codec in end.codecs.items()},
             "wire_shape": list(end.spec.shape),
             "corpus": self.data.fingerprint,
             **(self._state_terms(end) if at_start else {}),
@@ -279,22 +278,17 @@ class Worker:
 
     def _checkpoint(self, done: int, tell: Tell) -> None:
         self.progress.begin(f"saves the checkpoint of step {done}")
-        folder = partial_folder(self.assignment.run_folder, done)
-        try:
-            shard = write_shard(folder, self.index, self.state.shard())
-        except CheckpointError as error:
-            tell(ShardFailed(done, str(error)))
-            return
-        agreements = {str(end.cut): end.agreements() for end in self._ends()}
-        tell(ShardWritten(done, self.update.versions, shard, agreements))
+        tell(self.state.save(self.assignment.run_folder, self.index))
 
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         keeper, batches = self.update.keeper, self.feed.validation_count
         basis = keeper.most_basis_bytes if keeper else 0
         rows = self.update.rows.limits() if self.update.rows else (0, 0)
         step, schedule = self.state.step, self.settings.schedule()
-        from_below = Due.from_below(self.index, step, batches, basis > 0, schedule, rows)
-        from_above = Due.from_above(self.index, step, basis, rows, self.settings.pipeline.overlap)
+        from_below, from_above = (
+            Due(self.index, is_from_below, step, schedule, batches, basis, rows)
+            for is_from_below in (True, False)
+        )
         return Runner(
             self.feed,
             self.update,
@@ -327,9 +321,8 @@ class Worker:
 
 def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, float]]:
     """What a training step sent, as spans of its trace; validations and goodbyes are left out."""
-    labels = {"FORWARD": "F{}>", "BACKWARD": "<B{}"}
-    labels |= {"TALLY": "tally", "VERDICT": "verdict", "BASIS": "basis", "PROBE": "probe"}
-    labels |= {"ROWS": "rows"}
+    others = ("TALLY", "VERDICT", "BASIS", "PROBE", "ROWS")
+    labels = {"FORWARD": "F{}>", "BACKWARD": "<B{}", **{kind: kind.lower() for kind in others}}
     return [
         ("send", labels[kind].format(microbatch), start, end)
         for kind, step, microbatch, start, end in sent
@@ -361,23 +354,21 @@ def remedy(key: str, mine: Any, theirs: Any) -> str:
     if key == SECTIONS and isinstance(mine, dict) and isinstance(theirs, dict):
         names = [name for name, digest in mine.items() if theirs.get(name) != digest]
         return f"they differ in {', '.join(names)}"
-    if key == EPOCH:
-        return (
-            "the run was formed again meanwhile. Run the `thinwire join` command again on the "
-            "machine with the lower number"
-        )
-    if key == "config_hash":
-        return "both ends need the same settings: start both from the same run.toml"
-    if key == "corpus":
-        return (
-            "the prepared data differ: give both machines the same data.path and the same "
-            "tokenizer, and start again with --resume"
-        )
-    if key in ("first_step", "basis", "basis_version", "token_table") or key.endswith("_memory"):
-        return "start all stages from the same checkpoint: --resume on the host"
-    if key.endswith("_codec"):
-        return "give both the same codec settings, and the same plugins where they name one"
-    return ""
+    ending = key.rpartition("_")[2]
+    return _REMEDIES.get(key) or _REMEDIES.get(ending, "")
+
+
+_SAME_START = "start all stages from the same checkpoint: --resume on the host"
+_REMEDIES = {
+    EPOCH: "the run was formed again meanwhile. Run the `thinwire join` command again on the "
+    "machine with the lower number",
+    "config_hash": "both ends need the same settings: start both from the same run.toml",
+    "corpus": "the prepared data differ: give both machines the same data.path and the same "
+    "tokenizer, and start again with --resume",
+    **dict.fromkeys(("first_step", "basis", "basis_version", "token_table"), _SAME_START),
+    "memory": _SAME_START,  # of a codec
+    "codec": "give both the same codec settings, and the same plugins where they name one",
+}
 
 
 def release_remedy(mine: str, theirs: str) -> str:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine.build import StageBuilder
-from thinwire.engine.conversion import merged
-from thinwire.engine.keeper import BASIS
+from thinwire.engine.conversion import basis_of, merged
+from thinwire.engine.joined import Joined
 from thinwire.engine.source import Source
 from thinwire.model import ProjectedBoundary
 from thinwire.settings import Settings
@@ -39,12 +38,11 @@ def config_with_cuts(settings: Settings) -> dict[str, Any]:
     }
 
 
-class Whole:
-    """All stages of a model, joined without codecs, hung into a module under their names."""
+class Whole(Joined):
+    """All stages of a model, hung into a module under their names."""
 
     def __init__(self, settings: Settings, device: torch.device, root: nn.Module):
-        self.builder = StageBuilder(settings, device)
-        self.stages = [self.builder.build(index) for index in range(settings.pipeline.stages)]
+        super().__init__(settings, device)
         for below, above in itertools.pairwise(self.stages):
             below.outgoing = end = above.incoming  # one boundary for both ends
             if isinstance(end, ProjectedBoundary):  # with the basis among its tensors
@@ -54,13 +52,6 @@ class Whole:
                 _hang(root, name, layer)
             if stage.incoming is not None:
                 _hang(root, f"{ENDS}.{stage.names[0]}", stage.incoming)
-
-    def logits(self, ids_BT: Tensor, pasts: list[Any] | None = None) -> Tensor:
-        """What the model says at every position; with a past, of those that follow it."""
-        x = ids_BT
-        for index, stage in enumerate(self.stages):
-            x = stage(x, ids_BT) if pasts is None else stage.extend(x, pasts[index], ids_BT)
-        return x
 
 
 def _hang(root: nn.Module, name: str, module: nn.Module) -> None:
@@ -97,16 +88,9 @@ class WithCuts(Source):
 
     def _read(self, names: set[str]) -> dict[str, Tensor]:
         return {
-            name: self._basis() if name in self._bases else self._source.tensors([name])[name]
+            name: basis_of(self._source) if name in self._bases else self._source.tensor(name)
             for name in sorted(names)
         }
-
-    def _basis(self) -> Tensor:
-        if BASIS in self._source.names():
-            return self._source.tensors([BASIS])[BASIS]
-        space = StageBuilder(self.settings, torch.device("cpu")).space
-        assert space is not None, "only narrow cuts have a basis"
-        return space.basis_DK
 
     def __str__(self) -> str:
         return f"{self._source} with its cuts"

@@ -8,15 +8,13 @@ import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from safetensors.torch import save_file
 
 import thinwire
-from thinwire.engine import Checkpoint
-from thinwire.engine.build import parameter_count
-from thinwire.engine.checkpoint import checkpoints_folder
+from thinwire.engine.build import model_weights
+from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.hf.cuts import WithCuts, config_with_cuts
@@ -31,7 +29,7 @@ from thinwire.hf.folder import (
 from thinwire.hf.importer import IMPORTED
 from thinwire.hf.shape import config_of, kind_of
 from thinwire.hf.tokenizer import GENERATION, TokenizerFiles
-from thinwire.hf.verify import AUTO_TOKENIZER, Verified, tensor_of, verify
+from thinwire.hf.verify import AUTO_TOKENIZER, Verified, verify
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
 from thinwire.model.adapter import UP, is_adapter
@@ -106,7 +104,7 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
             write_json(folder / GENERATION, ends)
         size = human_bytes(sum(map(math.prod, weights.shapes.values())) * dtype.itemsize)
         display.phase("write", f"{len(weights.shapes)} tensors, {size} in {wanted.dtype}")
-        write_model(folder, weights.shapes, dtype, partial(tensor_of, weights), wanted.shard_bytes)
+        write_model(folder, weights.shapes, dtype, weights.tensor, wanted.shard_bytes)
         found = None
         if wanted.verify:
             display.phase("verify", "opening it with transformers")
@@ -129,7 +127,7 @@ def model_card(
     facts = "\n".join(f"| {key} | {value} |" for key, value in _facts(checkpoint).items())
     tags = "tags:\n- thinwire\n" + (f"- {kind_of(settings.model)}\n" if is_plain else "")
     # Of the model as it is exported: adapters are merged.
-    parameters = parameter_count(dataclasses.replace(settings, lora=LoraConfig()))
+    parameters = model_weights(dataclasses.replace(settings, lora=LoraConfig())).count
     about = f"A language model of {human_count(parameters)} parameters, "
     if origin := checkpoint.manifest.get(IMPORTED):
         about += f"imported into thinwire from `{origin}`"

@@ -229,10 +229,10 @@ def write_tensors(
 
 def write_model(
     folder: Path, shapes: Shapes, dtype: torch.dtype, read: Read, most_bytes: int
-) -> list[str]:
+) -> None:
     """Write a model as one file, or as several of at most `most_bytes` with an index.
 
-    A tensor is never split, so one that is larger has a file of its own. Returns the files' names.
+    A tensor is never split, so one that is larger has a file of its own.
     """
     parts: list[list[str]] = [[]]
     size = 0
@@ -245,7 +245,7 @@ def write_model(
         size += own
     if len(parts) == 1:
         write_tensors(folder / WHOLE, shapes, dtype, read)
-        return [WHOLE]
+        return
     places: dict[str, str] = {}
     for number, names in enumerate(parts, start=1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
@@ -254,4 +254,3 @@ def write_model(
     count = sum(math.prod(shape) for shape in shapes.values())
     sizes = {"total_parameters": count, "total_size": count * dtype.itemsize}
     write_json(folder / INDEX, {"metadata": sizes, "weight_map": places})
-    return [*dict.fromkeys(places.values()), INDEX]

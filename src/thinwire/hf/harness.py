@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import thinwire.hf  # noqa: F401 -- models whose cuts do not fold open by the class it registers
-from thinwire.engine import Checkpoint
 from thinwire.engine.build import choose_device
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import ConfigError
 from thinwire.hf.export import Wanted, export
 from thinwire.hf.folder import CONFIG

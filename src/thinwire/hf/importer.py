@@ -31,7 +31,7 @@ from thinwire.data import Tokenizer
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import FORMAT, MANIFEST, TOKENIZER, Shard, sealed, sha256_of
-from thinwire.errors import CheckpointError, ConfigError, DataError
+from thinwire.errors import CheckpointError, ConfigError, DataError, first_line
 from thinwire.folders import write_file
 from thinwire.hf.folder import (
     CONFIG,
@@ -145,7 +145,7 @@ def _fetched(name: str) -> Path:
     except Exception as error:  # of the hub, of HTTP, of the network: of many kinds
         raise DataError(
             f"{name} is no folder here, and it cannot be fetched from the Hugging Face hub: "
-            f"{_first_line(error)}. Check the name and the network, or fetch the folder elsewhere "
+            f"{first_line(error)}. Check the name and the network, or fetch the folder elsewhere "
             "and give its path"
         ) from error
 
@@ -164,7 +164,7 @@ def _gguf(path: Path, scratch: Path) -> Origin:
         scaling += [t.name for t in reader.tensors if t.name.startswith("rope_freqs")]
     except Exception as error:  # the library checks little: anything may come of a damaged file
         raise CheckpointError(
-            f"{path} is not a GGUF file, or truncated: {_first_line(error)}"
+            f"{path} is not a GGUF file, or truncated: {first_line(error)}"
         ) from error
     if scaling:  # what the library would leave out without a word
         raise ConfigError(
@@ -182,18 +182,13 @@ def _gguf(path: Path, scratch: Path) -> Origin:
     except ConfigError:
         raise
     except Exception as error:
-        raise CheckpointError(f"transformers cannot read {path}: {_first_line(error)}") from error
+        raise CheckpointError(f"transformers cannot read {path}: {first_line(error)}") from error
     note = (
         "transformers dequantised the GGUF file to float32, with the whole model in memory. "
         "Training changes these weights; they are not rounded to the file's few bits again"
     )
     weights = MemoryWeights(model.state_dict())
     return Origin(path.stem, config, *_tokenizer(scratch), weights, [note])
-
-
-def _first_line(error: Exception) -> str:
-    """What an error of another library says, without the advice behind it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @dataclass(frozen=True)
@@ -354,21 +349,13 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
         for index in range(settings.pipeline.stages)
     ]
     expected = {_source(origin, name): shape for each in stages for name, shape in each.items()}
-    missing, extra = (
-        sorted(expected.keys() - listed.keys()),
-        sorted(listed.keys() - expected.keys()),
-    )
-    if missing:
-        also = f"; it has {extra[0]}, which is none of them" if extra else ""
-        raise CheckpointError(
-            f"{origin.name} lacks {len(missing)} of the tensors that its config.json asks for, "
-            f"such as {missing[0]}{also}"
-        )
-    if extra:
-        raise CheckpointError(
-            f"{origin.name} has tensors that its config.json does not ask for ({len(extra)}), such "
-            f"as {extra[0]}: it is not the plain model that its config.json describes"
-        )
+    missing, extra = expected.keys() - listed.keys(), listed.keys() - expected.keys()
+    for odd, what in ((missing, "lacks"), (extra, "also holds")):
+        if odd:
+            raise CheckpointError(
+                f"{origin.name} is not the model that its config.json describes: it {what} "
+                f"{len(odd)} tensors, such as {min(odd)}"
+            )
     for name, shape in expected.items():
         if listed[name].shape != shape:
             raise CheckpointError(

@@ -99,7 +99,7 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
         pasts = None if past_key_values is None else self._pasts(past_key_values)
         # Behind a past our attention takes one position at a time.
         parts = input_ids.split(1, dim=1) if seen else (input_ids,)
-        logits = torch.cat([self._whole.logits(part, pasts) for part in parts], dim=1)
+        logits = torch.cat([self._whole.logits(part, False, pasts) for part in parts], dim=1)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)

@@ -8,8 +8,7 @@ from typing import Any
 
 from thinwire.data import Corpus, Tokenizer
 from thinwire.data.chat import CONFIG, JINJA, Chat, ChatTemplate
-from thinwire.engine import Checkpoint
-from thinwire.engine.checkpoint import TOKENIZER
+from thinwire.engine.checkpoint import TOKENIZER, Checkpoint
 from thinwire.errors import CheckpointError, ConfigError, DataError, ThinwireError
 from thinwire.hf.folder import read_json, write_json
 from thinwire.paths import cache_folder, expanded

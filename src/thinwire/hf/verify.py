@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from thinwire.data import Tokenizer
-from thinwire.engine import Checkpoint
-from thinwire.engine.chain import Joined
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
+from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError
 from thinwire.hf.cuts import WithCuts
@@ -110,7 +110,7 @@ def verify(
         if dtype != torch.float32:
             rounding = _difference(theirs, ids, ours.logits_TV)
             for name, tensor in theirs.state_dict().items():  # as it was before it was rounded
-                tensor.copy_(tensor_of(weights, name))
+                tensor.copy_(weights.tensor(name))
         difference = _difference(theirs, ids, ours.logits_TV)
     verdict = Verified(difference, largest, ids.shape[1], text, rounding, opener)
     if not difference <= verdict.limit:  # NaN is none
@@ -198,13 +198,8 @@ def _check_weights(model: Any, weights: Folded | WithCuts, dtype: torch.dtype) -
             f"transformers has other tensors in this model than were exported, such as {odd[0]}"
         )
     for name in names:
-        if not torch.equal(state[name], tensor_of(weights, name).to(dtype).float()):
+        if not torch.equal(state[name], weights.tensor(name).to(dtype).float()):
             raise CheckpointError(f"transformers has loaded other values of {name} than exported")
-
-
-def tensor_of(weights: Folded | WithCuts, name: str) -> Tensor:
-    """One of them, as it is before it is rounded."""
-    return weights.tensors([name])[name]
 
 
 def _difference(model: Any, ids: Tensor, logits_TV: Tensor) -> float:

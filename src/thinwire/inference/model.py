@@ -16,10 +16,10 @@ from torch import Tensor
 
 from thinwire.data.documents import LostCharacters, Texts
 from thinwire.data.sources import read_records, text_files
-from thinwire.engine import Checkpoint
 from thinwire.engine.build import choose_device
-from thinwire.engine.chain import Joined
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
+from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
 from thinwire.errors import DataError
 from thinwire.inference.text import Choice, Sampling, TextModel
@@ -68,7 +68,7 @@ class Model(Joined, TextModel):
 
         With the past of each stage, of the positions that follow those in it.
         """
-        self.go_to(self.checkpoint.step, number, training=False)
+        self.go_to(self.checkpoint.step, number)
         return self.logits(inputs, self.compression, pasts)
 
     def evaluate(self, display: Display, batches: int = 0) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Model(Joined, TextModel):
         texts = Texts([(functools.partial(read_records, files, text_key), 0)], text_key)
         lost = LostCharacters()
         passages = (("valid", document.text) for document in texts.read())
-        chunks = list(texts.encode(self.tokenizer(), passages, lost))
+        chunks = list(texts.encode(self.tokenizer, passages, lost))
         ids_N = np.concatenate([np.empty(0, np.int64), *(chunk.ids for chunk in chunks)])
         sizes_N = np.concatenate([np.empty(0, np.int64), *(c.sizes for c in chunks)])
         if len(ids_N) < 2:

@@ -54,7 +54,7 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
         link = dataclasses.replace(settings.link, emulate=settings.link.emulate and emulate)
         self.settings = dataclasses.replace(settings, run=run, link=link)
         check_devices(self.settings)
-        self.tokenizer()  # a checkpoint that cannot write is refused before anything starts
+        _ = self.tokenizer  # a checkpoint that cannot write is refused before anything starts
         self.traffic = TextTraffic()
         self._display = display
         self._has_begun = False

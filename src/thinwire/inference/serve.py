@@ -145,7 +145,7 @@ def read_request(
             text = "messages must be a list with at least one message"
             raise RefusedError(text, param="messages")
         try:
-            ids = model.chat().prompt_ids(asked.messages)
+            ids = model.chat.prompt_ids(asked.messages)
         except DataError as error:
             raise RefusedError(str(error), param="messages") from None
     else:
@@ -161,7 +161,7 @@ def read_request(
         raise RefusedError(text, param="max_tokens")
     seed = secrets.randbits(48) if asked.seed is None else asked.seed
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seed)
-    ends = model.chat().end_ids if is_chat else ()
+    ends = model.chat.end_ids if is_chat else ()
     stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
     return ServedText(
         writing=model.write(ids, tokens, sampling, ends, stops),
@@ -270,7 +270,7 @@ class Endpoint:
         self._parallel, self._queue = parallel, queue
         self._turns, self._model_in_use = asyncio.Semaphore(parallel), asyncio.Lock()
         self._count = 0  # requests that have their turn or wait for it
-        model.tokenizer()  # a model that cannot write is refused before anybody asks
+        _ = model.tokenizer  # a model that cannot write is refused before anybody asks
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),

@@ -16,7 +16,7 @@ from torch import Tensor
 from thinwire.codec import Leg, build_codecs
 from thinwire.data import Tokenizer
 from thinwire.data.chat import Chat
-from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.settings import Settings
 
@@ -122,7 +122,8 @@ class TextModel(ABC):
             yield ids[-1]
 
     @functools.cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the run; CheckpointError when it trained on bare token ids."""
         if self.checkpoint.tokenizer is None:
             raise CheckpointError(
                 f"{self.checkpoint.folder} holds no tokenizer (it was trained on token shards "
@@ -130,41 +131,32 @@ class TextModel(ABC):
             )
         return Tokenizer.load(self.checkpoint.tokenizer)
 
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the run; CheckpointError when it trained on bare token ids."""
-        return self._tokenizer
-
     @functools.cached_property
-    def _chat(self) -> Chat:
-        self.tokenizer()  # which says why there is none
-        return Chat.open(self.checkpoint.folder, self.template)
-
     def chat(self) -> Chat:
         """The chat template with which the model is asked; DataError if none fits it."""
-        return self._chat
+        _ = self.tokenizer  # which says why there is none
+        return Chat.open(self.checkpoint.folder, self.template)
 
     def answer(
         self, messages: Sequence[Mapping[str, str]], tokens: int, sampling: Sampling
     ) -> "Writing":
         """The assistant's next message in a conversation."""
-        chat = self.chat()
-        return self.write(chat.prompt_ids(messages), tokens, sampling, chat.end_ids)
+        return self.write(self.chat.prompt_ids(messages), tokens, sampling, self.chat.end_ids)
 
     def encode(self, prompt: str) -> list[int]:
         """The ids of a prompt; an empty one begins a new text."""
-        tokenizer = self.tokenizer()
         try:
             prompt.encode()
         except UnicodeEncodeError as error:  # bytes of another encoding on the command line
             raise ConfigError(f"the prompt is not valid Unicode text: {error.reason}") from None
-        if ids := tokenizer.encode(prompt):
+        if ids := self.tokenizer.encode(prompt):
             return ids
-        if tokenizer.end_of_text is None:
+        if self.tokenizer.end_of_text is None:
             raise ConfigError(
                 "an empty prompt begins a new text, but the tokenizer of "
                 f"{self.checkpoint.folder} has no token between texts: give a prompt"
             )
-        return [tokenizer.end_of_text]
+        return [self.tokenizer.end_of_text]
 
     def write(
         self,
@@ -180,10 +172,9 @@ class TextModel(ABC):
         """
         if tokens < 1:
             raise ConfigError("tokens must be at least 1")
-        tokenizer = self.tokenizer()
-        known = {*ends, tokenizer.end_of_text}
+        known = {*ends, self.tokenizer.end_of_text}
         chosen = itertools.islice(self.tokens_behind(ids, sampling, cache), tokens)
-        return Writing(tokenizer, ids, chosen, known, stop)
+        return Writing(self.tokenizer, ids, chosen, known, stop)
 
     def generate(
         self,

@@ -15,17 +15,15 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, printable
 from thinwire.lazy import needs
 from thinwire.report.human import finite_mean
 from thinwire.report.records import EvaluationRecord, StepLoss, StepRecord, revived
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ID_FILE = "wandb-id"  # in the folder of a run: one that is resumed continues its curves
 INIT_SECONDS = 30
@@ -103,6 +101,10 @@ class WandbLog:
             self._on_lost(f"nothing is logged to Weights & Biases, the run continues: {error}")
 
 
+EVENTS_FILE = "events.jsonl"
+SECRETS = ("invite", "web")  # tags of lines that let people in: they stay on the terminal
+_LONGEST = 2000  # characters of one
+_HELD = 100  # before there is a folder
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -231,16 +233,12 @@ def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
 
 
 def last_step(folder: str | Path) -> StepRecord | None:
-    """The last step that was written; the file is read from its end, since it may be long."""
-    path = Path(folder) / FILE_NAME
-    if not path.exists() or not path.stat().st_size:
-        return None
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for start, end in _lines_from_the_end(content):
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line
-                values = _record_in(content[start:end])
-                if values is not None and values["kind"] == "step":
-                    return revived(StepRecord, values)
+    """The last step that was written."""
+    for _, line in _lines_from_the_end(Path(folder) / FILE_NAME):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line
+            values = _record_in(line)
+            if values is not None and values["kind"] == "step":
+                return revived(StepRecord, values)
     return None
 
 
@@ -261,32 +259,25 @@ def losses_of(folder: str | Path) -> Iterator[StepLoss | EvaluationRecord]:
                 values = _record_in(line)
                 if values is not None and values["kind"] in kinds:
                     yield revived(kinds[values["kind"]], values)
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError, ValueError) as error:
                 raise _damaged(path, number, f"a field is missing or wrong ({error})") from None
-            except ValueError as error:
-                raise _damaged(path, number, str(error)) from None
 
 
 def _drop_after(path: Path, last_step: int | None) -> None:
-    """Cut the file off behind `last_step`, and in any case a line that a crash has cut off.
-
-    It is read from its end, since the rest may be long.
-    """
-    if not path.exists() or not path.stat().st_size:
-        return
+    """Cut the file off behind `last_step`, and in any case a line that a crash has cut off."""
     kept = 0  # where the last line ends that stays
+    for start, line in _lines_from_the_end(path):
+        try:
+            values = _record_in(line)
+        except ValueError as error:
+            number = path.read_bytes()[:start].count(b"\n") + 1
+            raise _damaged(path, number, str(error)) from None
+        if values is not None and (last_step is None or values["step"] <= last_step):
+            kept = start + len(line)
+            break
+    if not path.exists() or (kept and path.stat().st_size == kept + 1):
+        return
     with path.open("r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            for start, end in _lines_from_the_end(content):
-                try:
-                    values = _record_in(content[start:end])
-                except ValueError as error:
-                    raise _damaged(path, content[:start].count(b"\n") + 1, str(error)) from None
-                if values is not None and (last_step is None or values["step"] <= last_step):
-                    kept = end
-                    break
-            if content[kept : kept + 2] == b"\n":
-                return
         file.truncate(kept)
         file.seek(kept)
         file.write(b"\n" if kept else b"")
@@ -294,13 +285,16 @@ def _drop_after(path: Path, last_step: int | None) -> None:
         os.fsync(file.fileno())
 
 
-def _lines_from_the_end(content: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """Where each line starts and ends, the last one first."""
-    end = len(content)
-    while end > 0:
-        start = content.rfind(b"\n", 0, end) + 1
-        yield start, end
-        end = start - 1
+def _lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Where each line of a file starts, and the line, the last one first: the rest may be long."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = len(content)
+        while end > 0:
+            start = content.rfind(b"\n", 0, end) + 1
+            yield start, content[start:end]
+            end = start - 1
 
 
 def _record_in(line: bytes) -> dict[str, Any] | None:
@@ -385,8 +379,27 @@ class Losses:
         """Those that a run has written to its folder."""
         return cls(losses_of(folder))
 
-    def tokens_at_validations(self) -> "np.ndarray":
-        """Tokens seen before each validation; one before the first step has seen none."""
-        import numpy as np  # slow to import, and only plots need it
 
-        return np.interp(self.valid_steps, [0, *self.steps], [0, *self.tokens])
+class Story:
+    """Appends what happens in a run, in words and with the time, to events.jsonl in its folder, as
+    soon as there is one and on any thread; `kind` is the tag that the terminal shows.
+
+    A full disk costs events, but nothing else.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._held: deque[str] = deque(maxlen=_HELD)
+        self._lock = threading.Lock()
+
+    def tell(self, kind: str, text: str) -> None:
+        """Add an event."""
+        if kind in SECRETS:
+            return
+        with self._lock:
+            self._held.append(line_of(kind, {"text": printable(text, _LONGEST)}))
+            if not self._folder.is_dir():
+                return
+            with contextlib.suppress(OSError), (self._folder / EVENTS_FILE).open("a") as file:
+                while self._held:
+                    file.write(self._held.popleft())

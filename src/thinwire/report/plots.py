@@ -45,15 +45,10 @@ def plot_loss(losses: Losses, path: str | Path, title: str) -> None:
     _save(loss_figure(losses, title), path)
 
 
-def plot_step(timeline: Timeline, path: str | Path) -> None:
-    """Save the timeline of one step, as PNG; a row per stage, the first on top."""
-    _save(steps_figure([timeline]), path)
-
-
-def plot_steps_side_by_side(
-    timelines: Sequence[Timeline], path: str | Path, title: str = "One step of each run"
-) -> None:
-    """Save one step of each run, as PNG: one below the other, on one scale of time."""
+def plot_steps(timelines: Sequence[Timeline], path: str | Path, title: str = "") -> None:
+    """Save one step of each run, as PNG: one below the other, on one scale of time; a row per
+    stage, the first on top.
+    """
     _save(steps_figure(timelines, title), path)
 
 
@@ -73,8 +68,9 @@ def loss_figure(losses: Losses, title: str) -> Figure:
         smooth = running_mean(values)
         axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="training, running mean")
     if losses.valid:
+        before = np.interp(losses.valid_steps, [0, *losses.steps], [0, *losses.tokens])
         axes.plot(
-            losses.tokens_at_validations(), losses.valid,
+            before, losses.valid,
             color=_VALID, marker="o", markersize=7, linestyle="none", label="validation",
         )  # fmt: skip
     axes.set_xlabel("tokens seen", fontsize=13)

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from thinwire.errors import ThinwireError
 
 T = TypeVar("T")
-_EARLIER_NAMES = {"cut": "boundary"}  # of fields, in what earlier versions wrote
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,10 @@ class TraceSpan:
 def revived(cls: type[T], values: dict[str, Any]) -> T:
     """The record `cls` from a JSON object: null is NaN again where a number is required.
 
-    TypeError if a field is missing that has no default; earlier versions did not write the others.
+    TypeError if a field is missing that has no default.
     """
-    arguments = {}
-    for part in dataclasses.fields(cls):  # type: ignore[arg-type]
-        for name in (part.name, _EARLIER_NAMES.get(part.name)):
-            if name in values:
-                arguments[part.name] = _revived_value(part.type, values[name])
-    return cls(**arguments)
+    parts = [part for part in dataclasses.fields(cls) if part.name in values]  # type: ignore[arg-type]
+    return cls(**{part.name: _revived_value(part.type, values[part.name]) for part in parts})
 
 
 def _revived_value(kind: Any, value: Any) -> Any:

@@ -1,7 +1,6 @@
 """The end of a run, and several runs beside each other, as tables for a terminal.
 
-They read at 80 columns, without colour and in ASCII. "-" stands for a number that a summary
-lacks, and NaN is shown as NaN.
+They read at 80 columns, without colour and in ASCII. "-" stands for a number that is not known.
 """
 
 import math
@@ -26,9 +25,9 @@ _HEAD_RULE = Box("    \n" * 2 + " -- \n" + "    \n" * 5, ascii=True)
 def summary_table(summary: Summary) -> RenderableType:
     """What one run reached, what crossed its links, and where its time went."""
     parts: list[RenderableType] = [_facts(summary)]
-    if summary.get("cuts"):
+    if summary["cuts"]:
         parts.append(_cut_table(summary))
-    if summary.get("time_shares"):
+    if summary["time_shares"]:
         parts.append(_time_table(summary))
     return Group(*parts)
 
@@ -41,20 +40,16 @@ def comparison_table(summaries: Mapping[str, Summary]) -> RenderableType:
     names = "valid\nloss", "tok/s", "forward\nB/token", "back\nB/token"
     ends = "bytes vs\ndense bf16", "hours to\n1B tokens"
     table = plain_table("Runs", Column("run", overflow="fold"), *number_columns(*names, *ends))
-
-    def busiest(summary: Summary, key: str) -> str:
-        known = [row[key] for row in summary.get("cuts") or [] if row.get(key) is not None]
-        return _number(max(known, default=None), ",.1f")
-
     for run, summary in summaries.items():
-        speed = summary.get("tokens_per_s") or math.nan
+        speed = summary["tokens_per_s"] or math.nan
+        ways = "forward_bytes_per_token", "backward_bytes_per_token"
+        busiest = (max((cut[way] for cut in summary["cuts"]), default=None) for way in ways)
         table.add_row(
             Text(run),
-            loss_text(_loss(summary, "final_valid_loss")),
+            loss_text(summary["final_valid_loss"]),
             _number(speed, ",.0f"),
-            busiest(summary, "forward_bytes_per_token"),
-            busiest(summary, "backward_bytes_per_token"),
-            saving(summary.get("ratio_vs_bf16")),
+            *(_number(size, ",.1f") for size in busiest),
+            saving(summary["ratio_vs_bf16"]),
             _number(1e9 / speed / 3600, ",.1f"),
         )
     return table
@@ -75,67 +70,56 @@ def _facts(summary: Summary) -> RenderableType:
     grid.add_row("validation loss", Text(_validation(summary), style="bold"))
     grid.add_row("training loss", _training(summary))
     grid.add_row("steps", _steps(summary))
-    if (epochs := summary.get("epochs", 1)) > 1:
+    if (epochs := summary["epochs"]) > 1:
         formed = f"{epochs:,}: the run was formed again after peers left or were lost"
         grid.add_row("epochs", formed)
     grid.add_row("speed", _speed(summary))
     grid.add_row("time", _time(summary))
     grid.add_row("step time", _step_time(summary))
     keys = "bubble_fraction", "simulated_bubble_fraction"
-    bubble, simulated = (percent(summary.get(key)) for key in keys)
+    bubble, simulated = (percent(summary[key]) for key in keys)
     compared = "" if simulated == ABSENT else f" (simulated: {simulated})"
     told = f"{bubble} of the stages' time in a step is not compute{compared}"
     grid.add_row("bubble", bubble if bubble == ABSENT else told)
-    fewer = against_bf16(summary.get("ratio_vs_bf16"))
+    fewer = against_bf16(summary["ratio_vs_bf16"])
     grid.add_row("bytes at the cuts", fewer if fewer == ABSENT else f"{fewer}, headers included")
-    if sent := summary.get("bytes_sent"):
+    if sent := summary["bytes_sent"]:
         scored = human_bytes(sum(sent["by_kind"].get(kind, 0) for kind in _VALIDATION_KINDS))
         total = human_bytes(sent["total"])
         grid.add_row("bytes sent", f"{total} between stages, {scored} of it for validations")
-    if summary.get("control_bytes"):
+    if summary["control_bytes"]:
         control = human_bytes(summary["control_bytes"])
         grid.add_row("control stream", f"{control} between stages and coordinator, not at the cuts")
     if moved := summary.get("beside_bytes"):  # checkpoints, states and ids of other machines
         parts = (f"{human_bytes(size)} of {what}" for what, size in moved.items())
         grid.add_row("beside the cuts", ", ".join(parts))
-    busy = percent(summary.get("link_utilisation"))
+    busy = percent(summary["link_utilisation"])
     grid.add_row("busiest uplink", busy if busy == ABSENT else f"sends {busy} of the time")
-    if space := summary.get("space"):
-        grid.add_row("subspace drift", f"{_number(space.get('largest_drift'), '.1e')} at most")
-        if moves := space.get("moves"):
+    if space := summary["space"]:
+        grid.add_row("subspace drift", f"{_number(space['largest_drift'], '.1e')} at most")
+        if moves := space["moves"]:
             before, after = percent(moves[0]["energy_before"]), percent(moves[-1]["energy_after"])
             grid.add_row("basis moves", f"{len(moves):,}, captured energy {before} -> {after}")
-    settings, seed = summary.get("config_hash", ABSENT), summary.get("seed", ABSENT)
-    grid.add_row("settings", f"hash {settings}, seed {seed}")
+    grid.add_row("settings", f"hash {summary['config_hash']}, seed {summary['seed']}")
     return grid
 
 
 def _validation(summary: Summary) -> str:
-    losses = summary.get("valid_losses") or []
-    final = loss_text(_loss(summary, "final_valid_loss"))
-    if final == ABSENT:
-        return final
-    unit = "nats per token"
+    losses = summary["valid_losses"]
     if not losses:
-        return f"{final} {unit}"
-    (first_step, first), (last_step, _) = losses[0], losses[-1]
-    count = summary.get("valid_tokens")  # earlier versions did not say
-    of = f", of {count:,} tokens" if count else ""
-    if len(losses) == 1:  # an interrupted run: of the start, perhaps, and not of its end
-        return f"{final} {unit} (step {last_step:,}){of}"
-    return f"{loss_text(first)} -> {final} {unit} (step {first_step:,} -> {last_step:,}){of}"
-
-
-def _loss(summary: Summary, name: str) -> float | None:
-    """A loss; JSON has no NaN: a summary read from it has null, and says so under another key."""
-    return math.nan if name in summary.get("not_finite", ()) else summary.get(name)
+        return ABSENT
+    (first_step, first), (last_step, last) = losses[0], losses[-1]
+    loss, steps = loss_text(last), f"step {last_step:,}"
+    if len(losses) > 1:  # one alone may be of the start of an interrupted run
+        loss, steps = f"{loss_text(first)} -> {loss}", f"step {first_step:,} -> {last_step:,}"
+    return f"{loss} nats per token ({steps}), of {summary['valid_tokens']:,} tokens"
 
 
 def _training(summary: Summary) -> str:
-    mean, last = _loss(summary, "final_train_loss"), _loss(summary, "last_train_loss")
+    mean, last = summary["final_train_loss"], summary["last_train_loss"]
     if mean is None:
         return ABSENT
-    count = summary.get("final_train_loss_steps", 1)
+    count = summary["final_train_loss_steps"]
     if count == 1:
         return f"{loss_text(last)} in the only step"
     why = "" if math.isfinite(mean) else ", of which one was not finite"
@@ -143,28 +127,22 @@ def _training(summary: Summary) -> str:
 
 
 def _steps(summary: Summary) -> str:
-    done, run = summary.get("steps"), summary.get("steps_run")
-    planned = summary.get("steps_planned", done)
-    if done is None:
-        return ABSENT
-    text = f"{done:,} of {planned:,}"
-    if run is None:
-        return text
-    first = summary.get("first_step", done - run)
+    done, first = summary["steps"], summary["first_step"]
+    text = f"{done:,} of {summary['steps_planned']:,}"
     if first:
         text += f"; {done - first:,} in this run, which resumed at step {first:,}"
-    if (again := run - (done - first)) > 0:
+    if (again := summary["steps_run"] - (done - first)) > 0:
         text += f"; {again:,} trained twice, since a peer was lost after them"
     return text
 
 
 def _speed(summary: Summary) -> str:
     """Tokens per second, and what it is the quotient of."""
-    timed = summary.get("timed")
-    speed = f"{_number(summary.get('tokens_per_s'), ',.0f')} tokens/s"
-    if not timed or not timed["steps"]:
+    timed = summary["timed"]
+    speed = f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s"
+    if not timed["steps"]:
         return speed
-    first = "the first 2 of each epoch" if summary.get("epochs", 1) > 1 else "the first 2"
+    first = "the first 2 of each epoch" if summary["epochs"] > 1 else "the first 2"
     left_out = {
         "steady": f"; not counted: {first}, and those right after a validation",
         "behind validations": ", each right after a validation, whose end it includes",
@@ -179,19 +157,17 @@ def _speed(summary: Summary) -> str:
 
 def _time(summary: Summary) -> str:
     """How the seconds of the run divide; the parts add up to the total."""
-    total, parts = summary.get("total_seconds"), summary.get("seconds")
-    if total is None or not parts:
-        return elapsed(total)
-    waiting = f"{elapsed(parts['waiting'])} waiting for peers, " if parts.get("waiting") else ""
+    parts = summary["seconds"]
+    waiting = f"{elapsed(parts['waiting'])} waiting for peers, " if parts["waiting"] else ""
     return (
-        f"{elapsed(total)}: {elapsed(parts['start'])} start, {elapsed(parts['training'])} "
-        f"training, {elapsed(parts['validation'])} validation, {waiting}"
-        f"{elapsed(parts['other'])} saving and ending"
+        f"{elapsed(summary['total_seconds'])}: {elapsed(parts['start'])} start, "
+        f"{elapsed(parts['training'])} training, {elapsed(parts['validation'])} validation, "
+        f"{waiting}{elapsed(parts['other'])} saving and ending"
     )
 
 
 def _step_time(summary: Summary) -> str:
-    measured, simulated = summary.get("step_seconds_median"), summary.get("simulated_step_seconds")
+    measured, simulated = summary["step_seconds_median"], summary["simulated_step_seconds"]
     text = f"{elapsed(measured)} measured (median)"
     if not measured or not simulated or not math.isfinite(measured / simulated):
         return text
@@ -206,13 +182,13 @@ def _cut_table(summary: Summary) -> RenderableType:
     names = "forward", "backward", "dense bf16\none way", "bytes vs\ndense bf16", "busier\nuplink"
     table = plain_table("Bytes per token at each cut", "cut", "stages", *number_columns(*names))
     for row in summary["cuts"]:
-        sizes = (row.get(f"{name}_bytes_per_token") for name in ("forward", "backward", "bf16"))
+        sizes = (row[f"{name}_bytes_per_token"] for name in ("forward", "backward", "bf16"))
         table.add_row(
             str(row["cut"]),
             f"{row['cut']}, {row['cut'] + 1}",
             *(_number(size, ",.1f") for size in sizes),
-            saving(row.get("ratio_vs_bf16")),
-            percent(row.get("link_utilisation")),
+            saving(row["ratio_vs_bf16"]),
+            percent(row["link_utilisation"]),
         )
     return table
 
@@ -220,13 +196,12 @@ def _cut_table(summary: Summary) -> RenderableType:
 def _time_table(summary: Summary) -> RenderableType:
     """A row per stage; reasons to wait that no stage had are left out."""
     rows = summary["time_shares"]
-    reasons = rows[0].get("wait_for", {})
-    waits = [why for why in reasons if any(row["wait_for"][why] >= 0.0005 for row in rows)]
+    waits = [why for why in rows[0]["wait_for"] if any(r["wait_for"][why] >= 5e-4 for r in rows)]
     names = ["compute", "update", *(f"wait for\n{why}" for why in waits), "other"]
     table = plain_table("Where the time of a step went", "stage", *number_columns(*names))
     for row in rows:
         waited = [row["wait_for"][why] for why in waits]
-        shares = [row.get("compute"), row.get("update"), *waited, row.get("other")]
+        shares = [row["compute"], row["update"], *waited, row["other"]]
         table.add_row(str(row["stage"]), *map(percent, shares))
     return table
 

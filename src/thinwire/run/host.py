@@ -28,7 +28,7 @@ from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.engine.cut import are_cuts_learned
 from thinwire.engine.reports import Audited, ShardFailed, ShardWritten
-from thinwire.engine.shard_check import ShardCheck, most_shard_bytes
+from thinwire.engine.state import ShardCheck, most_shard_bytes
 from thinwire.errors import (
     BreachError,
     ConfigError,

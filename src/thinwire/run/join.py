@@ -30,7 +30,7 @@ from typing import Any
 from thinwire.data import DataConfig, prepare
 from thinwire.data.chat import TEMPLATES
 from thinwire.engine.checkpoint import checkpoints_folder
-from thinwire.engine.shard_check import most_shard_bytes
+from thinwire.engine.state import most_shard_bytes
 from thinwire.errors import (
     AdmissionError,
     ConfigError,

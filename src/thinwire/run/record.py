@@ -314,11 +314,11 @@ class RunRecord:
                 write_timeline(timeline, plots / "step.json")
             needs("matplotlib", extra="plots", what="drawing")
             from thinwire.report.metrics import Losses
-            from thinwire.report.plots import plot_loss, plot_step  # slow to import
+            from thinwire.report.plots import plot_loss, plot_steps  # slow to import
 
             plot_loss(Losses.read(self.folder), plots / "loss.png", f"{name}: loss")
             if timeline is not None:
-                plot_step(timeline, plots / "step.png")
+                plot_steps([timeline], plots / "step.png")
         finally:
             self._is_drawing = False
 

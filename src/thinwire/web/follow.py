@@ -14,8 +14,7 @@ from typing import Any
 from thinwire.errors import ConfigError
 from thinwire.folders import replace_private_file
 from thinwire.report import Display, EvaluationRecord, StepRecord
-from thinwire.report.metrics import FILE_NAME
-from thinwire.report.story import Story
+from thinwire.report.metrics import FILE_NAME, Story
 from thinwire.run.signals import heeding, leave_at_once
 from thinwire.web.page import make_page
 from thinwire.web.sample import Sampler

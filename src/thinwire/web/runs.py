@@ -27,9 +27,8 @@ import numpy as np
 
 from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import NotAliveError, ThinwireError
-from thinwire.report.metrics import FILE_NAME
+from thinwire.report.metrics import EVENTS_FILE, FILE_NAME
 from thinwire.report.records import StepRecord, revived
-from thinwire.report.story import EVENTS_FILE
 from thinwire.run.alive import FILE as CONTROL_SOCKET
 from thinwire.run.alive import ask
 from thinwire.run.formation import read_formation

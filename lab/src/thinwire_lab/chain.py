@@ -5,29 +5,79 @@ device. A step ends as in the pipeline (engine/step_end.py), so both train the s
 bit where both compute with one thread.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from thinwire.codec import Leg
-from thinwire.engine.build import (
-    StageBuilder,
-    autocast_for,
-    choose_device,
-    prepare_torch,
-    weights_rounded_once,
-)
-from thinwire.engine.cut import Cut
+from thinwire.codec import Leg, cross, spec_of
+from thinwire.engine.build import choose_device, prepare_torch, weights_rounded_once
+from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
+from thinwire.engine.joined import Joined
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.step_end import StageUpdate, StepEnd
 from thinwire.engine.trace import StepTrace
-from thinwire.model import Past, Score, learning_rate
+from thinwire.model import Score, learning_rate
 from thinwire.settings import Settings
 
-Told = Callable[[int, int], None]
-"""Called after every batch of a validation: how many are done, of how many."""
+
+class Cut:
+    """Both ends of a cut in one process, which holds the stage below and the stage above.
+
+    `at` is the step and the microbatch that cross next; bytes are counted of training alone, and
+    where the content decides them only while `weigh` is set: that takes packing, which changes
+    nothing else. `observe`, if set, is told of every crossing in training: the leg, what was sent,
+    what arrived. `tokens` are those of a microbatch.
+    """
+
+    def __init__(self, lower: CutEnd, upper: CutEnd, tokens: int) -> None:
+        self.at = 0, 0
+        self.training = True
+        self.weigh = True
+        self.observe: Callable[[Leg, Tensor, Tensor], None] | None = None
+        self.lower, self.upper = lower, upper
+        self._tokens = tokens
+        self._crossings: Counter[Leg] = Counter()
+        self._bytes: Counter[Leg] = Counter()
+
+    def forward(self, z: Tensor) -> Tensor:
+        """The activation as the stage above unpacks it."""
+        return self._cross(Leg.FORWARD, z, self.lower, self.upper)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """The gradient as the stage below unpacks it."""
+        return self._cross(Leg.BACKWARD, gradient, self.upper, self.lower)
+
+    def payload_bytes_per_token(self, leg: Leg) -> float:
+        """Bytes of payload: by the codec's layout, or as measured so far where sizes vary."""
+        codec = self.lower.codecs[leg]
+        if codec.size_varies and self._crossings[leg]:
+            return self._bytes[leg] / (self._crossings[leg] * self._tokens)
+        return codec.payload_limit(self.lower.spec.shape) / self._tokens
+
+    def _cross(self, leg: Leg, tensor: Tensor, sender: CutEnd, receiver: CutEnd) -> Tensor:
+        tensor = tensor.detach().to(sender.spec.dtype)
+        arrived = self._arrival(leg, tensor, sender, receiver)
+        if self.observe is not None and self.training:
+            self.observe(leg, tensor, arrived)
+        return arrived
+
+    def _arrival(self, leg: Leg, tensor: Tensor, sender: CutEnd, receiver: CutEnd) -> Tensor:
+        place = sender.place(leg, *self.at, self.training)
+        codec, other = sender.codecs[leg], receiver.codecs[leg]
+        if codec.content_decides_size and self.training and self.weigh:
+            payload = codec.pack(tensor, place)
+            self._count(leg, len(payload))
+            return other.unpack(payload, spec_of(tensor), place)
+        if codec.size_varies and self.training and not codec.content_decides_size:
+            self._count(leg, sum(part.bytes for part in codec.layout(tuple(tensor.shape), place)))
+        return cross(codec, other, tensor, place)
+
+    def _count(self, leg: Leg, size: int) -> None:
+        self._crossings[leg] += 1
+        self._bytes[leg] += size
 
 
 class ThroughCut(torch.autograd.Function):
@@ -45,63 +95,6 @@ class ThroughCut(torch.autograd.Function):
         return ctx.cut.backward(gradient), None
 
 
-class Joined:
-    """All stages of a model and the cuts between them, on one device; weights are still empty."""
-
-    def __init__(self, settings: Settings, device: torch.device, feed: Feed | None = None):
-        self.settings = settings
-        self.device = device
-        self.builder = StageBuilder(settings, device)
-        self.stages = [self.builder.build(i) for i in range(settings.pipeline.stages)]
-        self.cuts = [
-            Cut.build(settings, index, self.builder.wire_spec(index), feed)
-            for index in range(len(self.stages) - 1)
-        ]
-        self._autocast = autocast_for(settings.run.precision, device)
-
-    def logits(
-        self, inputs: Tensor, compressed: bool = True, pasts: list[Past] | None = None
-    ) -> Tensor:
-        """The model's output, across all cuts; codecs may be left out, narrow boundaries not.
-
-        With the past of each stage, of the positions that follow those in it.
-        """
-        x = inputs
-        for index, stage in enumerate(self.stages):
-            if compressed and index > 0:
-                x = ThroughCut.apply(x, self.cuts[index - 1])
-            with self._autocast():
-                x = stage(x, inputs) if pasts is None else stage.extend(x, pasts[index], inputs)
-        return x
-
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of a microbatch."""
-        with self._autocast():
-            return self.stages[-1].loss(logits, targets)
-
-    def go_to(self, step: int, microbatch: int, training: bool) -> None:
-        """Tell the cuts where in the run the tensors are that cross next."""
-        for cut in self.cuts:
-            cut.at, cut.training = (step, microbatch), training
-
-    @torch.no_grad()
-    def validate(self, feed: Feed, step: int, compressed: bool, told: Told | None = None) -> Score:
-        """The loss of the validation after `step` updates, as the pipeline makes it."""
-        score, trains = Score(), self.stages[0].training
-        for stage in self.stages:
-            stage.eval()
-        for number in range(feed.validation_count):
-            batch = feed.validation(number)
-            self.go_to(step, number, training=False)
-            logits = self.logits(batch.inputs, compressed)
-            score.add(self.loss(logits, batch.targets), batch.targets)
-            if told is not None:
-                told(number + 1, feed.validation_count)
-        for stage in self.stages:
-            stage.train(trains)
-        return score
-
-
 class Chain(Joined):
     """Trains the model of some settings in this process, as its pipeline would."""
 
@@ -110,6 +103,8 @@ class Chain(Joined):
         prepare_torch(settings, device)
         super().__init__(settings, device, feed)
         self.feed = feed
+        tokens = settings.tokens_per_microbatch
+        self.cuts = [Cut(lower, upper, tokens) for lower, upper in self.ends]
         for stage in self.stages:
             self.builder.initialise(stage)
         self.updates = [
@@ -126,6 +121,13 @@ class Chain(Joined):
     def keepers(self) -> list[Keeper]:
         """The keeper of each stage, where they share a space."""
         return [update.keeper for update in self.updates if update.keeper is not None]
+
+    def crossed(self, z: Tensor, cut: int) -> Tensor:
+        return ThroughCut.apply(z, self.cuts[cut])
+
+    def go_to(self, step: int, microbatch: int, training: bool = False) -> None:
+        for cut in self.cuts:
+            cut.at, cut.training = (step, microbatch), training
 
     def train_step(self, step: int) -> float:
         """One update, as all stages together would make it; returns the loss."""
@@ -174,7 +176,13 @@ class Chain(Joined):
     def score(self, compressed: bool = True) -> Score:
         """The loss of a validation, as the pipeline would make it."""
         assert self.feed is not None, "evaluation needs a feed"
-        return self.validate(self.feed, self.done, compressed)
+        trains = self.stages[0].training
+        for stage in self.stages:
+            stage.eval()
+        score = self.validate(self.feed, self.done, compressed)
+        for stage in self.stages:
+            stage.train(trains)
+        return score
 
     def payload_bytes_per_token(self, leg: Leg) -> float:
         """Mean over the cuts of what one token costs on this leg, without frame headers; rows of a
