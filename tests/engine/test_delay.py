@@ -179,6 +179,7 @@ def test_resumed_equals_uninterrupted(
     written = commit_all(whole, settings, tmp_path / "run", corpus)
     assert [*written] == [3, 6, 8]
     for step in (3, 6):
+        assert {part.versions.weight_version for part in whole.shards()[step]} == {step}
         resumed = run_in_threads(
             delayed(pipeline__stages=after, **changes),
             resume=written[step],

@@ -88,7 +88,7 @@ class StageState:
         except CheckpointError as error:
             return ShardFailed(self.step, str(error))
         agreements = {str(end.cut): end.agreements() for end in self._ends}
-        return ShardWritten(self.step, self._update.versions, shard, agreements)
+        return ShardWritten(self.step, self._update.latest.versions, shard, agreements)
 
     def snapshot(self) -> Snapshot:
         """A copy that later steps do not change."""
