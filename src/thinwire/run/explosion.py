@@ -25,15 +25,11 @@ LEAST_RISE, RISE_SHARE = 1.0, 0.5  # in nats, and of the loss before: no run rec
 
 
 class LossWatch:
-    """Hears the reports of a run's stages in order, and says when its loss explodes.
-
-    `stops`: whether the run is to end then. `best`: the best validation so far, where a run goes
-    on.
-    """
+    """Hears the reports of a run's stages in order, and says when its loss explodes."""
 
     def __init__(self, stops: bool = False, best: float = math.inf):
-        self.stops = stops
-        self._best = best
+        self.stops = stops  # whether the run is to end then
+        self._best = best  # validation so far
         self._validation = -math.inf  # the last one
         self._stretch: deque[float] = deque(maxlen=STRETCH)
         self._latest: deque[float] = deque(maxlen=LATEST)

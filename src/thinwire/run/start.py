@@ -59,11 +59,10 @@ def opened(
     allow_plugins: bool = False,
     goes_on: bool = False,
 ) -> Iterator[tuple[Settings, Checkpoint | None, Checkpoint | None]]:
-    """Begin a run, and hold its folder: the settings, the checkpoint from which it goes on, and the
-    weights that it has at first, which are that checkpoint's or those of `train.init_from`.
-
-    The settings have what comes along with the weights. `resume`: a checkpoint, or the folder of a
-    run. `goes_on`: what the run's folder holds is this very run.
+    """Begin a run, and hold its folder: the settings with what comes along with the weights, the
+    checkpoint from which it goes on, and the weights that it has at first, which are that one's or
+    those of `train.init_from`. `resume`: a checkpoint, or the folder of a run. `goes_on`: what the
+    run's folder holds is this very run.
     """
     for line in describe(settings):
         display.phase("config", line)
@@ -139,11 +138,9 @@ def open_resume(
     settings = adopted(settings, saved)
     _refuse_moved_cuts(checkpoint, settings)
     _refuse_changes(checkpoint, settings)
-    steps = saved.train.steps, settings.train.steps
-    notes += _inexact(saved, settings)
-    notes += check_memory(settings, checkpoint)
-    notes.append(rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step))
-    notes.append(share_changes(saved.optim, settings.optim))
+    old, new = (saved.optim, saved.train.steps), (settings.optim, settings.train.steps)
+    notes += [*_inexact(saved, settings), *check_memory(settings, checkpoint)]
+    notes += [rate_change(*old, *new, checkpoint.step), share_changes(old[0], new[0])]
     for note in filter(None, notes):
         display.note(note)
     return checkpoint
@@ -155,10 +152,9 @@ def _refuse_moved_cuts(checkpoint: Checkpoint, settings: Settings) -> None:
     before, now = ([len(blocks) for blocks in s.split()] for s in (saved, settings))
     if before == now or boundary.mode == "dense" or boundary.mode != saved.boundary.mode:
         return
-    if not boundary.is_constrained:
-        lost = "cuts elsewhere drop what it needs, and what these cuts learned would be lost"
-        cost = "its loss starts far above the one that this run reached"
-    else:
+    lost = "cuts elsewhere drop what it needs, and what these cuts learned would be lost"
+    cost = "its loss starts far above the one that this run reached"
+    if boundary.is_constrained:
         free = saved.boundary.free_layers
         lost = f"all blocks but the last {free} are held in the subspace for it"
         cost = "its weights stay as they are"
@@ -239,10 +235,7 @@ def _crosses_exactly(settings: Settings) -> bool:
 def open_origin(
     settings: Settings, display: Display, allow_plugins: bool = False
 ) -> Checkpoint | None:
-    """The checkpoint that a new run takes its weights from, verified and of the same shape.
-
-    None where `train.init_from` is empty.
-    """
+    """The checkpoint of `train.init_from`, if it is set, verified and of the same shape."""
     if not settings.train.init_from:
         if settings.lora.rank:
             raise ConfigError(
@@ -313,10 +306,7 @@ def keys_for(place: str) -> list[str]:
 def make_start(
     origin: Checkpoint, settings: Settings, folder: Path, data: Corpus, display: Display
 ) -> Checkpoint:
-    """The checkpoint of step 0 of a new run, with the weights of its origin.
-
-    One stage is in memory at a time.
-    """
+    """The checkpoint of step 0 of a new run, with the weights of its origin, stage by stage."""
     eager = dataclasses.replace(settings, run=dataclasses.replace(settings.run, compile=False))
     builder = StageBuilder(eager, torch.device("cpu"))
     transfer = Transfer(origin, settings)
