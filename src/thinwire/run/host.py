@@ -161,7 +161,6 @@ def comparable(peers: list[Machine]) -> list[Machine]:
 
 def form(settings: Settings, peers: list[Machine], keeps_split: bool) -> ChosenSplit:
     """Choose stages and blocks among members that are here; ConfigError: why there is no way yet.
-
     `keeps_split`: the blocks of each stage stay as the settings have them.
     """
     if keeps_split:
@@ -271,20 +270,15 @@ class OpenDoor:
 
     def invite(self, machines: int) -> Invite:
         """An invite for so many others."""
-        options = self._options
-        return self.book.invite(
-            self.addresses, options.relay, options.relay_pass, options.lasts, machines
-        )
+        own = self._options
+        return self.book.invite(self.addresses, own.relay, own.relay_pass, own.lasts, machines)
 
     def own_invite(self) -> Invite:
         """An invite for peers on this machine: by its inner address, and with a secret apart."""
         host, _ = split_address(self._options.listen)
         inner = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-        return self.book.invite(
-            (address_text(inner, self.port),),
-            lasts=OWN_INVITE_SECONDS,
-            machines=self._options.stages_here,
-        )
+        here, count = (address_text(inner, self.port),), self._options.stages_here
+        return self.book.invite(here, lasts=OWN_INVITE_SECONDS, machines=count)
 
 
 def who_is_left_out(addresses: tuple[str, ...], relay: str) -> str:
@@ -1034,10 +1028,9 @@ class _Hosting:
             return
         name, deed = self._formation.seats[culprit.stage], culprit.deed
         if count := self._failures.count(name, deed == "was lost"):
-            why = (
-                f"it {deed} {count} times and the run got no further, last: "
-                f"{one_line(culprit.reason)}. It gets one again when the host is started anew"
-            )
+            last = f"it {deed} {count} times and the run got no further, last: "
+            last += one_line(culprit.reason)
+            why = f"{last}. It gets one again when the host is started anew"
             self._members.set_aside(name, why)
             self._display.note(f"{name} gets no stage any more: {why}")
         elif deed != "was lost" and len(self._members.here()) > len(self._formation.members()):

@@ -106,9 +106,9 @@ def prepare_data(
 ) -> Corpus:
     """The tokenised data of these settings, from the cache if it was prepared before.
 
-    A run that starts from weights (`train.init_from`) reads text with their tokenizer, unless its
-    settings name one. So does one that goes on with a tokenizer that an earlier release trained:
-    today's would be another. One that is `resumed` goes on with the data that it began with.
+    A run that starts from weights reads text with their tokenizer, unless its settings name one. So
+    does one that goes on with a tokenizer that an earlier release trained: today's would be
+    another. One that is `resumed` goes on with the data that it began with.
     """
     config = settings.data
     if weights and weights.tokenizer and not config.tokenizer:
@@ -202,24 +202,18 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
 
 def _inexact(saved: Settings, settings: Settings) -> list[str]:
     """Why the run will not continue bit for bit as it would have."""
-    notes = []
+    notes, but = [], "the run continues, but not bit for bit as it would have"
     if saved.pipeline.delay != settings.pipeline.delay:
-        notes.append(
-            f"pipeline.delay was {saved.pipeline.delay} before: the run continues from the latest "
-            "weights, but not as it would have"
-        )
+        notes.append(f"pipeline.delay was {saved.pipeline.delay} before: {but}")
     exact = _crosses_exactly(saved) and _crosses_exactly(settings)
     if saved.split() != settings.split() and not exact:
-        notes.append(
-            "the layers are split differently than before, and what crosses a cut is rounded: the "
-            "run continues, but not bit for bit as it would have"
-        )
+        elsewhere = "the layers are split differently than before"
+        notes.append(f"{elsewhere}, and what crosses a cut is rounded: {but}")
     before, now = threads_per_stage(saved), threads_per_stage(settings)
     if before != now and choose_device(settings.run.device, 0).type == "cpu":
         notes.append(
             f"each stage now has {now} threads instead of {before} and adds numbers in another "
-            "order: the run continues, but not bit for bit as it would have. For an exact "
-            f"continuation set run.threads = {before}"
+            f"order: {but}. For an exact continuation set run.threads = {before}"
         )
     return notes
 
