@@ -1034,7 +1034,8 @@ class _Hosting:
             self._members.set_aside(name, why)
             self._display.note(f"{name} gets no stage any more: {why}")
         elif deed != "was lost" and len(self._members.here()) > len(self._formation.members()):
-            self._members.mark_unfit(name, f"its stage {deed}")  # while others wait for one
+            # while others wait for one
+            self._members.set_aside(name, f"its stage {deed}", for_good=False)
 
     def _wait_for_members(self) -> list[str]:
         """Wait until there is a member for each stage; says for whom, and since when."""

@@ -225,18 +225,15 @@ class Members:
                 self._lose(member, member.channel, reason, then=cut)
         return others
 
-    def mark_unfit(self, name: str, reason: str) -> None:
-        """Give a member no stage until it comes anew."""
+    def set_aside(self, name: str, reason: str, for_good: bool = True) -> None:
+        """Give a member no stage any more, and tell it why; or until it comes anew."""
         with self._changed:
-            if (member := self._members.get(name)) is not None:
-                member.why_unfit = member.why_unfit or reason
-
-    def set_aside(self, name: str, reason: str) -> None:
-        """Give a member no stage any more, and tell it why."""
-        with self._changed:
-            if (member := self._members.get(name)) is not None:
+            if (member := self._members.get(name)) is None:
+                return
+            if for_good:
                 member.set_aside = member.why_unfit = reason
                 self._tell_unfit(member)
+            member.why_unfit = member.why_unfit or reason
 
     def _look_for_members(self) -> None:
         while not self._is_over:

@@ -72,10 +72,8 @@ class Placement:
 
 
 class StageFigures:
-    """Work, memory and links of every possible stage of a run, by the planner and the simulator.
-
-    The planner counts parameters by building a stage without memory. A search looks at thousands
-    of stages, so the layers are built once here and added up.
+    """Work, memory and links of every possible stage of a run, by the planner and the simulator: a
+    search looks at thousands of them, so layers are built once, without memory, and added up.
     """
 
     def __init__(self, settings: Settings, peers: list[Machine]):
@@ -146,8 +144,8 @@ def is_relayed(below: Machine, above: Machine) -> bool:
 def links_of(peers: list[Machine]) -> Links:
     """The links of a pipeline of these peers, for the simulator.
 
-    Delays are known to the host only. A relayed link has those of both ends, for it passes there;
-    a direct one is taken to have the longer of the two.
+    Delays are known to the host only: a relayed link has those of both ends, a direct one is taken
+    to have the longer of the two.
     """
     delays = []
     for below, above in itertools.pairwise(peers):
@@ -194,9 +192,8 @@ class Search:
         return Placement(order, counts, fullness, self._rough(order, counts))
 
     def _fastest(self, best: Placement, others: list[Placement]) -> Placement:
-        """The fastest by the simulator of the first and the most promising others.
-
-        Another must be clearly faster; one whose busiest part takes as long is not played.
+        """The fastest by the simulator of the first and the most promising others, which must be
+        clearly faster; one whose busiest part takes as long is not played.
         """
         for other in heapq.nsmallest(SIMULATED, others, key=lambda placement: placement.rank):
             limit = self.seconds(best) * (1 - LEAST_GAIN)

@@ -88,7 +88,7 @@ class StageProcess:
         """The end of its log, or where that is lost, as on a full disk, the trace that it sent."""
         log, lines = self.log, list[str]()
         with contextlib.suppress(OSError):
-            lines = log.read_text(errors="replace").splitlines()
+            lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
         source = f"last lines of {log}" if lines else f"its log {log} is empty; its last output"
         lines = lines or trace.splitlines()
         if not lines:

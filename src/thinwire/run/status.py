@@ -334,12 +334,11 @@ class HostConsole:
         name = request.get("peer")
         if not isinstance(name, str):
             raise ConfigError("say which peer to kick")
-        seats, kicked = self._formation().seats, [name]
-        others = self._members.kick(name)
-        if request.get("by_invite") is True:
-            for other in others:
-                self._members.kick(other)
-            kicked, others = [name, *others], []
+        seats, others = self._formation().seats, self._members.kick(name)
+        also = others if request.get("by_invite") is True else []
+        for other in also:
+            self._members.kick(other)
+        kicked, others = [name, *also], [one for one in others if one not in also]
         text = (
             f"{', '.join(kicked)} {'was' if len(kicked) == 1 else 'were'} removed from the run and "
             "not let in again, nor is anybody new by the same invite; `thinwire invite` makes "
