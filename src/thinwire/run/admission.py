@@ -214,8 +214,6 @@ class EnrolledPeer:
 
 @dataclass(frozen=True)
 class _Book:
-    """All that is kept, as it is written."""
-
     run_name: str
     invites: list[IssuedInvite]
     peers: list[EnrolledPeer]
@@ -419,7 +417,6 @@ class AuthorityBook:
 
 
 def _why_used(invite: IssuedInvite) -> str:
-    """Why an invite lets in nobody more; empty while it does."""
     if len(invite.used_by) < invite.machines:
         return ""
     many = "one machine" if invite.machines == 1 else f"{invite.machines} machines"

@@ -52,7 +52,6 @@ def first_not_finite(reports: Sequence[Step]) -> str:
 
 
 def _moment(place: str, stage: int) -> tuple[int, int, bool]:
-    """A key by which sightings of one step can be sorted, the first one first."""
     if place in (INPUT, FORWARD):
         return 0, stage, place == FORWARD
     return (2 if place == NORMS else 1), -stage, place == BACKWARD

@@ -104,10 +104,6 @@ class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
     best: int | None = None  # that of the best validation, and its loss
     best_loss: float = math.inf
 
-    def covers(self, checkpoint: Path) -> bool:
-        """Whether a run may continue from this checkpoint without being told to."""
-        return step_of(checkpoint) <= self.step or step_of(checkpoint) == self.ended
-
     def newest(self, run_folder: Path) -> Path | None:
         """The newest checkpoint that is proven."""
         proven = [p for p in list_checkpoints(run_folder) if step_of(p) <= self.step]
@@ -146,9 +142,10 @@ def begin_proof(run_folder: Path, resumed: Checkpoint | None) -> Proof:
 
 def is_proven(checkpoint: Path) -> bool:
     """Whether a checkpoint is good as far as is known; what is older than proofs counts as good."""
-    proof = read_proof(checkpoint.resolve().parent.parent)
+    if (proof := read_proof(checkpoint.resolve().parent.parent)) is None:
+        return True
     try:
-        return proof is None or proof.covers(checkpoint)
+        return step_of(checkpoint) <= proof.step or step_of(checkpoint) == proof.ended
     except ValueError:  # a copy under another name
         return True
 

@@ -174,7 +174,6 @@ class Coordinator:
         return commands + (self._settle(now) if now >= self._settled_at else [])
 
     def _on_wait(self, now: float) -> Commands:
-        """What follows from how long stages have been waited for."""
         complaint = self._watch.complaint()
         commands: Commands = [ev.Say(complaint)] if complaint else []
         verdict, stuck = self._watch.verdict()
@@ -313,7 +312,6 @@ class Coordinator:
         return commands
 
     def _on_loss(self, report: Step | Evaluation) -> Commands:
-        """What follows from the loss in a report: the run stops where it exploded, if asked to."""
         commands: Commands = [*self._losses.hear(report)]
         exploded = any(isinstance(command, ev.Exploded) for command in commands)
         if not exploded or not self._losses.stops or self.stop_asked or 0 in self._finished:
@@ -386,7 +384,6 @@ class Coordinator:
         return [*self._tell_all(msg.Start()), ev.Begin(self._ready, self._ready[0].versions)]
 
     def _on_travelled(self, event: ev.PartArrived | ev.PartLost) -> Commands:
-        """A part that a stage has written is here, or will never be."""
         if (event.step, event.stage) not in self._travelling:
             return []
         self._travelling.discard((event.step, event.stage))
@@ -573,7 +570,6 @@ class Coordinator:
         return self._bury({stage}, culprit, now) if self._may_replace(culprit) else []
 
     def _ends_alive(self, cuts: set[int]) -> list[tuple[int, int]]:
-        """The ends of these cuts that are not lost: stage and cut."""
         ends = [(stage, cut) for cut in sorted(cuts) for stage in (cut, cut + 1)]
         return [(stage, cut) for stage, cut in ends if stage not in self._lost]
 
@@ -615,7 +611,6 @@ class Coordinator:
     # Processes that follow a stage, to take its place at once
 
     def _on_follower(self, group: Group, stage: int, message: msg.OfStage) -> Commands:
-        """A process that follows stages is built, is linked, or has failed."""
         if isinstance(message, msg.Failed | msg.Ended):
             return [self._drop(group)]
         if isinstance(message, msg.Follows):
@@ -644,7 +639,6 @@ class Coordinator:
         return []
 
     def _is_alike(self, stage: int, ready: msg.Ready) -> bool:
-        """Whether whoever follows a stage is on a machine that computes the same bits."""
         both = self._ready[stage], ready
         return len({(r.device, *(r.versions.get(k) for k in DECIDE_BITS)) for r in both}) == 1
 
@@ -722,7 +716,6 @@ class Coordinator:
         return ev.Tell(by, msg.Follow(cut, msg.Connect(address, list(self._links), self._followed)))
 
     def _connect(self, stage: int) -> msg.Connect:
-        """Where its neighbours are, for a stage that links."""
         below = self._ready[stage - 1].address if stage else ""
         return msg.Connect(below, list(self._links) if any(self._links) else [])
 
@@ -756,7 +749,6 @@ class Coordinator:
         return message
 
     def _caught_up(self, stage: int, now: float) -> Commands:
-        """A stage that was replaced reports something new."""
         if stage not in self._lost_at:
             if not self._lost_at:
                 self._deaths.clear()

@@ -619,7 +619,6 @@ class HostedPeers(Peers):
         return [list(group) for group, who in [*self._standbys.items()] if who == name]
 
     def _followed(self) -> dict[int, str]:
-        """Who follows each stage that is followed."""
         return {stage: name for group, name in [*self._standbys.items()] for stage in group}
 
     def _forget_standby(self, stages: list[int]) -> str:
@@ -758,7 +757,6 @@ class HostedPeers(Peers):
             on_daemon_thread("thinwire tokens", partial(self._serve_tokens, tokens, name))
 
     def _collect(self, name: str, stages: list[int]) -> None:
-        """Accept shards of these stages from a member."""
         is_known = name in self._collected
         self._collected.setdefault(name, []).extend(stages)
         if not is_known:

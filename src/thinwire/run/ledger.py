@@ -216,7 +216,6 @@ class Ledger:
         self._validation_seconds += report.seconds
 
     def _drop_evaluations(self, step: int) -> None:
-        """Forget the validations of this step and later ones."""
         self._valid_losses = [(at, loss) for at, loss in self._valid_losses if at < step]
 
     def add_outage(self, cut: int, seconds: float) -> None:
@@ -412,7 +411,6 @@ class Ledger:
         ]
 
     def _link_records(self, reports: list[Step]) -> list[LinkRecord]:
-        """What crossed each cut since the step before."""
         before = self._crossed
         self._crossed = _crossed({s: report.meters for s, report in enumerate(reports)})
         moved = self._crossed - before
@@ -424,7 +422,6 @@ class Ledger:
 
     @property
     def _is_finished(self) -> bool:
-        """Whether all stages have said their last word."""
         return len(self._finished) == len(self._stages)
 
     def _crossed_in_all(self) -> Crossed:
@@ -491,7 +488,6 @@ def bits_per_byte(loss: float, tokens: int, size: int) -> float | None:
 
 
 def _crossed(meters: Mapping[int, Meters]) -> Crossed:
-    """Bytes that have left both ends of each cut by these meters."""
     rows = [
         (
             _sent(meters[cut][f"cut-{cut}"], _FORWARD_KINDS),

@@ -245,7 +245,6 @@ class Members:
             time.sleep(LOOK_SECONDS)
 
     def _receive(self, name: str) -> None:
-        """Accept one connection of a member after the other."""
         while not self._is_over:
             try:
                 pipe = self._listener.accept(msg.peer_stream(name), None, name)

@@ -115,7 +115,6 @@ class StageFigures:
         return self.settings.pipeline.microbatches * sum(block_seconds(self.settings, blocks, 1.0))
 
     def _memory(self, stage: int, blocks: range) -> int:
-        """Bytes that the stage with these blocks needs."""
         weights = self._weights(stage, blocks)
         return block_memory(self.settings, blocks, weights, self._held[stage])
 
@@ -404,7 +403,6 @@ def _windows(settings: Settings) -> list[Settings]:
 
 
 def _why(figures: StageFigures, chosen: Placement, as_listed: Placement) -> str:
-    """One sentence on what decided."""
     names = [figures.peers[peer].name for peer in chosen.order]
     rates = [figures.rates[peer] for peer in chosen.order]
     is_listed = chosen.order == as_listed.order

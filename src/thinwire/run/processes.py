@@ -97,7 +97,6 @@ class StageProcess:
         return f"{source}:\n" + "\n".join(shown)
 
     def _has_ended(self, code: int) -> None:
-        """Let all who wait know."""
         if self._code is None:
             self._code = code
             self._runs.set()

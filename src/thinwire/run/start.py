@@ -201,7 +201,6 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def _inexact(saved: Settings, settings: Settings) -> list[str]:
-    """Why the run will not continue bit for bit as it would have."""
     notes, but = [], "the run continues, but not bit for bit as it would have"
     if saved.pipeline.delay != settings.pipeline.delay:
         notes.append(f"pipeline.delay was {saved.pipeline.delay} before: {but}")
@@ -360,7 +359,6 @@ def _refuse_other_vocabulary(origin: Checkpoint, settings: Settings) -> None:
 
 
 def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
-    """What is to be known of weights that fit."""
     saved, notes = origin.settings, []
     if settings.model.vocab > saved.model.vocab:
         stay = ", and stay so: lora.rank = 0 would train them" if settings.lora.rank else ""
@@ -389,7 +387,6 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
 
 
 def _found(transfer: Transfer, origin: Checkpoint, settings: Settings) -> list[str]:
-    """What became of the weights."""
     notes = []
     cuts = [name for name in transfer.fresh if not is_adapter(name)]
     if cuts:

@@ -370,7 +370,6 @@ class HostConsole:
 
 
 def _blocks(settings: Settings, stages: list[int]) -> str:
-    """The blocks of stages, as a report has them."""
     split, parts = settings.split(), list[range]()
     for blocks in (split[stage] for stage in stages if stage < len(split)):
         is_next = parts and parts[-1].stop == blocks.start
