@@ -87,13 +87,13 @@ def _refuse_other_run(folder: Path, checkpoint: Checkpoint | None) -> None:
     if not saved and not (record.is_file() and record.stat().st_size):
         return
     if checkpoint is None:
-        way = f"{'continue it with --resume, or ' if saved else ''}choose another name"
+        way = f": {'continue it with --resume, or ' if saved else ''}choose another name"
     elif not checkpoint.folder.resolve().is_relative_to(folder.resolve()):
-        other = f"not that of {checkpoint.folder}"
-        way = f"{other}. Resume into that run's own folder, or choose a new name"
+        other = f", but not that of {checkpoint.folder}"
+        way = f"{other}: resume into that run's own folder, or choose a new name"
     else:
         return
-    raise ConfigError(f"{folder} already holds a run: {way} (--set run.name=...)")
+    raise ConfigError(f"{folder} already holds a run{way} (--set run.name=...)")
 
 
 class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
