@@ -191,7 +191,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any], int]] = {
     ),
     "a stop is decided anew": (LinkState, "decide", _nothing, 300),
     "a neighbour is not told to link": (
-        Coordinator, "_on_replaced", partial(_without, Relink), 60,
+        Coordinator, "_link_replaced", partial(_without, Relink), 60,
     ),
     "one is not told what is saved": (Coordinator, "_tell_saved", partial(_without, Saved), 200),
     "who links to a lost one goes on": (Coordinator, "_replace", _linking_goes_on, 60),

@@ -1,18 +1,16 @@
 """Who may join a run: the invite, the host's list of peers, and how a machine gets on it.
 
-*An invite* is one line of text. It has the fingerprint of the host's key, so whoever has it needs
-no other proof of whom it talks to; and a secret, so whoever has it is let in. Send it as you would
-send a password.
+*An invite* is one line of text: the fingerprint of the host's key, so whoever has it needs no other
+proof of whom it talks to; and a secret, so whoever has it is let in.
 
-*The book* is the authority: it is asked at every connection. All of it survives a restart of the
-host. A change is on the disk before anybody hears of it, so a single-use invite stays used and a
-kicked peer stays kicked, whatever ends the process.
+*The book* is the authority: it is asked at every connection. A change is on the disk before anybody
+hears of it, so a single-use invite stays used and a kicked peer stays kicked, whatever ends the
+process.
 
-*Enrolment* puts a key on the list. It is a stream to the host like any other, but of one who is not
-on the list yet. The host has proven the key whose fingerprint is in the invite before the joining
-machine says anything; whoever stands between, with a key of his own, learns neither the secret nor
-the name. The machine's own key is made before the first enrolment and never leaves it. So if it
-enrols again, because an answer was lost, it is known to the host.
+*Enrolment* puts a key on the list, on a stream of one who is not on it yet. The host has proven the
+key whose fingerprint is in the invite before the joining machine says anything: whoever stands
+between learns neither the secret nor the name. The machine's own key is made before and never
+leaves it. So if it enrols again, because an answer was lost, it is known to the host.
 """
 
 import base64
@@ -22,7 +20,6 @@ import hashlib
 import hmac
 import re
 import secrets
-import ssl
 import struct
 import threading
 import time
@@ -44,7 +41,7 @@ from thinwire.errors import (
 )
 from thinwire.folders import private_folder, replace_private_file
 from thinwire.wire import Grant, Identity, Listener, Pipe, Route, Routes, dial, ping
-from thinwire.wire.keys import RUN_DIGITS, fingerprint_of, is_name, shown_key
+from thinwire.wire.keys import RUN_DIGITS, fingerprint_of, is_name
 from thinwire.wire.sockets import split_address
 from thinwire.wire.speed import SERVICE as SPEED
 from thinwire.wire.stream import Stream
@@ -68,19 +65,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Invite:
-    """Where a run is, how to know it, and what lets one in. `str` gives the line to send.
-
-    `addresses` are those of the host's door, and `relay` is one where both can meet, or empty;
-    `expires` is in seconds since 1970.
-    """
+    """Where a run is, how to know it, and what lets one in. `str` gives the line to send."""
 
     run_name: str
     fingerprint: str
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...]  # of the host's door
     invite_id: str
     secret: str = field(repr=False)
-    expires: int
-    relay: str = ""
+    expires: int  # in seconds since 1970
+    relay: str = ""  # where both can meet
     relay_pass: str = field(default="", repr=False)
 
     @property
@@ -138,11 +131,9 @@ class Invite:
             raise ValueError(f"an invite begins with {_PREFIX}")
         if len(line) > _LONGEST:
             raise ValueError("it is too long")
-        body = line.removeprefix(_PREFIX)
-        try:
+        body, whole = line.removeprefix(_PREFIX), b""
+        with contextlib.suppress(ValueError):
             whole = base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True)
-        except ValueError:
-            whole = b""
         content, checksum = whole[:-_CHECKSUM_BYTES], whole[-_CHECKSUM_BYTES:]
         # The last character of base64 has bits that mean nothing; they must be as they were sent.
         is_exact = checksum == _checksum(content) and _base64(whole) == body
@@ -214,25 +205,15 @@ class EnrolledPeer:
     enrolled: float
     kicked: bool = False
     public: str = ""
-    certificate: str = ""  # in books of version 2, in place of the public key
 
     @property
     def why_kicked(self) -> str:
         """Why it is refused; empty while it is welcome."""
         return f"{self.name!r} was removed from this run by its host" if self.kicked else ""
 
-    def with_key(self) -> "EnrolledPeer":
-        """As a book of today has it; its public key must be the one of its fingerprint."""
-        certified = self.certificate and shown_key(ssl.PEM_cert_to_DER_cert(self.certificate))
-        if fingerprint_of(public := certified or self.public) != self.key:
-            raise ConfigError(f"the key of {self.name!r} is not the one of its fingerprint")
-        return replace(self, public=public, certificate="")
-
 
 @dataclass(frozen=True)
 class _Book:
-    """All that is kept, as it is written."""
-
     run_name: str
     invites: list[IssuedInvite]
     peers: list[EnrolledPeer]
@@ -242,12 +223,10 @@ class _Book:
 class AuthorityBook:
     """The key of a run's host, with its invites and peers. Safe to use from several threads.
 
-    It is made when there is none in the folder. `clock` gives seconds since 1970.
+    It is made when there is none in the folder.
     """
 
-    def __init__(
-        self, folder: Path, run_name: str = "", clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, folder: Path, run_name: str = "", clock: Callable[[], float] = time.time):
         self.folder, self._run_name, self._clock = folder, run_name, clock
         self._file, self._changing = folder / "book.json", threading.Lock()
         key_pem = _kept_key(folder / "authority.pem", "restore it, or start a new run", "run.out")
@@ -285,10 +264,9 @@ class AuthorityBook:
         return Invite(name, *parts, relay, relay_pass)
 
     def enrol(self, invite_id: str, secret: str, public: str, wanted_name: str) -> str:
-        """Let in who has proven to hold a key; returns its name, the wanted one if there is one.
+        """Let in who has proven to hold a key; returns its name. AdmissionError says why not.
 
-        AdmissionError says why not: wrong, expired, used, closed, kicked, or the name is taken. A
-        peer that is known by its key is told its name again, with any invite that let it in, also
+        A peer that is known by its key is told its name again, with any invite that let it in, also
         after that has expired: its time is for those who are new.
         """
         key = fingerprint_of(public)
@@ -313,14 +291,12 @@ class AuthorityBook:
             self._admitted(invite_id, secret, fingerprint_of(public))
 
     def kick(self, name: str) -> list[str]:
-        """Let a peer in no more, neither by its key nor by its invite.
-
-        The invite it came with admits nobody new from now on: it could return with another key.
-        Peers that joined with the same invite stay, and are returned: they may be the same person.
+        """Let a peer in no more, neither by its key nor by its invite, with which it could return
+        with another. Peers that joined with the same one stay, and are returned: they may be the
+        same person.
         """
         with self._change():
-            peer = self._peers.get(name)
-            if peer is None:
+            if (peer := self._peers.get(name)) is None:
                 names = ", ".join(sorted(self._peers)) or "none"
                 raise AdmissionError(f"no peer of this run is called {name!r}; its peers: {names}")
             self._peers[name] = replace(peer, kicked=True)
@@ -350,10 +326,8 @@ class AuthorityBook:
         return self.identity.token_with(name, self._peers[name].public)
 
     def grant_of(self, who: str) -> Grant | None:
-        """What somebody may at the host's door, which asks this at every connection.
-
-        A peer may all until it is kicked. An invite is good for the way to enrolment, and to what
-        `doctor` measures, for as long as it lets somebody in.
+        """What somebody may at the host's door: a peer all until it is kicked, an invite enrolment
+        and what `doctor` measures, for as long as it lets somebody in.
         """
         if peer := self._peers.get(who):
             return Grant(self.door_token(who), refusal=peer.why_kicked)
@@ -374,10 +348,8 @@ class AuthorityBook:
         """An invite that lets in the holder of this key, and who that is if it came before."""
         invite = self._invites.get(invite_id)
         if invite is None or not hmac.compare_digest(invite.secret_hash, hash_of(secret)):
-            raise AdmissionError(
-                "wrong invite: this run did not issue it, or it was altered; ask the host for a "
-                "new one"
-            )
+            wrong = "wrong invite: this run did not issue it, or it was altered"
+            raise AdmissionError(f"{wrong}; ask the host for a new one")
         known = next((peer for peer in self._peers.values() if peer.key == key), None)
         why = known.why_kicked if known else ""
         if not why and (known is None or key not in invite.used_by):
@@ -404,9 +376,8 @@ class AuthorityBook:
                 f"hyphens, at most 63, and not {COORDINATOR}, host, relay or stage-..."
             )
         if name in self._peers:
-            raise AdmissionError(
-                f"another peer of this run is called {name!r}: choose another --name"
-            )
+            taken = f"another peer of this run is called {name!r}"
+            raise AdmissionError(f"{taken}: choose another --name")
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
@@ -430,9 +401,12 @@ class AuthorityBook:
         try:
             with self._file.open("rb") as file:
                 kept = msgspec.json.decode(file.read(_MOST_IN_BOOK), type=_Book)
-            if kept.version not in (2, _VERSION):
+            if kept.version != _VERSION:
                 raise ConfigError(f"its version is {kept.version}, not {_VERSION}")
-            self._peers = {peer.name: peer.with_key() for peer in kept.peers}
+            for peer in kept.peers:
+                if fingerprint_of(peer.public) != peer.key:
+                    raise ConfigError(f"the key of {peer.name!r} is not that of its fingerprint")
+            self._peers = {peer.name: peer for peer in kept.peers}
         except (OSError, ValueError, ThinwireError) as error:
             raise ConfigError(
                 f"{self._file} is damaged ({error}): restore it, or remove the folder "
@@ -443,14 +417,11 @@ class AuthorityBook:
 
 
 def _why_used(invite: IssuedInvite) -> str:
-    """Why an invite lets in nobody more; empty while it does."""
     if len(invite.used_by) < invite.machines:
         return ""
     many = "one machine" if invite.machines == 1 else f"{invite.machines} machines"
-    return (
-        f"this invite was for {many} and has been used: ask the host for a new one (thinwire "
-        "invite)"
-    )
+    used = f"this invite was for {many} and has been used"
+    return f"{used}: ask the host for a new one (thinwire invite)"
 
 
 def _unused(taken: Container[str], draw: Callable[[], str]) -> str:
@@ -473,9 +444,8 @@ def _kept_key(path: Path, remedy: str, place: str) -> str:
         key_pem = path.read_text()
         Identity("", key_pem).fingerprint  # noqa: B018
     except OSError as error:
-        raise ConfigError(
-            f"cannot keep a key in {path.parent}: {error}; choose another {place}"
-        ) from error
+        what = f"cannot keep a key in {path.parent}: {error}; choose another {place}"
+        raise ConfigError(what) from error
     except (UnicodeError, WireError):
         raise ConfigError(f"{path} is damaged: {remedy}") from None
     return key_pem
@@ -513,8 +483,7 @@ def serve_enrolment(listener: Listener, book: AuthorityBook) -> None:
         try:
             says = _answer(book, _heard(stream, _ASKED), stream.public, stream.comes_from)
         except WireError:
-            lacking = "the enrolment lacks a part: install the host's version of thinwire"
-            says = HostSays(refused=lacking)
+            says = HostSays(refused="the enrolment lacks a part: install the host's version")
         stream.write(msgspec.json.encode(says))
 
     listener.serve(ENROL, answer)
@@ -534,9 +503,8 @@ def _answer(book: AuthorityBook, asked: _Asked, public: str, origin: str) -> Hos
 
 
 def _reaches(book: AuthorityBook, asked: _Asked, origin: str) -> str:
-    """Whether a door of this run answers there; nothing else that listens there would do.
-
-    Only where the caller itself comes from: a host is no means to look around.
+    """Whether a door of this run answers there; tried only where the caller itself comes from, for
+    a host is no means to look around.
     """
     grant = book.grant_of(f"{_INVITED}{asked.invite}")
     if not is_address(asked.door) or split_address(asked.door)[0] != origin or grant is None:
@@ -553,8 +521,7 @@ def enrol(
 ) -> Identity:
     """Join the run of an invite, whose host is found by these routes; the identity there.
 
-    Without a wanted name the host draws one. AdmissionError says that the host refused, or that
-    another run answers; any other WireError that it could not be reached.
+    AdmissionError: the host refused, or another run answers; another WireError: nobody did.
     """
     asked = _Asked(invite.invite_id, invite.secret, wanted_name)
     says, host = _exchange(routes, invite, key_pem, asked, timeout)
@@ -566,10 +533,8 @@ def enrol(
 
 
 def ask(routes: Routes, invite: Invite, key_pem: str = "", door: str = "") -> HostSays:
-    """Ask the host whether an invite would let this machine in, or with its key, let it in again.
-
-    With the address of a door of ours, also whether the host can reach it. Raises as `enrol` does
-    if no host of that run is there.
+    """Ask the host whether an invite would let this machine in, or with its key, let it in again;
+    and whether it reaches a door of ours. Raises as `enrol` does if no host of that run is there.
     """
     key_pem = key_pem or Identity.create("").key_pem
     asked = _Asked(invite.invite_id, invite.secret, "", "ask", door)

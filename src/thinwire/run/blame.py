@@ -20,14 +20,10 @@ def blame(heard: list[Evidence]) -> Suspect:
     proves nothing. A stage that sent what the contract forbids is convicted by its neighbour,
     whatever it says itself.
     """
-    complaints = {
-        event.stage: event.message
-        for event in heard
-        if isinstance(event, Said) and isinstance(event.message, Failed)
-    }
-    suspects = [
-        _suspect(e) for e in heard if not isinstance(e, Exited) or e.stage not in complaints
-    ]
+    said = [(e.stage, e.message) for e in heard if isinstance(e, Said)]
+    complaints = {stage: message for stage, message in said if isinstance(message, Failed)}
+    victims = [e for e in heard if isinstance(e, Exited) and e.stage in complaints]
+    suspects = [_suspect(event) for event in heard if event not in victims]
     for stage, complaint in complaints.items():
         witness = f"stage {stage} says: {complaint.error}"
         suspects += [_lost(s, witness) for s in complaint.accuses if s not in complaints]
@@ -56,7 +52,6 @@ def first_not_finite(reports: Sequence[Step]) -> str:
 
 
 def _moment(place: str, stage: int) -> tuple[int, int, bool]:
-    """A key by which sightings of one step can be sorted, the first one first."""
     if place in (INPUT, FORWARD):
         return 0, stage, place == FORWARD
     return (2 if place == NORMS else 1), -stage, place == BACKWARD

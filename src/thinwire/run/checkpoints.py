@@ -1,16 +1,14 @@
 """The folder of a run and its checkpoints: claimed, completed or dropped, proven, pruned, opened.
 
-A folder belongs to one run, and to one process at a time. Stages write their parts of a checkpoint
-into a hidden folder (engine/checkpoint.py). Once all have written and agree, the manifest is added
-and the folder gets its name in one rename. What is removed is first renamed to a hidden name, so a
-folder called `step-` is always whole.
+Stages write their parts of a checkpoint into a hidden folder (engine/checkpoint.py). Once all have
+written and agree, the manifest is added and the folder gets its name in one rename. What is removed
+is first renamed to a hidden name, so a folder called `step-` is always whole.
 
 Weights can be ruined and still be finite, and so can the loss that they give. Only training shows
-it: the next step's gradients are not finite, and no stage commits it. So a checkpoint counts as
-proven once a step that began with its weights, or with later ones, was committed. The last
-checkpoint of a run that ended in good order is taken on trust; it never displaces a proven one.
-A loss can also explode and stay finite. So it is written down too which checkpoint has the best
-validation: one of its own step, or else the next one.
+it. So a checkpoint counts as proven once a step that began with its weights, or with later ones,
+was committed. The last one of a run that ended in good order is taken on trust; it never displaces
+a proven one. It is also written down which has the best validation: one of its own step, or else
+the next one.
 """
 
 import contextlib
@@ -73,8 +71,7 @@ def claim_folder(
 
     `goes_on`: what the folder holds is this very run.
     """
-    advice = "wait for it, stop it, or choose another name (--set run.name=...)"
-    with claimed(folder, advice):
+    with claimed(folder, "wait for it, stop it, or choose another name (--set run.name=...)"):
         if not goes_on:
             _refuse_other_run(folder, checkpoint)
         discard_partial(folder)
@@ -90,15 +87,13 @@ def _refuse_other_run(folder: Path, checkpoint: Checkpoint | None) -> None:
     if not saved and not (record.is_file() and record.stat().st_size):
         return
     if checkpoint is None:
-        way = "continue it with --resume, or " if saved else ""
-        raise ConfigError(
-            f"{folder} already holds a run: {way}choose another name (--set run.name=...)"
-        )
-    if not checkpoint.folder.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(
-            f"{folder} already holds a run, but not that of {checkpoint.folder}: resume into that "
-            "run's own folder, or choose a new name (--set run.name=...)"
-        )
+        way = f": {'continue it with --resume, or ' if saved else ''}choose another name"
+    elif not checkpoint.folder.resolve().is_relative_to(folder.resolve()):
+        other = f", but not that of {checkpoint.folder}"
+        way = f"{other}: resume into that run's own folder, or choose a new name"
+    else:
+        return
+    raise ConfigError(f"{folder} already holds a run{way} (--set run.name=...)")
 
 
 class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -108,10 +103,6 @@ class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
     ended: int = 0  # the run ended in good order with so many
     best: int | None = None  # that of the best validation, and its loss
     best_loss: float = math.inf
-
-    def covers(self, checkpoint: Path) -> bool:
-        """Whether a run may continue from this checkpoint without being told to."""
-        return step_of(checkpoint) <= self.step or step_of(checkpoint) == self.ended
 
     def newest(self, run_folder: Path) -> Path | None:
         """The newest checkpoint that is proven."""
@@ -124,9 +115,8 @@ class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
         try:
             replace_file(path, msgspec.json.encode(self))
         except OSError as error:
-            raise CheckpointError(
-                f"cannot record in {path} which checkpoints are good: {error}"
-            ) from error
+            what = f"cannot record in {path} which checkpoints are good: {error}"
+            raise CheckpointError(what) from error
 
 
 def read_proof(run_folder: Path) -> Proof | None:
@@ -152,9 +142,10 @@ def begin_proof(run_folder: Path, resumed: Checkpoint | None) -> Proof:
 
 def is_proven(checkpoint: Path) -> bool:
     """Whether a checkpoint is good as far as is known; what is older than proofs counts as good."""
-    proof = read_proof(checkpoint.resolve().parent.parent)
+    if (proof := read_proof(checkpoint.resolve().parent.parent)) is None:
+        return True
     try:
-        return proof is None or proof.covers(checkpoint)
+        return step_of(checkpoint) <= proof.step or step_of(checkpoint) == proof.ended
     except ValueError:  # a copy under another name
         return True
 
@@ -171,12 +162,11 @@ def open_newest(
     good, notes = [path for path in found if is_proven(path)], []
     chosen = (good or found or [place])[-1]
     if found and found[-1] not in good:
-        unproven = f"no step was trained from {found[-1]} yet, so its weights may be ruined"
+        way = "it is used because there is no other"
         if good:
-            other = f"To use the other, name it: --resume {found[-1]}"
-            notes.append(f"{unproven}: continuing from {chosen}. {other}")
-        else:
-            notes.append(f"{unproven}; it is used because there is no other")
+            way = f"continuing from {chosen}. To use the other, name it: --resume {found[-1]}"
+        unproven = f"no step was trained from {found[-1]} yet, so its weights may be ruined"
+        notes.append(f"{unproven}; {way}")
     before = [path for path in found if path < chosen]
     first = None
     for path in [chosen, *sorted(before, key=lambda p: (p in good, p), reverse=True)]:
@@ -214,26 +204,21 @@ class Checkpoints:
         """Training begins: later checkpoints are set aside and prove nothing."""
         if self._resumed is not None:
             for moved in set_aside_later(self._folder, self._resumed.step):
-                self._display.note(
-                    f"a later checkpoint, which this run does not continue, is kept as {moved}"
-                )
+                later = "a later checkpoint, which this run does not continue"
+                self._display.note(f"{later}, is kept as {moved}")
         self._proof = begin_proof(self._folder, self._resumed)
         self._proof.write(self._folder)
         self._proof_is_due = bool(list_checkpoints(self._folder))
 
     def complete(self, step: int, parts: list[ShardWritten]) -> None:
         """Make a checkpoint of the parts of all stages."""
-        data, shards = self._data, [part.shard for part in parts]
+        shards = [part.shard for part in parts]
         memory = {cut: legs for part in parts for cut, legs in part.agreements.items()}
-        facts = {
-            **facts_of(self._settings, data, memory),
-            **vars(parts[0].versions),
-            **origin_in(self._resumed),
-        }
+        facts = facts_of(self._settings, self._data, memory)
+        facts |= {**vars(parts[0].versions), **origin_in(self._resumed)}
+        written_with = self._data.tokenizer(), self._data.template()
         try:
-            self.latest = commit(
-                self._folder, step, shards, facts, data.tokenizer(), data.template()
-            )
+            self.latest = commit(self._folder, step, shards, facts, *written_with)
         except CheckpointError as error:
             self.drop(step, str(error))
             return
@@ -246,9 +231,8 @@ class Checkpoints:
         discard_partial(self._folder, step)
         if error:
             self.failed[step] = error
-            self._display.note(
-                f"checkpoint of step {step} not written, training continues: {error}"
-            )
+            lost = f"checkpoint of step {step} not written"
+            self._display.note(f"{lost}, training continues: {error}")
 
     def prove(self, step: int) -> None:
         """Weights after `step` updates have trained: checkpoints up to there are good."""
@@ -288,10 +272,8 @@ class Checkpoints:
         return next((path for path in paths if step_of(path) == self._proof.best), None)
 
     def _choose_best(self) -> bool:
-        """Look for the checkpoint of the best validation; whether it is another one now.
-
-        Where steps of the two do not meet, the first validation after a checkpoint is its own: one
-        before it says nothing of what came in between.
+        """Look for the checkpoint of the best validation; whether it is another one now. The first
+        validation after a checkpoint is its own: one before it says nothing of what came between.
         """
         before = self._proof
         if self.best() is None:
@@ -362,9 +344,8 @@ def commit(
 
 
 def discard_partial(run_folder: Path, step: int | None = None) -> None:
-    """Remove what failed or interrupted work left behind: that of one step, or all of it.
-
-    A checkpoint that was to be replaced, and was not, takes its place again.
+    """Remove what failed or interrupted work left behind: that of one step, or all of it. What was
+    to be replaced, and was not, takes its place again.
     """
     folder = checkpoints_folder(run_folder)
     which = "step-*" if step is None else f"step-{step:08d}"
@@ -395,9 +376,8 @@ def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> No
 
 
 def set_aside_later(run_folder: Path, step: int) -> list[Path]:
-    """Rename checkpoints after `step`, from which a run continues; returns where they are.
-
-    Left in place, the old course would look like the newer one to whoever resumes next.
+    """Rename checkpoints after `step`, from which a run continues; returns where they are. In place
+    the old course would look like the newer one to whoever resumes next.
     """
     moved = []
     for path in list_checkpoints(run_folder):
@@ -426,11 +406,10 @@ def divergence(misses: int, step: int, good: Path | None, origin: str) -> StageE
 
 
 def way_back(good: Path | None, origin: str = "") -> str:
-    """Where the last good weights of a run are, and what to do with them or without any.
-
-    First what is known of the origin of the trouble.
+    """What is known of the origin of the trouble, where the last good weights are, and what to do
+    with them or without any.
     """
-    known = f"{origin}; " if origin else ""
-    if good is None:
-        return f"{known}no good checkpoint exists. Start a new run"
-    return f"{known}the last good weights are in {good}. Resume from there"
+    way = "no good checkpoint exists. Start a new run"
+    if good is not None:
+        way = f"the last good weights are in {good}. Resume from there"
+    return f"{origin}; {way}" if origin else way

@@ -19,11 +19,7 @@ MOST_MEASURES = 32
 
 
 class PeerConduct:
-    """The results of one stage so far, which decide what it may send next.
-
-    `check` is called with every message of that peer, in order, and raises WireError at the first
-    that does not fit: it belongs to another stage, or to no step.
-    """
+    """The results of one stage so far, which decide what it may send next."""
 
     def __init__(self, stage: int, stages: int, microbatches: int = MOST_MICROBATCHES):
         self._stage = stage
@@ -40,7 +36,7 @@ class PeerConduct:
         self._once: dict[str, int] = {}  # for what comes once a step at most: the latest step
 
     def check(self, message: OfStage) -> None:
-        """Refuse what does not fit this stage."""
+        """WireError for a message, of all in order, that is of another stage, or of no step."""
         name = type(message).__name__
         match message:
             case Step():
@@ -76,20 +72,21 @@ class PeerConduct:
             self._refuse(name, f"with meters of {', '.join(sorted(meters)) or 'no link'}")
 
     def _check_step(self, report: Step) -> None:
-        if self._step is not None and report.step != self._step + 1:
-            self._refuse("Step", f"{report.step} after step {self._step}")
+        place, labels = printable(report.not_finite, 40), (label for _, label, *_ in report.spans)
+        wrong = {
+            f"{report.step} after step {self._step}": self._step not in (None, report.step - 1),
+            "without its loss": self._is_last and report.loss is None,
+            "with a loss": not self._is_last and report.loss is not None,
+            f"with non-finite values in {place!r}": report.not_finite not in self._places,
+            f"with {len(report.spans)} spans of time": len(report.spans) > self._most_spans,
+            f"with {len(report.measures)} measures": len(report.measures) > MOST_MEASURES,
+            "with a span of time whose name has no end": any(
+                len(label) > LONGEST_LABEL for label in labels
+            ),
+        }
+        for what in (what for what, is_so in wrong.items() if is_so):
+            self._refuse("Step", what)
         self._step = report.step
-        if (report.loss is None) == self._is_last:
-            self._refuse("Step", "without its loss" if self._is_last else "with a loss")
-        if report.not_finite not in self._places:
-            place = printable(report.not_finite, 40)
-            self._refuse("Step", f"with non-finite values in {place!r}")
-        if len(report.spans) > self._most_spans:
-            self._refuse("Step", f"with {len(report.spans)} spans of time")
-        if len(report.measures) > MOST_MEASURES:
-            self._refuse("Step", f"with {len(report.measures)} measures")
-        if any(len(label) > LONGEST_LABEL for _, label, *_ in report.spans):
-            self._refuse("Step", "with a span of time whose name has no end")
 
     def _check_order(self, name: str, step: int) -> None:
         """Results of a step come after it, once: otherwise they could pile up without limit."""

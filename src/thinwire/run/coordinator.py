@@ -7,7 +7,7 @@ own, and it does not know how peers are started: peers.py carries out what it sa
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -25,70 +25,12 @@ from thinwire.engine.reports import (
     Step,
 )
 from thinwire.errors import StageError, WireError
+from thinwire.run import events as ev
+from thinwire.run import protocol as msg
 from thinwire.run.blame import Evidence, blame
 from thinwire.run.conduct import MOST_MICROBATCHES, Course, PeerConduct
-from thinwire.run.events import (
-    Away,
-    Back,
-    Begin,
-    Command,
-    Commit,
-    Completed,
-    Discard,
-    Doubt,
-    DropFollower,
-    End,
-    Event,
-    Exited,
-    Exploded,
-    FollowerLost,
-    FollowerSaid,
-    Given,
-    Lost,
-    MoveAsked,
-    PartArrived,
-    PartLost,
-    PartRefused,
-    Promote,
-    Record,
-    Replace,
-    Said,
-    Say,
-    Starting,
-    StopAsked,
-    Stopped,
-    Suspect,
-    Tell,
-    TellFollower,
-    Tick,
-)
 from thinwire.run.explosion import LossWatch
 from thinwire.run.pacing import TOLD_A_MINUTE, Told
-from thinwire.run.protocol import (
-    Await,
-    Connect,
-    Ended,
-    Failed,
-    Finished,
-    Follow,
-    Follows,
-    Leave,
-    LinkDown,
-    Linked,
-    LinkUp,
-    LogLost,
-    OfStage,
-    Pulse,
-    Ready,
-    Relink,
-    Saved,
-    Start,
-    Stop,
-    TakeOver,
-    ToStage,
-    last_decision,
-    other_end,
-)
 from thinwire.run.signals import Interrupted
 from thinwire.run.watch import Watch
 from thinwire.wire import FrameKind
@@ -100,6 +42,10 @@ SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that c
 MOST_BEHIND = 2  # steps, for one that follows to take over from a stage that lives
 MOST_DEATHS = 3  # of a stage, without a step that is new, before the run ends
 DECIDE_BITS = ("torch", "machine", "processor")  # of the versions of a process
+Commands = list[ev.Command]
+OfLink = msg.LinkDown | msg.LinkUp
+Group = tuple[int, ...]
+"""Stages that share a process."""
 REPLACEABLE = ("died", "was lost", "got stuck")
 """The deeds of a stage after which another process may take its place: it did nothing wrong."""
 
@@ -117,9 +63,9 @@ class Phase(Enum):
 
 # Before training stages go from phase to phase together: what each says at the end of a phase, and
 # what a person sees of those phases that take time (importing torch, building layers).
-_ROUNDS: dict[Phase, tuple[type[OfStage], str]] = {
-    Phase.BUILDING: (Ready, "stages have their layers"),
-    Phase.LINKING: (Linked, ""),
+_ROUNDS: dict[Phase, tuple[type[msg.OfStage], str]] = {
+    Phase.BUILDING: (msg.Ready, "stages have their layers"),
+    Phase.LINKING: (msg.Linked, ""),
 }
 
 
@@ -127,30 +73,32 @@ _ROUNDS: dict[Phase, tuple[type[OfStage], str]] = {
 class Follower:
     """A process that follows stages, as far as it is."""
 
-    ready: dict[int, Ready] = field(default_factory=dict)
+    ready: dict[int, msg.Ready] = field(default_factory=dict)
     linked: set[int] = field(default_factory=set)
     is_told: bool = False  # where its neighbours are
-    is_linked: bool = False
     unfed: dict[int, int] = field(default_factory=dict)
     """Cuts over which it is fed by nobody, for whoever did is lost; and by which number of streams
     another is to, once that is known."""
     behind: int = MOST_AHEAD  # steps that the stage was ahead when it was last heard
+    doubted: set[int] = field(default_factory=set)  # stages that it found to send other values
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether all its stages are; they are ready before."""
+        return bool(self.linked) and self.linked == self.ready.keys()
 
     @property
     def can_take_over(self) -> bool:
         """Whether it is linked, and fed by all neighbours."""
         return self.is_linked and not self.unfed
 
-    doubted: set[int] = field(default_factory=set)  # stages that it found to send other values
-
 
 class Coordinator:
     """A run as a state machine: `on` takes an event and the time, and returns commands.
 
     With `parts_travel`, what a stage writes is on its own machine. A part then counts when
-    PartArrived follows its ShardWritten, and the run ends after the last of them. A stage whose
-    part is refused is at fault, also when it has finished. With a `course`, whoever saves or ends
-    at another time than is due is at fault.
+    PartArrived follows its ShardWritten, and the run ends after the last of them. With a `course`,
+    whoever saves or ends at another time than is due is at fault.
 
     `placement` lists the stages that share a process. With it, a stage that is lost while the run
     trains is replaced: another process begins at the last complete checkpoint, and computes
@@ -184,7 +132,7 @@ class Coordinator:
         self._finished: set[int] = set()
         self._ended = (0, False)  # the last decision that they knew, and whether it ends the run
         self._left: set[int] = set()  # in good order; their last words may be still to be heard
-        self._ready: list[Ready] = []
+        self._ready: list[msg.Ready] = []
         self._last_step = [0] * stages
         self._parts: dict[int, dict[int, ShardWritten | ShardFailed]] = {}  # by step and stage
         self._parts_travel = parts_travel
@@ -201,35 +149,42 @@ class Coordinator:
         self._complete = 0  # ... and as it is
         self._base = 0  # ... and from which stages were last replaced
         self._heard: dict[tuple[int, type], int] = {}  # the last step of each kind of report
-        self._followers: dict[tuple[int, ...], Follower] = {}  # by the stages that they follow
+        self._followers: dict[Group, Follower] = {}  # by the stages that they follow
         self._audits, self._audit_replaces = audits, audit_replaces
         self._promoted: set[int] = set()  # lost stages whose followers take their places
         self._followed = 0  # how many followers there were
         self._moved: dict[int, Meters] = {}  # what lost processes of a stage had moved
         self._moving: dict[int, Meters] = {}  # what its process has, by its last report
 
-    def on(self, event: Event, now: float) -> list[Command]:
+    def on(self, event: ev.Event, now: float) -> Commands:
         """What to do about an event. There is one at least every `rest` seconds, if only a Tick."""
         self._watch.pass_time(now)
         if self.is_over:
             return []
-        commands = self._respond(event, now)
-        if self._settled_at is not None and not self.is_over:
-            return commands + (self._settle(now) if now >= self._settled_at else [])
-        if not self.is_over:
-            if complaint := self._watch.complaint():
-                commands.append(Say(complaint))
-            verdict, stuck = self._watch.verdict()
-            if verdict:
-                culprit = None if stuck is None else Suspect(3, stuck, "got stuck", verdict, True)
-                if culprit is not None and self._may_replace(culprit):
-                    return [*commands, *self._bury({culprit.stage}, culprit, now)]
-                commands.append(self._end(StageError(verdict), culprit))
-                return commands
-            for stage, silence in self._watch.frozen().items():
-                if stage not in self._lost:
-                    why = f"it has said nothing for {silence:.0f} s"
-                    return [*commands, *self._replace_stuck(stage, why, now)]
+        commands: Commands = []
+        try:
+            commands = self._respond(event, now)
+        except WireError as error:
+            assert isinstance(event, ev.Said), "only what a stage says is refused"
+            self._suspect(ev.Lost(event.stage, str(error), in_breach=True), now)
+        if self.is_over:
+            return commands
+        if self._settled_at is None:
+            return commands + self._on_wait(now)
+        return commands + (self._settle(now) if now >= self._settled_at else [])
+
+    def _on_wait(self, now: float) -> Commands:
+        complaint = self._watch.complaint()
+        commands: Commands = [ev.Say(complaint)] if complaint else []
+        verdict, stuck = self._watch.verdict()
+        if verdict:
+            culprit = None if stuck is None else _stuck(stuck, verdict)
+            replaced = [] if stuck is None else self._replace_stuck(stuck, verdict, now)
+            return commands + (replaced or [self._end(StageError(verdict), culprit)])
+        for stage, silence in self._watch.frozen().items():
+            if stage not in self._lost:
+                why = f"it has said nothing for {silence:.0f} s"
+                return commands + self._replace_stuck(stage, why, now)
         return commands
 
     @property
@@ -253,128 +208,134 @@ class Coordinator:
         since = f"the run {phase}, for {self._watch.now - self._since:.0f} s"
         lacking = self.waiting_for() if self.phase in _ROUNDS else []
         if self.phase is Phase.COLLECTING:
-            lacking = sorted({stage for _, stage in self._travelling})
+            lacking = self._stages_travelling()
         missing = ", ".join(f"stage {stage}" for stage in lacking)
         who = f"; still missing: {missing}" if missing else ""
         return [since + who, *self._watch.doing()]
 
-    def _respond(self, event: Event, now: float) -> list[Command]:
+    def _stages_travelling(self) -> list[int]:
+        return sorted({stage for _, stage in self._travelling})
+
+    def _respond(self, event: ev.Event, now: float) -> Commands:
         match event:
-            case Said(stage, Pulse(begun, doing)):
+            case ev.Said(stage, msg.Pulse(begun, doing)):
                 self._watch.heard(stage, begun, doing)
-            case Said(stage, LinkDown() | LinkUp() as message):
+            case ev.Said(stage, msg.LinkDown() | msg.LinkUp() as message):
                 return self._on_outage(stage, message, now)
-            case Said(_, Audited() | Follows()):
+            case ev.Said(_, Audited() | msg.Follows()):
                 pass  # its last words as a follower: it has taken its stage's place meanwhile
-            case Said(stage, LogLost(reason)):
+            case ev.Said(stage, msg.LogLost(reason)):
                 lost = f"stage {stage} keeps no log of what it sends, for {reason}"
                 both = "both begin at the last checkpoint"
-                return [Say(f"{lost}: if a neighbour is lost before the next one, {both}")]
-            case Said(stage, Ended() as ended):
-                return self._respond(Exited(stage, ended.returncode), now)
-            case Said(stage, message):
+                return [ev.Say(f"{lost}: if a neighbour is lost before the next one, {both}")]
+            case ev.Said(stage, msg.Ended() as ended):
+                return self._respond(ev.Exited(stage, ended.returncode), now)
+            case ev.Said(stage, message):
                 self._watch.heard(stage)
                 return self._on_message(stage, message, now)
-            case Exited(stage=stage, code=0):
+            case ev.Exited(stage=stage, code=0):
                 self._left.add(stage)
-            case Exited(stage=stage) | Lost(stage=stage):
+            case ev.Exited(stage=stage) | ev.Lost(stage=stage):
                 if stage not in self._finished or self._is_missed(stage):
                     self._suspect(event, now)
                 self._gone.add(stage)
-            case Away() | Back():
-                return self._on_absence(event, now)
-            case PartArrived() | PartLost():
+            case ev.Away(stage=stage) | ev.Back(stage=stage):
+                return self._on_outage(stage, event, now)
+            case ev.PartArrived() | ev.PartLost():
                 return self._on_travelled(event)
-            case PartRefused(stage=stage, error=error):
-                self._suspect(Lost(stage, error, in_breach=True), now)
-            case Stopped(stage):
+            case ev.PartRefused(stage=stage, error=error):
+                self._suspect(ev.Lost(stage, error, in_breach=True), now)
+            case ev.Stopped(stage):
                 return self._replace_stuck(stage, "its process is stopped", now)
-            case Given(stages):
+            case ev.Given(stages):
                 for stage in stages:
                     self._watch.heard(stage)
-            case Completed(step):
+            case ev.Completed(step):
                 self._complete = step
                 return self._tell_saved()
-            case FollowerSaid(stage, message):
+            case ev.FollowerSaid(stage, message):
                 group = tuple(self._together[stage])
                 if isinstance(message, Audited):
                     return self._on_audited(group, stage, message, now)
                 return self._on_follower(group, stage, message)
-            case FollowerLost(stages):
+            case ev.FollowerLost(stages):
                 return [self._drop(tuple(stages))]
-            case MoveAsked(stages, reason):
+            case ev.MoveAsked(stages, reason):
                 is_calm = self.phase is Phase.TRAINING and not (self._finished or self._evidence)
                 found = self._followers.get(tuple(stages))
                 keeps_up = found is not None and found.can_take_over and found.behind <= MOST_BEHIND
                 if is_calm and keeps_up and not self._lost_at:
                     return self._replace({*stages}, reason, now)
-            case StopAsked(who):
+            case ev.StopAsked(who):
                 return self._on_stop(who)
-            case Tick():
+            case ev.Tick():
                 for stage in sorted(self._left - self._finished):
-                    self._suspect(Exited(stage, 0), now)
+                    self._suspect(ev.Exited(stage, 0), now)
         return []
 
-    def _on_message(self, stage: int, message: OfStage, now: float) -> list[Command]:
+    def _on_message(self, stage: int, message: msg.OfStage, now: float) -> Commands:
         if self._is_late(stage, message) or self._is_repeated(stage, message):
             return []
-        evidence = len(self._evidence)
-        try:
-            self._conduct[stage].check(message)
-            if isinstance(message, Failed):
-                self._suspect(Said(stage, message), now)
-            else:
-                self._check_due(stage, message)
-                self._check_ahead(stage, message)
-                self._check_course(stage, message, now)
-        except WireError as error:
-            self._suspect(Lost(stage, str(error), in_breach=True), now)
-        if len(self._evidence) > evidence:
+        self._conduct[stage].check(message)
+        if isinstance(message, msg.Failed):
+            self._suspect(ev.Said(stage, message), now)
+            return []
+        if faults := self._faults(stage, message):
+            for culprit, deed in faults:
+                self._suspect(ev.Lost(culprit, deed, in_breach=True), now)
             return []
         if stage in self._lost:
-            return self._on_replaced(stage, message)
+            self._arrived[stage] = message
+            if isinstance(message, msg.Ready):
+                self._ready[stage] = message
+            return self._link_replaced(self._lost[stage])
         if self.phase in _ROUNDS:
             return self._on_arrival(stage, message)
         message = self._with_all_moved(stage, message)
         if isinstance(message, ShardWritten | ShardFailed):
-            return self._on_part(stage, message)
+            self._parts.setdefault(message.step, {})[stage] = message
+            if self._parts_travel and isinstance(message, ShardWritten):
+                self._travelling.add((message.step, stage))
+            return self._settle_checkpoint(message.step)
         if isinstance(message, Step):
             self._last_step[stage] = message.step + 1
-        assert isinstance(message, Step | Evaluation | Finished), "all else was not due"
+        assert isinstance(message, Step | Evaluation | msg.Finished), "all else was not due"
         self._watch.result()
-        commands: list[Command] = [*self._caught_up(stage, now), Record(stage, message)]
-        if not isinstance(message, Finished):
+        commands: Commands = [*self._caught_up(stage, now), ev.Record(stage, message)]
+        if not isinstance(message, msg.Finished):
             commands += self._on_loss(message)
         else:
             self._finished.add(stage)
-            self._ended = last_decision([self._ended, (message.decided, message.stops)])
+            self._ended = msg.last_decision([self._ended, (message.decided, message.stops)])
             self._watch.dismiss(stage)
             commands += self._end_if_done()
         return commands
 
-    def _on_loss(self, report: Step | Evaluation) -> list[Command]:
-        """What follows from the loss in a report: the run stops where it exploded, if asked to."""
-        commands: list[Command] = [*self._losses.hear(report)]
-        exploded = any(isinstance(command, Exploded) for command in commands)
+    def _on_loss(self, report: Step | Evaluation) -> Commands:
+        commands: Commands = [*self._losses.hear(report)]
+        exploded = any(isinstance(command, ev.Exploded) for command in commands)
         if not exploded or not self._losses.stops or self.stop_asked or 0 in self._finished:
             return commands
+        why = 'stopping after this step, because run.on_explosion = "stop"'
+        return [*commands, *self._stop(why)]
+
+    def _stop(self, why: str) -> Commands:
         self.stop_asked = True
         self._enter(Phase.STOPPING)
-        why = 'stopping after this step, because run.on_explosion = "stop"'
-        return [*commands, *self._tell_all(Stop()), Say(why)]
+        return [*self._tell_all(msg.Stop()), ev.Say(why)]
 
-    def _end_if_done(self) -> list[Command]:
+    def _end_if_done(self) -> Commands:
         """The end of the run, once all stages have finished and no part is on its way."""
         if len(self._finished) < len(self._all) or self._settled_at is not None:
             return []
         if not self._travelling:
-            return [*self._tell_all(Leave()), self._end()]
+            return [*self._tell_all(msg.Leave()), self._end()]
         if self.phase is Phase.COLLECTING:
             return []
         self._enter(Phase.COLLECTING)
-        stages = sorted({stage for _, stage in self._travelling})
+        stages = self._stages_travelling()
         which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
-        return [Say(f"all stages have stopped; the host waits for the checkpoint of {which}")]
+        return [ev.Say(f"all stages have stopped; the host waits for the checkpoint of {which}")]
 
     def _is_missed(self, stage: int) -> bool:
         """Whether a stage that has finished is needed still: by those who compute anew what it sent
@@ -383,22 +344,18 @@ class Coordinator:
         if not self._together:
             return False  # nobody could take its place
         waits = {stage - 1, stage + 1} & {*self.waiting_for()}
-        return bool(self._lost_at or waits or stage in {other for _, other in self._travelling})
+        return bool(self._lost_at or waits or stage in self._stages_travelling())
 
-    def _check_due(self, stage: int, message: OfStage) -> None:
-        """Refuse what belongs to another phase, or comes from a stage that is done with this."""
-        if (phase := self._lost.get(stage, self.phase)) in _ROUNDS:
-            is_due = type(message) is _ROUNDS[phase][0]
-        else:
-            is_due = isinstance(message, Report | Finished)
-        if not is_due or stage not in self.waiting_for():
-            raise WireError(
-                f"stage {stage} sent a {type(message).__name__} message while the run "
-                f"{self.phase.value}"
-            )
-
-    def _check_ahead(self, stage: int, message: OfStage) -> None:
-        """Refuse reports without end: they wait here until the other stages have reported."""
+    def _faults(self, stage: int, message: msg.OfStage) -> list[tuple[int, str]]:
+        """Who saves or ends at another time than is due. Refused is what belongs to another phase,
+        or comes from a stage that is done with this; and reports without end, for they wait here
+        until the other stages have reported.
+        """
+        phase = self._lost.get(stage, self.phase)
+        due = _ROUNDS[phase][0] if phase in _ROUNDS else Report | msg.Finished
+        if not isinstance(message, due) or stage not in self.waiting_for():
+            name = type(message).__name__
+            raise WireError(f"stage {stage} sent a {name} message while the run {self.phase.value}")
         self._steps[stage] += isinstance(message, Step)
         slowest = min(self._all, key=lambda s: self._steps[s])
         if self._steps[stage] - self._steps[slowest] > MOST_AHEAD:
@@ -406,49 +363,38 @@ class Coordinator:
                 f"stage {stage} reported {self._steps[stage]} steps, but stage {slowest} only "
                 f"{self._steps[slowest]}"
             )
+        if self._course is None or self.phase in _ROUNDS:
+            return []
+        return self._course.faults(stage, message, self.stop_asked)
 
-    def _check_course(self, stage: int, message: OfStage, now: float) -> None:
-        """Suspect whoever this shows to save or end at another time than is due."""
-        if self._course is not None and self.phase not in _ROUNDS:
-            for culprit, deed in self._course.faults(stage, message, self.stop_asked):
-                self._suspect(Lost(culprit, deed, in_breach=True), now)
-
-    def _on_arrival(self, stage: int, message: OfStage) -> list[Command]:
+    def _on_arrival(self, stage: int, message: msg.OfStage) -> Commands:
         """A stage is through with this phase of the start; when all are, the next one begins."""
         self._arrived[stage] = message
         what = _ROUNDS[self.phase][1]
-        commands: list[Command] = [Starting(len(self._arrived), what)] if what else []
+        commands: Commands = [ev.Starting(len(self._arrived), what)] if what else []
         if self.waiting_for():
             return commands
         arrived = [self._arrived.pop(stage) for stage in self._all]
         if self.phase is Phase.BUILDING:
             self._enter(Phase.LINKING)
             self._ready = arrived
-            return [*commands, *(Tell(s, self._connect(s)) for s in self._all)]
+            return [*commands, *(ev.Tell(s, self._connect(s)) for s in self._all)]
         self._enter(Phase.TRAINING)
         self._watch.begin_training()
-        return [*self._tell_all(Start()), Begin(self._ready, self._ready[0].versions)]
+        return [*self._tell_all(msg.Start()), ev.Begin(self._ready, self._ready[0].versions)]
 
-    def _on_part(self, stage: int, part: ShardWritten | ShardFailed) -> list[Command]:
-        """A stage has written its part of a checkpoint or failed; when all have, it is settled."""
-        self._parts.setdefault(part.step, {})[stage] = part
-        if self._parts_travel and isinstance(part, ShardWritten):
-            self._travelling.add((part.step, stage))
-        return self._settle_checkpoint(part.step)
-
-    def _on_travelled(self, event: PartArrived | PartLost) -> list[Command]:
-        """A part that a stage has written is here, or will never be."""
+    def _on_travelled(self, event: ev.PartArrived | ev.PartLost) -> Commands:
         if (event.step, event.stage) not in self._travelling:
             return []
         self._travelling.discard((event.step, event.stage))
-        if isinstance(event, PartLost):
+        if isinstance(event, ev.PartLost):
             if event.stage in self._lost_at:
                 del self._parts[event.step][event.stage]  # it is written again
                 return []
             self._parts[event.step][event.stage] = ShardFailed(event.step, event.error)
         return [*self._settle_checkpoint(event.step), *self._end_if_done()]
 
-    def _settle_checkpoint(self, step: int) -> list[Command]:
+    def _settle_checkpoint(self, step: int) -> Commands:
         """What becomes of a checkpoint, once every stage's part of it is here or has failed.
 
         Not while a stage is behind: it writes its part again, and whoever is lost now must begin
@@ -462,60 +408,52 @@ class Coordinator:
         del self._parts[step]
         failures = [part.error for part in parts.values() if isinstance(part, ShardFailed)]
         if failures:
-            return [Discard(step, failures[0])]
+            return [ev.Discard(step, failures[0])]
         written = [p for _, p in sorted(parts.items()) if isinstance(p, ShardWritten)]
         if len({part.versions for part in written}) > 1:
             counted = "; ".join(f"stage {s}: {part.versions}" for s, part in enumerate(written))
-            return [Discard(step, f"stages do not agree on what they have saved: {counted}")]
+            return [ev.Discard(step, f"stages do not agree on what they have saved: {counted}")]
         if difference := disagreement(step, [p.agreements for p in written]):
-            return [Discard(step), self._end(StageError(difference))]
-        return [Commit(step, written)]
+            return [ev.Discard(step), self._end(StageError(difference))]
+        return [ev.Commit(step, written)]
 
-    def _on_outage(self, stage: int, message: LinkDown | LinkUp, now: float) -> list[Command]:
-        """A link is down or back, in whatever phase: that is no progress, and no failure yet."""
-        try:
-            self._conduct[stage].check(message)
-        except WireError as error:
-            self._suspect(Lost(stage, str(error), in_breach=True), now)
-            return []
-        between = f"the link between stages {stage - 1} and {stage}"
-        self._watch.down(f"cut-{message.cut}", isinstance(message, LinkDown))
-        if isinstance(message, LinkDown):
-            note = f"{between} is down: {message.reason}; connecting again"
+    def _on_outage(
+        self, stage: int, said: msg.LinkDown | msg.LinkUp | ev.Away | ev.Back, now: float
+    ) -> Commands:
+        """A link or a control stream is down or back, in whatever phase: no progress, and no
+        failure yet.
+        """
+        is_link, is_down = isinstance(said, OfLink), isinstance(said, msg.LinkDown | ev.Away)
+        what, key = f"the control stream of stage {stage}", f"control-{stage}"
+        if isinstance(said, OfLink):
+            self._conduct[stage].check(said)
+            what, key = f"the link between stages {stage - 1} and {stage}", f"cut-{said.cut}"
+        self._watch.down(key, is_down)
+        if isinstance(said, msg.LinkDown | ev.Away):
+            then = "connecting again" if is_link else "it may come back"
+            note = f"{what} is down: {said.reason}; {then}"
         else:
-            note = f"{between} is back after {message.seconds:.1f} s; nothing was lost"
-        times = self._told.again((stage, type(message)), now)
+            note = f"{what} is back after {said.seconds:.1f} s; nothing was lost"
+        times = self._told.again((stage, type(said)), now)
         if times == TOLD_A_MINUTE:
             note += "; it breaks often, so for a minute no more is said of it"
-        commands: list[Command] = [Say(note)] if times else []
-        if isinstance(message, LinkUp) and self.phase not in _ROUNDS:
-            commands.append(Record(stage, message))
+        is_told = times and (is_link or stage not in self._finished)
+        commands: Commands = [ev.Say(note)] if is_told else []
+        if isinstance(said, msg.LinkUp) and self.phase not in _ROUNDS:
+            commands.append(ev.Record(stage, said))
         return commands
 
-    def _on_absence(self, event: Away | Back, now: float) -> list[Command]:
-        """A control stream is down or back: no step waits for it, and it may come back."""
-        self._watch.down(f"control-{event.stage}", isinstance(event, Away))
-        if event.stage in self._finished or not self._told.again((event.stage, type(event)), now):
-            return []
-        stream = f"the control stream of stage {event.stage}"
-        if isinstance(event, Away):
-            return [Say(f"{stream} is down: {event.reason}; it may come back")]
-        return [Say(f"{stream} is back after {event.seconds:.1f} s; nothing was lost")]
-
-    def _on_stop(self, who: str) -> list[Command]:
+    def _on_stop(self, who: str) -> Commands:
         """The first time: finish the step, checkpoint, end. The second time: leave at once."""
         if self.phase in _ROUNDS or self.stop_asked:
             return [self._end(Interrupted())]
-        self.stop_asked = True
         if 0 in self._finished:
+            self.stop_asked = True
             return []  # too late to ask, and the end is near
-        self._enter(Phase.STOPPING)
-        told = self._tell_all(Stop())
         if who:
-            note = f"{who} leaves: the run stops after this step, with a checkpoint"
-            return [*told, Say(note)]
-        note = "stopping after this step, with a checkpoint"
-        return [*told, Say(note), Say("press Ctrl-C again to exit now", for_us=True)]
+            return self._stop(f"{who} leaves: the run stops after this step, with a checkpoint")
+        again = ev.Say("press Ctrl-C again to exit now", for_us=True)
+        return [*self._stop("stopping after this step, with a checkpoint"), again]
 
     def _suspect(self, evidence: Evidence, now: float) -> None:
         """Something is wrong: listen a moment before blaming anyone.
@@ -524,13 +462,13 @@ class Coordinator:
         is seen. A process that was killed is evidence enough, once that was said of all its stages.
         """
         self._evidence.append(evidence)
-        killed = {e.stage for e in self._evidence if isinstance(e, Exited) and e.code < 0}
+        killed = {e.stage for e in self._evidence if isinstance(e, ev.Exited) and e.code < 0}
         if killed and killed.issuperset(self._together.get(evidence.stage, ())) and self._together:
             self._settled_at = now
         elif self._settled_at is None:
             self._settled_at = now + SETTLE_SECONDS
 
-    def _settle(self, now: float) -> list[Command]:
+    def _settle(self, now: float) -> Commands:
         """What follows from a failure: the end of the run, or others in the place of the lost."""
         evidence, self._evidence, self._settled_at = self._evidence, [], None
         culprit = blame(evidence)
@@ -538,14 +476,14 @@ class Coordinator:
             return self._bury({one.stage for one in evidence} | {culprit.stage}, culprit, now)
         return [self._end(StageError(self._described(culprit)), culprit)]
 
-    def _described(self, culprit: Suspect) -> str:
+    def _described(self, culprit: ev.Suspect) -> str:
         step = self._last_step[culprit.stage]
         where = f"at step {step}" if step else "at the start"
         return f"stage {culprit.stage} {culprit.deed} {where}: {culprit.reason}"
 
     # Stages that are lost and replaced
 
-    def _may_replace(self, culprit: Suspect) -> bool:
+    def _may_replace(self, culprit: ev.Suspect) -> bool:
         is_innocent = culprit.deed in REPLACEABLE or (
             culprit.deed == "failed" and not culprit.known and culprit.doubt == 2
         )
@@ -556,26 +494,26 @@ class Coordinator:
             and self._deaths[culprit.stage] < MOST_DEATHS
         )
 
-    def _bury(self, stages: set[int], culprit: Suspect, now: float) -> list[Command]:
+    def _bury(self, stages: set[int], culprit: ev.Suspect, now: float) -> Commands:
         """Have others take the place of stages that are lost, and say because of whom."""
         self._deaths[culprit.stage] += 1
         note = f"{self._described(culprit)}; another process takes its place, and the rest waits"
         return self._replace(stages, note, now)
 
-    def _replace(self, stages: set[int], note: str, now: float) -> list[Command]:
+    def _replace(self, stages: set[int], note: str, now: float) -> Commands:
         """Have others take the place of these stages, and all who share their processes."""
-        lost = {other for stage in stages for other in self._together[stage]}
+        lost = self._fellows(stages)
         # Whoever was linking to one of them would wait in vain, and begins anew.
         linking = {s for s, phase in self._lost.items() if phase is Phase.LINKING}
-        lost |= {other for stage in linking for other in self._together[stage]}
+        lost |= self._fellows(linking)
         # Whoever still computes anew would ask for more than the logs of others that begin at a
         # newer checkpoint will have: it begins there too.
         if self._complete > self._base:
-            lost |= {other for stage in self._lost_at for other in self._together[stage]}
+            lost |= self._fellows(self._lost_at)
             self._base = self._complete
         # What a neighbour sent that has finished and is gone is lost too.
         while gone := {s for s in self._gone if {s - 1, s + 1} & lost} - lost:
-            lost |= {other for stage in gone for other in self._together[stage]}
+            lost |= self._fellows(gone)
         self._gone -= lost
         for stage in lost:
             self._lost[stage] = Phase.BUILDING
@@ -591,25 +529,31 @@ class Coordinator:
             self._links[cut] += 1
             self._watch.down(f"cut-{cut}", is_down=False)
         groups = sorted({tuple(self._together[stage]) for stage in lost})
-        told = [Tell(s, Await(cut)) for s, cut in self._ends_alive(cuts)]
-        commands: list[Command] = [*told, Say(note)]
+        told = [ev.Tell(s, msg.Await(cut)) for s, cut in self._ends_alive(cuts)]
+        commands: Commands = [*told, ev.Say(note)]
         self._promoted = (self._promoted - lost) | self._followed_among(groups, lost)
         for group in groups:
             if not self._promoted.issuperset(group):
-                commands.append(Replace(list(group)))
+                commands.append(ev.Replace(list(group)))
                 continue
-            commands.append(Promote(list(group)))
+            commands.append(ev.Promote(list(group)))
             for stage in group:
                 # Whoever fed it is lost too, and others may take long to be built.
-                unfed = [c for c in self._outer_cuts(stage) if other_end(c, stage) in self._lost]
-                commands += [Tell(stage, Await(cut)) for cut in unfed]
+                unfed = [
+                    c for c in self._outer_cuts(stage) if msg.other_end(c, stage) in self._lost
+                ]
+                commands += [ev.Tell(stage, msg.Await(cut)) for cut in unfed]
                 self._watch.heard(stage)
                 ready = self._followers[group].ready[stage]
                 self._ready[stage] = self._arrived[stage] = ready
         commands += self._unfeed(cuts, lost)
         return [*commands, *self._link_replaced(Phase.BUILDING)]
 
-    def _followed_among(self, groups: Sequence[tuple[int, ...]], lost: set[int]) -> set[int]:
+    def _fellows(self, stages: Iterable[int]) -> set[int]:
+        """These stages, and all who share their processes."""
+        return {other for stage in stages for other in self._together[stage]}
+
+    def _followed_among(self, groups: Sequence[Group], lost: set[int]) -> set[int]:
         """The lost stages whose followers can take their places. Not beside one that begins at a
         checkpoint, for whoever follows may be behind that; nor where it is known when to stop.
         """
@@ -617,27 +561,19 @@ class Coordinator:
         found = {s for group in groups if group in able and not self.stop_asked for s in group}
         anew = self._lost.keys() - (self._promoted - lost)
         while beside := {s for s in found if {s - 1, s + 1} & (anew - found)}:
-            found -= {other for stage in beside for other in self._together[stage]}
+            found -= self._fellows(beside)
         return found
 
-    def _replace_stuck(self, stage: int, why: str, now: float) -> list[Command]:
+    def _replace_stuck(self, stage: int, why: str, now: float) -> Commands:
         """Replace a stage that is frozen, if it can be: else it may go on by itself."""
-        culprit = Suspect(3, stage, "got stuck", why, True)
+        culprit = _stuck(stage, why)
         return self._bury({stage}, culprit, now) if self._may_replace(culprit) else []
 
     def _ends_alive(self, cuts: set[int]) -> list[tuple[int, int]]:
-        """The ends of these cuts that are not lost: stage and cut."""
         ends = [(stage, cut) for cut in sorted(cuts) for stage in (cut, cut + 1)]
         return [(stage, cut) for stage, cut in ends if stage not in self._lost]
 
-    def _on_replaced(self, stage: int, message: OfStage) -> list[Command]:
-        """A stage that takes a lost one's place is built, or linked; when all are, it goes on."""
-        self._arrived[stage] = message
-        if isinstance(message, Ready):
-            self._ready[stage] = message
-        return self._link_replaced(self._lost[stage])
-
-    def _link_replaced(self, phase: Phase) -> list[Command]:
+    def _link_replaced(self, phase: Phase) -> Commands:
         """What follows once all who take the places of lost stages are through with a phase."""
         if not all(self._lost[s] is phase and s in self._arrived for s in self._lost):
             return []
@@ -646,22 +582,24 @@ class Coordinator:
         lost = sorted(self._lost)
         if phase is Phase.LINKING:
             self._lost.clear()
-            stop = [Tell(s, Stop()) for s in lost if self.stop_asked]
+            stop = [ev.Tell(s, msg.Stop()) for s in lost if self.stop_asked]
             # Not before the steps that were reported, if nobody is left who knows more.
             reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
             known = [(linked.decided, linked.stops) for linked in arrived]
-            start = Start(*last_decision([(reported, False), self._ended, *known]))
-            return [*(Tell(stage, start) for stage in lost), *stop, *self._feed_followers()]
+            start = msg.Start(*msg.last_decision([(reported, False), self._ended, *known]))
+            return [*(ev.Tell(stage, start) for stage in lost), *stop, *self._feed_followers()]
         cuts = {cut for s in lost for cut in (s - 1, s)} & {*range(len(self._links))}
-        relinks = [Tell(s, Relink(cut, self._connect(s))) for s, cut in self._ends_alive(cuts)]
+        relinks = [
+            ev.Tell(s, msg.Relink(cut, self._connect(s))) for s, cut in self._ends_alive(cuts)
+        ]
         self._lost = dict.fromkeys(lost, Phase.LINKING)
         for stage in lost:
             connect = self._connect(stage)
             if stage in self._promoted:
-                own = [Relink(cut, connect) for cut in self._outer_cuts(stage)]
-                relinks.append(Tell(stage, TakeOver(own)))
+                own = [msg.Relink(cut, connect) for cut in self._outer_cuts(stage)]
+                relinks.append(ev.Tell(stage, msg.TakeOver(own)))
             else:
-                relinks.append(Tell(stage, connect))
+                relinks.append(ev.Tell(stage, connect))
         self._promoted.clear()
         return [*relinks]
 
@@ -672,68 +610,60 @@ class Coordinator:
 
     # Processes that follow a stage, to take its place at once
 
-    def _on_follower(self, group: tuple[int, ...], stage: int, message: OfStage) -> list[Command]:
-        """A process that follows stages is built, is linked, or has failed."""
-        if isinstance(message, Failed | Ended):
+    def _on_follower(self, group: Group, stage: int, message: msg.OfStage) -> Commands:
+        if isinstance(message, msg.Failed | msg.Ended):
             return [self._drop(group)]
-        if isinstance(message, Follows):
+        if isinstance(message, msg.Follows):
             if group in self._followers:
                 self._followers[group].behind = self._last_step[stage] - message.step
             return []
-        if isinstance(message, Ready):
+        if isinstance(message, msg.Ready):
             self._followers.setdefault(group, Follower()).ready[stage] = message
             return self._feed_followers()
-        if isinstance(message, Linked) and (found := self._followers.get(group)) is not None:
+        if isinstance(message, msg.Linked) and (found := self._followers.get(group)) is not None:
             which = ", ".join(map(str, group))
             if found.is_linked:
                 was_fed = not found.unfed
                 found.unfed = {c: n for c, n in found.unfed.items() if n != message.follower}
-                told = Say(f"the stand-by of stage {which} follows on")
+                told = ev.Say(f"the stand-by of stage {which} follows on")
                 return [] if found.unfed or was_fed else [told]
             found.linked.add(stage)
-            if len(found.linked) == len(group):
-                found.is_linked = True
+            if found.is_linked:
                 alike = self._audits and all(self._is_alike(s, found.ready[s]) for s in group)
-                start = [TellFollower(s, Start(is_alike=alike)) for s in group]
+                start = [ev.TellFollower(s, msg.Start(is_alike=alike)) for s in group]
                 note = f"stage {which} has a stand-by, which follows it"
                 if self._audits:
                     how = "equal bits" if alike else "another kind of machine, small differences"
                     note += f" and compares what it sends; expected: {how}"
-                return [*start, Say(note)]
+                return [*start, ev.Say(note)]
         return []
 
-    def _is_alike(self, stage: int, ready: Ready) -> bool:
-        """Whether whoever follows a stage is on a machine that computes the same bits."""
-        theirs, mine = self._ready[stage], ready
-        same = [(r.device, *(r.versions.get(k) for k in DECIDE_BITS)) for r in (theirs, mine)]
-        return same[0] == same[1]
+    def _is_alike(self, stage: int, ready: msg.Ready) -> bool:
+        both = self._ready[stage], ready
+        return len({(r.device, *(r.versions.get(k) for k in DECIDE_BITS)) for r in both}) == 1
 
-    def _on_audited(
-        self, group: tuple[int, ...], stage: int, found: Audited, now: float
-    ) -> list[Command]:
+    def _on_audited(self, group: Group, stage: int, found: Audited, now: float) -> Commands:
         """Whoever follows a stage says how what it computes stands against what that sent."""
         follower = self._followers.get(group)
         if follower is None or self._lost or self.phase is not Phase.TRAINING:
             return []
         if not found.tensor:
             # What has drifted so far finds only what is as far: it begins at a newer checkpoint.
-            if found.difference < DRIFTED:
-                return []
-            return [self._drop(group)]
+            return [self._drop(group)] if found.difference >= DRIFTED else []
         if stage in follower.doubted:
             return []  # once is enough, whatever it says
         follower.doubted.add(stage)
-        doubt = Doubt(stage, found, self._audit_replaces)
+        doubt = ev.Doubt(stage, found, self._audit_replaces)
         if not self._audit_replaces:
             return [doubt]
         note = f"stage {stage} is replaced by its stand-by, for it sent other values"
         return [doubt, *self._replace({stage}, note, now)]
 
-    def _unfeed(self, cuts: set[int], lost: set[int]) -> list[Command]:
+    def _unfeed(self, cuts: set[int], lost: set[int]) -> Commands:
         """Whoever follows a lost stage takes its place or is let go; beside one, it waits for
         another process to feed it.
         """
-        commands: list[Command] = []
+        commands: Commands = []
         for group, follower in [*self._followers.items()]:
             unfed = [(s, cut) for s in group for cut in self._outer_cuts(s) if cut in cuts]
             if self._promoted.issuperset(group):
@@ -741,18 +671,18 @@ class Coordinator:
             elif follower.is_told and (not lost.isdisjoint(group) or unfed):
                 if follower.is_linked and lost.isdisjoint(group):
                     follower.unfed |= {cut: 0 for _, cut in unfed}
-                    commands += [TellFollower(s, Await(cut)) for s, cut in unfed]
+                    commands += [ev.TellFollower(s, msg.Await(cut)) for s, cut in unfed]
                 else:
                     commands.append(self._drop(group))
         return commands
 
-    def _drop(self, group: tuple[int, ...]) -> DropFollower:
+    def _drop(self, group: Group) -> ev.DropFollower:
         self._followers.pop(group, None)
-        return DropFollower(list(group))
+        return ev.DropFollower(list(group))
 
-    def _feed_followers(self) -> list[Command]:
+    def _feed_followers(self) -> Commands:
         """Have neighbours feed all who follow and are not fed, unless some are replaced still."""
-        commands: list[Command] = []
+        commands: Commands = []
         for group, follower in [*self._followers.items()] if not self._lost else ():
             if len(follower.ready) < len(group):
                 continue
@@ -763,34 +693,33 @@ class Coordinator:
             if not follower.is_told:
                 follower.is_told = True
                 self._followed += 1
-                commands += [TellFollower(s, self._feeds(group, s)) for s in group]
+                commands += [ev.TellFollower(s, self._feeds(group, s)) for s in group]
                 commands += [self._is_to_feed(follower, *end) for end in cuts]
             for end in [end for end in cuts if follower.unfed.get(end[1]) == 0]:
                 stage, cut = end
                 self._followed += 1
                 follower.unfed[cut] = self._followed
-                commands.append(TellFollower(stage, Relink(cut, self._feeds(group, stage))))
+                commands.append(ev.TellFollower(stage, msg.Relink(cut, self._feeds(group, stage))))
                 commands.append(self._is_to_feed(follower, *end))
         return commands
 
-    def _feeds(self, group: tuple[int, ...], stage: int) -> Connect:
+    def _feeds(self, group: Group, stage: int) -> msg.Connect:
         """Where whoever follows a stage is fed, by the latest number of such streams."""
         inside = stage - 1 in group
         below = self._followers[group].ready[stage - 1] if inside else self._ready[stage - 1]
-        return Connect(below.address if stage else "", list(self._links), self._followed)
+        return msg.Connect(below.address if stage else "", list(self._links), self._followed)
 
-    def _is_to_feed(self, follower: Follower, stage: int, cut: int) -> Tell:
+    def _is_to_feed(self, follower: Follower, stage: int, cut: int) -> ev.Tell:
         """The word to the neighbour that feeds it over a cut."""
-        by = other_end(cut, stage)
+        by = msg.other_end(cut, stage)
         address = follower.ready[stage].address if by > stage else ""
-        return Tell(by, Follow(cut, Connect(address, list(self._links), self._followed)))
+        return ev.Tell(by, msg.Follow(cut, msg.Connect(address, list(self._links), self._followed)))
 
-    def _connect(self, stage: int) -> Connect:
-        """Where its neighbours are, for a stage that links."""
+    def _connect(self, stage: int) -> msg.Connect:
         below = self._ready[stage - 1].address if stage else ""
-        return Connect(below, list(self._links) if any(self._links) else [])
+        return msg.Connect(below, list(self._links) if any(self._links) else [])
 
-    def _is_repeated(self, stage: int, message: OfStage) -> bool:
+    def _is_repeated(self, stage: int, message: msg.OfStage) -> bool:
         """Whether a stage that was replaced reports again what its lost self had reported."""
         if not isinstance(message, Step | Evaluation | ShardWritten | ShardFailed):
             return False
@@ -805,23 +734,21 @@ class Coordinator:
         self._heard[stage, kind] = message.step
         return False
 
-    def _is_late(self, stage: int, message: OfStage) -> bool:
+    def _is_late(self, stage: int, message: msg.OfStage) -> bool:
         """Whether this is of a process that was given up and lives: its successor is not linked."""
-        is_building = self._lost.get(stage) is Phase.BUILDING
-        late = Report | Finished | Linked if is_building else Report | Finished
-        return stage in self._lost and isinstance(message, late)
+        is_early = isinstance(message, msg.Linked) and self._lost.get(stage) is Phase.BUILDING
+        return stage in self._lost and (is_early or isinstance(message, Report | msg.Finished))
 
-    def _with_all_moved(self, stage: int, message: OfStage) -> OfStage:
+    def _with_all_moved(self, stage: int, message: msg.OfStage) -> msg.OfStage:
         """A report with the bytes of all processes that this stage had."""
-        if isinstance(message, Step | Finished):
+        if isinstance(message, Step | msg.Finished):
             self._moving[stage] = message.meters
             if stage in self._moved:
                 whole = _sum(self._moved[stage], message.meters)
                 return dataclasses.replace(message, meters=whole)
         return message
 
-    def _caught_up(self, stage: int, now: float) -> list[Command]:
-        """A stage that was replaced reports something new."""
+    def _caught_up(self, stage: int, now: float) -> Commands:
         if stage not in self._lost_at:
             if not self._lost_at:
                 self._deaths.clear()
@@ -829,30 +756,32 @@ class Coordinator:
         seconds = now - self._lost_at.pop(stage)
         self._watch.caught_up(stage)
         note = f"stage {stage} is back after {seconds:.1f} s; no other stage trained a step again"
-        parts = [
-            command for step in sorted(self._parts) for command in self._settle_checkpoint(step)
-        ]
-        return [Say(note), *parts, *self._tell_saved()]
+        settled = [c for step in sorted(self._parts) for c in self._settle_checkpoint(step)]
+        return [ev.Say(note), *settled, *self._tell_saved()]
 
-    def _tell_saved(self) -> list[Command]:
+    def _tell_saved(self) -> Commands:
         """What stages sent before a complete checkpoint is needed no more, unless one is behind."""
         if self._lost_at or self._complete <= self._saved or not self._together:
             return []
         self._saved = self._complete
         linked = [s for group, one in self._followers.items() if one.is_linked for s in group]
-        followed = [TellFollower(s, Saved(self._saved)) for s in linked]
-        return [*self._tell_all(Saved(self._saved)), *followed]
+        followed = [ev.TellFollower(s, msg.Saved(self._saved)) for s in linked]
+        return [*self._tell_all(msg.Saved(self._saved)), *followed]
 
-    def _end(self, error: BaseException | None = None, culprit: Suspect | None = None) -> End:
+    def _end(self, error: BaseException | None = None, culprit: ev.Suspect | None = None) -> ev.End:
         self._enter(Phase.FINISHED)
-        return End(error, culprit)
+        return ev.End(error, culprit)
 
     def _enter(self, phase: Phase) -> None:
         self.phase, self._since = phase, self._watch.now
 
-    def _tell_all(self, message: ToStage) -> list[Command]:
+    def _tell_all(self, message: msg.ToStage) -> Commands:
         """Who takes a lost one's place hears it once it trains."""
-        return [Tell(stage, message) for stage in self._all if stage not in self._lost]
+        return [ev.Tell(stage, message) for stage in self._all if stage not in self._lost]
+
+
+def _stuck(stage: int, why: str) -> ev.Suspect:
+    return ev.Suspect(3, stage, "got stuck", why, known=True)
 
 
 def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

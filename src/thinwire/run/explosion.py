@@ -25,15 +25,11 @@ LEAST_RISE, RISE_SHARE = 1.0, 0.5  # in nats, and of the loss before: no run rec
 
 
 class LossWatch:
-    """Hears the reports of a run's stages in order, and says when its loss explodes.
-
-    `stops`: whether the run is to end then. `best`: the best validation so far, where a run goes
-    on.
-    """
+    """Hears the reports of a run's stages in order, and says when its loss explodes."""
 
     def __init__(self, stops: bool = False, best: float = math.inf):
-        self.stops = stops
-        self._best = best
+        self.stops = stops  # whether the run is to end then
+        self._best = best  # validation so far
         self._validation = -math.inf  # the last one
         self._stretch: deque[float] = deque(maxlen=STRETCH)
         self._latest: deque[float] = deque(maxlen=LATEST)
@@ -48,7 +44,12 @@ class LossWatch:
             self._validation = report.loss
             self._best = min(self._best, report.loss)
         else:
-            self._hear_training(report.loss)
+            if len(self._latest) == LATEST:
+                self._stretch.append(self._latest[0])
+            self._latest.append(report.loss)
+            if len(self._stretch) == STRETCH:
+                high = sorted(self._stretch)[-1 - STRETCH // WORST_SHARE]
+                self._calmest = min(self._calmest, high)
         trouble = self._trouble()
         if bool(trouble) == self._is_exploded:
             return []
@@ -57,14 +58,6 @@ class LossWatch:
         if trouble:
             return [Exploded(f"the loss has exploded by step {done}: {trouble}")]
         return [Recovered(f"the loss is back to where it was, at step {done}")]
-
-    def _hear_training(self, loss: float) -> None:
-        if len(self._latest) == LATEST:
-            self._stretch.append(self._latest[0])
-        self._latest.append(loss)
-        if len(self._stretch) == STRETCH:
-            high = sorted(self._stretch)[-1 - STRETCH // WORST_SHARE]
-            self._calmest = min(self._calmest, high)
 
     def _trouble(self) -> str:
         if not self._latest:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import itertools
-import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from thinwire.errors import ConfigError
 from thinwire.folders import replace_file
@@ -13,7 +15,6 @@ from thinwire.run.machine import Machine
 from thinwire.run.placement import StageFigures
 from thinwire.schedule import OPEN
 from thinwire.settings import Settings
-from thinwire.typed import from_plain
 
 FORMATION_FILE = "epochs.json"
 FAILURES, ABSENCES = 3, 10  # of one member without net progress, before it gets no stage any more
@@ -21,25 +22,22 @@ FAILURES, ABSENCES = 3, 10  # of one member without net progress, before it gets
 
 @dataclass(frozen=True)
 class Formation:
-    """A placement: its generation, the member of each stage, the blocks of each stage, and the
-    microbatches in flight.
-    """
+    """A placement: its generation, and who holds each stage."""
 
     epoch: int = 0
-    seats: list[str] = field(default_factory=list)
-    split: list[int] = field(default_factory=list)  # empty: as the settings say
+    seats: list[str] = field(default_factory=list)  # the member of each stage
+    split: list[int] = field(
+        default_factory=list
+    )  # blocks of each stage; empty: as the settings say
     port: int = 0  # of the host's door
-    window: int = OPEN  # as the settings say, unless they leave it open
+    window: int = OPEN  # microbatches in flight, where the settings leave it open
 
     def applied(self, settings: Settings) -> Settings:
         """The settings with what was chosen for these members."""
-        pipeline = settings.pipeline
-        if self.split:
-            pipeline = dataclasses.replace(pipeline, split=self.split)
-        if pipeline.window == OPEN:
-            pipeline = dataclasses.replace(pipeline, window=self.window)
-        changed = pipeline != settings.pipeline
-        return dataclasses.replace(settings, pipeline=pipeline) if changed else settings
+        own = settings.pipeline
+        window = self.window if own.window == OPEN else own.window
+        chosen = dataclasses.replace(own, split=self.split or own.split, window=window)
+        return dataclasses.replace(settings, pipeline=chosen) if chosen != own else settings
 
     def held_by(self, name: str) -> list[int]:
         """The stages that a member holds."""
@@ -60,25 +58,28 @@ class Formation:
         return list(dict.fromkeys(self.seats))
 
 
+def stage_names(stages: Sequence[int]) -> str:
+    """Stages in words."""
+    return f"stage {', '.join(map(str, stages))}"
+
+
 def read_formation(run_folder: Path) -> Formation:
     """The latest placement of a run; that of a run that was never formed has the number 0."""
     path = run_folder / FORMATION_FILE
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return from_plain(Formation, values, FORMATION_FILE)
+        return msgspec.json.decode(path.read_bytes(), type=Formation)
     except FileNotFoundError:
         return Formation()
-    except (OSError, ValueError, ConfigError) as error:
-        raise ConfigError(
-            f"cannot read {path}, which says how often this run was formed: {error}"
-        ) from None
+    except (OSError, ValueError) as error:
+        what = f"cannot read {path}, which says how often this run was formed: {error}"
+        raise ConfigError(what) from None
 
 
 def write_formation(run_folder: Path, formation: Formation) -> None:
     """Keep a placement, before any member hears of it: no number is ever used twice."""
     path = run_folder / FORMATION_FILE
     try:
-        replace_file(path, json.dumps(asdict(formation), indent=1).encode())
+        replace_file(path, msgspec.json.format(msgspec.json.encode(formation), indent=1))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}") from error
 
@@ -120,8 +121,7 @@ def next_holder(
     """Who takes stages that are lost, of the machines that are here and answer; None: nobody can.
 
     Whoever had them, if it is back: it has the files. Else one that holds nothing, a neighbour, or
-    anyone, of those with the memory for it the one with most of it left; memory that is not known
-    is enough.
+    anyone, of those with the memory (or an unknown one) the one with most of it left.
     """
     if not here:
         return None

@@ -14,10 +14,10 @@ import dataclasses
 import ipaddress
 import secrets
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,26 +40,11 @@ from thinwire.errors import (
 from thinwire.folders import replace_private_file
 from thinwire.report import Display
 from thinwire.report.human import elapsed
+from thinwire.run import events as ev
+from thinwire.run import protocol as msg
 from thinwire.run.admission import ENROL, AuthorityBook, Invite, is_address, serve_enrolment
 from thinwire.run.alive import ControlSocket
 from thinwire.run.coordinator import Coordinator, Phase
-from thinwire.run.events import (
-    Away,
-    Back,
-    Doubt,
-    DropFollower,
-    Event,
-    FollowerLost,
-    FollowerSaid,
-    Given,
-    Lost,
-    MoveAsked,
-    OfFollower,
-    Promote,
-    Suspect,
-    TellFollower,
-    Tick,
-)
 from thinwire.run.formation import (
     Failures,
     Formation,
@@ -70,6 +55,7 @@ from thinwire.run.formation import (
     next_follower,
     next_holder,
     read_formation,
+    stage_names,
     write_formation,
 )
 from thinwire.run.machine import Machine
@@ -84,34 +70,7 @@ from thinwire.run.peers import (
     placement,
 )
 from thinwire.run.placement import ChosenSplit, choose_split, links_of, share_stages
-from thinwire.run.protocol import (
-    MAX_MESSAGE,
-    OF_NO_STAGE,
-    OF_NO_STEP,
-    Alive,
-    AskAlive,
-    Connect,
-    Declined,
-    Ended,
-    Envelope,
-    Failed,
-    Finished,
-    Follow,
-    Follows,
-    Hello,
-    Hold,
-    Leaving,
-    Linked,
-    Ready,
-    Release,
-    Relink,
-    Saved,
-    ToStage,
-    other_end,
-    store_name,
-    stream_name,
-    with_ways,
-)
+from thinwire.run.processes import python_module
 from thinwire.run.record import RunRecord
 from thinwire.run.relay import is_public, outside_address
 from thinwire.run.signals import Interrupted, heeding, leave_at_once, stopping
@@ -183,17 +142,14 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
     with (
         heeding(leave_at_once),
         opened(settings, display, resume, goes_on=goes_on) as (settings, checkpoint, weights),
-        contextlib.ExitStack() as held,
+        ExitStack() as held,
     ):
         data = prepare_data(settings, display, weights, checkpoint)
         book = AuthorityBook(folder / "authority", settings.run.name)
         before = [weights.settings] if weights else []
         keeps_split = bool(before) and all(map(are_cuts_learned, [*before, settings]))
         origin = None if checkpoint else weights
-        hosting = _Hosting(
-            settings, options, folder, data, book, display, held, origin, keeps_split
-        )
-        return hosting.run()
+        return _Hosting(settings, options, data, book, display, held, origin, keeps_split).run()
 
 
 def comparable(peers: list[Machine]) -> list[Machine]:
@@ -205,7 +161,6 @@ def comparable(peers: list[Machine]) -> list[Machine]:
 
 def form(settings: Settings, peers: list[Machine], keeps_split: bool) -> ChosenSplit:
     """Choose stages and blocks among members that are here; ConfigError: why there is no way yet.
-
     `keeps_split`: the blocks of each stage stay as the settings have them.
     """
     if keeps_split:
@@ -239,48 +194,44 @@ class Ways:
     keys: list[str] = field(default_factory=list)  # fingerprints of the members, by stage
     word: str = field(default_factory=lambda: secrets.token_hex(8), repr=False)
 
-    def connect(self, stage: int, told: Connect) -> Connect:
+    def connect(self, stage: int, told: msg.Connect) -> msg.Connect:
         """The word to connect, for a stage whose neighbours are on other machines."""
-        reach, wait = [], []
-        if stage > 0:
-            below, own = self.doors[stage - 1], self.doors[stage]
-            reach = [*self._direct(below.outside, own.own), *self.meeting[stage]]
-        if stage + 1 < len(self.doors):
-            own, above = self.doors[stage], self.doors[stage + 1]
-            wait = [*self._direct(own.own, above.outside), *self.meeting[stage]]
-        return dataclasses.replace(
-            told, seats=self.keys, run=self.run, word=self.word, reach=reach, wait=wait
-        )
+        own, met = self.doors[stage].own, self.meeting[stage]
+        below, above = self.doors[:stage][-1:], self.doors[stage + 1 :][:1]
+        reach = [route for door in below for route in [*self._direct(door.outside, own), *met]]
+        wait = [route for door in above for route in [*self._direct(own, door.outside), *met]]
+        known = dataclasses.replace(told, seats=self.keys, run=self.run, word=self.word)
+        return dataclasses.replace(known, reach=reach, wait=wait)
 
     def _direct(self, *addresses: str) -> list[Route]:
         return [Route(address, "direct", self.token) for address in addresses if address]
 
 
-def probe_all(members: list[Member], run: str, token_of: Callable[[str], str]) -> list[DoorOf]:
+def probe_all(members: list[Member], book: AuthorityBook) -> list[DoorOf]:
     """The doors of several members, tried at once; one that is away has none."""
 
     def look(member: Member) -> DoorOf:
-        hello = member.hello
-        if hello is None:
+        if (hello := member.hello) is None:
             return DoorOf()
-        return probe(hello, member.origin, run, token_of(member.name))
+        return probe(hello, member.origin, book.run_id, book.door_token(member.name))
 
     probing = [on_daemon_thread("thinwire probe", partial(look, member)) for member in members]
-    return [one.result() for one in probing]
+    doors = [one.result() for one in probing]
+    for member, door in zip(members, doors, strict=True):
+        member.is_reachable = bool(door.outside)
+    return doors
 
 
-def probe(hello: Hello, origin: str, run: str, token: str) -> DoorOf:
+def probe(hello: msg.Hello, origin: str, run: str, token: str) -> DoorOf:
     """A member's door as others find it: tried, not believed.
 
     Only where the member's own stream comes from, its `origin`: a host is no means to look around.
     """
-    if not origin or hello.outside.rpartition(":")[0].strip("[]") != origin:
-        return DoorOf(hello.door)
-    try:
-        ping(Route(hello.outside, "direct", token), f"{run}/control", PROBE_SECONDS)
-    except WireError:
-        return DoorOf(hello.door)
-    return DoorOf(hello.door, hello.outside)
+    if origin and hello.outside.rpartition(":")[0].strip("[]") == origin:
+        with contextlib.suppress(WireError):
+            ping(Route(hello.outside, "direct", token), f"{run}/control", PROBE_SECONDS)
+            return DoorOf(hello.door, hello.outside)
+    return DoorOf(hello.door)
 
 
 # What a host opens
@@ -290,14 +241,12 @@ class OpenDoor:
     """The open door of a run with its services; what it needs is closed with `stack`."""
 
     def __init__(
-        self,
-        book: AuthorityBook,
-        options: HostOptions,
-        port_before: int,
-        stack: contextlib.ExitStack,
+        self, book: AuthorityBook, options: HostOptions, port_before: int, stack: ExitStack
     ):
         self.book, self._options = book, options
-        self.listener = Listener(book.identity, None, 0, MAX_MESSAGE, who=book.name_of)
+        relay = Route(options.relay, "relayed", options.relay_pass)
+        self._relay = [relay] if options.relay else []
+        self.listener = Listener(book.identity, None, 0, msg.MAX_MESSAGE, who=book.name_of)
         stack.callback(self.listener.close)
         serve_enrolment(self.listener, book)
         door = stack.enter_context(_open_door(options.listen, port_before))
@@ -308,8 +257,7 @@ class OpenDoor:
         for service, take in services.items():
             name = f"{book.run_id}/{service}"
             door.serve(name, take)
-            if options.relay:
-                route = Route(options.relay, "relayed", options.relay_pass)
+            for route in self._relay:
                 stack.enter_context(Standby(name, route, take, prover=book.identity.prove))
         stated = tuple(with_port(address, door.port) for address in options.addresses)
         host, _ = split_address(options.listen)
@@ -317,27 +265,20 @@ class OpenDoor:
 
     def meeting(self, peer: str) -> list[Route]:
         """Where a member meets others that it cannot reach: the relay, then the host's door."""
-        options, token = self._options, self.book.door_token(peer)
-        own = [Route(address, "relayed", token) for address in self.addresses]
-        relay = [Route(options.relay, "relayed", options.relay_pass)] if options.relay else []
-        return relay + own
+        own = [Route(one, "relayed", self.book.door_token(peer)) for one in self.addresses]
+        return [*self._relay, *own]
 
     def invite(self, machines: int) -> Invite:
         """An invite for so many others."""
-        options = self._options
-        return self.book.invite(
-            self.addresses, options.relay, options.relay_pass, options.lasts, machines
-        )
+        own = self._options
+        return self.book.invite(self.addresses, own.relay, own.relay_pass, own.lasts, machines)
 
     def own_invite(self) -> Invite:
         """An invite for peers on this machine: by its inner address, and with a secret apart."""
         host, _ = split_address(self._options.listen)
         inner = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-        return self.book.invite(
-            (address_text(inner, self.port),),
-            lasts=OWN_INVITE_SECONDS,
-            machines=self._options.stages_here,
-        )
+        here, count = (address_text(inner, self.port),), self._options.stages_here
+        return self.book.invite(here, lasts=OWN_INVITE_SECONDS, machines=count)
 
 
 def who_is_left_out(addresses: tuple[str, ...], relay: str) -> str:
@@ -351,11 +292,9 @@ def who_is_left_out(addresses: tuple[str, ...], relay: str) -> str:
         "address or name; or use a relay (thinwire relay, and host --relay)"
     )
     if all(one == "localhost" or ipaddress.ip_address(one).is_loopback for one, _ in places):
-        return (
-            f"only this machine can use the invite: {host} is its own address. For peers in the "
-            f"same network, listen on all addresses (--listen 0.0.0.0:{port}). For others, also "
-            f"{ways}"
-        )
+        inside = f"listen on all addresses (--listen 0.0.0.0:{port})"
+        who = f"only this machine can use the invite: {host} is its own address"
+        return f"{who}. For peers in the same network, {inside}. For others, also {ways}"
     return f"{host} is an address of this network alone. For peers from outside, {ways}"
 
 
@@ -385,17 +324,11 @@ def own_peers(count: int, invite: Invite, run_folder: Path, device: str) -> Iter
     try:
         for number in range(count):
             folder = (run_folder / "here" / str(number)).resolve()
-            command = [sys.executable, "-P", "-m", "thinwire", "join", "-", "--tied", "--no-listen"]
-            command += ["--name", f"here-{number}", "--folder", str(folder), "--device", device]
+            own = ("--name", f"here-{number}", "--folder", str(folder), "--device", device)
+            join = ("thinwire", "join", "-", "--tied", "--no-listen", *own)
             try:
-                with (logs / f"here-{number}.log").open("ab") as output:
-                    process = subprocess.Popen(
-                        command,
-                        stdin=subprocess.PIPE,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,  # Ctrl-C reaches the host alone
-                    )
+                with (logs / f"here-{number}.log").open("ab") as log:
+                    process = python_module(*join, stdin=subprocess.PIPE, output=log)
             except OSError as error:
                 raise StageError(f"a peer on this machine cannot be started: {error}") from error
             started.append(process)
@@ -409,9 +342,8 @@ def own_peers(count: int, invite: Invite, run_folder: Path, device: str) -> Iter
         for process in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
@@ -490,22 +422,20 @@ class HostedPeers(Peers):
         """`keep` is told of another placement, before any member hears of it."""
         stages = len(formation.seats)
         super().__init__(stages)
-        self._keep = keep
+        self._base, self._formation, self._settings = base, formation, settings
+        self._checkpoint, self._keep = checkpoint, keep
         self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
         self._asked_at = 0.0  # when members were asked whether they are there
         self._again = 0  # how often stages were given anew
-        self._given: dict[tuple[str, int], int] = {}  # by member and stage: when it was, of these
+        self._given: dict[tuple[str, int], int] = {}  # by member and stage: as of which of these
         self._groups = formation.groups()  # the stages that share a process
         self._is_saved = False  # a checkpoint is complete since the placement was last looked at
         self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
         self._standbys = base.display.standing.standbys
         self._standby_after = 0.0  # no other stand-by begins before
-        self._standby_ways: dict[tuple[tuple[int, ...], str], Ways] = {}
-        self._had: dict[str, set[int]] = {}  # by member: the stages that it holds or has held
-        self._replaces = bool(placement(settings, formation.groups()))  # those who are lost
+        self._standby_ways: dict[tuple[int, ...], Ways] = {}
+        self._replaces = bool(placement(settings, self._groups))  # those who are lost
         self._given_up: set[tuple[str, float]] = set()  # members that were away for too long
-        self._base, self._formation, self._settings = base, formation, settings
-        self._checkpoint = checkpoint
         self._links = f"epoch/{formation.epoch}.{secrets.token_hex(16)}"
         self._ways: Ways | None = None
         self._words: dict[int, str] = {}  # of stages whose processes have ended
@@ -532,15 +462,13 @@ class HostedPeers(Peers):
         self.end_states()
         self.collector.close()
         for name in [*self._formation.members(), *self._standbys.values()]:
-            release = Release("the run is formed again")
-            self._tell(name, release)
+            self._tell(name, msg.Release("the run is formed again"))
 
     def start(self) -> None:
-        base, formation = self._base, self._formation
-        base.members.on_happening = self._on_happening
+        self._base.members.on_happening = self._on_happening
         self._ways = self._probed_ways()
-        for stages in formation.groups():
-            name = formation.seats[stages[0]]
+        for stages in self._groups:
+            name = self._formation.seats[stages[0]]
             if not self._give(stages, name, self._checkpoint):
                 self._lose(name, f"{name} is away")
 
@@ -549,31 +477,20 @@ class HostedPeers(Peers):
         stages: list[int],
         name: str,
         checkpoint: Checkpoint | None,
-        began: int = OF_NO_STEP,
+        began: int = msg.OF_NO_STEP,
         follows: bool = False,
     ) -> bool:
         """Tell a member to hold stages, and serve what it needs; False if it is away."""
-        base, states = self._base, None
         self._given |= {(name, stage): self._again for stage in stages}
-        if checkpoint is not None:
-            states = SeatServer(checkpoint, self._settings, base.beside["states"])
-            self._states.append(states)
         if not follows:
             self._collect(name, stages)
-        self._serve(name, stages, states)
-        hold = Hold(
-            stages,
-            self._settings.to_plain(),
-            checkpoint is not None,
-            base.data.fingerprint,
-            self._links,
-            began,
-            self._again,
-            follows,
-        )
+        self._serve(name, stages, checkpoint)
+        plain, corpus = self._settings.to_plain(), self._base.data.fingerprint
+        resumes = checkpoint is not None
+        hold = msg.Hold(stages, plain, resumes, corpus, self._links, began, self._again, follows)
         return self._tell(name, hold)
 
-    def _tell(self, name: str, message: Any, stage: int = OF_NO_STAGE) -> bool:
+    def _tell(self, name: str, message: Any, stage: int = msg.OF_NO_STAGE) -> bool:
         return self._base.members.tell(name, message, stage, self._formation.epoch)
 
     def on_begin(self) -> None:
@@ -584,7 +501,7 @@ class HostedPeers(Peers):
         self._homeless.append(stages)
         self._ask_who_is_there()
 
-    def next_event(self, coordinator: Coordinator) -> Event:
+    def next_event(self, coordinator: Coordinator) -> ev.Event:
         somebody_is_away = self._give_up_the_absent()
         self._spread()
         for stages in [*self._homeless]:
@@ -598,44 +515,40 @@ class HostedPeers(Peers):
         """A machine may be frozen while its stream is open: who is to hold stages answers first."""
         self._asked_at = time.monotonic()
         for member in self._base.members.here():
-            self._base.members.tell(member.name, AskAlive())
-
-    def _candidates(self) -> list[Machine]:
-        """Members that are here and have answered."""
-        here = self._base.members.here()
-        return [member.machine for member in here if member.heard >= self._asked_at]
+            self._base.members.tell(member.name, msg.AskAlive())
 
     def _find_holder(self, stages: list[int]) -> None:
         """Give lost stages to whoever is best for them, or wait for somebody who is."""
-        base = self._base
-        waited = time.monotonic() - self._asked_at
-        best = self._best(stages, [member.machine for member in base.members.here()])
-        name = self._best(stages, self._candidates())
+        waited, display = time.monotonic() - self._asked_at, self._base.display
+        here = self._base.members.here()
+        answered = [member.machine for member in here if member.heard >= self._asked_at]
+        best = self._best(stages, [member.machine for member in here])
+        name = self._best(stages, answered)
         if (name is None or name != best) and waited < ANSWER_SECONDS:
             return  # a better one may answer: a spare, or whoever had them and has the files
-        which = "stage " + ", ".join(map(str, stages))
+        which = stage_names(stages)
         if name is None:
             if waited > REMIND_SECONDS or not self._is_waiting:
                 self._is_waiting = True
-                base.display.standing.waits(f"a peer for {which}")
-                base.display.announce("wait", f"waiting for a peer that can hold {which}")
+                display.standing.waits(f"a peer for {which}")
+                display.announce("wait", f"waiting for a peer that can hold {which}")
                 self._ask_who_is_there()
             return
         self._homeless.remove(stages)
         self._is_waiting = False
         self._again += 1
         seats, followed = self._formation.seats, self._followed()
-        own = [machine for machine in self._candidates() if machine.name == name]
+        own = [machine for machine in answered if machine.name == name]
         counted = [followed.get(stage, holder) for stage, holder in enumerate(seats)]
         has_room = next_holder(stages, counted, own, self._settings) is not None
         for group in self._of(name):
             if group == stages or not has_room:
                 self._drop_standby(group)
-                self.said.note(FollowerLost(group))
+                self.said.note(ev.FollowerLost(group))
         self._take_seat(stages, name)
-        base.display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
+        display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
         if self._give(stages, name, *self._where_to_begin()):
-            self.said.note(Given(stages))
+            self.said.note(ev.Given(stages))
         else:
             self._homeless.append(stages)
 
@@ -675,47 +588,43 @@ class HostedPeers(Peers):
         if not self._give(stages, name, *self._where_to_begin(), follows=True):
             self._forget_standby(stages)
 
-    def on_follower(self, command: OfFollower) -> None:
+    def on_follower(self, command: ev.OfFollower) -> None:
         match command:
-            case TellFollower(stage, message):
-                if name := self._standby_of(stage):
-                    if isinstance(message, Connect | Relink):
+            case ev.TellFollower(stage, message):
+                if name := self._followed().get(stage, ""):
+                    if isinstance(message, msg.Connect | msg.Relink):
                         ways = self._ways_of_standby(stage)
-                        message = with_ways(message, partial(ways.connect, stage))
+                        message = msg.with_ways(message, partial(ways.connect, stage))
                     self._tell(name, message, stage)
-            case Promote(stages):
+            case ev.Promote(stages):
                 if not (name := self._forget_standby(stages)):  # it has just got other stages
                     for stage in stages:
-                        self.said.note(Lost(stage, "who stood by for it does so no more"))
+                        self.said.note(ev.Lost(stage, "who stood by for it does so no more"))
                     return
                 self._take_seat(stages, name)
                 self._collect(name, stages)
-                which = ", ".join(map(str, stages))
-                self._base.display.announce("form", f"stage {which}: {name}, which stood by")
-            case DropFollower(stages):
+                stood_by = f"{stage_names(stages)}: {name}, which stood by"
+                self._base.display.announce("form", stood_by)
+            case ev.DropFollower(stages):
                 self._drop_standby(stages)
-            case Doubt(stage, found, replaces):
-                holder, standby = self._formation.seats[stage], self._standby_of(stage)
+            case ev.Doubt(stage, found, replaces):
+                holder, standby = self._formation.seats[stage], self._followed().get(stage, "")
                 self._base.display.announce("audit", doubt_text(stage, holder, standby, found))
                 if replaces:
                     reason = f"{standby} computed other values than it sent for stage {stage}"
                     self._base.members.set_aside(holder, reason)
-
-    def _standby_of(self, stage: int) -> str:
-        return self._followed().get(stage, "")
 
     def _of(self, name: str) -> list[list[int]]:
         """The groups of stages that a member follows, each by a process of its own."""
         return [list(group) for group, who in [*self._standbys.items()] if who == name]
 
     def _followed(self) -> dict[int, str]:
-        """Who follows each stage that is followed."""
         return {stage: name for group, name in [*self._standbys.items()] for stage in group}
 
     def _forget_standby(self, stages: list[int]) -> str:
         """Who followed these stages, and does so no more; nobody: nothing."""
         name = self._standbys.pop(tuple(stages), "")
-        self._standby_ways.pop((tuple(stages), name), None)
+        self._standby_ways.pop(tuple(stages), None)
         if name not in self._standbys.values():
             self._base.display.standing.audits.pop(name, None)
         return name
@@ -723,17 +632,15 @@ class HostedPeers(Peers):
     def _drop_standby(self, stages: list[int]) -> None:
         if name := self._forget_standby(stages):
             self._standby_after = time.monotonic() + STANDBY_PAUSE  # it may fail again at once
-            release = Release("its stage is placed anew", stages)
-            self._tell(name, release)
+            self._tell(name, msg.Release("its stage is placed anew", stages))
 
     def _ways_of_standby(self, stage: int) -> Ways:
         """The ways as they were if whoever follows this stage held it."""
-        group = next(group for group in self._standbys if stage in group)
-        name = self._standbys[group]
-        if (group, name) not in self._standby_ways:  # both ends need the same word
-            given = self._formation.given([*group], name)
-            self._standby_ways[group, name] = self._probed_ways(seats=given.seats)
-        return self._standby_ways[group, name]
+        group, name = next(one for one in self._standbys.items() if stage in one[0])
+        if group not in self._standby_ways:  # both ends need the same word
+            seats = self._formation.given([*group], name).seats
+            self._standby_ways[group] = self._probed_ways(seats=seats)
+        return self._standby_ways[group]
 
     def _take_seat(self, stages: list[int], name: str) -> None:
         """Note who holds stages from now on, and let go of whoever did."""
@@ -745,8 +652,8 @@ class HostedPeers(Peers):
             left = [s for s in self._collected[before] if s not in stages]
             self._collected[before][:] = left  # whoever collects from it looks there
             self.collector.retract(stages)
-            release = Release(f"{name} holds stage {', '.join(map(str, stages))} now", stages)
-            self._tell(before, release)
+            reason = f"{name} holds {stage_names(stages)} now"
+            self._tell(before, msg.Release(reason, stages))
         self._ways = self._probed_ways({before, name})
         self._standby_ways.clear()  # whoever follows the stage beside it is fed from elsewhere
 
@@ -758,10 +665,8 @@ class HostedPeers(Peers):
         return next_holder(stages, self._formation.seats, machines, self._settings)
 
     def _give_up_the_absent(self) -> bool:
-        """Have others hold the stages of a member that cannot be reached, if there are others.
-
-        Where nobody could, its stream says when it has been away for too long. Whether somebody is
-        still waited for.
+        """Have others hold the stages of a member that cannot be reached, if there are others: else
+        its stream says when it has been away for too long. Whether somebody is still waited for.
         """
         now, is_waiting = time.monotonic(), False
         for member in self._base.members.all() if self._replaces else ():
@@ -771,7 +676,7 @@ class HostedPeers(Peers):
             others = [m.machine for m in self._base.members.here()]
             name = next_holder(held, self._formation.seats, others, self._settings)
             limit = SPARE_SECONDS if name not in self._formation.seats else NEIGHBOUR_SECONDS
-            if all(self._standby_of(stage) for stage in held):
+            if self._followed().keys() >= {*held}:
                 limit = FOLLOWED_SECONDS
             if name is not None and now - member.down_since > limit:
                 self._given_up.add(away)
@@ -792,19 +697,18 @@ class HostedPeers(Peers):
         for stages in self._groups if holders.count(crowded) > 1 else ():
             name = self._standbys.get(tuple(stages), "")
             if seats[stages[0]] == crowded and name and name not in seats:
-                which = "stage " + ", ".join(map(str, stages))
-                self.said.note(MoveAsked(stages, f"{which} moves from {crowded} to {name}"))
+                moves = f"{stage_names(stages)} moves from {crowded} to {name}"
+                self.said.note(ev.MoveAsked(stages, moves))
                 return
 
-    def tell(self, stage: int, message: ToStage) -> None:
-        self._is_saved |= isinstance(message, Saved)
+    def tell(self, stage: int, message: msg.ToStage) -> None:
+        self._is_saved |= isinstance(message, msg.Saved)
         ways = self._ways
-        if isinstance(message, Follow):
-            ways = self._ways_of_standby(other_end(message.cut, stage))
+        if isinstance(message, msg.Follow):
+            ways = self._ways_of_standby(msg.other_end(message.cut, stage))
         if ways is not None:
-            message = with_ways(message, partial(ways.connect, stage))
-        name = self._formation.seats[stage]
-        self._tell(name, message, stage)
+            message = msg.with_ways(message, partial(ways.connect, stage))
+        self._tell(self._formation.seats[stage], message, stage)
 
     def ask_to_stop(self, who: str = "") -> None:
         self.is_stopping = True
@@ -812,10 +716,10 @@ class HostedPeers(Peers):
 
     def wait_for_exits(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS
-        while self._ended < set(self._stages) and time.monotonic() < deadline:
+        while self._ended < {*self._stages} and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def last_words(self, culprit: Suspect) -> str:
+    def last_words(self, culprit: ev.Suspect) -> str:
         who = f"\n  stage {culprit.stage} was held by {self._formation.seats[culprit.stage]}"
         words = "" if culprit.known else self._words.get(culprit.stage) or culprit.trace
         return who + "".join(f"\n  | {printable(line)}" for line in words.splitlines())
@@ -831,41 +735,33 @@ class HostedPeers(Peers):
 
     def _probed_ways(self, changed: Collection[str] = (), seats: list[str] | None = None) -> Ways:
         """The doors of all stages' members, probed at once; of some, if the others are known."""
-        base, known = self._base, self._doors
+        door, book, known = self._base.door, self._base.door.book, self._doors
         seats = self._formation.seats if seats is None else seats
-        members = {m.name: m for m in base.members.all() if m.name in seats}
-        members = {n: m for n, m in members.items() if n in changed or n not in known}
-        doors = probe_all([*members.values()], base.door.book.run_id, base.door.book.door_token)
-        known |= zip(members, doors, strict=True)
-        for name, member in members.items():
-            member.is_reachable = bool(known[name].outside)
-        return Ways(
-            base.door.book.run_id,
-            self._links,
-            [known.get(name, DoorOf()) for name in seats],
-            [base.door.meeting(name) for name in seats],
-            [base.door.book.key_of(name) for name in seats],
-        )
+        new = {name for name in seats if name in changed or name not in known}
+        members = [member for member in self._base.members.all() if member.name in new]
+        known |= zip((member.name for member in members), probe_all(members, book), strict=True)
+        doors = [known.get(name, DoorOf()) for name in seats]
+        meeting = [door.meeting(name) for name in seats]
+        return Ways(book.run_id, self._links, doors, meeting, [*map(book.key_of, seats)])
 
-    def _serve(self, name: str, stages: list[int], states: SeatServer | None) -> None:
+    def _serve(self, name: str, stages: list[int], checkpoint: Checkpoint | None) -> None:
         """Accept what stages on a member open beside its own stream: states and token ids."""
         generation = self._formation.epoch
-        self._had.setdefault(name, set()).update(stages)
-        if states is not None:
-            stream = stream_name("state", stages[0], generation, self._again)
+        if checkpoint is not None:
+            states = SeatServer(checkpoint, self._settings, self._base.beside["states"])
+            self._states.append(states)
+            stream = msg.stream_name("state", stages[0], generation, self._again)
             self._streams.serve(stream, name, partial(states.serve, stages=tuple(stages)))
         for stage in stages:
-            tokens = stream_name("tokens", stage, generation, self._again)
-            serving = threading.Thread(target=self._serve_tokens, args=(tokens, name), daemon=True)
-            serving.start()
+            tokens = msg.stream_name("tokens", stage, generation, self._again)
+            on_daemon_thread("thinwire tokens", partial(self._serve_tokens, tokens, name))
 
     def _collect(self, name: str, stages: list[int]) -> None:
-        """Accept shards of these stages from a member."""
         is_known = name in self._collected
         self._collected.setdefault(name, []).extend(stages)
         if not is_known:
             collect = partial(self.collector.collect_from, name, self._collected[name])
-            self._streams.serve(store_name(name), name, collect)
+            self._streams.serve(msg.store_name(name), name, collect)
 
     def _serve_tokens(self, stream: str, name: str) -> None:
         def accept(timeout: float | None) -> Pipe:
@@ -884,54 +780,52 @@ class HostedPeers(Peers):
         epoch, homeless = self._formation.epoch, {s for group in self._homeless for s in group}
         held = [stage for stage in self._formation.held_by(name) if stage not in homeless]
         match what:
-            case Gone() | Down() | Envelope(Leaving() | Declined()):
+            case Gone() | Down() | msg.Envelope(msg.Leaving() | msg.Declined()):
                 declined = getattr(getattr(what, "message", None), "stages", [])
                 for group in self._of(name):
                     if not declined or not {*group}.isdisjoint(declined):
-                        self.said.note(FollowerLost(group))
+                        self.said.note(ev.FollowerLost(group))
         match what:
-            case Envelope(Ready(again=again), at, said) if (
+            case msg.Envelope(msg.Ready(again=again), at, said) if (
                 said == epoch and again < self._given.get((name, at), 0)
             ):
                 pass  # of a process whose place another has got, here
-            case Envelope(Hello() | Alive()):
-                self.said.note(Tick())  # somebody may be waited for
-            case Envelope(message, stage, said) if (
-                said == epoch and self._standby_of(stage) == name
+            case msg.Envelope(msg.Hello() | msg.Alive()):
+                self.said.note(ev.Tick())  # somebody may be waited for
+            case msg.Envelope(message, stage, said) if (
+                said == epoch and self._followed().get(stage, "") == name
             ):
-                if isinstance(message, Ready | Linked | Failed | Ended | Audited | Follows):
-                    self.said.note(FollowerSaid(stage, message))
+                self.said.note(ev.FollowerSaid(stage, message))
                 if isinstance(message, Audited):
                     self._base.display.standing.audits[name] = message
-            case Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
-                if stage not in self._had.get(name, ()):
+            case msg.Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
+                if (name, stage) not in self._given:
                     never = f"stage {stage}, which it never held"
                     raise BreachError(f"{name} sent a message of {never}")
                 return False  # others hold it now; it counts as talk
             case Up() if not held:
-                release = Release("others hold its stages now")
-                self._tell(name, release)
+                self._tell(name, msg.Release("others hold its stages now"))
             case _ if not held:
                 pass
-            case Envelope(message, stage, said) if stage >= 0 and said == epoch:
+            case msg.Envelope(message, stage, said) if stage >= 0 and said == epoch:
                 self._hear(stage, message)
                 return True
-            case Envelope(Leaving()):
+            case msg.Envelope(msg.Leaving()):
                 self._on_leaving(name, held)
-            case Envelope(Declined(reason, stages), generation=said) if said == epoch:
+            case msg.Envelope(msg.Declined(reason, stages), generation=said) if said == epoch:
                 lost = [s for s in held if s in stages or not stages]
                 self._lose(name, f"it cannot hold its stage: {one_line(reason)}", stages=lost)
             case Gone(reason, in_breach):
                 self._ended |= set(held)
                 self._lose(name, reason, in_breach)
             case Down(reason):
-                self.said.note(Away(held[0], reason))
+                self.said.note(ev.Away(held[0], reason))
             case Up(seconds):
-                self.said.note(Back(held[0], seconds))
+                self.said.note(ev.Back(held[0], seconds))
         return False
 
     def _hear(self, stage: int, message: Any) -> None:
-        if isinstance(message, Ended):
+        if isinstance(message, msg.Ended):
             self._words[stage] = message.words
             self._ended.add(stage)
         self.said.hear(stage, message)
@@ -941,7 +835,7 @@ class HostedPeers(Peers):
                 self.collector.announce(stage, message)
             case ShardFailed(step=step, error=error):
                 self.collector.give_up(step, error)
-            case Finished(fed_bytes=fed):
+            case msg.Finished(fed_bytes=fed):
                 self._base.fed_bytes += max(0, fed)
                 self.is_training = False  # the run is at its end
 
@@ -962,7 +856,7 @@ class HostedPeers(Peers):
         self, name: str, reason: str, in_breach: bool = False, stages: list[int] | None = None
     ) -> None:
         for stage in self._formation.held_by(name) if stages is None else stages:
-            self.said.note(Lost(stage, reason, in_breach))
+            self.said.note(ev.Lost(stage, reason, in_breach))
 
 
 # All of them
@@ -975,21 +869,18 @@ class _Hosting:
         self,
         settings: Settings,
         options: HostOptions,
-        folder: Path,
-        data: Any,
+        data: Corpus,
         book: AuthorityBook,
         display: Display,
-        opened: contextlib.ExitStack,
+        opened: ExitStack,
         origin: Checkpoint | None,
         keeps_split: bool,
     ):
-        """`origin`: the weights that the run starts from, as long as it has no checkpoint.
-
+        """`origin`: the weights that the run starts from, as long as it has no checkpoint;
         `keeps_split`: it goes on from weights whose cuts are part of what they learned.
         """
-        self._started = time.monotonic()
-        self._folder, self._data, self._origin = folder, data, origin
-        self._keeps_split = keeps_split
+        self._started, self._folder = time.monotonic(), (folder := settings.run.folder)
+        self._data, self._origin, self._keeps_split = data, origin, keeps_split
         self._least = options.peers or settings.pipeline.stages
         self._formation = fitting(read_formation(folder), settings)
         self._settings = self._formation.applied(settings)
@@ -997,23 +888,16 @@ class _Hosting:
         self._refused: tuple[list[str], str] = ([], "")  # members that cannot hold the run, and why
         self._failures = Failures()
         door = OpenDoor(book, options, self._formation.port, opened)
-        self._formation = dataclasses.replace(self._formation, port=door.port)
-        write_formation(folder, self._formation)
+        self._keep(dataclasses.replace(self._formation, port=door.port))
         self._members = opened.enter_context(
             Members(door.listener, book, settings.link.outage, door.cut)
         )
         self._standing = Standing(settings.run.name, book.run_id)
         self._display = SharedDisplay(display, self._members.tell_all, self._standing)
         self._members.note = self._display.note
-        console = HostConsole(
-            self._standing,
-            self._members,
-            book,
-            lambda: self._formation,
-            lambda: self._settings,
-            door.invite,
-            door.addresses,
-        )
+        now = (lambda: self._formation), (lambda: self._settings)
+        notes, members = self._standing, self._members
+        console = HostConsole(notes, members, book, *now, door.invite, door.addresses)
         opened.enter_context(ControlSocket(folder, console.handlers()))
         is_over, self._tell_members = threading.Event(), console.tell_now
         opened.callback(is_over.set)
@@ -1055,16 +939,12 @@ class _Hosting:
         """One generation; None if the run goes on with another."""
         seats = self._wait_for_members()
         checkpoint = self._newest()
-        self._formation = dataclasses.replace(
-            self._formation, epoch=self._formation.epoch + 1, seats=seats
-        )
-        write_formation(self._folder, self._formation)
+        epoch = self._formation.epoch + 1
+        self._keep(dataclasses.replace(self._formation, epoch=epoch, seats=seats))
         step = checkpoint.step if checkpoint else 0
         self._failures.start_from(step)
         who = ", ".join(f"{stage}: {name}" for stage, name in enumerate(seats))
-        self._display.announce(
-            "form", f"epoch {self._formation.epoch} from step {step}, stages {who}"
-        )
+        self._display.announce("form", f"epoch {epoch} from step {step}, stages {who}")
         settings, folder, groups = self._settings, self._folder, self._formation.groups()
         coordinator = coordinator_of(settings, folder, checkpoint, groups, parts_travel=True)
         machines = {member.name: member.machine for member in self._members.all()}
@@ -1078,14 +958,8 @@ class _Hosting:
             if coordinator.phase is Phase.COLLECTING:
                 display.progress("save", done, total, "B")
 
-        peers = HostedPeers(
-            self._base,
-            self._formation,
-            settings,
-            checkpoint,
-            show_last_checkpoint,
-            self._keep_formation,
-        )
+        given = settings, checkpoint, show_last_checkpoint, self._keep
+        peers = HostedPeers(self._base, self._formation, *given)
 
         def stop() -> None:
             self._stop_asked = True
@@ -1110,7 +984,8 @@ class _Hosting:
                 self._base.record = record
         return self._conclude(record, peers)
 
-    def _keep_formation(self, formation: Formation) -> None:
+    def _keep(self, formation: Formation) -> None:
+        """Write a placement down before any member hears of it."""
         self._formation = formation
         write_formation(self._folder, formation)
 
@@ -1121,19 +996,15 @@ class _Hosting:
             self._display.note(f"{peers.leaving or 'a peer'} left after step {record.ledger.done}")
             return None
         peers.collector.forget()
-        summary = record.finish(
-            self._members.moved_bytes(),
-            self._stop_asked,
-            self._started,
-            self._base.beside_bytes(),
-        )
+        moved, beside = self._members.moved_bytes(), self._base.beside_bytes()
+        summary = record.finish(moved, self._stop_asked, self._started, beside)
         done, steps = record.ledger.done, self._settings.train.steps
         self._tell_members(record.ledger.progress() if record.ledger.records else None)
+        farewell = f"the run is complete: {done} steps"
         if done < steps:
-            stopped_at = f"the host stopped the run after step {done} of {steps}"
-            self._members.say_farewell(f"{stopped_at}; join again when it is back")
-        else:
-            self._members.say_farewell(f"the run is complete: {done} steps")
+            stopped = f"the host stopped the run after step {done} of {steps}"
+            farewell = f"{stopped}; join again when it is back"
+        self._members.say_farewell(farewell)
         return summary
 
     def _newest(self) -> Checkpoint | None:
@@ -1155,14 +1026,14 @@ class _Hosting:
             return
         name, deed = self._formation.seats[culprit.stage], culprit.deed
         if count := self._failures.count(name, deed == "was lost"):
-            why = (
-                f"it {deed} {count} times and the run got no further, last: "
-                f"{one_line(culprit.reason)}. It gets one again when the host is started anew"
-            )
+            last = f"it {deed} {count} times and the run got no further, last: "
+            last += one_line(culprit.reason)
+            why = f"{last}. It gets one again when the host is started anew"
             self._members.set_aside(name, why)
             self._display.note(f"{name} gets no stage any more: {why}")
         elif deed != "was lost" and len(self._members.here()) > len(self._formation.members()):
-            self._members.mark_unfit(name, f"its stage {deed}")  # while others wait for one
+            # while others wait for one
+            self._members.set_aside(name, f"its stage {deed}", for_good=False)
 
     def _wait_for_members(self) -> list[str]:
         """Wait until there is a member for each stage; says for whom, and since when."""
@@ -1188,15 +1059,15 @@ class _Hosting:
                 since = f" (for {now - began:.0f} s)" if now - began > 1 else ""
                 self._display.announce("wait", lacking + since)
                 told, told_at = lacking, now
-            self._members.wait(
-                lambda known=here: [m.name for m in self._members.here()] != known,  # type: ignore[misc]
-                LOOK_SECONDS,
-            )
+            self._members.wait(partial(self._has_changed, here), LOOK_SECONDS)
+
+    def _has_changed(self, known: list[str]) -> bool:
+        return [member.name for member in self._members.here()] != known
 
     def _lacking(self, here: list[str]) -> str:
         """For whom the run waits: those who had stages and may have them again come first."""
         known = self._members.all()
-        welcome = {member.name for member in known if not member.is_unfit}
+        welcome = {member.name for member in known if not member.why_unfit}
         expected = [name for name in self._formation.seats if name in welcome]
         unfit = {member.name: member.why_unfit for member in known if member.is_here}
         return lacking_peers(expected, self._least, here, unfit)
@@ -1209,10 +1080,7 @@ class _Hosting:
         names = [member.name for member in here]
         if names == self._refused[0]:
             return None, self._refused[1]
-        book = self._base.door.book
-        doors = probe_all(here, book.run_id, book.door_token)
-        for member, door in zip(here, doors, strict=True):
-            member.is_reachable = bool(door.outside)
+        probe_all(here, self._base.door.book)
         try:
             return self._placed(comparable([member.machine for member in here])), ""
         except ConfigError as error:
@@ -1225,17 +1093,16 @@ class _Hosting:
             return [peer.name for peer in share_stages(self._settings, peers)]
         split = form(self._settings, peers, self._keeps_split)
         self._settings = split.settings
-        pipeline = split.settings.pipeline
+        pipeline, simulation = split.settings.pipeline, split.simulation
         self._formation = dataclasses.replace(
             self._formation, split=list(pipeline.split), window=pipeline.window
         )
-        blocks = ", ".join(
-            f"{peer.name} {count}" for peer, count in zip(split.peers, split.counts, strict=True)
-        )
+        counts = zip(split.peers, split.counts, strict=True)
+        blocks = ", ".join(f"{peer.name} {count}" for peer, count in counts)
         self._display.announce(
             "split",
             f"blocks: {blocks}. {split.why} By what the peers measured, a step takes "
-            f"{elapsed(split.simulation.step_seconds)}, with at most "
-            f"{split.simulation.schedule.window} microbatches in flight",
+            f"{elapsed(simulation.step_seconds)}, with at most "
+            f"{simulation.schedule.window} microbatches in flight",
         )
         return [peer.name for peer in split.peers]

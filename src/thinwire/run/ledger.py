@@ -46,10 +46,7 @@ Crossed = np.ndarray
 
 
 class _Timings:
-    """What steps add up to: of each only its duration is kept, so a run may be of any length.
-
-    Spans are kept of the last few alone.
-    """
+    """What steps add up to: of each only its duration is kept, so a run may be of any length."""
 
     def __init__(self, stages: int):
         self.seconds: list[float] = []
@@ -125,9 +122,7 @@ class Ledger:
         first_step: int,
         links: Links | None = None,
     ):
-        """`links`: as they were measured, 0 where they were not. Emulated ones are as the settings
-        say.
-        """
+        """`links`: as they were measured, 0 where they were not; None: as the settings emulate."""
         self.settings = settings
         self.first_step = first_step
         self.records: deque[StepRecord] = deque(maxlen=_LAST_RECORDS)
@@ -221,7 +216,6 @@ class Ledger:
         self._validation_seconds += report.seconds
 
     def _drop_evaluations(self, step: int) -> None:
-        """Forget the validations of this step and later ones."""
         self._valid_losses = [(at, loss) for at, loss in self._valid_losses if at < step]
 
     def add_outage(self, cut: int, seconds: float) -> None:
@@ -276,7 +270,6 @@ class Ledger:
 
     @property
     def _timed(self) -> _Timings:
-        """The steps whose durations count."""
         return self._times[self._which]
 
     @property
@@ -290,10 +283,8 @@ class Ledger:
         start_seconds: float = 0.0,
         earlier: Sequence[EvaluationRecord] = (),
     ) -> dict[str, Any]:
-        """Everything a reader of summary.json wants to know about the run.
-
-        `start_seconds` of the total passed before the stages began. `earlier`: validations before
-        its first step.
+        """Everything a reader of summary.json wants to know about the run. `start_seconds` of the
+        total passed before the stages began; `earlier`: validations before its first step.
         """
         settings, timed = self.settings, self._timed
         seconds, per_step = timed.seconds, settings.tokens_per_step
@@ -309,6 +300,7 @@ class Ledger:
             "validation": self._validation_seconds,
             "waiting": self._waiting_seconds,
         }
+        simulated = simulate(settings.schedule(), self._costs(), network_of(settings))
         has_space = self._largest_drift is not None or self._moves
         by_kind = self._sent_before + self._sent_in_epoch()
         return {
@@ -328,7 +320,9 @@ class Ledger:
             },
             "step_seconds_median": statistics.median(seconds) if seconds else None,
             "seconds": {**parts, "other": max(0.0, total_seconds - sum(parts.values()))},
-            **self._simulated(),
+            # as the simulator plays it with the measured costs
+            "simulated_step_seconds": simulated.step_seconds if self._steps_run else None,
+            "simulated_bubble_fraction": simulated.bubble_fraction if self._steps_run else None,
             "measured_costs": vars(self._costs()),
             # share of the stages' time within a step in which they do not compute, as the
             # simulator's and the planner's
@@ -369,15 +363,6 @@ class Ledger:
             "not_finite": [k for k, loss in final.items() if not math.isfinite(loss or 0.0)],
             "valid_losses": validations,
             "valid_tokens": self._valid_count,  # behind each of these
-        }
-
-    def _simulated(self) -> dict[str, Any]:
-        """The step as the simulator plays it with the measured costs."""
-        network, was_run = network_of(self.settings), self._steps_run > 0
-        measured = simulate(self.settings.schedule(), self._costs(), network)
-        return {
-            "simulated_step_seconds": measured.step_seconds if was_run else None,
-            "simulated_bubble_fraction": measured.bubble_fraction if was_run else None,
         }
 
     def _costs(self) -> Costs:
@@ -426,7 +411,6 @@ class Ledger:
         ]
 
     def _link_records(self, reports: list[Step]) -> list[LinkRecord]:
-        """What crossed each cut since the step before."""
         before = self._crossed
         self._crossed = _crossed({s: report.meters for s, report in enumerate(reports)})
         moved = self._crossed - before
@@ -438,13 +422,11 @@ class Ledger:
 
     @property
     def _is_finished(self) -> bool:
-        """Whether all stages have said their last word."""
         return len(self._finished) == len(self._stages)
 
     def _crossed_in_all(self) -> Crossed:
-        """Bytes of training that have left both ends of each cut.
-
-        A step's report may miss frames that are still to leave; the last word of a stage has all.
+        """Bytes of training that have left both ends of each cut. A step's report may miss frames
+        that are still to leave; the last word of a stage has all.
         """
         latest = _crossed(self._meters) if self._is_finished else self._crossed
         return self._crossed_before + latest
@@ -485,10 +467,8 @@ class Ledger:
         return self._busy(per_step, statistics.fmean(seconds) if seconds else 0.0)
 
     def _busy(self, crossed: Crossed, seconds: float) -> list[float]:
-        """Share of each stage's uplink that these bytes at the cuts take in so many seconds.
-
-        An uplink carries activations up and gradients down: a stage in the middle sends over two
-        cuts. NaN where no rate is known: then nothing is "full".
+        """Share of each stage's uplink that these bytes at the cuts take in so many seconds: it
+        carries activations up and gradients down. NaN where no rate is known.
         """
         up, down = np.pad(crossed[:, 0], (0, 1)), np.pad(crossed[:, 1], (1, 0))
         return [
@@ -508,7 +488,6 @@ def bits_per_byte(loss: float, tokens: int, size: int) -> float | None:
 
 
 def _crossed(meters: Mapping[int, Meters]) -> Crossed:
-    """Bytes that have left both ends of each cut by these meters."""
     rows = [
         (
             _sent(meters[cut][f"cut-{cut}"], _FORWARD_KINDS),
@@ -525,10 +504,7 @@ def _sent(moved: Moved, kinds: tuple[str, ...]) -> int:
 
 
 def _total_ratio(cuts: list[dict[str, Any]]) -> float | None:
-    """Bytes of bf16 dense both ways over those that training sent, over all cuts.
-
-    Training's bytes are activations, gradients, tallies, verdicts and bases, headers included.
-    """
+    """Bytes of bf16 dense both ways over all that training sent over the cuts, headers included."""
     dense = sum(2 * row["bf16_bytes_per_token"] for row in cuts)
     left = sum(r["forward_bytes_per_token"] + r["backward_bytes_per_token"] for r in cuts)
     return dense / left if cuts else None

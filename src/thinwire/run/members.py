@@ -11,28 +11,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import thinwire
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
+from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook
 from thinwire.run.channel import Channel
 from thinwire.run.machine import Machine
 from thinwire.run.pacing import Pace, Told
-from thinwire.run.protocol import (
-    FROM_PEER,
-    OF_NO_STAGE,
-    AskAlive,
-    Declined,
-    Dismiss,
-    Envelope,
-    Hello,
-    Leaving,
-    News,
-    Tried,
-    TryDoor,
-    peer_stream,
-)
 from thinwire.wire import LastingPipe, Listener, Pipe
 
 LOOK_SECONDS = 0.2  # between two looks for machines that were enrolled meanwhile
@@ -51,7 +39,7 @@ class Member:
 
     name: str
     channel: Channel | None = None
-    hello: Hello | None = None  # None while it is away
+    hello: msg.Hello | None = None  # None while it is away
     origin: str = ""  # the host from which its stream comes
     since: float = field(default_factory=time.monotonic)  # that it came or went
     heard: float = field(default_factory=time.monotonic)  # when it last said something
@@ -61,7 +49,9 @@ class Member:
     why_unfit: str = ""  # it declined, or failed; another hello may change that
     set_aside: str = ""  # why it gets no stage, however often it comes
     is_leaving: bool = False  # it said so, and may still be here for a moment
-    tried: Tried | None = None  # which addresses of the host it reached, since it was last asked
+    tried: msg.Tried | None = (
+        None  # which addresses of the host it reached, since it was last asked
+    )
     pace: Pace = field(init=False)  # over all its streams
 
     def __post_init__(self) -> None:
@@ -76,39 +66,31 @@ class Member:
         return replace(has, name=self.name, memory_gb=memory, reachable=self.is_reachable)
 
     @property
-    def is_unfit(self) -> bool:
-        """Whether it could not hold the stages that it was last given."""
-        return bool(self.why_unfit)
-
-    @property
     def is_here(self) -> bool:
         """Whether its stream is open and it has said what it is."""
         return self.channel is not None and self.hello is not None
 
 
-@dataclass(frozen=True)
-class Gone:
+class Gone(NamedTuple):
     """A member's stream has ended, or the host has removed it: what it held is lost."""
 
     reason: str
     in_breach: bool = False
 
 
-@dataclass(frozen=True)
-class Down:
+class Down(NamedTuple):
     """A member's connection is lost; it may come back."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Up:
+class Up(NamedTuple):
     """It is back, after so many seconds."""
 
     seconds: float
 
 
-Happening = Envelope | Gone | Down | Up
+Happening = msg.Envelope | Gone | Down | Up
 """What concerns those who train: what a member says of its stages or of itself, and its stream."""
 
 
@@ -132,7 +114,8 @@ class Members:
 
     `on_happening` is called with a member's name on the threads of streams, and says whether it
     holds back what the member says of its work: the rest counts, so that no flood goes unseen.
-    `note`, with what people should know, is called there too, and must not wait.
+    `note`, with what people should know, is called there too, and must not wait. `cut` ends all
+    streams of a member.
     """
 
     def __init__(
@@ -142,29 +125,26 @@ class Members:
         outage: float,
         cut: Callable[[str], None] = lambda name: None,
     ):
-        """`cut` ends all streams of a member."""
         self.on_happening: Callable[[str, Happening], bool] = ignore
         self.note: Callable[[str], None] = lambda text: None
         self.control_bytes = 0  # of streams that are over
         self._told = Told()
         self._listener, self._book = listener, book
-        self._outage = max(outage, LEAST_OUTAGE_S)
-        self._cut = cut
+        self._outage, self._cut = max(outage, LEAST_OUTAGE_S), cut
         self._members: dict[str, Member] = {}
         self._streams: dict[tuple[str, bytes], _Connections] = {}  # by name, session
         self._changed = threading.Condition(threading.RLock())
         self._is_over = False
-        self._farewell = Dismiss("the host ended; join again when it is back", in_order=True)
+        self._farewell = msg.Dismiss("the host ended; join again when it is back", in_order=True)
         threading.Thread(target=self._look_for_members, daemon=True).start()
 
     def __enter__(self) -> "Members":
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._is_over, closing = True, []
         with self._changed:
-            self._is_over = True
-            channels = [member.channel for member in self._members.values() if member.channel]
-        closing = []
+            channels = self._channels()
         for channel in channels:
             _send(channel, self._farewell)
             closing.append(threading.Thread(target=channel.close, daemon=True))
@@ -175,7 +155,7 @@ class Members:
 
     def say_farewell(self, reason: str, in_order: bool = True) -> None:
         """What members will hear when the host ends."""
-        self._farewell = Dismiss(reason, in_order)
+        self._farewell = msg.Dismiss(reason, in_order)
 
     def all(self) -> list[Member]:
         """All machines that were let in and not kicked, those who are here first, by arrival."""
@@ -185,7 +165,7 @@ class Members:
 
     def here(self) -> list[Member]:
         """Those who are here and can hold a stage, in order of arrival."""
-        able = [m for m in self.all() if m.is_here and not (m.is_unfit or m.is_leaving)]
+        able = [m for m in self.all() if m.is_here and not (m.why_unfit or m.is_leaving)]
         return [m for m in able if not m.is_down]  # it may come back, and counts again then
 
     def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
@@ -193,7 +173,9 @@ class Members:
         with self._changed:
             return self._changed.wait_for(condition, timeout)
 
-    def tell(self, name: str, message: Any, stage: int = OF_NO_STAGE, generation: int = 0) -> bool:
+    def tell(
+        self, name: str, message: Any, stage: int = msg.OF_NO_STAGE, generation: int = 0
+    ) -> bool:
         """Send a message to a member, or to a stage that it holds; False if it is away."""
         with self._changed:
             member = self._members.get(name)
@@ -213,8 +195,10 @@ class Members:
     def moved_bytes(self) -> int:
         """Every byte of all streams so far, both ways, frame headers included."""
         with self._changed:
-            channels = [member.channel for member in self._members.values() if member.channel]
-            return self.control_bytes + sum(channel.moved_bytes() for channel in channels)
+            return self.control_bytes + sum(c.moved_bytes() for c in self._channels())
+
+    def _channels(self) -> list[Channel]:
+        return [member.channel for member in self._members.values() if member.channel]
 
     def try_door(self, timeout: float) -> list[Member]:
         """Have all who are here try to reach the host anew; those who said in time how it went."""
@@ -222,36 +206,34 @@ class Members:
             asked = [member for member in self._members.values() if member.is_here]
             for member in asked:
                 member.tried = None
-                self.tell(member.name, TryDoor())
+                self.tell(member.name, msg.TryDoor())
             self._changed.wait_for(lambda: all(member.tried for member in asked), timeout)
             return [member for member in asked if member.tried]
 
     def kick(self, name: str) -> list[str]:
         """Let a machine in no more, and have it leave; returns who else came by its invite."""
         others = self._book.kick(name)
-        reason = "the host removed it from the run"
         with self._changed:
             member = self._members.get(name)
             if member is None or member.channel is None:
                 self._cut(name)
             else:
-                self.tell(name, Dismiss("the host removed this peer from the run", in_order=False))
-                self._lose(member, member.channel, reason, then=lambda: self._cut(name))
+                self.tell(
+                    name, msg.Dismiss("the host removed this peer from the run", in_order=False)
+                )
+                reason, cut = "the host removed it from the run", partial(self._cut, name)
+                self._lose(member, member.channel, reason, then=cut)
         return others
 
-    def mark_unfit(self, name: str, reason: str) -> None:
-        """Give a member no stage until it comes anew."""
+    def set_aside(self, name: str, reason: str, for_good: bool = True) -> None:
+        """Give a member no stage any more, and tell it why; or until it comes anew."""
         with self._changed:
-            if name in self._members:
-                self._members[name].why_unfit = self._members[name].why_unfit or reason
-
-    def set_aside(self, name: str, reason: str) -> None:
-        """Give a member no stage any more, and tell it why."""
-        with self._changed:
-            if name in self._members:
-                member = self._members[name]
+            if (member := self._members.get(name)) is None:
+                return
+            if for_good:
                 member.set_aside = member.why_unfit = reason
                 self._tell_unfit(member)
+            member.why_unfit = member.why_unfit or reason
 
     def _look_for_members(self) -> None:
         while not self._is_over:
@@ -263,10 +245,9 @@ class Members:
             time.sleep(LOOK_SECONDS)
 
     def _receive(self, name: str) -> None:
-        """Accept one connection of a member after the other."""
         while not self._is_over:
             try:
-                pipe = self._listener.accept(peer_stream(name), None, name)
+                pipe = self._listener.accept(msg.peer_stream(name), None, name)
             except WireError:
                 return
             threading.Thread(target=self._attend, args=(name, pipe), daemon=True).start()
@@ -302,10 +283,10 @@ class Members:
             except queue.Empty:
                 raise WireError(f"{member.name} did not connect again") from None
 
-        def hear(said: Envelope) -> None:
+        def hear(said: msg.Envelope) -> None:
             with self._changed:
                 counts = member.channel is channel
-            if not counts and isinstance(said.message, Hello) and said.stage == OF_NO_STAGE:
+            if not counts and isinstance(said.message, msg.Hello) and said.stage == msg.OF_NO_STAGE:
                 counts = self._replace(member, channel, said.message)
                 member.origin = first.comes_from if counts else member.origin
             if not (counts and self._hear(member, said)):
@@ -318,25 +299,19 @@ class Members:
                     member.why_unfit = reason
                 self._lose(member, channel, reason, in_breach)
 
-        def on_down(reason: str) -> None:
+        def on_outage(what: type[Down | Up], told: Any) -> None:
             with self._changed:  # until the channel is there
                 counts = member.channel is channel
             if counts:
-                member.is_down, member.down_since = True, time.monotonic()
-                self.on_happening(member.name, Down(reason))
+                member.is_down, member.down_since = what is Down, time.monotonic()
+                self.on_happening(member.name, what(told))
 
-        def on_up(seconds: float) -> None:
-            with self._changed:
-                counts = member.channel is channel
-            if counts:
-                member.is_down = False
-                self.on_happening(member.name, Up(seconds))
-
+        on_down, on_up = (partial(on_outage, what) for what in (Down, Up))
         pipe = LastingPipe(first, reopen, self._outage, on_down, on_up)
-        channel = Channel(pipe, peer_stream(member.name), FROM_PEER, hear, on_lost, on_lost)
+        channel = Channel(pipe, msg.peer_stream(member.name), msg.FROM_PEER, hear, on_lost, on_lost)
         connections.channel = channel
 
-    def _replace(self, member: Member, channel: Channel, hello: Hello) -> bool:
+    def _replace(self, member: Member, channel: Channel, hello: msg.Hello) -> bool:
         """Have another stream of a member count, unless another process holds the one that does.
 
         A process that begins anew knows of a loss that the host may not have noticed. Of another
@@ -346,7 +321,7 @@ class Members:
             current, first, asked = member.channel, member.hello, time.monotonic()
             is_alive = False
             if current is not None and first is not None and first.process != hello.process:
-                _send(current, AskAlive())
+                _send(current, msg.AskAlive())
                 self._changed.wait_for(
                     lambda: member.heard > asked or member.channel is not current,
                     0.0 if member.is_down else ALIVE_SECONDS,
@@ -362,14 +337,12 @@ class Members:
             f"{member.name} takes part in this run already ({stays}; this is {refused}): end that "
             "one first, or join as a further peer with another --folder and --name"
         )
-        _send(channel, Dismiss(reason, in_order=False))
+        _send(channel, msg.Dismiss(reason, in_order=False))
         with self._changed:
             self._lose(member, channel, reason)
         if self._told.again(member.name, time.monotonic()):
-            self.note(
-                f"two processes join with the key of {member.name}: {stays} stays, {refused} was "
-                "refused"
-            )
+            both = f"two processes join with the key of {member.name}"
+            self.note(f"{both}: {stays} stays, {refused} was refused")
         return False
 
     def _lose(
@@ -400,27 +373,27 @@ class Members:
         if is_its:
             self.on_happening(member.name, Gone(reason, in_breach))
 
-    def _hear(self, member: Member, said: Envelope) -> bool:
+    def _hear(self, member: Member, said: msg.Envelope) -> bool:
         """Note what a member says of itself; whether those who train hold back what it says."""
         with self._changed:
             member.heard = time.monotonic()
-            match said.message if said.stage == OF_NO_STAGE else None:
-                case Hello() as hello:
+            match said.message if said.stage == msg.OF_NO_STAGE else None:
+                case msg.Hello() as hello:
                     member.hello, member.since, member.is_leaving = hello, time.monotonic(), False
                     member.why_unfit = member.set_aside or _other_version(hello.versions)
-                    if member.is_unfit:
+                    if member.why_unfit:
                         self._tell_unfit(member)
-                case Declined(reason):
+                case msg.Declined(reason):
                     member.why_unfit = one_line(reason) or "it does not say why"
-                case Leaving():
+                case msg.Leaving():
                     member.is_leaving = True
-                case Tried() as tried:
+                case msg.Tried() as tried:
                     member.tried = tried
             self._changed.notify_all()
         return self.on_happening(member.name, said)
 
     def _tell_unfit(self, member: Member) -> None:
-        self.tell(member.name, News(f"this machine gets no stage: {member.why_unfit}"))
+        self.tell(member.name, msg.News(f"this machine gets no stage: {member.why_unfit}"))
 
 
 def ignore(name: str, what: Happening) -> bool:
@@ -430,13 +403,9 @@ def ignore(name: str, what: Happening) -> bool:
 
 def _other_version(versions: dict[str, str]) -> str:
     """Why a peer of another version gets no stage; its settings and frames would not be ours."""
-    theirs = one_line(versions.get("thinwire", "unknown"), 40)
-    if theirs == thinwire.__version__:
-        return ""
-    return (
-        f"it runs thinwire {theirs} and the host {thinwire.__version__}: install the same version "
-        "there, and join again"
-    )
+    theirs, ours = one_line(versions.get("thinwire", "unknown"), 40), thinwire.__version__
+    remedy = "install the same version there, and join again"
+    return "" if theirs == ours else f"it runs thinwire {theirs} and the host {ours}: {remedy}"
 
 
 def one_line(text: str, longest: int = 300) -> str:
@@ -444,6 +413,8 @@ def one_line(text: str, longest: int = 300) -> str:
     return printable(" ".join(text.split()), longest)
 
 
-def _send(channel: Channel, message: Any, stage: int = OF_NO_STAGE, generation: int = 0) -> None:
+def _send(
+    channel: Channel, message: Any, stage: int = msg.OF_NO_STAGE, generation: int = 0
+) -> None:
     with contextlib.suppress(ThinwireError):  # a stream that is lost shows by itself
         channel.send(message, stage, generation)

@@ -14,24 +14,20 @@ TOLD_A_MINUTE = 6  # notes to a person on one and the same thing
 class Pace:
     """Counts what one peer says of its own accord, as pulses and outages are.
 
-    It counts from the beginning on: whoever was suspended for a day (Ctrl-Z) then hears all that
-    peers have said meanwhile, and that was no flood.
+    From the beginning on: whoever was suspended for a day (Ctrl-Z) then hears all that peers have
+    said meanwhile, and that was no flood.
     """
 
-    def __init__(self, who: str, per_second: float = PER_SECOND) -> None:
-        self._who, self._per_second = who, per_second
-        self._began = time.monotonic()
-        self._count = 0
+    def __init__(self, who: str):
+        self._who, self._began, self._count = who, time.monotonic(), 0
 
     def count(self) -> None:
         """One more message; WireError if they are too many for the time that has passed."""
         self._count += 1
         passed = time.monotonic() - self._began
-        if self._count > AT_ONCE + self._per_second * passed:
-            raise WireError(
-                f"{self._who} sent {self._count} messages in {passed:.0f} s, but at most "
-                f"{self._per_second:g} a second are agreed"
-            )
+        if self._count > AT_ONCE + PER_SECOND * passed:
+            said = f"{self._who} sent {self._count} messages in {passed:.0f} s"
+            raise WireError(f"{said}, but at most {PER_SECOND:g} a second are agreed")
 
 
 class Told:

@@ -10,6 +10,7 @@ import dataclasses
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -52,14 +53,11 @@ Seating = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Peers and blocks by stage, with a rough estimate of the step.
-
-    `fullness` is the memory that the fullest stage needs, as a share of what its peer has for it.
-    """
+    """Peers and blocks by stage, with a rough estimate of the step."""
 
     order: Seating
     counts: Counts
-    fullness: float
+    fullness: float  # memory that the fullest stage needs, of what its peer has for it
     rough_seconds: float
 
     @property
@@ -74,10 +72,8 @@ class Placement:
 
 
 class StageFigures:
-    """Work, memory and links of every possible stage of a run, by the planner and the simulator.
-
-    The planner counts parameters by building a stage without memory. A search looks at thousands
-    of stages, so the layers are built once here and added up.
+    """Work, memory and links of every possible stage of a run, by the planner and the simulator: a
+    search looks at thousands of them, so layers are built once, without memory, and added up.
     """
 
     def __init__(self, settings: Settings, peers: list[Machine]):
@@ -119,7 +115,6 @@ class StageFigures:
         return self.settings.pipeline.microbatches * sum(block_seconds(self.settings, blocks, 1.0))
 
     def _memory(self, stage: int, blocks: range) -> int:
-        """Bytes that the stage with these blocks needs."""
         weights = self._weights(stage, blocks)
         return block_memory(self.settings, blocks, weights, self._held[stage])
 
@@ -131,10 +126,8 @@ class StageFigures:
     def costs(self, order: Seating, counts: Counts) -> Costs:
         """Seconds and bytes of a step with these peers and blocks on the stages."""
         sizes, rates = self._sizes(counts), [self.rates[peer] for peer in order]
-        forward, backward = (
-            [part / rate for part, rate in zip(work, rates, strict=True)]
-            for work in (sizes.forward, sizes.backward)
-        )
+        both = sizes.forward, sizes.backward
+        forward, backward = ([*map(operator.truediv, work, rates)] for work in both)
         return dataclasses.replace(sizes, forward=forward, backward=backward)
 
     def _simulation(self, order: Seating, counts: Counts) -> Simulation:
@@ -150,8 +143,8 @@ def is_relayed(below: Machine, above: Machine) -> bool:
 def links_of(peers: list[Machine]) -> Links:
     """The links of a pipeline of these peers, for the simulator.
 
-    Delays are known to the host only. A relayed link has those of both ends, for it passes there;
-    a direct one is taken to have the longer of the two.
+    Delays are known to the host only: a relayed link has those of both ends, a direct one is taken
+    to have the longer of the two.
     """
     delays = []
     for below, above in itertools.pairwise(peers):
@@ -198,9 +191,8 @@ class Search:
         return Placement(order, counts, fullness, self._rough(order, counts))
 
     def _fastest(self, best: Placement, others: list[Placement]) -> Placement:
-        """The fastest by the simulator of the first and the most promising others.
-
-        Another must be clearly faster; one whose busiest part takes as long is not played.
+        """The fastest by the simulator of the first and the most promising others, which must be
+        clearly faster; one whose busiest part takes as long is not played.
         """
         for other in heapq.nsmallest(SIMULATED, others, key=lambda placement: placement.rank):
             limit = self.seconds(best) * (1 - LEAST_GAIN)
@@ -330,12 +322,15 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
             f"{stages - len(peers)}, or set pipeline.stages = {len(peers)}"
         )
     if settings.pipeline.window == OPEN and (windows := _windows(settings)):
-        smallest = choose_split(_with_window(settings, windows[0]), peers)
+        found = [choose_split(windows[0], peers)]
         # The run's own split decides its weights: it is not left for a wider window.
-        is_own = smallest.settings.split() == settings.split()
-        wider = _fitting(settings, peers, windows[1:])
-        kept = [split for split in wider if not is_own or split.counts == smallest.counts]
-        return _fastest([smallest, *kept])
+        is_own = found[0].settings.split() == settings.split()
+        for wider in windows[1:]:
+            with contextlib.suppress(ConfigError):  # its memory is not there
+                found.append(choose_split(wider, peers))
+        found = [split for split in found if not is_own or split.counts == found[0].counts]
+        limit = min(split.step_seconds for split in found) * (1 + WORTH)
+        return next(split for split in found if split.step_seconds <= limit)
     figures = StageFigures(settings, peers)
     search, own = Search(figures), tuple(len(blocks) for blocks in settings.split())
     as_listed = search.place(tuple(range(stages)), own)
@@ -397,36 +392,17 @@ def share_stages(settings: Settings, peers: list[Machine]) -> list[Machine]:
     return [peers[peer] for peer, count in zip(chosen, counts, strict=True) for _ in range(count)]
 
 
-def _windows(settings: Settings) -> list[int]:
-    """The windows that are tried, the smallest first; none where there is nothing to choose."""
+def _windows(settings: Settings) -> list[Settings]:
+    """With each window that is tried, the smallest first; none where there is nothing to choose."""
     pipeline = settings.pipeline
     if pipeline.schedule != "1f1b" or pipeline.stages == 1:
         return []
-    return sorted({min(n * pipeline.stages, pipeline.microbatches) for n in (1, 2, 4)})
-
-
-def _with_window(settings: Settings, window: int) -> Settings:
-    pipeline = dataclasses.replace(settings.pipeline, window=window)
-    return dataclasses.replace(settings, pipeline=pipeline)
-
-
-def _fitting(settings: Settings, peers: list[Machine], windows: list[int]) -> list[ChosenSplit]:
-    """A split with each of these windows whose memory is there."""
-    found = []
-    for window in windows:
-        with contextlib.suppress(ConfigError):
-            found.append(choose_split(_with_window(settings, window), peers))
-    return found
-
-
-def _fastest(splits: list[ChosenSplit]) -> ChosenSplit:
-    """The first that is about as fast as any."""
-    limit = min(split.step_seconds for split in splits) * (1 + WORTH)
-    return next(split for split in splits if split.step_seconds <= limit)
+    windows = sorted({min(n * pipeline.stages, pipeline.microbatches) for n in (1, 2, 4)})
+    changed = [dataclasses.replace(pipeline, window=window) for window in windows]
+    return [dataclasses.replace(settings, pipeline=one) for one in changed]
 
 
 def _why(figures: StageFigures, chosen: Placement, as_listed: Placement) -> str:
-    """One sentence on what decided."""
     names = [figures.peers[peer].name for peer in chosen.order]
     rates = [figures.rates[peer] for peer in chosen.order]
     is_listed = chosen.order == as_listed.order

@@ -34,10 +34,8 @@ _FORK_SECONDS = 30.0  # for a process that has imported all, to fork another
 
 
 def die_with_starter() -> None:
-    """Have Linux end this process with the thread that started it, even while it is stopped.
-
-    A stopped process sees no end of its standard input. Whoever starts stages does so on the
-    thread that also ends them, so that thread does not end before.
+    """Have Linux end this process with the thread that started it, even while it is stopped and
+    sees no end of its standard input.
     """
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):
@@ -45,10 +43,7 @@ def die_with_starter() -> None:
 
 
 class StageProcess:
-    """A process of stages. `ours` is this end of its socket; `wait` says how it ended.
-
-    It is started by itself, or forked by a process that waits for it and says how it ended.
-    """
+    """A process of stages, started by itself or by a Forker; `ours` is this end of its socket."""
 
     def __init__(self, ours: socket.socket, log: Path):
         self.ours, self.log = ours, log
@@ -77,13 +72,11 @@ class StageProcess:
 
     def kill(self) -> None:
         """End it at once. If it is not forked yet, none is: the process that would do it ends."""
-        if self._code is not None:
-            return
-        if self.process is None and self._parent is not None:
-            self._parent.kill()
-        elif self.process is not None:
+        if self._code is None and self.process is not None:
             with contextlib.suppress(ProcessLookupError):  # it ends just now
                 os.kill(self.process, signal.SIGKILL)
+        elif self._code is None and self._parent is not None:
+            self._parent.kill()
 
     def end(self) -> None:
         """End it at once, if it has not ended, and let go of it."""
@@ -93,7 +86,7 @@ class StageProcess:
 
     def last_lines(self, trace: str = "") -> str:
         """The end of its log, or where that is lost, as on a full disk, the trace that it sent."""
-        log, lines = self.log, []
+        log, lines = self.log, list[str]()
         with contextlib.suppress(OSError):
             lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
         source = f"last lines of {log}" if lines else f"its log {log} is empty; its last output"
@@ -104,7 +97,6 @@ class StageProcess:
         return f"{source}:\n" + "\n".join(shown)
 
     def _has_ended(self, code: int) -> None:
-        """Let all who wait know."""
         if self._code is None:
             self._code = code
             self._runs.set()
@@ -118,8 +110,8 @@ class StageProcess:
 def forks(device: str) -> bool:
     """Whether processes for this `run.device` are forked from one that has imported torch.
 
-    On Linux, and without a GPU: elsewhere system libraries may not survive a fork, and a machine
-    with a GPU has cores enough for every process to import torch by itself.
+    Elsewhere than on Linux system libraries may not survive it, and a machine with a GPU has cores
+    enough for every process to import torch by itself.
     """
     has_gpu = device != "cpu" and any(Path(place).exists() for place in GPU_DRIVERS)
     return sys.platform.startswith("linux") and device in ("auto", "cpu") and not has_gpu
@@ -151,7 +143,7 @@ def start_processes(
                 forker.fork(started, theirs, outputs)
             else:
                 for process, end, output in zip(started, theirs, outputs, strict=True):
-                    process._follow(_python(module, stdin=end.fileno(), output=output))
+                    process._follow(python_module(module, stdin=end.fileno(), output=output))
         except OSError as error:
             for process in started:
                 if process.process is not None:
@@ -163,7 +155,8 @@ def start_processes(
     return started
 
 
-def _python(*arguments: str, stdin: int, output: BinaryIO) -> "subprocess.Popen[bytes]":
+def python_module(*arguments: str, stdin: int, output: BinaryIO) -> "subprocess.Popen[bytes]":
+    """Start a module of Python with these arguments, in a session of its own."""
     return subprocess.Popen(
         # -P: a file in the user's folder must not pass for a module
         [sys.executable, "-P", "-m", *arguments],
@@ -177,7 +170,7 @@ def _python(*arguments: str, stdin: int, output: BinaryIO) -> "subprocess.Popen[
 
 class Forker:
     """A process that imports a module once, and forks a process that runs it whenever one is
-    wanted: so whoever takes the place of a lost one need not import anything. All end with it.
+    wanted. All end with it.
     """
 
     def __init__(self, module: str = TRAINING):
@@ -215,7 +208,7 @@ class Forker:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                parent = _python(__name__, self._module, stdin=theirs.fileno(), output=output)
+                parent = python_module(__name__, self._module, stdin=theirs.fileno(), output=output)
             except OSError:
                 ours.close()
                 raise

@@ -18,7 +18,6 @@ from thinwire.engine.reports import Evaluation, Step
 from thinwire.errors import (
     CheckpointError,
     ConfigError,
-    MissingPackageError,
     StageError,
     ThinwireError,
 )
@@ -26,18 +25,8 @@ from thinwire.folders import replace_file
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
 from thinwire.report.metrics import WandbLog, read_evaluations, without_nan
+from thinwire.run import events as ev
 from thinwire.run.checkpoints import Checkpoints, divergence, origin_in, way_back
-from thinwire.run.events import (
-    Begin,
-    Command,
-    Commit,
-    Discard,
-    Exploded,
-    Record,
-    Recovered,
-    Say,
-    Starting,
-)
 from thinwire.run.ledger import Ledger, bits_per_byte
 from thinwire.run.protocol import Finished, LinkUp, Progress
 from thinwire.run.signals import Interrupted
@@ -66,12 +55,9 @@ class RunRecord:
         links: Links | None = None,
     ):
         """`goes_on`: what is in the folder is this run, also where it begins anew from the seed.
-        `earlier`: the record of the epoch before, which this one continues. `links`: as a Ledger
-        takes them.
+        `earlier`: the record of the epoch before. `links`: as a Ledger takes them.
         """
-        self.settings = settings
-        self.folder = folder
-        self.display = display
+        self.settings, self.folder, self.display = settings, folder, display
         self.checkpoints = Checkpoints(settings, folder, data, resumed, display)
         self.is_over = False  # its stages are done; results are left to write
         self._feed = Feed(data, settings, torch.device("cpu"))
@@ -85,35 +71,35 @@ class RunRecord:
         self._is_drawing = self._in_haste = False
         self._due = 0.0  # when progress is written again
 
-    def carry_out(self, command: Command) -> None:
+    def carry_out(self, command: ev.Command) -> None:
         """Do what the coordinator of the run asks."""
         match command:
-            case Say(text, for_us=True):
+            case ev.Say(text, for_us=True):
                 self.display.phase("note", text)  # which a hosted run shows on its host alone
-            case Say(text):
+            case ev.Say(text):
                 self.display.note(text)
-            case Starting(count, what):
+            case ev.Starting(count, what):
                 self.display.progress("start", count, self.settings.pipeline.stages, what)
-            case Begin():
+            case ev.Begin():
                 self._begin(command)
-            case Record(stage, Step() as report):
+            case ev.Record(stage, Step() as report):
                 self._on_step(stage, report)
-            case Record(_, Evaluation() as report):
+            case ev.Record(_, Evaluation() as report):
                 self._on_evaluation(report)
-            case Exploded(text):
+            case ev.Exploded(text):
                 self._explosion = text
                 self.checkpoints.doubt()
                 self.display.note(f"{text}; {self._way_back()}")
-            case Recovered(text):
+            case ev.Recovered(text):
                 self._explosion = ""
                 self.display.note(text)
-            case Record(_, LinkUp(cut, seconds)):
+            case ev.Record(_, LinkUp(cut, seconds)):
                 self.ledger.add_outage(cut, seconds)
-            case Record(stage, Finished(meters)):
+            case ev.Record(stage, Finished(meters)):
                 self.ledger.add_finished(stage, meters)
-            case Commit(step, parts):
+            case ev.Commit(step, parts):
                 self.checkpoints.complete(step, parts)
-            case Discard(step, error):
+            case ev.Discard(step, error):
                 self.checkpoints.drop(step, error)
 
     @property
@@ -148,8 +134,7 @@ class RunRecord:
         beside_bytes: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
         """Write the summary, then draw the plots; complain last about what was lost.
-
-        `beside_bytes`: what travelled beside the cuts to peers on other machines, by what it was.
+        `beside_bytes`: what travelled beside the cuts to peers on other machines.
         """
         steps, ledger = self.settings.train.steps, self.ledger
         trouble = self._trouble() or (self._exploded() if self._explosion else None)
@@ -186,8 +171,6 @@ class RunRecord:
             self._draw()
         except Interrupted:
             self.display.note("the plots were skipped, as you asked to end")
-        except MissingPackageError as error:
-            self.display.note(f"the plots were skipped: {error}")
         except Exception as error:  # whatever a plot stumbles over, the run itself is done
             self.display.note(f"the plots could not be drawn: {error}")
         if trouble is not None:
@@ -195,15 +178,12 @@ class RunRecord:
         return summary
 
     def hurry(self) -> None:
-        """The user asks to end when only results are left: write them, but draw no plots.
-
-        For a signal handler.
-        """
+        """For a signal handler: the user asks to end when only results are left; draw no plots."""
         self._in_haste = True
         if self._is_drawing:
             raise Interrupted
 
-    def _begin(self, begun: Begin) -> None:
+    def _begin(self, begun: ev.Begin) -> None:
         """Begin or continue what is written of the run, now that its stages train."""
         settings = self.settings
         now, first_step, self._versions = time.monotonic(), self._resume_step or 0, begun.versions
@@ -265,9 +245,8 @@ class RunRecord:
             if not missing:
                 self.display.note(f"metrics could not be written, training continues: {error}")
         if missing and not metrics.missing:
-            self.display.note(
-                f"metrics are written again; a row of metrics.jsonl says that {missing} are missing"
-            )
+            gap = f"a row of metrics.jsonl says that {missing} are missing"
+            self.display.note(f"metrics are written again; {gap}")
 
     def _write_progress(self, is_last: bool = False) -> None:
         """Keep how the run works in a file of its own, for whoever looks on; seldom, and for at

@@ -59,11 +59,10 @@ def opened(
     allow_plugins: bool = False,
     goes_on: bool = False,
 ) -> Iterator[tuple[Settings, Checkpoint | None, Checkpoint | None]]:
-    """Begin a run, and hold its folder: the settings, the checkpoint from which it goes on, and the
-    weights that it has at first, which are that checkpoint's or those of `train.init_from`.
-
-    The settings have what comes along with the weights. `resume`: a checkpoint, or the folder of a
-    run. `goes_on`: what the run's folder holds is this very run.
+    """Begin a run, and hold its folder: the settings with what comes along with the weights, the
+    checkpoint from which it goes on, and the weights that it has at first, which are that one's or
+    those of `train.init_from`. `resume`: a checkpoint, or the folder of a run. `goes_on`: what the
+    run's folder holds is this very run.
     """
     for line in describe(settings):
         display.phase("config", line)
@@ -107,9 +106,9 @@ def prepare_data(
 ) -> Corpus:
     """The tokenised data of these settings, from the cache if it was prepared before.
 
-    A run that starts from weights (`train.init_from`) reads text with their tokenizer, unless its
-    settings name one. So does one that goes on with a tokenizer that an earlier release trained:
-    today's would be another. One that is `resumed` goes on with the data that it began with.
+    A run that starts from weights reads text with their tokenizer, unless its settings name one. So
+    does one that goes on with a tokenizer that an earlier release trained: today's would be
+    another. One that is `resumed` goes on with the data that it began with.
     """
     config = settings.data
     if weights and weights.tokenizer and not config.tokenizer:
@@ -139,11 +138,9 @@ def open_resume(
     settings = adopted(settings, saved)
     _refuse_moved_cuts(checkpoint, settings)
     _refuse_changes(checkpoint, settings)
-    steps = saved.train.steps, settings.train.steps
-    notes += _inexact(saved, settings)
-    notes += check_memory(settings, checkpoint)
-    notes.append(rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step))
-    notes.append(share_changes(saved.optim, settings.optim))
+    old, new = (saved.optim, saved.train.steps), (settings.optim, settings.train.steps)
+    notes += [*_inexact(saved, settings), *check_memory(settings, checkpoint)]
+    notes += [rate_change(*old, *new, checkpoint.step), share_changes(old[0], new[0])]
     for note in filter(None, notes):
         display.note(note)
     return checkpoint
@@ -155,10 +152,9 @@ def _refuse_moved_cuts(checkpoint: Checkpoint, settings: Settings) -> None:
     before, now = ([len(blocks) for blocks in s.split()] for s in (saved, settings))
     if before == now or boundary.mode == "dense" or boundary.mode != saved.boundary.mode:
         return
-    if not boundary.is_constrained:
-        lost = "cuts elsewhere drop what it needs, and what these cuts learned would be lost"
-        cost = "its loss starts far above the one that this run reached"
-    else:
+    lost = "cuts elsewhere drop what it needs, and what these cuts learned would be lost"
+    cost = "its loss starts far above the one that this run reached"
+    if boundary.is_constrained:
         free = saved.boundary.free_layers
         lost = f"all blocks but the last {free} are held in the subspace for it"
         cost = "its weights stay as they are"
@@ -205,25 +201,18 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def _inexact(saved: Settings, settings: Settings) -> list[str]:
-    """Why the run will not continue bit for bit as it would have."""
-    notes = []
+    notes, but = [], "the run continues, but not bit for bit as it would have"
     if saved.pipeline.delay != settings.pipeline.delay:
-        notes.append(
-            f"pipeline.delay was {saved.pipeline.delay} before: the run continues from the latest "
-            "weights, but not as it would have"
-        )
+        notes.append(f"pipeline.delay was {saved.pipeline.delay} before: {but}")
     exact = _crosses_exactly(saved) and _crosses_exactly(settings)
     if saved.split() != settings.split() and not exact:
-        notes.append(
-            "the layers are split differently than before, and what crosses a cut is rounded: the "
-            "run continues, but not bit for bit as it would have"
-        )
+        elsewhere = "the layers are split differently than before"
+        notes.append(f"{elsewhere}, and what crosses a cut is rounded: {but}")
     before, now = threads_per_stage(saved), threads_per_stage(settings)
     if before != now and choose_device(settings.run.device, 0).type == "cpu":
         notes.append(
             f"each stage now has {now} threads instead of {before} and adds numbers in another "
-            "order: the run continues, but not bit for bit as it would have. For an exact "
-            f"continuation set run.threads = {before}"
+            f"order: {but}. For an exact continuation set run.threads = {before}"
         )
     return notes
 
@@ -239,10 +228,7 @@ def _crosses_exactly(settings: Settings) -> bool:
 def open_origin(
     settings: Settings, display: Display, allow_plugins: bool = False
 ) -> Checkpoint | None:
-    """The checkpoint that a new run takes its weights from, verified and of the same shape.
-
-    None where `train.init_from` is empty.
-    """
+    """The checkpoint of `train.init_from`, if it is set, verified and of the same shape."""
     if not settings.train.init_from:
         if settings.lora.rank:
             raise ConfigError(
@@ -313,10 +299,7 @@ def keys_for(place: str) -> list[str]:
 def make_start(
     origin: Checkpoint, settings: Settings, folder: Path, data: Corpus, display: Display
 ) -> Checkpoint:
-    """The checkpoint of step 0 of a new run, with the weights of its origin.
-
-    One stage is in memory at a time.
-    """
+    """The checkpoint of step 0 of a new run, with the weights of its origin, stage by stage."""
     eager = dataclasses.replace(settings, run=dataclasses.replace(settings.run, compile=False))
     builder = StageBuilder(eager, torch.device("cpu"))
     transfer = Transfer(origin, settings)
@@ -376,7 +359,6 @@ def _refuse_other_vocabulary(origin: Checkpoint, settings: Settings) -> None:
 
 
 def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
-    """What is to be known of weights that fit."""
     saved, notes = origin.settings, []
     if settings.model.vocab > saved.model.vocab:
         stay = ", and stay so: lora.rank = 0 would train them" if settings.lora.rank else ""
@@ -405,7 +387,6 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
 
 
 def _found(transfer: Transfer, origin: Checkpoint, settings: Settings) -> list[str]:
-    """What became of the weights."""
     notes = []
     cuts = [name for name in transfer.fresh if not is_adapter(name)]
     if cuts:

@@ -25,23 +25,10 @@ from thinwire.errors import ConfigError, WireError, printable
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.human import ABSENT, duration, human_bytes, human_flops, loss_text
 from thinwire.report.table import plain_table
+from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.run.formation import Formation
 from thinwire.run.members import Member, Members, one_line
-from thinwire.run.protocol import (
-    LinkDown,
-    Linked,
-    LinkStatus,
-    LinkUp,
-    News,
-    OfStage,
-    PeerStatus,
-    Progress,
-    Pulse,
-    RunNews,
-    StatusReport,
-    ToPeer,
-)
 from thinwire.run.record import read_progress
 from thinwire.settings import Settings
 
@@ -77,10 +64,10 @@ def doubt_text(stage: int, holder: str, standby: str, found: Audited) -> str:
     )
 
 
-def status_from_plain(values: dict[str, Any]) -> StatusReport:
+def status_from_plain(values: dict[str, Any]) -> msg.StatusReport:
     """A report that another process gave; WireError if this version does not know its form."""
     try:
-        return msgspec.convert(values, StatusReport)
+        return msgspec.convert(values, msg.StatusReport)
     except msgspec.ValidationError as error:
         raise WireError(
             f"the run gave its status in a form that this version does not know ({error}): use the "
@@ -106,9 +93,9 @@ class Standing:
     run: str
     run_id: str
     standbys: dict[tuple[int, ...], str] = field(default_factory=dict)  # by what they follow
+    last_step: StepRecord | None = None
     audits: dict[str, Audited] = field(default_factory=dict)  # what members that stand by found
     _state: str = "starting"
-    _step: StepRecord | None = None
     _waiting_for: str = ""
     _waiting_since: float = 0.0
     _stages: dict[int, tuple[float, str]] = field(default_factory=dict)  # heard when, doing what
@@ -132,35 +119,30 @@ class Standing:
     def stepped(self, step: StepRecord) -> None:
         """A step was made."""
         with self._lock:
-            self._step, self._waiting_for, self._state = step, "", "training"
+            self.last_step, self._waiting_for, self._state = step, "", "training"
             for link in step.links if step.step_seconds else []:
                 moved = link.forward_bytes, link.backward_bytes
                 forward, backward = (_finite(size / step.step_seconds) for size in moved)
                 self._cut(link.cut).rates = forward, backward
 
-    def heard(self, stage: int, message: OfStage) -> None:
+    def heard(self, stage: int, message: msg.OfStage) -> None:
         """A stage has said something on its control stream."""
         with self._lock:
             now, (_, doing) = self._now(), self._stages.get(stage, (0.0, ""))
             match message:
-                case Pulse(_, doing, below, above):
+                case msg.Pulse(_, doing, below, above):
                     self._cut(stage - 1).trips["above"] = below
                     self._cut(stage).trips["below"] = above
                 case Step(step=step):  # a pulse is seconds old by now
                     doing = f"has done step {step + 1}"
-                case Linked(way) if stage > 0:
+                case msg.Linked(way) if stage > 0:
                     self._cut(stage - 1).way = way or "direct"
-                case LinkDown(cut, reason):
+                case msg.LinkDown(cut, reason):
                     self._cut(cut).down_since, self._cut(cut).reason = now, reason
-                case LinkUp(cut, way=way):
+                case msg.LinkUp(cut, way=way):
                     self._cut(cut).down_since = 0.0
                     self._cut(cut).way = way or self._cut(cut).way
             self._stages[stage] = now, doing
-
-    @property
-    def last_step(self) -> StepRecord | None:
-        """The last step that was made."""
-        return self._step
 
     def word_of(self, stage: int) -> tuple[float, str]:
         """When a stage was last heard, in seconds since 1970 (0: never), and what it does."""
@@ -171,9 +153,9 @@ class Standing:
         self,
         epoch: int,
         seats: list[str],
-        peers: list[PeerStatus],
+        peers: list[msg.PeerStatus],
         last_checkpoint: int | None = None,
-    ) -> StatusReport:
+    ) -> msg.StatusReport:
         """How the run stands now, with these peers in these seats."""
         with self._lock:
             waiting_for, since = self._waiting_for, self._waiting_since
@@ -181,22 +163,16 @@ class Standing:
             down = [(noted.down_since, cut) for cut, noted in cuts if noted.down_since]
             if down and not waiting_for:
                 since, cut = min(down)
-                ends = f"{seats[cut]} and {seats[cut + 1]}"
-                reason = self._cut(cut).reason
+                ends, reason = " and ".join(seats[cut : cut + 2]), self._cut(cut).reason
                 waiting_for = f"the link between {ends}, which is down ({reason})"
-            links = [
-                LinkStatus(
-                    cut,
-                    seats[cut],
-                    seats[cut + 1],
-                    "" if noted.down_since else noted.way,
-                    *noted.rates,
-                    # Both ends meet at a door: the way is that of one to there and of the other.
-                    round(_finite(1e3 * sum(noted.trips.values())), 3),
-                )
-                for cut, noted in cuts
-            ]
-            return StatusReport(
+            links = []
+            for cut, noted in cuts:
+                way = "" if noted.down_since else noted.way
+                # Both ends meet at a door: the way is that of one to there and of the other.
+                trip = round(_finite(1e3 * sum(noted.trips.values())), 3)
+                below, above = seats[cut : cut + 2]
+                links.append(msg.LinkStatus(cut, below, above, way, *noted.rates, trip))
+            return msg.StatusReport(
                 run=self.run,
                 run_id=self.run_id,
                 role="host",
@@ -208,7 +184,7 @@ class Standing:
                 last_checkpoint=last_checkpoint,
                 peers=peers,
                 links=links,
-            ).after(self._step)
+            ).after(self.last_step)
 
     def _cut(self, cut: int) -> _Cut:
         return self._cuts.setdefault(cut, _Cut())
@@ -223,7 +199,7 @@ class SharedDisplay(Display):
     several threads.
     """
 
-    def __init__(self, shown: Display, tell_all: Callable[[ToPeer], None], standing: Standing):
+    def __init__(self, shown: Display, tell_all: Callable[[msg.ToPeer], None], standing: Standing):
         self._shown, self._tell_all = shown, tell_all
         shown.share = self._share
         self.standing = standing
@@ -252,15 +228,15 @@ class SharedDisplay(Display):
 
     def note(self, text: str) -> None:
         self._show(self._shown.note, text)
-        self._tell_all(News(text))
+        self._tell_all(msg.News(text))
 
     def announce(self, tag: str, text: str) -> None:
         """A phase that everybody sees."""
         self.phase(tag, text)
-        self._tell_all(News(text))
+        self._tell_all(msg.News(text))
 
     def _share(self, tag: str, text: str) -> None:
-        self._tell_all(News(text, tag))
+        self._tell_all(msg.News(text, tag))
 
     def close(self) -> None:
         self._show(self._shown.close)
@@ -271,8 +247,8 @@ class SharedDisplay(Display):
 
 
 class HostConsole:
-    """The answers of a host. `formation` and `settings` give what holds at the moment, and
-    `invite` makes another invite, for so many machines, which names `addresses`.
+    """The answers of a host. `formation` and `settings` give what holds at the moment, and `invite`
+    makes another invite, for so many machines, which names `addresses`.
     """
 
     def __init__(
@@ -292,7 +268,7 @@ class HostConsole:
     def handlers(self) -> dict[str, Handler]:
         """For a `ControlSocket`."""
         return {
-            "status": self._status,
+            "status": lambda request: self._report().to_plain(),
             "kick": self._kick,
             "invite": self._make_invite,
             "outside": self._outside,
@@ -307,19 +283,16 @@ class HostConsole:
             due = time.monotonic() + PROGRESS_NEWS_SECONDS if progress else due
             self.tell_now(progress)
 
-    def tell_now(self, progress: Progress | None = None) -> None:
+    def tell_now(self, progress: msg.Progress | None = None) -> None:
         """Tell members how the run stands; what is too large for a message they do without."""
         report = self._report(for_members=True)
-        self._members.tell_all(RunNews(report, self._standing.last_step, progress))
+        self._members.tell_all(msg.RunNews(report, self._standing.last_step, progress))
 
-    def _status(self, request: dict[str, Any]) -> dict[str, Any]:
-        return self._report().to_plain()
-
-    def _report(self, for_members: bool = False) -> StatusReport:
+    def _report(self, for_members: bool = False) -> msg.StatusReport:
         """How the run stands. Words that peers chose may name addresses: members are not told."""
         formation, settings = self._formation(), self._settings()
         peers = [self._peer(member, formation, settings) for member in self._members.all()]
-        kicked = [PeerStatus(p.name, "kicked") for p in self._book.peers() if p.kicked]
+        kicked = [msg.PeerStatus(p.name, "kicked") for p in self._book.peers() if p.kicked]
         last = max(map(step_of, list_checkpoints(settings.run.folder)), default=None)
         if not for_members:
             return self._standing.report(formation.epoch, formation.seats, peers + kicked, last)
@@ -328,9 +301,9 @@ class HostConsole:
         report = self._standing.report(formation.epoch, formation.seats, peers, last)
         return cut(report, waiting_for=report.waiting_for.partition(" (")[0][:MOST_WORDS])
 
-    def _peer(self, member: Member, formation: Formation, settings: Settings) -> PeerStatus:
+    def _peer(self, member: Member, formation: Formation, settings: Settings) -> msg.PeerStatus:
         heard = time.time() - (time.monotonic() - member.heard)
-        state = f"gets no stage: {member.why_unfit}" if member.is_unfit else "waiting for a stage"
+        state = f"gets no stage: {member.why_unfit}" if member.why_unfit else "waiting for a stage"
         follows = [*self._standing.standbys.items()]
         if followed := [stage for group, name in follows if name == member.name for stage in group]:
             state = f"stands by for stage {', '.join(map(str, sorted(followed)))}"
@@ -342,14 +315,13 @@ class HostConsole:
             doings = dict.fromkeys(what or "starting" for what in doing)
             heard, state = max(heard, *words), "; ".join(doings)
         if member.hello is not None:
-            has = member.hello.machine
             machine = dataclasses.replace(
-                has,
+                member.hello.machine,
                 name=member.name,
-                device=one_line(has.device, 60),
+                device=one_line(member.hello.machine.device, 60),
                 reachable=member.is_reachable,
             )
-        return PeerStatus(
+        return msg.PeerStatus(
             name=member.name,
             state="away" if machine is None else UNREACHED if member.is_down else state,
             stages=stages,
@@ -362,12 +334,11 @@ class HostConsole:
         name = request.get("peer")
         if not isinstance(name, str):
             raise ConfigError("say which peer to kick")
-        seats, kicked = self._formation().seats, [name]
-        others = self._members.kick(name)
-        if request.get("by_invite") is True:
-            for other in others:
-                self._members.kick(other)
-            kicked, others = [name, *others], []
+        seats, others = self._formation().seats, self._members.kick(name)
+        also = others if request.get("by_invite") is True else []
+        for other in also:
+            self._members.kick(other)
+        kicked, others = [name, *also], [one for one in others if one not in also]
         text = (
             f"{', '.join(kicked)} {'was' if len(kicked) == 1 else 'were'} removed from the run and "
             "not let in again, nor is anybody new by the same invite; `thinwire invite` makes "
@@ -376,23 +347,18 @@ class HostConsole:
         for stage in (stage for stage, name in enumerate(seats) if name in kicked):
             text += f"; stage {stage} gets another peer"
         if others:
-            text += (
-                f"\nby the same invite came, and stay: {', '.join(others)}; `thinwire kick {name} "
-                "--by-invite` removes them too"
-            )
+            text += f"\nby the same invite came, and stay: {', '.join(others)}"
+            text += f"; `thinwire kick {name} --by-invite` removes them too"
         return {"text": text}
 
     def _outside(self, request: dict[str, Any]) -> dict[str, Any]:
         """By which of its addresses peers on other machines reach this host."""
-        peers = {
-            member.name: {
-                address: one_line(member.tried.answers[address])
-                for address in self._addresses
-                if address in member.tried.answers
-            }
-            for member in self._members.try_door(TRY_SECONDS)
-            if member.tried and not member.origin.startswith(("127.", "::1"))
-        }
+        peers = {}
+        for member in self._members.try_door(TRY_SECONDS):
+            if member.tried and not member.origin.startswith(("127.", "::1")):
+                said = member.tried.answers
+                known = (one for one in self._addresses if one in said)
+                peers[member.name] = {address: one_line(said[address]) for address in known}
         run = self._settings().run.name
         return {"run": run, "addresses": list(self._addresses), "peers": peers}
 
@@ -404,14 +370,12 @@ class HostConsole:
 
 
 def _blocks(settings: Settings, stages: list[int]) -> str:
-    """The blocks of stages, as a report has them."""
-    split, parts = settings.split(), list[list[int]]()
-    for stage in (stage for stage in stages if stage < len(split)):
-        if parts and parts[-1][1] == split[stage].start:
-            parts[-1][1] = split[stage].stop
-        else:
-            parts.append([split[stage].start, split[stage].stop])
-    return ", ".join(f"{start}..{stop - 1}" for start, stop in parts)
+    split, parts = settings.split(), list[range]()
+    for blocks in (split[stage] for stage in stages if stage < len(split)):
+        is_next = parts and parts[-1].stop == blocks.start
+        start = parts.pop().start if is_next else blocks.start
+        parts.append(range(start, blocks.stop))
+    return ", ".join(f"{blocks.start}..{blocks.stop - 1}" for blocks in parts)
 
 
 def member_handlers(member: "JoinedPeer", invite: Invite) -> dict[str, Handler]:
@@ -424,7 +388,7 @@ def member_handlers(member: "JoinedPeer", invite: Invite) -> dict[str, Handler]:
     return {"status": lambda request: _member_status(member, invite).to_plain(), "leave": leave}
 
 
-def _member_status(member: "JoinedPeer", invite: Invite) -> StatusReport:
+def _member_status(member: "JoinedPeer", invite: Invite) -> msg.StatusReport:
     """What the host tells everybody, and what this peer knows better: itself, and whether the host
     can be reached.
     """
@@ -433,7 +397,7 @@ def _member_status(member: "JoinedPeer", invite: Invite) -> StatusReport:
     if held is not None:
         doing = "training" if held.is_running else "prepares its stage"
         doing = "stands by" if held.hold.follows else doing
-    itself = PeerStatus(
+    itself = msg.PeerStatus(
         name=name,
         state=doing,
         stages=member.stages,
@@ -442,7 +406,7 @@ def _member_status(member: "JoinedPeer", invite: Invite) -> StatusReport:
         machine=dataclasses.replace(member.machine, name=name, reachable=member.is_open),
     )
     state = "training" if doing == "training" else "starting"
-    report = member.report or StatusReport(invite.run_name, invite.run_id, "", state, now)
+    report = member.report or msg.StatusReport(invite.run_name, invite.run_id, "", state, now)
     others = [peer for peer in report.peers if peer.name != name]
     wait = report.state, report.waiting_for, report.waiting_since
     if away is not None:
@@ -463,7 +427,7 @@ def _member_status(member: "JoinedPeer", invite: Invite) -> StatusReport:
     ).after(member.news)
 
 
-def status_table(report: StatusReport) -> RenderableType:
+def status_table(report: msg.StatusReport) -> RenderableType:
     """The report for a person."""
     peers = sorted(report.peers, key=lambda p: (not p.stages, p.stages, p.name))
     heads: tuple[str, ...] = ("peer", "stages", "blocks", "state", ">last word")
@@ -520,7 +484,7 @@ def _table(
     return [table] if rows else []
 
 
-def _facts(report: StatusReport) -> RenderableType:
+def _facts(report: msg.StatusReport) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
