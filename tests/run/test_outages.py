@@ -22,7 +22,7 @@ from thinwire.run.peer import Peer
 from thinwire.run.protocol import Ready
 from thinwire.settings import Settings
 from thinwire.train import train
-from thinwire.wire import LastingPipe, Pipe, memory_pair
+from thinwire.wire import LastingPipe, Link, Meter, Pipe, memory_pair
 from waiting import wait_until
 
 Make = Callable[[int, str], Proxy]
@@ -119,7 +119,7 @@ def test_a_stage_says_that_its_link_is_down() -> None:
     ours, theirs = memory_pair()
     pipes = [LastingPipe(end, no_route, 30.0) for end in (ours, theirs)]
     peer = Peer.__new__(Peer)  # it has dialed nobody yet
-    peer._progress, peer._lasting = Progress(), {1: pipes[0]}
+    peer._progress, peer._links = Progress(), {1: Link(pipes[0], Meter(), None, "cut-0", 64)}
     peer._progress.begin("waits for B0 of step 3")
     assert peer._doing() == "waits for B0 of step 3"
     pipes[1].write(b"both ends have spoken")

@@ -11,7 +11,6 @@ import platform
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from thinwire.report.human import duration, human_bytes
 from thinwire.run.admission import HostSays, Invite, saved_identity
 from thinwire.run.admission import ask as ask_host
 from thinwire.run.machine import device_name, existing_folder, free_disk, free_memory
-from thinwire.wire import Door, Identity, Route, Routes, Seen, ping, raise_descriptor_limit
+from thinwire.wire import Door, Identity, Route, Routes, Seen, ping_all, raise_descriptor_limit
 from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import measure_link
 
@@ -235,7 +234,8 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
     `known` is who this machine is if it has joined before. `listen` is where it would accept
     connections from outside, HOST:PORT; empty for nowhere.
     """
-    answers = _ping_all(invite, invite.routes(known.door_token if known else ""))
+    routes = invite.routes(known.door_token if known else "")
+    answers = ping_all(routes, invite.service("probe"))
     refusals = [str(answer) for answer in answers.values() if isinstance(answer, AdmissionError)]
     if refusals:
         yield Finding("blocks", f"the host refuses this invite: {refusals[0]}", "", _NEW_INVITE)
@@ -256,19 +256,6 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
     else:
         run = f"run {invite.run_name!r} ({invite.run_id})"
         yield fine(f"invite to {run}, for {duration(left)} more")
-
-
-def _ping_all(invite: Invite, routes: tuple[Route, ...]) -> dict[Route, Seen | WireError]:
-    """What each way answered, or why it did not; best first."""
-
-    def outcome(route: Route) -> Seen | WireError:
-        try:
-            return ping(route, invite.service("probe"))
-        except WireError as error:
-            return error
-
-    with ThreadPoolExecutor(len(routes)) as pool:
-        return dict(zip(routes, pool.map(outcome, routes), strict=True))
 
 
 def _check_route(route: Route, answer: Seen | WireError, is_reached: bool) -> Finding:

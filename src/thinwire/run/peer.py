@@ -151,7 +151,6 @@ class Peer:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.hear = self._inbox.put
         self._links: dict[int, Link] = {}  # by the neighbouring stage
-        self._lasting: dict[int, LastingPipe] = {}  # what these go over, if they may be down
         self._logged: dict[int, LoggedPipe] = {}  # by cut: where the other end may be replaced
         self._relinks: dict[int, Relink | None] = {}  # by cut: the latest that counts
         self._down_since = 0.0  # of the connection to the stage below
@@ -306,22 +305,21 @@ class Peer:
 
     def _open(self, worker: Linkable, neighbour: int, connect: Connect) -> Pipe:
         """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
-        cut, key = min(self.stage, neighbour), connect.seats[neighbour]
+        cut, key, feeds = min(self.stage, neighbour), connect.seats[neighbour], connect.follower
         again = connect.links[cut] if connect.links else 0
         name = stream_name("cut", cut, self.order.generation, again)
-        if feeds := connect.follower:
-            name = f"{name}.f{feeds}"
+        name = f"{name}.f{feeds}" if feeds else name
         outage, limit = worker.settings.link.outage, worker.max_payload() + 64
         listener, at_doors = self._listener, f"{connect.run}/{name}.{connect.word}"
         routes = Routes(at_doors, connect.reach) if connect.reach else None
 
-        def dial_below(timeout: float) -> Pipe:
-            return dial(routes or connect.below, name, self.identity, key, timeout, limit)
-
-        def accept_above(timeout: float) -> Pipe:
+        def connected(timeout: float) -> Pipe:
+            if neighbour < self.stage:
+                return dial(routes or connect.below, name, self.identity, key, timeout, limit)
             assert listener is not None, "it is opened where there is a stage above elsewhere"
             return listener.accept(name, timeout, key, is_replaceable=True)
 
+        told: tuple[Callable[..., None], ...] = ()
         if neighbour > self.stage:  # it dials, and so knows best when there is a connection
             for standby in self._standbys.get(bool(feeds), ()):
                 on_daemon_thread("thinwire close", standby.close)
@@ -329,18 +327,10 @@ class Peer:
             self._standbys[bool(feeds)] = [
                 Standby(at_doors, route, listener.take) for route in connect.wait
             ]
-            first = accept_above(JOIN_SECONDS)
-            pipe = LastingPipe(first, accept_above, outage) if outage else None
-        else:
-            first = dial_below(JOIN_SECONDS)
-            told = () if feeds else (self._on_down, self._on_up)
-            pipe = LastingPipe(first, dial_below, outage, *told) if outage else None
-            self._routes = self._routes if feeds else routes
-        if pipe is None:
-            return first
-        if not feeds:
-            self._lasting[neighbour] = pipe
-        return pipe
+        elif not feeds:
+            told, self._routes = (self._on_down, self._on_up), routes
+        first = connected(JOIN_SECONDS)
+        return LastingPipe(first, connected, outage, *told) if outage else first
 
     def _on_down(self, reason: str) -> None:
         """The connection to the stage below is lost."""
@@ -459,8 +449,8 @@ class Peer:
         has_log = True
         while True:
             try:
-                around = (self._lasting.get(self.stage + side) for side in (-1, 1))
-                trips = [pipe.round_trip() if pipe else 0.0 for pipe in around]
+                around = (self._links.get(self.stage + side) for side in (-1, 1))
+                trips = [link.pipe.round_trip() if link else 0.0 for link in around]
                 self.say(Pulse(self._progress.begun, self._doing(), *trips))
                 troubles = [logged.state.log.trouble for logged in [*self._logged.values()]]
                 if has_log and any(troubles):
@@ -472,7 +462,7 @@ class Peer:
 
     def _doing(self) -> str:
         """What this stage is doing, and which of its links are down."""
-        down = {stage: pipe.down_for() for stage, pipe in [*self._lasting.items()]}
+        down = {stage: link.pipe.down_for() for stage, link in [*self._links.items()]}
         links = [f"link to stage {s} is down for {t:.0f} s" for s, t in down.items() if t]
         return self._progress.doing + (f" ({', '.join(links)})" if links else "")
 

@@ -113,12 +113,6 @@ class TokenIds(NamedTuple):
             return packed
         return packed + np.packbits(self.learned_BT).tobytes() + _COUNT.pack(self.learned_count)
 
-    @staticmethod
-    def size(shape: tuple[int, int], dtype: np.dtype, targets: int) -> int:
-        """Bytes of `pack`, where so many targets have a bit each."""
-        bits = (targets + 7) // 8 + _COUNT.size if targets else 0
-        return shape[0] * shape[1] * dtype.itemsize + bits
-
     @classmethod
     def unpack(
         cls, payload: memoryview, shape: tuple[int, int], dtype: np.dtype, targets: int
@@ -232,7 +226,8 @@ class FetchedCorpus(FarCorpus):
         self._asked: set[At] = set()  # here, or on their way
         self._answers: dict[At, TokenIds] = {}
         self._failure: WireError | None = None
-        self._bytes = TokenIds.size(self._shape, self._type, self._targets)
+        learned = (np.zeros(self._targets, bool), 0) if self._targets else ()
+        self._bytes = len(TokenIds(np.zeros(self._shape), *learned).pack(self._type))
         most = AHEAD_BYTES // max(1, self._bytes)
         self._ahead = max(1, min(STEPS_AHEAD * self._microbatches, most))
         self._link = Link(pipe, self.meter, None, "token ids", self._bytes)

@@ -25,7 +25,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +32,6 @@ import msgspec
 import safetensors
 from safetensors.torch import save_file
 
-from thinwire.background import on_daemon_thread
 from thinwire.engine.checkpoint import (
     MANIFEST,
     SEAL,
@@ -61,6 +59,7 @@ from thinwire.settings import Settings
 from thinwire.typed import learn_types
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.door import Allowance
+from thinwire.wire.frame import BytesLike
 
 PIECE_BYTES = 256 << 10
 MOST_SAID = 8 << 20  # bytes of a message; that of a seat lists the tensors of its files
@@ -115,7 +114,8 @@ class _CheckedManifest(msgspec.Struct):
     settings: dict[str, dict[str, Any]]
 
 
-_WORDS = msgspec.json.Decoder(Want | Refusal | SeatFiles)
+Word = Want | Refusal | SeatFiles
+_WORDS = msgspec.json.Decoder(Word)
 learn_types(_CheckedManifest)
 
 
@@ -123,10 +123,9 @@ class Talk:
     """Words and pieces over a pipe, one after the other; what arrives is checked, all is billed."""
 
     def __init__(self, pipe: Pipe, meter: Meter | None = None):
-        self._pipe = pipe
-        self.meter = meter or Meter()
+        self._pipe, self.meter = pipe, meter or Meter()
 
-    def say(self, word: Want | Refusal | SeatFiles) -> None:
+    def say(self, word: Word) -> None:
         """Send a word."""
         self.send(Frame(FrameKind.CONTROL, payload=msgspec.json.encode(word)))
 
@@ -137,14 +136,9 @@ class Talk:
         self.meter.count_sent(frame.kind, memoryview(frame.payload).nbytes)
         self._pipe.write(message)
 
-    def hear(self, timeout: float | None = None) -> Want | Refusal | SeatFiles | Frame | None:
+    def hear(self, timeout: float | None = None) -> Word | Frame | None:
         """The next word or piece; None if the other end closed, WireError if nothing comes."""
-        reading = on_daemon_thread("thinwire pieces", self._pipe.read)
-        try:
-            raw = reading.result(timeout)
-        except futures.TimeoutError:
-            on_daemon_thread("thinwire close", self._pipe.close)  # which ends that thread too
-            raise WireError(f"the other end said nothing for {timeout:g} s") from None
+        raw = self._pipe.read_within(timeout)
         if raw is None:
             return None
         try:
@@ -218,9 +212,7 @@ def take(
     A wrong hash is sent again once; then, or when the disk is full, or the other end refuses,
     CheckpointError says so. WireError: the connection is lost, and `part` holds what has come.
     """
-    if not re.match(_SHA256, want.sha256):
-        raise CheckpointError(f"{printable(want.sha256, 80)!r} is no sha256 of a file")
-    reason = ""
+    found = ""
     for _ in ("first", "second"):
         try:
             _complete(talk, want, part, progress, silence)
@@ -232,8 +224,9 @@ def take(
         if found == want.sha256:
             return
         part.unlink()
-        reason = f"it arrived with the hash {found[:12]} instead of {want.sha256[:12]}"
-    raise CheckpointError(f"{reason}, twice")
+    raise CheckpointError(
+        f"it arrived with the hash {found[:12]} instead of {want.sha256[:12]}, twice"
+    )
 
 
 def _complete(
@@ -241,12 +234,10 @@ def _complete(
 ) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("ab") as file:
-        have = file.seek(0, 2)
-        have = 0 if have > want.bytes else have
+        have = file.tell() if file.tell() <= want.bytes else 0
         if have < want.bytes:
             have -= have % PIECE_BYTES
         file.truncate(have)
-        file.seek(have)
         rest, free = want.bytes - have, shutil.disk_usage(part.parent).free
         if rest and rest + SPARE_BYTES > free:
             raise CheckpointError(
@@ -254,7 +245,7 @@ def _complete(
                 f"{SPARE_BYTES >> 20} MiB are to stay free. Free some space"
             )
         progress(have)
-        if have < want.bytes:
+        if rest:
             talk.say(msgspec.structs.replace(want, offset=have))
         while have < want.bytes:
             piece = _next_piece(talk, want, have, silence)
@@ -264,18 +255,22 @@ def _complete(
     flush(part)
 
 
-def _next_piece(talk: Talk, want: Want, have: int, silence: float) -> memoryview:
+def _next_piece(talk: Talk, want: Want, have: int, silence: float) -> BytesLike:
     heard = talk.hear(silence)
     if heard is None:
         raise WireError("the other end closed the connection in the middle of a file")
     if isinstance(heard, Refusal):
-        raise CheckpointError(f"the other end does not send it: {printable(heard.reason, 500)}")
+        raise _refused(heard)
     if not isinstance(heard, Frame) or heard.step != have // PIECE_BYTES:
         raise BreachError("the other end sent another piece than the one that was due")
-    piece, due = memoryview(heard.payload), min(PIECE_BYTES, want.bytes - have)
-    if piece.nbytes != due:
-        raise BreachError(f"the other end sent a piece of {piece.nbytes} bytes, not {due}")
-    return piece
+    size, due = len(heard.payload), min(PIECE_BYTES, want.bytes - have)
+    if size != due:
+        raise BreachError(f"the other end sent a piece of {size} bytes, not {due}")
+    return heard.payload
+
+
+def _refused(word: Refusal) -> CheckpointError:
+    return CheckpointError(f"the other end does not send it: {printable(word.reason, 500)}")
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -621,7 +616,6 @@ def fetch_seat(
     limit: int,
     plugins: Collection[str] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
-    meter: Meter | None = None,
 ) -> Path:
     """Fetch what stages need of the host's checkpoint; returns a folder to resume from.
 
@@ -630,14 +624,13 @@ def fetch_seat(
     others is refused, for they are code. `progress` gets the bytes that are here, and in all. What
     was fetched before a lost connection (WireError) is used the next time.
     """
-    talk = Talk(pipe, meter)
+    talk = Talk(pipe)
     try:
         heard = talk.hear()
         if heard is None:
             raise WireError("the host closed the connection before it said what this seat needs")
         if isinstance(heard, Refusal):
-            reason = printable(heard.reason, 500)
-            raise CheckpointError(f"the host does not give out the checkpoint: {reason}")
+            raise _refused(heard)
         if not isinstance(heard, SeatFiles):
             raise BreachError("the host sent something else than what this seat needs")
         shards = _checked_manifest(heard.manifest, plugins)
@@ -647,11 +640,8 @@ def fetch_seat(
                 f"the host offers {size:,} bytes as the state of stage {which}, which takes at "
                 f"most {limit:,} with the settings of this run: nothing of it is fetched"
             )
-        folder = checkpoints_folder(run_folder)
-        first = min(stages)
-        return _fetch_files(
-            talk, heard.manifest, shards, folder, first, lambda n: progress(n, size)
-        )
+        folder, tell = checkpoints_folder(run_folder), lambda done: progress(done, size)
+        return _fetch_files(talk, heard.manifest, shards, folder, min(stages), tell)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint cannot be kept in {run_folder}: {error}. Free some space, or choose "

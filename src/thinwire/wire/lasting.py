@@ -11,7 +11,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
 from enum import IntEnum
 
 from thinwire.background import on_daemon_thread
@@ -112,7 +111,6 @@ class LastingPipe(Pipe):
             connection.close(grace)
 
     def down_for(self) -> float:
-        """Seconds since the last connection was lost; 0 while there is one, or after the end."""
         with self._changed:
             is_down = self.outages and not self._connection and not self._stopped
             return time.monotonic() - self._down_since if is_down else 0.0
@@ -197,10 +195,7 @@ class LastingPipe(Pipe):
     def _agree(self, connection: Pipe) -> None:
         """Both ends say what they have; from there they go on, on this connection."""
         connection.write(HEAD.pack(LastingKind.OPEN, self._received) + self._session)
-        try:
-            raw = on_daemon_thread("thinwire greeting", connection.read).result(_ATTEMPT_S)
-        except futures.TimeoutError:
-            raw = None
+        raw = connection.read_within(_ATTEMPT_S)
         if raw is None:
             raise WireError("the other end did not say how many messages it has")
         (kind, count), other = head_of(raw), bytes(raw[LASTING_BYTES:])

@@ -17,7 +17,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent import futures
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -507,10 +506,7 @@ class LoggedPipe(Pipe):
         """
         if check is None:
             self._say_position(pipe)
-        try:
-            raw = on_daemon_thread("thinwire position", pipe.read).result(_ANSWER_S)
-        except futures.TimeoutError:
-            raw = None
+        raw = pipe.read_within(_ANSWER_S)
         if raw is None or len(raw) > MOST_SAID:
             raise WireError("the other end did not say where it stands")
         try:
@@ -528,6 +524,14 @@ class LoggedPipe(Pipe):
         with self._changed:
             mine = self.state.position()
         pipe.write(msgspec.msgpack.encode(mine))
+
+    def round_trip(self) -> float:
+        pipe = self._pipe
+        return pipe.round_trip() if pipe else 0.0
+
+    def down_for(self) -> float:
+        pipe = self._pipe
+        return pipe.down_for() if pipe else 0.0
 
     def trim(self, step: int) -> None:
         """A state of this step is safe everywhere: earlier frames are needed no more."""

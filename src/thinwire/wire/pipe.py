@@ -3,8 +3,10 @@
 import collections
 import threading
 from abc import ABC, abstractmethod
+from concurrent import futures
 from typing import Any
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
 from thinwire.wire.frame import BytesLike
 
@@ -33,6 +35,13 @@ class Pipe(ABC):
     def read(self) -> BytesLike | None:
         """Wait for the next message; None once either end closed in good order."""
 
+    def read_within(self, seconds: float | None) -> BytesLike | None:
+        """The same with an end. After a WireError because of that, close it: a thread reads on."""
+        try:
+            return on_daemon_thread("thinwire reading", self.read).result(seconds)
+        except futures.TimeoutError:
+            raise WireError(f"the other end said nothing for {seconds:g} s") from None
+
     @abstractmethod
     def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
         """End both directions; messages already written still reach the other end.
@@ -42,6 +51,10 @@ class Pipe(ABC):
 
     def round_trip(self) -> float:
         """Seconds to the other end of its connection and back, at the moment; 0: not known."""
+        return 0.0
+
+    def down_for(self) -> float:
+        """Seconds since its last connection was lost; 0 while there is one, or after the end."""
         return 0.0
 
 

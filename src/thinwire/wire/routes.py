@@ -118,6 +118,19 @@ def ping(route: Route, name: str, timeout: float = ROUTE_S) -> Seen:
     return Seen(address, ahead, (end - begin) / 2)
 
 
+def ping_all(routes: Sequence[Route], name: str) -> dict[Route, Seen | WireError]:
+    """What each door answers to a ping, or why it does not; all are asked at once."""
+
+    def outcome(route: Route) -> Seen | WireError:
+        try:
+            return ping(route, name)
+        except WireError as error:
+            return error
+
+    with futures.ThreadPoolExecutor(len(routes) or 1) as pool:
+        return dict(zip(routes, pool.map(outcome, routes), strict=True))
+
+
 class Standby:
     """The acceptor's end at a door elsewhere: waits there, and has who calls served by `take`.
 
