@@ -43,15 +43,12 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 class ControlSocket:
-    """Answers requests in a folder until it is closed; handlers run on threads of its own."""
+    """Answers requests in a folder that this process has claimed, until it is closed; handlers run
+    on threads of its own.
+    """
 
     def __init__(self, folder: Path, handlers: Mapping[str, Handler]):
         self.path = folder / FILE
-        if is_alive(folder):
-            raise ConfigError(
-                f"another process is at work in {folder}: wait for it, stop it, or choose another "
-                "folder"
-            )
 
         class Caller(socketserver.StreamRequestHandler):
             timeout = _REQUEST_S

@@ -451,7 +451,7 @@ class Peer:
             try:
                 around = (self._links.get(self.stage + side) for side in (-1, 1))
                 trips = [link.pipe.round_trip() if link else 0.0 for link in around]
-                self.say(Pulse(self._progress.begun, self._doing(), *trips))
+                self.say(Pulse(self._progress.begun, self._progress.doing, *trips))
                 troubles = [logged.state.log.trouble for logged in [*self._logged.values()]]
                 if has_log and any(troubles):
                     has_log = False
@@ -459,12 +459,6 @@ class Peer:
             except WireError:
                 return
             time.sleep(pulse_seconds(patience))
-
-    def _doing(self) -> str:
-        """What this stage is doing, and which of its links are down."""
-        down = {stage: link.pipe.down_for() for stage, link in [*self._links.items()]}
-        links = [f"link to stage {s} is down for {t:.0f} s" for s, t in down.items() if t]
-        return self._progress.doing + (f" ({', '.join(links)})" if links else "")
 
     def _obey(self, worker: Worker, may_leave: threading.Event) -> None:
         """Hear what the coordinator says while the stage trains."""

@@ -110,11 +110,6 @@ class LastingPipe(Pipe):
         if connection := self._end(WireError("the pipe is closed")):
             connection.close(grace)
 
-    def down_for(self) -> float:
-        with self._changed:
-            is_down = self.outages and not self._connection and not self._stopped
-            return time.monotonic() - self._down_since if is_down else 0.0
-
     def round_trip(self) -> float:
         connection = self._connection
         return connection.round_trip() if connection else 0.0

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -44,51 +45,35 @@ _LAST_WORD_S = 2.0
 
 MAX_HELLO = 1 << 16
 SLOWEST_MBPS = 1e-3  # below it no run ends
+_option = partial(option, scope="machine")
 
 
 @dataclass(frozen=True)
 class LinkConfig:
     """The network between stages: its emulated rates, and where stages listen."""
 
-    mbps_up: float = option(
-        80.0,
-        "uplink rate of each host in Mbit/s; 0 = unlimited",
-        least=SLOWEST_MBPS,
-        auto=0,
-        scope="machine",
+    mbps_up: float = _option(
+        80.0, "uplink rate of each host in Mbit/s; 0 = unlimited", least=SLOWEST_MBPS, auto=0
     )
-    mbps_down: float = option(
-        80.0,
-        "downlink rate of each host in Mbit/s; 0 = unlimited",
-        least=SLOWEST_MBPS,
-        auto=0,
-        scope="machine",
+    mbps_down: float = _option(
+        80.0, "downlink rate of each host in Mbit/s; 0 = unlimited", least=SLOWEST_MBPS, auto=0
     )
-    latency_ms: float = option(
-        25.0, "one-way delay of each link in milliseconds", least=0, scope="machine"
+    latency_ms: float = _option(25.0, "one-way delay of each link in milliseconds", least=0)
+    jitter_ms: float = _option(
+        0.0, "maximum extra random delay of a message in milliseconds", least=0
     )
-    jitter_ms: float = option(
-        0.0,
-        "maximum extra random delay of a message in milliseconds",
-        least=0,
-        scope="machine",
-    )
-    emulate: bool = option(
-        True, "emulate these rates and delays; false = no delays", scope="machine"
-    )
-    listen: str = option("127.0.0.1", "address on which stages accept links", scope="machine")
-    outage: float = option(
+    emulate: bool = _option(True, "emulate these rates and delays; false = no delays")
+    listen: str = _option("127.0.0.1", "address on which stages accept links")
+    outage: float = _option(
         60.0,
         "seconds for which a link may be down before the run ends; 0 = end it at the first loss",
         least=0,
-        scope="machine",
     )
-    shard_share: float = option(
+    shard_share: float = _option(
         0.25,
         "share of a peer's uplink that checkpoints may take on their way to the host",
         above=0,
         most=1,
-        scope="machine",
     )
 
     def nic(self, seed: int = 0) -> Nic | None:
@@ -190,7 +175,7 @@ class Link:
         self,
         on_frame: Callable[[Frame], None],
         on_broken: Callable[[WireError], None],
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         """Begin to move frames; all callbacks run on the link's threads.
 

@@ -529,10 +529,6 @@ class LoggedPipe(Pipe):
         pipe = self._pipe
         return pipe.round_trip() if pipe else 0.0
 
-    def down_for(self) -> float:
-        pipe = self._pipe
-        return pipe.down_for() if pipe else 0.0
-
     def trim(self, step: int) -> None:
         """A state of this step is safe everywhere: earlier frames are needed no more."""
         with self._changed:

@@ -53,10 +53,6 @@ class Pipe(ABC):
         """Seconds to the other end of its connection and back, at the moment; 0: not known."""
         return 0.0
 
-    def down_for(self) -> float:
-        """Seconds since its last connection was lost; 0 while there is one, or after the end."""
-        return 0.0
-
 
 class _MemoryPipe(Pipe):
     """One end: a bound keeps a fast writer from filling memory, and closing wakes who waits."""
