@@ -30,6 +30,7 @@ from typing import Any
 from thinwire.data import DataConfig, prepare
 from thinwire.data.chat import TEMPLATES
 from thinwire.engine.checkpoint import checkpoints_folder
+from thinwire.engine.reports import ShardWritten
 from thinwire.engine.shard_check import most_shard_bytes
 from thinwire.errors import (
     AdmissionError,
@@ -439,7 +440,6 @@ class JoinedPeer:
     def run(self) -> str:
         """Take part until the run is over or this peer leaves; returns why, in a sentence."""
         self._begin(self._keep_in_touch)
-        self._begin(self._shards.keep_room)
         try:
             with heeding(self._on_signal):
                 while not self._is_over:
@@ -553,6 +553,8 @@ class JoinedPeer:
         """Pass on what a stage says; on any thread."""
         if holding in self._holdings:
             self._say(message, stage, holding.generation)
+        if isinstance(message, ShardWritten):
+            self._shards.remove_spare()
 
     # What happens
 

@@ -17,6 +17,7 @@ right hash counts. Two kinds of files travel so:
   again.
 """
 
+import collections
 import contextlib
 import json
 import os
@@ -68,7 +69,6 @@ SILENCE_S = 120.0  # without a piece, after which the connection is given up
 LEAST_MBPS = 4 * PIECE_BYTES / SILENCE_S * 8e-6  # slower would be taken for silence
 REDIAL_S = (1.0, 30.0)  # the first and the longest pause between two attempts
 KEPT_SHARDS = 4  # that a member keeps for a host which asks for none of them
-LOOK_S = 2.0  # between two looks for more
 _SHA256 = r"\A[0-9a-f]{64}\Z"
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -185,19 +185,17 @@ def give(talk: Talk, want: Want, path: Path, rate: Allowance | None = None) -> N
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size != want.bytes or want.offset > size or want.offset % PIECE_BYTES:
-                talk.say(Refusal(f"{name} has {size} bytes"))
-                return
+                raise OSError(0, f"it has {size} bytes")
             for offset in range(file.seek(want.offset), size, PIECE_BYTES):
                 piece = file.read(PIECE_BYTES)
                 if len(piece) != min(PIECE_BYTES, size - offset):
-                    talk.say(Refusal(f"{name} was changed meanwhile"))
-                    return
+                    raise OSError(0, "it was changed meanwhile")
                 if rate is not None:
                     time.sleep(rate.book(len(piece), time.monotonic()))
                 number = offset // PIECE_BYTES
                 talk.send(Frame(FrameKind.PIECE, want.stage, number, payload=piece))
     except OSError as error:
-        talk.say(Refusal(f"{name} cannot be read: {error.strerror or type(error).__name__}"))
+        talk.say(Refusal(f"{name} cannot be had: {error.strerror}"))
 
 
 def take(
@@ -497,7 +495,7 @@ class ShardSender:
         self._run_folder, self._rate = run_folder, rate
         self._closed = threading.Event()
         self._pipe: Pipe | None = None
-        self._wanted = self._wanted_before = -1  # steps
+        self._wanted: collections.deque[int] = collections.deque(maxlen=2)  # steps, the last
 
     def keep_serving(self, connect: Callable[[], Pipe]) -> None:
         """Serve one connection after the other until `close`; on a thread of its own."""
@@ -524,31 +522,22 @@ class ShardSender:
         if self._pipe is not None:
             self._pipe.close(0)
 
-    def keep_room(self) -> None:
-        """Look until `close` for shards beyond what this disk is for; on a thread of its own."""
-        while not self._closed.wait(LOOK_S):
-            self.remove_spare()
-
     def remove_spare(self) -> None:
         """Remove what no host needs: all shards but the newest few, and those that travel."""
+        wanted = {partial_folder(self._run_folder, step) for step in self._wanted}
         with contextlib.suppress(OSError):  # one has just been removed: look again later
-            found = sorted(self._folders(), key=lambda folder: folder.stat().st_mtime_ns)
-            self._remove(found[:-KEPT_SHARDS])
+            found = checkpoints_folder(self._run_folder).glob(f".partial-step-{8 * '[0-9]'}")
+            by_age = sorted(found, key=lambda folder: folder.stat().st_mtime_ns)
+            # The host chooses the newest: it will ask for nothing older than what it wants now.
+            older = {f for f in by_age for step in [*self._wanted][-1:] if int(f.name[-8:]) < step}
+            for folder in ({*by_age[:-KEPT_SHARDS]} | older) - wanted:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _find(self, want: Want) -> Path:
-        if want.step != self._wanted:
-            self._wanted, self._wanted_before = want.step, self._wanted
-            # The host chooses the newest: it will ask for nothing older than what it wants now.
-            self._remove([f for f in self._folders() if int(f.name[-8:]) < want.step])
+        if want.step not in [*self._wanted][-1:]:
+            self._wanted.append(want.step)
+            self.remove_spare()
         return _shard_file(self._run_folder, want.step, want.stage)
-
-    def _folders(self) -> list[Path]:
-        return list(checkpoints_folder(self._run_folder).glob(f".partial-step-{8 * '[0-9]'}"))
-
-    def _remove(self, folders: list[Path]) -> None:
-        wanted = (self._wanted, self._wanted_before)
-        for folder in {*folders} - {partial_folder(self._run_folder, step) for step in wanted}:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 class SeatServer:
