@@ -193,9 +193,9 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
 def _identity(folder: Path, invite: Invite, name: str) -> Identity:
     try:
         return identity_in(folder, invite.to_service("enrol"), invite, name)
-    except AdmissionError:
-        raise
     except WireError as error:
+        if isinstance(error, AdmissionError):
+            raise
         raise WireError(
             f"cannot reach the host of run {invite.run_name!r}: {error}; `thinwire doctor` with "
             "the same invite looks for the cause"
@@ -428,7 +428,6 @@ class JoinedPeer:
         self._due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         place.admit("")
         self._channel: Channel | None = None
-        self._begun = 0  # pieces of preparing, for pulses
         self._is_leaving = self._is_over = False
         self._farewell = ""
         self._lost_at: float | None = None  # since when the host cannot be reached
@@ -643,7 +642,6 @@ class JoinedPeer:
         with contextlib.suppress(OSError):
             text = to_toml(holding.settings.relaxed(), holding.settings)
             (self._place.folder / CONFIG).write_text(text)
-        self._begun = 0
         if not self._serves_shards:  # from here on: before, another process may be this peer
             self._serves_shards = True
             dial_store = partial(self._dial, store_name(self.identity.name))
@@ -681,10 +679,8 @@ class JoinedPeer:
     def _on_progress(self, held: Holding, what: str, done: int, total: int) -> None:
         if held in self._holdings:
             self._display.progress(what, done, total, "B")
-            self._begun += 1
-            pulse = Pulse(self._begun, f"{what}: {done:,} of {total:,} bytes")
             for stage in held.stages:
-                self._say_of(held, stage, pulse)
+                self._say_of(held, stage, Pulse(done, f"{what}: {done:,} of {total:,} bytes"))
 
     def _on_prepared(self, held: Holding, result: Order | ThinwireError) -> None:
         if held not in self._holdings:

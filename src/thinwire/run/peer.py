@@ -170,14 +170,10 @@ class Peer:
         settings = Settings.from_plain(self.order.settings)
         threading.Thread(target=self._pulse, args=(settings.run.patience,), daemon=True).start()
         self._progress.begin("builds its layers")
-        assignment = Assignment(
-            settings=settings,
-            stage=self.stage,
-            corpus=Path(self.order.corpus),
-            run_folder=Path(self.order.run_folder),
-            resume=Path(self.order.resume) if self.order.resume else None,
-            began=self.order.began if self._is_new else None,
-        )
+        corpus, run_folder = Path(self.order.corpus), Path(self.order.run_folder)
+        resume = Path(self.order.resume) if self.order.resume else None
+        began = self.order.began if self._is_new else None
+        assignment = Assignment(settings, self.stage, corpus, run_folder, resume, began)
         worker = Worker(assignment, self._progress, self._far_corpus(settings))
         self._link(worker, self._introduce(worker))
         may_leave = threading.Event()
@@ -260,17 +256,9 @@ class Peer:
             trace = "".join(traceback.format_exception(error)[-_TRACE_PARTS:])
         lost = [stage for stage, link in self._links.items() if link.other_end_lost]
         at_fault = [stage for stage, link in self._links.items() if link.other_end_at_fault]
+        accused, convicted = [*{*lost, *accuses}] if is_wire else [], [*{*at_fault, *convicts}]
         with suppress(ThinwireError):  # whoever started this sees the exit code and the log
-            self.say(
-                Failed(
-                    kind=type(error).__name__,
-                    known=known,
-                    error=told,
-                    trace=trace,
-                    accuses=[*{*lost, *accuses}] if is_wire else [],
-                    convicts=[*{*at_fault, *convicts}],
-                )
-            )
+            self.say(Failed(type(error).__name__, known, told, trace, accused, convicted))
 
     def _far_corpus(self, settings: Settings) -> FetchedCorpus | None:
         """The corpus on the coordinator's machine, where there is none on this one."""
@@ -470,9 +458,8 @@ class Peer:
                     for logged in self._logged.values():
                         logged.trim(step)
                     with self._saying:  # the stage has reported all that came before
-                        said = [one for one in self._unsaid if getattr(one, "step", step) < step]
-                        for report in said:
-                            self._unsaid.remove(report)
+                        due = [one for one in self._unsaid if getattr(one, "step", step) >= step]
+                        self._unsaid = collections.deque(due, MOST_UNSAID)
                     if self._audit is not None:
                         self._say(self._audit.standing())
                 case Await(cut) if cut in self._logged:

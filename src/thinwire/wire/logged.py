@@ -251,11 +251,8 @@ class LinkState:
 
     def position(self) -> Position:
         """Where this end stands."""
-        received = [
-            (step, kind, count)
-            for (step, kind), count in self._received.items()
-            if step >= self.start or step == GOODBYE
-        ]
+        counts = [(*which, count) for which, count in self._received.items()]
+        received = [one for one in counts if one[0] >= self.start or one[0] == GOODBYE]
         return Position(self.start, self.log.latest, received, self.decided, self.stops)
 
     def check_reach(self, theirs: Position) -> None:
@@ -310,17 +307,8 @@ def witness_of(message: BytesLike) -> bytes | None:
     shape, payload = frame.shape, frame.payload
     if frame.kind not in _TENSORS or _chance.random() * _WHOLE_ONE_IN >= 1:
         shape, payload = (), digest(payload)
-    return encode(
-        Frame(
-            FrameKind.WITNESS,
-            sender=frame.kind,
-            step=frame.step,
-            microbatch=frame.microbatch,
-            codec=frame.codec,
-            shape=shape,
-            payload=payload,
-        )
-    )
+    place = (frame.step, frame.microbatch, 0, 0)  # of no version
+    return encode(Frame(FrameKind.WITNESS, frame.kind, *place, frame.codec, shape, payload))
 
 
 def digest(payload: BytesLike) -> bytes:
@@ -386,11 +374,12 @@ class LoggedPipe(Pipe):
                 pipe = self._pipe
             if pipe is None:
                 return None
+            message: BytesLike | None = None
             failure: WireError | None = None
             try:
                 message = pipe.read()
             except WireError as error:
-                message, failure = None, error
+                failure = error
             with self._changed:
                 if message is not None:
                     if pipe is not self._pipe or self._is_witness(message):
@@ -403,9 +392,9 @@ class LoggedPipe(Pipe):
                     return None
                 if self.state.follows:
                     raise failure or WireError("the other end feeds this follower no more")
+                if failure is not None and not self._awaits:
+                    raise failure
                 if not self._awaits:
-                    if failure is not None:
-                        raise failure
                     return None
                 self._pipe = None
 
@@ -439,16 +428,9 @@ class LoggedPipe(Pipe):
 
         WireError where the log does not reach back to its state, or the new one is lost too.
         """
+        entries: list[Entry] = []
         with self._writing:
-            with self._changed:
-                self._coming = pipe
-            theirs = self._exchange(pipe)
-            with self._changed:
-                if self._coming is not pipe:
-                    raise WireError("whoever was to take the place is lost too")
-                entries = self.state.go_on(theirs)
-                self._pipe, self._coming, self._awaits = pipe, None, False
-                self._changed.notify_all()
+            self._meet(pipe, False, lambda theirs: entries.extend(self.state.go_on(theirs)))
             for entry in entries:
                 message = self.state.log.read(entry)
                 self._count(FrameKind(kind_and_step(message)[0]), len(message) - HEADER_BYTES)
@@ -464,13 +446,18 @@ class LoggedPipe(Pipe):
 
         Whoever feeds it may be replaced too: what it has read it does not get again.
         """
+        self._meet(pipe, True, lambda theirs: None)
+
+    def _meet(self, pipe: Pipe, awaits: bool, agree: Callable[[Position], None]) -> None:
+        """Both ends say where they stand, and this pipe counts from then on."""
         with self._changed:
             self._coming = pipe
-        self._exchange(pipe)
+        theirs = self._exchange(pipe)
         with self._changed:
             if self._coming is not pipe:
-                raise WireError("whoever was to feed this follower is lost too")
-            self._pipe, self._coming, self._awaits = pipe, None, True
+                raise WireError("whoever was to come is lost too")
+            agree(theirs)
+            self._pipe, self._coming, self._awaits = pipe, None, awaits
             self._changed.notify_all()
 
     def feed(self, pipe: Pipe, is_audited: bool = False) -> None:
