@@ -403,7 +403,7 @@ def test_pings_of_what_is_no_door_say_so(service: Service) -> None:
 
 
 def test_a_port_in_use_and_addresses_that_are_none(door: Door) -> None:
-    with pytest.raises(WireError, match=r"port .* is in use by another process"):
+    with pytest.raises(WireError, match=r"port .*: Address already in use"):
         Door("127.0.0.1", door.port)
     assert split_address("[::1]:80") == ("::1", 80)
     for address in ("", "host", "host:", ":80", "host:x", "host:99999"):
