@@ -71,7 +71,9 @@ def test_a_file_arrives_whole_from_where_it_stopped(
         assert pieces_sent(giver)["payload_bytes"] == size - have + have % PIECE_BYTES
 
 
-def test_a_silent_connection_keeps_what_has_come(file: MakeFile, tmp_path: Path) -> None:
+def test_a_silent_connection_keeps_what_has_come(
+    file: MakeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, want = file(3 * PIECE_BYTES)
     part = tmp_path / "part"
     here, there = memory_pair()
@@ -80,8 +82,10 @@ def test_a_silent_connection_keeps_what_has_come(file: MakeFile, tmp_path: Path)
         take(Talk(here), want, part)
     here, there = memory_pair()
     Talk(there).send(Frame(FrameKind.PIECE, payload=path.read_bytes()[:PIECE_BYTES]))
+    monkeypatch.setattr("thinwire.run.transfer.SILENCE_S", 0.2)
     with pytest.raises(WireError, match="said nothing for 0"):
-        take(Talk(here), want, part, silence=0.2)
+        take(Talk(here), want, part)
+    monkeypatch.undo()
     assert part.stat().st_size == PIECE_BYTES
     here, there = memory_pair()
     giver = serve(there, path)

@@ -42,7 +42,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads, block_on_close, request_queue_size = True, False, 128
 
 
-class ControlSocket:
+class ControlSocket(contextlib.AbstractContextManager["ControlSocket"]):
     """Answers requests in a folder that this process has claimed, until it is closed; handlers run
     on threads of its own.
     """
@@ -78,9 +78,6 @@ class ControlSocket:
         self.path.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()
-
-    def __enter__(self) -> "ControlSocket":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

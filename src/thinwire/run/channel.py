@@ -125,11 +125,6 @@ class Hearing:
         self._room[stage].acquire()
         self._queue.put((Said(stage, message), self._room[stage]))
 
-    @property
-    def waiting(self) -> int:
-        """How many wait to be heard."""
-        return self._queue.qsize()
-
     def next(self, timeout: float) -> Event:
         """The next of them, or a Tick if none comes in time."""
         try:

@@ -203,7 +203,6 @@ def take(
     want: Want,
     part: Path,
     progress: Callable[[int], None] = lambda done: None,
-    silence: float = SILENCE_S,
 ) -> None:
     """Complete `part` until it is the file that is wanted, with the right hash.
 
@@ -213,7 +212,7 @@ def take(
     found = ""
     for _ in ("first", "second"):
         try:
-            _complete(talk, want, part, progress, silence)
+            _complete(talk, want, part, progress)
             found = sha256_of(part)
         except OSError as error:
             raise CheckpointError(
@@ -227,9 +226,7 @@ def take(
     )
 
 
-def _complete(
-    talk: Talk, want: Want, part: Path, progress: Callable[[int], None], silence: float
-) -> None:
+def _complete(talk: Talk, want: Want, part: Path, progress: Callable[[int], None]) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("ab") as file:
         have = file.tell() if file.tell() <= want.bytes else 0
@@ -246,15 +243,15 @@ def _complete(
         if rest:
             talk.say(msgspec.structs.replace(want, offset=have))
         while have < want.bytes:
-            piece = _next_piece(talk, want, have, silence)
+            piece = _next_piece(talk, want, have)
             file.write(piece)
             have += len(piece)
             progress(have)
     flush(part)
 
 
-def _next_piece(talk: Talk, want: Want, have: int, silence: float) -> BytesLike:
-    heard = talk.hear(silence)
+def _next_piece(talk: Talk, want: Want, have: int) -> BytesLike:
+    heard = talk.hear(SILENCE_S)
     if heard is None:
         raise WireError("the other end closed the connection in the middle of a file")
     if isinstance(heard, Refusal):

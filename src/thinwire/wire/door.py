@@ -83,7 +83,7 @@ class Traffic:
     relayed_bytes: int
 
 
-class Door:
+class Door(contextlib.AbstractContextManager["Door"]):
     """Listens on one public port; each connection has a thread of its own."""
 
     def __init__(self, host: str, port: int, limits: Limits | None = None) -> None:
@@ -150,9 +150,6 @@ class Door:
         with self._lock:
             self._is_closed = True
         self._hang_up(lambda caller: True)
-
-    def __enter__(self) -> "Door":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

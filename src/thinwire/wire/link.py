@@ -160,7 +160,7 @@ class Link:
         self._spans: collections.deque[Span] = collections.deque(maxlen=MAX_SPANS)
         self._outgoing: queue.SimpleQueue[Frame | Callable[[], Frame] | None] = queue.SimpleQueue()
         self._state = threading.Condition()
-        self._unsent = 0  # handed to `send`, and not yet to the transport
+        self.unsent = 0  # handed to `send`, and not yet to the transport
         self._unpacked = 0  # ... and without a place on the uplink
         self._leaving: collections.deque[float] = collections.deque()  # when they leave the uplink
         self._started = False
@@ -183,8 +183,6 @@ class Link:
         WireError says that the frame is not what was agreed: then `on_broken` gets a BreachError.
         `on_end` is called when the other end said goodbye.
         """
-        if self._started:
-            raise WireError(f"link {self.name} is already started")
         self._started = True
         self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
         if self._nic is not None:
@@ -202,11 +200,6 @@ class Link:
             if reason := self._why_stopped():
                 raise WireError(f"link {self.name} takes no more frames: {reason}")
             self._queue(item)
-
-    @property
-    def unsent(self) -> int:
-        """Frames that the transport has not taken yet."""
-        return self._unsent
 
     def wait_for_room(self, frames: int) -> None:
         """Wait until fewer than `frames` frames are still to leave, or the link is lost.
@@ -240,7 +233,7 @@ class Link:
                 self._queue(Frame(FrameKind.BYE))
             self._closing = True
             self._state.wait_for(
-                lambda: not self._started or not self._unsent or self._lost(), timeout
+                lambda: not self._started or not self.unsent or self._lost(), timeout
             )
         self._stop_threads()
         self.pipe.close(None if timeout is None else CLOSE_GRACE_S)
@@ -262,7 +255,7 @@ class Link:
         return [self._spans.popleft() for _ in range(len(self._spans))]
 
     def _queue(self, item: Frame | Callable[[], Frame]) -> None:
-        self._unsent += 1
+        self.unsent += 1
         self._unpacked += 1
         self._outgoing.put(item)
 
@@ -276,7 +269,7 @@ class Link:
                 return
             if not self.pipe.keep(message):
                 with self._state:
-                    self._unsent -= 1
+                    self.unsent -= 1
                     self._unpacked -= 1
                     self._state.notify_all()
                 continue
@@ -300,7 +293,7 @@ class Link:
         """Frames that the transport has not got, or whose time on the uplink is not over."""
         while self._leaving and self._leaving[0] <= time.monotonic():
             self._leaving.popleft()
-        return max(self._unsent, self._unpacked + len(self._leaving))
+        return max(self.unsent, self._unpacked + len(self._leaving))
 
     def _write(self, message: bytes) -> None:
         try:
@@ -311,7 +304,7 @@ class Link:
             self._break(str(error), error)
             return
         with self._state:
-            self._unsent -= 1
+            self.unsent -= 1
             self._state.notify_all()
 
     def _read_loop(self) -> None:

@@ -16,6 +16,7 @@ service of the host, which is any name but that of a link, shows after the proof
 public key and a signature: RUN is the beginning of that key's fingerprint.
 """
 
+import contextlib
 import hashlib
 import hmac
 import re
@@ -131,7 +132,7 @@ def ping_all(routes: Sequence[Route], name: str) -> dict[Route, Seen | WireError
         return dict(zip(routes, pool.map(outcome, routes), strict=True))
 
 
-class Standby:
+class Standby(contextlib.AbstractContextManager["Standby"]):
     """The acceptor's end at a door elsewhere: waits there, and has who calls served by `take`.
 
     `ready` connections wait at a time. While the door is away it comes back by itself, with
@@ -162,9 +163,6 @@ class Standby:
             self._is_over.set()
             for connection in self._waiting:
                 hang_up(connection)
-
-    def __enter__(self) -> "Standby":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -57,7 +57,7 @@ class Stream(Pipe):
         self, connection: socket.socket, deadline: float, listening: ssl.SSLContext | None = None
     ) -> None:
         self.public = ""
-        self._deadline: float | None = deadline
+        self.deadline: float | None = deadline  # until it is open
         self._silence_s, self._limit = SILENCE_S, _GREETING_BYTES
         self._in_tls = threading.Lock()  # Python's TLS is not for two threads at once
         self._reading, self._writing = threading.Lock(), threading.Lock()
@@ -82,14 +82,9 @@ class Stream(Pipe):
         if not self._tls.server_side:
             self.public = shown_key(self._tls.getpeercert(binary_form=True))
 
-    @property
-    def is_stranger(self) -> bool:
-        """Whether it is not open yet."""
-        return self._deadline is not None
-
     def opened(self, limit: int, silence_s: float) -> None:
         """Both ends are known: from now on messages may have `limit` bytes, and silence counts."""
-        self._limit, self._deadline, self._silence_s = limit, None, silence_s
+        self._limit, self.deadline, self._silence_s = limit, None, silence_s
 
     def write(self, message: BytesLike) -> None:
         if not len(message):
@@ -206,8 +201,8 @@ class Stream(Pipe):
 
     def _wait(self, awaited: int) -> None:
         seconds = None
-        if self._deadline is not None:
-            seconds = max(0.0, self._deadline - time.monotonic())
+        if self.deadline is not None:
+            seconds = max(0.0, self.deadline - time.monotonic())
         elif awaited == select.POLLIN:
             seconds = self._silence_s
         poll = select.poll()
@@ -375,7 +370,7 @@ class Listener:
             stream = Stream(connection, time.monotonic() + HANDSHAKE_S, self._context)
             stream.comes_from = comes_from
             with self._lock:
-                strangers = sum(other.is_stranger for other in self._streams)
+                strangers = sum(other.deadline is not None for other in self._streams)
                 if self._is_closed or strangers >= MOST_STRANGERS:
                     return
                 self._streams.add(stream)
