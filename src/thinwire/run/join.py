@@ -563,7 +563,7 @@ class JoinedPeer:
             for held in self._holdings:
                 if held.generation == generation and stage in held.stages and held.here is not None:
                     with contextlib.suppress(ThinwireError):  # its exit shows by itself
-                        held.here.tell(stage, message)
+                        held.here.channel.send(message, stage)
             return
         match message:
             case Hold():

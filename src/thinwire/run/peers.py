@@ -222,10 +222,6 @@ class StagesHere:
         with contextlib.suppress(WireError):  # it has died: its exit code says how
             self.channel.send(order)
 
-    def tell(self, stage: int, message: ToStage) -> None:
-        """Send a message to a stage."""
-        self.channel.send(message, stage)
-
     def _hear(self, said: Envelope) -> None:
         if said.stage not in self.stages:
             raise WireError(f"a message of stage {said.stage} came from stages {self.stages}")
@@ -328,7 +324,7 @@ class LocalPeers(Peers):
 
     def tell(self, stage: int, message: ToStage) -> None:
         known = partial(dataclasses.replace, seats=self._seats)
-        self._with(stage).tell(stage, with_ways(message, known))
+        self._with(stage).channel.send(with_ways(message, known), stage)
 
     def wait_for_exits(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS

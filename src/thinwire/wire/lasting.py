@@ -70,8 +70,6 @@ class LastingPipe(Pipe):
         on_daemon_thread("thinwire lasting", lambda: self._carry(first))
 
     def write(self, message: BytesLike) -> None:
-        if not len(message):
-            raise WireError("an empty message cannot be sent")
         with self._changed:
             self._changed.wait_for(
                 lambda: self._has_room() or self._closed or self._over or self._stopped

@@ -75,7 +75,7 @@ class FrameLog:
         self._lock = threading.Lock()
         self._number, self._size, self.bytes = 0, 0, 0
         self._dropped = 0  # entries before the first that is there
-        self._step = 0  # of the latest
+        self.latest = 0  # the last step of which it has a frame
         self._from = 0  # it has all frames of this step and later ones
         self.trouble = ""
         with contextlib.suppress(OSError):
@@ -85,13 +85,13 @@ class FrameLog:
     def add(self, step: int, kind: int, message: BytesLike) -> None:
         """Keep one more; a goodbye belongs to the last step."""
         with self._lock:
-            self._step = max(step, self._step)
+            self.latest = max(step, self.latest)
             try:
                 if self.bytes + len(message) > self._limit:
                     raise OSError(f"it would be larger than {self._limit >> 20} MB")
                 self._entries.append(Entry(step, kind, *self._store(message), len(message)))
             except OSError as error:
-                self.trouble, self._from = str(error), self._step + 1
+                self.trouble, self._from = str(error), self.latest + 1
                 self._drop(lambda entry: True)
                 return
             self.bytes += len(message)
@@ -110,11 +110,6 @@ class FrameLog:
     def reaches(self, step: int) -> bool:
         """Whether it has all frames of this step and later ones."""
         return step >= self._from
-
-    @property
-    def latest(self) -> int:
-        """The last step of which it has a frame."""
-        return self._step
 
     def since(self, step: int) -> list[Entry]:
         """The frames of this step and later ones, in order; the goodbye too, if there was one."""
@@ -173,14 +168,16 @@ class Position(msgspec.Struct, frozen=True):
     stops: bool = False  # ended the run (engine/port.py numbers them)
 
 
+NOWHERE = Position(0, 0, [])
+
+
 class Lacking:
     """Which frames of a log an end lacks, by where it stands: called with each of them in order."""
 
-    def __init__(self, theirs: Position | None = None):
-        self._start = theirs.start if theirs is not None else 0
-        received = theirs.received if theirs is not None else ()
+    def __init__(self, theirs: Position = NOWHERE):
+        self._start = theirs.start
         # By step and kind, for validations are cut short, and then have fewer frames:
-        self._has = Counter({(step, kind): count for step, kind, count in received})
+        self._has = Counter({(step, kind): count for step, kind, count in theirs.received})
 
     def __call__(self, step: int, kind: int) -> bool:
         """Whether it lacks the next frame of this step and kind."""
