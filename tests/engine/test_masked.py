@@ -92,7 +92,7 @@ def test_stages_without_the_corpus_train_to_the_same_bits(
     ids = 2 * size * (context + (anchor != "none"))
     assert sent["payload_bytes"] == sent["frames"] * (ids + size * context // 8 + 4)
     for server, _ in pairs:
-        server.close()
+        server.link.close()
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_peer_tries_the_addresses_of_its_invite(tmp_path: Path) -> None:
         peer = joined_peer(tmp_path, Routes(f"{'ab' * 8}/control", routes))
         said: list[Any] = []
         peer._channel = SimpleNamespace(  # type: ignore[assignment]
-            send=lambda message, generation: said.append(message)
+            send=lambda message, *about: said.append(message)
         )
         peer._on_message(Envelope(TryDoor()))
         peer._due.get(timeout=PATIENCE)()
@@ -299,7 +299,7 @@ def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file
     said: list[tuple[Any, int]] = []
     peer = joined_peer(tmp_path, Routes("", "127.0.0.1:1"))
     peer._channel = SimpleNamespace(  # type: ignore[assignment]
-        send=lambda message, generation: said.append((message, generation))
+        send=lambda message, stage, generation: said.append((message, generation))
     )
     peer._on_message(Envelope(Hold([0], make_settings().to_plain(), False, ""), generation=4))
     peer._due.get(timeout=PATIENCE)()

@@ -198,7 +198,7 @@ def test_a_flood_of_messages_ends_with_its_own_stream() -> None:
     with contextlib.suppress(WireError):
         for sent in range(100 * AT_ONCE):
             flooding.send(LinkDown(0, "x") if sent % 2 else LinkUp(0, 0.1))
-            if heard.waiting:
+            if heard._queue.qsize():
                 heard.next(0.0)
     while lost.empty():
         heard.next(0.05)
@@ -227,9 +227,9 @@ def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end() -> None:
     total = 4 * MOST_UNHEARD
     for number in range(total):
         flooding.send(Pulse(number, "floods"))
-    wait_until(lambda: heard.waiting >= MOST_UNHEARD)
+    wait_until(lambda: heard._queue.qsize() >= MOST_UNHEARD)
     time.sleep(0.2)  # for those that must not come
-    assert heard.waiting == MOST_UNHEARD
+    assert heard._queue.qsize() == MOST_UNHEARD
     heard.note(StopAsked())
     events = [heard.next(PATIENCE) for _ in range(total + 1)]
     begun = [e.message.begun for e in events if isinstance(e, Said)]

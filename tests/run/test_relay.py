@@ -81,9 +81,9 @@ def test_what_is_no_relay_or_pass_is_refused_and_not_quoted(tmp_path: Path) -> N
         assert "short" not in str(caught.value)
     for text, reason in (
         ("host/long-enough-pass", "is written HOST:PORT/PASS"),
-        ("host:4617", "needs its pass behind a slash"),
-        ("host:4617/short", "needs its pass behind a slash"),
-        ("host:4617/long enough pass", "needs its pass behind a slash"),
+        ("host:4617", "is written HOST:PORT/PASS"),
+        ("host:4617/short", "is written HOST:PORT/PASS"),
+        ("host:4617/long enough pass", "is written HOST:PORT/PASS"),
     ):
         with pytest.raises(ConfigError, match=reason) as caught:
             Relay.parse(text)

@@ -289,9 +289,9 @@ def test_a_host_that_says_nothing_of_shards_does_not_fill_the_disk(tmp_path: Pat
     for step in range(20):
         write(tmp_path, 0, step)
         os.utime(partial_folder(tmp_path, step), ns=(step, step))
-    for step in (0, 5):
-        talk.say(Want(step, 1, "0" * 64, 1))
-        assert isinstance(talk.hear(PATIENCE), Refusal)
+        if step in (0, 5):
+            talk.say(Want(step, 1, "0" * 64, 1))
+            assert isinstance(talk.hear(PATIENCE), Refusal)
     sender.remove_spare()
     kept = [int(folder.name[-2:]) for folder in sorted(tmp_path.glob("checkpoints/.partial-*"))]
     assert kept == [0, 5, *range(20 - KEPT_SHARDS, 20)], "those it wanted, and the newest"

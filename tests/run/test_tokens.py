@@ -68,7 +68,7 @@ def test_ids_are_those_that_the_corpus_gives(
             ours, theirs = fetched.validation(number), near.validation(number)
             assert torch.equal(ours.inputs, theirs.inputs)
             assert torch.equal(ours.targets, theirs.targets)
-    far.close()
+    far.link.close()
     batches = settings.train.steps * settings.pipeline.microbatches + near.validation_count
     moved = server.meter.snapshot()
     assert moved["received"]["TOKENS"] == {
@@ -78,7 +78,7 @@ def test_ids_are_those_that_the_corpus_gives(
     assert moved["sent"]["TOKENS"]["payload_bytes"] == width * windows * (
         settings.model.context + 1
     )
-    server.close()
+    server.link.close()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_run_without_the_corpus_trains_to_the_same_bits(
     for (server, _), columns in zip(pairs, reads, strict=True):
         asked = server.meter.snapshot()["received"].get("TOKENS", {"frames": 0})["frames"]
         assert (asked > 0) == (columns != Columns(0)), "a stage that reads nothing asks for nothing"
-        server.close()
+        server.link.close()
 
 
 def test_ids_are_asked_for_before_they_are_read(make_settings: Callable, corpus: Corpus) -> None:
@@ -124,7 +124,7 @@ def test_ids_are_asked_for_before_they_are_read(make_settings: Callable, corpus:
     due = 4 * settings.pipeline.microbatches + 1
     wait_until(lambda: asked(far) >= due)  # the link's own thread counts them as they leave
     assert asked(far) == due
-    server.close()
+    server.link.close()
 
 
 def asked(far: FetchedCorpus) -> int:
@@ -143,7 +143,7 @@ def test_a_wait_for_ids_is_known_as_one(
     waits = [{label for lane, label, *_ in own if lane == "wait"} for own in spans]
     assert ["ids0" in own for own in waits] == [True, False, True]
     for server, _ in pairs:
-        server.close()
+        server.link.close()
 
 
 def test_a_validation_too_large_to_keep_is_asked_for_again(
@@ -156,16 +156,16 @@ def test_a_validation_too_large_to_keep_is_asked_for_again(
     for _ in range(2):
         for number in range(3):
             assert torch.equal(far.inputs(number), near.validation(number).inputs)
-    far.close()
+    far.link.close()
     assert server.meter.snapshot()["received"]["TOKENS"]["frames"] > 3
-    server.close()
+    server.link.close()
 
 
 def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus) -> None:
     settings = make_settings(train__steps=50)
     server, far = joined(corpus, settings, 0)
     far.inputs((0, 0))
-    server.close()
+    server.link.close()
     with pytest.raises(WireError, match=r"token ids of microbatch 2 of step 41 cannot be had: "):
         far.inputs((40, 2))
     here, far = greeted(settings)
@@ -235,4 +235,4 @@ def test_what_is_no_request_ends_the_stream(
     link.start(lambda frame: None, lambda error: gone.set())
     link.send(frame)
     assert gone.wait(PATIENCE)
-    assert server.failure is not None
+    assert server.link.other_end_at_fault

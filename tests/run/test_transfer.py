@@ -71,7 +71,9 @@ def test_a_file_arrives_whole_from_where_it_stopped(
         assert pieces_sent(giver)["payload_bytes"] == size - have + have % PIECE_BYTES
 
 
-def test_a_silent_connection_keeps_what_has_come(file: MakeFile, tmp_path: Path) -> None:
+def test_a_silent_connection_keeps_what_has_come(
+    file: MakeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, want = file(3 * PIECE_BYTES)
     part = tmp_path / "part"
     here, there = memory_pair()
@@ -80,8 +82,10 @@ def test_a_silent_connection_keeps_what_has_come(file: MakeFile, tmp_path: Path)
         take(Talk(here), want, part)
     here, there = memory_pair()
     Talk(there).send(Frame(FrameKind.PIECE, payload=path.read_bytes()[:PIECE_BYTES]))
+    monkeypatch.setattr("thinwire.run.transfer.SILENCE_S", 0.2)
     with pytest.raises(WireError, match="said nothing for 0"):
-        take(Talk(here), want, part, silence=0.2)
+        take(Talk(here), want, part)
+    monkeypatch.undo()
     assert part.stat().st_size == PIECE_BYTES
     here, there = memory_pair()
     giver = serve(there, path)
@@ -115,8 +119,6 @@ def test_a_full_disk_is_known_before_anything_is_asked(
     (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match="cannot be written to"):
         take(talk, file(1000)[1], tmp_path / "folder")
-    with pytest.raises(CheckpointError, match="is no sha256"):
-        take(talk, Want(5, 1, "../" * 21 + "x", 10), tmp_path / "part")
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ def test_after_a_failed_handshake_the_other_end_is_not_left_waiting():
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (hello(b"{not json"), "not JSON"),
-        (hello(b"\xff\xfe\xff"), "not JSON"),
-        (hello(b"[" * 30_000), "not JSON"),
+        (hello(b"{not json"), "not a JSON object"),
+        (hello(b"\xff\xfe\xff"), "not a JSON object"),
+        (hello(b"[" * 30_000), "not a JSON object"),
         (hello(b"[1, 2]"), "not a JSON object"),
         (hello(b'"' + b"x" * MAX_HELLO + b'"'), f"at most {MAX_HELLO} are accepted"),
         (encode(Frame(FrameKind.FORWARD)), "expected HELLO first, got FORWARD"),

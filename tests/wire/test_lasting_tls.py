@@ -44,7 +44,7 @@ def over_tls(listener: Listener, path: Proxy) -> tuple[LastingPipe, LastingPipe]
 
 def up_after(outages: int, *ends: LastingPipe) -> bool:
     """Whether both ends have seen so many outages, and there is none now."""
-    return all(end.outages >= outages and not end.down_for() for end in ends)
+    return all(end.outages >= outages and end._connection for end in ends)
 
 
 def test_it_outlives_lost_connections_over_tls(

@@ -224,7 +224,7 @@ def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(
     meet(below, new)
     new.wait_for(2 * MICROBATCHES)
     new.send(0)  # which the other end has
-    new.link.flush(PATIENCE)
+    new.link.flush()
     assert new.got() == frames_of(0, 1) and not new.heard.ends and not new.heard.errors
     new.link.close(PATIENCE)
     assert not new.heard.errors
@@ -246,7 +246,7 @@ def test_what_is_sent_while_nobody_is_there_is_sent_to_who_comes(
     above.wait_for(MICROBATCHES)
     die(above, its_pipe, below)
     below.send(1, 2)
-    below.link.flush(PATIENCE)
+    below.link.flush()
     new = Side(tmp_path / "new", None, start=1, nic=nic())
     below.send(3)  # may still wait for its time on the uplink
     meet(below, new)

@@ -23,7 +23,6 @@ from thinwire.wire import (
     Frame,
     FrameKind,
     Identity,
-    Keepalive,
     LastingPipe,
     Link,
     Listener,
@@ -35,7 +34,7 @@ from thinwire.wire import (
 )
 from waiting import PATIENCE, wait_until
 
-HASTY = Keepalive(every_s=0.1, timeout_s=2.9)
+HASTY = 3.0
 Connect = Callable[[str], tuple[Pipe, Pipe]]
 
 # Another process: dials (or listens, and is dialed), echoes every frame, and never closes.
@@ -44,11 +43,11 @@ OTHER = """
     from thinwire.wire import *
     order = json.loads(sys.stdin.readline())
     identity = Identity(**order["identity"])
-    keepalive = Keepalive(*order["keepalive"])
+    silence = order["silence"]
     if "address" in order:
-        pipe = dial(order["address"], "peer", identity, order["whom"], 30, 1 << 25, keepalive)
+        pipe = dial(order["address"], "peer", identity, order["whom"], 30, 1 << 25, silence)
     else:
-        listener = Listener(identity, "127.0.0.1", 0, 1 << 25, keepalive)
+        listener = Listener(identity, "127.0.0.1", 0, 1 << 25, silence)
         print(listener.address, flush=True)
         pipe = listener.accept("coordinator", 30)
     link = Link(pipe, Meter(), None, "echo", 1 << 24)
@@ -58,9 +57,9 @@ OTHER = """
 
 
 def call(address: str, name: str = "peer", who: Identity = PEER, timeout: float = PATIENCE,
-         whom: str = HOST.fingerprint, keepalive: Keepalive = HOURLY,
+         whom: str = HOST.fingerprint, silence: float = HOURLY,
          tries_again: bool = True) -> Pipe:  # fmt: skip
-    return dial(address, name, who, whom, timeout, MAX_MESSAGE, keepalive, tries_again)
+    return dial(address, name, who, whom, timeout, MAX_MESSAGE, silence, tries_again)
 
 
 def refusal(address: str, *others: object, **named: object) -> WireError:
@@ -85,15 +84,15 @@ def spawn() -> Iterator[Callable[..., tuple[subprocess.Popen, Pipe]]]:
     """Start the other process, and join it; it is killed at the end."""
     held = contextlib.ExitStack()
 
-    def spawn(we: str, keepalive: Keepalive, wait: bool = True) -> tuple[subprocess.Popen, Pipe]:
+    def spawn(we: str, silence: float, wait: bool = True) -> tuple[subprocess.Popen, Pipe]:
         order = {
             "identity": {"name": "peer", "key_pem": PEER.key_pem},
-            "keepalive": [keepalive.every_s, keepalive.timeout_s],
+            "silence": silence,
             "wait": wait,
             "whom": HOST.fingerprint,
         }
         if we == "listen":
-            listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, keepalive)
+            listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, silence)
             held.callback(listener.close)
             order["address"] = listener.address
         process = subprocess.Popen(
@@ -110,7 +109,7 @@ def spawn() -> Iterator[Callable[..., tuple[subprocess.Popen, Pipe]]]:
         if we == "listen":
             return process, listener.accept("peer", PATIENCE)
         address = process.stdout.readline().strip()
-        return process, call(address, "coordinator", HOST, PATIENCE, PEER.fingerprint, keepalive)
+        return process, call(address, "coordinator", HOST, PATIENCE, PEER.fingerprint, silence)
 
     yield spawn
     held.close()
@@ -124,7 +123,7 @@ def start(pipe: Pipe) -> tuple[Link, Recorder]:
 
 
 @pytest.mark.parametrize(
-    ("we", "stop_with", "keepalive"),
+    ("we", "stop_with", "silence"),
     [
         ("listen", signal.SIGKILL, HOURLY),
         ("dial", signal.SIGSTOP, HASTY),
@@ -132,9 +131,9 @@ def start(pipe: Pipe) -> tuple[Link, Recorder]:
     ],
     ids=["killed", "silent listener", "silent dialer"],
 )
-def test_a_lost_process_is_noticed(spawn, we, stop_with, keepalive):
+def test_a_lost_process_is_noticed(spawn, we, stop_with, silence):
     """A killed process is noticed at once; a stopped one says no more that it is alive."""
-    process, pipe = spawn(we, keepalive)
+    process, pipe = spawn(we, silence)
     link, heard = start(pipe)
     link.send(Frame(FrameKind.FORWARD, step=5, payload=bytes(1 << 20)))
     heard.wait(lambda: heard.frames)
@@ -160,7 +159,7 @@ def test_an_end_that_does_not_read_is_alive_all_the_same():
     listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, HASTY)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, "peer", PATIENCE)
-        (link, heard) = start(call(listener.address, keepalive=HASTY))
+        (link, heard) = start(call(listener.address, silence=HASTY))
         for _ in range(20):
             link.send(Frame(FrameKind.FORWARD, payload=bytes(1 << 20)))
         time.sleep(3.5)
@@ -189,7 +188,7 @@ def test_the_round_trip_is_what_the_system_measures(listener):
 
 def test_where_nobody_can_listen_and_who_can_be_dialed(listener, tmp_path):
     port = int(listener.address.rsplit(":", 1)[1])
-    with pytest.raises(WireError, match=f"port {port} of 127.0.0.1 is in use by another process"):
+    with pytest.raises(WireError, match=f"port {port} of 127.0.0.1: Address already in use"):
         Listener(HOST, "127.0.0.1", port, MAX_MESSAGE)
     with pytest.raises(WireError, match=r"cannot listen on port 0 of 192\.0\.2\.1: .*link\.listen"):
         Listener(HOST, "192.0.2.1", 0, MAX_MESSAGE)

@@ -181,7 +181,7 @@ class Worker:
                     self._checkpoint(done, tell)
                 self.progress.begin("waits for its links to send what is queued")
                 for port in self._ports:
-                    port.link.flush(None)  # the next step's clock must not pay for this traffic
+                    port.link.flush()  # the next step's clock must not pay for this traffic
                 if stop:
                     break
             self._pause = self._next_pause(done)

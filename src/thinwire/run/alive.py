@@ -42,16 +42,13 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads, block_on_close, request_queue_size = True, False, 128
 
 
-class ControlSocket:
-    """Answers requests in a folder until it is closed; handlers run on threads of its own."""
+class ControlSocket(contextlib.AbstractContextManager["ControlSocket"]):
+    """Answers requests in a folder that this process has claimed, until it is closed; handlers run
+    on threads of its own.
+    """
 
     def __init__(self, folder: Path, handlers: Mapping[str, Handler]):
         self.path = folder / FILE
-        if is_alive(folder):
-            raise ConfigError(
-                f"another process is at work in {folder}: wait for it, stop it, or choose another "
-                "folder"
-            )
 
         class Caller(socketserver.StreamRequestHandler):
             timeout = _REQUEST_S
@@ -81,9 +78,6 @@ class ControlSocket:
         self.path.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()
-
-    def __enter__(self) -> "ControlSocket":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

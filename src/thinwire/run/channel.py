@@ -5,12 +5,12 @@ back, to a process on this machine on a pair of sockets. It carries well under a
 and step, which is metered, and no step waits for it.
 """
 
-import contextlib
+import os
 import queue
 import socket
-import struct
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from thinwire.engine.reports import Report
@@ -21,8 +21,8 @@ from thinwire.run.protocol import MOST_SAID, OF_NO_STAGE, Chosen, Envelope, Kind
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe
 from thinwire.wire.frame import BytesLike
 from thinwire.wire.pipe import CLOSE_GRACE_S
+from thinwire.wire.sockets import hang_up
 
-_LENGTH = struct.Struct("!I")
 _LONGEST = 2 * MOST_SAID
 
 
@@ -30,41 +30,26 @@ class SocketPipe(Pipe):
     """Messages over a pair of sockets, each after its length: between processes of one machine."""
 
     def __init__(self, end: socket.socket):
-        self._end = end
+        self._end, self._messages = end, Connection(os.dup(end.fileno()))
         self._writing = threading.Lock()
 
     def write(self, message: BytesLike) -> None:
         try:
             with self._writing:
-                self._end.sendall(_LENGTH.pack(len(message)) + bytes(message))
+                self._messages.send_bytes(message)
         except OSError as error:
             raise WireError(f"the process at the other end is gone: {error}") from None
 
     def read(self) -> bytes | None:
-        head = self._exactly(_LENGTH.size)
-        if head is None:
+        try:
+            return self._messages.recv_bytes(_LONGEST)
+        except (EOFError, OSError):  # closed here meanwhile, or reset
             return None
-        (length,) = _LENGTH.unpack(head)
-        if length > _LONGEST:
-            raise WireError(f"a message of {length} bytes came, at most {_LONGEST} are agreed")
-        return self._exactly(length)
 
     def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
-        with contextlib.suppress(OSError):
-            self._end.shutdown(socket.SHUT_RDWR)  # what was written can still be read
+        hang_up(self._end)  # what was written can still be read
         self._end.close()
-
-    def _exactly(self, count: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < count:
-            try:
-                part = self._end.recv(count - len(parts))
-            except OSError:
-                part = b""  # closed here meanwhile, or reset
-            if not part:
-                return None
-            parts += part
-        return bytes(parts)
+        self._messages.close()
 
 
 class Channel:
@@ -139,11 +124,6 @@ class Hearing:
             self._pace[stage].count()
         self._room[stage].acquire()
         self._queue.put((Said(stage, message), self._room[stage]))
-
-    @property
-    def waiting(self) -> int:
-        """How many wait to be heard."""
-        return self._queue.qsize()
 
     def next(self, timeout: float) -> Event:
         """The next of them, or a Tick if none comes in time."""

@@ -11,7 +11,6 @@ import platform
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from thinwire.report.human import duration, human_bytes
 from thinwire.run.admission import HostSays, Invite, saved_identity
 from thinwire.run.admission import ask as ask_host
 from thinwire.run.machine import device_name, existing_folder, free_disk, free_memory
-from thinwire.wire import Door, Identity, Route, Routes, Seen, ping, raise_descriptor_limit
+from thinwire.wire import Door, Identity, Route, Routes, Seen, ping_all, raise_descriptor_limit
 from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import measure_link
 
@@ -70,8 +69,7 @@ class Findings:
 
     def to_plain(self) -> dict[str, Any]:
         """For programs."""
-        numbered = enumerate(self.all, 1)
-        findings = [{"number": number, **vars(finding)} for number, finding in numbered]
+        findings = [{"number": n, **vars(finding)} for n, finding in enumerate(self.all, 1)]
         return {"blocked": self.is_blocked, "findings": findings}
 
     def text(self) -> str:
@@ -235,7 +233,8 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
     `known` is who this machine is if it has joined before. `listen` is where it would accept
     connections from outside, HOST:PORT; empty for nowhere.
     """
-    answers = _ping_all(invite, invite.routes(known.door_token if known else ""))
+    routes = invite.routes(known.door_token if known else "")
+    answers = ping_all(routes, invite.service("probe"))
     refusals = [str(answer) for answer in answers.values() if isinstance(answer, AdmissionError)]
     if refusals:
         yield Finding("blocks", f"the host refuses this invite: {refusals[0]}", "", _NEW_INVITE)
@@ -254,21 +253,11 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
         trouble = "It lets in nobody new. A machine that joined with it before can join again."
         yield Finding("note", f"the invite expired {duration(-left)} ago", trouble, _NEW_INVITE)
     else:
-        run = f"run {invite.run_name!r} ({invite.run_id})"
-        yield fine(f"invite to {run}, for {duration(left)} more")
+        yield fine(f"invite to {_run(invite)}, for {duration(left)} more")
 
 
-def _ping_all(invite: Invite, routes: tuple[Route, ...]) -> dict[Route, Seen | WireError]:
-    """What each way answered, or why it did not; best first."""
-
-    def outcome(route: Route) -> Seen | WireError:
-        try:
-            return ping(route, invite.service("probe"))
-        except WireError as error:
-            return error
-
-    with ThreadPoolExecutor(len(routes)) as pool:
-        return dict(zip(routes, pool.map(outcome, routes), strict=True))
+def _run(invite: Invite) -> str:
+    return f"run {invite.run_name!r} ({invite.run_id})"
 
 
 def _check_route(route: Route, answer: Seen | WireError, is_reached: bool) -> Finding:
@@ -337,14 +326,11 @@ def _check_host(
                 yield Finding("note", what, trouble, "choose another --listen")
         try:
             says = ask_host(Routes(invite.service("enrol"), ways), invite, key_pem, address)
-        except AdmissionError as error:
-            what = f"the host cannot be trusted: {error}"
-            yield Finding("blocks", what, "Joining will fail.", _NEW_INVITE)
-            return
         except WireError as error:
-            what = f"the host does not enrol peers: {error}"
-            fix = "ask the host whether `thinwire host` is running, and try again"
-            yield Finding("blocks", what, "Joining will fail.", fix)
+            trouble, fix = "does not enrol peers", "ask the host whether `thinwire host` is running"
+            if isinstance(error, AdmissionError):
+                trouble, fix = "cannot be trusted", _NEW_INVITE
+            yield Finding("blocks", f"the host {trouble}: {error}", "Joining will fail.", fix)
             return
     yield from check_answer(invite, says, address)
 
@@ -354,8 +340,7 @@ def check_answer(invite: Invite, says: HostSays, door: str) -> Iterator[Finding]
     if says.refused:
         yield Finding("blocks", f"the host refuses this invite: {says.refused}", "", _NEW_INVITE)
     else:
-        run = f"run {invite.run_name!r} ({invite.run_id})"
-        yield fine(f"the host of {run} would let this machine in")
+        yield fine(f"the host of {_run(invite)} would let this machine in")
     if says.version != thinwire.__version__:
         what = f"thinwire {thinwire.__version__} here, {says.version} at the host"
         trouble = "Both ends of a link must compute and pack alike."

@@ -30,6 +30,7 @@ from typing import Any
 from thinwire.data import DataConfig, prepare
 from thinwire.data.chat import TEMPLATES
 from thinwire.engine.checkpoint import checkpoints_folder
+from thinwire.engine.reports import ShardWritten
 from thinwire.engine.state import most_shard_bytes
 from thinwire.errors import (
     AdmissionError,
@@ -91,10 +92,11 @@ from thinwire.wire import (
     Identity,
     LastingPipe,
     Pipe,
-    Route,
     Routes,
+    Seen,
     dial,
     ping,
+    ping_all,
     raise_descriptor_limit,
 )
 from thinwire.wire.door import Allowance
@@ -174,14 +176,15 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
         display.phase("join", f"run {invite.run_name!r}, of which this machine keeps {folder}")
         identity = _identity(folder, invite, options.name)
         display.phase("join", f"enrolled as {identity.name}")
-        host = invite.to_service("control", identity.door_token)
-        routes = host.routes
-        listen = options.listen
+        host, listen = invite.to_service("control", identity.door_token), options.listen
         with Door(*split_address(listen)) if listen else contextlib.nullcontext() as door:
-            addresses = _addresses(door, listen, _seen(routes, invite))
-            admit = partial(_admit, door, invite.run_id, identity.door_token)
-            place = Whereabouts(folder, host, *addresses, admit)
-            machine = _measured(options.terms.device, folder, routes, invite.run_id, display)
+
+            def admit(links: str) -> None:  # beside the host, which knows this peer's own token
+                if door is not None:
+                    door.admit(invite.run_id, identity.door_token, *([links] if links else []))
+
+            place = Whereabouts(folder, host, *_addresses(door, listen, _seen(host)), admit)
+            machine = _measured(options.terms.device, folder, host, invite.run_id, display)
             joined = JoinedPeer(place, identity, options.terms, machine, display)
             with ControlSocket(folder, member_handlers(joined, invite)):
                 return joined.run()
@@ -190,33 +193,26 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
 def _identity(folder: Path, invite: Invite, name: str) -> Identity:
     try:
         return identity_in(folder, invite.to_service("enrol"), invite, name)
-    except AdmissionError:
-        raise
     except WireError as error:
+        if isinstance(error, AdmissionError):
+            raise
         raise WireError(
             f"cannot reach the host of run {invite.run_name!r}: {error}; `thinwire doctor` with "
             "the same invite looks for the cause"
         ) from None
 
 
-def _admit(door: Door | None, run: str, own: str, links: str) -> None:
-    """Admit the host, which knows this peer's own token, and the peers of a generation."""
-    if door is not None:
-        door.admit(run, own, *([links] if links else []))
-
-
-def _seen(routes: tuple[Route, ...], invite: Invite) -> str:
+def _seen(host: Routes) -> str:
     """As which host others see this machine; empty where no way leads there at the moment.
 
     An AdmissionError says that this peer was removed from the run.
     """
-    for route in routes:
+    for route in host.routes:
         try:
-            return split_address(ping(route, invite.service("control")).address)[0]
-        except AdmissionError:
-            raise
-        except WireError:
-            continue
+            return split_address(ping(route, host.name).address)[0]
+        except WireError as error:
+            if isinstance(error, AdmissionError):
+                raise
     return ""
 
 
@@ -231,19 +227,13 @@ def _addresses(door: Door | None, listen: str, seen: str) -> tuple[str, str]:
     return address_text("127.0.0.1", door.port), outside
 
 
-def _measured(
-    device: str, folder: Path, routes: tuple[Route, ...], run_id: str, display: Display
-) -> Machine:
+def _measured(device: str, folder: Path, host: Routes, run_id: str, display: Display) -> Machine:
     """What this machine can give; a way to the host that cannot be measured now is left open."""
     machine = measure_machine(device, folder)
     try:
-        link = measure_link(routes, run_id, LINK_SECONDS)
-        machine = dataclasses.replace(
-            machine,
-            mbps_up=link.mbps_up,
-            mbps_down=link.mbps_down,
-            latency_ms=link.round_trip_s / 2 * 1e3,
-        )
+        link = measure_link(host.routes, run_id, LINK_SECONDS)
+        up, down, latency_ms = link.mbps_up, link.mbps_down, link.round_trip_s / 2 * 1e3
+        machine = dataclasses.replace(machine, mbps_up=up, mbps_down=down, latency_ms=latency_ms)
     except WireError as error:
         display.note(str(error))
     display.phase("join", f"this machine: {machine.describe()}")
@@ -264,22 +254,25 @@ def own_settings(asked_plain: dict[str, Any], terms: Terms, free_bytes: int) -> 
             f"the settings of the run cannot be read here ({error}): install the version of "
             "thinwire that the host has"
         ) from None
-    unknown = sorted(set(asked.codec.plugins) - set(terms.plugins))
-    if unknown:
+    if unknown := sorted(set(asked.codec.plugins) - set(terms.plugins)):
         raise ConfigError(
             f"the run uses plugins, which are code: {', '.join(unknown)}. If you trust them, "
             "install them here and join with --allow-plugin NAME for each"
         )
     threads = terms.threads or asked.run.threads or machine_cores()
-    run = dataclasses.replace(asked.run, out="runs", device=terms.device, threads=threads)
-    link = dataclasses.replace(asked.link, emulate=False, listen="127.0.0.1")
     memory = max(1, min(asked.codec.memory_mb, free_bytes // 8 >> 20))
-    codec = dataclasses.replace(asked.codec, memory_mb=memory)
-    data = dataclasses.replace(asked.data, path=_text(terms.data), valid_path="")
     start = "of the host" if asked.train.init_from else ""  # its weights come as a checkpoint
-    train = dataclasses.replace(asked.train, init_from=start)
-    own = dataclasses.replace(asked, run=run, link=link, codec=codec, data=data, train=train)
-    return own.resolved()
+    own: dict[str, dict[str, Any]] = {
+        "run": {"out": "runs", "device": terms.device, "threads": threads},
+        "link": {"emulate": False, "listen": "127.0.0.1"},
+        "codec": {"memory_mb": memory},
+        "data": {"path": _text(terms.data), "valid_path": ""},
+        "train": {"init_from": start},
+    }
+    sections: dict[str, Any] = {
+        key: dataclasses.replace(getattr(asked, key), **values) for key, values in own.items()
+    }
+    return dataclasses.replace(asked, **sections).resolved()
 
 
 def own_data(asked: dict[str, Any], settings: Settings, terms: Terms) -> DataConfig:
@@ -308,6 +301,10 @@ def _text(path: Path | None) -> str:
     return str(path) if path else ""
 
 
+Say = Callable[[str, int, int], None]
+"""Told what is under way, and of how many bytes so many are here."""
+
+
 class Holding:
     """Stages of one generation on this machine, from the word to hold them to the process's end."""
 
@@ -332,11 +329,7 @@ class Holding:
         return None if self.here is None else self.here.process.poll()
 
     def prepare(
-        self,
-        dial_host: Callable[[str], Pipe],
-        identity: Identity,
-        host: Routes,
-        say: Callable[[str, int, int], None],
+        self, dial_host: Callable[[str], Pipe], identity: Identity, host: Routes, say: Say
     ) -> Order:
         """Have all that the stages need on this machine; takes time, and may be given up."""
         corpus = self._own_corpus(say)
@@ -367,19 +360,18 @@ class Holding:
         self,
         order: Order,
         on_said: Callable[[int, Any], None],
-        on_lost: Callable[[ThinwireError], None],
         on_exit: Callable[[list[int], int], None],
     ) -> None:
-        """Have the process be these stages."""
+        """Have the process be these stages; that it cannot be heard any more its exit says."""
         assert self._process is not None, "it has begun"
-        self.here = StagesHere(order, self._process, on_said, on_lost, on_exit)
+        self.here = StagesHere(order, self._process, on_said, lambda error: None, on_exit)
 
     def stop(self) -> None:
         """End the process at once, if there is one."""
         if self._process is not None:
             self._process.end()
 
-    def _own_corpus(self, say: Callable[[str, int, int], None]) -> Path | None:
+    def _own_corpus(self, say: Say) -> Path | None:
         """The folder of the corpus, if it is here and the one that the run is trained on."""
         settings = self.settings
         if self._terms.data is None:
@@ -394,11 +386,11 @@ class Holding:
             )
         return data.folder.resolve()
 
-    def _fetch(
-        self, dial_host: Callable[[str], Pipe], say: Callable[[str, int, int], None]
-    ) -> Path:
+    def _fetch(self, dial_host: Callable[[str], Pipe], say: Say) -> Path:
         """Fetch the stages' part of the checkpoint; a lost connection is opened again."""
-        moved_at = time.monotonic()
+        name = stream_name("state", self.stages[0], self.generation, self.hold.again)
+        most = STATE_MARGIN * sum(most_shard_bytes(self.settings, stage) for stage in self.stages)
+        plugins, moved_at = self._terms.plugins, time.monotonic()
 
         def tell(done: int, total: int) -> None:
             nonlocal moved_at
@@ -407,21 +399,11 @@ class Holding:
 
         while True:
             try:
-                return fetch_seat(
-                    dial_host(
-                        stream_name("state", self.stages[0], self.generation, self.hold.again)
-                    ),
-                    self.stages,
-                    self.run_folder,
-                    STATE_MARGIN
-                    * sum(most_shard_bytes(self.settings, stage) for stage in self.stages),
-                    self._terms.plugins,
-                    tell,
-                )
-            except AdmissionError:
-                raise
-            except WireError:
-                if time.monotonic() > moved_at + FETCH_SECONDS:
+                pipe = dial_host(name)
+                return fetch_seat(pipe, self.stages, self.run_folder, most, plugins, tell)
+            except WireError as error:
+                is_given_up = time.monotonic() > moved_at + FETCH_SECONDS
+                if is_given_up or isinstance(error, AdmissionError):
                     raise
                 time.sleep(_PAUSE_S)
 
@@ -446,7 +428,6 @@ class JoinedPeer:
         self._due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         place.admit("")
         self._channel: Channel | None = None
-        self._begun = 0  # pieces of preparing, for pulses
         self._is_leaving = self._is_over = False
         self._farewell = ""
         self._lost_at: float | None = None  # since when the host cannot be reached
@@ -458,7 +439,6 @@ class JoinedPeer:
     def run(self) -> str:
         """Take part until the run is over or this peer leaves; returns why, in a sentence."""
         self._begin(self._keep_in_touch)
-        self._begin(self._shards.keep_room)
         try:
             with heeding(self._on_signal):
                 while not self._is_over:
@@ -509,16 +489,13 @@ class JoinedPeer:
         while not self._is_over:
             session = os.urandom(SESSION_BYTES)
             try:
-                pipe = self._connect(session, DIAL_SECONDS)
+                self._attend(session, self._connect(session, DIAL_SECONDS))
             except AdmissionError as error:
                 self._due.put(partial(_fail, error))
                 return
             except WireError as error:
                 reason = f"the host cannot be reached: {error}"
                 self._due.put(partial(self._on_lost, None, reason))
-                time.sleep(_PAUSE_S / 2)
-                continue
-            self._attend(session, pipe)
             time.sleep(_PAUSE_S / 2)
 
     def _connect(self, session: bytes, timeout: float) -> Pipe:
@@ -563,17 +540,20 @@ class JoinedPeer:
         lost.wait()
         self._due.put(partial(self._on_lost, channel, LOST))
 
-    def _say(self, message: OfPeer, generation: int = 0) -> None:
-        if self._channel is not None:
+    def _say(
+        self, message: OfPeer | OfStage, stage: int = OF_NO_STAGE, generation: int = 0
+    ) -> None:
+        channel = self._channel
+        if channel is not None:
             with contextlib.suppress(ThinwireError):  # what is lost shows by itself
-                self._channel.send(message, generation=generation)
+                channel.send(message, stage, generation)
 
     def _say_of(self, holding: Holding, stage: int, message: OfStage) -> None:
         """Pass on what a stage says; on any thread."""
-        channel = self._channel
-        if channel is not None and holding in self._holdings:
-            with contextlib.suppress(ThinwireError):
-                channel.send(message, stage, holding.generation)
+        if holding in self._holdings:
+            self._say(message, stage, holding.generation)
+        if isinstance(message, ShardWritten):
+            self._shards.remove_spare()
 
     # What happens
 
@@ -583,7 +563,7 @@ class JoinedPeer:
             for held in self._holdings:
                 if held.generation == generation and stage in held.stages and held.here is not None:
                     with contextlib.suppress(ThinwireError):  # its exit shows by itself
-                        held.here.tell(stage, message)
+                        held.here.channel.send(message, stage)
             return
         match message:
             case Hold():
@@ -654,6 +634,7 @@ class JoinedPeer:
         self._let_go(generation, hold.stages)
         try:
             holding = Holding(hold, generation, self._terms, self._place.folder)
+            holding.begin()
         except ThinwireError as error:
             self._decline(generation, hold.stages, error)
             return
@@ -661,26 +642,17 @@ class JoinedPeer:
         with contextlib.suppress(OSError):
             text = to_toml(holding.settings.relaxed(), holding.settings)
             (self._place.folder / CONFIG).write_text(text)
-        self._begun = 0
         if not self._serves_shards:  # from here on: before, another process may be this peer
             self._serves_shards = True
-            name = store_name(self.identity.name)
-            self._begin(self._shards.keep_serving, lambda: self._dial(name))
+            dial_store = partial(self._dial, store_name(self.identity.name))
+            self._begin(self._shards.keep_serving, dial_store)
         self._place.admit(hold.links)
         counts = [len(blocks) for blocks in holding.settings.split()]
         blocks = sum(counts[stage] for stage in hold.stages)
         which = f"stage {hold.stages[0]}" if len(hold.stages) == 1 else f"stages {hold.stages}"
-        stands_by = "stands by for " if hold.follows else ""
-        self._display.phase(
-            "seat",
-            f"{stands_by}{which} of {len(counts)} ({blocks} block{'s' if blocks > 1 else ''}), "
-            f"epoch {generation}",
-        )
-        try:
-            holding.begin()
-        except ThinwireError as error:
-            self._decline(generation, hold.stages, error)
-            return
+        which = f"{'stands by for ' if hold.follows else ''}{which} of {len(counts)}"
+        size = f"{blocks} block{'s' if blocks > 1 else ''}"
+        self._display.phase("seat", f"{which} ({size}), epoch {generation}")
         self._begin(self._prepare, holding)
 
     def _prepare(self, holding: Holding) -> None:
@@ -707,10 +679,8 @@ class JoinedPeer:
     def _on_progress(self, held: Holding, what: str, done: int, total: int) -> None:
         if held in self._holdings:
             self._display.progress(what, done, total, "B")
-            self._begun += 1
-            pulse = Pulse(self._begun, f"{what}: {done:,} of {total:,} bytes")
             for stage in held.stages:
-                self._say_of(held, stage, pulse)
+                self._say_of(held, stage, Pulse(done, f"{what}: {done:,} of {total:,} bytes"))
 
     def _on_prepared(self, held: Holding, result: Order | ThinwireError) -> None:
         if held not in self._holdings:
@@ -727,7 +697,6 @@ class JoinedPeer:
         held.start(
             result,
             partial(self._say_of, held),
-            lambda error: None,  # its exit says more
             lambda stages, code: self._due.put(partial(self._on_exit, held, stages, code)),
         )
 
@@ -736,7 +705,7 @@ class JoinedPeer:
             f"this machine cannot hold its stage: {error}. Mend that, then end this command "
             "(Ctrl-C) and join again"
         )
-        self._say(Declined(outward(error), stages), generation)
+        self._say(Declined(outward(error), stages), generation=generation)
         self._let_go(generation, stages)
 
     def _on_exit(self, held: Holding, stages: list[int], code: int) -> None:
@@ -745,10 +714,10 @@ class JoinedPeer:
         if not any(one.is_running for one in self._holdings):
             self._pace.mbps = 0  # nothing else needs the uplink now
         if code:
-            said = held.here.process.last_lines().splitlines()[-1].lstrip(" |")
-            which = ", ".join(map(str, held.stages))
-            log = held.here.process.log.parent
-            self._display.note(f"the process of stage {which} ended: {said}\nits log is in {log}")
+            process, which = held.here.process, ", ".join(map(str, held.stages))
+            said = process.last_lines().splitlines()[-1].lstrip(" |")
+            where = f"its log is in {process.log.parent}"
+            self._display.note(f"the process of stage {which} ended: {said}\n{where}")
         for stage in stages:
             self._say_of(held, stage, Ended.by(code, SEE_LOG if code else ""))
 
@@ -770,33 +739,28 @@ class JoinedPeer:
 
     def _try_door(self) -> None:
         """On a thread of its own: look by which addresses this machine reaches the host."""
-        way, answers = self._place.host, {}
-        for route in way.routes:
-            if route.kind == "direct":
-                try:
-                    ping(route, way.name)
-                    answers[route.address] = ""
-                except WireError as error:
-                    answers[route.address] = str(error)
+        way = self._place.host
+        found = ping_all([route for route in way.routes if route.kind == "direct"], way.name)
+        answers = {
+            route.address: "" if isinstance(seen, Seen) else str(seen)
+            for route, seen in found.items()
+        }
         self._due.put(partial(self._say, Tried(answers)))
 
     def _leave(self) -> None:
         self._is_leaving = True
         self._say(Leaving())
         codes = [held.exit_code for held in self._holdings]
-        if not codes or self._channel is None or self._lost_at is not None:
+        is_running = any(held.is_running for held in self._holdings)
+        has_finished = bool(codes) and all(code == 0 for code in codes)
+        is_away = self._channel is None or self._lost_at is not None
+        if is_away or not (is_running or has_finished):
             self._end("left the run", in_order=True)
-        elif not any(codes) and None not in codes:
-            self._display.note(
-                "leaving as soon as the host has this machine's part of the last checkpoint; "
-                "press Ctrl-C again to leave now"
-            )
-        elif not any(held.is_running for held in self._holdings):
-            self._end("left the run", in_order=True)
-        else:
-            self._display.note(
-                "leaving after this step, with a checkpoint; press Ctrl-C again to leave now"
-            )
+            return
+        when = "after this step, with a checkpoint"
+        if has_finished:
+            when = "as soon as the host has this machine's part of the last checkpoint"
+        self._display.note(f"leaving {when}; press Ctrl-C again to leave now")
 
     def _end(self, reason: str, in_order: bool) -> None:
         if not in_order:

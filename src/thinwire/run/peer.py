@@ -151,7 +151,6 @@ class Peer:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.hear = self._inbox.put
         self._links: dict[int, Link] = {}  # by the neighbouring stage
-        self._lasting: dict[int, LastingPipe] = {}  # what these go over, if they may be down
         self._logged: dict[int, LoggedPipe] = {}  # by cut: where the other end may be replaced
         self._relinks: dict[int, Relink | None] = {}  # by cut: the latest that counts
         self._down_since = 0.0  # of the connection to the stage below
@@ -171,14 +170,10 @@ class Peer:
         settings = Settings.from_plain(self.order.settings)
         threading.Thread(target=self._pulse, args=(settings.run.patience,), daemon=True).start()
         self._progress.begin("builds its layers")
-        assignment = Assignment(
-            settings=settings,
-            stage=self.stage,
-            corpus=Path(self.order.corpus),
-            run_folder=Path(self.order.run_folder),
-            resume=Path(self.order.resume) if self.order.resume else None,
-            began=self.order.began if self._is_new else None,
-        )
+        corpus, run_folder = Path(self.order.corpus), Path(self.order.run_folder)
+        resume = Path(self.order.resume) if self.order.resume else None
+        began = self.order.began if self._is_new else None
+        assignment = Assignment(settings, self.stage, corpus, run_folder, resume, began)
         worker = Worker(assignment, self._progress, self._far_corpus(settings))
         self._link(worker, self._introduce(worker))
         may_leave = threading.Event()
@@ -261,17 +256,9 @@ class Peer:
             trace = "".join(traceback.format_exception(error)[-_TRACE_PARTS:])
         lost = [stage for stage, link in self._links.items() if link.other_end_lost]
         at_fault = [stage for stage, link in self._links.items() if link.other_end_at_fault]
+        accused, convicted = [*{*lost, *accuses}] if is_wire else [], [*{*at_fault, *convicts}]
         with suppress(ThinwireError):  # whoever started this sees the exit code and the log
-            self.say(
-                Failed(
-                    kind=type(error).__name__,
-                    known=known,
-                    error=told,
-                    trace=trace,
-                    accuses=[*{*lost, *accuses}] if is_wire else [],
-                    convicts=[*{*at_fault, *convicts}],
-                )
-            )
+            self.say(Failed(type(error).__name__, known, told, trace, accused, convicted))
 
     def _far_corpus(self, settings: Settings) -> FetchedCorpus | None:
         """The corpus on the coordinator's machine, where there is none on this one."""
@@ -306,22 +293,21 @@ class Peer:
 
     def _open(self, worker: Linkable, neighbour: int, connect: Connect) -> Pipe:
         """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
-        cut, key = min(self.stage, neighbour), connect.seats[neighbour]
+        cut, key, feeds = min(self.stage, neighbour), connect.seats[neighbour], connect.follower
         again = connect.links[cut] if connect.links else 0
         name = stream_name("cut", cut, self.order.generation, again)
-        if feeds := connect.follower:
-            name = f"{name}.f{feeds}"
+        name = f"{name}.f{feeds}" if feeds else name
         outage, limit = worker.settings.link.outage, worker.max_payload() + 64
         listener, at_doors = self._listener, f"{connect.run}/{name}.{connect.word}"
         routes = Routes(at_doors, connect.reach) if connect.reach else None
 
-        def dial_below(timeout: float) -> Pipe:
-            return dial(routes or connect.below, name, self.identity, key, timeout, limit)
-
-        def accept_above(timeout: float) -> Pipe:
+        def connected(timeout: float) -> Pipe:
+            if neighbour < self.stage:
+                return dial(routes or connect.below, name, self.identity, key, timeout, limit)
             assert listener is not None, "it is opened where there is a stage above elsewhere"
             return listener.accept(name, timeout, key, is_replaceable=True)
 
+        told: tuple[Callable[..., None], ...] = ()
         if neighbour > self.stage:  # it dials, and so knows best when there is a connection
             for standby in self._standbys.get(bool(feeds), ()):
                 on_daemon_thread("thinwire close", standby.close)
@@ -329,18 +315,10 @@ class Peer:
             self._standbys[bool(feeds)] = [
                 Standby(at_doors, route, listener.take) for route in connect.wait
             ]
-            first = accept_above(JOIN_SECONDS)
-            pipe = LastingPipe(first, accept_above, outage) if outage else None
-        else:
-            first = dial_below(JOIN_SECONDS)
-            told = () if feeds else (self._on_down, self._on_up)
-            pipe = LastingPipe(first, dial_below, outage, *told) if outage else None
-            self._routes = self._routes if feeds else routes
-        if pipe is None:
-            return first
-        if not feeds:
-            self._lasting[neighbour] = pipe
-        return pipe
+        elif not feeds:
+            told, self._routes = (self._on_down, self._on_up), routes
+        first = connected(JOIN_SECONDS)
+        return LastingPipe(first, connected, outage, *told) if outage else first
 
     def _on_down(self, reason: str) -> None:
         """The connection to the stage below is lost."""
@@ -459,9 +437,9 @@ class Peer:
         has_log = True
         while True:
             try:
-                around = (self._lasting.get(self.stage + side) for side in (-1, 1))
-                trips = [pipe.round_trip() if pipe else 0.0 for pipe in around]
-                self.say(Pulse(self._progress.begun, self._doing(), *trips))
+                around = (self._links.get(self.stage + side) for side in (-1, 1))
+                trips = [link.pipe.round_trip() if link else 0.0 for link in around]
+                self.say(Pulse(self._progress.begun, self._progress.doing, *trips))
                 troubles = [logged.state.log.trouble for logged in [*self._logged.values()]]
                 if has_log and any(troubles):
                     has_log = False
@@ -469,12 +447,6 @@ class Peer:
             except WireError:
                 return
             time.sleep(pulse_seconds(patience))
-
-    def _doing(self) -> str:
-        """What this stage is doing, and which of its links are down."""
-        down = {stage: pipe.down_for() for stage, pipe in [*self._lasting.items()]}
-        links = [f"link to stage {s} is down for {t:.0f} s" for s, t in down.items() if t]
-        return self._progress.doing + (f" ({', '.join(links)})" if links else "")
 
     def _obey(self, worker: Worker, may_leave: threading.Event) -> None:
         """Hear what the coordinator says while the stage trains."""
@@ -486,9 +458,8 @@ class Peer:
                     for logged in self._logged.values():
                         logged.trim(step)
                     with self._saying:  # the stage has reported all that came before
-                        said = [one for one in self._unsaid if getattr(one, "step", step) < step]
-                        for report in said:
-                            self._unsaid.remove(report)
+                        due = [one for one in self._unsaid if getattr(one, "step", step) >= step]
+                        self._unsaid = collections.deque(due, MOST_UNSAID)
                     if self._audit is not None:
                         self._say(self._audit.standing())
                 case Await(cut) if cut in self._logged:

@@ -211,6 +211,7 @@ class StagesHere:
     ):
         self.stages, self.process = order.stages, process
         self._on_said, self._on_lost, self._on_exit = on_said, on_lost, on_exit
+        self.is_replaced = False  # then nothing more is heard of it
         self._all_heard = threading.Event()
         self._failed: list[int] = []
         name = f"control of {process.log.stem}"
@@ -221,26 +222,25 @@ class StagesHere:
         with contextlib.suppress(WireError):  # it has died: its exit code says how
             self.channel.send(order)
 
-    def tell(self, stage: int, message: ToStage) -> None:
-        """Send a message to a stage."""
-        self.channel.send(message, stage)
-
     def _hear(self, said: Envelope) -> None:
         if said.stage not in self.stages:
             raise WireError(f"a message of stage {said.stage} came from stages {self.stages}")
         if isinstance(said.message, Failed):
             self._failed.append(said.stage)
-        self._on_said(said.stage, said.message)
+        if not self.is_replaced:
+            self._on_said(said.stage, said.message)
 
     def _lose(self, error: ThinwireError) -> None:
-        self._on_lost(error)
+        if not self.is_replaced:
+            self._on_lost(error)
         self._all_heard.set()
 
     def _await_exit(self) -> None:
         """Its last words come first: they say more than how it ended."""
         code = self.process.wait()
         self._all_heard.wait(LAST_WORDS_SECONDS)
-        self._on_exit(self._failed or self.stages, code)
+        if not self.is_replaced:
+            self._on_exit(self._failed or self.stages, code)
 
 
 def placement(settings: Settings, held: list[list[int]]) -> list[list[int]]:
@@ -271,20 +271,16 @@ class LocalPeers(Peers):
         super().__init__(stages)
         held = neighbours(stages, peers or stages)
         identities = [Identity.create(f"stage-{group[0]}") for group in held]
-        self._orders = [
-            dataclasses.replace(order, stages=group, identity=dataclasses.asdict(identity))
-            for group, identity in zip(held, identities, strict=True)
-        ]
-        self._seats = [
-            identity.fingerprint
-            for group, identity in zip(held, identities, strict=True)
-            for _ in group
-        ]
+        self._orders: list[Order] = []
+        self._seats: list[str] = []
+        for group, identity in zip(held, identities, strict=True):
+            whose = dataclasses.asdict(identity)
+            self._orders.append(dataclasses.replace(order, stages=group, identity=whose))
+            self._seats += [identity.fingerprint] * len(group)
         self._logs, self._module = run_folder / "logs", module
         is_worth_it = forks(settings.run.device) and len(held) > 1
         self._forker = Forker(module) if is_worth_it else None
         self._here: list[StagesHere] = []
-        self._replaced: set[StageProcess] = set()  # of which nothing more is heard
         self._began = began
         self._looked_at = 0.0  # when it was last seen which processes are stopped
         self._stopped: Counter[StageProcess] = Counter()  # ... and how often in a row
@@ -307,7 +303,7 @@ class LocalPeers(Peers):
     def replace(self, stages: list[int]) -> None:
         place = next(i for i, here in enumerate(self._here) if here.stages == stages)
         lost, order = self._here[place], self._orders[place]
-        self._replaced.add(lost.process)
+        lost.is_replaced = True
         lost.process.end()  # it may be frozen
         resume = str(self.saved.resolve()) if self.saved else order.resume
         order = dataclasses.replace(order, resume=resume, began=self._began)
@@ -328,7 +324,7 @@ class LocalPeers(Peers):
 
     def tell(self, stage: int, message: ToStage) -> None:
         known = partial(dataclasses.replace, seats=self._seats)
-        self._with(stage).tell(stage, with_ways(message, known))
+        self._with(stage).channel.send(with_ways(message, known), stage)
 
     def wait_for_exits(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS
@@ -352,16 +348,12 @@ class LocalPeers(Peers):
         return self._logs / f"stage-{'-'.join(map(str, order.stages))}.log"
 
     def _attended(self, order: Order, process: StageProcess) -> StagesHere:
-        def hear(stage: int, message: Any) -> None:
-            if process not in self._replaced:
-                self.said.hear(stage, message)
-
         def on_lost(error: ThinwireError) -> None:
-            for stage in order.stages if process not in self._replaced else ():
+            for stage in order.stages:
                 self.said.note(Lost(stage, str(error), isinstance(error, BreachError)))
 
         def on_exit(stages: list[int], code: int) -> None:
-            for stage in stages if process not in self._replaced else ():
+            for stage in stages:
                 self.said.note(Exited(stage, code))
 
-        return StagesHere(order, process, hear, on_lost, on_exit)
+        return StagesHere(order, process, self.said.hear, on_lost, on_exit)

@@ -39,7 +39,8 @@ from thinwire.report import EvaluationRecord, StepRecord, Timeline
 from thinwire.run.machine import Machine
 from thinwire.schedule import Costs, Links
 from thinwire.typed import Finite, learn_types
-from thinwire.wire import HEADER_BYTES, Route
+from thinwire.wire import Route
+from thinwire.wire.frame import counted
 
 MOST_SAID = 1 << 20
 """Bytes of the largest message, before it is deflated and after it is inflated."""
@@ -520,9 +521,6 @@ ToPeer = (
     | Dismiss
 )
 ToStage = Connect | Start | Await | Relink | Follow | TakeOver | Saved | Stop | Leave | Read
-FromPeer = OfPeer | OfStage
-FromCoordinator = ToPeer | ToStage
-Message = FromPeer | FromCoordinator
 
 OF_NO_STAGE = -1
 
@@ -670,20 +668,12 @@ def _expand(small: dict[str, Any]) -> dict[str, Any]:
             spans.append((lane, name[1:], origin + first * _MICRO, origin + last * _MICRO))
         report["spans"] = spans
         report["meters"] = {
-            link: {"sent": _counts(kinds), "received": {}}
+            link: {"sent": counted({kind: (n, size) for kind, n, size in kinds}), "received": {}}
             for link, kinds in report["meters"].items()
         }
     except (TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(f"its times or meters cannot be read ({type(error).__name__})") from None
     return report
-
-
-def _counts(kinds: list[tuple[str, int, int]]) -> dict[str, dict[str, int]]:
-    total = ("total", sum(n for _, n, _ in kinds), sum(size for *_, size in kinds))
-    return {
-        kind: {"frames": n, "header_bytes": n * HEADER_BYTES, "payload_bytes": size}
-        for kind, n, size in [*kinds, total]
-    }
 
 
 # What streams beside that of a peer are called

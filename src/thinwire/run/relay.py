@@ -3,6 +3,7 @@
 It is a door that serves nothing of its own and admits every run whose peers know its pass.
 """
 
+import contextlib
 import ipaddress
 import re
 import secrets
@@ -27,6 +28,7 @@ from thinwire.wire.door import LINK_MBPS
 from thinwire.wire.sockets import address_text, split_address
 
 _PASS = re.compile(r"[A-Za-z0-9_-]{8,64}")
+_PASS_MEANS = "8 to 64 letters, digits, hyphens or underscores"
 _LINE_EVERY_S = 10.0  # where lines cannot be rewritten
 _TABLE_EVERY_S = 1.0
 
@@ -44,19 +46,15 @@ class Relay:
     @classmethod
     def parse(cls, text: str) -> "Relay":
         """What follows `host --relay`; the pass is not quoted where something is wrong."""
-        address, _, password = text.strip().partition("/")
-        try:
-            split_address(address)
-        except WireError:
-            raise ConfigError(
-                "a relay is written HOST:PORT/PASS: copy the line that `thinwire relay` printed"
-            ) from None
-        if not _PASS.fullmatch(password):
-            raise ConfigError(
-                f"the relay {address} needs its pass behind a slash, 8 to 64 letters, digits, "
-                "hyphens or underscores: copy the line that `thinwire relay` printed"
-            )
-        return cls(address, password)
+        relay = cls(*text.strip().partition("/")[::2])
+        with contextlib.suppress(WireError):
+            split_address(relay.address)
+            if _PASS.fullmatch(relay.password):
+                return relay
+        raise ConfigError(
+            f"a relay is written HOST:PORT/PASS, and a pass is {_PASS_MEANS}: copy the line that "
+            "`thinwire relay` printed"
+        )
 
 
 def run_relay(listen: str, mbps: float, pass_file: Path | None, stream: TextIO) -> None:
@@ -88,9 +86,7 @@ def _password(pass_file: Path | None) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the relay's pass from {path}: {error}") from None
     if not _PASS.fullmatch(password):
-        raise ConfigError(
-            f"{path} does not hold a pass: write 8 to 64 letters, digits, hyphens or underscores"
-        )
+        raise ConfigError(f"{path} does not hold a pass: write {_PASS_MEANS}")
     return password
 
 

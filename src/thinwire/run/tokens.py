@@ -21,6 +21,7 @@ import dataclasses
 import enum
 import struct
 import threading
+from functools import partial
 from typing import Annotated, Literal, NamedTuple, TypeGuard
 
 import msgspec
@@ -113,12 +114,6 @@ class TokenIds(NamedTuple):
             return packed
         return packed + np.packbits(self.learned_BT).tobytes() + _COUNT.pack(self.learned_count)
 
-    @staticmethod
-    def size(shape: tuple[int, int], dtype: np.dtype, targets: int) -> int:
-        """Bytes of `pack`, where so many targets have a bit each."""
-        bits = (targets + 7) // 8 + _COUNT.size if targets else 0
-        return shape[0] * shape[1] * dtype.itemsize + bits
-
     @classmethod
     def unpack(
         cls, payload: memoryview, shape: tuple[int, int], dtype: np.dtype, targets: int
@@ -136,16 +131,8 @@ class TokenIds(NamedTuple):
 class TokenServer:
     """Sends one stage the token ids that it asks for."""
 
-    def __init__(
-        self,
-        pipe: Pipe,
-        data: Corpus,
-        settings: Settings,
-        meter: Meter | None = None,
-        timeout: float = _GREETING_S,
-    ):
+    def __init__(self, pipe: Pipe, data: Corpus, settings: Settings, meter: Meter | None = None):
         self.meter = meter or Meter()
-        self.failure: WireError | None = None  # why the stream broke, if it did
         self._steps, self._microbatches = settings.train.steps, settings.pipeline.microbatches
         self._type = data.train.dtype
         self._source = source = CorpusTokens(data, settings, settings.train.eval_batches)
@@ -159,13 +146,11 @@ class TokenServer:
             self._is_masked,
         )
         said = {"config_hash": settings.hash}
-        handshake(pipe, said | msgspec.structs.asdict(facts), said, timeout, self.meter)
-        self._link = Link(pipe, self.meter, None, "token ids", 0)
-        self._link.start(self._on_request, self._on_broken, self._on_end)
-
-    def close(self) -> None:
-        """End the stream: the stage is done, or gone."""
-        self._link.close()
+        handshake(pipe, said | msgspec.structs.asdict(facts), said, _GREETING_S, self.meter)
+        self.link = Link(pipe, self.meter, None, "token ids", 0)
+        # At its end the link's own thread asks for it to be closed.
+        on_end = partial(on_daemon_thread, "thinwire tokens", self.link.close)
+        self.link.start(self._on_request, lambda error: None, on_end)
 
     def _on_request(self, asked: Frame) -> None:
         columns = Columns(asked.codec & 3)
@@ -176,9 +161,9 @@ class TokenServer:
                 f"microbatch {asked.microbatch} of step {asked.step} is not in this run"
             )
         answer = self._answer(at, columns)
-        self._link.wait_for_room(_MOST_UNSENT)
+        self.link.wait_for_room(_MOST_UNSENT)
         shape, payload = answer.ids_BW.shape, answer.pack(self._type)
-        self._link.send(dataclasses.replace(asked, shape=shape, payload=payload))
+        self.link.send(dataclasses.replace(asked, shape=shape, payload=payload))
 
     def _has(self, at: At | None) -> TypeGuard[At]:
         if isinstance(at, tuple):
@@ -198,20 +183,14 @@ class TokenServer:
         of_step = None if isinstance(at, int) else self._source.learned_count(at)
         return TokenIds(ids_BW, learned_BT, of_step or int(learned_BT.sum()))
 
-    def _on_end(self) -> None:
-        on_daemon_thread("thinwire tokens", self._link.close)  # the link's own thread asks for it
-
-    def _on_broken(self, error: WireError) -> None:
-        self.failure = error
-
 
 class FetchedCorpus(FarCorpus):
     """Token ids that another machine sends as they are needed; reads wait for what is due."""
 
-    def __init__(self, pipe: Pipe, settings: Settings, stage: int, timeout: float = _GREETING_S):
+    def __init__(self, pipe: Pipe, settings: Settings, stage: int):
         self.meter = Meter()
         said = {"config_hash": settings.hash}
-        heard = handshake(pipe, said, said, timeout, self.meter)
+        heard = handshake(pipe, said, said, _GREETING_S, self.meter)
         try:
             facts = msgspec.convert(heard, Facts)
         except msgspec.ValidationError as error:
@@ -232,11 +211,12 @@ class FetchedCorpus(FarCorpus):
         self._asked: set[At] = set()  # here, or on their way
         self._answers: dict[At, TokenIds] = {}
         self._failure: WireError | None = None
-        self._bytes = TokenIds.size(self._shape, self._type, self._targets)
+        learned = (np.zeros(self._targets, bool), 0) if self._targets else ()
+        self._bytes = len(TokenIds(np.zeros(self._shape), *learned).pack(self._type))
         most = AHEAD_BYTES // max(1, self._bytes)
         self._ahead = max(1, min(STEPS_AHEAD * self._microbatches, most))
-        self._link = Link(pipe, self.meter, None, "token ids", self._bytes)
-        self._link.start(self._on_ids, self._on_broken, self._on_end)
+        self.link = Link(pipe, self.meter, None, "token ids", self._bytes)
+        self.link.start(self._on_ids, self._on_broken, self._on_end)
 
     def is_due(self, at: At) -> bool:
         with self._changed:
@@ -258,10 +238,6 @@ class FetchedCorpus(FarCorpus):
     def learned_count(self, at: tuple[int, int]) -> int | None:
         return self._obtain(at).learned_count
 
-    def close(self) -> None:
-        """Say goodbye; whoever still reads gets an error."""
-        self._link.close()
-
     def _read(self, at: At, columns: Columns) -> Tensor:
         assert columns in self._columns, f"this stage was not to read {columns!r}"
         first, wanted = self._columns.span(self._context).start, columns.span(self._context)
@@ -276,7 +252,7 @@ class FetchedCorpus(FarCorpus):
                 if ahead not in self._asked:
                     self._asked.add(ahead)
                     try:
-                        self._link.send(_request(ahead, self._columns))
+                        self.link.send(_request(ahead, self._columns))
                     except WireError as error:
                         self._failure = self._failure or error
             self._changed.wait_for(lambda: self._failure or at in self._answers)

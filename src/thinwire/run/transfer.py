@@ -17,6 +17,7 @@ right hash counts. Two kinds of files travel so:
   again.
 """
 
+import collections
 import contextlib
 import json
 import os
@@ -25,7 +26,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +33,6 @@ import msgspec
 import safetensors
 from safetensors.torch import save_file
 
-from thinwire.background import on_daemon_thread
 from thinwire.engine.checkpoint import (
     MANIFEST,
     SEAL,
@@ -61,6 +60,7 @@ from thinwire.settings import Settings
 from thinwire.typed import learn_types
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.door import Allowance
+from thinwire.wire.frame import BytesLike
 
 PIECE_BYTES = 256 << 10
 MOST_SAID = 8 << 20  # bytes of a message; that of a seat lists the tensors of its files
@@ -69,7 +69,6 @@ SILENCE_S = 120.0  # without a piece, after which the connection is given up
 LEAST_MBPS = 4 * PIECE_BYTES / SILENCE_S * 8e-6  # slower would be taken for silence
 REDIAL_S = (1.0, 30.0)  # the first and the longest pause between two attempts
 KEPT_SHARDS = 4  # that a member keeps for a host which asks for none of them
-LOOK_S = 2.0  # between two looks for more
 _SHA256 = r"\A[0-9a-f]{64}\Z"
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -115,7 +114,8 @@ class _CheckedManifest(msgspec.Struct):
     settings: dict[str, dict[str, Any]]
 
 
-_WORDS = msgspec.json.Decoder(Want | Refusal | SeatFiles)
+Word = Want | Refusal | SeatFiles
+_WORDS = msgspec.json.Decoder(Word)
 learn_types(_CheckedManifest)
 
 
@@ -123,10 +123,9 @@ class Talk:
     """Words and pieces over a pipe, one after the other; what arrives is checked, all is billed."""
 
     def __init__(self, pipe: Pipe, meter: Meter | None = None):
-        self._pipe = pipe
-        self.meter = meter or Meter()
+        self._pipe, self.meter = pipe, meter or Meter()
 
-    def say(self, word: Want | Refusal | SeatFiles) -> None:
+    def say(self, word: Word) -> None:
         """Send a word."""
         self.send(Frame(FrameKind.CONTROL, payload=msgspec.json.encode(word)))
 
@@ -137,14 +136,9 @@ class Talk:
         self.meter.count_sent(frame.kind, memoryview(frame.payload).nbytes)
         self._pipe.write(message)
 
-    def hear(self, timeout: float | None = None) -> Want | Refusal | SeatFiles | Frame | None:
+    def hear(self, timeout: float | None = None) -> Word | Frame | None:
         """The next word or piece; None if the other end closed, WireError if nothing comes."""
-        reading = on_daemon_thread("thinwire pieces", self._pipe.read)
-        try:
-            raw = reading.result(timeout)
-        except futures.TimeoutError:
-            on_daemon_thread("thinwire close", self._pipe.close)  # which ends that thread too
-            raise WireError(f"the other end said nothing for {timeout:g} s") from None
+        raw = self._pipe.read_within(timeout)
         if raw is None:
             return None
         try:
@@ -191,19 +185,17 @@ def give(talk: Talk, want: Want, path: Path, rate: Allowance | None = None) -> N
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size != want.bytes or want.offset > size or want.offset % PIECE_BYTES:
-                talk.say(Refusal(f"{name} has {size} bytes"))
-                return
+                raise OSError(0, f"it has {size} bytes")
             for offset in range(file.seek(want.offset), size, PIECE_BYTES):
                 piece = file.read(PIECE_BYTES)
                 if len(piece) != min(PIECE_BYTES, size - offset):
-                    talk.say(Refusal(f"{name} was changed meanwhile"))
-                    return
+                    raise OSError(0, "it was changed meanwhile")
                 if rate is not None:
                     time.sleep(rate.book(len(piece), time.monotonic()))
                 number = offset // PIECE_BYTES
                 talk.send(Frame(FrameKind.PIECE, want.stage, number, payload=piece))
     except OSError as error:
-        talk.say(Refusal(f"{name} cannot be read: {error.strerror or type(error).__name__}"))
+        talk.say(Refusal(f"{name} cannot be had: {error.strerror}"))
 
 
 def take(
@@ -211,19 +203,16 @@ def take(
     want: Want,
     part: Path,
     progress: Callable[[int], None] = lambda done: None,
-    silence: float = SILENCE_S,
 ) -> None:
     """Complete `part` until it is the file that is wanted, with the right hash.
 
     A wrong hash is sent again once; then, or when the disk is full, or the other end refuses,
     CheckpointError says so. WireError: the connection is lost, and `part` holds what has come.
     """
-    if not re.match(_SHA256, want.sha256):
-        raise CheckpointError(f"{printable(want.sha256, 80)!r} is no sha256 of a file")
-    reason = ""
+    found = ""
     for _ in ("first", "second"):
         try:
-            _complete(talk, want, part, progress, silence)
+            _complete(talk, want, part, progress)
             found = sha256_of(part)
         except OSError as error:
             raise CheckpointError(
@@ -232,21 +221,18 @@ def take(
         if found == want.sha256:
             return
         part.unlink()
-        reason = f"it arrived with the hash {found[:12]} instead of {want.sha256[:12]}"
-    raise CheckpointError(f"{reason}, twice")
+    raise CheckpointError(
+        f"it arrived with the hash {found[:12]} instead of {want.sha256[:12]}, twice"
+    )
 
 
-def _complete(
-    talk: Talk, want: Want, part: Path, progress: Callable[[int], None], silence: float
-) -> None:
+def _complete(talk: Talk, want: Want, part: Path, progress: Callable[[int], None]) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("ab") as file:
-        have = file.seek(0, 2)
-        have = 0 if have > want.bytes else have
+        have = file.tell() if file.tell() <= want.bytes else 0
         if have < want.bytes:
             have -= have % PIECE_BYTES
         file.truncate(have)
-        file.seek(have)
         rest, free = want.bytes - have, shutil.disk_usage(part.parent).free
         if rest and rest + SPARE_BYTES > free:
             raise CheckpointError(
@@ -254,28 +240,32 @@ def _complete(
                 f"{SPARE_BYTES >> 20} MiB are to stay free. Free some space"
             )
         progress(have)
-        if have < want.bytes:
+        if rest:
             talk.say(msgspec.structs.replace(want, offset=have))
         while have < want.bytes:
-            piece = _next_piece(talk, want, have, silence)
+            piece = _next_piece(talk, want, have)
             file.write(piece)
             have += len(piece)
             progress(have)
     flush(part)
 
 
-def _next_piece(talk: Talk, want: Want, have: int, silence: float) -> memoryview:
-    heard = talk.hear(silence)
+def _next_piece(talk: Talk, want: Want, have: int) -> BytesLike:
+    heard = talk.hear(SILENCE_S)
     if heard is None:
         raise WireError("the other end closed the connection in the middle of a file")
     if isinstance(heard, Refusal):
-        raise CheckpointError(f"the other end does not send it: {printable(heard.reason, 500)}")
+        raise _refused(heard)
     if not isinstance(heard, Frame) or heard.step != have // PIECE_BYTES:
         raise BreachError("the other end sent another piece than the one that was due")
-    piece, due = memoryview(heard.payload), min(PIECE_BYTES, want.bytes - have)
-    if piece.nbytes != due:
-        raise BreachError(f"the other end sent a piece of {piece.nbytes} bytes, not {due}")
-    return piece
+    size, due = len(heard.payload), min(PIECE_BYTES, want.bytes - have)
+    if size != due:
+        raise BreachError(f"the other end sent a piece of {size} bytes, not {due}")
+    return heard.payload
+
+
+def _refused(word: Refusal) -> CheckpointError:
+    return CheckpointError(f"the other end does not send it: {printable(word.reason, 500)}")
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -502,7 +492,7 @@ class ShardSender:
         self._run_folder, self._rate = run_folder, rate
         self._closed = threading.Event()
         self._pipe: Pipe | None = None
-        self._wanted = self._wanted_before = -1  # steps
+        self._wanted: collections.deque[int] = collections.deque(maxlen=2)  # steps, the last
 
     def keep_serving(self, connect: Callable[[], Pipe]) -> None:
         """Serve one connection after the other until `close`; on a thread of its own."""
@@ -529,31 +519,22 @@ class ShardSender:
         if self._pipe is not None:
             self._pipe.close(0)
 
-    def keep_room(self) -> None:
-        """Look until `close` for shards beyond what this disk is for; on a thread of its own."""
-        while not self._closed.wait(LOOK_S):
-            self.remove_spare()
-
     def remove_spare(self) -> None:
         """Remove what no host needs: all shards but the newest few, and those that travel."""
+        wanted = {partial_folder(self._run_folder, step) for step in self._wanted}
         with contextlib.suppress(OSError):  # one has just been removed: look again later
-            found = sorted(self._folders(), key=lambda folder: folder.stat().st_mtime_ns)
-            self._remove(found[:-KEPT_SHARDS])
+            found = checkpoints_folder(self._run_folder).glob(f".partial-step-{8 * '[0-9]'}")
+            by_age = sorted(found, key=lambda folder: folder.stat().st_mtime_ns)
+            # The host chooses the newest: it will ask for nothing older than what it wants now.
+            older = {f for f in by_age for step in [*self._wanted][-1:] if int(f.name[-8:]) < step}
+            for folder in ({*by_age[:-KEPT_SHARDS]} | older) - wanted:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _find(self, want: Want) -> Path:
-        if want.step != self._wanted:
-            self._wanted, self._wanted_before = want.step, self._wanted
-            # The host chooses the newest: it will ask for nothing older than what it wants now.
-            self._remove([f for f in self._folders() if int(f.name[-8:]) < want.step])
+        if want.step not in [*self._wanted][-1:]:
+            self._wanted.append(want.step)
+            self.remove_spare()
         return _shard_file(self._run_folder, want.step, want.stage)
-
-    def _folders(self) -> list[Path]:
-        return list(checkpoints_folder(self._run_folder).glob(f".partial-step-{8 * '[0-9]'}"))
-
-    def _remove(self, folders: list[Path]) -> None:
-        wanted = (self._wanted, self._wanted_before)
-        for folder in {*folders} - {partial_folder(self._run_folder, step) for step in wanted}:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 class SeatServer:
@@ -621,7 +602,6 @@ def fetch_seat(
     limit: int,
     plugins: Collection[str] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
-    meter: Meter | None = None,
 ) -> Path:
     """Fetch what stages need of the host's checkpoint; returns a folder to resume from.
 
@@ -630,14 +610,13 @@ def fetch_seat(
     others is refused, for they are code. `progress` gets the bytes that are here, and in all. What
     was fetched before a lost connection (WireError) is used the next time.
     """
-    talk = Talk(pipe, meter)
+    talk = Talk(pipe)
     try:
         heard = talk.hear()
         if heard is None:
             raise WireError("the host closed the connection before it said what this seat needs")
         if isinstance(heard, Refusal):
-            reason = printable(heard.reason, 500)
-            raise CheckpointError(f"the host does not give out the checkpoint: {reason}")
+            raise _refused(heard)
         if not isinstance(heard, SeatFiles):
             raise BreachError("the host sent something else than what this seat needs")
         shards = _checked_manifest(heard.manifest, plugins)
@@ -647,11 +626,8 @@ def fetch_seat(
                 f"the host offers {size:,} bytes as the state of stage {which}, which takes at "
                 f"most {limit:,} with the settings of this run: nothing of it is fetched"
             )
-        folder = checkpoints_folder(run_folder)
-        first = min(stages)
-        return _fetch_files(
-            talk, heard.manifest, shards, folder, first, lambda n: progress(n, size)
-        )
+        folder, tell = checkpoints_folder(run_folder), lambda done: progress(done, size)
+        return _fetch_files(talk, heard.manifest, shards, folder, min(stages), tell)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint cannot be kept in {run_folder}: {error}. Free some space, or choose "

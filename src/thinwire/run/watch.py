@@ -13,10 +13,7 @@ from dataclasses import dataclass
 
 NOTICE_SECONDS = 30.0  # without progress before it is said
 _USUAL = 10  # a wait may be so many times the longest one that ended well
-_SLOW_STEP, _ENDLESS_STEP = (
-    5,
-    30,
-)  # a step, of the longest so far, before it is said; before the end
+_SLOW_STEP, _ENDLESS_STEP = 5, 30  # of the longest step so far, before it is said; before the end
 _ENDLESS = 10  # ... and at least so many times the patience
 _LATE = 3  # a pulse, of the longest time between two so far, before its stage counts as silent
 _FROZEN, _LEAST_FROZEN = 4, 20.0  # ... before it counts as frozen; and seconds, at least
@@ -52,10 +49,10 @@ class Watch:
         self.tick = max(0.05, min(1.0, pulse_seconds(patience)))
         self.now = 0.0
         self._patience = patience
+        self._notice = min(NOTICE_SECONDS, patience / 2 or NOTICE_SECONDS)
         self._last_tick: float | None = None
         self._seen = {stage: _Seen() for stage in range(stages)}
-        self._is_training = False
-        self._outage = outage
+        self._is_training, self._outage = False, outage
         self._down: set[object] = set()  # links and control streams
         self._freed_at = 0.0  # one of them is back, or a stage is done: others begin to wait anew
         self._unheard: set[int] = set()  # stages that are replaced, until they speak
@@ -132,7 +129,7 @@ class Watch:
     def complaint(self) -> str:
         """What to tell a person about a long wait, each time that it has doubled; or nothing."""
         stuck = self._stuck_for()
-        if stuck < self._notice:
+        if stuck < max(self._notice, 3 * self._longest):
             self._said_at = 0.0
             return self._slow_step()
         if stuck < 2 * self._said_at:
@@ -148,10 +145,8 @@ class Watch:
             return "", None
         stuck = self._stuck_for()
         if stuck >= self._limit(self._longest):
-            culprit = self._culprit()
-            who = (
-                "the stages wait for each other" if culprit is None else f"stage {culprit} is stuck"
-            )
+            culprit, who = self._culprit(), "the stages wait for each other"
+            who = who if culprit is None else f"stage {culprit} is stuck"
             return self._ending(f"{who}: no progress for {stuck:.0f} s"), culprit
         for stage in self._seen if self._is_training else ():
             if (alone := self._alone_for(stage)) >= self._limit(self._longest_alone):
@@ -194,14 +189,6 @@ class Watch:
             lines.append(line + (f", silent for {silence:.0f} s" if silence else ""))
         return lines
 
-    @property
-    def _notice(self) -> float:
-        return max(self._least_notice, 3 * self._longest)
-
-    @property
-    def _least_notice(self) -> float:
-        return min(NOTICE_SECONDS, self._patience / 2) if self._patience else NOTICE_SECONDS
-
     def _limit(self, longest: float) -> float:
         """Seconds that a wait may last, if the longest of its kind so far was that long."""
         # Where a link is down, its own limit comes first, and says more than this one would.
@@ -217,9 +204,8 @@ class Watch:
 
     def _slow_step(self) -> str:
         """What to tell of a step that takes far longer than those before, as in `complaint`."""
-        step = self._in_step_for()
-        usual = self._longest_step
-        is_slow = usual and step >= max(self._least_notice, _SLOW_STEP * usual)
+        step, usual = self._in_step_for(), self._longest_step
+        is_slow = usual and step >= max(self._notice, _SLOW_STEP * usual)
         if not is_slow or step < 2 * self._step_said_at:
             return ""
         self._step_said_at = step
@@ -229,7 +215,6 @@ class Watch:
         )
 
     def _in_step_for(self) -> float:
-        """Seconds since the last result."""
         return 0.0 if self._result_at is None or not self._seen else self.now - self._result_at
 
     def _alone_for(self, stage: int) -> float:

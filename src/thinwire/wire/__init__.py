@@ -11,6 +11,6 @@ from thinwire.wire.lasting import LastingPipe
 from thinwire.wire.link import Link, LinkConfig, Span, handshake
 from thinwire.wire.logged import FrameLog, LinkState, LoggedPipe, Position
 from thinwire.wire.pipe import Pipe, memory_pair
-from thinwire.wire.routes import Route, Routes, Seen, Standby, ping
+from thinwire.wire.routes import Route, Routes, Seen, Standby, ping, ping_all
 from thinwire.wire.sockets import raise_descriptor_limit
-from thinwire.wire.stream import DEFAULT_KEEPALIVE, Keepalive, Listener, dial
+from thinwire.wire.stream import Listener, dial

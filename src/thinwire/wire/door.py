@@ -54,7 +54,6 @@ class Limits:
     strangers_per_address: int = 32
     per_member: int = 32  # who holds a token of its own
     waiting_per_name: int = 4
-    waiting_per_address: int = 48
     runs: int = 256  # which a relay remembers, if it admits whoever knows its pass
     preamble_s: float = 10.0  # for a stranger to say what it wants
     wait_s: float = 240.0  # after which one who waits has to come again
@@ -84,7 +83,7 @@ class Traffic:
     relayed_bytes: int
 
 
-class Door:
+class Door(contextlib.AbstractContextManager["Door"]):
     """Listens on one public port; each connection has a thread of its own."""
 
     def __init__(self, host: str, port: int, limits: Limits | None = None) -> None:
@@ -151,9 +150,6 @@ class Door:
         with self._lock:
             self._is_closed = True
         self._hang_up(lambda caller: True)
-
-    def __enter__(self) -> "Door":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -305,15 +301,9 @@ class Door:
     def _keep_waiting(self, caller: "_Caller") -> None:
         limits, connection = self._limits, caller.connection
         with self._lock:
-            waiting = [other for other in self._callers if other.waits_for]
-            if sum(other.home == caller.home for other in waiting) >= limits.waiting_per_address:
-                raise WireError(
-                    f"{limits.waiting_per_address} connections from {caller.home} wait here, the "
-                    "most"
-                )
+            same = [other for other in self._callers if other.waits_for == caller.name]
             say(connection, "ok")
             caller.waits_for = caller.name
-            same = [other for other in waiting if other.waits_for == caller.name]
             if len(same) >= limits.waiting_per_name:  # the oldest is the likeliest to be lost
                 hang_up(same[0].connection)
                 same[0].waits_for = ""

@@ -14,6 +14,7 @@ import struct
 import threading
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 from thinwire.errors import WireError
 
@@ -83,10 +84,14 @@ def encode(frame: Frame) -> bytes:
 
 def kind_and_step(message: BytesLike) -> tuple[int, int]:
     """What a frame is for, and the step that it belongs to, by its header alone."""
+    _, _, kind, _, step, *_ = _head_of(message)
+    return kind, step
+
+
+def _head_of(message: BytesLike) -> tuple[Any, ...]:
     if len(message) < HEADER_BYTES:
         raise _malformed("length", f"{len(message)} bytes, a header alone has {HEADER_BYTES}")
-    _, _, kind, _, step, *_ = _HEAD.unpack_from(message)
-    return kind, step
+    return _HEAD.unpack_from(message)
 
 
 def decode(message: BytesLike, max_payload: int) -> Frame:
@@ -96,9 +101,7 @@ def decode(message: BytesLike, max_payload: int) -> Frame:
     checksum over header and payload comes last.
     """
     view = memoryview(message).cast("B")
-    if view.nbytes < HEADER_BYTES:
-        raise _malformed("length", f"{view.nbytes} bytes, a header alone has {HEADER_BYTES}")
-    magic, version, kind, *others = _HEAD.unpack_from(view)
+    magic, version, kind, *others = _head_of(view)
     numbers = dict(zip(_NUMBERS, others[: len(_NUMBERS)], strict=True))
     ndim, reserved, *dims, length = others[len(_NUMBERS) :]
     if magic != MAGIC:
@@ -119,12 +122,9 @@ def decode(message: BytesLike, max_payload: int) -> Frame:
         raise _malformed("dims", f"unused dimensions must be zero, got {dims} with ndim {ndim}")
     if length > max_payload:
         raise _malformed("payload length", f"{length} bytes, at most {max_payload} are accepted")
-    if length != view.nbytes - HEADER_BYTES:
-        raise _malformed(
-            "payload length",
-            f"the header announces {length} bytes, {view.nbytes - HEADER_BYTES} came",
-        )
     payload = view[HEADER_BYTES:]
+    if length != payload.nbytes:
+        raise _malformed("payload length", f"{length} bytes are announced, {payload.nbytes} came")
     (announced,) = _CHECKSUM.unpack_from(view, _HEAD.size)
     computed = zlib.crc32(payload, zlib.crc32(view[: _HEAD.size]))
     if announced != computed:
@@ -139,24 +139,20 @@ def _malformed(field: str, why: str) -> WireError:
     return WireError(f"malformed frame, {field}: {why}")
 
 
-_Counts = dict[FrameKind, tuple[int, int]]  # of each kind: frames, and bytes of their payloads
-
-
 class Meter:
     """Thread-safe counts of frames and bytes, by direction and kind."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent: _Counts = {}
-        self._received: _Counts = {}
+        self._counts: dict[str, dict[FrameKind, tuple[int, int]]] = {"sent": {}, "received": {}}
 
     def count_sent(self, kind: FrameKind, payload_bytes: int) -> None:
         """Bill one frame that goes out."""
-        self._count(self._sent, kind, payload_bytes)
+        self._count("sent", kind, payload_bytes)
 
     def count_received(self, kind: FrameKind, payload_bytes: int) -> None:
         """Bill one frame that came in."""
-        self._count(self._received, kind, payload_bytes)
+        self._count("received", kind, payload_bytes)
 
     def sent_bytes(self) -> int:
         """Bytes sent, headers included."""
@@ -169,12 +165,15 @@ class Meter:
     def snapshot(self) -> dict[str, dict[str, dict[str, int]]]:
         """All counts at one moment, ready for JSON: direction -> kind or "total" -> counts."""
         with self._lock:
-            return {"sent": _counted(self._sent), "received": _counted(self._received)}
+            return {
+                direction: counted({kind.name: counts[kind] for kind in sorted(counts)})
+                for direction, counts in self._counts.items()
+            }
 
-    def _count(self, counts: _Counts, kind: FrameKind, payload_bytes: int) -> None:
+    def _count(self, direction: str, kind: FrameKind, payload_bytes: int) -> None:
         with self._lock:
-            frames, payload = counts.get(kind, (0, 0))
-            counts[kind] = frames + 1, payload + payload_bytes
+            frames, payload = self._counts[direction].get(kind, (0, 0))
+            self._counts[direction][kind] = frames + 1, payload + payload_bytes
 
     def _bytes(self, direction: str) -> int:
         total = self.snapshot()[direction]["total"]
@@ -184,14 +183,14 @@ class Meter:
 class Unmetered(Meter):
     """Of a link inside a process, over which nothing is sent: it counts nothing."""
 
-    def _count(self, counts: _Counts, kind: FrameKind, payload_bytes: int) -> None:
+    def _count(self, direction: str, kind: FrameKind, payload_bytes: int) -> None:
         pass
 
 
-def _counted(counts: _Counts) -> dict[str, dict[str, int]]:
+def counted(counts: dict[str, tuple[int, int]]) -> dict[str, dict[str, int]]:
+    """What a meter says of frames, and bytes of their payloads, by kind; and in total."""
     total = tuple(map(sum, zip((0, 0), *counts.values(), strict=True)))
-    named = {kind.name: counts[kind] for kind in sorted(counts)} | {"total": total}
     return {
         name: {"frames": frames, "header_bytes": frames * HEADER_BYTES, "payload_bytes": payload}
-        for name, (frames, payload) in named.items()
+        for name, (frames, payload) in [*counts.items(), ("total", total)]
     }

@@ -11,7 +11,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
 from enum import IntEnum
 
 from thinwire.background import on_daemon_thread
@@ -71,8 +70,6 @@ class LastingPipe(Pipe):
         on_daemon_thread("thinwire lasting", lambda: self._carry(first))
 
     def write(self, message: BytesLike) -> None:
-        if not len(message):
-            raise WireError("an empty message cannot be sent")
         with self._changed:
             self._changed.wait_for(
                 lambda: self._has_room() or self._closed or self._over or self._stopped
@@ -110,12 +107,6 @@ class LastingPipe(Pipe):
             self._changed.wait_for(lambda: self._stopped, grace)
         if connection := self._end(WireError("the pipe is closed")):
             connection.close(grace)
-
-    def down_for(self) -> float:
-        """Seconds since the last connection was lost; 0 while there is one, or after the end."""
-        with self._changed:
-            is_down = self.outages and not self._connection and not self._stopped
-            return time.monotonic() - self._down_since if is_down else 0.0
 
     def round_trip(self) -> float:
         connection = self._connection
@@ -197,10 +188,7 @@ class LastingPipe(Pipe):
     def _agree(self, connection: Pipe) -> None:
         """Both ends say what they have; from there they go on, on this connection."""
         connection.write(HEAD.pack(LastingKind.OPEN, self._received) + self._session)
-        try:
-            raw = on_daemon_thread("thinwire greeting", connection.read).result(_ATTEMPT_S)
-        except futures.TimeoutError:
-            raw = None
+        raw = connection.read_within(_ATTEMPT_S)
         if raw is None:
             raise WireError("the other end did not say how many messages it has")
         (kind, count), other = head_of(raw), bytes(raw[LASTING_BYTES:])

@@ -12,14 +12,15 @@ queued. Broken: anything else, reported once to `on_broken` with the reason.
 
 import collections
 import json
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import BreachError, WireError, printable
@@ -44,51 +45,35 @@ _LAST_WORD_S = 2.0
 
 MAX_HELLO = 1 << 16
 SLOWEST_MBPS = 1e-3  # below it no run ends
+_option = partial(option, scope="machine")
 
 
 @dataclass(frozen=True)
 class LinkConfig:
     """The network between stages: its emulated rates, and where stages listen."""
 
-    mbps_up: float = option(
-        80.0,
-        "uplink rate of each host in Mbit/s; 0 = unlimited",
-        least=SLOWEST_MBPS,
-        auto=0,
-        scope="machine",
+    mbps_up: float = _option(
+        80.0, "uplink rate of each host in Mbit/s; 0 = unlimited", least=SLOWEST_MBPS, auto=0
     )
-    mbps_down: float = option(
-        80.0,
-        "downlink rate of each host in Mbit/s; 0 = unlimited",
-        least=SLOWEST_MBPS,
-        auto=0,
-        scope="machine",
+    mbps_down: float = _option(
+        80.0, "downlink rate of each host in Mbit/s; 0 = unlimited", least=SLOWEST_MBPS, auto=0
     )
-    latency_ms: float = option(
-        25.0, "one-way delay of each link in milliseconds", least=0, scope="machine"
+    latency_ms: float = _option(25.0, "one-way delay of each link in milliseconds", least=0)
+    jitter_ms: float = _option(
+        0.0, "maximum extra random delay of a message in milliseconds", least=0
     )
-    jitter_ms: float = option(
-        0.0,
-        "maximum extra random delay of a message in milliseconds",
-        least=0,
-        scope="machine",
-    )
-    emulate: bool = option(
-        True, "emulate these rates and delays; false = no delays", scope="machine"
-    )
-    listen: str = option("127.0.0.1", "address on which stages accept links", scope="machine")
-    outage: float = option(
+    emulate: bool = _option(True, "emulate these rates and delays; false = no delays")
+    listen: str = _option("127.0.0.1", "address on which stages accept links")
+    outage: float = _option(
         60.0,
         "seconds for which a link may be down before the run ends; 0 = end it at the first loss",
         least=0,
-        scope="machine",
     )
-    shard_share: float = option(
+    shard_share: float = _option(
         0.25,
         "share of a peer's uplink that checkpoints may take on their way to the host",
         above=0,
         most=1,
-        scope="machine",
     )
 
     def nic(self, seed: int = 0) -> Nic | None:
@@ -120,12 +105,12 @@ def handshake(
         payload = _read_hello(pipe, timeout)
         meter.count_received(FrameKind.HELLO, len(payload))
         try:
-            theirs = json.loads(payload)
-        except (ValueError, RecursionError) as error:
+            theirs = msgspec.json.decode(payload, type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError) as error:
             why = printable(str(error), 200)
-            raise WireError(f"handshake: the other end's HELLO is not JSON: {why}") from None
-        if not isinstance(theirs, dict):
-            raise WireError("handshake: the other end's HELLO is not a JSON object")
+            raise WireError(
+                f"handshake: the other end's HELLO is not a JSON object: {why}"
+            ) from None
         differences = []
         for key, wanted in expect.items():
             difference = f"{key}: this stage has {wanted}, the other end "
@@ -145,12 +130,8 @@ def handshake(
 
 
 def _read_hello(pipe: Pipe, timeout: float) -> bytes:
-    # Pipes have no time-out of their own: afterwards, keepalive watches for silence. If time
-    # runs out here, the caller closes the pipe, which ends this thread too.
     try:
-        message = on_daemon_thread("handshake", pipe.read).result(timeout)
-    except futures.TimeoutError:
-        raise WireError(f"handshake: the other end said nothing for {timeout:g} s") from None
+        message = pipe.read_within(timeout)
     except WireError as error:
         raise WireError(f"handshake: {error}") from error
     if message is None:
@@ -171,17 +152,15 @@ class Link:
     def __init__(
         self, pipe: Pipe, meter: Meter, nic: Nic | None, name: str, max_payload: int
     ) -> None:
-        self.name = name
-        self.meter = meter
+        self.name, self.meter, self.pipe = name, meter, pipe
         self.other_end_lost = False  # broken, and not by a fault in this process
         self.other_end_at_fault = False  # broken, for it sent what the contract forbids
-        self._pipe = pipe
         self._nic = nic
         self._max_payload = max_payload
         self._spans: collections.deque[Span] = collections.deque(maxlen=MAX_SPANS)
         self._outgoing: queue.SimpleQueue[Frame | Callable[[], Frame] | None] = queue.SimpleQueue()
         self._state = threading.Condition()
-        self._unsent = 0  # handed to `send`, and not yet to the transport
+        self.unsent = 0  # handed to `send`, and not yet to the transport
         self._unpacked = 0  # ... and without a place on the uplink
         self._leaving: collections.deque[float] = collections.deque()  # when they leave the uplink
         self._started = False
@@ -196,7 +175,7 @@ class Link:
         self,
         on_frame: Callable[[Frame], None],
         on_broken: Callable[[WireError], None],
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         """Begin to move frames; all callbacks run on the link's threads.
 
@@ -204,8 +183,6 @@ class Link:
         WireError says that the frame is not what was agreed: then `on_broken` gets a BreachError.
         `on_end` is called when the other end said goodbye.
         """
-        if self._started:
-            raise WireError(f"link {self.name} is already started")
         self._started = True
         self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
         if self._nic is not None:
@@ -224,31 +201,24 @@ class Link:
                 raise WireError(f"link {self.name} takes no more frames: {reason}")
             self._queue(item)
 
-    @property
-    def pipe(self) -> Pipe:
-        """The pipe that it goes over."""
-        return self._pipe
-
-    @property
-    def unsent(self) -> int:
-        """Frames that the transport has not taken yet."""
-        return self._unsent
-
     def wait_for_room(self, frames: int) -> None:
         """Wait until fewer than `frames` frames are still to leave, or the link is lost.
 
         For whoever would send without end: a flow that nothing else bounds.
         """
-        self._wait_for_fewer(frames, None)
+        with self._state:
+            while self._to_leave() >= frames and not self._lost():
+                next_look = self._leaving[0] - time.monotonic() if self._leaving else None
+                self._state.wait(next_look)
 
-    def flush(self, timeout: float | None) -> None:
+    def flush(self) -> None:
         """Wait until every frame handed to `send` has left: the uplink too, where one is emulated.
-
-        None waits for as long as the link holds.
+        WireError if the link is lost before.
         """
-        if unsent := self._wait_for_fewer(1, timeout):
-            reason = self._why_stopped() or f"not done after {timeout} s"
-            raise WireError(f"link {self.name}: {unsent} frames unsent: {reason}")
+        with self._state:
+            self.wait_for_room(1)
+            if unsent := self._to_leave():
+                raise WireError(f"link {self.name}: {unsent} frames unsent: {self._why_stopped()}")
 
     def close(self, timeout: float | None = 10.0) -> None:
         """Send what is queued and a BYE, then close the pipe; never raises.
@@ -263,10 +233,10 @@ class Link:
                 self._queue(Frame(FrameKind.BYE))
             self._closing = True
             self._state.wait_for(
-                lambda: not self._started or not self._unsent or self._lost(), timeout
+                lambda: not self._started or not self.unsent or self._lost(), timeout
             )
         self._stop_threads()
-        self._pipe.close(None if timeout is None else CLOSE_GRACE_S)
+        self.pipe.close(None if timeout is None else CLOSE_GRACE_S)
 
     def settle(self) -> None:
         """Wait until all that was handed to `send` is billed and has its span, or the link is lost.
@@ -285,7 +255,7 @@ class Link:
         return [self._spans.popleft() for _ in range(len(self._spans))]
 
     def _queue(self, item: Frame | Callable[[], Frame]) -> None:
-        self._unsent += 1
+        self.unsent += 1
         self._unpacked += 1
         self._outgoing.put(item)
 
@@ -297,9 +267,9 @@ class Link:
             except Exception as error:  # whatever packing raised belongs to the run, not to us
                 self._break(f"packing a frame failed: {error!r}", error, here=True)
                 return
-            if not self._pipe.keep(message):
+            if not self.pipe.keep(message):
                 with self._state:
-                    self._unsent -= 1
+                    self.unsent -= 1
                     self._unpacked -= 1
                     self._state.notify_all()
                 continue
@@ -315,38 +285,26 @@ class Link:
             self._spans.append((frame.kind.name, frame.step, frame.microbatch, start, end))
             with self._state:
                 self._unpacked -= 1
-                self._forget_left(time.monotonic())
+                self._to_leave()
                 self._leaving.append(end)
                 self._state.notify_all()
 
-    def _wait_for_fewer(self, frames: int, timeout: float | None) -> int:
-        """Wait until fewer than `frames` are still to leave, or the link is lost; how many are."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        with self._state:
-            while True:
-                now = time.monotonic()
-                self._forget_left(now)
-                # A frame has left once the transport has it and its time on the uplink is over.
-                waiting = max(self._unsent, self._unpacked + len(self._leaving))
-                if waiting < frames or now >= deadline or self._lost():
-                    return waiting
-                next_look = min(deadline, self._leaving[0] if self._leaving else math.inf)
-                self._state.wait(None if next_look == math.inf else next_look - now)
-
-    def _forget_left(self, now: float) -> None:
-        while self._leaving and self._leaving[0] <= now:
+    def _to_leave(self) -> int:
+        """Frames that the transport has not got, or whose time on the uplink is not over."""
+        while self._leaving and self._leaving[0] <= time.monotonic():
             self._leaving.popleft()
+        return max(self.unsent, self._unpacked + len(self._leaving))
 
     def _write(self, message: bytes) -> None:
         try:
-            self._pipe.write(message)
+            self.pipe.write(message)
         except WireError as error:
             # The reading thread knows better why: perhaps a BYE came just before.
             self._reading_ended.wait(_LAST_WORD_S)
             self._break(str(error), error)
             return
         with self._state:
-            self._unsent -= 1
+            self.unsent -= 1
             self._state.notify_all()
 
     def _read_loop(self) -> None:
@@ -368,7 +326,7 @@ class Link:
     def _next_arrival(self) -> tuple[Arrival, int, float]:
         """What the transport brings next, its size, and when its last byte arrived."""
         try:
-            message = self._pipe.read()
+            message = self.pipe.read()
         except WireError as error:
             return error, 0, time.monotonic()
         due = time.monotonic()
@@ -416,7 +374,7 @@ class Link:
             self._on_broken(self._failure)
         finally:
             self._stop_threads()
-            self._pipe.close()
+            self.pipe.close()
 
     def _stop_threads(self) -> None:
         self._outgoing.put(None)

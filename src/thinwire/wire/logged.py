@@ -17,7 +17,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent import futures
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -76,7 +75,7 @@ class FrameLog:
         self._lock = threading.Lock()
         self._number, self._size, self.bytes = 0, 0, 0
         self._dropped = 0  # entries before the first that is there
-        self._step = 0  # of the latest
+        self.latest = 0  # the last step of which it has a frame
         self._from = 0  # it has all frames of this step and later ones
         self.trouble = ""
         with contextlib.suppress(OSError):
@@ -86,13 +85,13 @@ class FrameLog:
     def add(self, step: int, kind: int, message: BytesLike) -> None:
         """Keep one more; a goodbye belongs to the last step."""
         with self._lock:
-            self._step = max(step, self._step)
+            self.latest = max(step, self.latest)
             try:
                 if self.bytes + len(message) > self._limit:
                     raise OSError(f"it would be larger than {self._limit >> 20} MB")
                 self._entries.append(Entry(step, kind, *self._store(message), len(message)))
             except OSError as error:
-                self.trouble, self._from = str(error), self._step + 1
+                self.trouble, self._from = str(error), self.latest + 1
                 self._drop(lambda entry: True)
                 return
             self.bytes += len(message)
@@ -111,11 +110,6 @@ class FrameLog:
     def reaches(self, step: int) -> bool:
         """Whether it has all frames of this step and later ones."""
         return step >= self._from
-
-    @property
-    def latest(self) -> int:
-        """The last step of which it has a frame."""
-        return self._step
 
     def since(self, step: int) -> list[Entry]:
         """The frames of this step and later ones, in order; the goodbye too, if there was one."""
@@ -174,14 +168,16 @@ class Position(msgspec.Struct, frozen=True):
     stops: bool = False  # ended the run (engine/port.py numbers them)
 
 
+NOWHERE = Position(0, 0, [])
+
+
 class Lacking:
     """Which frames of a log an end lacks, by where it stands: called with each of them in order."""
 
-    def __init__(self, theirs: Position | None = None):
-        self._start = theirs.start if theirs is not None else 0
-        received = theirs.received if theirs is not None else ()
+    def __init__(self, theirs: Position = NOWHERE):
+        self._start = theirs.start
         # By step and kind, for validations are cut short, and then have fewer frames:
-        self._has = Counter({(step, kind): count for step, kind, count in received})
+        self._has = Counter({(step, kind): count for step, kind, count in theirs.received})
 
     def __call__(self, step: int, kind: int) -> bool:
         """Whether it lacks the next frame of this step and kind."""
@@ -252,11 +248,8 @@ class LinkState:
 
     def position(self) -> Position:
         """Where this end stands."""
-        received = [
-            (step, kind, count)
-            for (step, kind), count in self._received.items()
-            if step >= self.start or step == GOODBYE
-        ]
+        counts = [(*which, count) for which, count in self._received.items()]
+        received = [one for one in counts if one[0] >= self.start or one[0] == GOODBYE]
         return Position(self.start, self.log.latest, received, self.decided, self.stops)
 
     def check_reach(self, theirs: Position) -> None:
@@ -311,17 +304,8 @@ def witness_of(message: BytesLike) -> bytes | None:
     shape, payload = frame.shape, frame.payload
     if frame.kind not in _TENSORS or _chance.random() * _WHOLE_ONE_IN >= 1:
         shape, payload = (), digest(payload)
-    return encode(
-        Frame(
-            FrameKind.WITNESS,
-            sender=frame.kind,
-            step=frame.step,
-            microbatch=frame.microbatch,
-            codec=frame.codec,
-            shape=shape,
-            payload=payload,
-        )
-    )
+    place = (frame.step, frame.microbatch, 0, 0)  # of no version
+    return encode(Frame(FrameKind.WITNESS, frame.kind, *place, frame.codec, shape, payload))
 
 
 def digest(payload: BytesLike) -> bytes:
@@ -387,11 +371,12 @@ class LoggedPipe(Pipe):
                 pipe = self._pipe
             if pipe is None:
                 return None
+            message: BytesLike | None = None
             failure: WireError | None = None
             try:
                 message = pipe.read()
             except WireError as error:
-                message, failure = None, error
+                failure = error
             with self._changed:
                 if message is not None:
                     if pipe is not self._pipe or self._is_witness(message):
@@ -404,9 +389,9 @@ class LoggedPipe(Pipe):
                     return None
                 if self.state.follows:
                     raise failure or WireError("the other end feeds this follower no more")
+                if failure is not None and not self._awaits:
+                    raise failure
                 if not self._awaits:
-                    if failure is not None:
-                        raise failure
                     return None
                 self._pipe = None
 
@@ -440,16 +425,9 @@ class LoggedPipe(Pipe):
 
         WireError where the log does not reach back to its state, or the new one is lost too.
         """
+        entries: list[Entry] = []
         with self._writing:
-            with self._changed:
-                self._coming = pipe
-            theirs = self._exchange(pipe)
-            with self._changed:
-                if self._coming is not pipe:
-                    raise WireError("whoever was to take the place is lost too")
-                entries = self.state.go_on(theirs)
-                self._pipe, self._coming, self._awaits = pipe, None, False
-                self._changed.notify_all()
+            self._meet(pipe, False, lambda theirs: entries.extend(self.state.go_on(theirs)))
             for entry in entries:
                 message = self.state.log.read(entry)
                 self._count(FrameKind(kind_and_step(message)[0]), len(message) - HEADER_BYTES)
@@ -465,13 +443,18 @@ class LoggedPipe(Pipe):
 
         Whoever feeds it may be replaced too: what it has read it does not get again.
         """
+        self._meet(pipe, True, lambda theirs: None)
+
+    def _meet(self, pipe: Pipe, awaits: bool, agree: Callable[[Position], None]) -> None:
+        """Both ends say where they stand, and this pipe counts from then on."""
         with self._changed:
             self._coming = pipe
-        self._exchange(pipe)
+        theirs = self._exchange(pipe)
         with self._changed:
             if self._coming is not pipe:
-                raise WireError("whoever was to feed this follower is lost too")
-            self._pipe, self._coming, self._awaits = pipe, None, True
+                raise WireError("whoever was to come is lost too")
+            agree(theirs)
+            self._pipe, self._coming, self._awaits = pipe, None, awaits
             self._changed.notify_all()
 
     def feed(self, pipe: Pipe, is_audited: bool = False) -> None:
@@ -507,10 +490,7 @@ class LoggedPipe(Pipe):
         """
         if check is None:
             self._say_position(pipe)
-        try:
-            raw = on_daemon_thread("thinwire position", pipe.read).result(_ANSWER_S)
-        except futures.TimeoutError:
-            raw = None
+        raw = pipe.read_within(_ANSWER_S)
         if raw is None or len(raw) > MOST_SAID:
             raise WireError("the other end did not say where it stands")
         try:
@@ -528,6 +508,10 @@ class LoggedPipe(Pipe):
         with self._changed:
             mine = self.state.position()
         pipe.write(msgspec.msgpack.encode(mine))
+
+    def round_trip(self) -> float:
+        pipe = self._pipe
+        return pipe.round_trip() if pipe else 0.0
 
     def trim(self, step: int) -> None:
         """A state of this step is safe everywhere: earlier frames are needed no more."""

@@ -3,8 +3,10 @@
 import collections
 import threading
 from abc import ABC, abstractmethod
+from concurrent import futures
 from typing import Any
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
 from thinwire.wire.frame import BytesLike
 
@@ -32,6 +34,13 @@ class Pipe(ABC):
     @abstractmethod
     def read(self) -> BytesLike | None:
         """Wait for the next message; None once either end closed in good order."""
+
+    def read_within(self, seconds: float | None) -> BytesLike | None:
+        """The same with an end. After a WireError because of that, close it: a thread reads on."""
+        try:
+            return on_daemon_thread("thinwire reading", self.read).result(seconds)
+        except futures.TimeoutError:
+            raise WireError(f"the other end said nothing for {seconds:g} s") from None
 
     @abstractmethod
     def close(self, grace: float | None = CLOSE_GRACE_S) -> None:

@@ -16,6 +16,7 @@ service of the host, which is any name but that of a link, shows after the proof
 public key and a signature: RUN is the beginning of that key's fingerprint.
 """
 
+import contextlib
 import hashlib
 import hmac
 import re
@@ -118,7 +119,20 @@ def ping(route: Route, name: str, timeout: float = ROUTE_S) -> Seen:
     return Seen(address, ahead, (end - begin) / 2)
 
 
-class Standby:
+def ping_all(routes: Sequence[Route], name: str) -> dict[Route, Seen | WireError]:
+    """What each door answers to a ping, or why it does not; all are asked at once."""
+
+    def outcome(route: Route) -> Seen | WireError:
+        try:
+            return ping(route, name)
+        except WireError as error:
+            return error
+
+    with futures.ThreadPoolExecutor(len(routes) or 1) as pool:
+        return dict(zip(routes, pool.map(outcome, routes), strict=True))
+
+
+class Standby(contextlib.AbstractContextManager["Standby"]):
     """The acceptor's end at a door elsewhere: waits there, and has who calls served by `take`.
 
     `ready` connections wait at a time. While the door is away it comes back by itself, with
@@ -149,9 +163,6 @@ class Standby:
             self._is_over.set()
             for connection in self._waiting:
                 hang_up(connection)
-
-    def __enter__(self) -> "Standby":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -1,7 +1,6 @@
 """TCP sockets as the wire uses them: addresses, connections, listening, enough descriptors."""
 
 import contextlib
-import errno
 import os
 import re
 import socket
@@ -87,15 +86,10 @@ class ListeningPort:
                 (host, port), family=family, backlog=128, dualstack_ipv6=host == "::"
             )
         except OSError as error:
-            place = f"port {port} of {host or 'all addresses'}"
-            if error.errno == errno.EADDRINUSE:
-                raise WireError(
-                    f"{place} is in use by another process: choose another port (link.port, or "
-                    "--listen HOST:PORT), or 0 for any free one"
-                ) from None
             raise WireError(
-                f"cannot listen on {place}: {why(error)}; name an address of this machine "
-                "(link.listen, or --listen HOST:PORT), and a port that this user may open, or 0"
+                f"cannot listen on port {port} of {host or 'all addresses'}: {why(error)}; name an "
+                "address of this machine (link.listen, or --listen HOST:PORT), and a port that "
+                "this user may open and no other process has, or 0 for any free one"
             ) from None
         host, self.number = self._socket.getsockname()[:2]
         self.address = address_text(host, self.number)

@@ -22,8 +22,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from thinwire.background import on_daemon_thread
@@ -46,17 +44,7 @@ _END, _ALIVE = 0, 0xFFFFFFFF
 _SHORTEST, _UNKNOWN = struct.Struct("=148xI"), 0xFFFFFFFF  # round trip, within Linux's tcp_info
 _RECORD = 1 << 14  # what TLS encrypts at a time
 _RETRY_S = 0.2
-
-
-@dataclass(frozen=True)
-class Keepalive:
-    """How soon a silent end is noticed: each says so often that it is alive, and waits longer."""
-
-    every_s: float = 5.0
-    timeout_s: float = 5.0
-
-
-DEFAULT_KEEPALIVE = Keepalive()
+SILENCE_S = 10.0  # after which an end is taken for lost: each says twice as often that it is alive
 
 
 class Stream(Pipe):
@@ -69,8 +57,8 @@ class Stream(Pipe):
         self, connection: socket.socket, deadline: float, listening: ssl.SSLContext | None = None
     ) -> None:
         self.public = ""
-        self._deadline: float | None = deadline
-        self._silence_s, self._limit = 0.0, _GREETING_BYTES
+        self.deadline: float | None = deadline  # until it is open
+        self._silence_s, self._limit = SILENCE_S, _GREETING_BYTES
         self._in_tls = threading.Lock()  # Python's TLS is not for two threads at once
         self._reading, self._writing = threading.Lock(), threading.Lock()
         self._closed = False  # by us
@@ -94,15 +82,9 @@ class Stream(Pipe):
         if not self._tls.server_side:
             self.public = shown_key(self._tls.getpeercert(binary_form=True))
 
-    @property
-    def is_stranger(self) -> bool:
-        """Whether it is not open yet."""
-        return self._deadline is not None
-
-    def opened(self, limit: int, keepalive: Keepalive) -> None:
+    def opened(self, limit: int, silence_s: float) -> None:
         """Both ends are known: from now on messages may have `limit` bytes, and silence counts."""
-        self._limit, self._deadline = limit, None
-        self._silence_s = keepalive.every_s + keepalive.timeout_s
+        self._limit, self.deadline, self._silence_s = limit, None, silence_s
 
     def write(self, message: BytesLike) -> None:
         if not len(message):
@@ -159,9 +141,9 @@ class Stream(Pipe):
             return microseconds / 1e6 if microseconds != _UNKNOWN else 0.0
         return 0.0
 
-    def keep_alive(self, every_s: float) -> None:
+    def keep_alive(self) -> None:
         """Say now and then that this end is alive; returns when the stream is over."""
-        pause: float | None = every_s
+        pause: float | None = self._silence_s / 2
         while not self._over.wait(pause):
             if self._writing.acquire(blocking=False):  # else it is heard anyway
                 try:
@@ -219,8 +201,8 @@ class Stream(Pipe):
 
     def _wait(self, awaited: int) -> None:
         seconds = None
-        if self._deadline is not None:
-            seconds = max(0.0, self._deadline - time.monotonic())
+        if self.deadline is not None:
+            seconds = max(0.0, self.deadline - time.monotonic())
         elif awaited == select.POLLIN:
             seconds = self._silence_s
         poll = select.poll()
@@ -239,7 +221,7 @@ def dial(
     whom: str,
     timeout: float,
     max_message: int,
-    keepalive: Keepalive = DEFAULT_KEEPALIVE,
+    silence_s: float = SILENCE_S,
     tries_again: bool = True,
 ) -> Stream:
     """Open a stream called `name` to a listener; tries again until `timeout`.
@@ -261,8 +243,8 @@ def dial(
             except WireError:
                 stream.cut()
                 raise
-            stream.opened(max_message, keepalive)
-            on_daemon_thread("thinwire stream", partial(stream.keep_alive, keepalive.every_s))
+            stream.opened(max_message, silence_s)
+            on_daemon_thread("thinwire stream", stream.keep_alive)
             return stream
         except WireError as error:
             if isinstance(error, AdmissionError) or not tries_again:
@@ -306,11 +288,11 @@ class Listener:
         host: str | None,
         port: int,
         max_message: int,
-        keepalive: Keepalive = DEFAULT_KEEPALIVE,
+        silence_s: float = SILENCE_S,
         who: Callable[[str], str | None] = lambda fingerprint: fingerprint,
     ) -> None:
         self._identity, self._who = identity, who
-        self._max_message, self._keepalive = max_message, keepalive
+        self._max_message, self._silence_s = max_message, silence_s
         self._context = identity.listening_context()
         self._served: dict[str, Callable[[Stream], None]] = {}
         self._lock = threading.Lock()  # guards all that follows
@@ -388,7 +370,7 @@ class Listener:
             stream = Stream(connection, time.monotonic() + HANDSHAKE_S, self._context)
             stream.comes_from = comes_from
             with self._lock:
-                strangers = sum(other.is_stranger for other in self._streams)
+                strangers = sum(other.deadline is not None for other in self._streams)
                 if self._is_closed or strangers >= MOST_STRANGERS:
                     return
                 self._streams.add(stream)
@@ -406,7 +388,7 @@ class Listener:
                 stream.write(refusal.encode())
                 stream.close(1.0)
             else:
-                stream.keep_alive(self._keepalive.every_s)
+                stream.keep_alive()
         except WireError:
             pass
         finally:
@@ -428,7 +410,7 @@ class Listener:
             is_right, has_come = expected.dialer in (None, dialer), expected.arrival.done()
             if is_right and not has_come:
                 stream.write(b"ok")  # fails if the dialer has given up: its next attempt counts
-                stream.opened(self._max_message, self._keepalive)
+                stream.opened(self._max_message, self._silence_s)
                 expected.arrival.set_result(stream)
                 if not expected.is_replaceable:
                     del self._expected[name]
