@@ -62,19 +62,6 @@ def test_documents_arrive_whole_on_exactly_one_side(text_folder, cache, text_of)
     assert corpus.train.dtype == np.uint16
 
 
-def test_progress_goes_up_to_the_total_in_each_phase(text_folder, cache):
-    seen = Recorder()
-    prepare(text_config(text_folder), VOCAB, cache, seen)
-    assert seen.phases == ["reading", "training the tokenizer", "tokenising"]
-    size = sum(path.stat().st_size for path in text_folder.iterdir())
-    for phase in seen.phases:
-        done = [call[1] for call in seen.calls if call[0] == phase]
-        assert len(set(done)) == len(done), "a line is shown for each"
-        assert done == sorted(done)
-        assert done[-1] == size
-    assert {call[2] for call in seen.calls} == {size}
-
-
 def test_unchanged_old_files_are_not_even_read(text_folder, cache, monkeypatch, tmp_path):
     """Fresh ones are: within a tick of the clock a file can change and keep its size and times."""
     prepare(text_config(text_folder), VOCAB, cache)
@@ -236,18 +223,6 @@ def test_nothing_to_validate_on(text_folder, tmp_path, cache):
         prepare(text_config(text_folder, valid_path="none"), VOCAB, cache)
     with pytest.raises(DataError, match=r"all of it is in data\.valid_path as well"):
         prepare(text_config(text_folder, valid_path=str(text_folder)), VOCAB, cache)
-
-
-def test_tokenizer_of_a_large_corpus_is_trained_on_a_sample(text_folder, cache, monkeypatch):
-    everything = prepare(text_config(text_folder), VOCAB, cache)
-    tokenizer = everything.tokenizer()
-    valid = documents_of(everything, "valid")
-    monkeypatch.setattr(prepare_module, "TOKENIZER_SAMPLE_BYTES", 1)
-    shutil.rmtree(everything.folder)
-    sampled = prepare(text_config(text_folder), VOCAB, cache)
-    assert sampled.tokenizer().digest != tokenizer.digest
-    assert sampled.vocab > 257  # at least one document is always taken
-    assert documents_of(sampled, "valid") == valid
 
 
 def test_tokenizer_never_sees_validation_text(tmp_path, cache, text_of):

@@ -133,21 +133,12 @@ def put_shard(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     ("harm", "words"),
     [
         (without("settings"), "settings is None"),
-        (put("settings", "x"), "settings is 'x'"),
-        (put("corpus", 3), "corpus is 3"),
         (without("weight_version"), "weight_version is None"),
-        (put("basis_version", True), "basis_version is True"),
-        (put("step", "2"), "step is '2'"),
         (put("step", -2), "step is -2"),
         (put("shards", {}), "shards is {}"),
-        (put("shards", [7]), "shards.0. must be"),
         (put("tokenizer_sha256", 5), "tokenizer_sha256 is 5"),
-        (put_shard("tensors", None), "tensors must be"),
         (put_shard("tensors", [1]), "tensors.0. must be"),
-        (put_shard("bytes", "9"), "bytes must be"),
         (put_shard("file", "../outside.safetensors"), "outside.safetensors' is not the name"),
-        (put_shard("file", "/etc/hostname"), "hostname' is not the name"),
-        (put_shard("more", 1), "more"),
         (lambda manifest: manifest["shards"][0].pop("sha256"), "sha256"),
     ],
 )
@@ -176,13 +167,6 @@ def test_tensors_listed_but_absent_are_refused(tmp_path: Path) -> None:
         checkpoint.tensors(["w"])
 
 
-def test_settings_that_have_gone_name_the_release_that_opens_them(tmp_path: Path) -> None:
-    gone = {"boundary": {"mode": "projected", "rank": 6, "anchor": "trainable"}}
-    folder = save(tmp_path, 1, facts={**FACTS, "settings": gone})
-    with pytest.raises(CheckpointError, match=r"step-00000001 cannot .*trainable.*release 0\.1\.0"):
-        _ = Checkpoint.open(folder).settings
-
-
 def test_settings_of_another_version_name_the_manifest(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -209,12 +193,6 @@ def test_every_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path:
         passed += 1
         assert found.manifest == content, f"bit {bit} of the manifest changed what it says"
     assert passed < len(whole) / 10, "only white space and the like may differ"
-
-
-def test_a_manifest_is_of_the_step_that_its_folder_names(tmp_path: Path) -> None:
-    save(tmp_path, 2).rename(checkpoints_folder(tmp_path) / "step-00000003")
-    with pytest.raises(CheckpointError, match="of step 2, its folder of 3"):
-        Checkpoint.open(tmp_path)
 
 
 def test_no_format_does_without_the_hash_of_a_manifest(tmp_path: Path) -> None:
@@ -262,20 +240,3 @@ def test_all_that_is_renamed_is_on_the_disk_before(
     assert files == {"manifest.json", "stage-0.safetensors", "tokenizer.json"}
     assert {path.stat().st_ino for path in (folder, *folder.iterdir())} <= seen
     assert folder.parent.stat().st_ino in flushed, "the new name, after the rename"
-
-
-def test_other_users_may_read_a_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "plain").touch(0o644)
-    folder = save(tmp_path, 1)
-    modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
-    assert modes == {(tmp_path / "plain").stat().st_mode & 0o777}
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="permissions do not bind this user"
-)
-def test_a_part_without_permission_is_named(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1)
-    (folder / "stage-0.safetensors").chmod(0)
-    with pytest.raises(CheckpointError, match=r"cannot read .*stage-0\.safetensors: Permission"):
-        Checkpoint.open(folder).verify()

@@ -2,23 +2,18 @@
 
 import base64
 import hashlib
-import json
 import os
-import socket
-import ssl
 import stat
 import string
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from thinwire.errors import AdmissionError, ConfigError, WireError
 from thinwire.run import admission as book_module
-from thinwire.run.admission import AuthorityBook, Invite, door_token, hash_of, is_address
+from thinwire.run.admission import AuthorityBook, Invite, is_address
 from thinwire.wire import Identity
-from thinwire.wire.keys import dialing_context
 
 Again = Callable[[], AuthorityBook]
 
@@ -194,36 +189,6 @@ def test_a_damaged_book_is_an_error_and_not_an_empty_book(
         again()
 
 
-def test_a_book_of_the_release_before_is_read(book: AuthorityBook, again: Again) -> None:
-    """It kept certificates; what counts is the key in each, and that it is the one enrolled."""
-    peer = Identity.create("ada")
-    enrol(book, book.invite(["h:1"]), peer.public, "ada")
-    path = book.folder / "book.json"
-    plain = json.loads(path.read_text())
-    certificate = _certificate(peer)
-    plain["version"], plain["peers"][0] = 2, {**plain["peers"][0], "certificate": certificate}
-    del plain["peers"][0]["public"]
-    path.write_text(json.dumps(plain))
-    assert again().door_token("ada") == book.door_token("ada")
-    plain["peers"][0]["certificate"] = _certificate(Identity.create("eve"))
-    path.write_text(json.dumps(plain))
-    with pytest.raises(ConfigError, match="is not the one of its fingerprint"):
-        again()
-
-
-def _certificate(identity: Identity) -> str:
-    """The certificate that the identity shows where it listens."""
-    near, far = socket.socketpair()
-    context = identity.listening_context()
-    with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(context.wrap_socket, far, True)
-        dialer = dialing_context().wrap_socket(near)
-        der = dialer.getpeercert(binary_form=True)
-        accepted.result().close()
-        dialer.close()
-    return ssl.DER_cert_to_PEM_cert(der or b"")
-
-
 def test_files_are_for_this_user_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -323,13 +288,6 @@ def test_the_name_of_a_run_cannot_steer_a_terminal(tmp_path: Path) -> None:
     book = AuthorityBook(tmp_path / "other", "first\nrun " + "x" * 200)
     name = book.invite(["h:1"]).run_name
     assert name.startswith("first run xxx") and len(name) == 80
-
-
-def test_a_door_token_is_not_what_a_door_shows_to_all() -> None:
-    token = INVITE.door_token
-    assert token == door_token(INVITE.invite_id, hash_of(INVITE.secret))
-    assert INVITE.secret not in token and hash_of(INVITE.secret) not in token
-    assert INVITE.run_id not in token and token != door_token(INVITE.invite_id, hash_of("00" * 16))
 
 
 def test_addresses() -> None:

@@ -140,12 +140,6 @@ def test_who_leaves_is_named_to_all_and_nobody_is_told_to_press_a_key() -> None:
     assert len([command for command in commands if isinstance(command, Say)]) == 1
 
 
-def test_a_run_that_was_asked_to_stop_ends_in_good_order() -> None:
-    lead = Lead().until(Phase.STOPPING)
-    commands = lead.all_say(Finished(METERS))
-    assert lead.ended(commands) == End()
-
-
 def test_a_late_request_to_stop_disturbs_nothing() -> None:
     """Stage 0 has said goodbye, later stages still drain: their checkpoint must survive."""
     lead = Lead().until(Phase.TRAINING)
@@ -215,17 +209,6 @@ def test_every_failure_ends_every_phase_with_the_stage_and_the_reason(
     assert found(end) == culprit
 
 
-def test_the_cause_may_be_heard_of_last() -> None:
-    lead = Lead().until(Phase.TRAINING)
-    for stage in (0, 1):
-        lead.say(stage, step(stage, 6))
-    lead.say(0, failed("link cut-0 is broken", accuses=(1,)))
-    lead.on(Exited(0, 1), 0.1)
-    assert lead.say(1, step(1, 7)) == [Record(1, step(1, 7))], "reports are no evidence"
-    lead.on(Exited(1, -11), 0.1)
-    assert str(lead.settled().error) == "stage 1 died at step 8: killed by SIGSEGV"
-
-
 def test_nobody_is_blamed_for_leaving_after_the_goodbye() -> None:
     lead = Lead().until(Phase.TRAINING)
     lead.say(0, Finished(METERS))
@@ -273,16 +256,6 @@ def test_a_message_that_is_not_due_is_its_sender_s_error(phase: Phase, said: lis
     assert found(end) == (1, True, "")
 
 
-def test_a_message_that_cannot_be_meant_is_its_sender_s_error_in_any_phase() -> None:
-    lead = Lead()
-    lead.say(0, LinkDown(0, "it is not mine"))
-    assert "stage 0 sent a LinkDown message of cut 0" in str(lead.settled().error)
-    lead = Lead().until(Phase.TRAINING)
-    lead.on(Exited(1, -9))
-    lead.say(0, failed("x", accuses=(7,)))
-    assert "stage 0 broke the contract" in str(lead.settled().error)
-
-
 def pulses(lead: Lead, seconds: float, doing: dict[int, str]) -> Iterable[Command]:
     """Time goes by while stages say that they still do the same."""
     for _ in range(round(seconds)):
@@ -302,12 +275,6 @@ def test_a_stage_that_falls_silent_is_told_of_and_ends_every_phase(phase: Phase)
     end = lead.ended(commands)
     assert str(end.error).startswith("stage 1 is stuck: no progress for 100 s")
     assert found(end) == (1, True, "")
-
-
-def test_a_coordinator_that_was_suspended_blames_nobody_for_it() -> None:
-    lead = Lead(patience=100.0).until(Phase.TRAINING)
-    assert lead.on(Tick(), 36_000.0) == []
-    assert lead.say(0, step(0, 0)) == [Record(0, step(0, 0))]
 
 
 def test_where_the_run_stands_is_told_at_any_time() -> None:

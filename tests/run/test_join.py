@@ -96,23 +96,6 @@ def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(
     again.listener.close()
 
 
-def test_a_host_that_is_away_is_named_by_its_own_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(join_module, "DIAL_SECONDS", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        host = f"127.0.0.1:{listening.getsockname()[1]}"
-    way, shown = Routes("0123456789abcdef/control", [Route(host, "direct", "x")]), io.StringIO()
-    peer = joined_peer(tmp_path, way, shown=shown)
-    thread = threading.Thread(target=peer._keep_in_touch, daemon=True)
-    thread.start()
-    peer._due.get(timeout=PATIENCE)()
-    peer._is_over = True
-    thread.join()
-    told = shown.getvalue()
-    assert "the host cannot be reached" in told and host in told
-
-
 def test_a_peer_tries_the_addresses_of_its_invite(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         shut = "{}:{}".format(*free.getsockname())
@@ -172,12 +155,6 @@ def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(
 def prepared(held: Holding, say: Callable[..., None] = lambda *_: None) -> Any:
     dial = nowhere if not held.hold.resumes else (lambda name: None)
     return held.prepare(dial, Identity.create("ana"), Routes("", "127.0.0.1:1"), say)
-
-
-def test_text_is_not_needed_here(tmp_path: Path, make_settings: MakeSettings) -> None:
-    hold = Hold([0], make_settings().to_plain(), False, "abc")
-    order = prepared(Holding(hold, 3, Terms(), tmp_path))
-    assert order.corpus == "" and (order.stages, order.generation) == ([0], 3)
 
 
 @pytest.mark.parametrize("stages", [[], [2], [0, 1, 2]])

@@ -19,8 +19,8 @@ from thinwire.run import coordinator as coordinator_module
 from thinwire.run import processes
 from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import Command, Record, Said, StopAsked, Suspect
-from thinwire.run.pacing import AT_ONCE, Pace
+from thinwire.run.events import Command, Record, Said, StopAsked
+from thinwire.run.pacing import AT_ONCE
 from thinwire.run.peers import LocalPeers, heed, neighbours
 from thinwire.run.protocol import FROM_PEER, Finished, LinkDown, LinkUp, Order, Pulse
 from thinwire.settings import Settings
@@ -57,10 +57,6 @@ def coordinate(make_settings: Callable[..., Settings]) -> Callable[..., Coordina
         return Coordinator(make_settings(**changes).pipeline.stages, patience=1000.0)
 
     return make
-
-
-def suspect(stage: int, known: bool, trace: str = "") -> Suspect:
-    return Suspect(1, stage, "failed", "odd", known, trace)
 
 
 def lead(coordinator: Coordinator, peers: LocalPeers, carry_out: Callable[..., None]) -> None:
@@ -207,15 +203,6 @@ def test_a_flood_of_messages_ends_with_its_own_stream() -> None:
     assert "at most 25 a second" in str(error)
     heard.hear(0, Pulse(1, "works"))  # another stage is heard as before
     hear.close()
-
-
-def test_a_coordinator_that_was_suspended_takes_what_was_said_meanwhile_for_no_flood(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pace, started = Pace("stage 1"), time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: started + 86_400.0)
-    for _ in range(86_400):
-        pace.count()
 
 
 def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end() -> None:

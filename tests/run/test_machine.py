@@ -7,7 +7,7 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.run import machine
-from thinwire.run.machine import Machine, free_disk, load_peers, matmul_rate, measure_machine
+from thinwire.run.machine import free_disk, load_peers, matmul_rate, measure_machine
 
 CPU = torch.device("cpu")
 
@@ -32,16 +32,6 @@ def test_a_process_of_its_own_tells_the_same(
     monkeypatch.setattr(machine, "device_name", str)
     found = measure_machine("cpu", tmp_path)
     assert found.device.startswith("cpu (") and found.tflops > 1e-6
-
-
-def test_a_machine_in_words() -> None:
-    bare = Machine(device="cpu (8 threads)", tflops=0.25, bf16_tflops=0.1, memory_gb=8, disk_gb=1)
-    assert bare.describe() == (
-        "cpu (8 threads): 250.0 GFLOP/s, in bf16 100.0 GFLOP/s; 8.0 GB of memory and 1.0 GB of "
-        "disk are free"
-    )
-    linked = Machine(tflops=0.25, mbps_up=20.0, mbps_down=90.0, latency_ms=15.0)
-    assert linked.describe().endswith("; to the host 20 Mbit/s up, 90 down, 30 ms round trip")
 
 
 @pytest.mark.parametrize(

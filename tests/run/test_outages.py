@@ -12,18 +12,14 @@ import pytest
 
 from machines import assert_same_weights
 from proxy import Proxy
-from thinwire.engine.trace import Progress
-from thinwire.errors import StageError, WireError
+from thinwire.errors import StageError
 from thinwire.report import PlainDisplay
 from thinwire.run import peers as peers_module
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Command, Event, Said
-from thinwire.run.peer import Peer
 from thinwire.run.protocol import Ready
 from thinwire.settings import Settings
 from thinwire.train import train
-from thinwire.wire import LastingPipe, Pipe, memory_pair
-from waiting import wait_until
 
 Make = Callable[[int, str], Proxy]
 
@@ -107,37 +103,4 @@ def test_an_outage_beyond_the_limit_ends_the_run_and_names_the_link(
     with pytest.raises(
         StageError, match=r"link cut-0 is broken: the connection was down for 2 s: "
     ):
-        train(settings, PlainDisplay(io.StringIO()))
-
-
-def test_a_stage_says_that_its_link_is_down() -> None:
-    """So that the coordinator's complaint about a long wait names the link."""
-
-    def no_route(timeout: float) -> Pipe:
-        raise WireError("no route")
-
-    ours, theirs = memory_pair()
-    pipes = [LastingPipe(end, no_route, 30.0) for end in (ours, theirs)]
-    peer = Peer.__new__(Peer)  # it has dialed nobody yet
-    peer._progress, peer._lasting = Progress(), {1: pipes[0]}
-    peer._progress.begin("waits for B0 of step 3")
-    assert peer._doing() == "waits for B0 of step 3"
-    pipes[1].write(b"both ends have spoken")
-    assert pipes[0].read() == b"both ends have spoken"
-    threading.Thread(target=pipes[0].read, daemon=True).start()
-    theirs.close()
-    wait_until(pipes[0].down_for)
-    said = re.escape("waits for B0 of step 3 (link to stage 1 is down for N s)")
-    assert re.fullmatch(said.replace("N", r"\d+"), peer._doing())
-    for pipe in pipes:
-        pipe.close(0.0)
-
-
-@pytest.mark.slow
-def test_without_an_outage_allowed_a_run_ends_at_the_first_loss(
-    make_settings: Callable[..., Settings], detour: Callable
-) -> None:
-    detour(lambda cut, address: Proxy(address, [100_000]))
-    settings = make_settings(train__steps=100_000, train__eval_every=0, link__outage=0.0)
-    with pytest.raises(StageError, match=r"link cut-0 is broken: the other end is gone"):
         train(settings, PlainDisplay(io.StringIO()))

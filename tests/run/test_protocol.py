@@ -197,10 +197,6 @@ def test_every_kind_of_message_is_among_these() -> None:
     }  # fmt: skip
 
 
-def test_an_exit_by_a_signal_travels_as_a_count() -> None:
-    assert [Ended.by(code, "").returncode for code in (0, 1, 137, -9, -15)] == [0, 1, 137, -9, -15]
-
-
 def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond() -> None:
     """Eight microbatches of an inner stage took 4.8 kB: 16 kB a step of four stages."""
     rng = random.Random(0)
@@ -219,24 +215,6 @@ def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond() -> None:
     for (lane, label, *times), (_lane, _label, *theirs) in zip(spans, received.spans, strict=True):
         assert (lane, label) == (_lane, _label)
         assert times == pytest.approx(theirs, abs=1.1e-6)
-
-
-@pytest.mark.parametrize(
-    ("part", "change", "words"),
-    [
-        ("report", {"peers": [{"name": 3}]}, r"at `\$.report.peers\[0\].name`"),
-        ("report", {"invite": "tw1"}, "unknown field `invite`"),
-        ("step", {"loss": "low"}, r"at `\$.step.loss`"),
-        ("progress", {"links": None}, r"at `\$.progress.links`"),
-        ("progress", {"timeline": {"spans": [1]}}, r"at `\$.progress.timeline"),
-    ],
-)
-def test_what_a_page_shows_is_checked_too(part: str, change: dict[str, Any], words: str) -> None:
-    plain = msgspec.to_builtins(NEWS)
-    plain[part] = {**plain[part], **change}
-    payload = zlib.compress(msgspec.msgpack.encode(["RunNews", -1, 0, plain]))
-    with pytest.raises(WireError, match=f"a RunNews message cannot be used: .*{words}"):
-        unpack(payload, FROM_COORDINATOR)
 
 
 def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:

@@ -57,13 +57,6 @@ def test_the_stage_that_is_stuck_is_named(doing: dict[str, str], words: str) -> 
         Wait().let(110, **doing)
 
 
-def test_any_progress_is_progress() -> None:
-    wait = Wait()
-    for begun in range(20):
-        wait.let(25, **WAITS)
-        wait.watch.heard(begun % 2, 2 + begun, "computes")
-
-
 def test_a_wait_may_be_ten_times_the_longest_so_far() -> None:
     wait = Wait(patience=10.0)
     wait.watch.begin_training()

@@ -123,29 +123,6 @@ def test_closing_without_a_limit_drops_nothing_on_a_slow_link(timeout, mbps):
     there.link.close()
 
 
-def test_closing_without_a_limit_ends_with_the_link():
-    here, there = slow_pair(mbps=1)
-    here.link.send(forward(1, 10_000_000))  # 80 s
-    closing = threading.Thread(target=here.link.close, args=(None,), daemon=True)
-    closing.start()
-    there.pipe.close()
-    closing.join(PATIENCE)
-    assert not closing.is_alive()
-    assert here.heard.errors == []
-
-
-def test_flushing_without_a_limit_waits_for_a_slow_link_and_ends_with_it():
-    here, there = slow_pair(mbps=1)
-    for number in range(3):
-        here.link.send(forward(number, 10_000))
-    here.link.flush(None)
-    there.heard.wait(lambda: len(there.heard.frames) == 3)
-    here.link.send(forward(3, 10_000_000))
-    there.pipe.close()
-    with pytest.raises(WireError, match=r"1 frames unsent: .* without a goodbye"):
-        here.link.flush(None)
-
-
 def test_meter_totals_equal_the_bytes_handed_to_the_transport(ends):
     here, there = ends
     for number in range(10):
@@ -163,20 +140,6 @@ def test_meter_totals_equal_the_bytes_handed_to_the_transport(ends):
     there.heard.wait(lambda: there.heard.ends)
     assert here.meter.sent_bytes() == here.pipe.written
     assert here.meter.snapshot()["sent"]["BYE"]["frames"] == 1
-
-
-def test_both_ends_may_close_at_once(connect):
-    for attempt in range(5):
-        ends = [End(f"end-{side}", pipe, None) for side, pipe in enumerate(connect(str(attempt)))]
-        for end in ends:
-            end.link.send(forward(1))
-        closers = [threading.Thread(target=end.link.close) for end in ends]
-        for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join(PATIENCE)
-            assert not closer.is_alive()
-        assert [end.heard.errors for end in ends] == [[], []]
 
 
 def test_send_does_not_wait_for_a_transport_that_stands_still(direct_ends):
@@ -261,18 +224,6 @@ def test_a_link_that_ended_takes_no_more_frames(direct_ends):
         there.link.send(forward(1))
 
 
-def test_a_broken_link_says_why_to_later_callers(direct_ends):
-    here, there = direct_ends
-    there.pipe.open_gate.clear()
-    there.link.send(forward(1))
-    here.pipe.close()
-    there.heard.wait(lambda: there.heard.errors)
-    with pytest.raises(WireError, match=r"link 1-0 takes no more frames: .* without a goodbye"):
-        there.link.send(forward(2))
-    with pytest.raises(WireError, match=r"1 frames unsent: .* without a goodbye"):
-        there.link.flush(PATIENCE)
-
-
 def test_frames_queued_behind_the_other_end_s_goodbye_are_no_fault(direct_ends):
     here, there = direct_ends
     there.pipe.open_gate.clear()
@@ -348,14 +299,6 @@ def test_spans_are_recorded_without_emulation_and_bounded(direct_ends, monkeypat
     end.link.close()
     assert [step for _, step, *_ in end.link.take_spans()] == [16, 17, 18, 19, 0]
     other.link.close()
-
-
-def test_an_unstarted_link_closes_and_a_started_one_starts_once(direct_ends):
-    with pytest.raises(WireError, match="already started"):
-        direct_ends[0].link.start(print, print)
-    here, there = memory_pair()
-    Link(here, Meter(), None, "idle", 100).close()
-    assert there.read() is None
 
 
 def test_the_transport_s_own_time_passes_within_the_modelled_one():

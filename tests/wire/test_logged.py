@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from wiring import MAX_PAYLOAD, Recorder, in_background
 
-from thinwire.errors import BreachError, WireError
+from thinwire.errors import WireError
 from thinwire.wire import (
     Frame,
     FrameKind,
@@ -228,40 +228,6 @@ def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(
     assert new.got() == frames_of(0, 1) and not new.heard.ends and not new.heard.errors
     new.link.close(PATIENCE)
     assert not new.heard.errors
-
-
-def test_without_a_word_that_another_comes_a_loss_is_the_end(tmp_path: Path) -> None:
-    ours, theirs = memory_pair()
-    below = Side(tmp_path / "below", ours)
-    theirs.close()
-    below.heard.wait(lambda: below.heard.errors)
-    assert "closed it without a goodbye" in str(below.heard.errors[0])
-
-
-def test_what_is_sent_while_nobody_is_there_is_sent_to_who_comes(
-    pair: tuple[Side, Side, Pipe], tmp_path: Path, nic: Callable[[], Nic | None]
-) -> None:
-    below, above, its_pipe = pair
-    below.send(0)
-    above.wait_for(MICROBATCHES)
-    die(above, its_pipe, below)
-    below.send(1, 2)
-    below.link.flush(PATIENCE)
-    new = Side(tmp_path / "new", None, start=1, nic=nic())
-    below.send(3)  # may still wait for its time on the uplink
-    meet(below, new)
-    new.wait_for(3 * MICROBATCHES)
-    assert new.got() == frames_of(1, 2, 3)
-
-
-@pytest.mark.parametrize("answer", [b"\xc1", b"\x93\x01\x02\x03", b"x" * (logged.MOST_SAID + 1)])
-def test_an_answer_that_is_no_position_is_refused(answer: bytes, tmp_path: Path) -> None:
-    ours, theirs = memory_pair()
-    theirs.write(answer)
-    state = LinkState(FrameLog(tmp_path, 1 << 20))
-    with pytest.raises(WireError, match="did not say where it stands") as caught:
-        LoggedPipe(None, state).go_on(ours)
-    assert isinstance(caught.value, BreachError) or len(answer) > logged.MOST_SAID
 
 
 def message(step: int, kind: FrameKind = FrameKind.FORWARD, size: int = 100) -> bytes:

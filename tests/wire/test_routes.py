@@ -271,35 +271,3 @@ def test_only_the_holder_of_its_key_waits_in_the_hosts_place(
             with service.accept() as served:  # the real host
                 joining.sendall(b"hello")
                 assert served.recv(5) == b"hello"
-
-
-def test_a_standby_without_the_key_gets_no_calls(service: Service) -> None:
-    name = f"{HOST.fingerprint[:16]}/enrol"
-    with Door("127.0.0.1", 0) as relay:
-        relay.admit_any(TOKEN)
-        with Standby(name, Route(relay.address, token=TOKEN), service.take) as thief:
-            wait_until(lambda: "the request lacks its signature" in thief.trouble)
-            assert thief.waiting == 0
-            assert "nobody waits for it" in line(ask(relay, "reach", name))
-
-
-def test_a_signature_is_not_looked_at_before_the_token_is_right() -> None:
-    name = f"{HOST.fingerprint[:16]}/control"
-    with Door("127.0.0.1", 0) as relay:
-        relay.admit_any(TOKEN)
-        caller = knock(relay)
-        nonce = line(caller).split(" ")[2]
-        proof = proof_of("another", nonce, "wait", name)
-        shown = HOST.prove(to_sign(nonce, name, proof))
-        caller.sendall(f"wait {name} - {proof} {shown}\n".encode())
-        assert "is not the right one" in line(caller)
-        assert relay.traffic() == {}
-
-
-def test_the_longest_name_of_a_service_leaves_room_for_its_proof(service: Service) -> None:
-    name = f"{HOST.fingerprint[:16]}/{'s' * 80}"
-    with Door("127.0.0.1", 0) as relay:
-        relay.admit_any(TOKEN)
-        route = Route(relay.address, token=TOKEN)
-        with Standby(name, route, service.take, prover=HOST.prove) as standby:
-            wait_until(lambda: standby.waiting == 2)
