@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -119,20 +118,6 @@ def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(
     assert stage.returncode == signal.SIGKILL
 
 
-@pytest.mark.slow
-def test_a_suspended_coordinator_goes_on(thinwire: Callable, config: Callable) -> None:
-    """As Ctrl-Z and fg do, for longer than any link waits for an answer."""
-    run = thinwire("train", long_run(config))
-    run.wait_for(r"\[train\] step +\d")
-    run.process.send_signal(signal.SIGSTOP)
-    time.sleep(13)
-    run.process.send_signal(signal.SIGCONT)
-    before = len(run.text())
-    until(lambda: "[train] step" in run.text()[before:], run)
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130, run.text()
-
-
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(
     stages: int, thinwire: Callable, config: Callable
@@ -149,20 +134,6 @@ def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(
     assert "error: stage 0 is stuck: no progress for" in run.text()
     assert "stage 0 has said nothing yet" in run.text()
     assert gone(frozen)
-
-
-@pytest.mark.slow
-def test_a_stage_that_freezes_alone_is_named(thinwire: Callable, config: Callable) -> None:
-    """There is no neighbour that could miss it."""
-    settings = ["--set", "run.patience=15", "--set", "pipeline.stages=1"]
-    run = thinwire("train", long_run(config), *settings)
-    run.wait_for(r"\[train\] step +\d")
-    stages = run.stages()
-    os.kill(stages[0], signal.SIGSTOP)
-    assert run.wait() == 6, run.text()
-    assert re.search(r"error: stage 0 is stuck: no progress for .* silent for", run.text())
-    assert "run.patience" in run.text()
-    assert gone(stages)
 
 
 def test_a_request_to_end_is_heeded_before_the_stages_are_ready(

@@ -13,7 +13,6 @@ from thinwire.codec.base import spec_of
 from thinwire.codec.lowrank import LowRank
 from thinwire.errors import ConfigError
 
-shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 ranks = st.integers(1, 4)
 seeds = st.integers(0, 2**32)
 few = settings(deadline=None, max_examples=60)

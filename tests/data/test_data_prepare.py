@@ -16,7 +16,6 @@ from thinwire.data.tokenizer import RESERVED
 from thinwire.errors import DataError
 
 VOCAB = 300
-prepare_module = sys.modules["thinwire.data.prepare"]
 
 
 class Recorder:

@@ -5,11 +5,9 @@ from typing import Any
 
 import gguf
 import numpy as np
-import pytest
 import torch
 from their_models import make_folder, tokenizer
 
-from thinwire.errors import ConfigError
 from thinwire.hf.importer import opened, plan_import, write_import
 from thinwire.inference import Model
 
@@ -86,13 +84,3 @@ def test_a_gguf_file_is_the_model_that_it_was_made_from(tmp_path: Path) -> None:
     with torch.no_grad():
         ours, expected = Model(target, "cpu")(ids), model(ids).logits
     assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
-
-
-def test_scaled_positions_that_transformers_would_drop_are_refused(tmp_path: Path) -> None:
-    model = make_folder(tmp_path / "theirs", "llama")
-    write_gguf(tmp_path / "scaled.gguf", model, extra="rope_freqs.weight")
-    with (
-        pytest.raises(ConfigError, match=r"scaled rotary positions \(rope_freqs.weight\)"),
-        opened(str(tmp_path / "scaled.gguf")),
-    ):
-        pass

@@ -72,17 +72,6 @@ def test_loss_figure_has_the_curves_over_tokens(make_record):
     assert len(axes.get_legend().get_texts()) == 2, "so short a curve is its own running mean"
 
 
-def test_a_very_long_curve_is_thinned(make_record):
-    losses = Losses((make_record(k, loss=float(k % 2)) for k in range(1, 1001)), most=64)
-    assert losses.steps_per_point == 16 and len(losses.train) == 63
-    assert set(losses.train) == {0.5}, "a point is the mean of its steps"
-    assert losses.tokens[-1] == 1000 * 4096, "the curve reaches to the last step"
-    (axes,) = loss_figure(losses, "demo: loss").axes
-    assert axes.lines[0].get_label() == "training, mean of 16 steps"
-    many = Losses((EvaluationRecord(k, 1.0) for k in range(1000)), most=64)
-    assert len(many.valid) == len(many.tokens_at_validations()) == 63
-
-
 def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path, make_record):
     plot_loss(Losses(), tmp_path / "none.png", "")
     plot_loss(Losses([EvaluationRecord(0, 9.0)]), tmp_path / "only_valid.png", "")

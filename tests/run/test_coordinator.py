@@ -237,14 +237,11 @@ def test_last_words_may_be_heard_after_the_end_of_a_process() -> None:
         (Phase.BUILDING, [step(1, 0)]),
         (Phase.BUILDING, [Ready("", "", "cpu"), Ready("", "", "cpu")]),
         (Phase.BUILDING, [Linked()]),
-        (Phase.BUILDING, [Chosen(1)]),
         (Phase.TRAINING, [Chosen(1)]),
         (Phase.TRAINING, [Leaving()]),
         (Phase.LINKING, [Linked(), step(1, 0)]),
-        (Phase.LINKING, [Finished(METERS)]),
         (Phase.TRAINING, [Linked()]),
         (Phase.TRAINING, [Finished(METERS), step(1, 0)]),
-        (Phase.STOPPING, [Ready("", "", "cpu")]),
     ],
 )
 def test_a_message_that_is_not_due_is_its_sender_s_error(phase: Phase, said: list[OfStage]) -> None:

@@ -62,13 +62,11 @@ GOOD = 'name = "a"\ntflops = 1\nmemory_gb = 1\n'
     [
         ("", "lists no peers"),
         ("[[peers]]\n", 'unknown key "peers"; did you mean "peer"'),
-        ("peer = [3]", r"peer\[0\] must be a table"),
         (f"[[peer]]\n{GOOD}[[peer]]\n{GOOD}", 'two peers are called "a"'),
         ('[[peer]]\nname = "a"\nmemory_gb = 1', r"peer\[0\] lacks tflops"),
         (f"[[peer]]\n{GOOD}mbps = 3", r'unknown key.*peer\[0\]\.mbps".*did you mean "mbps_up"'),
         (f"[[peer]]\n{GOOD}mbps_up = -3", "mbps_up = -3.0 must be at least 0"),
         (f'[[peer]]\n{GOOD}reachable = "yes"', "reachable must be true or false"),
-        (f"[[peer]]\n{GOOD}disk_gb = 1e10", r"must have numbers from 0 to 1e\+09"),
         ("[[peer]", "is not valid TOML"),
     ],
 )

@@ -19,7 +19,6 @@ from waiting import PATIENCE
 
 CPU = torch.device("cpu")
 NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "none"}
-TABLES = {**NARROW, "boundary__anchor": "per-stage", "boundary__table": 8}
 FIXED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "fixed"}
 SHARED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "embedding"}
 
@@ -148,8 +147,6 @@ def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus)
     ("change", "words"),
     [
         ({"id_bytes": 3}, "id_bytes"),
-        ({"examples": 0}, "examples"),
-        ({"corpus": 7}, "corpus"),
         ({"config_hash": "other"}, "config_hash"),
     ],
 )
@@ -187,10 +184,8 @@ def test_ids_that_do_not_fit_are_refused(
     [
         Frame(FrameKind.TOKENS, step=4, codec=1),
         Frame(FrameKind.TOKENS, microbatch=4, codec=1),
-        Frame(FrameKind.TOKENS, codec=5),
         Frame(FrameKind.TOKENS, microbatch=2, weight_version=1, codec=1),
         Frame(FrameKind.TOKENS, codec=1, payload=b"more"),
-        Frame(FrameKind.CONTROL),
     ],
 )
 def test_what_is_no_request_ends_the_stream(

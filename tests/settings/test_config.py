@@ -16,7 +16,6 @@ from thinwire.errors import ConfigError
 from thinwire.settings import (
     GoneError,
     Settings,
-    apply_override,
     load_asked,
     load_settings,
 )
@@ -70,21 +69,6 @@ def test_broken_toml_is_refused_with_its_file(tmp_path: Path, text: bytes) -> No
         load_settings(path, [])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[trian]\n", 'unknown section "trian"; did you mean "train"'),
-        ('[optim]\nname = "adam"', "optim.name = 'adam' is not allowed; did you mean \"adamw\""),
-        ('[model]\npreset = "9b"', "model.preset = '9b' is not allowed; did you mean \"8b\""),
-    ],
-)
-def test_files_that_say_something_else_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        load_settings(path, [])
-
-
 # --- overrides ---
 
 
@@ -95,26 +79,6 @@ def test_overrides_win_over_the_file_and_the_last_one_over_all(tmp_path: Path) -
     settings = load_settings(path, overrides)
     assert settings.train.steps == 190
     assert settings.link.emulate is False
-
-
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [
-        ("train.steps=50", 50),
-        ("pipeline.recompute=true", True),
-        ("pipeline.split=2,1,1", [2, 1, 1]),
-        ("codec.cuts=0: forward=fp32, 2: backward=fp16", ["0: forward=fp32", "2: backward=fp16"]),
-        ("codec.cuts=0: forward=int4(group=8,hadamard)", ["0: forward=int4(group=8,hadamard)"]),
-        ("codec.plugins=a.b,c", ["a.b", "c"]),
-        ("run.name=a=b", "a=b"),
-    ],
-)
-def test_an_override_has_the_type_of_its_key(override: str, value: object) -> None:
-    values: dict[str, Any] = {}
-    apply_override(values, override)
-    section, key = override.partition("=")[0].split(".")
-    assert values == {section: {key: value}}
-    assert type(values[section][key]) is type(value)
 
 
 # --- what follows from other settings stays behind for none of them ---

@@ -4,8 +4,6 @@ from pathlib import Path
 
 from thinwire.wire import Frame, FrameKind, FrameLog, LinkState, Position, encode
 
-NEW = Position(start=0, latest=0, received=[])
-
 
 def frame(step: int, kind: FrameKind = FrameKind.FORWARD) -> bytes:
     return encode(Frame(kind, step=step))

@@ -36,8 +36,6 @@ from thinwire.wire import (
 from waiting import PATIENCE, wait_until
 
 HASTY = Keepalive(every_s=0.1, timeout_s=2.9)
-Connect = Callable[[str], tuple[Pipe, Pipe]]
-
 # Another process: dials (or listens, and is dialed), echoes every frame, and never closes.
 OTHER = """
     import json, sys, threading
