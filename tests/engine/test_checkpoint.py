@@ -176,14 +176,14 @@ def test_settings_of_another_version_name_the_manifest(tmp_path: Path) -> None:
         _ = Checkpoint.open(folder).settings
 
 
-def test_every_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, facts={**FACTS, "settings": {"run": {"seed": 7, "name": "a\\b é"}}})
     path = folder / "manifest.json"
     whole, content = path.read_bytes(), Checkpoint.open(folder).manifest
     passed = 0
-    for bit in range(8 * len(whole)):
+    for place in range(len(whole)):  # one bit of each byte, each of the eight in turn
         harmed = bytearray(whole)
-        harmed[bit // 8] ^= 1 << bit % 8
+        harmed[place] ^= 1 << place % 8
         path.write_bytes(harmed)
         try:
             found = Checkpoint.open(folder)
@@ -191,8 +191,8 @@ def test_every_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path:
         except CheckpointError:
             continue
         passed += 1
-        assert found.manifest == content, f"bit {bit} of the manifest changed what it says"
-    assert passed < len(whole) / 10, "only white space and the like may differ"
+        assert found.manifest == content, f"byte {place} of the manifest changed what it says"
+    assert passed < len(whole) / 50, "only white space and the like may differ"
 
 
 def test_no_format_does_without_the_hash_of_a_manifest(tmp_path: Path) -> None:

@@ -65,38 +65,6 @@ def test_examples_that_never_come_back_are_not_remembered(
 # --- one codec per cut ---
 
 
-def test_each_cut_has_its_own_codecs(
-    settings_with: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
-    settings = settings_with(
-        pipeline__stages=3,
-        train__steps=1,
-        optim__warmup=1,
-        codec__forward="bf16",
-        codec__backward="fp32",
-        codec__cuts=["1: forward=fp64 backward=delta"],
-    )
-    outcome = run_in_threads(settings)
-    elements_of = 2 * 16 * 32
-    sent = {
-        (stage, link): meters["sent"]
-        for stage in range(len(outcome.workers))
-        for link, meters in outcome.steps(stage)[-1].meters.items()
-    }
-    for stage, link, kind, width in [
-        (0, "cut-0", "FORWARD", 2),
-        (1, "cut-1", "FORWARD", 8),
-        (1, "cut-0", "BACKWARD", 4),
-        (2, "cut-1", "BACKWARD", 2),
-    ]:
-        assert sent[stage, link][kind]["payload_bytes"] == 4 * elements_of * width
-    worker = outcome.workers[1]
-    assert worker.contract(0)["forward_codec"] == "bf16"
-    assert worker.contract(1)["forward_codec"] == "fp64"
-    assert worker.contract(1)["backward_codec"] == "delta"
-    assert worker.max_payload() == 8 * elements_of + 65536
-
-
 # --- one process computes the same ---
 
 

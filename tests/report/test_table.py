@@ -113,16 +113,6 @@ def test_a_resumed_run_counts_its_own_steps(summary):
     assert fact(one, "training loss") == "3.2000 in the only step"
 
 
-def test_a_run_that_was_formed_again_says_so(summary):
-    seconds = {"start": 10.0, "training": 90.0, "validation": 2.0, "waiting": 40.0, "other": 8.0}
-    again = {"steps_run": 209, "first_step": 0, "epochs": 3, "total_seconds": 150.0}
-    text = as_text(summary_table(summary | again | {"seconds": seconds}), width=200)
-    steps = "200 of 200; 9 trained twice, since a peer was lost after them"
-    assert fact(text, "steps") == steps
-    assert fact(text, "epochs").startswith("3: the run was formed again")
-    assert "40.0 s waiting for peers, 8.00 s saving and ending" in fact(text, "time")
-
-
 @pytest.mark.parametrize(
     ("ratio", "told"),
     [(12.34, "12.3x fewer"), (123.4, "123x fewer"), (99.96, "100x fewer"), (1.2, "1.20x fewer"),

@@ -21,7 +21,6 @@ from thinwire.run.doctor import (
     check_answer,
     check_clock,
     check_files,
-    check_folder,
     check_memory,
     check_torch,
     examine,
@@ -224,10 +223,3 @@ def test_thresholds(finding: Finding, level: str, words: str) -> None:
     assert bool(finding.fix) == (level != "fine")
     assert check_clock(-90.0).what == "the clock here is 1m30s ahead of the host's"
     assert check_clock(90.0).what == "the clock here is 1m30s behind the host's"
-
-
-def test_a_folder_below_a_file_blocks(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    finding = check_folder(tmp_path / "file" / "deeper" / "still")
-    assert finding.level == "blocks" and f"nothing can be written to {tmp_path}" in finding.what
-    assert check_folder(tmp_path / "not" / "yet" / "there").level != "blocks"

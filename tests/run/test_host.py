@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import House, hello, house  # noqa: F401
+from hosting import House, hello
 
 from thinwire.data import Corpus
 from thinwire.errors import ConfigError, StageError
@@ -41,9 +41,6 @@ from thinwire.settings import Settings
 from thinwire.wire import Door, Route
 from trained import trained
 from waiting import PATIENCE, wait_until
-
-# ruff: noqa: F811
-
 
 # Who holds which stage
 

@@ -1,25 +1,18 @@
 """Hosted runs as people use them: a host and peers that are processes and share no folder."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from machines import Machines, assert_same_weights, machines  # noqa: F401
+from machines import Machines, assert_same_weights
 from thinwire.cli import main
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint
-from thinwire.errors import ConfigError, NotAliveError
 from thinwire.run.admission import AuthorityBook, Invite
-from thinwire.run.alive import ask
 from thinwire.settings import Settings
 from trained import trained
-from waiting import PROCESS_PATIENCE, wait_until
-
-# ruff: noqa: F811
 
 UNREACHED, REFUSED, NOT_ALIVE = 5, 8, 9
 
@@ -79,70 +72,6 @@ def test_whoever_has_no_good_invite_or_was_removed_stays_outside(
     assert not [text for text in said if good.secret in text or line in text]
     peers = [peer.name for peer in AuthorityBook(machines.run_folder / "authority").peers()]
     assert peers == ["ana"]
-
-
-@pytest.mark.slow
-def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines: Machines) -> None:
-    machines.config(
-        pipeline__stages=2, train__steps=100_000, train__checkpoint_every=0, train__log_mb=0
-    )  # without logs, the run waits for who left
-    host = machines.host()
-
-    def asked(question: str, **more: str) -> dict[str, Any]:
-        return ask(machines.run_folder, {"ask": question, **more})
-
-    def waits_for() -> str:
-        """For whom the run waits, once it does."""
-        wait_until(lambda: asked("status")["state"] == "waiting")
-        return str(asked("status")["waiting_for"])
-
-    assert "2 more peers" in waits_for()
-    ana, ben = machines.join("ana"), machines.join("ben")
-    host.wait_for(r"step +2/")
-    assert "split" in host.text() and "a step takes" in host.text()
-
-    seen = asked("status")
-    assert (seen["role"], seen["state"], seen["epoch"]) == ("host", "training", 1)
-    assert seen["step"] > 0 and seen["loss"] > 0
-    assert sorted(peer["stages"] for peer in seen["peers"]) == [[0], [1]]
-    for peer in seen["peers"]:
-        assert peer["state"] not in ("", "away", "kicked")
-        assert peer["machine"]["device"].startswith("cpu")
-        assert all(peer["machine"][key] > 0 for key in ("tflops", "mbps_up", "memory_gb"))
-        assert 0 <= seen["time"] - peer["last_word"] < 60
-    (link,) = seen["links"]
-    # Under load a dial may be answered too late, and the link then passes the host.
-    assert link["way"] in ("direct", "relayed") and link["forward_bytes_per_s"] > 0
-
-    def told() -> dict[str, Any]:
-        status = machines.run("ana", "status", "--json")
-        assert status.wait() == 0, status.text()
-        return dict(json.loads(status.text()))
-
-    wait_until(lambda: told()["step"] > 0, PROCESS_PATIENCE)  # it hears of steps now and then
-    own = told()
-    assert (own["role"], own["state"]) == ("member", "training")
-    assert own["peers"][0]["name"] == "ana" and own["peers"][0]["is_this_machine"]
-    left = machines.run("ana", "leave")
-    assert left.wait() == 0 and "leaves the run after this step" in left.text()
-    assert ana.wait() == 0, ana.text()
-    host.wait_for(r"ana left after step \d+")
-    assert "ana or another" in waits_for()
-
-    assert "ben was removed from the run" in asked("kick", peer="ben")["text"]
-    assert ben.wait() != 0 and "the host removed this peer" in ben.text()
-    with pytest.raises(ConfigError, match="no peer of this run is called 'eve'"):
-        asked("kick", peer="eve")
-    (machines.invite,) = re.findall(r"tw1-\S+", asked("invite")["text"])
-    machines.join("cleo").wait_for("enrolled as cleo")
-    states = {peer["name"]: peer["state"] for peer in asked("status")["peers"]}
-    assert states["ben"] == "kicked" and states["ana"] == "away"
-
-    host.interrupt()
-    assert host.wait() == 130, host.text()
-    with pytest.raises(NotAliveError):
-        asked("status")
-    assert machines.run("ana", "status").wait() == NOT_ALIVE
 
 
 def stage_files(home: Path) -> dict[str, int]:

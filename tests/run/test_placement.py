@@ -181,15 +181,6 @@ def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings: MakeSe
         chosen(-1, 0.01)
 
 
-def test_more_orders_than_can_be_tried(make_settings: MakeSettings) -> None:
-    """Eight peers for five stages: the two that are useless are left out."""
-    settings = make_settings(model__layers=10, pipeline__stages=5, pipeline__microbatches=8)
-    rates = [5, 0.01, 3, 8, 4, 0.02, 6, 0.01]
-    peers = [peer(f"p{index}", rate) for index, rate in enumerate(rates)]
-    split = choose_split(settings, peers)
-    assert {p.name for p in split.spare} == {"p1", "p5", "p7"}
-
-
 def test_the_command(make_settings: MakeSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     config, listed = tmp_path / "run.toml", tmp_path / "peers.toml"

@@ -124,17 +124,6 @@ def test_a_wider_window_hides_latency():
     assert narrow.step_seconds == pytest.approx(4 * (1.0 + 20.0 + 1.0) + 2.0)
 
 
-def test_compute_and_links_do_not_wait_for_each_other():
-    """Halving the traffic of a compute-bound step gains only what fills and drains the pipe."""
-    schedule = build("1f1b", 2, 40, 8)
-    full = simulate(schedule, costs(2, size=BYTES), Network(MBPS, MBPS))
-    half = simulate(schedule, costs(2, size=BYTES // 2), Network(MBPS, MBPS))
-    assert full.bound.startswith("compute of stage")
-    assert full.step_seconds - half.step_seconds == pytest.approx(2 * TRANSFER / 2)
-    sends, computes = lane(full, 0, "send"), lane(full, 0, "compute")
-    assert any(c.start <= s.start < s.end <= c.end for s in sends for c in computes)
-
-
 def test_the_bubble_is_the_time_in_which_stages_do_not_compute():
     """One microbatch: 1 + 2 s of passes on each stage in turn, then both updates at half speed."""
     step = simulate(build("gpipe", 2, 1), costs(2), cores=1)
@@ -150,21 +139,6 @@ def test_running_actions_share_the_cores_equally():
         Span(0, "compute", "F1", 1.0, 3.0),  # at half speed beside the forward of stage 1
     ]
     assert lane(step, 1, "compute")[0] == Span(1, "compute", "F0", 1.0, 5.0)
-
-
-def test_waits_and_work_fill_the_step_of_every_stage():
-    step = simulate(build("1f1b", 3, 4), costs(3, size=BYTES), Network(MBPS, MBPS, 0.7))
-    for stage in range(3):
-        spans = sorted(
-            lane(step, stage, "compute") + lane(step, stage, "wait"), key=lambda s: s.start
-        )
-        assert [a.end for a in spans[:-1]] == [b.start for b in spans[1:]]
-        assert spans[-1].end - spans[0].start == pytest.approx(step.step_seconds)
-        assert [s.label for s in lane(step, stage, "compute")] == [
-            a.label for a in build("1f1b", 3, 4).rows[stage]
-        ]
-    assert lane(step, 0, "compute")[0].start == 0.0
-    assert lane(step, 2, "wait")[-1].label == "U"  # for the verdict
 
 
 def test_the_window_table_trades_memory_for_time():

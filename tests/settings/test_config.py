@@ -1,6 +1,5 @@
 """run.toml and the settings of a run: read strictly, checked whole, hashed by what they compute."""
 
-import dataclasses
 import json
 import tomllib
 from collections.abc import Callable
@@ -116,23 +115,6 @@ def test_relaxed_settings_mean_the_same_and_ordinary_ones_need_no_remark(changes
     settings = load_settings(None, changes)
     assert settings.relaxed().resolved() == settings
     assert remarks(settings) == []
-
-
-def test_relaxed_settings_keep_what_was_chosen(make_settings: Callable[..., Settings]) -> None:
-    settings = make_settings(
-        boundary__mode="subspace", boundary__rank=4, boundary__free_layers=1, optim__warmup=1
-    )
-    relaxed = settings.relaxed()
-    open_model = {"layers": 0, "heads": 0, "kv_heads": 0, "head_dim": 0, "embed_std": 0.0}
-    assert relaxed.model == dataclasses.replace(settings.model, **open_model)
-    assert (relaxed.boundary.free_layers, relaxed.boundary.anchor) == (1, "auto")
-    assert (relaxed.optim.warmup, relaxed.optim.table_lr) == (1, -1)
-    assert relaxed.resolved() == settings
-    own = {"layers": 2, "dim": 20, "heads": 2, "kv_heads": 1, "ffn": 8, "vocab": 50, "context": 16}
-    custom = {"preset": "custom", **own, "head_dim": 16}
-    settings = Settings.from_plain({"model": custom, "pipeline": {"stages": 1}})
-    assert {key: getattr(settings.relaxed().model, key) for key in custom} == custom
-    assert settings.relaxed().resolved() == settings
 
 
 def test_a_rank_left_to_the_ratio_follows_the_model() -> None:

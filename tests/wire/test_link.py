@@ -8,7 +8,6 @@ from wiring import MAX_PAYLOAD, Recorder
 
 from thinwire.errors import BreachError, WireError
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, Pipe, encode, memory_pair
-from thinwire.wire import link as link_module
 from thinwire.wire.emulate import STAMP_BYTES
 from waiting import PATIENCE
 
@@ -281,23 +280,6 @@ def test_spans_show_the_emulated_uplink_one_frame_after_the_other():
         assert after[3] >= before[4]
     assert end.link.take_spans() == []
     end.link.close()
-    other.link.close()
-
-
-def test_spans_are_recorded_without_emulation_and_bounded(direct_ends, monkeypatch):
-    here, _ = direct_ends
-    here.link.send(forward(3))
-    here.link.close()
-    kinds = [kind for kind, *_ in here.link.take_spans()]
-    assert kinds == ["FORWARD", "BYE"]
-
-    monkeypatch.setattr(link_module, "MAX_SPANS", 5)
-    near, far = memory_pair()
-    end, other = End("a", near, None), End("b", far, None)
-    for number in range(20):
-        end.link.send(forward(number))
-    end.link.close()
-    assert [step for _, step, *_ in end.link.take_spans()] == [16, 17, 18, 19, 0]
     other.link.close()
 
 
