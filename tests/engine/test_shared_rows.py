@@ -19,9 +19,8 @@ from thinwire.engine.build import StageBuilder
 from thinwire.engine.chain import Chain
 from thinwire.engine.conversion import Folded
 from thinwire.engine.feed import Feed
-from thinwire.engine.rows import ROWS, SharedRows
+from thinwire.engine.rows import SharedRows
 from thinwire.engine.source import Snapshot
-from thinwire.engine.state import StageState, names_for_stage
 from thinwire.errors import ConfigError
 from thinwire.model import Stage, fixed_table, token_loss
 from thinwire.settings import Settings
@@ -216,34 +215,6 @@ def test_a_run_goes_on_in_another_split_with_all_that_waits(
         other = settings_for(pipeline__stages=stages, boundary__free_layers=1)
         resumed = run_in_threads(other, resume=saved[3], folder=tmp_path / f"in-{stages}")
         assert resumed.losses() == pytest.approx(whole.losses()[3:], abs=1e-10)
-
-
-def test_a_stage_restores_from_the_tensors_that_are_fetched_for_it(
-    settings_for: Callable, corpus: Corpus
-) -> None:
-    """Those of its seat alone, in this split and in others; all that waits is somebody's."""
-    settings = settings_for()
-    chain = trained_chain(settings, corpus, 3)
-    waits = sum(update.rows.state_tensors()[name] for update, name in zip(
-        chain.updates, [ROWS + stage.names[0] for stage in chain.stages], strict=True
-    ))  # fmt: skip
-    states = [
-        StageState(settings, s, u, []) for s, u in zip(chain.stages, chain.updates, strict=True)
-    ]
-    tensors = {name: t for state in states for name, t in state.shard().items()}
-    assert bool(waits.any())
-    for stages in (1, 2, 3, 4):
-        other = settings_for(pipeline__stages=stages, boundary__free_layers=1)
-        resumed = Chain(other, Feed(corpus, other, torch.device("cpu")))
-        found = torch.zeros_like(waits)
-        for index, (stage, update) in enumerate(zip(resumed.stages, resumed.updates, strict=True)):
-            names = names_for_stage(other, index, tensors)
-            few = {name: tensors[name].detach().clone() for name in names}
-            source = Snapshot(few, settings, 3, chain.updates[0].versions)
-            StageState(other, stage, update, []).restore(source)
-            found += update.rows.state_tensors()[ROWS + stage.names[0]]
-            assert torch.equal(stage.embedding_copy(), chain.stages[0].embedding_copy())
-        torch.testing.assert_close(found, waits, rtol=0, atol=1e-15)
 
 
 def test_what_waits_matters(

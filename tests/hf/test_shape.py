@@ -28,8 +28,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True, "head_dim": 16, "rope_theta": 1e6},
 }
 
-LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4}
-
 
 def model_of(shape: str) -> ModelConfig:
     return ModelConfig(preset="custom", **{**SIZES, **SHAPES[shape]}).resolved()

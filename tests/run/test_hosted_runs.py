@@ -7,71 +7,10 @@ from pathlib import Path
 import pytest
 
 from machines import Machines, assert_same_weights
-from thinwire.cli import main
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint
-from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.settings import Settings
 from trained import trained
-
-UNREACHED, REFUSED, NOT_ALIVE = 5, 8, 9
-
-Attempt = Callable[[str, str], tuple[object, str]]
-
-
-@pytest.fixture
-def join(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Attempt:
-    """Try to join from another home, in this process; the exit code and what was said."""
-
-    def attempt(text: str, home: str) -> tuple[object, str]:
-        monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / home))
-        with pytest.raises(SystemExit) as end:
-            main(["join", text, "--no-listen"])
-        said = capsys.readouterr()
-        return end.value.code, said.out + said.err
-
-    return attempt
-
-
-def test_whoever_has_no_good_invite_or_was_removed_stays_outside(
-    machines: Machines, join: Attempt, tmp_path: Path
-) -> None:
-    machines.config(pipeline__stages=2)
-    host = machines.host("--machines", 1, "--address", "localhost", "--address", "127.0.0.1")
-    host.wait_for("only this machine can use the invite")
-    assert "for the next 24 hours, one machine joins with" in host.text()
-    line = machines.invite
-    good = Invite.parse(line)
-    names, ports = zip(*(address.rsplit(":", 1) for address in good.addresses), strict=True)
-    assert names == ("localhost", "127.0.0.1") and ports[0] == ports[1], "that of the door"
-    other = AuthorityBook(tmp_path / "another run", "test").invite(good.addresses[1:])
-
-    attempts = [join(str(other), "dan")]  # it leads to this host, whose run is another
-    assert attempts[-1][0] == UNREACHED
-    assert f"run {other.run_id} is not known at this door" in attempts[-1][1]
-
-    attempts.append(join(line[:60] + ("A" if line[60] != "A" else "B") + line[61:], "ben"))
-    assert attempts[-1][0] == REFUSED
-    assert "this invite cannot be used: it was altered or cut off" in attempts[-1][1]
-
-    ana = machines.join("ana")
-    ana.wait_for("enrolled as ana")
-    attempts.append(join(line, "eve"))
-    assert attempts[-1][0] == REFUSED
-    assert "this invite was for one machine and has been used" in attempts[-1][1]
-
-    main(["kick", "ana", str(machines.run_folder)])
-    assert ana.wait() == REFUSED, ana.text()
-    attempts.append(join(line, "ana/data"))  # with the key and the certificate that it has
-    assert attempts[-1][0] == REFUSED, attempts[-1]
-    assert "'ana'" in attempts[-1][1]
-
-    said = [ana.text(), *(text for _, text in attempts)]
-    assert not [text for text in said if good.secret in text or line in text]
-    peers = [peer.name for peer in AuthorityBook(machines.run_folder / "authority").peers()]
-    assert peers == ["ana"]
 
 
 def stage_files(home: Path) -> dict[str, int]:

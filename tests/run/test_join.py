@@ -165,35 +165,6 @@ def test_stages_that_the_run_does_not_have_are_declined(
         Holding(Hold(stages, make_settings().to_plain(), False, "abc"), 1, Terms(), tmp_path)
 
 
-def test_a_fetch_is_given_up_when_nothing_has_come_for_long(
-    tmp_path: Path, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long it takes in all: each attempt that brings something renews its time."""
-    now, attempts = [0.0], []
-
-    def fetch(pipe: None, stage: int, folder: Path, *others: Any) -> Path:
-        attempts.append(now[0])
-        now[0] += 0.9 * join_module.FETCH_SECONDS
-        if len(attempts) <= 4:
-            others[-1](len(attempts), 10)
-        raise WireError("the connection was lost")
-
-    def wait(seconds: float) -> None:
-        now[0] += seconds
-
-    class Clock:
-        monotonic, sleep = staticmethod(lambda: now[0]), staticmethod(wait)
-
-    monkeypatch.setattr(join_module, "fetch_seat", fetch)
-    monkeypatch.setattr(join_module, "time", Clock)
-    said: list[Any] = []
-    hold = Hold([0], make_settings().to_plain(), True, "abc")
-    with pytest.raises(WireError, match="lost"):
-        prepared(Holding(hold, 1, Terms(), tmp_path), lambda *what: said.append(what))
-    assert said == [("fetch", n, 10) for n in (1, 2, 3, 4)]
-    assert len(attempts) == 4 + 2
-
-
 @pytest.mark.parametrize("key", ["template", "tokenizer", "valid_path"])
 def test_a_path_of_the_host_is_not_opened_here(
     key: str, tmp_path: Path, make_settings: MakeSettings
@@ -253,36 +224,6 @@ def test_what_a_peer_names_itself_takes_the_place_of_the_hosts_paths(
 
 
 # What it says of what went wrong
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (DataError("notes, line 7: hunter2"), "it says why there"),
-        (
-            UnicodeDecodeError("utf-8", b"hunter2", 0, 1, "hunter2"),
-            "an unexpected UnicodeDecodeError, which its terminal explains",
-        ),
-    ],
-)
-def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file(
-    error: Exception, told: str, tmp_path: Path, make_settings: MakeSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(Holding, "prepare", fail)
-    said: list[tuple[Any, int]] = []
-    peer = joined_peer(tmp_path, Routes("", "127.0.0.1:1"))
-    peer._channel = SimpleNamespace(  # type: ignore[assignment]
-        send=lambda message, generation: said.append((message, generation))
-    )
-    peer._on_message(Envelope(Hold([0], make_settings().to_plain(), False, ""), generation=4))
-    peer._due.get(timeout=PATIENCE)()
-    ((declined, generation),) = said
-    assert isinstance(declined, Declined) and generation == 4 and peer.held is None
-    assert told in declined.reason and "hunter2" not in declined.reason
 
 
 @pytest.mark.parametrize(

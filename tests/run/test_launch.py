@@ -1,9 +1,7 @@
 """Peers as processes on this machine: how they start, what they say, and what is left of them."""
 
-import contextlib
 import io
 import os
-import queue
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -13,16 +11,15 @@ import pytest
 
 from thinwire.data import Corpus
 from thinwire.engine.reports import Step
-from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
+from thinwire.errors import ConfigError, StageError
 from thinwire.report import PlainDisplay
 from thinwire.run import coordinator as coordinator_module
 from thinwire.run import processes
 from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Command, Record, Said, StopAsked
-from thinwire.run.pacing import AT_ONCE
 from thinwire.run.peers import LocalPeers, heed, neighbours
-from thinwire.run.protocol import FROM_PEER, Finished, LinkDown, LinkUp, Order, Pulse
+from thinwire.run.protocol import FROM_PEER, Finished, Order, Pulse
 from thinwire.settings import Settings
 from thinwire.train import train
 from thinwire.wire import memory_pair
@@ -183,26 +180,6 @@ def test_a_stage_that_cannot_start_is_named(
     with pytest.raises(StageError, match=r"stage [01a]? ?(died at the start|cannot be started)"):
         peers.start()
         lead(coordinate(pipeline__stages=stages), peers, ignore)
-
-
-def test_a_flood_of_messages_ends_with_its_own_stream() -> None:
-    """Without end it would keep the coordinator from hearing anyone else."""
-    ours, theirs = memory_pair(limit=4)
-    heard, lost = Hearing(2), queue.SimpleQueue[ThinwireError]()
-    hear = Channel(ours, "stage 1", FROM_PEER, lambda m: heard.hear(1, m.message), lost.put)
-    flooding, sent = Channel(theirs, "flood", FROM_PEER, ignore, ignore), 0
-    with contextlib.suppress(WireError):
-        for sent in range(100 * AT_ONCE):
-            flooding.send(LinkDown(0, "x") if sent % 2 else LinkUp(0, 0.1))
-            if heard.waiting:
-                heard.next(0.0)
-    while lost.empty():
-        heard.next(0.05)
-    error = lost.get()
-    assert isinstance(error, BreachError) and "stage 1 sent 5" in str(error)
-    assert "at most 25 a second" in str(error)
-    heard.hear(0, Pulse(1, "works"))  # another stage is heard as before
-    hear.close()
 
 
 def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end() -> None:

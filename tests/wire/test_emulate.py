@@ -1,6 +1,3 @@
-import threading
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,8 +5,6 @@ from hypothesis import strategies as st
 from thinwire.errors import ConfigError
 from thinwire.schedule import Costs, Network, build, simulate
 from thinwire.wire import Nic
-from thinwire.wire.emulate import DelayLine
-from waiting import PATIENCE
 
 MEGABIT = 125_000  # bytes
 
@@ -91,33 +86,6 @@ def test_the_downlink_never_exceeds_its_rate_and_never_runs_ahead(arrivals):
 def test_impossible_delays_are_refused_by_the_name_of_their_setting(delays):
     with pytest.raises(ConfigError, match=r"link\.latency_ms \+ link\.jitter_ms"):
         Nic(80, 80, *delays)
-
-
-def test_whoever_puts_waits_while_what_is_due_is_not_taken():
-    gate, delivered = threading.Event(), []
-
-    def deliver(item: int) -> None:
-        assert gate.wait(PATIENCE)
-        delivered.append(item)
-
-    line = DelayLine(deliver, "held", most=2)
-    put: list[int] = []
-
-    def fill() -> None:
-        for number in range(10):
-            line.put(time.monotonic(), number)
-            put.append(number)
-
-    filling = threading.Thread(target=fill, daemon=True)
-    filling.start()
-    filling.join(0.3)
-    assert len(put) <= 4
-    gate.set()
-    filling.join(PATIENCE)
-    while len(delivered) < 10:
-        time.sleep(0.01)
-    assert delivered == list(range(10))
-    line.stop()
 
 
 @pytest.mark.parametrize(("up", "down"), [(8, 8), (8, 2), (4, 80), (0, 8), (8, 0)])
