@@ -167,6 +167,7 @@ def test_rooms_import_only_downward() -> None:
         ("thinwire.wire.link", "from thinwire.codec import Codec", "wire and codec share a floor"),
         (
             "thinwire.run.coordinator",
+            "def f():\n    import thinwire.cluster",
             "cluster is above run",
         ),
         ("thinwire.data.order", "from .. import errors", "write the whole name"),

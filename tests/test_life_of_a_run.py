@@ -118,6 +118,20 @@ def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(
     assert stage.returncode == signal.SIGKILL
 
 
+@pytest.mark.slow
+def test_a_suspended_coordinator_goes_on(thinwire: Callable, config: Callable) -> None:
+    """As Ctrl-Z and fg do, for longer than any link waits for an answer."""
+    run = thinwire("train", long_run(config))
+    run.wait_for(r"\[train\] step +\d")
+    run.process.send_signal(signal.SIGSTOP)
+    time.sleep(13)
+    run.process.send_signal(signal.SIGCONT)
+    before = len(run.text())
+    until(lambda: "[train] step" in run.text()[before:], run)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.text()
+
+
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(
     stages: int, thinwire: Callable, config: Callable

@@ -3,6 +3,7 @@
 import math
 import struct
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -355,6 +356,33 @@ def test_a_malformed_verdict_convicts_its_sender(payload: bytes, kind: FrameKind
     pair.raw.send(Frame(kind, step=step, payload=payload))
     with pytest.raises(BreachError, match=r"(?i)verdict|validated"):
         pair.receiver.take_message(kind, step)
+
+
+def test_validation_frames_wait_for_a_slow_uplink_and_for_a_slow_stage() -> None:
+    """Neither end piles them up: the sender waits, and goes on as soon as there is room."""
+    pair = Pair(nic=lambda: Nic(mbps_up=0.1, mbps_down=0, latency_ms=0))  # 15 ms a frame
+    handed_over: list[float] = []
+
+    def send_all() -> None:
+        for number in range(VALIDATION_BATCHES):
+            pair.sender.send_tensor(FrameKind.EVALUATE, torch.randn(SHAPE), 0, number, MADE_WITH)
+            handed_over.append(time.monotonic())
+
+    thread = threading.Thread(target=send_all, daemon=True)
+    thread.start()
+    most_waiting = 0
+    for number in range(VALIDATION_BATCHES):
+        pair.receiver.take_tensor(FrameKind.EVALUATE, 0, number, MADE_WITH)
+        most_waiting = max(most_waiting, len(pair.mailbox._items))
+    thread.join(PATIENCE)
+    assert len(handed_over) == VALIDATION_BATCHES
+    # Seen from the uplink, whatever the receiver's thread was doing: before a frame is handed
+    # over, the one a window before it has left.
+    left = [end for *_, end in pair.raw.take_spans()]
+    assert len(left) == VALIDATION_BATCHES
+    later = handed_over[EVALUATION_WINDOW:]
+    assert all(at >= end for at, end in zip(later, left, strict=False))
+    assert most_waiting <= EVALUATION_WINDOW
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from programs import Program
 from thinwire.cli import main
 from thinwire.engine import Checkpoint
 from thinwire.errors import ThinwireError
-from thinwire.hf.importer import opened, plan_import, write_import
+from thinwire.hf.importer import FolderWeights, opened, plan_import, write_import
 from thinwire.inference import Model
 from thinwire.settings import load_settings
 
@@ -68,6 +69,23 @@ def test_a_model_in_several_files_is_imported_tensor_by_tensor(tmp_path: Path) -
     one = imported(saved("llama"), tmp_path / "one")
     for name in ("stage-0.safetensors", "stage-1.safetensors"):
         assert (several / name).read_bytes() == (one / name).read_bytes()
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+    read = FolderWeights.read
+
+    def noting(self: FolderWeights, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = read(self, name)
+        alive.add(tensor)
+        most = max(most, len(alive))
+        return tensor
+
+    monkeypatch.setattr(FolderWeights, "read", noting)
+    imported(saved("tied"), tmp_path / "ours")
+    assert most == 1
 
 
 def test_a_tied_head_becomes_a_copy_and_is_told(

@@ -217,6 +217,24 @@ def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond() -> None:
         assert times == pytest.approx(theirs, abs=1.1e-6)
 
 
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("report", {"peers": [{"name": 3}]}, r"at `\$.report.peers\[0\].name`"),
+        ("report", {"invite": "tw1"}, "unknown field `invite`"),
+        ("step", {"loss": "low"}, r"at `\$.step.loss`"),
+        ("progress", {"links": None}, r"at `\$.progress.links`"),
+        ("progress", {"timeline": {"spans": [1]}}, r"at `\$.progress.timeline"),
+    ],
+)
+def test_what_a_page_shows_is_checked_too(part: str, change: dict[str, Any], words: str) -> None:
+    plain = msgspec.to_builtins(NEWS)
+    plain[part] = {**plain[part], **change}
+    payload = zlib.compress(msgspec.msgpack.encode(["RunNews", -1, 0, plain]))
+    with pytest.raises(WireError, match=f"a RunNews message cannot be used: .*{words}"):
+        unpack(payload, FROM_COORDINATOR)
+
+
 def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:
     report = replace(STEP, loss=0.1 + 0.2, grad_norm=math.inf)
     assert unpack(pack(Envelope(report)), FROM_PEER).message == report
