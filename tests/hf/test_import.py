@@ -16,7 +16,8 @@ from programs import Program
 from thinwire.cli import main
 from thinwire.engine import Checkpoint
 from thinwire.errors import ThinwireError
-from thinwire.hf.importer import FolderWeights, opened, plan_import, write_import
+from thinwire.hf.folder import FolderWeights
+from thinwire.hf.importer import opened, plan_import, write_import
 from thinwire.inference import Model
 from thinwire.settings import load_settings
 

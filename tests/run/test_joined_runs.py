@@ -46,6 +46,26 @@ SAVED = r"\[save\] +checkpoint of step \d+"
 LONG = {"train__steps": 100_000, "train__eval_every": 0, "link__outage": 3.0, "train__log_mb": 0}
 
 
+def test_a_run_with_fewer_machines_than_stages_trains_to_the_same_weights(
+    machines: Machines,
+) -> None:
+    """One machine holds all three stages, and goes on with them after its host was started anew."""
+    config = machines.config(pipeline__stages=3, train__steps=4)
+    host = machines.host("--peers", 1, "--set", "train.steps=2")
+    first = machines.join("ana")
+    assert host.wait() == 0 and first.wait() == 0, host.text() + first.text()
+    assert "stages 0: ana, 1: ana, 2: ana" in host.text()
+    again = machines.host("--peers", 1)
+    alone = machines.run("alone", "train", config, "--set", f"run.out={machines.folder / 'alone'}")
+    second = machines.join("ana")
+    assert again.wait() == 0 and second.wait() == 0, again.text() + second.text()
+    assert "stages [0, 1, 2] of 3" in second.text() and "epoch 2 from step 2" in again.text()
+    assert alone.wait() == 0, alone.text()
+    assert_same_weights(machines.run_folder, machines.folder / "alone" / "test", 4)
+    summary = json.loads((machines.run_folder / "summary.json").read_text())
+    assert summary["cuts"] == [], "nothing was sent over a cut"
+
+
 @pytest.mark.slow
 def test_a_peer_and_the_host_are_killed_and_another_machine_leads_the_run_on(
     machines: Machines,
