@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 
+from machines import machines  # noqa: F401 - a fixture
 from masks import answers, with_masks
 from programs import Program
 from settings_values import TINY_MODEL, tiny_settings, write_texts

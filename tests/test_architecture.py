@@ -170,8 +170,6 @@ def test_rooms_import_only_downward() -> None:
             "def f():\n    import thinwire.cluster",
             "cluster is above run",
         ),
-        ("thinwire.model", "if x:\n    from thinwire.cli import main", "cli is above model"),
-        ("thinwire.errors", "import thinwire.typed", "errors and typed share a floor"),
         ("thinwire.data.order", "from .. import errors", "write the whole name"),
         ("thinwire.run.host", "import thinwire.attic", "attic is on no floor"),
         ("thinwire", "from thinwire.errors import WireError", "imports no room"),
@@ -200,9 +198,7 @@ def test_no_module_leads_back_to_itself() -> None:
     [
         ("import thinwire.b", "from thinwire import a", True),
         ("from thinwire.b import x", "def f(): import thinwire.a", True),
-        ("import thinwire.a", "x = 1", True),
         ("import thinwire.b", "if TYPE_CHECKING:\n    import thinwire.a", False),
-        ("import thinwire.b", "import thinwire, torch", False),
     ],
 )
 def test_circles_are_found(first: str, second: str, found: bool) -> None:
@@ -218,13 +214,9 @@ def test_nothing_that_arrives_is_ever_executed() -> None:
     "source",
     [
         "import pickle",
-        "from pickle import loads",
-        "def f():\n    import cloudpickle as c",
         "import torch\nw = torch.load('x', weights_only=True)",
         "from torch import load",
-        "torch.save(x, 'y')",
         "y = eval('1 + 1')",
-        "exec(text)",
         "import numpy as np\nnp.load('x', allow_pickle=True)",
         "run([sys.executable, '-m', 'torch'])",
     ],

@@ -45,11 +45,8 @@ def exit_code(*arguments: object) -> int:
         (["eval", "x", "--batches", "-5"], "--batches: '-5' must be an integer of at least 0"),
         (["generate", "x", "--tokens", "0"], "--tokens: '0' must be an integer of at least 1"),
         (["generate", "x", "--temperature", "nan"], "'nan' must be a number of at least 0"),
-        (["generate", "x", "--temperature", "inf"], "'inf' is too large"),
         (["generate", "x", "--seed", "-999999999999999999999"], "is too large"),
         (["generate", "x", "--top-p", "1.5"], "'1.5' must be a number above 0 and at most 1"),
-        (["generate", "x", "--seed", "1.5"], "--seed: '1.5' must be an integer"),
-        (["eval", "x", "--compression", "maybe"], "--compression: invalid choice: 'maybe'"),
         (["plan", "x", "--tflops", "0"], "--tflops: '0' must be a number above 0"),
     ],
 )
@@ -118,12 +115,6 @@ def test_the_folder_of_a_run_is_enough_to_go_on(training: list[Any], run_folder:
     assert [resume for _, resume in training] == [run_folder, run_folder, checkpoint]
     folders = {Path(settings.run.out) / settings.run.name for settings, _ in training}
     assert folders == {run_folder}
-
-
-def test_train_needs_something_to_train(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["--resume"]):
-        assert exit_code("train", *arguments) == 2
-        assert "train needs a run.toml (`thinwire init` writes one)" in capsys.readouterr().err
 
 
 def test_a_folder_does_not_run_the_plugins_that_it_names(

@@ -6,8 +6,7 @@ import subprocess
 import pytest
 
 from thinwire.cli import make_parser
-from thinwire.completion import completion_script, setting_names
-from thinwire.settings import Settings
+from thinwire.completion import completion_script
 
 
 def completions(*words: str) -> list[str]:
@@ -62,11 +61,6 @@ def test_values_of_settings_complete(typed: str, some: list[str], is_split: bool
     assert all(word.startswith(value if is_split else typed) for word in found)
 
 
-def test_an_option_of_another_command_is_not_offered() -> None:
-    assert "--resume" not in completions("plan", "--")
-    assert completions("init", "--resu") == []
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_script_names_all_commands_and_settings(shell: str) -> None:
     script = completion_script(shell, make_parser())
@@ -74,8 +68,3 @@ def test_every_script_names_all_commands_and_settings(shell: str) -> None:
         assert word in script
     if program := shutil.which(shell):
         subprocess.run([program, "-n"], input=script, text=True, check=True, capture_output=True)
-
-
-def test_settings_are_named_as_set_takes_them() -> None:
-    plain = Settings().to_plain()
-    assert set(setting_names()) == {f"{s}.{k}=" for s, keys in plain.items() for k in keys}

@@ -17,14 +17,6 @@ from thinwire.folders import (
 )
 
 
-def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "sub" / "a.json"
-    replace_file(path, b"one")
-    replace_file(path, b"two")
-    assert path.read_bytes() == b"two"
-    assert list(path.parent.iterdir()) == [path]
-
-
 def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "folder" / "content").mkdir(parents=True)
     with pytest.raises(OSError):
@@ -81,13 +73,6 @@ def test_content_is_on_the_disk_before_a_file_or_a_folder_has_its_name(
     assert events == [(tmp_path / "folder" / "file").stat().st_ino, inner, "name", outer]
 
 
-def test_what_is_not_put_in_place_is_gone(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), partial_folder(tmp_path, "folder") as partial:
-        write_file(partial / "file", b"content")
-        raise KeyError("a failure of any kind")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_nobody_holds_is_swept_away_and_what_is_held_stays(tmp_path: Path) -> None:
     (tmp_path / "dead.partial-123").mkdir()
     with partial_folder(tmp_path, "one") as one:
@@ -95,24 +80,6 @@ def test_what_nobody_holds_is_swept_away_and_what_is_held_stays(tmp_path: Path) 
         with partial_folder(tmp_path, "two") as two:
             assert set(tmp_path.iterdir()) == {one, two}
         assert list(tmp_path.iterdir()) == [one]
-
-
-def test_a_lock_has_one_holder(tmp_path: Path) -> None:
-    with (tmp_path / "lock").open("w") as mine, (tmp_path / "lock").open() as other:
-        assert lock(mine.fileno())
-        with pytest.raises(BlockingIOError):
-            lock(other.fileno())
-        mine.close()
-        assert lock(other.fileno())
-
-
-def test_a_folder_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
-    for content in ("one", "two"):
-        with partial_folder(tmp_path, "made") as partial:
-            (partial / "a.txt").write_text(content)
-            replace_folder(partial, tmp_path / "made")
-    assert (tmp_path / "made" / "a.txt").read_text() == "two"
-    assert [path.name for path in tmp_path.iterdir()] == ["made"], "the older one is gone"
 
 
 def test_a_folder_that_cannot_be_replaced_comes_back(
@@ -129,3 +96,20 @@ def test_a_folder_that_cannot_be_replaced_comes_back(
         replace_folder(partial, tmp_path / "made")
     assert (tmp_path / "made" / "a.txt").read_text() == "one"
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "a.json"
+    replace_file(path, b"one")
+    replace_file(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_lock_has_one_holder(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as mine, (tmp_path / "lock").open() as other:
+        assert lock(mine.fileno())
+        with pytest.raises(BlockingIOError):
+            lock(other.fileno())
+        mine.close()
+        assert lock(other.fileno())

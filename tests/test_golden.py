@@ -34,11 +34,3 @@ def test_a_run_recorded_twice_is_equal_and_a_changed_one_is_not(
     shown = capsys.readouterr().out
     assert "losses (" in shown and "1 of " in shown and "(lm_head.weight)" in shown
     assert "bytes per token (" in shown and shown.endswith("1 of 1 runs differ\n")
-
-
-def test_runs_that_fail_or_are_missing_are_told(golden: ModuleType) -> None:
-    good = {"losses": [1.0], "tensors": {}, "bytes": []}
-    assert golden.differences(good, None) == ["only in the first"]
-    assert golden.differences(None, good) == ["only in the second"]
-    assert golden.differences(good, {"error": "x"}) == ["error: none -> x"]
-    assert golden.differences({"error": "x"}, {"error": "x"}) == []

@@ -150,6 +150,18 @@ def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(
     assert gone(frozen)
 
 
+def test_a_request_to_end_is_heeded_before_the_stages_are_ready(
+    thinwire: Callable, config: Callable, tmp_path: Path
+) -> None:
+    run = thinwire("train", long_run(config))
+    until(run.forking, run)
+    importing = run.forking()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 130, run.text()
+    assert gone(importing)
+    assert not (tmp_path / "test" / "scratch").exists()
+
+
 @pytest.mark.slow
 def test_a_stage_that_freezes_alone_is_named(thinwire: Callable, config: Callable) -> None:
     """There is no neighbour that could miss it."""
@@ -162,15 +174,3 @@ def test_a_stage_that_freezes_alone_is_named(thinwire: Callable, config: Callabl
     assert re.search(r"error: stage 0 is stuck: no progress for .* silent for", run.text())
     assert "run.patience" in run.text()
     assert gone(stages)
-
-
-def test_a_request_to_end_is_heeded_before_the_stages_are_ready(
-    thinwire: Callable, config: Callable, tmp_path: Path
-) -> None:
-    run = thinwire("train", long_run(config))
-    until(run.forking, run)
-    importing = run.forking()
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait() == 130, run.text()
-    assert gone(importing)
-    assert not (tmp_path / "test" / "scratch").exists()

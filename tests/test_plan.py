@@ -156,17 +156,6 @@ def test_flops_are_those_that_torch_counts(make_settings: MakeSettings) -> None:
     assert without_head == 2 * family.probe(sequences, 1e12).flops
 
 
-def test_costs_follow_the_rate_and_recompute(make_settings: MakeSettings) -> None:
-    costs = estimate_costs(make_settings(), RATE)
-    assert costs.backward == [2 * seconds for seconds in costs.forward]
-    assert costs.forward[1] > costs.forward[0], "the head is on the last stage"
-    fast = estimate_costs(make_settings(), 2 * RATE)
-    assert fast.forward == pytest.approx([seconds / 2 for seconds in costs.forward])
-    again = estimate_costs(make_settings(pipeline__recompute=True), RATE)
-    assert again.forward == costs.forward
-    assert again.backward == [3 * seconds for seconds in costs.forward]
-
-
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 4), ("gpipe", 2)])
 @pytest.mark.parametrize(
     ("key", "from_best_to_worst"),
@@ -191,23 +180,6 @@ def test_a_worse_link_never_plans_a_faster_step(
     assert seconds[-1] > seconds[0], "the link does enter the estimate"
 
 
-def test_links_that_are_not_emulated_cost_nothing(make_settings: MakeSettings) -> None:
-    free = slow_link(make_settings, link__mbps_up=0, link__mbps_down=0, link__latency_ms=0)
-    plain = make_plan(make_settings(), RATE)
-    assert plain.simulation.step_seconds == make_plan(free, RATE).simulation.step_seconds
-    assert "not emulated" in plan_text(plain)
-
-
-def test_the_plan_holds_what_the_schedule_holds(make_settings: MakeSettings) -> None:
-    plan = make_plan(slow_link(make_settings, pipeline__window=3), RATE)
-    windows = {window: (seconds, held) for window, seconds, held in plan.windows}
-    assert windows.keys() >= {1, 2, 4}
-    assert all(held[0] == window for window, (_, held) in windows.items())
-    assert plan.simulation.in_flight[0] == 3
-    narrow = make_plan(slow_link(make_settings, pipeline__window=1), RATE)
-    assert narrow.memory_bytes[0] < plan.memory_bytes[0]
-
-
 def test_the_text_answers_what_a_person_asks_and_says_from_what(
     make_settings: MakeSettings,
 ) -> None:
@@ -229,12 +201,6 @@ def test_the_text_answers_what_a_person_asks_and_says_from_what(
     ):
         assert wanted in text
     assert text.count("<- this run") == 1
-
-
-def test_one_stage_has_no_links_and_no_windows(make_settings: MakeSettings) -> None:
-    plan = make_plan(make_settings(pipeline__stages=1), RATE)
-    assert plan.windows == [] and plan.costs.forward_bytes == []
-    assert "cut" not in plan_text(plan) and "window  seconds" not in plan_text(plan)
 
 
 def test_the_plan_for_programs_is_json(make_settings: MakeSettings) -> None:
@@ -380,23 +346,6 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSe
     kept = settings.microbatch_size * settings.model.context * settings.model.dim * 8
     with_recompute = memory(1, pipeline__recompute=True) - memory(0, pipeline__recompute=True)
     assert with_recompute == 2 * kept, "the input of each of the two blocks"
-
-
-def test_a_narrow_run_holds_the_fixed_token_table_on_every_stage(
-    make_settings: MakeSettings,
-) -> None:
-    for mode, anchor, held in (
-        ("subspace", "fixed", True),
-        ("projected", "none", False),
-        ("projected", "per-stage", False),
-    ):
-        narrow = make_settings(boundary__mode=mode, boundary__rank=4, boundary__anchor=anchor)
-        table = narrow.model.vocab * narrow.model.dim * 2  # bf16
-        for stage in range(2):
-            weights = stage_weights(narrow, stage)
-            head = stage_memory(make_settings(), stage, Weights(), 0)  # not of any parameter
-            expected = 4 * 8 * weights.count + head + (table if held else 0)
-            assert stage_memory(narrow, stage, weights, 0) == expected
 
 
 def test_rows_of_a_shared_embedding_are_counted(make_settings: MakeSettings) -> None:

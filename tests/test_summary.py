@@ -256,27 +256,6 @@ def test_every_byte_that_left_is_counted_by_kind(make_ledger: MakeLedger) -> Non
     assert summary["measured_costs"]["forward_bytes"] == [FRAME * 16 // 12]
 
 
-@pytest.mark.parametrize("changes", [{"link__emulate": False}, {"link__mbps_up": 0.0}])
-def test_a_link_without_a_rate_is_never_busy(
-    make_ledger: MakeLedger, changes: dict[str, Any]
-) -> None:
-    summary = follow(make_ledger(**changes), [1.0] * 4).summary({}, 1.0)
-    assert summary["link_utilisation"] is None
-    assert math.isnan(summary["cuts"][0]["link_utilisation"])
-
-
-def test_the_subspace_is_followed_over_the_whole_run(make_ledger: MakeLedger) -> None:
-    measures: list[dict[str, float]] = [{} for _ in range(60)]
-    measures[4] = {"drift": 0.5}
-    measures[10] = {"energy_before": 0.1, "energy_after": 0.2, "loss_jump": -0.003}
-    measures[59] = {"drift": 0.25, "energy_before": 0.5, "energy_after": 0.6}
-    space = follow(make_ledger(), [1.0] * 60, measures=measures).summary({}, 1.0)["space"]
-    assert space["largest_drift"] == 0.5
-    first, last = space["moves"]
-    assert (first["step"], first["loss_jump"]) == (11, -0.003)
-    assert (last["step"], last["loss_jump"], last["energy_after"]) == (60, None, 0.6)
-
-
 def test_losses_that_are_null_for_not_being_finite_are_listed(make_ledger: MakeLedger) -> None:
     ledger = follow(make_ledger(), [1.0] * 3, loss=[5.0, math.nan, 4.0])
     assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss"], "the mean of all three"

@@ -176,18 +176,6 @@ def replay(
     return make
 
 
-def test_a_run_is_followed_to_its_summary(replay: Callable) -> None:
-    run, peers, _ = replay()
-    run.follow()
-    summary = run.finish(draws=True)
-    assert (summary["interrupted"], summary["steps"], summary["steps_planned"]) == (False, 4, 4)
-    assert summary["control_bytes"] == peers.control_bytes()
-    assert [p.name[-1] for p in list_checkpoints(run.folder)] == ["2", "4"]
-    written = json.loads((run.folder / "summary.json").read_text())
-    assert written["final_train_loss"] == summary["final_train_loss"]
-    assert (run.folder / "plots" / "loss.png").is_file()
-
-
 def test_plots_that_fail_cost_no_run_and_a_summary_is_json(replay: Callable) -> None:
     run, _, stream = replay()
     run.follow()

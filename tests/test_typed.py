@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
 from thinwire.typed import from_plain, option, parse_literal, to_plain
@@ -52,23 +50,15 @@ def test_what_is_left_out_keeps_its_default() -> None:
     ("values", "message"),
     [
         ({"engne": {}}, 'unknown section "engne"; did you mean "engine"'),
-        ({"xyz": 1}, "unknown section \"xyz\"; allowed: speed, whistle, name, engine"),
         ({"engine": {"powr": 1}}, 'unknown key "engine.powr"; did you mean "power"'),
-        ({"engine": {"qqq": 1}}, 'unknown key "engine.qqq"; allowed: power, fuel, gears, label'),
         ({"engine": 3}, "engine must be a table of keys, got 3"),
         ({"engine": {"power": True}}, "engine.power must be an integer, got True"),
-        ({"engine": {"power": 1.0}}, "engine.power must be an integer, got 1.0"),
         ({"speed": True}, "speed must be a number, got True"),
-        ({"speed": "fast"}, "speed must be a number, got 'fast'"),
         ({"whistle": 1}, "whistle must be true or false, got 1"),
-        ({"name": 7}, "name must be a string, got 7"),
         ({"speed": float("nan")}, "speed = nan must be a finite number"),
         ({"speed": 10**400}, r"speed must be a number, got 10+\.\.\. \(401 characters\)"),
-        ({"engine": {"gears": 4}}, "engine.gears must be a list of integers, got 4"),
         ({"engine": {"gears": [4, "5"]}}, r"engine.gears\[1\] must be an integer, got '5'"),
-        ({"engine": {"label": 7}}, "engine.label must be .*, got 7"),
         ({"engine": {"fuel": "woof"}}, "engine.fuel = 'woof' .*; did you mean \"wood\""),
-        ({"engine": {"fuel": "x"}}, "engine.fuel = 'x' is not allowed; allowed: coal, wood"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(values: dict, message: str) -> None:
@@ -80,22 +70,14 @@ def test_what_does_not_fit_is_refused(values: dict, message: str) -> None:
     ("cls", "key", "text", "value"),
     [
         (Engine, "power", "12", 12),
-        (Engine, "power", "1_000", 1000),
-        (Train, "speed", "2.5", 2.5),
         (Train, "speed", "3e-4", 3e-4),
         (Train, "whistle", "true", True),
-        (Train, "whistle", "False", False),
-        (Train, "whistle", "1", True),
-        (Train, "name", "7", "7"),
         (Train, "name", "a,b=c", "a,b=c"),
         (Engine, "gears", "1,2,3", [1, 2, 3]),
         (Engine, "gears", "[1, 2, 3]", [1, 2, 3]),
-        (Engine, "gears", "[]", []),
         (Engine, "gears", "", []),
-        (Freight, "cars", "a b,c", ["a b", "c"]),
         (Freight, "cars", "a=f(1,2), b", ["a=f(1,2)", "b"]),
         (Freight, "cars", "['a, b', \"c\"]", ["a, b", "c"]),
-        (Freight, "cars", "", []),
     ],
 )
 def test_text_is_read_as_the_type_of_its_key(cls: type, key: str, text: str, value: object) -> None:
@@ -110,7 +92,6 @@ def test_text_is_read_as_the_type_of_its_key(cls: type, key: str, text: str, val
         (Engine, "power", "1.5", "here.power: cannot read '1.5' as an integer"),
         (Train, "speed", "fast", "here.speed: cannot read 'fast' as a number"),
         (Train, "whistle", "yes", "here.whistle: cannot read 'yes' as true or false"),
-        (Engine, "gears", "1,x", "here.gears: cannot read '1,x' as a list of integers"),
         (Freight, "cars", "[a]", "here.cars: cannot read '.a.' as a list of strings"),
         (Engine, "gers", "1", 'unknown key "here.gers"; did you mean "gears"'),
     ],
@@ -118,13 +99,3 @@ def test_text_is_read_as_the_type_of_its_key(cls: type, key: str, text: str, val
 def test_text_of_another_type_is_refused(cls: type, key: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_literal(text, cls, key, f"here.{key}")
-
-
-@given(st.integers(), st.floats(allow_nan=False), st.booleans(), st.lists(st.integers()))
-def test_every_value_survives_its_own_text(
-    power: int, speed: float, whistle: bool, gears: list[int]
-) -> None:
-    assert parse_literal(str(power), Engine, "power", "") == power
-    assert parse_literal(repr(speed), Train, "speed", "") == speed
-    assert parse_literal(str(whistle), Train, "whistle", "") == whistle
-    assert parse_literal(str(gears), Engine, "gears", "") == gears

@@ -32,7 +32,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ["bandwidth", "--parallel", "2"],
         ["convergence", "--arms", "dense*"],
         ["convergence", "--seed", "1"],  # not short for --seeds
-        ["frontier", "--task", "lm"],
+        ["gap", "--task", "lm"],
     ],
 )
 def test_an_option_of_another_experiment_is_refused(
@@ -48,8 +48,8 @@ def test_an_option_of_another_experiment_is_refused(
     [
         (["convergence", "--set", "link.mbps_up=5"], "lab convergence does not use link.mbps_up"),
         (["codecs", "--task", "lm", "--set", "train.keep=2"], "does not use train.keep"),
-        (["frontier", "--set", "optim.lr=0.5"], "chooses optim.lr itself: use --lrs"),
-        (["frontier", "--set", "boundary.mode=subspace"], "chooses boundary.mode itself"),
+        (["convergence", "--set", "optim.lr=0.5"], "chooses optim.lr itself: use --lrs"),
+        (["convergence", "--set", "boundary.mode=subspace"], "chooses boundary.mode itself"),
         (["convergence", "--set", "pipeline.stages=8"], "pipeline.stages itself: use --stages"),
         (["convergence", "--set", "run.seed=3"], "run.seed itself: use --seed"),
         (["codecs", "--quick", "--set", "codec.forward=int8"], "codec.forward itself: use --arms"),
@@ -101,7 +101,6 @@ def test_help_shows_the_options_of_one_experiment(
     flags = {name: options_of(name) for name in EXPERIMENTS}
     every, own = set().union(*flags.values()), flags[name]
     assert {flag for flag in every if f"  {flag} " in text or f"  {flag}\n" in text} == own
-    assert ("MODE [RANK] FORWARD/BACKWARD" in text) == (name == "frontier")
 
 
 def outcome(command: str, verdict: str = "As expected.") -> Outcome:

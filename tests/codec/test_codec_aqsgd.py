@@ -157,26 +157,3 @@ def test_a_file_and_the_device_remember_the_same(tmp_path: Path) -> None:
     assert equal(here.states()[0], there.states()[0])
     assert here.sender.agreement() == there.sender.agreement()
     assert list(folder.iterdir()) == [], "the file has no name, so nothing is left of it"
-
-
-def test_a_folder_that_cannot_hold_it_is_an_error_at_once(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    with pytest.raises(ConfigError, match=r"336 bytes cannot be kept in .*file"):
-        ExampleMemory(ROW, Surroundings(EXAMPLES, 10**6, blocked), CPU)
-    # More than any disk: the file's blocks are taken before the first tensor, not at a crash.
-    with pytest.raises(ConfigError, match="cannot be kept"):
-        ExampleMemory((2**44,), Surroundings(2**14, 2**62, tmp_path), CPU)
-
-
-def test_another_memory_is_not_loaded() -> None:
-    memory = ExampleMemory(ROW, ENOUGH, CPU)
-    smaller = ExampleMemory(ROW, Surroundings(EXAMPLES - 1, 10**6), CPU)
-    with pytest.raises(ValueError, match="a memory of examples has"):
-        memory.load_state_tensors(smaller.state_tensors())
-    with pytest.raises(ConfigError, match="call prepare first"):
-        AQSGD(TopK(0.2)).load_state_tensors(memory.state_tensors())
-    fresh = memory.fingerprint()
-    memory.write([0], torch.ones(1, 24))
-    memory.load_state_tensors({})
-    assert memory.fingerprint() == fresh and not memory.seen([0])

@@ -120,17 +120,3 @@ def test_a_checkpoint_runs_no_code_unless_it_is_allowed(
     assert trusted.settings.codec.plugins == ["stranger"]
     assert (tmp_path / "ran").exists()
     monkeypatch.delitem(sys.modules, "stranger")
-
-
-def test_what_speed_says_of_a_codec_with_memory_is_that_of_a_first_tensor(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import codec_speed
-
-    names = ["int4+aqsgd", "int4", "int4+ef21", "int4+ef"]
-    monkeypatch.setattr(sys, "argv", ["codec_speed", *names, "--elements", "4096"])
-    codec_speed.main()
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-4:]]
-    assert [row[0] for row in rows] == names
-    assert rows[0][-2] == "16.00", "a first visit travels whole"
-    assert len({tuple(row[-2:]) for row in rows[1:]}) == 1, "bits and error"

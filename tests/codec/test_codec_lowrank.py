@@ -14,6 +14,7 @@ from thinwire.codec.lowrank import LowRank
 from thinwire.errors import ConfigError
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+
 ranks = st.integers(1, 4)
 seeds = st.integers(0, 2**32)
 few = settings(deadline=None, max_examples=60)
@@ -21,18 +22,6 @@ few = settings(deadline=None, max_examples=60)
 
 def relative_error(sent: Tensor, got: Tensor) -> float:
     return float((sent.double() - got.double()).norm() / sent.double().norm())
-
-
-@few
-@given(shapes, ranks, seeds, st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
-def test_the_error_is_at_most_the_tensor(
-    shape: tuple[int, ...], rank: int, seed: int, dtype: torch.dtype
-) -> None:
-    sent = normal(shape, seed, dtype)
-    got = round_trip(LowRank(rank), sent)
-    assert got.shape == sent.shape and got.dtype == dtype
-    error = (sent.double() - got.double()).norm()
-    assert error <= sent.double().norm() * (1 + 2**-6)
 
 
 @few
@@ -86,28 +75,21 @@ def test_the_product_is_exact_in_any_order(
             assert got[row, column] == torch.tensor(math.fsum(products)).float()
 
 
-@pytest.mark.parametrize("when", [0, 2])
-def test_what_is_not_finite_or_empty_of_signal_is_not_remembered(when: int) -> None:
-    with_break, without = LowRank(2), LowRank(2)
-    for step in range(4):
-        sent = normal((9, 11), step)
-        if step == when:
-            assert round_trip(with_break, torch.full((9, 11), math.nan)).isnan().all()
-            assert torch.equal(round_trip(with_break, torch.zeros(9, 11)), torch.zeros(9, 11))
-        assert torch.equal(round_trip(with_break, sent), round_trip(without, sent))
-
-
-def test_a_break_in_rank_heals() -> None:
-    codec, sent = LowRank(3), normal((20, 3), 0) @ normal((3, 30), 1)
-    round_trip(codec, sent[:, :1] @ sent[:1, :])
-    for _ in range(2):
-        got = round_trip(codec, sent)
-    assert relative_error(sent, got) < 2**-6
-
-
 def test_a_width_that_changes_is_refused() -> None:
     codec = LowRank(1)
     round_trip(codec, normal((9, 11), 0))
     round_trip(codec, normal((5, 11), 0))
     with pytest.raises(ConfigError, match=r"Q of shape \(11, 1\).* 12 columns"):
         codec.pack(normal((9, 12), 0), PLACE)
+
+
+@few
+@given(shapes, ranks, seeds, st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
+def test_the_error_is_at_most_the_tensor(
+    shape: tuple[int, ...], rank: int, seed: int, dtype: torch.dtype
+) -> None:
+    sent = normal(shape, seed, dtype)
+    got = round_trip(LowRank(rank), sent)
+    assert got.shape == sent.shape and got.dtype == dtype
+    error = (sent.double() - got.double()).norm()
+    assert error <= sent.double().norm() * (1 + 2**-6)

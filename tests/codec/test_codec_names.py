@@ -79,44 +79,23 @@ def test_a_name_unlike_any_is_answered_with_all_of_them() -> None:
     [
         ("", "write a codec as in"),
         ("int4(", "write a codec as in"),
-        ("int4)", "write a codec as in"),
-        ("int4((3))", "write a codec as in"),
-        ("int4(3)(4)", "write a codec as in"),
         ("+zstd", "write a codec as in"),
-        ("int4+", "write a codec as in"),
-        ("int4++zstd", "write a codec as in"),
-        ("int4,int8", "write a codec as in"),
         ("int4+zst", '"zst" is not a suffix; did you mean "zstd"?'),
-        ("int4+gzip", "not a suffix; allowed: zstd, ef, ef-mixed, ef21, aqsgd"),
         ("zstd", '"zstd" must come after a codec, as in "bf16+zstd"'),
         ("int4+bf16", '"bf16" must come first'),
         ("bf16(3)", "bf16 takes no arguments"),
         ("step", "step takes bits=number"),
-        ("step(a)", "step takes bits=number, not (a)"),
-        ("step(2,3)", "step takes bits=number, not (2,3)"),
-        ("step(nan)", "step takes bits=number"),
         ("step(13)", "step(13): bits must lie between 1.25 and 12"),
-        ("step(12.0000001)", "step(12.0000001): bits must lie between 1.25 and 12"),
-        ("step(1)", "bits must lie between 1.25 and 12"),
         ("int4(grup=64)", "int4 takes group=integer, tensor, hadamard, not (grup=64)"),
-        ("int4(group)", "int4 takes group=integer"),
-        ("int4(group=a)", "int4 takes group=integer"),
-        ("int4(group=6.5)", "int4 takes group=integer"),
         ("int4(group=64,group=64)", '"group=64" is not a valid argument'),
         ("int4(group=)", '"group=" is not a valid argument'),
-        ("int4(hadamard=1)", "int4 takes group=integer, tensor, hadamard"),
         ("int4(group=2)", "at least 4"),
         ("int4(group=48,hadamard)", "power of two"),
         ("int4(tensor,group=64)", "drop group and hadamard"),
         ("topk", "topk takes the share"),
-        ("topk(0.1,shared)", "topk takes the share"),
         ("topk(0)", "above 0 and at most 1"),
-        (f"topk({'9' * 400})", "topk takes share=number, shared"),
         (f"int4(group={'9' * 5000})", '"999999999..." is too long for a number'),
-        (f"lowrank({'9' * 5000})", "too long for a number"),
         ("randk(1.5)", "above 0 and at most 1"),
-        ("lowrank(1.5)", "lowrank takes rank=integer"),
-        ("int4+zstd(0)", "between 1"),
         ("int4+zstd(23)", "between 1"),
         ("int4+zstd+ef+zstd", "compressing twice"),
         ("int4+zstd(fast)", "zstd takes level=integer, not (fast)"),
@@ -130,19 +109,6 @@ def test_a_wrong_part_is_named_with_what_is_allowed(wrong: str, said: str) -> No
         parse_codec(wrong, "codec.backward")
     assert str(failure.value).startswith(f'codec.backward = "{wrong}": ')
     assert said in str(failure.value)
-
-
-@pytest.mark.parametrize("forward", ["topk(0.1)", "randk(0.3)", "topk(0.1)+ef21", "topk(0.5)+zstd"])
-@pytest.mark.parametrize("backward", ["topk(shared)", "topk(shared)+zstd", "topk(shared)+ef"])
-def test_a_shared_mask_uses_what_went_forward(forward: str, backward: str) -> None:
-    below, above = build_codecs(forward, backward), build_codecs(forward, backward)
-    spec = TensorSpec((2, 30), torch.float32, torch.device("cpu"))
-    x, gradient = torch.randn(2, 30), torch.ones(2, 30)
-    there, back = Place(Leg.FORWARD, 0, 0), Place(Leg.BACKWARD, 0, 0)
-    payload = bytes(below[Leg.FORWARD].pack(x, there))
-    kept = above[Leg.FORWARD].unpack(payload, spec, there) != 0
-    payload = bytes(above[Leg.BACKWARD].pack(gradient, back))
-    assert torch.equal(below[Leg.BACKWARD].unpack(payload, spec, back) != 0, kept)
 
 
 def test_a_shared_mask_without_a_mask_is_refused() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.codec import Codec, Leg, Place
 from thinwire.codec.base import spec_of
 from thinwire.codec.bits import PositionCode
-from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
+from thinwire.codec.feedback import EF21, ErrorFeedback
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks, drawn
 from thinwire.errors import WireError
 
@@ -56,24 +56,6 @@ def test_topk_delivers_the_largest_of_each_sample(
     sent = sent.mul(levels).round() if levels else sent
     got = round_trip(TopK(share), sent)
     assert got.dtype == dtype and torch.equal(got, by_hand(sent, share))
-
-
-@few
-@given(shapes, shares, seeds, st.sampled_from((TopK, RandK)))
-def test_the_error_is_what_was_left_out_and_half_a_place_of_what_was_kept(
-    shape: tuple[int, ...], share: float, seed: int, kind: type
-) -> None:
-    sent = normal(shape, seed)
-    got = round_trip(kind(share), sent)
-    error = (sent - got).abs()
-    assert (error <= torch.where(got != 0, sent.abs() * 2**-8, sent.abs())).all()
-
-
-def test_topk_keeps_nan_before_infinity_before_the_rest() -> None:
-    sent = torch.tensor([[1.0, math.inf, 9.0, math.nan], [1.0, 2.0, 3.0, 4.0]])
-    got = round_trip(TopK(0.25), sent)
-    assert got.isnan().tolist() == [[False, False, False, True], [False] * 4]
-    assert got[1].tolist() == [0.0, 0.0, 0.0, 4.0]
 
 
 # Positions as bits
@@ -148,14 +130,6 @@ def test_positions_that_cannot_be_are_refused(
     assert len(read(code, *right)[0]) == code.k
     with pytest.raises(WireError, match="not in order, or not within"):
         read(code, *wrong)
-
-
-def test_a_sample_cannot_borrow_positions_from_another() -> None:
-    code = PositionCode(12, 3, 0)
-    assert read(code, "077000", B=2) == [[0, 1, 2], [0, 1, 2]]
-    for marks in ("0f3000", "03f000"):
-        with pytest.raises(WireError, match="not in order, or not within"):
-            read(code, marks, B=2)
 
 
 # Random positions
@@ -254,25 +228,6 @@ def test_gradients_come_back_where_activations_went(way: str, back: str) -> None
 
 def sparse_in(codec: Codec) -> TopK | RandK:
     return next(inner for _, inner in codec.walk() if isinstance(inner, TopK | RandK))
-
-
-def test_a_step_that_is_done_again_has_a_new_mask() -> None:
-    boundary = Boundary(FORWARDS["topk"])
-    for activation in (torch.arange(40.0), -torch.arange(40.0).flip(0)):
-        there = boundary.send(boundary.forward, activation, PLACE)
-        back = boundary.send(boundary.backward, torch.ones(40), BACK)
-        assert torch.equal(back != 0, there != 0)
-
-
-def test_both_halves_of_mixed_feedback_are_the_mask() -> None:
-    boundary = Boundary(lambda: MixedErrorFeedback(TopK(0.2)))
-    for microbatch in range(3):
-        forward, backward = (Place(leg, 0, microbatch) for leg in Leg)
-        there = boundary.send(boundary.forward, normal((2, 40), microbatch), forward)
-        back = boundary.send(boundary.backward, torch.ones(2, 40), backward)
-        if microbatch:  # before, there was no error, and its half of the mask fell on zeros
-            assert torch.equal(back != 0, there != 0)
-            assert torch.count_nonzero(there) > 8, "the second half sends something too"
 
 
 def test_a_gradient_that_is_not_finite_stays_so_where_it_is_left_out() -> None:

@@ -101,11 +101,3 @@ def test_what_loses_most_of_the_text_is_refused(monkeypatch):
     endless = itertools.repeat(("train", "b" * 50))
     with pytest.raises(DataError, match="loses 100 of 100 characters"):
         list(Texts([]).encode(Tokenizer(byte_level("a")), endless, LostCharacters()))
-
-
-def test_a_tokenizer_that_fails_at_a_text():
-    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="?"))
-    with pytest.raises(
-        DataError, match=r"cannot encode the text: .*choose another data\.tokenizer"
-    ):
-        lost(backend, "b")

@@ -1,6 +1,5 @@
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +15,6 @@ from thinwire.data.tokenizer import RESERVED
 from thinwire.errors import DataError
 
 VOCAB = 300
-prepare_module = sys.modules["thinwire.data.prepare"]
 
 
 class Recorder:
@@ -60,35 +58,6 @@ def test_documents_arrive_whole_on_exactly_one_side(text_folder, cache, text_of)
     assert set(corpus.valid_sizes[corpus.valid == corpus.tokenizer().end_of_text]) == {0}
     assert corpus.vocab == VOCAB
     assert corpus.train.dtype == np.uint16
-
-
-def test_progress_goes_up_to_the_total_in_each_phase(text_folder, cache):
-    seen = Recorder()
-    prepare(text_config(text_folder), VOCAB, cache, seen)
-    assert seen.phases == ["reading", "training the tokenizer", "tokenising"]
-    size = sum(path.stat().st_size for path in text_folder.iterdir())
-    for phase in seen.phases:
-        done = [call[1] for call in seen.calls if call[0] == phase]
-        assert len(set(done)) == len(done), "a line is shown for each"
-        assert done == sorted(done)
-        assert done[-1] == size
-    assert {call[2] for call in seen.calls} == {size}
-
-
-def test_unchanged_old_files_are_not_even_read(text_folder, cache, monkeypatch, tmp_path):
-    """Fresh ones are: within a tick of the clock a file can change and keep its size and times."""
-    prepare(text_config(text_folder), VOCAB, cache)
-    assert not (cache / "seen").exists()
-    # The time of last change cannot be set back as the others can, so the clock goes forward.
-    monkeypatch.setattr(prepared_module, "_CLOCK_TICK_NS", -1)
-    first = prepare(text_config(text_folder), VOCAB, cache)
-    seen = Recorder()
-    assert prepare(text_config(text_folder), VOCAB, cache, seen).folder == first.folder
-    assert seen.calls == []
-    shutil.copytree(text_folder, tmp_path / "elsewhere")  # moved and touched, the same corpus
-    moved = text_config(tmp_path / "elsewhere")
-    assert prepare(moved, VOCAB, cache, seen).folder == first.folder
-    assert seen.phases == ["reading"]
 
 
 def test_changed_content_of_the_same_size_and_time_is_noticed(text_folder, cache, monkeypatch):
@@ -205,29 +174,6 @@ def test_text_to_validate_on_may_lie_elsewhere(text_folder, valid_folder, cache,
     assert other.folder == corpus.folder, "the fraction is of no use then"
 
 
-def test_the_same_files_read_otherwise_are_another_corpus(
-    text_folder, valid_folder, cache, monkeypatch
-):
-    """Also where their content is only remembered, by path, size and times."""
-    monkeypatch.setattr(prepared_module, "_CLOCK_TICK_NS", -1)
-    both = valid_folder.parent / "both"
-    shutil.copytree(text_folder, both)
-    shutil.copytree(valid_folder, both / "to validate")
-    found = [
-        prepare(text_config(text_folder), VOCAB, cache),
-        prepare(text_config(both), VOCAB, cache),
-        prepare(text_config(text_folder, valid_path=str(valid_folder)), VOCAB, cache),
-        prepare(text_config(valid_folder, valid_path=str(text_folder)), VOCAB, cache),
-    ]
-    assert len({corpus.folder for corpus in found}) == 4
-    record = cache / "a.jsonl"
-    lines = [json.dumps({"text": f"eins {i}", "body": f"zwei {i}"}) for i in range(9)]
-    record.write_text("\n".join(lines))
-    for key, word in (("text", "eins"), ("body", "zwei"), ("text", "eins")):
-        corpus = prepare(text_config(record, text_key=key), VOCAB, cache)
-        assert all(text.startswith(word) for text in documents_of(corpus, "train"))
-
-
 def test_nothing_to_validate_on(text_folder, tmp_path, cache):
     (tmp_path / "blank.txt").write_text(" \n")
     with pytest.raises(DataError, match=r"no text to validate on in .*blank\.txt"):
@@ -236,18 +182,6 @@ def test_nothing_to_validate_on(text_folder, tmp_path, cache):
         prepare(text_config(text_folder, valid_path="none"), VOCAB, cache)
     with pytest.raises(DataError, match=r"all of it is in data\.valid_path as well"):
         prepare(text_config(text_folder, valid_path=str(text_folder)), VOCAB, cache)
-
-
-def test_tokenizer_of_a_large_corpus_is_trained_on_a_sample(text_folder, cache, monkeypatch):
-    everything = prepare(text_config(text_folder), VOCAB, cache)
-    tokenizer = everything.tokenizer()
-    valid = documents_of(everything, "valid")
-    monkeypatch.setattr(prepare_module, "TOKENIZER_SAMPLE_BYTES", 1)
-    shutil.rmtree(everything.folder)
-    sampled = prepare(text_config(text_folder), VOCAB, cache)
-    assert sampled.tokenizer().digest != tokenizer.digest
-    assert sampled.vocab > 257  # at least one document is always taken
-    assert documents_of(sampled, "valid") == valid
 
 
 def test_tokenizer_never_sees_validation_text(tmp_path, cache, text_of):

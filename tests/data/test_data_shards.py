@@ -57,21 +57,6 @@ def test_layouts_with_and_without_a_header(tmp_path, monkeypatch):
     assert sides(path) == [[128000, 70000], []]
 
 
-def test_content_is_that_of_the_ids_not_of_the_files(tmp_path):
-    def content(folder: str) -> str:
-        return find_shards(str(tmp_path / folder)).scan(lambda done: None)[0]
-
-    (tmp_path / "two").mkdir()
-    write_raw(tmp_path / "one" / "train.bin", [1, 2, 3])
-    write_with_header(tmp_path / "two" / "x_train_1.bin", [1])
-    write_with_header(tmp_path / "two" / "x_train_2.bin", [2, 3])
-    write_raw(tmp_path / "cut" / "train.bin", [1, 2])
-    write_raw(tmp_path / "cut" / "val.bin", [3])
-    write_raw(tmp_path / "other" / "train.bin", [1, 2, 4])
-    assert content("one") == content("two")
-    assert len({content("one"), content("cut"), content("other")}) == 3
-
-
 def test_the_cut_moves_to_the_nearest_end_of_text(tmp_path):
     def cut(ids, fraction: float = 0.1, end_of_text: int | None = 7) -> int:
         shards = find_shards(str(write_raw(tmp_path / "a.bin", ids)))
@@ -92,10 +77,8 @@ def test_the_cut_moves_to_the_nearest_end_of_text(tmp_path):
     ("arguments", "complaint"),
     [
         ({"version": 2}, "magic 20240520 with version 2; version 1 is supported"),
-        ({"magic": 20240801, "version": 1}, "version 7 is supported"),
         ({"magic": 20240522}, "unknown magic 20240522"),
         ({"count": 600}, "has 2024 bytes, but its header announces 600 tokens, which take 2224"),
-        ({"count": 400}, "announces 400 tokens"),
         ({"count": -1}, "announces -1 tokens"),
     ],
 )

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from thinwire.data import Tokenizer
-from thinwire.data.tokenizer import Abandoned, interruptible
 from thinwire.errors import DataError
 
 
@@ -46,14 +45,6 @@ def test_training_in_another_process_gives_the_same(tmp_path):
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": threads}
         subprocess.run([sys.executable, "-c", code, tmp_path / name], check=True, env=environment)
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
-
-
-def test_save_and_load_are_inverse(trained, tmp_path):
-    trained.save(tmp_path / "t.json")
-    loaded = Tokenizer.load(tmp_path / "t.json")
-    assert loaded.digest == trained.digest
-    assert loaded.encode("the <|endoftext|> é") == trained.encode("the <|endoftext|> é")
-    assert (loaded.vocab_size, loaded.end_of_text) == (280, 0)
 
 
 def test_spelled_out_special_token_is_plain_text(trained):
@@ -132,17 +123,3 @@ def test_what_never_ends_can_be_left(send):
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (told.stdout, told.returncode) == ("left\n", 0)
-
-
-def test_what_nobody_waits_for_gets_no_more_input():
-    kept = []
-
-    def work(items):
-        kept.append(items)
-        return next(items)
-
-    with pytest.raises(ZeroDivisionError):
-        interruptible(lambda items: 1 // 0)
-    assert interruptible(work, range(10)) == 0
-    with pytest.raises(Abandoned):
-        next(kept[0])

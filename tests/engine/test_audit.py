@@ -151,13 +151,6 @@ def test_what_waits_for_its_counterpart_is_bounded(monkeypatch: pytest.MonkeyPat
     assert told.step == 90, "the oldest were dropped"
 
 
-def test_a_witness_of_what_is_not_audited_there_is_none() -> None:
-    assert wire.witness_of(encode(Frame(FrameKind.VERDICT, payload=b"x"))) is None
-    one = Audition()
-    one.audit.witnessed(Frame(FrameKind.WITNESS, sender=99, payload=b"x"))
-    assert one.audit.standing().compared == 0
-
-
 def test_nobody_can_foresee_which_tensors_are_sent_whole() -> None:
     one = Audition()
     message = encode(one.frame(torch.ones(SPEC.shape), 0, 0))

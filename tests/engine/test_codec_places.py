@@ -1,20 +1,16 @@
 """What codecs are told, one codec per cut, and one process that computes the same."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from remembering import Delta
 from stopping import stop_in_the_first_step
 
-from thinwire.codec import Leg, Parts, Place, TensorSpec, elements
+from thinwire.codec import Leg
 from thinwire.data import Corpus, Order
-from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
-from thinwire.engine.worker import scratch_folder
 from thinwire.errors import ConfigError
-from thinwire_lab.chain import Chain, Cut
+from thinwire_lab.chain import Chain
 
 # --- places ---
 
@@ -49,31 +45,6 @@ def test_places_name_the_cut_the_seed_the_examples_and_whether_it_is_training(
             assert all(p.examples is None for p in validated)
 
 
-def test_a_codec_is_told_its_surroundings(
-    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
-    settings = settings_with(codec__forward="by-example", codec__memory_mb=3, train__steps=400)
-    outcome = run_in_threads(settings, prepare_worker=stop_in_the_first_step)
-    folders = []
-    for worker in outcome.workers:
-        end = worker.above or worker.below
-        for leg, codec in end.codecs.items():
-            spec, surroundings = codec.prepared
-            assert spec == worker.builder.wire_spec(0)
-            assert surroundings.limit_bytes == 3 << 20
-            assert (
-                surroundings.examples == Feed(corpus, settings, torch.device("cpu")).example_count
-            )
-            folders.append(surroundings.folder)
-            assert (surroundings.folder is None) == (leg is Leg.BACKWARD), "delta needs none"
-    scratch = scratch_folder(tmp_path / "run")
-    assert [str(f.relative_to(scratch)) for f in folders if f] == [
-        "stage-0/cut-0-forward-send",
-        "stage-1/cut-0-forward-receive",
-    ]
-    assert all(folder.is_dir() for folder in folders if folder)
-
-
 def test_examples_that_never_come_back_are_not_remembered(
     settings_with: Callable, corpus: Corpus
 ) -> None:
@@ -92,38 +63,6 @@ def test_examples_that_never_come_back_are_not_remembered(
 
 
 # --- one codec per cut ---
-
-
-def test_each_cut_has_its_own_codecs(
-    settings_with: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
-    settings = settings_with(
-        pipeline__stages=3,
-        train__steps=1,
-        optim__warmup=1,
-        codec__forward="bf16",
-        codec__backward="fp32",
-        codec__cuts=["1: forward=fp64 backward=delta"],
-    )
-    outcome = run_in_threads(settings)
-    elements_of = 2 * 16 * 32
-    sent = {
-        (stage, link): meters["sent"]
-        for stage in range(len(outcome.workers))
-        for link, meters in outcome.steps(stage)[-1].meters.items()
-    }
-    for stage, link, kind, width in [
-        (0, "cut-0", "FORWARD", 2),
-        (1, "cut-1", "FORWARD", 8),
-        (1, "cut-0", "BACKWARD", 4),
-        (2, "cut-1", "BACKWARD", 2),
-    ]:
-        assert sent[stage, link][kind]["payload_bytes"] == 4 * elements_of * width
-    worker = outcome.workers[1]
-    assert worker.contract(0)["forward_codec"] == "bf16"
-    assert worker.contract(1)["forward_codec"] == "fp64"
-    assert worker.contract(1)["backward_codec"] == "delta"
-    assert worker.max_payload() == 8 * elements_of + 65536
 
 
 # --- one process computes the same ---
@@ -168,37 +107,3 @@ def test_a_chain_remembers_as_the_pipeline_does(
         sent = last.meters[f"cut-{cut}"]["sent"][leg.name]["payload_bytes"]
         per_token = sent / (4 * settings.tokens_per_step)
         assert chain.cuts[cut].payload_bytes_per_token(leg) == pytest.approx(per_token, rel=1e-3)
-
-
-class Growing(Delta):
-    """Its payload is longer with every tensor: only packing tells its size."""
-
-    name = "growing"
-    content_decides_size = True
-
-    def to_bytes(self, parts: Parts) -> bytes:
-        return bytes(super().to_bytes(parts)) + bytes(32 * len(self.places))
-
-    def from_bytes(self, payload: bytes, spec: TensorSpec, place: Place) -> Parts:
-        return super().from_bytes(payload[: 2 * elements(spec.shape)], spec, place)
-
-
-def test_sizes_that_vary_are_measured(settings_with: Callable, corpus: Corpus) -> None:
-    settings = settings_with()
-    spec = TensorSpec((2, 16, 32), torch.float32, torch.device("cpu"))
-    cut = Cut(*(CutEnd.build(settings, 0, low, spec) for low in (True, False)), 32)
-    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64
-    for end in (cut.lower, cut.upper):
-        end.codecs[Leg.FORWARD] = Growing()
-    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64, "by its limit, before the first tensor"
-    for _ in range(3):
-        cut.forward(torch.randn(spec.shape))
-    cut.training = False
-    cut.forward(torch.randn(spec.shape))
-    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64 + (1 + 2 + 3) / 3
-    cut.training, cut.weigh = True, False
-    cut.forward(torch.randn(spec.shape))
-    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64 + (1 + 2 + 3) / 3, "not weighed"
-    cut.weigh = True
-    cut.forward(torch.randn(spec.shape))  # the sixth: those between were handed over unpacked
-    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64 + (1 + 2 + 3 + 6) / 4

@@ -99,7 +99,7 @@ def test_resumed_equals_uninterrupted(
     )
     neighbour_first(monkeypatch)
     whole = run_in_threads(settings)
-    middle = commit_all(whole, settings, tmp_path / "run", corpus)[3]
+    middle = commit_all(whole, tmp_path / "run", corpus)[3]
     resumed = run_in_threads(settings, resume=middle, folder=tmp_path / "resumed")
     assert resumed.losses() == whole.losses()[3:]
     assert resumed.valid_losses()[1:] == whole.valid_losses()[2:]
@@ -119,7 +119,7 @@ def test_what_codecs_remember_matters(
     """The failing side: weights and optimizer alone do not continue the run."""
     settings = settings_with()
     whole = run_in_threads(settings)
-    middle = commit_all(whole, settings, tmp_path / "run", corpus)[3]
+    middle = commit_all(whole, tmp_path / "run", corpus)[3]
 
     def forget(worker: Any) -> None:
         for end in worker._ends():
@@ -132,22 +132,6 @@ def test_what_codecs_remember_matters(
     assert forgetful.losses() != whole.losses()[3:]
 
 
-def test_names_in_a_checkpoint_say_which_end_of_which_cut(
-    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
-    settings = settings_with(pipeline__stages=3, pipeline__split=[1, 1, 2])
-    folder = commit_all(run_in_threads(settings), settings, tmp_path / "run", corpus)[3]
-    held = [
-        [n for n in s.tensors if n.startswith("codec/")] for s in Checkpoint.open(folder).shards
-    ]
-    assert held == [
-        ["codec/1/backward/receive/last", "codec/1/forward/send/last"],
-        ["codec/1/backward/send/last", "codec/1/forward/receive/last",
-         "codec/2/backward/receive/last", "codec/2/forward/send/last"],
-        ["codec/2/backward/send/last", "codec/2/forward/receive/last"],
-    ]  # fmt: skip
-
-
 def test_a_refused_step_is_remembered_alike_on_both_ends(
     settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -156,7 +140,7 @@ def test_a_refused_step_is_remembered_alike_on_both_ends(
     assert [r.committed for r in whole.steps(0)][:2] == [False, True]
     for step, stages in agreements(whole).items():
         assert disagreement(step, stages) == ""
-    middle = commit_all(whole, settings, tmp_path / "run", corpus)[2]
+    middle = commit_all(whole, tmp_path / "run", corpus)[2]
     resumed = run_in_threads(settings, resume=middle, folder=tmp_path / "resumed")
     assert resumed.losses() == whole.losses()[2:]
 
@@ -219,7 +203,7 @@ def test_ends_that_differ_after_a_load_do_not_shake_hands(
     settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
 ) -> None:
     settings = settings_with(pipeline__stages=3)
-    middle = commit_all(run_in_threads(settings), settings, tmp_path / "run", corpus)[3]
+    middle = commit_all(run_in_threads(settings), tmp_path / "run", corpus)[3]
     workers = [
         Worker(Assignment(settings, stage, corpus.folder, tmp_path / "other", middle))
         for stage in range(3)
@@ -245,7 +229,7 @@ def saved(
 ) -> Path:
     settings = settings_with(train__steps=2, train__checkpoint_every=1)
     outcome = run_in_threads(settings, folder=tmp_path / "saved")
-    return commit_all(outcome, settings, tmp_path / "saved", corpus)[1]
+    return commit_all(outcome, tmp_path / "saved", corpus)[1]
 
 
 def test_a_cut_elsewhere_has_no_memory_and_says_so(
@@ -287,6 +271,15 @@ def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(
     assert check_memory(partly, Checkpoint.open(saved)) == []
 
 
+def test_memory_of_another_shape_is_refused(
+    saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"does not fit this run: last has shape \(2, 16, 32"):
+        run_in_threads(
+            settings_with(pipeline__microbatches=2), resume=saved, folder=tmp_path / "other"
+        )
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_fewer_stages_do_not_drop_a_memory_in_silence(
     stages: int, settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
@@ -304,28 +297,3 @@ def test_fewer_stages_do_not_drop_a_memory_in_silence(
     gone = "1, 3" if stages == 2 else "1, 2, 3"
     with pytest.raises(CheckpointError, match=f"ef21 on .* leg .* before block {gone}, but this"):
         check_memory(fewer, Checkpoint.open(folder))
-
-
-def test_another_codec_begins_without_memory(
-    saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
-) -> None:
-    other = settings_with(codec__forward="by-example", train__steps=400, train__batch=8)
-    (note,) = check_memory(other, Checkpoint.open(saved))
-    assert note.startswith("by-example is new on the forward leg of cut 0")
-
-    def look(worker: Any) -> None:
-        end = worker.above or worker.below
-        assert end.codecs[Leg.FORWARD].last is None
-        assert end.codecs[Leg.BACKWARD].last is not None
-        stop_in_the_first_step(worker)
-
-    run_in_threads(other, resume=saved, folder=tmp_path / "other", prepare_worker=look)
-
-
-def test_memory_of_another_shape_is_refused(
-    saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError, match=r"does not fit this run: last has shape \(2, 16, 32"):
-        run_in_threads(
-            settings_with(pipeline__microbatches=2), resume=saved, folder=tmp_path / "other"
-        )

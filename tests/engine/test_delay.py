@@ -176,7 +176,7 @@ def test_resumed_equals_uninterrupted(
         changes |= {"boundary__rank": 6, "boundary__anchor": "per-stage"}
     settings = delayed(pipeline__stages=before, **changes)
     whole = run_in_threads(settings)
-    written = commit_all(whole, settings, tmp_path / "run", corpus)
+    written = commit_all(whole, tmp_path / "run", corpus)
     assert [*written] == [3, 6, 8]
     for step in (3, 6):
         assert {part.versions.weight_version for part in whole.shards()[step]} == {step}
@@ -195,7 +195,7 @@ def test_the_weights_before_the_last_update_matter(
     """The failing side: with the latest weights alone the next step is another."""
     settings = delayed(train__steps=6, train__checkpoint_every=3)
     whole = run_in_threads(settings)
-    middle = commit_all(whole, settings, tmp_path / "run", corpus)[3]
+    middle = commit_all(whole, tmp_path / "run", corpus)[3]
 
     def forget(worker: Any) -> None:
         worker.update.latest.restore_twin({})
@@ -212,7 +212,7 @@ def test_a_stop_takes_effect_a_step_later_and_resumes(
     whole = run_in_threads(settings, folder=tmp_path / "whole")
     stopped = run_in_threads(settings, prepare_worker=stop_in_the_first_step)
     assert [len(stopped.steps(stage)) for stage in range(4)] == [2] * 4
-    after_two = commit_all(stopped, settings, tmp_path / "run", corpus)[2]
+    after_two = commit_all(stopped, tmp_path / "run", corpus)[2]
     resumed = run_in_threads(settings, resume=after_two, folder=tmp_path / "resumed")
     assert resumed.losses() == whole.losses()[2:]
     assert furthest(resumed.weights(), whole.weights()) == 0
@@ -242,41 +242,12 @@ def test_a_run_goes_on_with_and_without_delay(
         settings = delayed(pipeline__delay=delay, **changes)
         folder = tmp_path / f"from-{delay}"
         whole = run_in_threads(settings, folder=folder)
-        middle = commit_all(whole, settings, folder, corpus)[3]
+        middle = commit_all(whole, folder, corpus)[3]
         other = delayed(pipeline__delay=1 - delay, **changes)
         resumed = run_in_threads(other, resume=middle, folder=tmp_path / f"to-{1 - delay}")
         assert resumed.valid_losses()[0] == whole.valid_losses()[1], "the same weights"
         assert (resumed.losses()[0] == whole.losses()[3]) == (delay == 0)
         assert resumed.losses()[1] != whole.losses()[4]
-
-
-def test_frozen_weights_are_held_once(
-    delayed: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
-    settings = delayed(lora__rank=2, train__steps=5, train__eval_every=0)
-    chain, losses = chain_of(settings, corpus)
-    for update in chain.updates:
-        one, other = update.stage.global_parameters(), update.twin.stage.global_parameters()
-        assert {name for name in one if one[name] is other[name]} == {
-            name for name, parameter in one.items() if not parameter.requires_grad
-        }
-    outcome = run_in_threads(settings)
-    assert outcome.losses() == losses
-    assert furthest(outcome.weights(), weights_of(chain)) == 0
-
-
-def test_a_shard_has_the_weights_before_the_last_update(
-    delayed: Callable, run_in_threads: Callable
-) -> None:
-    settings = delayed(train__checkpoint_every=2, boundary__mode="projected", boundary__rank=6)
-    outcome = run_in_threads(settings)
-    for stage, worker in enumerate(outcome.workers):
-        part = outcome.shards()[4][stage]
-        needed, _ = shard_like(settings, stage, part.versions)
-        assert {*part.shard.tensors} == {*needed}
-        before = {name for name in needed if name.startswith(BEFORE)}
-        assert before == {BEFORE + name for name in worker.stage.trained_parameters()}
-        assert before <= names_for_stage(settings, stage, needed)
 
 
 @pytest.mark.parametrize(
@@ -293,3 +264,17 @@ def test_what_cannot_be_delayed_is_refused(
     with pytest.raises(ConfigError, match=r"pipeline.delay = 1") as refused:
         delayed(**{"boundary__rank": 8, **changes} if "boundary__mode" in changes else changes)
     assert remedy in str(refused.value)
+
+
+def test_a_shard_has_the_weights_before_the_last_update(
+    delayed: Callable, run_in_threads: Callable
+) -> None:
+    settings = delayed(train__checkpoint_every=2, boundary__mode="projected", boundary__rank=6)
+    outcome = run_in_threads(settings)
+    for stage, worker in enumerate(outcome.workers):
+        part = outcome.shards()[4][stage]
+        needed, _ = shard_like(settings, stage, part.versions)
+        assert {*part.shard.tensors} == {*needed}
+        before = {name for name in needed if name.startswith(BEFORE)}
+        assert before == {BEFORE + name for name in worker.stage.trained_parameters()}
+        assert before <= names_for_stage(settings, stage, needed)

@@ -130,25 +130,6 @@ def test_the_window_does_not_change_a_bit(
         assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
-def test_bf16_autocast_stays_near(make_settings: Callable, run_in_threads: Callable) -> None:
-    exact = run_in_threads(make_settings())
-    half = run_in_threads(
-        make_settings(run__precision="bf16", codec__forward="bf16", codec__backward="bf16")
-    )
-    assert half.losses() == pytest.approx(exact.losses(), rel=0.02)
-    assert half.losses() != exact.losses()
-
-
-def test_emulated_links_change_times_not_numbers(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    plain = run_in_threads(make_settings(pipeline__stages=4))
-    slow = run_in_threads(
-        make_settings(pipeline__stages=4, link__emulate=True, link__latency_ms=3, link__jitter_ms=2)
-    )
-    assert plain.losses() == slow.losses()
-
-
 SHAPE = {
     "model__head_dim": 12,
     "model__qkv_bias": True,
@@ -169,3 +150,22 @@ def test_biases_norms_of_heads_wide_heads_and_stretched_positions_train_alike(
     for name, weight in outcome.weights().items():
         assert (weight - weights[name]).abs().max() < TOLERANCE, name
     assert any(name.endswith("q_proj.bias") and w.any() for name, w in weights.items())
+
+
+def test_bf16_autocast_stays_near(make_settings: Callable, run_in_threads: Callable) -> None:
+    exact = run_in_threads(make_settings())
+    half = run_in_threads(
+        make_settings(run__precision="bf16", codec__forward="bf16", codec__backward="bf16")
+    )
+    assert half.losses() == pytest.approx(exact.losses(), rel=0.02)
+    assert half.losses() != exact.losses()
+
+
+def test_emulated_links_change_times_not_numbers(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    plain = run_in_threads(make_settings(pipeline__stages=4))
+    slow = run_in_threads(
+        make_settings(pipeline__stages=4, link__emulate=True, link__latency_ms=3, link__jitter_ms=2)
+    )
+    assert plain.losses() == slow.losses()

@@ -24,15 +24,6 @@ def test_a_validation_left_open_scores_64k_tokens_or_all(
     assert TrainConfig().eval_batches == -1
 
 
-def test_a_validation_may_take_all_there_is(make_settings: Callable, corpus: Corpus) -> None:
-    windows = (len(corpus.valid) - 1) // 16
-    cpu = torch.device("cpu")
-    assert Feed(corpus, make_settings(train__eval_batches=3), cpu).validation_count == 3
-    whole = Feed(corpus, make_settings(train__eval_batches=0), cpu)
-    assert whole.validation_count == windows // 2 > 3
-    assert Feed(corpus, make_settings(train__eval_batches=0), cpu, 4).validation_count == 4
-
-
 def test_bytes_are_those_of_the_tokens_that_a_validation_predicts(
     make_settings: Callable, corpus: Corpus
 ) -> None:
@@ -46,12 +37,3 @@ def test_bytes_are_those_of_the_tokens_that_a_validation_predicts(
         tokenizer.decode([i for i in row if i != tokenizer.end_of_text]) for row in targets
     )
     assert size == len(text.encode()) < corpus.valid_bytes / 2
-
-
-def test_a_part_of_a_batch_is_computed_only_where_it_is_read(
-    make_settings: Callable, corpus: Corpus
-) -> None:
-    batch = Feed(corpus, make_settings(), torch.device("cpu")).training(0, 0)
-    assert not {"inputs", "targets"} & vars(batch).keys()
-    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
-    assert {"inputs", "targets"} <= vars(batch).keys(), "and only once"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from thinwire.engine.trace import PLACES, Sightings, is_finite
+from thinwire.engine.trace import is_finite
 from thinwire.engine.worker import Worker
 from thinwire.errors import WireError
 from thinwire.run.blame import first_not_finite
@@ -88,15 +88,6 @@ def test_a_basis_that_is_not_finite_is_refused_in_its_senders_name(
     )
     with pytest.raises(WireError, match="stage 1 sent a basis that is not finite after step 2"):
         run_in_threads(settings, prepare_worker=prepare)
-
-
-def test_sightings_name_the_first_place_once() -> None:
-    sightings = Sightings()
-    for place in reversed(PLACES):
-        sightings.note(3, place)
-    sightings.note(4, "backward")
-    assert sightings.take_first(3) == "input"
-    assert sightings.take_first(3) == "" and sightings.take_first(4) == "backward"
 
 
 def test_finite_values_whose_sum_overflows_are_finite() -> None:

@@ -93,7 +93,7 @@ def test_resumed_equals_uninterrupted(
     """Split anew, and with layers recomputed in the backward pass, which changes no bit either."""
     settings = exact(make_settings, pipeline__stages=3, optim__name=optimizer, **LORA)
     whole = run_in_threads(settings)
-    middle = commit_all(whole, settings, tmp_path / "run", corpus)[3]
+    middle = commit_all(whole, tmp_path / "run", corpus)[3]
     resumed = run_in_threads(
         exact(make_settings, pipeline__stages=2, optim__name=optimizer, pipeline__recompute=True,
               **LORA),

@@ -151,21 +151,6 @@ def test_every_step_has_something_to_learn(masked: Corpus) -> None:
     assert len(seen) == order.count // 8 * 8, "each of them once in an epoch"
 
 
-def test_targets_are_those_of_the_mask(masked: Corpus) -> None:
-    order = Order(masked.train, 16, 8, 4, seed=3, learned=masked.train_learned)
-    learned = np.flatnonzero([
-        masked.train_learned[w * 16 + 1 : w * 16 + 17].any()
-        for w in range((len(masked.train) - 1) // 16)
-    ])  # fmt: skip
-    batch = order.microbatch(5, 2)
-    for row, example in enumerate(batch.examples_B):
-        first = learned[example] * 16
-        assert np.array_equal(batch.inputs_BT[row], masked.train[first : first + 16])
-        mask = masked.train_learned[first + 1 : first + 17]
-        expected = np.where(mask, masked.train[first + 1 : first + 17].astype(int), -100)
-        assert np.array_equal(batch.targets_BT[row], expected)
-
-
 def test_a_corpus_that_teaches_nothing_is_refused(masked: Corpus) -> None:
     nothing = np.zeros(len(masked.train), np.uint8)
     with pytest.raises(DataError, match=r"0 with a token to learn, 8 are needed"):

@@ -207,7 +207,7 @@ def test_resume_is_bitwise_across_a_move(
         changes["boundary__basis_update_every"] = 3
     settings = make_settings(**changes)
     whole = run_in_threads(settings)
-    saved = commit_all(whole, settings, tmp_path / "run", corpus)
+    saved = commit_all(whole, tmp_path / "run", corpus)
     for step in (2, 3, 4):
         resumed = run_in_threads(settings, resume=saved[step], folder=tmp_path / f"from-{step}")
         assert resumed.losses() == whole.losses()[step:], step
@@ -265,16 +265,6 @@ def test_a_stage_with_another_basis_version_is_refused(
         run_in_threads(make_settings(**MODES["subspace"]), prepare_worker=stale)
 
 
-def test_the_contract_names_what_differs(make_settings: Callable, corpus: Corpus) -> None:
-    first = StageBuilder(make_settings(**MODES["subspace"]), torch.device("cpu")).space
-    other = StageBuilder(
-        make_settings(**MODES["subspace"], boundary__basis_seed=1), torch.device("cpu")
-    ).space
-    assert first.fingerprints().keys() == {"basis", "basis_version", "token_table"}
-    assert first.fingerprints()["basis"] != other.fingerprints()["basis"]
-    assert first.fingerprints()["token_table"] != other.fingerprints()["token_table"]
-
-
 def test_a_move_of_a_refused_step_is_neither_made_nor_reported(
     make_settings: Callable, run_in_threads: Callable
 ) -> None:
@@ -308,7 +298,7 @@ def test_a_run_that_ends_at_a_move_goes_on_as_the_longer_run(
     shorter = make_settings(train__steps=4, **changes)
     ended = run_in_threads(shorter, folder=tmp_path / "ended")
     assert [w.builder.space.version for w in ended.workers] == [1, 1], "the last was not made"
-    saved = commit_all(ended, shorter, tmp_path / "ended", corpus)[4]
+    saved = commit_all(ended, tmp_path / "ended", corpus)[4]
     more = make_settings(train__steps=7, pipeline__stages=2, **changes)
     extended = run_in_threads(more, resume=saved, folder=tmp_path / "extended")
     assert extended.losses() == whole.losses()[4:]
@@ -320,51 +310,6 @@ def test_a_run_that_ends_at_a_move_goes_on_as_the_longer_run(
     reported = [r.measures for r in extended.steps(-1)]
     moves = [r.measures for r in whole.steps(-1)]
     assert reported[0]["energy_after"] == moves[3]["energy_after"], "the move that was left"
-
-
-def test_a_refused_step_counts_in_no_move(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    """A refused step proposes nothing and gathers nothing, also when the next window is empty."""
-
-    def prepare(worker) -> None:
-        if worker.index == 0:
-            poison(0, {1, 3})(worker)
-        keeper, gather = worker.update.keeper, worker.update.keeper._gather
-        if worker.index == 1:
-            # In the second window no gradient is seen: what is left of the first must not count.
-            worker.stage.watch_gradient(
-                worker.stage.first_free_layer(), lambda g: gather(g) if runs["window"] < 2 else None
-            )
-            begin = keeper.begin_step
-
-            def counted(step: int) -> None:
-                runs["window"] = step // 2 + 1
-                begin(step)
-
-            keeper.begin_step = counted
-
-    runs = {"window": 0}
-    outcome = run_in_threads(
-        make_settings(train__steps=7, **MODES["subspace-moving"]), prepare_worker=prepare
-    )
-    keeper = outcome.workers[-1].update.keeper
-    assert [w.builder.space.version for w in outcome.workers] == [1, 1]
-    measures = [r.measures for r in outcome.steps(-1)]
-    assert not any("energy_after" in found for found in measures), "nothing was gathered to move by"
-    assert keeper._proposed is None
-
-
-def test_waits_for_a_basis_have_their_own_name(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    outcome = run_in_threads(make_settings(train__steps=3, **MODES["subspace-moving"]))
-    steps = outcome.steps(0)
-    labels = [{label for lane, label, *_ in r.spans if lane == "wait"} for r in steps]
-    assert "basis" in labels[1]
-    assert "basis" not in labels[0]
-    spent = sum(end - start for lane, _, start, end in steps[1].spans if lane == "wait")
-    assert steps[1].wait == pytest.approx(spent), "counted as waiting"
 
 
 @pytest.mark.parametrize("codec", ["fp64", "int8+ef21"])

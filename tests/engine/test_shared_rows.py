@@ -18,10 +18,9 @@ from thinwire.engine import rows
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.conversion import Folded
 from thinwire.engine.feed import Feed
-from thinwire.engine.rows import ROWS, SEEN, SharedRows
+from thinwire.engine.rows import SharedRows
 from thinwire.engine.source import Snapshot
-from thinwire.engine.state import StageState, names_for_stage
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import ConfigError
 from thinwire.model import Stage, fixed_table, token_loss
 from thinwire.settings import Settings
 from thinwire.settings.crossing import row_bytes
@@ -211,39 +210,11 @@ def test_a_run_goes_on_in_another_split_with_all_that_waits(
     """The first stage takes over the gradients of stages that are no more."""
     settings = settings_for(train__checkpoint_every=1, boundary__free_layers=1)
     whole = run_in_threads(settings)
-    saved = commit_all(whole, settings, tmp_path / "run", corpus)
+    saved = commit_all(whole, tmp_path / "run", corpus)
     for stages in (1, 2, 3):
         other = settings_for(pipeline__stages=stages, boundary__free_layers=1)
         resumed = run_in_threads(other, resume=saved[3], folder=tmp_path / f"in-{stages}")
         assert resumed.losses() == pytest.approx(whole.losses()[3:], abs=1e-10)
-
-
-def test_a_stage_restores_from_the_tensors_that_are_fetched_for_it(
-    settings_for: Callable, corpus: Corpus
-) -> None:
-    """Those of its seat alone, in this split and in others; all that waits is somebody's."""
-    settings = settings_for()
-    chain = trained_chain(settings, corpus, 3)
-    waits = sum(update.rows.state_tensors()[name] for update, name in zip(
-        chain.updates, [ROWS + stage.names[0] for stage in chain.stages], strict=True
-    ))  # fmt: skip
-    states = [
-        StageState(settings, s, u, []) for s, u in zip(chain.stages, chain.updates, strict=True)
-    ]
-    tensors = {name: t for state in states for name, t in state.shard().items()}
-    assert bool(waits.any())
-    for stages in (1, 2, 3, 4):
-        other = settings_for(pipeline__stages=stages, boundary__free_layers=1)
-        resumed = Chain(other, Feed(corpus, other, torch.device("cpu")))
-        found = torch.zeros_like(waits)
-        for index, (stage, update) in enumerate(zip(resumed.stages, resumed.updates, strict=True)):
-            names = names_for_stage(other, index, tensors)
-            few = {name: tensors[name].detach().clone() for name in names}
-            source = Snapshot(few, settings, 3, chain.updates[0].versions)
-            StageState(other, stage, update, []).restore(source)
-            found += update.rows.state_tensors()[ROWS + stage.names[0]]
-            assert torch.equal(stage.embedding_copy(), chain.stages[0].embedding_copy())
-        torch.testing.assert_close(found, waits, rtol=0, atol=1e-15)
 
 
 def test_what_waits_matters(
@@ -253,7 +224,7 @@ def test_what_waits_matters(
     """The failing side: without the gradients that waited a resumed run is another one."""
     settings = settings_for(train__checkpoint_every=1)
     whole = run_in_threads(settings)
-    saved = commit_all(whole, settings, tmp_path / "run", corpus)
+    saved = commit_all(whole, tmp_path / "run", corpus)
     monkeypatch.setattr(SharedRows, "load", lambda own, source: None)
     resumed = run_in_threads(settings, resume=saved[3], folder=tmp_path / "other")
     assert resumed.losses()[-1] != pytest.approx(whole.losses()[-1], abs=1e-10)
@@ -300,17 +271,6 @@ def sent_rows(meter: dict) -> int:
     return counted["payload_bytes"] + counted["frames"] * HEADER_BYTES
 
 
-def test_a_run_without_a_due_row_resumes(
-    settings_for: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
-    late = {"boundary__row_tokens": 10**6, "boundary__row_steps": 10**6}
-    settings = settings_for(train__checkpoint_every=1, **late)
-    whole = run_in_threads(settings)
-    saved = commit_all(whole, settings, tmp_path / "run", corpus)
-    resumed = run_in_threads(settings, resume=saved[3], folder=tmp_path / "on")
-    assert resumed.losses() == whole.losses()[3:]
-
-
 def test_gradients_that_are_not_finite_never_wait(settings_for: Callable, corpus: Corpus) -> None:
     """Also of a row that is not due: it would refuse all steps once it is."""
     settings = settings_for(boundary__row_tokens=10**6, boundary__row_steps=10**6)
@@ -329,16 +289,6 @@ def test_gradients_that_are_not_finite_never_wait(settings_for: Callable, corpus
     hook.remove()
     chain.train_step(2)
     assert [update.version for update in chain.updates] == [2] * 4
-
-
-def test_a_state_that_lacks_what_waits_is_refused(settings_for: Callable, corpus: Corpus) -> None:
-    settings = settings_for()
-    chain = trained_chain(settings, corpus, 1)
-    state = StageState(settings, chain.stages[1], chain.updates[1], [])
-    for lost in (SEEN, ROWS + chain.stages[1].names[0]):
-        kept = {name: t.clone() for name, t in state.tensors().items() if name != lost}
-        with pytest.raises(CheckpointError, match=f"1 tensors are missing.*{lost}"):
-            state.restore(Snapshot(kept, settings, 1, chain.updates[1].versions))
 
 
 def test_the_start_of_the_embedding_is_the_same_on_every_machine(settings_for: Callable) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.engine.step_end import Verdict
 from thinwire.engine.worker import PATIENCE
-from thinwire.errors import StageError, WireError
+from thinwire.errors import StageError
 from thinwire.run.checkpoints import divergence
 
 
@@ -141,10 +140,3 @@ def test_a_run_that_stays_lost_ends(make_settings: Callable, run_in_threads: Cal
         divergence(PATIENCE, 5, None, "it began here")
     )
     assert divergence(PATIENCE - 1, 5, None, "") is None
-
-
-def test_verdict_bytes() -> None:
-    verdict = Verdict(1.5, True, False, True)
-    assert Verdict.from_bytes(verdict.to_bytes()) == verdict
-    with pytest.raises(WireError, match="11 bytes"):
-        Verdict.from_bytes(verdict.to_bytes()[:-1])

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from thinwire.engine.reports import Evaluation, ShardWritten, Step
-from thinwire.engine.worker import Worker, sent_spans
-from thinwire.wire import Frame, FrameKind, Link, Span
+from thinwire.engine.worker import Worker
+from thinwire.wire import Frame, FrameKind, Link
 from thinwire.wire import link as link_module
 
 SLOW = {
@@ -112,30 +112,6 @@ def test_what_ends_a_validation_is_not_billed_as_training(
     sent = last.meters["cut-0"]["sent"]
     assert sent["VERDICT"]["frames"] == settings.train.steps
     assert sent["VALIDATED"]["frames"] == settings.train.steps, "one before each step so far"
-
-
-def test_spans_of_other_steps_and_kinds_are_left_out() -> None:
-    sent: list[Span] = [
-        ("VERDICT", 6, 0, 0.0, 0.1),
-        ("EVALUATE", 7, 0, 0.1, 0.2),
-        ("VALIDATED", 7, 0, 0.15, 0.2),
-        ("FORWARD", 7, 3, 0.2, 0.3),
-        ("BACKWARD", 7, 1, 0.3, 0.4),
-        ("TALLY", 7, 0, 0.4, 0.5),
-        ("BASIS", 7, 0, 0.5, 0.6),
-        ("BYE", 0, 0, 0.6, 0.7),
-    ]
-    found = [(label, start) for _, label, start, _ in sent_spans(sent, 7)]
-    assert found == [("F3>", 0.2), ("<B1", 0.3), ("tally", 0.4), ("basis", 0.5)]
-
-
-def test_dropped_frames_are_reported(make_settings: Callable, run_in_threads: Callable) -> None:
-    def repeat(worker) -> None:
-        worker.mailbox.dropped = 3 * worker.index
-
-    outcome = run_in_threads(make_settings(), prepare_worker=repeat)
-    for stage in (0, 1):
-        assert {r.dropped for r in outcome.steps(stage)} == {3 * stage}
 
 
 @pytest.mark.parametrize("told", ["all", "the first", "the last"])

@@ -1,13 +1,11 @@
 """The lm-eval harness: what is refused before it is asked. It is no dependency of these tests."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from thinwire.cli import main
-from thinwire.hf.harness import scores_text
 
 
 def refused(capsys: pytest.CaptureFixture, *arguments: str) -> str:
@@ -31,12 +29,3 @@ def test_without_the_harness_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     said = refused(capsys, str(tmp_path), "--lm-eval", "piqa")
     assert "--lm-eval needs lm_eval" in said and "thinwire[eval]" in said
-
-
-def test_scores_are_shown_with_their_errors() -> None:
-    """The shape of the harness's results, from a run of it."""
-    results = json.loads(
-        '{"wires": {"alias": "wires", "acc,none": 0.75, "acc_stderr,none": 0.125, '
-        '"ppl,none": 12.5, "ppl_stderr,none": "N/A"}}'
-    )
-    assert scores_text(results).splitlines() == ["wires: acc 0.7500 ± 0.1250", "wires: ppl 12.5000"]

@@ -28,8 +28,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True, "head_dim": 16, "rope_theta": 1e6},
 }
 
-LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4}
-
 
 def model_of(shape: str) -> ModelConfig:
     return ModelConfig(preset="custom", **{**SIZES, **SHAPES[shape]}).resolved()
@@ -134,9 +132,6 @@ def test_context_is_ours_to_choose_and_defaults_are_theirs() -> None:
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, r'model_type = "gpt2" is not supported\. Supported are llama'),
-        ({"model_type": ["llama"]}, "is not supported"),
-        ({"model_type": "mistral"}, "sliding_window = 4096"),
-        ({"model_type": None}, r'model_type = "None" is not supported'),
         ({"model_type": "smollm3"}, r"no positions \(NoPE\)"),
         ({"model_type": "mixtral"}, "mixture of experts"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window = 4096"),
@@ -144,19 +139,11 @@ def test_context_is_ours_to_choose_and_defaults_are_theirs() -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': its activation must be silu"),
         ({"attention_bias": True}, "attention_bias = True: biases on all four"),
-        ({"mlp_bias": True}, "mlp_bias = True"),
-        ({"no_rope_layers": [1, 0]}, r"no_rope_layers = \[1, 0\]"),
-        ({"num_local_experts": 8}, "num_local_experts = 8"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, 'rope_type = "yarn"'),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4}}, "has no low_freq_factor"),
-        ({"rope_parameters": {**LLAMA3, "factor": "8"}}, "rope_parameters.factor must be a number"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        ({"rope_parameters": [1]}, "must be a table of keys"),
         ({"hidden_size": None}, "has no hidden_size"),
-        ({"hidden_size": 32.5}, "model.dim must be an integer, got 32.5"),
-        ({"rms_norm_eps": "small"}, "model.norm_eps must be a number, got 'small'"),
-        ({"num_hidden_layers": 0}, "set model.layers"),
         ({"num_key_value_heads": 3}, "must be a multiple of model.kv_heads"),
     ],
     ids=str,

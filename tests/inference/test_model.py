@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from thinwire.errors import ConfigError, DataError
+from thinwire.errors import ConfigError
 from thinwire.inference import Model, Sampling
 from thinwire.report import PlainDisplay
 from thinwire.report.metrics import without_nan
@@ -29,11 +29,6 @@ def test_compression_on_is_what_training_measured(trained: Callable) -> None:
     assert abs(measured(folder, False) - loss) > 1e-7
     text = Model(folder, "cpu").generate("stage ", 5, temperature=0, top_k=0, seed=0)
     assert text.startswith("stage ") and len(text) > len("stage ")
-
-
-def test_a_narrow_boundary_stays_with_compression_off(trained: Callable) -> None:
-    folder, loss = trained(codec__forward="fp64", boundary__mode="projected", boundary__rank=4)
-    assert measured(folder, True) == measured(folder, False) == pytest.approx(loss, abs=1e-12)
 
 
 CACHED = [
@@ -165,25 +160,3 @@ def test_documents_are_separated_and_limits_hold(chatting: Callable, tmp_path: P
     assert found["tokens"] == sum(map(len, one_by_one)) - 1
     limited = model.evaluate_text(tmp_path, display(), 2, "words")
     assert limited["tokens"] == 2 * 8 * 16 and limited["valid_loss"] != found["valid_loss"]
-
-
-def test_few_windows_at_once_of_a_large_vocabulary(
-    chatting: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logits are the largest tensor of all; how many there are at once changes no loss."""
-    model = Model(chatting(model__context=16), "cpu")
-    (tmp_path / "other.txt").write_text("stage wire " * 60)
-    found = model.evaluate_text(tmp_path / "other.txt", display())
-    monkeypatch.setattr("thinwire.inference.model.MOST_LOGITS", 2 * 16 * 300)
-    again = model.evaluate_text(tmp_path / "other.txt", display())
-    assert again["valid_loss"] == pytest.approx(found["valid_loss"], abs=1e-12)
-    assert model.evaluate_text(tmp_path / "other.txt", display(), 1)["tokens"] == 2 * 16
-
-
-def test_text_that_cannot_be_scored_is_refused(chatting: Callable, tmp_path: Path) -> None:
-    model = Model(chatting(), "cpu")
-    with pytest.raises(DataError, match="--data"):
-        model.evaluate_text(tmp_path / "nowhere", display())
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(DataError, match="too little text"):
-        model.evaluate_text(tmp_path / "empty.txt", display())

@@ -16,7 +16,7 @@ import pytest
 
 from thinwire.errors import StageError
 from thinwire.inference import Model, Sampling
-from thinwire.inference.serve import MOST_BYTES, Endpoint, read_request, run_server
+from thinwire.inference.serve import MOST_BYTES, Endpoint, run_server
 from thinwire.web.server import WebServer
 from waiting import wait_until
 
@@ -138,36 +138,23 @@ def test_a_chat_answers_by_the_template(server: Served) -> None:
 
 REFUSED = [
     ("completions", b"{", 400, "the body is not JSON"),
-    ("completions", b"[" * 100_000, 400, "the body is not JSON"),
-    ("completions", b"\xff\xfe", 400, "the body is not JSON"),
     ("completions", b'{"prompt": "\\ud800"}', 400, "the body is not JSON"),
-    ("completions", b'{"seed": 1' + b"0" * 400 + b"}", 400, "seed: expected"),
     ("completions", b'{"temperature": NaN}', 400, "the body is not JSON"),
-    ("completions", b'{"top_p": 1e999}', 400, "the body is not JSON"),
     ("completions", b" " * (MOST_BYTES + 1), 413, "more than 1048576 bytes"),
     ("completions", [], 400, "must be a JSON object"),
     ("completions", {"model": "gpt-9"}, 404, "the model 'gpt-9' does not exist"),
-    ("completions", {"prompt": 5}, 400, "prompt: expected `str | array`"),
     ("completions", {"prompt": ["a", "b"]}, 400, "prompt: expected `array` of length <= 1"),
     ("completions", {"prompt": "stage " * 200}, 400, "context is 128 tokens"),
     ("completions", {"max_tokens": 0}, 400, "max_tokens: expected `int` >= 1"),
-    ("completions", {"max_tokens": 1.5}, 400, "max_tokens: expected `int"),
     ("completions", {"max_tokens": 1_000_001}, 400, "1000000 tokens at most, not 1000001"),
     ("chat/completions", {"messages": HELLO, "max_completion_tokens": 1 << 20}, 400, "1000000 tok"),
     ("completions", {"temperature": -1}, 400, "temperature: expected `float` >= 0"),
-    ("completions", {"temperature": True}, 400, "temperature: expected `float`"),
     ("completions", {"top_p": 0}, 400, "top_p: expected `float` > 0"),
-    ("completions", {"seed": 1 << 70}, 400, "seed: expected `int` <= "),
     ("completions", {"stop": ["a"] * 5}, 400, "length <= 4"),
-    ("completions", {"stop": [""]}, 400, "length >= 1"),
     ("completions", {"n": 2}, 400, "n is not supported"),
-    ("completions", {"logprobs": 3}, 400, "logprobs is not supported"),
     ("chat/completions", {}, 400, "messages must be a list"),
-    ("chat/completions", {"messages": ["hi"]}, 400, "message 1 is not an object"),
-    ("chat/completions", {"messages": [{"content": "a"}]}, 400, "message 1 has the role None"),
     ("chat/completions", {"messages": [{"role": "?", "content": "a"}]}, 400, "no conversation"),
     ("chat/completions", {"messages": [{"role": "user", "content": [1]}]}, 400, "else than text"),
-    ("chat/completions", {"messages": {}}, 400, "messages: expected `array`"),
     ("chat/completions", {"messages": HELLO, "tools": [{}]}, 400, "tools is not supported"),
     ("embeddings", {}, 404, "there is no POST /v1/embeddings here"),
 ]  # fmt: skip
@@ -195,16 +182,6 @@ def test_a_client_that_goes_away_ends_its_text(server: Served, stream: bool) -> 
         assert gone.recv(100).startswith(b"HTTP/1.1 200")
     gone.close()
     assert server.ask("completions", {"max_tokens": 3})[0] == 200
-
-
-def test_half_a_request_is_none(server: Served, capfd: pytest.CaptureFixture) -> None:
-    with socket.create_connection(("127.0.0.1", server.port)) as half:
-        half.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
-        )
-    assert server.ask("completions", {"max_tokens": 3})[0] == 200
-    assert capfd.readouterr().err == ""
 
 
 def test_requests_wait_in_order_and_those_whose_client_goes_away_leave(server: Served) -> None:
@@ -291,16 +268,6 @@ def test_nobody_waits_for_a_client_that_does_not_read(
             said += piece
     assert b"[DONE]" not in said
     slow.close()
-
-
-def test_a_request_gets_as_many_tokens_as_the_context_has_unless_told_otherwise(
-    chatting: Callable,
-) -> None:
-    model = Model(chatting(), "cpu")
-    assert Endpoint(model).most_tokens == model.settings.model.context == 128
-    for chat in (True, False):
-        body = {"messages": HELLO} if chat else {"prompt": "a"}
-        assert read_request(json.dumps(body).encode(), chat, model, "x", 7).tokens == 7
 
 
 def test_the_end_of_the_server_ends_texts_and_empties_the_queue(chatting: Callable) -> None:

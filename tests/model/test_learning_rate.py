@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.model import OptimConfig, learning_rate, rate_change, share_changes
+from thinwire.model import OptimConfig, learning_rate, rate_change
 
 PEAK = 0.5
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
@@ -52,22 +52,9 @@ def test_up_then_down_and_never_past_the_peak(
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
 
 
-def test_a_schedule_that_goes_on_needs_no_word() -> None:
-    config = OptimConfig(lr=PEAK, warmup=2)
-    assert rate_change(config, 100, config, 100, 1) == "", "a warmup may double from step to step"
-    assert rate_change(config, 1000, config, 1001, 500) == ""
-
-
 def test_a_stretched_schedule_is_told_with_both_rates() -> None:
     config = OptimConfig(lr=0.0325, warmup=2, floor=0.0)
     text = rate_change(config, 100, config, 10_000, 99)
     assert "was 3.34e-05 at the checkpoint and continues at 0.0325" in text
     lower = dataclasses.replace(config, lr=0.01, schedule="constant")
     assert "continues at 0.01:" in rate_change(config, 100, lower, 100, 50)
-
-
-def test_a_share_that_follows_the_steps_is_told() -> None:
-    muon = OptimConfig(name="muon")
-    short, long = (muon.resolved(steps, own_tables=True) for steps in (900, 2000))
-    assert share_changes(short, long) == "optim.table_lr was 100 and is 30 now"
-    assert share_changes(short, short) == ""

@@ -39,33 +39,6 @@ def test_compiled_equals_plain(mode: str, make_settings: Callable) -> None:
         torch.testing.assert_close(compiled_gradients[name], gradient, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [
-        {"boundary__mode": "subspace"},
-        {"boundary__mode": "projected"},
-        {"boundary__mode": "projected", "boundary__anchor": "per-stage"},
-    ],
-    ids=["subspace", "projected", "own-tables"],
-)
-def test_a_layer_is_compiled_with_the_ends_beside_it(
-    cut: dict[str, str], make_settings: Callable
-) -> None:
-    settings = make_settings(**cut, boundary__rank=4, pipeline__stages=4, model__layers=4)
-    stage = StageBuilder(settings, torch.device("cpu")).build(1)
-    graphs = []
-
-    def counted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-        graphs.append(graph)
-        return graph.forward
-
-    stage.compile_layers(backend=counted)
-    ids_BT = torch.zeros(2, settings.model.context, dtype=torch.long)
-    z_BTK = torch.zeros(2, settings.model.context, 4, dtype=torch.float64)
-    stage(z_BTK, ids_BT)
-    assert len(graphs) == 1  # decode, the block, encode
-
-
 def test_compiled_ends_follow_a_basis_that_moves(make_settings: Callable) -> None:
     settings = make_settings(boundary__mode="subspace", boundary__rank=4, pipeline__stages=2)
     builder = StageBuilder(settings, torch.device("cpu"))

@@ -45,13 +45,6 @@ def test_heads_that_do_not_divide_are_refused(changes: dict[str, int], message: 
 SIZES = {"layers": 2, "dim": 20, "heads": 2, "kv_heads": 1, "ffn": 8, "vocab": 50, "context": 16}
 
 
-def test_heads_may_be_wider_than_their_share_of_the_stream() -> None:
-    config = ModelConfig(preset="custom", **SIZES, head_dim=16).resolved()
-    assert (config.head_dim, config.attention_dim) == (16, 32)
-    with pytest.raises(ConfigError, match=r"model.head_dim = 15 must be even"):
-        ModelConfig(preset="custom", **SIZES, head_dim=15).resolved()
-
-
 def test_a_custom_model_says_all_its_sizes_and_differs_from_nothing() -> None:
     config = ModelConfig(preset="custom", **SIZES).resolved()
     assert config.unlike_preset() == {}

@@ -51,18 +51,3 @@ def test_a_row_that_waits_goes_as_far_as_adamw_takes_it(pause: int) -> None:
     moved = (theirs - start).norm()
     assert (ours - theirs).norm() < 0.2 * moved
     assert (far - theirs).norm() > 2 * (ours - theirs).norm() or pause == 1
-
-
-def test_other_rows_and_their_state_are_not_touched() -> None:
-    table_VD = nn.Parameter(torch.randn(5, 8))
-    optimizer = RowAdamW([table_VD], lr=LR)
-    rows_R = torch.tensor([1, 3])
-    change_RD = optimizer.changes(table_VD, rows_R, torch.ones(2, 8), 1)
-    assert change_RD.shape == (2, 8) and bool((change_RD < 0).all())
-    state = optimizer.state[table_VD]
-    assert state["updated"].tolist() == [0, 1, 0, 1, 0]
-    assert not state["exp_avg"][[0, 2, 4]].any() and bool(state["exp_avg"][rows_R].all())
-    table_VD.grad = torch.ones(5, 8)
-    before = table_VD.detach().clone()
-    optimizer.step()
-    assert torch.equal(table_VD, before)

@@ -1,19 +1,15 @@
 """Bases, tables, projections and moves of the subspace, against independent formulas."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.model import Constraint, Held, Space, fixed_table, project, random_basis
+from thinwire.model import Space, fixed_table, random_basis
 from thinwire.model.subspace import (
     captured_energy,
-    drift,
     grassmann_step,
     orthonormality_error,
-    principal_angles,
     retract,
     riemannian_gradient,
 )
@@ -48,21 +44,6 @@ def test_the_fixed_table_is_exact_in_bfloat16_and_full_rank() -> None:
     assert 0.015 < table.double().std() < 0.021
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_projection_is_onto_the_subspace(axis: int) -> None:
-    basis = random_basis(12, 3, 0)
-    matrix = random(12, 7) if axis == 0 else random(7, 12)
-    inside = project(matrix, basis, axis)
-    full = basis @ basis.T
-    assert torch.allclose(inside, full @ matrix if axis == 0 else matrix @ full)
-    assert torch.allclose(project(inside, basis, axis), inside)
-    assert drift(inside, basis, axis) < 1e-14
-    assert drift(matrix, basis, axis) == pytest.approx(
-        float(torch.linalg.norm(matrix - inside) / torch.linalg.norm(matrix))
-    )
-    assert drift(matrix, basis, axis) > 0.5
-
-
 def test_riemannian_gradient_is_the_derivative_of_captured_energy() -> None:
     samples = random(50, 10)
     covariance, basis = samples.T @ samples, random_basis(10, 3, 0)
@@ -88,26 +69,3 @@ def test_moves_climb_to_the_leading_subspace() -> None:
     best = torch.linalg.eigvalsh(covariance)[-3:].sum() / covariance.trace()
     assert energies[-1] == pytest.approx(float(best), rel=1e-3)
     assert energies[0] < 0.9 * energies[-1]
-
-
-def test_principal_angles() -> None:
-    first = torch.eye(6, dtype=torch.float64)[:, :2]
-    for angle in (1e-9, 0.3, 1.2, math.pi / 2):
-        second = first.clone()
-        second[:, 1] = math.cos(angle) * first[:, 1]
-        second[4, 1] = math.sin(angle)
-        assert principal_angles(first, second).max() == pytest.approx(angle, rel=1e-6)
-
-
-def test_a_constraint_holds_gradients_and_weights() -> None:
-    basis = random_basis(12, 3, 0)
-    writer = torch.nn.Parameter(random(12, 7))
-    table = torch.nn.Parameter(random(9, 12))
-    constraint = Constraint(basis, [Held("writer", writer, 0), Held("table", table, 1)])
-    assert constraint.drift() > 0.5
-    constraint.project_weights()
-    assert constraint.drift() < 1e-14
-    writer.grad, table.grad = random(12, 7, seed=3), None
-    expected = basis @ basis.T @ writer.grad
-    constraint.project_gradients()
-    assert torch.allclose(writer.grad, expected) and table.grad is None

@@ -2,7 +2,6 @@ import dataclasses
 import io
 import math
 import os
-import sys
 
 import pytest
 from rich.console import Console
@@ -230,17 +229,6 @@ def test_the_panel_is_drawn_at_most_four_times_a_second(make_record):
     display.close()
 
 
-def test_output_that_goes_to_a_file_is_not_drawn_into_the_panel(monkeypatch, make_record):
-    redirected = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", redirected)
-    display, console, _ = make_display()
-    with display:
-        display.step(make_record())
-        print("a result for the pipe")
-    assert redirected.getvalue() == "a result for the pipe\n"
-    assert "pipe" not in console.file.getvalue()
-
-
 def test_phases_and_notes_are_printed_as_they_are(make_record):
     display, console, _ = make_display()
     with display:
@@ -259,14 +247,3 @@ def test_phases_and_notes_are_printed_as_they_are(make_record):
         panel = "\n".join(panel_lines(display, console))
     assert f"[invite] thinwire join tw1-{'x' * 150}" in console.file.getvalue().splitlines()
     assert "loss" in panel and "compute" not in panel
-
-
-def test_progress_bar_comes_and_goes():
-    display, console, _ = make_display()
-    display.progress("data", 4_100_000, 10_200_000, "B")
-    (line,) = panel_lines(display, console)
-    assert line.startswith("[data]") and "━" in line and line.endswith("4.1 MB / 10.2 MB")
-    display.progress("data", 10_200_000, 10_200_000, "B")
-    assert panel_lines(display, console) == []
-    assert "10.2 MB / 10.2 MB done" in console.file.getvalue()
-    display.close()

@@ -6,7 +6,6 @@ import math
 import resource
 import signal
 import sys
-import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,19 @@ from thinwire.report.metrics import (
     read_evaluations,
 )
 from waiting import wait_until
+
+
+@contextlib.contextmanager
+def limited_to(size):
+    """No file of this process may grow beyond so many bytes: a write is cut short, then fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -88,37 +100,6 @@ def test_a_torn_line_is_left_out_and_one_of_something_else_is_an_error(
             list(losses_of(tmp_path))
 
 
-@contextlib.contextmanager
-def limited_to(size):
-    """No file of this process may grow beyond so many bytes: a write is cut short, then fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
-def test_a_full_disk_leaves_a_hole_that_is_marked(tmp_path, make_record, without_tensorboard):
-    """The file may grow to a size and no further, as on a full disk; then there is space again."""
-    path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(tmp_path) as writer:
-        writer.step(make_record(1))
-        size = path.stat().st_size
-        with limited_to(size + 40):
-            for step in (2, 3):
-                with pytest.raises(OSError):
-                    writer.step(make_record(step))
-                assert path.stat().st_size == size, "no half line stays"
-        assert writer.missing == 2
-        writer.step(make_record(4))
-        assert writer.missing == 0
-    assert rows(tmp_path)[1] == {"kind": "missing", "step": 4, "rows": 2}
-    assert steps(tmp_path) == [1, 4]
-
-
 def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path, make_record):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     pytest.importorskip("torch.utils.tensorboard")
@@ -147,46 +128,6 @@ def test_a_field_with_a_default_may_be_missing(tmp_path, make_record, without_te
     (tmp_path / FILE_NAME).write_text(json.dumps(step) + "\n" + json.dumps(old) + "\n")
     assert last_step(tmp_path) is not None
     assert read_evaluations(tmp_path) == [EvaluationRecord(2, 6.0, None)]
-
-
-def long_record(folder, make_record, rows):
-    """A metrics.jsonl of so many steps, written as lines alike but for their number."""
-    with MetricsWriter(folder) as writer:
-        writer.step(make_record(1))
-    path = folder / "metrics.jsonl"
-    line = path.read_text()
-    numbered = (line.replace('"step": 1,', f'"step": {k},') for k in range(2, rows + 1))
-    with path.open("a") as file:
-        file.writelines(numbered)
-    return path
-
-
-def peak_of(work):
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_long_record_is_not_held_in_memory(tmp_path, make_record, without_tensorboard):
-    path = long_record(tmp_path, make_record, rows=3000)
-    size = path.stat().st_size
-    assert peak_of(lambda: rows(tmp_path)) > size / 2, "a count that sees what is held"
-    assert peak_of(lambda: Losses(losses_of(tmp_path), most=256)) < size / 10
-    resume = peak_of(lambda: MetricsWriter(tmp_path, resume_step=2990).close())
-    assert resume < size / 2
-    assert rows(tmp_path)[-1]["step"] == 2990
-
-
-def test_a_resume_reads_only_the_end_of_a_long_record(tmp_path, make_record, without_tensorboard):
-    """Damage far before what is dropped is not even looked at."""
-    path = long_record(tmp_path, make_record, rows=400)
-    content = path.read_bytes()
-    path.write_bytes(b"#" + content[1:])
-    MetricsWriter(tmp_path, resume_step=390).close()
-    assert path.read_bytes() == b"#" + content[1 : content.index(b'{"kind": "step", "step": 391,')]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 20])
@@ -253,3 +194,21 @@ def test_who_is_not_logged_in_is_told_and_never_asked(
     assert "run `wandb login`, or set WANDB_MODE=offline" in login
     assert 'run.wandb = "wires" needs wandb' in missing and "thinwire[wandb]" in missing
     assert len(rows(tmp_path)) == 2
+
+
+def test_a_full_disk_leaves_a_hole_that_is_marked(tmp_path, make_record, without_tensorboard):
+    """The file may grow to a size and no further, as on a full disk; then there is space again."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(tmp_path) as writer:
+        writer.step(make_record(1))
+        size = path.stat().st_size
+        with limited_to(size + 40):
+            for step in (2, 3):
+                with pytest.raises(OSError):
+                    writer.step(make_record(step))
+                assert path.stat().st_size == size, "no half line stays"
+        assert writer.missing == 2
+        writer.step(make_record(4))
+        assert writer.missing == 0
+    assert rows(tmp_path)[1] == {"kind": "missing", "step": 4, "rows": 2}
+    assert steps(tmp_path) == [1, 4]

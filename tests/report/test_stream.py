@@ -63,19 +63,6 @@ def test_the_oldest_gives_way_and_the_newest_stays(
     assert text.splitlines()[-1].startswith("line 004999")
 
 
-def test_without_a_run_nothing_is_dropped(
-    pipe: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_module, "_HELD_BYTES", 10_000)
-    safe = SafeStream(pipe[1])
-    lines = [f"line {number:06d} {'x' * 100}\n" for number in range(5000)]
-    writer = threading.Thread(target=lambda: [safe.write(line) for line in lines])
-    writer.start()
-    writer.join(0.2)
-    assert writer.is_alive(), "it waits for a reader"
-    assert arrived(safe, *pipe, writer) == "".join(lines)
-
-
 def test_errors_come_after_what_was_said_before(pipe: tuple[int, TextIO]) -> None:
     """Both streams of a program often end in one terminal."""
     reading, stream = pipe

@@ -163,17 +163,6 @@ def test_tables_are_ascii_without_colour_within_80_columns(summary, monkeypatch)
     assert "..." not in both
 
 
-def test_one_stage_has_no_cuts_and_nothing_simulated(summary):
-    summary |= {"cuts": [], "simulated_step_seconds": None, "ratio_vs_bf16": None}
-    summary |= {"link_utilisation": math.nan, "valid_losses": [[200, 3.4567]]}
-    text = as_text(summary_table(summary))
-    assert "at each cut" not in text
-    assert fact(text, "step time") == "1.23 s measured (median)"
-    assert fact(text, "bytes at the cuts") == "-"
-    assert fact(text, "validation loss") == "3.4567 nats per token (step 200), of 65,536 tokens"
-    assert line_with(text, "busiest uplink").split()[-1] == "-"
-
-
 def test_every_byte_is_in_the_summary_with_those_of_validations(summary):
     assert "bytes sent" not in as_text(summary_table(summary)), "not said, so not shown"
     kinds = {"FORWARD": 3_000_000, "EVALUATE": 400_000, "PROBE": 60_000, "VALIDATED": 40_000}

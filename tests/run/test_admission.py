@@ -13,7 +13,7 @@ import pytest
 
 from thinwire.errors import AdmissionError, ConfigError, WireError
 from thinwire.run import admission as book_module
-from thinwire.run.admission import AuthorityBook, Invite, door_token, hash_of, is_address
+from thinwire.run.admission import AuthorityBook, Invite, is_address
 from thinwire.wire import Identity
 
 Again = Callable[[], AuthorityBook]
@@ -299,13 +299,6 @@ def test_the_name_of_a_run_cannot_steer_a_terminal(tmp_path: Path) -> None:
     book = AuthorityBook(tmp_path / "other", "first\nrun " + "x" * 200)
     name = book.invite(["h:1"]).run_name
     assert name.startswith("first run xxx") and len(name) == 80
-
-
-def test_a_door_token_is_not_what_a_door_shows_to_all() -> None:
-    token = INVITE.door_token
-    assert token == door_token(INVITE.invite_id, hash_of(INVITE.secret))
-    assert INVITE.secret not in token and hash_of(INVITE.secret) not in token
-    assert INVITE.run_id not in token and token != door_token(INVITE.invite_id, hash_of("00" * 16))
 
 
 def test_addresses() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hosting import House, house  # noqa: F401
+from hosting import House
 
 from thinwire.data import Corpus
 from thinwire.engine.worker import Assignment, Worker
@@ -32,8 +32,6 @@ from thinwire.wire import (
 )
 from thinwire.wire.frame import Frame, FrameKind, encode
 from waiting import PATIENCE, wait_until
-
-# ruff: noqa: F811
 
 MakeSettings = Callable[..., Settings]
 

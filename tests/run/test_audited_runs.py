@@ -7,7 +7,7 @@ from leading import Lead, ready
 from test_hosted_recovery import SAVED, Hosted
 from test_replacement import FOUR, report, texts
 
-from machines import Machines, machines  # noqa: F401
+from machines import Machines
 from thinwire.engine.audit import DRIFTED
 from thinwire.engine.reports import Audited
 from thinwire.run.coordinator import Coordinator, Phase
@@ -85,9 +85,7 @@ def test_one_that_has_drifted_away_begins_anew() -> None:
     assert Replace([1]) in lead.on(Exited(1, -9))
 
 
-def test_a_machine_that_scales_what_it_sends_is_named_and_replaced(
-    machines: Machines,  # noqa: F811
-) -> None:
+def test_a_machine_that_scales_what_it_sends_is_named_and_replaced(machines: Machines) -> None:
     begins = machines.folder / "from"
     liar = {"PYTHONPATH": LYING, "THINWIRE_LIE": "scale", "THINWIRE_LIE_FROM": str(begins)}
     changes = {"pipeline__stages": 2, "train__audit": True, "train__audit_replaces": True}

@@ -65,13 +65,6 @@ def test_a_part_that_does_not_arrive_costs_the_checkpoint() -> None:
     assert lead.on(PartArrived(1, 1)) == [Discard(1, "its disk is full")]
 
 
-def test_a_failed_part_does_not_travel() -> None:
-    lead = Lead(parts_travel=True).until(Phase.TRAINING)
-    lead.say(0, part(0, 1))
-    assert lead.say(1, ShardFailed(1, "full")) == []
-    assert lead.on(PartLost(0, 1, "full")) == [Discard(1, "full")]
-
-
 def test_the_run_ends_when_the_last_part_has_arrived() -> None:
     lead, goodbye = Lead(parts_travel=True).until(Phase.TRAINING), Finished(METERS)
     written = [part(0, 1), part(1, 1)]
@@ -87,14 +80,6 @@ def test_the_run_ends_when_the_last_part_has_arrived() -> None:
     assert lead.coordinator.reasons() == [reason]
     assert lead.on(Tick(), 500.0) == []
     assert lead.on(PartArrived(1, 1)) == [Commit(1, written), *LEAVE, End()]
-
-
-def test_a_last_part_that_is_lost_ends_the_run_too() -> None:
-    lead = Lead(parts_travel=True).until(Phase.TRAINING)
-    for stage in (0, 1):
-        lead.say(stage, part(stage, 1), Finished(METERS))
-    lead.on(PartArrived(0, 1))
-    assert lead.on(PartLost(1, 1, "gone")) == [Discard(1, "gone"), *LEAVE, End()]
 
 
 @pytest.mark.parametrize("moment", ["while training goes on", "when all is done"])
@@ -128,15 +113,6 @@ def test_whoever_will_not_wait_for_the_last_part_asks_twice() -> None:
         lead.say(stage, part(stage, 1), Finished(METERS))
     assert lead.on(StopAsked()) == []
     assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
-
-
-def test_a_part_is_checked_when_it_is_reported_and_not_when_it_arrives() -> None:
-    lead = Lead(parts_travel=True).until(Phase.TRAINING)
-    for number in range(3):
-        for stage in (0, 1):
-            lead.say(stage, step(stage, number))
-    lead.say(0, part(0, 2))
-    assert "of step 2 after step 3" in str(lead.settled().error)
 
 
 def test_ends_that_remember_different_things_end_the_run() -> None:

@@ -21,7 +21,6 @@ from thinwire.run.doctor import (
     check_answer,
     check_clock,
     check_files,
-    check_folder,
     check_memory,
     check_torch,
     examine,
@@ -174,16 +173,6 @@ def test_an_invite_that_lets_in_nobody_blocks(host: Host, doctor: Doctor, tmp_pa
     assert "was removed from this run" in blocking(doctor(invite, folder=folder)).what
 
 
-def test_an_impostor_behind_the_right_door_blocks(
-    host: Host, doctor: Doctor, tmp_path: Path
-) -> None:
-    other = AuthorityBook(tmp_path / "other", "first")
-    with contextlib.closing(enrolling(other)) as impostor:
-        host.door.serve(f"{host.book.run_id}/enrol", impostor.take)
-        finding = blocking(doctor(host.invite()))
-    assert "the host cannot be trusted: another run answers" in finding.what
-
-
 def test_what_a_host_says_of_a_machine() -> None:
     invite = Invite("first", "ab" * 32, ("h:1",), "deadbeef", "00" * 16, 1)
     says = HostSays("9.8.7", reached="no")
@@ -236,15 +225,11 @@ def test_thresholds(finding: Finding, level: str, words: str) -> None:
     assert check_clock(90.0).what == "the clock here is 1m30s behind the host's"
 
 
-def test_a_folder_below_a_file_blocks(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    finding = check_folder(tmp_path / "file" / "deeper" / "still")
-    assert finding.level == "blocks" and f"nothing can be written to {tmp_path}" in finding.what
-    assert check_folder(tmp_path / "not" / "yet" / "there").level != "blocks"
-
-
-def test_findings_come_worst_first_and_numbered() -> None:
-    listed = ("fine", "a"), ("note", "b"), ("blocks", "c"), ("fine", "d")
-    found = Findings([Finding(*one, "so", "do") for one in listed])  # type: ignore[arg-type]
-    assert [f["what"] for f in found.to_plain()["findings"]] == ["c", "b", "a", "d"]
-    assert found.text().splitlines()[0] == " 1. BLOCKS: c"
+def test_an_impostor_behind_the_right_door_blocks(
+    host: Host, doctor: Doctor, tmp_path: Path
+) -> None:
+    other = AuthorityBook(tmp_path / "other", "first")
+    with contextlib.closing(enrolling(other)) as impostor:
+        host.door.serve(f"{host.book.run_id}/enrol", impostor.take)
+        finding = blocking(doctor(host.invite()))
+    assert "the host cannot be trusted: another run answers" in finding.what

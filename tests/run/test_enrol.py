@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import thinwire
 from thinwire.errors import AdmissionError, ConfigError, WireError
 from thinwire.run.admission import (
     AuthorityBook,
-    HostSays,
     Invite,
     ask,
     enrol,
@@ -153,14 +151,6 @@ def test_trouble_of_the_host_is_not_told_to_strangers(
     assert str(book.folder) not in str(refusal.value)
 
 
-def test_asking_uses_nothing_up(book: AuthorityBook, way: Routes) -> None:
-    once, key = invite_of(book), new_key()
-    assert ask(way, once) == ask(way, once, key) == HostSays(thinwire.__version__)
-    enrol(way, once, key)
-    assert "has been used" in ask(way, once).refused
-    assert ask(way, once, key).refused == ""
-
-
 @contextlib.contextmanager
 def host_door(book: AuthorityBook, listener: Listener, is_relayed: bool) -> Iterator[Invite]:
     """An invite to a host that is found by its own door, or waits at a relay."""
@@ -216,20 +206,6 @@ def test_a_host_opens_no_connection_but_to_where_its_caller_comes_from(
         assert book.is_welcome(identity.name)
 
 
-def test_a_kicked_peer_opens_no_more_links(
-    book: AuthorityBook, way: Routes, listener: Listener
-) -> None:
-    invite = invite_of(book, machines=2)
-    ada, bob = (enrol(way, invite, new_key(), name) for name in ("ada", "bob"))
-    assert exchange(listener, ada, book.fingerprint) == b"hello"
-    book.kick("ada")
-    with pytest.raises(AdmissionError, match="was removed from this run by its host"):
-        enrol(way, invite, ada.key_pem)
-    assert exchange(listener, bob, book.fingerprint) == b"hello"
-    with pytest.raises(AdmissionError, match="is not welcome there; its host removed this peer"):
-        exchange(listener, ada, book.fingerprint)
-
-
 def test_a_machine_keeps_its_identity(book: AuthorityBook, way: Routes, tmp_path: Path) -> None:
     folder, invite = tmp_path / "ada" / "peers" / book.run_id, invite_of(book)
     assert saved_identity(folder, book.fingerprint) is None
@@ -247,3 +223,17 @@ def test_a_machine_keeps_its_identity(book: AuthorityBook, way: Routes, tmp_path
     (folder / "key.pem").write_text("x")
     with pytest.raises(ConfigError, match=r"key\.pem is damaged: remove it"):
         own_key(folder)
+
+
+def test_a_kicked_peer_opens_no_more_links(
+    book: AuthorityBook, way: Routes, listener: Listener
+) -> None:
+    invite = invite_of(book, machines=2)
+    ada, bob = (enrol(way, invite, new_key(), name) for name in ("ada", "bob"))
+    assert exchange(listener, ada, book.fingerprint) == b"hello"
+    book.kick("ada")
+    with pytest.raises(AdmissionError, match="was removed from this run by its host"):
+        enrol(way, invite, ada.key_pem)
+    assert exchange(listener, bob, book.fingerprint) == b"hello"
+    with pytest.raises(AdmissionError, match="is not welcome there; its host removed this peer"):
+        exchange(listener, ada, book.fingerprint)

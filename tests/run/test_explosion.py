@@ -3,22 +3,17 @@
 import dataclasses
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from leading import Lead, step
 
-from thinwire.data import Corpus
-from thinwire.engine.feed import Feed
 from thinwire.engine.reports import Evaluation
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Command, Exploded, Recovered, Say, Tell
 from thinwire.run.explosion import LATEST, STRETCH, LossWatch
 from thinwire.run.protocol import Stop
-from thinwire_lab.chain import Chain
 
 LOGS = Path(__file__).parents[2] / "lab" / "src" / "thinwire_lab" / "logs"
 
@@ -46,31 +41,6 @@ def test_no_alarm_on_the_validations_of_real_runs() -> None:
         watch = LossWatch()
         for loss in curve:  # as if the training loss were that of the validation before
             assert validated([loss], watch) + trained([loss], watch) == [], curve
-
-
-def test_a_real_run_that_explodes_is_seen_and_its_noise_is_not(
-    make_settings: Callable, corpus: Corpus
-) -> None:
-    """One short sequence a step, from the seed through a warm-up; then again with lr = 3."""
-    settings = make_settings(
-        run__precision="fp32",
-        pipeline__stages=1,
-        pipeline__microbatches=1,
-        train__batch=1,
-        train__steps=400,
-        optim__lr=1e-2,
-        optim__warmup=100,
-    )
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
-    calm = [chain.train_step(number) for number in range(200)]
-    watch = LossWatch()
-    assert max(calm[20:]) > 1.2 * min(calm[20:]), "it is noisy"
-    assert trained(calm, watch) == []
-    ruinous = dataclasses.replace(settings.optim, lr=3.0, warmup=0, clip=0.0)
-    chain.settings = dataclasses.replace(settings, optim=ruinous)
-    wild = [chain.train_step(200 + number) for number in range(60)]
-    (alarm,) = trained(wild, watch)
-    assert isinstance(alarm, Exploded) and "that of training is" in alarm.text
 
 
 def test_noise_warm_ups_and_spikes_are_no_explosion() -> None:

@@ -120,13 +120,6 @@ def test_stages_end_with_the_process_that_forked_them(start: Callable, tmp_path:
     assert gone(pids)
 
 
-def test_stages_that_do_not_run_yet_can_be_ended(start: Callable) -> None:
-    stages = start("import time; time.sleep(600)")
-    assert [stage.poll() for stage in stages] == [None] * 3
-    stages[1].kill()
-    assert [stage.wait(PATIENCE) for stage in stages] == [-signal.SIGKILL] * 3
-
-
 def test_why_nothing_could_be_imported_is_in_every_log(start: Callable, tmp_path: Path) -> None:
     stages = start("import a_library_that_is_broken")
     assert [stage.wait(PATIENCE) for stage in stages] == [1, 1, 1]

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import House, hello, house  # noqa: F401
+from hosting import House, hello
 
 from thinwire.data import Corpus
-from thinwire.errors import ConfigError, DataError, StageError
+from thinwire.errors import ConfigError, StageError
 from thinwire.report import PlainDisplay
 from thinwire.run import host as host_module
 from thinwire.run.events import Away, Back, Lost, Said, StopAsked, Suspect
@@ -41,9 +41,6 @@ from thinwire.settings import Settings
 from thinwire.wire import Door, Route
 from trained import trained
 from waiting import PATIENCE, wait_until
-
-# ruff: noqa: F811
-
 
 # Who holds which stage
 
@@ -375,20 +372,3 @@ def test_a_wrong_address_or_number_is_refused() -> None:
         HostOptions(addresses=("no address",)).check(4)
     with pytest.raises(ConfigError, match=r"--peers 9: the 4 stages .* are held by 1 to 4 peers"):
         HostOptions(peers=9).check(4)
-
-
-def test_a_folder_of_another_run_is_not_hosted_over(
-    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = make_settings()
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "metrics.jsonl").write_text('{"kind": "step"}\n')
-    with pytest.raises(ConfigError, match="already holds a run"):
-        host(settings, HostOptions(), PlainDisplay(io.StringIO()))
-
-    def reached(*arguments: object) -> None:
-        raise DataError("the folder was taken")
-
-    monkeypatch.setattr(host_module, "prepare_data", reached)
-    with pytest.raises(DataError, match="the folder was taken"):
-        host(settings, HostOptions(resume=True), PlainDisplay(io.StringIO()))

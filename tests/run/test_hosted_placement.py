@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hosting import House, Joined, house  # noqa: F401
+from hosting import House, Joined
 from leading import part, ready, step
 
 from thinwire.data import Corpus
@@ -51,8 +51,6 @@ from thinwire.run.protocol import (
 )  # fmt: skip
 from thinwire.settings import Settings
 from waiting import PATIENCE, wait_until
-
-# ruff: noqa: F811
 
 MakeSettings = Callable[..., Settings]
 

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from machines import Machine, Machines, assert_same_weights, machines  # noqa: F401
+from machines import Machine, Machines, assert_same_weights
 from thinwire.data import Corpus
 from thinwire.run.alive import ask
 from thinwire.run.formation import read_formation
 from trained import trained
 from waiting import PROCESS_PATIENCE, wait_until
-
-# ruff: noqa: F811
 
 # Steps without end, however slow others are to join.
 RUN: dict[str, Any] = {
@@ -52,10 +50,6 @@ class Hosted:
         """What its status says: which stages each member holds, and what it does."""
         peers = ask(self.machines.run_folder, {"ask": "status"})["peers"]
         return {peer["name"]: (peer["stages"], peer["state"]) for peer in peers}
-
-    def done(self) -> int:
-        """Its last step that is written down."""
-        return max((row["step"] for row in self._rows() if row["kind"] == "step"), default=0)
 
     def _rows(self) -> list[dict[str, Any]]:
         lines = (self.machines.run_folder / "metrics.jsonl").read_text().splitlines()

@@ -96,23 +96,6 @@ def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(
     again.listener.close()
 
 
-def test_a_host_that_is_away_is_named_by_its_own_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(join_module, "DIAL_SECONDS", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        host = f"127.0.0.1:{listening.getsockname()[1]}"
-    way, shown = Routes("0123456789abcdef/control", [Route(host, "direct", "x")]), io.StringIO()
-    peer = joined_peer(tmp_path, way, shown=shown)
-    thread = threading.Thread(target=peer._keep_in_touch, daemon=True)
-    thread.start()
-    peer._due.get(timeout=PATIENCE)()
-    peer._is_over = True
-    thread.join()
-    told = shown.getvalue()
-    assert "the host cannot be reached" in told and host in told
-
-
 def test_a_peer_tries_the_addresses_of_its_invite(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         shut = "{}:{}".format(*free.getsockname())
@@ -174,47 +157,12 @@ def prepared(held: Holding, say: Callable[..., None] = lambda *_: None) -> Any:
     return held.prepare(dial, Identity.create("ana"), Routes("", "127.0.0.1:1"), say)
 
 
-def test_text_is_not_needed_here(tmp_path: Path, make_settings: MakeSettings) -> None:
-    hold = Hold([0], make_settings().to_plain(), False, "abc")
-    order = prepared(Holding(hold, 3, Terms(), tmp_path))
-    assert order.corpus == "" and (order.stages, order.generation) == ([0], 3)
-
-
 @pytest.mark.parametrize("stages", [[], [2], [0, 1, 2]])
 def test_stages_that_the_run_does_not_have_are_declined(
     stages: list[int], tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     with pytest.raises(ConfigError, match="stages that the run does not have"):
         Holding(Hold(stages, make_settings().to_plain(), False, "abc"), 1, Terms(), tmp_path)
-
-
-def test_a_fetch_is_given_up_when_nothing_has_come_for_long(
-    tmp_path: Path, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long it takes in all: each attempt that brings something renews its time."""
-    now, attempts = [0.0], []
-
-    def fetch(pipe: None, stage: int, folder: Path, *others: Any) -> Path:
-        attempts.append(now[0])
-        now[0] += 0.9 * join_module.FETCH_SECONDS
-        if len(attempts) <= 4:
-            others[-1](len(attempts), 10)
-        raise WireError("the connection was lost")
-
-    def wait(seconds: float) -> None:
-        now[0] += seconds
-
-    class Clock:
-        monotonic, sleep = staticmethod(lambda: now[0]), staticmethod(wait)
-
-    monkeypatch.setattr(join_module, "fetch_seat", fetch)
-    monkeypatch.setattr(join_module, "time", Clock)
-    said: list[Any] = []
-    hold = Hold([0], make_settings().to_plain(), True, "abc")
-    with pytest.raises(WireError, match="lost"):
-        prepared(Holding(hold, 1, Terms(), tmp_path), lambda *what: said.append(what))
-    assert said == [("fetch", n, 10) for n in (1, 2, 3, 4)]
-    assert len(attempts) == 4 + 2
 
 
 @pytest.mark.parametrize("key", ["template", "tokenizer", "valid_path"])

@@ -19,7 +19,7 @@ from thinwire.run import coordinator as coordinator_module
 from thinwire.run import processes
 from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import Command, Record, Said, StopAsked, Suspect
+from thinwire.run.events import Command, Record, Said, StopAsked
 from thinwire.run.pacing import AT_ONCE, Pace
 from thinwire.run.peers import LocalPeers, heed, neighbours
 from thinwire.run.protocol import FROM_PEER, Finished, LinkDown, LinkUp, Order, Pulse
@@ -57,10 +57,6 @@ def coordinate(make_settings: Callable[..., Settings]) -> Callable[..., Coordina
         return Coordinator(make_settings(**changes).pipeline.stages, patience=1000.0)
 
     return make
-
-
-def suspect(stage: int, known: bool, trace: str = "") -> Suspect:
-    return Suspect(1, stage, "failed", "odd", known, trace)
 
 
 def lead(coordinator: Coordinator, peers: LocalPeers, carry_out: Callable[..., None]) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.run import machine
-from thinwire.run.machine import Machine, free_disk, load_peers, matmul_rate, measure_machine
+from thinwire.run.machine import free_disk, load_peers, matmul_rate, measure_machine
 
 CPU = torch.device("cpu")
 
@@ -32,16 +32,6 @@ def test_a_process_of_its_own_tells_the_same(
     monkeypatch.setattr(machine, "device_name", str)
     found = measure_machine("cpu", tmp_path)
     assert found.device.startswith("cpu (") and found.tflops > 1e-6
-
-
-def test_a_machine_in_words() -> None:
-    bare = Machine(device="cpu (8 threads)", tflops=0.25, bf16_tflops=0.1, memory_gb=8, disk_gb=1)
-    assert bare.describe() == (
-        "cpu (8 threads): 250.0 GFLOP/s, in bf16 100.0 GFLOP/s; 8.0 GB of memory and 1.0 GB of "
-        "disk are free"
-    )
-    linked = Machine(tflops=0.25, mbps_up=20.0, mbps_down=90.0, latency_ms=15.0)
-    assert linked.describe().endswith("; to the host 20 Mbit/s up, 90 down, 30 ms round trip")
 
 
 @pytest.mark.parametrize(
@@ -72,13 +62,11 @@ GOOD = 'name = "a"\ntflops = 1\nmemory_gb = 1\n'
     [
         ("", "lists no peers"),
         ("[[peers]]\n", 'unknown key "peers"; did you mean "peer"'),
-        ("peer = [3]", r"peer\[0\] must be a table"),
         (f"[[peer]]\n{GOOD}[[peer]]\n{GOOD}", 'two peers are called "a"'),
         ('[[peer]]\nname = "a"\nmemory_gb = 1', r"peer\[0\] lacks tflops"),
         (f"[[peer]]\n{GOOD}mbps = 3", r'unknown key.*peer\[0\]\.mbps".*did you mean "mbps_up"'),
         (f"[[peer]]\n{GOOD}mbps_up = -3", "mbps_up = -3.0 must be at least 0"),
         (f'[[peer]]\n{GOOD}reachable = "yes"', "reachable must be true or false"),
-        (f"[[peer]]\n{GOOD}disk_gb = 1e10", r"must have numbers from 0 to 1e\+09"),
         ("[[peer]", "is not valid TOML"),
     ],
 )

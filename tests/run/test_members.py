@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from hosting import House, Joined, hello, host_of, house  # noqa: F401
+from hosting import House, Joined, hello, host_of
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
@@ -35,11 +35,8 @@ from thinwire.run.protocol import (
     peer_stream,
     stream_name,
 )
-from thinwire.run.status import UNREACHED
 from thinwire.wire import Pipe, dial
 from waiting import PATIENCE, wait_until
-
-# ruff: noqa: F811
 
 
 def test_nobody_opens_the_stream_of_another_or_what_it_opens_for_its_stage(house: House) -> None:
@@ -272,22 +269,6 @@ def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(
             break
     assert house.here() == ["ben"]
     assert house.happened[-1] == ("ana", Gone("it takes nothing of what it is told"))
-
-
-def test_the_status_says_at_once_whose_connection_is_lost(
-    house: House, make_settings: Callable
-) -> None:
-    ana, status = house.join("ana"), house.console(Formation(), make_settings).handlers()["status"]
-
-    def state() -> str:
-        return status({})["peers"][0]["state"]
-
-    assert state() == "waiting for a stage"
-    ana.is_cut_off = True
-    ana.lose_connection()
-    wait_until(lambda: state() == UNREACHED)
-    ana.is_cut_off = False
-    wait_until(lambda: state() == "waiting for a stage")
 
 
 def test_members_are_told_what_the_hosts_page_shows_but_not_where_others_are(

@@ -197,10 +197,6 @@ def test_every_kind_of_message_is_among_these() -> None:
     }  # fmt: skip
 
 
-def test_an_exit_by_a_signal_travels_as_a_count() -> None:
-    assert [Ended.by(code, "").returncode for code in (0, 1, 137, -9, -15)] == [0, 1, 137, -9, -15]
-
-
 def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond() -> None:
     """Eight microbatches of an inner stage took 4.8 kB: 16 kB a step of four stages."""
     rng = random.Random(0)
@@ -248,19 +244,11 @@ def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:
     ("change", "words"),
     [
         ({"step": -1}, "a count is below 0"),
-        ({"step": True}, r"Expected `int`, got `bool` - at `\$.step`"),
-        ({"loss": "low"}, r"at `\$.loss`"),
         ({"grad_norm": None}, r"at `\$.grad_norm`"),
-        ({"start": math.inf}, r"at `\$.start`|times"),
         ({"end": math.nan}, r"at `\$.end`"),
-        ({"committed": 1}, r"at `\$.committed`"),
         ({"costs": {"forward": 1.0}}, r"missing required field `backward` - at `\$.costs`"),
         ({"spans": ["cF0 cF1", [1, 2], [3]]}, "argument 3 is shorter"),
-        ({"spans": ["xF0", [1], [3]]}, "times or meters cannot be read"),
         ({"spans": ["cF0", [math.inf], [3]]}, "times or meters cannot be read"),
-        ({"spans": "all of them"}, "too many values|times or meters"),
-        ({"measures": {"drift": "much"}}, r"at `\$.measures"),
-        ({"meters": {"cut-0": [["FORWARD", 1]]}}, "not enough values|cannot be read"),
         ({"meters": {"cut-0": [["FORWARD", 1, -2]]}}, "a count is below 0"),
     ],
 )  # fmt: skip
@@ -324,7 +312,6 @@ def test_a_report_holds_no_more_than_its_step_has() -> None:
     for wrong, words in [
         ({"spans": [span] * 105}, "with 105 spans"),
         ({"spans": [("compute", "F" * 25, 10.0, 10.25)]}, "whose name has no end"),
-        ({"measures": {str(number): 0.0 for number in range(33)}}, "with 33 measures"),
     ]:
         with pytest.raises(WireError, match=words):
             PeerConduct(1, 2, microbatches=4).check(replace(STEP, **wrong))

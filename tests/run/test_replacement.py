@@ -113,32 +113,6 @@ def test_each_step_is_recorded_once_and_meters_add_up() -> None:
     assert goodbye.report.meters["cut-2"]["sent"]["FORWARD"]["frames"] == 4 + 7
 
 
-def test_two_neighbours_that_die_are_linked_to_each_other() -> None:
-    lead = training(steps=1)
-    lead.on(Exited(1, -9))
-    assert replaced(lead.on(Exited(2, -9))) == [[2]], "the first is not begun anew"
-    assert lead.say(2, ready(2)) == [], "the other is not built"
-    again = [1, 2, 1]
-    assert lead.say(1, ready(1)) == [
-        Tell(0, Relink(0, Connect("", again))),
-        Tell(3, Relink(2, Connect("at-2", again))),
-        Tell(1, Connect("at-0", again)),
-        Tell(2, Connect("at-1", again)),
-    ]
-    assert lead.say(1, Linked()) == []
-    assert lead.say(2, Linked()) == [Tell(1, Start(2)), Tell(2, Start(2))]
-
-
-def test_stages_that_share_a_process_are_lost_and_replaced_together() -> None:
-    lead = training([[0, 1], [2, 3]], steps=1)
-    assert lead.on(Exited(2, -9)) == [], "the same is about to be said of the other"
-    told, _, replace = lead.on(Exited(3, -9))
-    assert (told, replace) == (Tell(1, Await(1)), Replace([2, 3]))
-    told = link(lead, 2, 3)
-    assert told[-2:] == [Tell(2, Start(2)), Tell(3, Start(2))]
-    assert lead.on(Tick(), 5.0) == [], "one death, one replacement"
-
-
 def test_a_stage_that_dies_without_end_ends_the_run() -> None:
     lead = training(steps=1)
     for _ in range(MOST_DEATHS):
@@ -222,3 +196,19 @@ def test_a_process_that_is_stopped_is_replaced(stage: int) -> None:
     assert texts(commands)[0].startswith(f"stage {stage} got stuck at step 1: its process is stop")
     alone = Lead(stages=4).until(Phase.TRAINING)
     assert alone.on(Stopped(stage)) == [], "where it cannot be replaced it may go on by itself"
+
+
+def test_two_neighbours_that_die_are_linked_to_each_other() -> None:
+    lead = training(steps=1)
+    lead.on(Exited(1, -9))
+    assert replaced(lead.on(Exited(2, -9))) == [[2]], "the first is not begun anew"
+    assert lead.say(2, ready(2)) == [], "the other is not built"
+    again = [1, 2, 1]
+    assert lead.say(1, ready(1)) == [
+        Tell(0, Relink(0, Connect("", again))),
+        Tell(3, Relink(2, Connect("at-2", again))),
+        Tell(1, Connect("at-0", again)),
+        Tell(2, Connect("at-1", again)),
+    ]
+    assert lead.say(1, Linked()) == []
+    assert lead.say(2, Linked()) == [Tell(1, Start(2)), Tell(2, Start(2))]

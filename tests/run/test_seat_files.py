@@ -170,16 +170,13 @@ def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -
 LIES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m["shards"][0].update(file="../../../evil"), r"matching regex.*file`"),
     (lambda m: m["shards"][0].update(sha256="../x"), r"matching regex.*sha256`"),
-    (lambda m: m["shards"][0].update(bytes=-1), r">= 0.*bytes`"),
     (lambda m: m["shards"].append(m["shards"][0]), "names a file twice"),
     (lambda m: m.update(step="../../evil"), r"\$\.step"),
-    (lambda m: m["shards"][0].update(extra=1), "cannot be used"),
     (lambda m: m.pop("settings"), "cannot be used"),
     (
         lambda m: m["settings"]["codec"].update(plugins=["evil"]),
         "names plugins, which are code: evil.*--allow-plugin",
     ),
-    (lambda m: m["settings"]["codec"].update(plugins=[[]]), "cannot be used"),
     (lambda m: m.update(weight_version=-1), "is damaged"),
     (
         lambda m: m["shards"][0].update(bytes=MOST + 1),

@@ -265,22 +265,6 @@ def test_a_member_gives_nothing_but_its_shards(tmp_path: Path) -> None:
     assert talk.hear(PATIENCE) is None, "it hangs up on nonsense"
 
 
-def test_a_member_dials_again(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.run.transfer.REDIAL_S", (0.01, 0.02))
-    member, dials = tmp_path / "member", iter(range(9))
-
-    def connect() -> Pipe:
-        here, there = memory_pair(2)
-        on_daemon_thread("host", lambda: host.collector.collect_from("peer-a", [0, 1], here))
-        return Cut(there, 3) if next(dials) == 0 else there
-
-    sender = ShardSender(member)
-    on_daemon_thread("member", lambda: sender.keep_serving(connect))
-    host.written(member, 10, 6 * PIECE_BYTES)
-    assert host.wait(2) == [("arrived", 0, 10), ("arrived", 1, 10)] and next(dials) == 2
-    sender.close()
-
-
 def test_a_host_that_says_nothing_of_shards_does_not_fill_the_disk(tmp_path: Path) -> None:
     sender = ShardSender(tmp_path)
     here, there = memory_pair()

@@ -12,12 +12,11 @@ import torch
 
 from test_train import silent
 from thinwire.data import Corpus, Tokenizer
-from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
-from thinwire.run.checkpoints import commit
 from thinwire.run.start import adopted, make_start, open_origin, open_resume, prepare_data
 from thinwire.settings import Settings
 from thinwire.train import train
@@ -243,18 +242,6 @@ def test_adapters_start_beside_the_weights_of_another_run(
     held = trained(make_settings(**lora, **SUBSPACE), corpus, tmp_path / "held")
     folded = started(make_settings(**lora, train__init_from=str(held)), corpus, tmp_path / "folded")
     assert loss_of(folded.folder, corpus) == pytest.approx(loss_of(held, corpus), abs=1e-10)
-
-
-def test_weights_without_a_tokenizer_need_one_for_text(
-    make_settings: Make, corpus: Corpus, tmp_path: Path
-) -> None:
-    settings = make_settings(train__steps=2)
-    shard = write_shard(partial_folder(tmp_path / "bare", 0), 0, {"w": torch.zeros(2)})
-    facts = {"settings": settings.to_plain(), "corpus": "", "weight_version": 0,
-             "basis_version": 0}  # fmt: skip
-    bare = commit(tmp_path / "bare", 0, [shard], facts, None)
-    with pytest.raises(DataError, match="holds no tokenizer"):
-        open_origin(make_settings(train__init_from=str(bare)), silent())
 
 
 def test_a_run_on_other_text_in_processes(

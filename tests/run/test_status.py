@@ -304,10 +304,3 @@ def test_links_and_words_of_stages(standing: Standing, clock: Clock) -> None:
     assert standing.report(1, seats, []).links[1].round_trip_ms == 0.0, "JSON has no such number"
     standing.forms()
     assert standing.report(2, seats, []).links[0].way == "", "nothing of an earlier epoch stays"
-
-
-def test_a_report_from_another_machine_counts_by_the_clock_of_this_one() -> None:
-    arrived = REPORT.arrived(5000.0)
-    assert arrived.time - arrived.waiting_since == REPORT.time - REPORT.waiting_since
-    for there, here in zip(REPORT.peers, arrived.peers, strict=True):
-        assert 5000.0 - here.last_word == REPORT.time - there.last_word

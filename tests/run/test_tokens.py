@@ -15,11 +15,10 @@ from thinwire.errors import WireError
 from thinwire.run.tokens import Columns, FetchedCorpus, TokenServer, columns_read
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, encode, handshake, memory_pair
-from waiting import PATIENCE, wait_until
+from waiting import PATIENCE
 
 CPU = torch.device("cpu")
 NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "none"}
-TABLES = {**NARROW, "boundary__anchor": "per-stage", "boundary__table": 8}
 FIXED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "fixed"}
 SHARED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "embedding"}
 
@@ -116,21 +115,6 @@ def test_a_run_without_the_corpus_trains_to_the_same_bits(
         server.link.close()
 
 
-def test_ids_are_asked_for_before_they_are_read(make_settings: Callable, corpus: Corpus) -> None:
-    settings = make_settings(train__steps=9)
-    server, far = joined(corpus, settings, 0)
-    far.inputs((0, 0))
-    far.inputs((0, 1))
-    due = 4 * settings.pipeline.microbatches + 1
-    wait_until(lambda: asked(far) >= due)  # the link's own thread counts them as they leave
-    assert asked(far) == due
-    server.link.close()
-
-
-def asked(far: FetchedCorpus) -> int:
-    return far.meter.snapshot()["sent"]["TOKENS"]["frames"]
-
-
 def test_a_wait_for_ids_is_known_as_one(
     make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -144,21 +128,6 @@ def test_a_wait_for_ids_is_known_as_one(
     assert ["ids0" in own for own in waits] == [True, False, True]
     for server, _ in pairs:
         server.link.close()
-
-
-def test_a_validation_too_large_to_keep_is_asked_for_again(
-    make_settings: Callable, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("thinwire.run.tokens.KEPT_BYTES", 0)
-    settings = make_settings(train__eval_batches=3)
-    server, far = joined(corpus, settings, 0)
-    near = Feed(corpus, settings, CPU)
-    for _ in range(2):
-        for number in range(3):
-            assert torch.equal(far.inputs(number), near.validation(number).inputs)
-    far.link.close()
-    assert server.meter.snapshot()["received"]["TOKENS"]["frames"] > 3
-    server.link.close()
 
 
 def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus) -> None:
@@ -178,8 +147,6 @@ def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus)
     ("change", "words"),
     [
         ({"id_bytes": 3}, "id_bytes"),
-        ({"examples": 0}, "examples"),
-        ({"corpus": 7}, "corpus"),
         ({"config_hash": "other"}, "config_hash"),
     ],
 )
@@ -217,10 +184,8 @@ def test_ids_that_do_not_fit_are_refused(
     [
         Frame(FrameKind.TOKENS, step=4, codec=1),
         Frame(FrameKind.TOKENS, microbatch=4, codec=1),
-        Frame(FrameKind.TOKENS, codec=5),
         Frame(FrameKind.TOKENS, microbatch=2, weight_version=1, codec=1),
         Frame(FrameKind.TOKENS, codec=1, payload=b"more"),
-        Frame(FrameKind.CONTROL),
     ],
 )
 def test_what_is_no_request_ends_the_stream(

@@ -57,13 +57,6 @@ def test_the_stage_that_is_stuck_is_named(doing: dict[str, str], words: str) -> 
         Wait().let(110, **doing)
 
 
-def test_any_progress_is_progress() -> None:
-    wait = Wait()
-    for begun in range(20):
-        wait.let(25, **WAITS)
-        wait.watch.heard(begun % 2, 2 + begun, "computes")
-
-
 def test_a_wait_may_be_ten_times_the_longest_so_far() -> None:
     wait = Wait(patience=10.0)
     wait.watch.begin_training()
@@ -103,16 +96,6 @@ def test_a_stage_that_claims_to_work_while_all_others_wait_is_named() -> None:
     assert 100 <= wait.now <= 103
 
 
-def test_a_stage_that_works_for_long_while_the_other_waits_is_given_ten_times_as_long() -> None:
-    wait, begun = Wait(patience=10.0), 1
-    for seconds in (8, 60):
-        for _ in range(seconds):
-            begun += 1
-            wait.let(1, stage_0="waits for B0 of step 3")
-            wait.watch.heard(1, begun, "computes F0 of step 3")
-        wait.watch.heard(0)
-
-
 def test_a_step_that_takes_far_longer_than_those_before_is_told_and_at_last_ends_the_run() -> None:
     wait, begun, told = Wait(patience=100.0), 1, []
     for _ in range(3):
@@ -130,18 +113,6 @@ def test_a_step_that_takes_far_longer_than_those_before_is_told_and_at_last_ends
         f"no step has ended for {seconds} s" for seconds in (100, 200, 400, 800)
     ]
     assert "the longest so far took 20 s: stage 0 is busy" in told[0]
-
-
-def test_a_validation_as_long_as_the_first_one_is_nothing_to_tell() -> None:
-    wait, begun, told = Wait(patience=1000.0), 1, []
-    for seconds in (300, 2, 2, 2, 300, 2):  # a validation comes first
-        for _ in range(seconds):
-            begun += 1
-            told += wait.let(1)
-            for stage in (0, 1):
-                wait.watch.heard(stage, begun, "is busy")
-        wait.watch.result()
-    assert told == []
 
 
 def test_a_link_that_is_down_is_waited_for_as_long_as_it_may_be() -> None:

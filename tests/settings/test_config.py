@@ -1,6 +1,5 @@
 """run.toml and the settings of a run: read strictly, checked whole, hashed by what they compute."""
 
-import dataclasses
 import json
 import tomllib
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from thinwire.errors import ConfigError
 from thinwire.settings import (
     GoneError,
     Settings,
-    apply_override,
     load_asked,
     load_settings,
 )
@@ -70,21 +68,6 @@ def test_broken_toml_is_refused_with_its_file(tmp_path: Path, text: bytes) -> No
         load_settings(path, [])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[trian]\n", 'unknown section "trian"; did you mean "train"'),
-        ('[optim]\nname = "adam"', "optim.name = 'adam' is not allowed; did you mean \"adamw\""),
-        ('[model]\npreset = "9b"', "model.preset = '9b' is not allowed; did you mean \"8b\""),
-    ],
-)
-def test_files_that_say_something_else_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        load_settings(path, [])
-
-
 # --- overrides ---
 
 
@@ -95,26 +78,6 @@ def test_overrides_win_over_the_file_and_the_last_one_over_all(tmp_path: Path) -
     settings = load_settings(path, overrides)
     assert settings.train.steps == 190
     assert settings.link.emulate is False
-
-
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [
-        ("train.steps=50", 50),
-        ("pipeline.recompute=true", True),
-        ("pipeline.split=2,1,1", [2, 1, 1]),
-        ("codec.cuts=0: forward=fp32, 2: backward=fp16", ["0: forward=fp32", "2: backward=fp16"]),
-        ("codec.cuts=0: forward=int4(group=8,hadamard)", ["0: forward=int4(group=8,hadamard)"]),
-        ("codec.plugins=a.b,c", ["a.b", "c"]),
-        ("run.name=a=b", "a=b"),
-    ],
-)
-def test_an_override_has_the_type_of_its_key(override: str, value: object) -> None:
-    values: dict[str, Any] = {}
-    apply_override(values, override)
-    section, key = override.partition("=")[0].split(".")
-    assert values == {section: {key: value}}
-    assert type(values[section][key]) is type(value)
 
 
 # --- what follows from other settings stays behind for none of them ---
@@ -152,23 +115,6 @@ def test_relaxed_settings_mean_the_same_and_ordinary_ones_need_no_remark(changes
     settings = load_settings(None, changes)
     assert settings.relaxed().resolved() == settings
     assert remarks(settings) == []
-
-
-def test_relaxed_settings_keep_what_was_chosen(make_settings: Callable[..., Settings]) -> None:
-    settings = make_settings(
-        boundary__mode="subspace", boundary__rank=4, boundary__free_layers=1, optim__warmup=1
-    )
-    relaxed = settings.relaxed()
-    open_model = {"layers": 0, "heads": 0, "kv_heads": 0, "head_dim": 0, "embed_std": 0.0}
-    assert relaxed.model == dataclasses.replace(settings.model, **open_model)
-    assert (relaxed.boundary.free_layers, relaxed.boundary.anchor) == (1, "auto")
-    assert (relaxed.optim.warmup, relaxed.optim.table_lr) == (1, -1)
-    assert relaxed.resolved() == settings
-    own = {"layers": 2, "dim": 20, "heads": 2, "kv_heads": 1, "ffn": 8, "vocab": 50, "context": 16}
-    custom = {"preset": "custom", **own, "head_dim": 16}
-    settings = Settings.from_plain({"model": custom, "pipeline": {"stages": 1}})
-    assert {key: getattr(settings.relaxed().model, key) for key in custom} == custom
-    assert settings.relaxed().resolved() == settings
 
 
 def test_a_rank_left_to_the_ratio_follows_the_model() -> None:

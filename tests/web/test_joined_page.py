@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from machines import Machines, machines  # noqa: F401
+from machines import Machines
 from thinwire.run.alive import FILE
 from thinwire.web.runs import RunView
 from waiting import PROCESS_PATIENCE, wait_until
@@ -22,7 +22,7 @@ def shown(folder: Path) -> dict[str, Any]:
 
 
 def test_peers_see_the_run_as_its_host_does(
-    machines: Machines,  # noqa: F811
+    machines: Machines,
     tmp_path: Path,
 ) -> None:
     """Peers, links, a typical step and what happened; but neither invites nor addresses."""

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from webruns import STEPS, TOKEN, FakeHost, first_of, let_links_decide, messages, step_record
 
@@ -26,18 +24,16 @@ from thinwire.report import EvaluationRecord, MetricsWriter, PlainDisplay
 from thinwire.report.metrics import (
     EVENTS_FILE,
     FILE_NAME,
-    Story,
     line_of,
     losses_of,
     read_evaluations,
 )
 from thinwire.run.record import read_progress
 from thinwire.schedule import Links, simulate
-from thinwire.settings import Settings, load_settings, make_recipe
-from thinwire.settings.crossing import checkpoint_steps
+from thinwire.settings import load_settings, make_recipe
 from thinwire.typed import to_toml
 from thinwire.web.follow import Followed
-from thinwire.web.runs import MOST_POINTS, Curves, RunView, Tail, compared
+from thinwire.web.runs import MOST_POINTS, RunView, compared
 from thinwire.web.sample import TOKENS
 from waiting import PROCESS_PATIENCE, wait_until
 
@@ -103,14 +99,6 @@ def test_a_run_is_shown_by_the_name_of_its_recipe(run_folder: Path, serve: Serve
     assert first_of(serve(run_folder), "settings")[0]["recipe"] == "thin50"
 
 
-def test_a_copy_and_its_origin_are_drawn_over_each_other(
-    finished: Path, run_folder: Path, serve: Serve
-) -> None:
-    server = serve(finished, run_folder)
-    one, other = (first_of(server, "points", run=number)[0] for number in (0, 1))
-    assert one == other and len(one["loss"]) == STEPS
-
-
 def test_steps_come_as_they_are_written(run_folder: Path, serve: Serve) -> None:
     server = serve(run_folder)
     with MetricsWriter(run_folder, resume_step=STEPS) as writer:
@@ -156,36 +144,6 @@ def test_a_run_of_a_hundred_thousand_steps_is_thinned(tmp_path: Path) -> None:
     assert len(json.dumps(points)) < 200_000
     more = view.curves.points(points["generation"], points["size"], points["complete"])
     assert more is not None and len(more["step"]) <= 1, "only the newest point may change"
-
-
-def test_losses_that_are_not_finite_are_gaps() -> None:
-    curves = Curves()
-    for step, loss in enumerate((1.0, math.nan, math.inf, 2.0), start=1):
-        curves.add(line_of("step", asdict(step_record(step, loss=loss))).encode())
-    curves.add(b'{"kind": "step", "st')
-    curves.add(b'{"kind": "missing", "step": 3, "rows": 2}')
-    points = json.loads(msgspec.json.encode(curves.points(-1, 0, 0)))
-    assert points["loss"] == [1.0, None, None, 2.0]
-
-
-def test_a_file_is_read_once_and_from_its_start_when_it_is_another(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    tail = Tail(path)
-
-    def read() -> tuple[bool, list[bytes]]:
-        is_new, lines = tail.read()
-        return is_new, list(lines)
-
-    assert read() == (False, [])
-    path.write_bytes(b"one\ntwo\nthr")
-    assert read() == (False, [b"one", b"two"])
-    path.write_bytes(b"one\ntwo\nthree\n")
-    assert read() == (False, [b"three"])
-    assert read() == (False, [])
-    path.write_bytes(b"one\nother\nthree\nfour\n")
-    assert read() == (True, [b"one", b"other", b"three", b"four"])
-    path.unlink()
-    assert read() == (True, [])
 
 
 @pytest.mark.parametrize(
@@ -267,14 +225,6 @@ def test_a_hosted_run_shows_its_peers_and_links(
     assert state["waiting_for"] == "a peer for stage 1"
 
 
-def test_after_its_end_a_hosted_run_names_who_held_what(finished: Path, run_folder: Path) -> None:
-    formation = {"epoch": 2, "seats": ["ana", "ben"], "split": [], "port": 0, "window": -1}
-    (run_folder / "epochs.json").write_text(json.dumps(formation))
-    view = RunView(run_folder)
-    view.refresh()
-    assert [peer["name"] for peer in view._state()["peers"]] == ["ana", "ben"]
-
-
 def test_a_run_without_a_last_word_is_silent(run_folder: Path) -> None:
     lines = (run_folder / FILE_NAME).read_text().splitlines()[:-3]
     rows = (json.dumps(json.loads(line) | {"time": time.time() - 1e6}) for line in lines)
@@ -311,14 +261,6 @@ def test_the_story_keeps_no_secret_and_no_end_of_a_run_that_was_refused(tmp_path
     assert "thinwire join secret" in lines.getvalue()
 
 
-def test_events_wait_for_their_folder(tmp_path: Path) -> None:
-    story = Story(tmp_path / "later")
-    story.tell("data", "tokenised")
-    (tmp_path / "later").mkdir()
-    story.tell("start", "2 stages")
-    assert len((tmp_path / "later" / EVENTS_FILE).read_text().splitlines()) == 2
-
-
 def test_the_address_of_a_page_is_printed_and_stays(tmp_path: Path) -> None:
     def address(role: str, listen: str = "127.0.0.1:0") -> str:
         lines = io.StringIO()
@@ -337,33 +279,10 @@ def test_the_address_of_a_page_is_printed_and_stays(tmp_path: Path) -> None:
     assert "token" in address("train", "0.0.0.0:0")
 
 
-def test_an_address_that_cannot_be_had_is_refused_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="name an address of this machine"):
-        Followed(PlainDisplay(io.StringIO()), "192.0.2.1:80", "train")
-
-
-def test_train_says_where_its_page_is(finished: Path) -> None:
-    printed = (finished.parent / "output.txt").read_text()
-    assert "[web]   http://127.0.0.1:" in printed and "?token" not in printed
-
-
 def test_watch_refuses_what_holds_no_run(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit) as end:
         main(["watch", str(tmp_path)])
     assert end.value.code == 2 and "holds no run" in capsys.readouterr().err
-
-
-def test_a_folder_that_goes_away_and_comes_back(run_folder: Path, tmp_path: Path) -> None:
-    view = RunView(run_folder)
-    view.refresh()
-    shutil.move(run_folder, tmp_path / "away")
-    view._looked = -math.inf
-    view.refresh()
-    assert len(view.curves) == 0
-    shutil.move(tmp_path / "away", run_folder)
-    view._looked = -math.inf
-    view.refresh()
-    assert len(view.curves) == STEPS
 
 
 def samples(folder: Path) -> list[str]:
@@ -392,19 +311,6 @@ def test_a_text_that_is_being_written_ends_with_its_run(run_folder: Path) -> Non
         display.phase("save", f"checkpoint of step {STEPS}")
     wait_until(lambda: "thinwire sample" not in [one.name for one in threading.enumerate()])
     assert samples(run_folder) == []
-
-
-@pytest.mark.parametrize(
-    ("every", "saved", "then"),
-    [(20, 100, 20), (20, 0, 20), (20, -1, 20), (100, 30, 30), (0, 50, 50)],
-)
-def test_with_samples_each_validation_has_a_checkpoint(every: int, saved: int, then: int) -> None:
-    plain = {"train": {"eval_every": every, "checkpoint_every": saved}}
-    settings = Settings.as_asked(plain).resolved().saved_at_validations()
-    assert settings.train.checkpoint_every == then
-    is_saved = checkpoint_steps(settings)
-    for step in range(every, 10 * every, every or 1):
-        assert any(is_saved(before) for before in range(max(1, step - 29), step + 1))
 
 
 def test_train_saves_and_writes_a_text_at_a_validation(

@@ -112,12 +112,6 @@ def test_closing_ends_answers_that_would_not_end_and_frees_the_port() -> None:
     socket.create_server(("127.0.0.1", server.port)).close()
 
 
-def test_a_server_that_nobody_asked_ends_too() -> None:
-    WebServer(make_app, "127.0.0.1:0").close()
-    with WebServer(make_app, "127.0.0.1:0"):
-        pass
-
-
 def test_who_listens_without_being_asked_imports_no_server() -> None:
     script = (
         "import sys\n"

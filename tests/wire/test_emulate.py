@@ -1,15 +1,10 @@
-import threading
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
 from thinwire.schedule import Costs, Network, build, simulate
-from thinwire.wire import LinkConfig, Nic
-from thinwire.wire.emulate import DelayLine
-from waiting import PATIENCE
+from thinwire.wire import Nic
 
 MEGABIT = 125_000  # bytes
 
@@ -55,13 +50,6 @@ def test_the_downlink_decides_where_it_is_slower(down, arrivals, delivered):
     assert [receiver.reserve_down(MEGABIT, at) for at in arrivals] == pytest.approx(delivered)
 
 
-def test_rate_zero_is_unlimited():
-    nic = Nic(mbps_up=0, mbps_down=0, latency_ms=5)
-    for now in (1.0, 1.0, 1.5):
-        assert nic.reserve_up(10**9, now).end == now
-        assert nic.reserve_down(10**9, now) == now
-
-
 @given(
     sizes=st.lists(st.integers(64, 10**6), min_size=1, max_size=30),
     jitter_ms=st.floats(0, 500),
@@ -98,72 +86,6 @@ def test_the_downlink_never_exceeds_its_rate_and_never_runs_ahead(arrivals):
 def test_impossible_delays_are_refused_by_the_name_of_their_setting(delays):
     with pytest.raises(ConfigError, match=r"link\.latency_ms \+ link\.jitter_ms"):
         Nic(80, 80, *delays)
-
-
-def test_config_makes_the_nic_or_none():
-    nic = LinkConfig(mbps_up=8, latency_ms=1000).nic()
-    assert nic is not None
-    assert nic.reserve_up(MEGABIT, 0.0).arrival == pytest.approx(1.125)
-    assert LinkConfig(emulate=False).nic() is None
-
-
-def test_delay_line_delivers_in_order_and_never_early():
-    delivered: list[tuple[float, int]] = []
-    done = threading.Event()
-
-    def deliver(item: int) -> None:
-        delivered.append((time.monotonic(), item))
-        if item == 9:
-            done.set()
-
-    line = DelayLine(deliver, "test")
-    now = time.monotonic()
-    dues = [now + 0.002 * i for i in range(9)] + [now]
-    for i, due in enumerate(dues):
-        line.put(due, i)
-    assert done.wait(PATIENCE)
-    assert [item for _, item in delivered] == list(range(10))
-    assert all(at >= due for (at, _), due in zip(delivered, dues, strict=True))
-    line.stop()
-
-
-def test_a_stopped_delay_line_forgets_what_waits():
-    delivered: list[str] = []
-    line = DelayLine(delivered.append, "stopped early")
-    line.put(time.monotonic() + 3600, "never")
-    threads = [t for t in threading.enumerate() if t.name == "stopped early"]
-    assert len(threads) == 1
-    line.stop()
-    threads[0].join(PATIENCE)
-    assert not threads[0].is_alive()
-    assert delivered == []
-
-
-def test_whoever_puts_waits_while_what_is_due_is_not_taken():
-    gate, delivered = threading.Event(), []
-
-    def deliver(item: int) -> None:
-        assert gate.wait(PATIENCE)
-        delivered.append(item)
-
-    line = DelayLine(deliver, "held", most=2)
-    put: list[int] = []
-
-    def fill() -> None:
-        for number in range(10):
-            line.put(time.monotonic(), number)
-            put.append(number)
-
-    filling = threading.Thread(target=fill, daemon=True)
-    filling.start()
-    filling.join(0.3)
-    assert len(put) <= 4
-    gate.set()
-    filling.join(PATIENCE)
-    while len(delivered) < 10:
-        time.sleep(0.01)
-    assert delivered == list(range(10))
-    line.stop()
 
 
 @pytest.mark.parametrize(("up", "down"), [(8, 8), (8, 2), (4, 80), (0, 8), (8, 0)])

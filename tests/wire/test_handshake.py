@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from thinwire.errors import WireError
-from thinwire.wire import Frame, FrameKind, Meter, encode, handshake, memory_pair
+from thinwire.wire import Frame, FrameKind, encode, handshake, memory_pair
 from thinwire.wire.link import MAX_HELLO
 from waiting import PATIENCE
 
@@ -69,19 +69,3 @@ def test_a_malformed_hello_is_refused(message, reason):
 def test_silence_ends_in_an_error(pipes):
     with pytest.raises(WireError, match=r"said nothing for 0\.05 s"):
         handshake(pipes[0], {}, {}, 0.05)
-
-
-def test_an_end_that_hangs_up_is_named(pipes):
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(pipes[1].close)
-        with pytest.raises(WireError):
-            handshake(pipes[0], {}, {}, PATIENCE)
-
-
-def test_the_handshake_is_metered():
-    here, there = memory_pair()
-    meter = Meter()
-    there.write(hello(b"{}"))
-    handshake(here, {"a": 1}, {}, PATIENCE, meter)
-    assert meter.sent_bytes() == 64 + len(b'{"a": 1}')
-    assert meter.received_bytes() == 64 + 2

@@ -210,15 +210,6 @@ def test_what_comes_twice_is_dropped() -> None:
     assert other.reconnect(0) == 3, "on another connection it says that it has three"
 
 
-@pytest.mark.parametrize(("size", "count"), [(10, 16), (1 << 20, 1)])
-def test_it_acknowledges_after_so_many_messages_or_bytes(size: int, count: int) -> None:
-    other = ByHand()
-    for number in range(count):
-        other.say(LastingKind.DATA, number, bytes(size))
-        assert other.pipe.read() == bytes(size)
-    assert other.hear() == (LastingKind.HAVE, count, b"")
-
-
 @pytest.mark.usefixtures("keep_little")
 def test_a_writer_is_held_back_while_too_much_is_not_acknowledged() -> None:
     """Whoever reads and never acknowledges must not fill the memory of the other end."""

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wiring import HOST, HOURLY, MAX_MESSAGE, PEER, Recorder, in_background, read_all
+from wiring import HOST, HOURLY, MAX_MESSAGE, PEER, in_background, read_all
 
 from proxy import Proxy
-from thinwire.wire import Frame, FrameKind, LastingPipe, Link, Listener, Meter, Pipe, dial
+from thinwire.wire import LastingPipe, Listener, Pipe, dial
 from waiting import PATIENCE, wait_until
 
 
@@ -78,32 +78,3 @@ def test_an_end_that_has_not_noticed_a_loss_is_told_by_the_next_dial(
     in_background(lambda: read_all(accepted))
     dialed.close()
     accepted.close()
-
-
-def test_a_link_goes_on_where_it_was(
-    over_tls: tuple[LastingPipe, LastingPipe], path: Proxy
-) -> None:
-    """The frames of a link, its meters and its goodbye know nothing of outages."""
-    heard, meters = (Recorder(), Recorder()), (Meter(), Meter())
-    links = [
-        Link(pipe, meter, None, "cut-0", MAX_MESSAGE - 64)
-        for pipe, meter in zip(over_tls, meters, strict=True)
-    ]
-    for link, ears in zip(links, heard, strict=True):
-        link.start(ears.on_frame, ears.on_broken, ears.on_end)
-    for step in range(30):
-        for link in links:
-            link.send(Frame(FrameKind.FORWARD, step=step, payload=bytes(100_000)))
-        if step % 10 == 5:
-            path.cut()
-            wait_until(lambda step=step: path.connections > step // 10 + 1)
-    for ears in heard:
-        ears.wait(lambda ears=ears: len(ears.frames) == 30)
-        assert [frame.step for frame in ears.frames] == list(range(30))
-    links[0].close(None)
-    heard[1].wait(lambda: heard[1].ends)
-    links[1].close(None)
-    assert heard[0].errors == heard[1].errors == []
-    counts = {"frames": 30, "header_bytes": 30 * 64, "payload_bytes": 30 * 100_000}
-    for direction in ("sent", "received"):
-        assert meters[0].snapshot()[direction]["FORWARD"] == counts

@@ -8,7 +8,6 @@ from wiring import MAX_PAYLOAD, Recorder
 
 from thinwire.errors import BreachError, WireError
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, Pipe, encode, memory_pair
-from thinwire.wire import link as link_module
 from thinwire.wire.emulate import STAMP_BYTES
 from waiting import PATIENCE
 
@@ -123,29 +122,6 @@ def test_closing_without_a_limit_drops_nothing_on_a_slow_link(timeout, mbps):
     there.link.close()
 
 
-def test_closing_without_a_limit_ends_with_the_link():
-    here, there = slow_pair(mbps=1)
-    here.link.send(forward(1, 10_000_000))  # 80 s
-    closing = threading.Thread(target=here.link.close, args=(None,), daemon=True)
-    closing.start()
-    there.pipe.close()
-    closing.join(PATIENCE)
-    assert not closing.is_alive()
-    assert here.heard.errors == []
-
-
-def test_flushing_without_a_limit_waits_for_a_slow_link_and_ends_with_it():
-    here, there = slow_pair(mbps=1)
-    for number in range(3):
-        here.link.send(forward(number, 10_000))
-    here.link.flush()
-    there.heard.wait(lambda: len(there.heard.frames) == 3)
-    here.link.send(forward(3, 10_000_000))
-    there.pipe.close()
-    with pytest.raises(WireError, match=r"1 frames unsent: .* without a goodbye"):
-        here.link.flush()
-
-
 def test_meter_totals_equal_the_bytes_handed_to_the_transport(ends):
     here, there = ends
     for number in range(10):
@@ -163,20 +139,6 @@ def test_meter_totals_equal_the_bytes_handed_to_the_transport(ends):
     there.heard.wait(lambda: there.heard.ends)
     assert here.meter.sent_bytes() == here.pipe.written
     assert here.meter.snapshot()["sent"]["BYE"]["frames"] == 1
-
-
-def test_both_ends_may_close_at_once(connect):
-    for attempt in range(5):
-        ends = [End(f"end-{side}", pipe, None) for side, pipe in enumerate(connect(str(attempt)))]
-        for end in ends:
-            end.link.send(forward(1))
-        closers = [threading.Thread(target=end.link.close) for end in ends]
-        for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join(PATIENCE)
-            assert not closer.is_alive()
-        assert [end.heard.errors for end in ends] == [[], []]
 
 
 def test_send_does_not_wait_for_a_transport_that_stands_still(direct_ends):
@@ -259,18 +221,6 @@ def test_a_link_that_ended_takes_no_more_frames(direct_ends):
         there.link.send(forward(1))
 
 
-def test_a_broken_link_says_why_to_later_callers(direct_ends):
-    here, there = direct_ends
-    there.pipe.open_gate.clear()
-    there.link.send(forward(1))
-    here.pipe.close()
-    there.heard.wait(lambda: there.heard.errors)
-    with pytest.raises(WireError, match=r"link 1-0 takes no more frames: .* without a goodbye"):
-        there.link.send(forward(2))
-    with pytest.raises(WireError, match=r"1 frames unsent: .* without a goodbye"):
-        there.link.flush()
-
-
 def test_frames_queued_behind_the_other_end_s_goodbye_are_no_fault(direct_ends):
     here, there = direct_ends
     there.pipe.open_gate.clear()
@@ -329,29 +279,6 @@ def test_spans_show_the_emulated_uplink_one_frame_after_the_other():
     assert end.link.take_spans() == []
     end.link.close()
     other.link.close()
-
-
-def test_spans_are_recorded_without_emulation_and_bounded(direct_ends, monkeypatch):
-    here, _ = direct_ends
-    here.link.send(forward(3))
-    here.link.close()
-    kinds = [kind for kind, *_ in here.link.take_spans()]
-    assert kinds == ["FORWARD", "BYE"]
-
-    monkeypatch.setattr(link_module, "MAX_SPANS", 5)
-    near, far = memory_pair()
-    end, other = End("a", near, None), End("b", far, None)
-    for number in range(20):
-        end.link.send(forward(number))
-    end.link.close()
-    assert [step for _, step, *_ in end.link.take_spans()] == [16, 17, 18, 19, 0]
-    other.link.close()
-
-
-def test_an_unstarted_link_closes():
-    here, there = memory_pair()
-    Link(here, Meter(), None, "idle", 100).close()
-    assert there.read() is None
 
 
 def test_the_transport_s_own_time_passes_within_the_modelled_one():

@@ -193,21 +193,6 @@ def test_who_is_lost_again_is_replaced_again(pair: tuple[Side, Side, Pipe], tmp_
     assert third.got() == frames_of(*range(20))
 
 
-def test_both_ends_may_be_new(tmp_path: Path) -> None:
-    below, above = (Side(tmp_path / name, None, start=5) for name in ("below", "above"))
-    ours, theirs = memory_pair()
-    going = in_background(lambda: below.pipe.go_on(ours))
-    above.pipe.go_on(theirs)
-    going.join(PATIENCE)
-    for side in (below, above):
-        side.start()
-    below.send(5, 6)
-    above.send(5)
-    above.wait_for(2 * MICROBATCHES)
-    below.wait_for(MICROBATCHES)
-    assert (above.got(), below.got()) == (frames_of(5, 6), frames_of(5))
-
-
 def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(
     pair: tuple[Side, Side, Pipe], tmp_path: Path, nic: Callable[[], Nic | None]
 ) -> None:
@@ -385,3 +370,22 @@ def test_a_follower_that_is_fed_no_more_says_so(tmp_path: Path) -> None:
     ours.close()
     with pytest.raises(WireError, match="feeds this follower no more"):
         pipe.read()
+
+
+def test_frames_are_left_out_by_kind_for_a_validation_may_be_cut_short(tmp_path: Path) -> None:
+    state = LinkState(FrameLog(tmp_path, 1 << 20), is_new=True)
+    received = [(3, FrameKind.EVALUATE, 2), (3, FrameKind.FORWARD, 1)]
+    assert state.go_on(Position(0, 2, received)) == []
+    assert state.keep(message(3, FrameKind.VALIDATED)), "the two before it are not made again"
+    assert not state.keep(message(3))
+    assert state.keep(message(3))
+    assert state.sent_again == 4, "the other end has all that it needs for the next step"
+
+
+def test_what_waits_on_the_uplink_is_not_sent_twice_when_the_log_was_lost(tmp_path: Path) -> None:
+    log = FrameLog(tmp_path, 2 * len(message(0)))
+    state = LinkState(log)
+    for step in (0, 0, 0, 1, 1):  # the third finds no room, and the log begins anew
+        state.keep(message(step))
+    assert log.reaches(1) and not log.reaches(0)
+    assert state.go_on(Position(start=1, latest=0, received=[])) == []

@@ -65,13 +65,3 @@ def test_a_full_pipe_holds_its_writer_until_there_is_room():
     assert there.read() == b"\0"
     assert written.acquire(timeout=PATIENCE)
     writer.join(PATIENCE)
-
-
-def test_closing_frees_a_writer_that_waits_for_room():
-    here, there = memory_pair(limit=1)
-    here.write(b"1")
-    with ThreadPoolExecutor(1) as pool:
-        blocked = pool.submit(here.write, b"2")
-        there.close()
-        with pytest.raises(WireError):
-            blocked.result(PATIENCE)

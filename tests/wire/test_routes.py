@@ -294,12 +294,3 @@ def test_a_signature_is_not_looked_at_before_the_token_is_right() -> None:
         caller.sendall(f"wait {name} - {proof} {shown}\n".encode())
         assert "is not the right one" in line(caller)
         assert relay.traffic() == {}
-
-
-def test_the_longest_name_of_a_service_leaves_room_for_its_proof(service: Service) -> None:
-    name = f"{HOST.fingerprint[:16]}/{'s' * 80}"
-    with Door("127.0.0.1", 0) as relay:
-        relay.admit_any(TOKEN)
-        route = Route(relay.address, token=TOKEN)
-        with Standby(name, route, service.take, prover=HOST.prove) as standby:
-            wait_until(lambda: standby.waiting == 2)

@@ -10,7 +10,7 @@ from wiring import HOST
 
 from thinwire.errors import WireError
 from thinwire.wire import Door, Route, Standby, speed
-from thinwire.wire.speed import SpeedService, measure_link, steady_mbps
+from thinwire.wire.speed import SpeedService, measure_link
 from waiting import PATIENCE, wait_until
 
 RUN, TOKEN = "0123456789abcdef", "the run's token"
@@ -103,12 +103,3 @@ def test_only_a_few_are_served_at_a_time_and_one_burst_goes_after_the_other(
             callers.remove(measured)
             assert not select.select(callers, [], [], 0.1)[0], "no other before that has ended"
             measured.close()
-
-
-def test_the_rate_of_a_burst_leaves_out_its_start() -> None:
-    arrived = [(5.0, 1000)]
-    assert steady_mbps([]) == steady_mbps(arrived) == 0
-    for tenth in range(1, 11):  # slow at first, then a million bytes in each tenth of a second
-        size = 1000 if tenth < 4 else 1_000_000
-        arrived.append((5.0 + tenth / 10, arrived[-1][1] + size))
-    assert steady_mbps(arrived) == pytest.approx(80.0)

@@ -217,16 +217,6 @@ def test_names_that_are_expected_and_others(listener, connect):
         dialed.write(b"")
 
 
-def test_peers_are_told_apart_by_name_and_may_dial_before_they_are_expected(listener):
-    with ThreadPoolExecutor(2) as pool:
-        dials = {n: pool.submit(call, listener.address, n) for n in ("ärger", "bliss")}
-        accepted = {name: listener.accept(name, PATIENCE) for name in ("bliss", "ärger")}
-        dialed = {name: future.result(PATIENCE) for name, future in dials.items()}
-    for name, pipe in dialed.items():
-        pipe.write(name.encode())
-        assert accepted[name].read() == name.encode()
-
-
 def test_a_refusal_outweighs_the_silence_of_later_attempts(listener):
     """A dial cut short by its own deadline said "no answer" though it had been answered before."""
     path = Proxy(listener.address)
@@ -386,38 +376,6 @@ def test_a_writer_is_held_back_when_nobody_reads(connect):
     assert refused.wait(PATIENCE)
 
 
-def test_closing_pipe_and_listener_at_once_loses_nothing():
-    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
-    with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(listener.accept, "peer", PATIENCE)
-        dialed = call(listener.address)
-        received = pool.submit(lambda: list(iter(dialed.read, None)))
-        for number in range(30):
-            accepted.result().write(bytes([number]) * (1 << 20))
-        accepted.result().close(None)
-        listener.close()
-        assert [message[0] for message in received.result(PATIENCE)] == list(range(30))
-    dialed.close()
-
-
-@pytest.mark.parametrize("side", [0, 1], ids=["accepted", "dialed"])
-def test_closing_without_a_limit_waits_for_a_late_reader(connect, side):
-    ends = connect("peer")
-    closer, reader = ends[side], ends[1 - side]
-
-    def send_and_close() -> None:
-        for number in range(32):
-            closer.write(bytes([number]) * (1 << 20))
-        closer.close(None)
-
-    closing = threading.Thread(target=send_and_close, daemon=True)
-    closing.start()
-    closing.join(1)  # nobody reads
-    assert [message[0] for message in iter(reader.read, None)] == list(range(32))
-    closing.join(PATIENCE)
-    assert not closing.is_alive()
-
-
 def test_closing_the_listener_ends_waits_and_breaks_what_is_open(connect, listener):
     accepted, dialed = connect("peer")
     link, heard = start(dialed)
@@ -431,21 +389,6 @@ def test_closing_the_listener_ends_waits_and_breaks_what_is_open(connect, listen
     with pytest.raises(WireError):
         accepted.read()
     link.close()
-
-
-def test_no_threads_are_left_behind(listener, connect):
-    def ours() -> set[threading.Thread]:
-        return {t for t in threading.enumerate() if t is not threading.main_thread()}
-
-    before = ours()
-    accepted, dialed = connect("peer")
-    (here, _), (there, heard) = start(accepted), start(dialed)
-    with pytest.raises(WireError, match=r"cannot open the link 'x' to 127\.0\.0\.1:\d+ within 0"):
-        call(listener.address, "x", timeout=0.3)
-    here.close()
-    heard.wait(lambda: heard.ends)
-    there.close()
-    wait_until(lambda: not ours() - before)
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="TCP_INFO is read on Linux only")
@@ -480,15 +423,3 @@ def test_identities_hide_their_keys_and_damaged_ones_are_named():
     # Both ends make the same token, and nobody else does.
     assert PEER.door_token == HOST.token_with("peer", PEER.public)
     assert PEER.door_token != Identity.create("peer", HOST.public).door_token
-
-
-def test_the_soft_limit_of_descriptors_is_raised():
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-        limit = raise_descriptor_limit()
-        assert limit == (65536 if hard == resource.RLIM_INFINITY else min(hard, 65536))
-        assert raise_descriptor_limit() == limit
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

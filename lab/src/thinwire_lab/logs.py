@@ -13,10 +13,9 @@ from thinwire.errors import ConfigError
 from thinwire.settings import Settings, merged
 from thinwire_lab.arms import DENSE, Values
 from thinwire_lab.decide import at_best_rate
-from thinwire_lab.frontier import DENSE_BF16
 from thinwire_lab.pool import Trained, is_known, read_log
 
-DENSE_LABELS = (DENSE, DENSE_BF16)  # as lab convergence and lab frontier name it
+DENSE_LABELS = (DENSE, "dense bf16/bf16")  # the latter in logs of an experiment that has left
 OURS = Path(__file__).with_name("logs")  # logs of the runs behind our results
 Curve = Sequence[tuple[float, float]]
 """Tokens and validation loss, fewest tokens first."""
@@ -66,7 +65,7 @@ def read_logs(names: Sequence[Path]) -> list[Trained]:
         if not log.exists():
             ours = ", ".join(sorted(path.stem for path in OURS.glob("*.jsonl")))
             raise ConfigError(
-                f"{name}: no such log; name logs of thinwire lab convergence or frontier with "
+                f"{name}: no such log; name logs of thinwire lab convergence with "
                 f"--logs, or some that come with the lab ({ours})"
             )
     runs = [run for log in logs for run in read_log(log) if run.loss is not None]
