@@ -290,7 +290,7 @@ def test_fewer_stages_do_not_drop_a_memory_in_silence(
         train__steps=1, optim__warmup=1,
     )  # fmt: skip
     outcome = run_in_threads(before, folder=tmp_path / "before")
-    folder = commit_all(outcome, before, tmp_path / "before", corpus)[1]
+    folder = commit_all(outcome, tmp_path / "before", corpus)[1]
     fewer = settings_with(
         pipeline__stages=stages, codec__forward="int8+ef21", codec__backward="fp32"
     )

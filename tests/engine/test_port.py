@@ -392,7 +392,7 @@ def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(
     nic: Callable[[], Nic | None],
 ) -> None:
     pair = Pair(nic=nic)
-    pair.raw._pipe._limit = 2  # type: ignore[attr-defined]  # as little as a transport holds
+    pair.raw.pipe._limit = 2  # type: ignore[attr-defined]  # as little as a transport holds
     sent: list[int] = []
 
     def send_all() -> None:

@@ -209,7 +209,7 @@ def test_state_of_another_optimizer_is_refused(
     make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
 ) -> None:
     settings = exact(make_settings, train__steps=2, train__checkpoint_every=1)
-    folder = commit_all(run_in_threads(settings), settings, tmp_path / "run", corpus)[1]
+    folder = commit_all(run_in_threads(settings), tmp_path / "run", corpus)[1]
     other = exact(make_settings, train__steps=2, optim__name="muon")
     with pytest.raises(CheckpointError, match=r"this optimizer keeps.*momentum_buffer"):
         run_in_threads(other, resume=folder, folder=tmp_path / "other")

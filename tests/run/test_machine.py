@@ -20,6 +20,12 @@ def test_a_machine_is_measured(tmp_path: Path) -> None:
     assert 1e6 < matmul_rate(CPU, "fp64", seconds=0.02) < 1e15
 
 
+def test_a_machine_is_measured_with_the_threads_that_it_gives(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    assert measure_machine("cpu", tmp_path, before + 1).device == f"cpu ({before + 1} threads)"
+    assert torch.get_num_threads() == before
+
+
 def test_a_process_of_its_own_tells_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

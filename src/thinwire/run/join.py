@@ -184,7 +184,7 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
                     door.admit(invite.run_id, identity.door_token, *([links] if links else []))
 
             place = Whereabouts(folder, host, *_addresses(door, listen, _seen(host)), admit)
-            machine = _measured(options.terms.device, folder, host, invite.run_id, display)
+            machine = _measured(options.terms, folder, host, invite.run_id, display)
             joined = JoinedPeer(place, identity, options.terms, machine, display)
             with ControlSocket(folder, member_handlers(joined, invite)):
                 return joined.run()
@@ -227,9 +227,9 @@ def _addresses(door: Door | None, listen: str, seen: str) -> tuple[str, str]:
     return address_text("127.0.0.1", door.port), outside
 
 
-def _measured(device: str, folder: Path, host: Routes, run_id: str, display: Display) -> Machine:
+def _measured(terms: Terms, folder: Path, host: Routes, run_id: str, display: Display) -> Machine:
     """What this machine can give; a way to the host that cannot be measured now is left open."""
-    machine = measure_machine(device, folder)
+    machine = measure_machine(terms.device, folder, terms.threads)
     try:
         link = measure_link(host.routes, run_id, LINK_SECONDS)
         up, down, latency_ms = link.mbps_up, link.mbps_down, link.round_trip_s / 2 * 1e3

@@ -124,13 +124,22 @@ def check_names(peers: list[Machine], where: str = "") -> None:
         raise ConfigError(f'{where}two peers are called "{twice}": give one another name')
 
 
-def measure_machine(device: str, folder: Path) -> Machine:
-    """Rates, memory and disk of this machine; a GPU apart, in a process of its own."""
+def measure_machine(device: str, folder: Path, threads: int = 0) -> Machine:
+    """Rates, memory and disk of this machine, with so many threads of a CPU (0: all); a GPU apart,
+    in a process of its own.
+    """
+    import torch
+
     from thinwire.engine.build import choose_device
 
     chosen = choose_device(device, 0)
     if chosen.type != "cuda":
-        return _measured(chosen, folder)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads or before)
+        try:
+            return _measured(chosen, folder)
+        finally:
+            torch.set_num_threads(before)
     # -P: a file in the current folder must not pass for a module
     command = [sys.executable, "-P", "-m", "thinwire.run.machine", device, str(folder)]
     try:
