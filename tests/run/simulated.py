@@ -20,7 +20,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -757,7 +757,7 @@ def simulate(seed: int, tells: bool = False, delay: int = 0) -> tuple[Outcome, s
     return world.outcome, wrong
 
 
-def failing(seeds: range, delay: int = 0) -> dict[int, str]:
+def failing(seeds: Iterable[int], delay: int = 0) -> dict[int, str]:
     """The seeds among these whose runs go wrong, with the reason."""
     return {seed: wrong for seed in seeds if (wrong := simulate(seed, delay=delay)[1])}
 

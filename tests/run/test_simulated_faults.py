@@ -39,6 +39,11 @@ def test_seeds_with_delayed_updates() -> None:
     assert failing(range(SEEDS // 4), delay=1) == {}
 
 
+def test_a_stop_that_was_decided_holds_for_who_begins_anew() -> None:
+    """With delayed updates a first stage that came back took a later step for its last one."""
+    assert failing([874, 1052], delay=1) == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 1])
 def test_thousands_of_seeds(delay: int) -> None:

@@ -846,7 +846,7 @@ class Stage:
 
     def _stops_at(self, kind: FrameKind, step: int) -> bool:
         number = decision_number(kind, step)
-        if number > self.decided and self.index == 0 and self._stop_asked:
+        if number > self.decided and not self.stops and self.index == 0 and self._stop_asked:
             self.decided, self.stops = number, True
         return self.stops and number == self.decided
 

@@ -262,7 +262,8 @@ class Worker:
         The others do what follows from its frames alone, so that each can be replaced.
         """
         number = decision_number(kind, step)
-        if number > self.decided and self.index == 0 and self.stop_requested.is_set():
+        is_new = number > self.decided and not self.stops
+        if is_new and self.index == 0 and self.stop_requested.is_set():
             self.decided, self.stops = number, True
         return self.stops and number == self.decided
 
