@@ -36,9 +36,10 @@ hypothesis.settings.load_profile("calm")
 
 # Files that take long begin first: one that began last would leave the other workers idle.
 LONGEST = (
-    "test_recovery.py", "test_joined_runs.py", "test_commands.py", "test_standby.py",
-    "test_hosted_recovery.py", "test_runs.py", "test_simulated_faults.py", "test_launch.py",
-    "test_life_of_a_run.py", "test_outages.py", "test_cluster_equality.py", "test_train.py",
+    "test_recovery.py", "test_joined_runs.py", "test_commands.py", "test_simulated_faults.py",
+    "test_standby.py", "test_cluster_equality.py", "test_audited_runs.py", "test_page.py",
+    "test_hosted_recovery.py", "test_runs.py", "test_launch.py",
+    "test_life_of_a_run.py", "test_outages.py", "test_train.py",
     "test_relayed_runs.py", "test_hosted_runs.py", "test_pipeline.py", "test_export.py",
     "test_demo.py", "test_narrow.py", "test_placement.py", "test_protocol.py", "test_codecs.py",
     "test_headline.py", "test_arms.py", "test_model_compile.py", "test_packaging.py",
