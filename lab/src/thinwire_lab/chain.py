@@ -113,9 +113,6 @@ class Chain(Joined):
         self._end = StepEnd(self.updates, device=device)
         self.row_bytes = self._end.row_bytes  # that crossed all cuts for a shared embedding
         self.done = 0
-        self.move_jumps: list[float] | None = None
-        """Set to a list to have the change of validation loss by each move of the basis."""
-        self._before_move = 0.0
 
     @property
     def keepers(self) -> list[Keeper]:
@@ -158,16 +155,8 @@ class Chain(Joined):
         """End the step as the pipeline does; False where it was refused."""
         self._end.trace = StepTrace()
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
-        verdict = self._end.end(step, lr, lambda step, commit: (False, False), self._probe)
+        verdict = self._end.end(step, lr, lambda step, commit: (False, False), lambda *_: None)
         return verdict.commit
-
-    def _probe(self, step: int, number: int) -> float | None:
-        if self.move_jumps is not None:
-            loss = self.evaluate()
-            if number == 1:
-                self.move_jumps.append(loss - self._before_move)
-            self._before_move = loss
-        return None
 
     def evaluate(self, compressed: bool = True) -> float:
         """Mean validation loss, with what codecs do to activations or without it."""

@@ -49,9 +49,7 @@ class Member:
     why_unfit: str = ""  # it declined, or failed; another hello may change that
     set_aside: str = ""  # why it gets no stage, however often it comes
     is_leaving: bool = False  # it said so, and may still be here for a moment
-    tried: msg.Tried | None = (
-        None  # which addresses of the host it reached, since it was last asked
-    )
+    tried: msg.Tried | None = None  # addresses of the host that it reached when last asked
     pace: Pace = field(init=False)  # over all its streams
 
     def __post_init__(self) -> None:
