@@ -26,9 +26,7 @@ class Formation:
 
     epoch: int = 0
     seats: list[str] = field(default_factory=list)  # the member of each stage
-    split: list[int] = field(
-        default_factory=list
-    )  # blocks of each stage; empty: as the settings say
+    split: list[int] = field(default_factory=list)  # blocks of each; empty: as the settings say
     port: int = 0  # of the host's door
     window: int = OPEN  # microbatches in flight, where the settings leave it open
 
