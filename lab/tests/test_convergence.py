@@ -111,7 +111,7 @@ def test_copying_is_what_a_second_saying_gains() -> None:
         return logits
 
     feed = SimpleNamespace(validation=lambda number: SimpleNamespace(inputs=text))
-    chain = SimpleNamespace(feed=feed, done=0, go_to=lambda *place, training: None, logits=copier)
+    chain = SimpleNamespace(feed=feed, done=0, go_to=lambda *place: None, logits=copier)
     assert copying(chain) == pytest.approx(math.log(text.numel()))  # type: ignore[arg-type]
     chain.logits = lambda tokens: torch.zeros(*tokens.shape, text.numel())
     assert copying(chain) == 0  # type: ignore[arg-type]

@@ -50,17 +50,17 @@ def test_what_arrives_is_what_the_inner_codec_delivers(
 
 
 @pytest.mark.parametrize("shape", [(2, 32, 61), (4, 256, 17), (8, 512, 61)])
-@pytest.mark.parametrize("bits", [3, 4, 5.5, 8])
+@pytest.mark.parametrize("bits", [1.5, 2, 3, 4, 5.5, 8])
 def test_a_plan_expects_about_what_is_sent(bits: int, shape: tuple[int, ...]) -> None:
     codec, sent = parse_codec(f"step({bits})+zstd"), normal(shape, 0)
     expected = codec.expected_bytes(shape)
-    assert expected == pytest.approx(len(codec.pack(sent, FORWARD)), rel=0.08)
+    assert expected == pytest.approx(len(codec.pack(sent, FORWARD)), rel=0.1)
     assert expected < 0.6 * codec.payload_limit(shape)
     for around in (f"step({bits})+ef+zstd", f"step({bits})+zstd+ef21"):
         assert parse_codec(around).expected_bytes(shape) == expected
     small = (1, 3)  # where a frame's own bytes are most of it
     assert codec.expected_bytes(small) == codec.payload_limit(small)
-    unknown = ("step(2)+zstd", "step(9)+zstd", f"step({bits})+zstd+aqsgd")
+    unknown = ("step(9)+zstd", f"step({bits})+zstd+aqsgd")
     for name in (f"step({bits})", "int4", "int4+zstd", *unknown):
         plain = parse_codec(name)
         assert plain.expected_bytes(shape) == plain.payload_limit(shape)

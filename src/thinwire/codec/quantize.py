@@ -44,11 +44,13 @@ _NAN_BITS = 0x7FC0  # NaN in bf16
 
 # Of `step`:
 _FEWEST_BITS, _MOST_BITS = 1.25, 12.0
-_CODED_BITS = 3.0, 8.0  # where +zstd comes close to the entropy; elsewhere nothing is estimated
-_CODED_MARGIN = 0.2  # bits per element above a Gaussian's entropy: from 3 to 6 bits it needs less
+_CODED_BITS = 1.6, 8.0  # what +zstd needs at least; above the last nothing is estimated
+_CODED_MARGIN = 0.1  # bits per element above a Gaussian's entropy, about
 _CODED_FRAME = 64  # bytes of a frame and of its table of codes, about
 _MOST_STEPS = 32_000  # the largest symbol: it fits into 16 bits
-_SHIFT = 128  # symbols from -128 to 127 have an upper byte of zero, which then costs nothing
+_SHIFT = 136  # symbols from -136 to 119 have an upper byte of zero, which then costs nothing
+_NIBBLE = range(128, 144)  # shifted symbols of -8 to 7: they differ in their lower four bits alone
+_FEW_OUTSIDE = 100  # below one in so many symbols outside, pairs of nibbles cost less than bytes
 _SMALLEST_LARGEST = 2.0**-100  # a tensor below is rounded as if it reached up to there
 
 # Of random words, a hash of a key and a counter: the same numbers on every device and in any order
@@ -219,16 +221,23 @@ class StepCodec(Codec):
     per element, and less than that where magnitudes differ from token to token. Where an
     element exceeds 32,000 steps, the step is enlarged until none does: nothing is clipped.
 
-    Below 1.05 bits the step would exceed 2 rms: a tensor of elements of one size would arrive as
-    zeros, also with feedback, since the step grows with what is owed. From 1.25 bits on the error's
-    rms is at most 0.87 of the tensor's, which is what feedback asks for.
+    Below 1.05 bits the step would exceed 2 rms: activations of one size would arrive as zeros, also
+    with feedback, since the step grows with what is owed. From 1.25 bits on the error's rms is at
+    most 0.87 of the tensor's, which is what feedback asks for.
+
+    Gradients are rounded stochastically, and the receiver, who knows the random numbers, takes them
+    off again: the mean stays the true one, with half the variance of the error. Rows of nothing but
+    zeros stay as they are: a token without a gradient gets none.
 
     What all rows have in common (their mean in each column, in whole steps) is sent once. It is
     half to nearly all of the energy that crosses a narrow cut, and as part of every row it would
     spread the symbols over as many values as there are columns. No bit that arrives is another.
     Gradients have nothing in common: of them zeros are sent, which cost nothing with `+zstd`.
 
-    Payload: the step and the means (none for an empty tensor), all lower bytes, all upper bytes.
+    Payload: the step and the means (none for an empty tensor), how the lower bytes lie, all lower
+    bytes, all upper bytes. Where nearly all symbols fit into four bits, the lower bytes are first
+    the lower halves, two symbols to a byte, then the upper halves: zstd has a code for each byte,
+    and loses up to half a bit per symbol where few of them are usual.
     """
 
     def __init__(self, bits: float):
@@ -245,20 +254,21 @@ class StepCodec(Codec):
     def layout(self, shape: Shape, place: Place) -> Layout:
         count = elements(shape)
         means, plane = Part(torch.int16, min(count, _width(shape))), Part(torch.uint8, count)
-        return Part(torch.float32, min(count, 1)), means, plane, plane
+        one = min(count, 1)
+        return Part(torch.float32, one), means, Part(torch.uint8, one), plane, plane
 
     def coded_bytes(self, shape: Shape) -> int:
         fewest, most = _CODED_BITS
-        if not fewest <= self._bits <= most:
+        if self._bits > most:
             return self.payload_limit(shape)
-        bits = elements(shape) * (self._bits + _CODED_MARGIN)
+        bits = elements(shape) * (max(fewest, self._bits) + _CODED_MARGIN)
         return math.ceil(bits / 8) + _CODED_FRAME + 2 * _width(shape)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
         x = _rows(tensor)
         if not len(x):
             none = x.reshape(-1).to(torch.uint8)
-            return none.to(torch.float32), none.to(torch.int16), none, none
+            return none.to(torch.float32), none.to(torch.int16), none, none, none
         largest = torch.maximum(x.amax(), -x.amin()).clamp(min=_SMALLEST_LARGEST)
         # Relative to the largest, so that squares neither overflow nor vanish.
         relative = x / largest
@@ -271,16 +281,24 @@ class StepCodec(Codec):
         half = len(x) // 2  # to the nearest: columns about zero have a mean of zero
         means_D = (sums_D + half).div_(len(x), rounding_mode="floor").to(torch.int16)
         symbols = symbols_RD.sub_(means_D).add_(_SHIFT).reshape(-1)  # modulo 2**16, and back
-        upper = (symbols >> 8).to(torch.uint8)
-        return step.reshape(1), means_D, symbols.to(torch.uint8), upper
+        lower, upper = symbols.to(torch.uint8), (symbols >> 8).to(torch.uint8)
+        outside = (symbols < _NIBBLE.start) | (symbols >= _NIBBLE.stop)
+        paired = outside.sum() * _FEW_OUTSIDE < len(symbols)
+        lower = torch.where(paired, _halves_apart(lower), lower)
+        return step.reshape(1), means_D, paired.to(torch.uint8).reshape(1), lower, upper
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        step, means_D, lower, upper = parts
+        step, means_D, paired, lower, upper = parts
+        lower = torch.where(paired > 0, _halves_together(lower), lower)
         symbols = (upper.to(torch.int16) << 8).add_(lower).sub_(_SHIFT)
         if len(means_D):
             symbols.view(-1, len(means_D)).add_(means_D)
-        # One rounding, so every device gives the same.
-        return (symbols.to(torch.float32) * step).reshape(spec.shape).to(spec.dtype)
+        values = symbols.to(torch.float32)
+        if place.leg is Leg.BACKWARD:
+            rows_RD = values.view(-1, _width(spec.shape))
+            rows_RD.sub_(_dither(rows_RD, place) * rows_RD.any(1, keepdim=True))
+        # Single operations, each rounded once, so every device gives the same.
+        return (values * step).reshape(spec.shape).to(spec.dtype)
 
 
 class Float8(Codec):
@@ -309,6 +327,20 @@ class Float8(Codec):
         scales, scaled = parts
         x_RD = scaled.to(torch.float32).view(len(scales), _width(spec.shape))
         return x_RD.mul_(scales.to(torch.float32)[:, None]).reshape(spec.shape).to(spec.dtype)
+
+
+def _halves_apart(whole: Tensor) -> Tensor:
+    """The lower halves of bytes, two to a byte, then their upper halves; a last odd byte stays."""
+    first, second = whole[: len(whole) // 2 * 2].view(-1, 2).unbind(1)
+    lower, upper = first & 15 | second << 4, first >> 4 | second & 0xF0
+    return torch.cat([lower, upper, whole[2 * len(lower) :]])
+
+
+def _halves_together(apart: Tensor) -> Tensor:
+    """What `_halves_apart` was given."""
+    lower, upper, last = apart.split([len(apart) // 2, len(apart) // 2, len(apart) % 2])
+    pairs = torch.stack([lower & 15 | upper << 4, lower >> 4 | upper & 0xF0], 1)
+    return torch.cat([pairs.view(-1), last])
 
 
 def _width(shape: Shape) -> int:
@@ -368,12 +400,15 @@ def round_at(values: Tensor, place: Place) -> Tensor:
     numbers up to 255 stay as they are; for larger ones float32's places are too coarse to promise.
     """
     if place.leg is Leg.BACKWARD:
-        count = values.numel()
-        words = random_words((count + 1) // 2, place.key, values.device)
-        # Odd multiples of 2**-16 lie symmetrically within (-1/2, 1/2) and never on its ends.
-        dither = words.bitwise_or_(0x00010001).view(torch.int16)[:count].to(values.dtype)
-        values.add_(dither.view(values.shape), alpha=2.0**-16)
+        values.add_(_dither(values, place))
     return values.round_()
+
+
+def _dither(like: Tensor, place: Place) -> Tensor:
+    """Random numbers of a place: odd multiples of 2**-16, within (-1/2, 1/2) and symmetric."""
+    count = like.numel()
+    words = random_words((count + 1) // 2, place.key, like.device).bitwise_or_(0x00010001)
+    return words.view(torch.int16)[:count].to(like.dtype).mul_(2.0**-16).view(like.shape)
 
 
 def _fold(words: Tensor) -> None:
