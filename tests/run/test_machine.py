@@ -7,23 +7,23 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.run import machine
-from thinwire.run.machine import free_disk, load_peers, matmul_rate, measure_machine
+from thinwire.run.machine import free_disk, load_peers, measure_machine
+from thinwire.settings import Settings
 
 CPU = torch.device("cpu")
 
 
-def test_a_machine_is_measured(tmp_path: Path) -> None:
-    found = measure_machine("cpu", tmp_path / "not" / "there")
-    assert found.device.startswith("cpu (") and found.memory_bytes > 1e7
-    assert found.tflops > 1e-6 and found.bf16_tflops > 1e-6 and found.mbps_up == 0
-    assert found.disk_gb * 1e9 == pytest.approx(free_disk(tmp_path), rel=0.2)
-    assert 1e6 < matmul_rate(CPU, "fp64", seconds=0.02) < 1e15
-
-
-def test_a_machine_is_measured_with_the_threads_that_it_gives(tmp_path: Path) -> None:
+def test_a_machine_is_measured_with_what_the_run_trains(tmp_path: Path) -> None:
+    """Its rate with a block of the run and the threads that it gives; unknown without a run."""
     before = torch.get_num_threads()
-    assert measure_machine("cpu", tmp_path, before + 1).device == f"cpu ({before + 1} threads)"
+    settings = Settings.from_plain({"run": {"threads": before + 1}, "model": {"preset": "tiny"}})
+    found = measure_machine("cpu", tmp_path / "not" / "there", settings)
+    assert found.device == f"cpu ({before + 1} threads)" and found.memory_bytes > 1e7
+    assert found.tflops > 1e-6 and found.mbps_up == 0 and "this run's blocks" in found.describe()
+    assert found.disk_gb * 1e9 == pytest.approx(free_disk(tmp_path), rel=0.2)
     assert torch.get_num_threads() == before
+    unknown = measure_machine("cpu", tmp_path)
+    assert unknown.tflops == 0 and "FLOP" not in unknown.describe()
 
 
 def test_a_process_of_its_own_tells_the_same(
@@ -36,7 +36,8 @@ def test_a_process_of_its_own_tells_the_same(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("thinwire.engine.build.choose_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(machine, "device_name", str)
-    found = measure_machine("cpu", tmp_path)
+    settings = Settings.from_plain({"run": {"device": "cpu"}, "model": {"preset": "tiny"}})
+    found = measure_machine("cpu", tmp_path, settings)
     assert found.device.startswith("cpu (") and found.tflops > 1e-6
 
 

@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
@@ -90,9 +92,11 @@ from thinwire.wire import (
     ping,
     raise_descriptor_limit,
 )
+from thinwire.wire.keys import fingerprint_of
 from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import SERVICE as SPEED
 from thinwire.wire.speed import SpeedService
+from thinwire.wire.stream import Stream
 
 REMIND_SECONDS = 60.0  # between two lines on a wait that goes on
 LOOK_SECONDS = 1.0
@@ -279,6 +283,12 @@ class OpenDoor:
         inner = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
         here, count = (address_text(inner, self.port),), self._options.stages_here
         return self.book.invite(here, lasts=OWN_INVITE_SECONDS, machines=count)
+
+
+def tell_settings(book: AuthorityBook, settings: Settings, stream: Stream) -> None:
+    """Tell a member what is trained, with which it measures its machine; a stranger nothing."""
+    if book.name_of(fingerprint_of(stream.public)) is not None:
+        stream.write(msgspec.json.encode(settings.to_plain()))
 
 
 def who_is_left_out(addresses: tuple[str, ...], relay: str) -> str:
@@ -888,6 +898,7 @@ class _Hosting:
         self._refused: tuple[list[str], str] = ([], "")  # members that cannot hold the run, and why
         self._failures = Failures()
         door = OpenDoor(book, options, self._formation.port, opened)
+        door.listener.serve(msg.SETTINGS, partial(tell_settings, book, settings))
         self._keep(dataclasses.replace(self._formation, port=door.port))
         self._members = opened.enter_context(
             Members(door.listener, book, settings.link.outage, door.cut)

@@ -27,6 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
+
 from thinwire.data import DataConfig, prepare
 from thinwire.data.chat import TEMPLATES
 from thinwire.engine.checkpoint import checkpoints_folder
@@ -58,6 +60,7 @@ from thinwire.run.protocol import (
     FROM_COORDINATOR,
     MAX_MESSAGE,
     OF_NO_STAGE,
+    SETTINGS,
     Alive,
     AskAlive,
     Declined,
@@ -184,7 +187,7 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
                     door.admit(invite.run_id, identity.door_token, *([links] if links else []))
 
             place = Whereabouts(folder, host, *_addresses(door, listen, _seen(host)), admit)
-            machine = _measured(options.terms, folder, host, invite.run_id, display)
+            machine = _measured(options.terms, folder, host, invite.run_id, identity, display)
             joined = JoinedPeer(place, identity, options.terms, machine, display)
             with ControlSocket(folder, member_handlers(joined, invite)):
                 return joined.run()
@@ -227,9 +230,17 @@ def _addresses(door: Door | None, listen: str, seen: str) -> tuple[str, str]:
     return address_text("127.0.0.1", door.port), outside
 
 
-def _measured(terms: Terms, folder: Path, host: Routes, run_id: str, display: Display) -> Machine:
-    """What this machine can give; a way to the host that cannot be measured now is left open."""
-    machine = measure_machine(terms.device, folder, terms.threads)
+def _measured(
+    terms: Terms, folder: Path, host: Routes, run_id: str, identity: Identity, display: Display
+) -> Machine:
+    """What this machine can give; what a host that cannot be reached now must say is left open."""
+    whom, settings = fingerprint_of(identity.host), None
+    with contextlib.suppress(WireError, ValueError, ConfigError):  # of which a Hold will say more
+        stream = dial(host, SETTINGS, identity, whom, DIAL_SECONDS, MAX_MESSAGE, tries_again=False)
+        with contextlib.closing(stream):
+            asked = msgspec.json.decode(stream.read() or b"", type=dict[str, Any])
+        settings = own_settings(asked, terms, free_disk(folder))
+    machine = measure_machine(terms.device, folder, settings)
     try:
         link = measure_link(host.routes, run_id, LINK_SECONDS)
         up, down, latency_ms = link.mbps_up, link.mbps_down, link.round_trip_s / 2 * 1e3

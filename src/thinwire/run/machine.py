@@ -1,33 +1,31 @@
 """One record of a machine, from its join to the split and the status table: measured, or listed.
 
 As a program, `python -m thinwire.run.machine DEVICE FOLDER`, it prints the record of this machine
-as JSON: a GPU is measured in a process of its own, which takes no memory there afterwards.
+as JSON, with the settings of a run on its input: a GPU is measured in a process of its own, which
+takes no memory there afterwards.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.errors import ConfigError
 from thinwire.report.human import human_bytes, human_flops
-from thinwire.settings import read_toml
+from thinwire.settings import Settings, read_toml, threads_per_stage
 from thinwire.typed import from_plain, nearest, option
 
 if TYPE_CHECKING:  # torch may be missing: the doctor says so
     import torch
 
-RATE_SECONDS = 0.2
 APART_SECONDS = 120.0  # for a process that measures a GPU; importing torch may take long
 MOST_PEERS = 256  # in one file: choosing among more would take long
 MOST_OF_A_MACHINE = 1e9  # of any of its figures
-_SMALLEST, _LARGEST = 128, 8192  # sides of the matrices that are multiplied
-_LEAST_PRODUCTS, _BUSY_FACTOR = 12, 5  # for fewer products, up to so many times the time
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 EXAMPLE = """\
@@ -78,9 +76,9 @@ class Machine:
 
     def describe(self) -> str:
         """A line for a person."""
+        rate = f"{human_flops(self.tflops * 1e12)} with this run's blocks; " if self.tflops else ""
         text = (
-            f"{self.device}: {human_flops(self.tflops * 1e12)}, in bf16 "
-            f"{human_flops(self.bf16_tflops * 1e12)}; {human_bytes(self.memory_bytes)} of memory "
+            f"{self.device}: {rate}{human_bytes(self.memory_bytes)} of memory "
             f"and {human_bytes(self.disk_gb * 1e9)} of disk are free"
         )
         if not self.mbps_up:
@@ -124,26 +122,22 @@ def check_names(peers: list[Machine], where: str = "") -> None:
         raise ConfigError(f'{where}two peers are called "{twice}": give one another name')
 
 
-def measure_machine(device: str, folder: Path, threads: int = 0) -> Machine:
-    """Rates, memory and disk of this machine, with so many threads of a CPU (0: all); a GPU apart,
-    in a process of its own.
+def measure_machine(device: str, folder: Path, settings: Settings | None = None) -> Machine:
+    """Memory and disk of this machine, and its rate with a block of a run's settings, where they
+    are known; a GPU apart, in a process of its own.
     """
-    import torch
-
     from thinwire.engine.build import choose_device
 
     chosen = choose_device(device, 0)
     if chosen.type != "cuda":
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads or before)
-        try:
-            return _measured(chosen, folder)
-        finally:
-            torch.set_num_threads(before)
+        return _measured(chosen, folder, settings)
     # -P: a file in the current folder must not pass for a module
     command = [sys.executable, "-P", "-m", "thinwire.run.machine", device, str(folder)]
+    asked = json.dumps(settings.to_plain() if settings else {})
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=APART_SECONDS)
+        done = subprocess.run(
+            command, input=asked, capture_output=True, text=True, timeout=APART_SECONDS
+        )
         return Machine(**json.loads(done.stdout))
     except (OSError, subprocess.TimeoutExpired, ValueError, TypeError):
         raise ConfigError(
@@ -151,50 +145,22 @@ def measure_machine(device: str, folder: Path, threads: int = 0) -> Machine:
         ) from None
 
 
-def _measured(device: "torch.device", folder: Path) -> Machine:
-    return Machine(
-        device=device_name(device),
-        tflops=matmul_rate(device, "fp32") / 1e12,
-        bf16_tflops=matmul_rate(device, "bf16") / 1e12,
-        memory_gb=free_memory(device) / 1e9,
-        disk_gb=free_disk(folder) / 1e9,
-    )
-
-
-def matmul_rate(
-    device: "torch.device", precision: str = "fp32", seconds: float = RATE_SECONDS
-) -> float:
-    """FLOP/s of matrix products in the precision that a run computes in.
-
-    Larger and larger matrices, until one product takes a tenth of the time or they are as large
-    as any of a model: small ones would measure what surrounds the product. The best counts, for
-    whatever else the machine does only makes a product slower; a busy one gets more time.
-    """
+def _measured(device: "torch.device", folder: Path, settings: Settings | None) -> Machine:
     import torch
 
-    from thinwire.settings.precision import WEIGHT_TYPES
+    from thinwire.plan import measure_flops
 
-    dtype = torch.bfloat16 if precision == "bf16" else WEIGHT_TYPES[precision]
-    side, best, begin, products = _SMALLEST, 0.0, time.perf_counter(), 0
-    matrix = torch.randn(side, side, device=device, dtype=dtype)
-    _product_seconds(matrix)  # the first one also loads libraries
-    while (spent := time.perf_counter() - begin) < seconds or (
-        products < _LEAST_PRODUCTS and spent < _BUSY_FACTOR * seconds
-    ):
-        taken = min(_product_seconds(matrix) for _ in range(2))
-        products += 2
-        best = max(best, 2.0 * side**3 / taken)
-        if taken < seconds / 10 and side < _LARGEST:
-            side *= 2
-            matrix = torch.randn(side, side, device=device, dtype=dtype)
-    return best
-
-
-def _product_seconds(matrix: "torch.Tensor") -> float:
-    begin = time.perf_counter()
-    product = matrix @ matrix
-    product[0, 0].item()  # waits for the device
-    return max(time.perf_counter() - begin, 1e-9)
+    threads, rate = torch.get_num_threads(), 0.0
+    memory_gb = free_memory(device) / 1e9
+    if settings is not None:
+        torch.set_num_threads(threads_per_stage(settings))
+        with contextlib.suppress(RuntimeError):  # not even a block fits into its memory
+            rate = measure_flops(settings)
+    name = device_name(device)
+    torch.set_num_threads(threads)
+    return Machine(
+        device=name, tflops=rate / 1e12, memory_gb=memory_gb, disk_gb=free_disk(folder) / 1e9
+    )
 
 
 def device_name(device: "torch.device") -> str:
@@ -252,4 +218,7 @@ def _text(path: Path) -> str:
 if __name__ == "__main__":
     from thinwire.engine.build import choose_device
 
-    print(json.dumps(asdict(_measured(choose_device(sys.argv[1], 0), Path(sys.argv[2])))))
+    asked = json.load(sys.stdin)
+    settings = Settings.from_plain(asked) if asked else None
+    found = _measured(choose_device(sys.argv[1], 0), Path(sys.argv[2]), settings)
+    print(json.dumps(asdict(found)))

@@ -685,6 +685,9 @@ def stream_name(what: str, number: int, generation: int, again: int = 0) -> str:
     return f"{name}.{again}" if again else name
 
 
+SETTINGS = "settings"  # by which a member asks the host for those of the run
+
+
 def peer_stream(peer: str) -> str:
     """The stream between the coordinator and a peer."""
     return f"peer-{peer}"
