@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Callable
 
 import pytest
@@ -12,9 +13,10 @@ from thinwire.codec import Leg, Place, parse_codec
 from thinwire.engine.build import StageBuilder, Weights, stage_weights
 from thinwire.model import architecture
 from thinwire.plan import (
+    Rates,
     estimate_costs,
     make_plan,
-    measure_flops,
+    measure_rates,
     plan_text,
     plan_to_plain,
     stage_memory,
@@ -215,10 +217,11 @@ def test_the_plan_for_programs_is_json(make_settings: MakeSettings) -> None:
 def test_without_a_rate_it_is_measured_on_this_machine(make_settings: MakeSettings) -> None:
     settings = make_settings(run__precision="fp32")
     threads = torch.get_num_threads()
-    assert 0 < measure_flops(settings, repeats=1) < float("inf")
+    assert all(0 < rate < math.inf for rate in measure_rates(settings, repeats=1))
     assert torch.get_num_threads() == threads, "measuring leaves the process as it was"
     plan = make_plan(settings)
     assert plan.flops_per_s > 0 and plan.cores == machine_cores()
+    assert all(update > 0 for update in plan.costs.update)
     assert f"{machine_cores()} cores shared by all stages" in plan_text(plan)
     assert "measured here with one block" in plan_text(plan)
     assert plan_to_plain(plan)["flops_are_measured"] is True
@@ -230,7 +233,7 @@ def test_stages_of_one_machine_share_its_cores(
 ) -> None:
     """Two stages with two threads each on two cores compute one after the other."""
     monkeypatch.setattr("thinwire.plan.machine_cores", lambda: 2)
-    monkeypatch.setattr("thinwire.plan.measure_flops", lambda settings: RATE)
+    monkeypatch.setattr("thinwire.plan.measure_rates", lambda settings: Rates(RATE))
     plan = make_plan(make_settings(run__threads=threads))
     alone = make_plan(plan.settings, RATE).simulation
     assert plan.cores == at_once

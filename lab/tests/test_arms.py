@@ -119,18 +119,22 @@ def test_recipes_are_compared(
     small = ["model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=1", "model.ffn=48"]
     small += ["model.vocab=300", "model.context=32", "data.source=text", f"data.path={text_folder}"]
     small += ["data.valid_fraction=0.1", "train.eval_batches=1"]
-    line = "--recipes dense+tables,thin32 --stages 2 --steps 10 --device cpu --parallel 2"
+    delayed = "thin32 pipeline.schedule=1f1b pipeline.delay=1"
+    line = "--stages 2 --steps 10 --device cpu --parallel 2"
     sets = [part for one in small for part in ("--set", one)]
     experiment = EXPERIMENTS["convergence"]
-    options = experiment.parse(*line.split(), "--out", str(tmp_path), *sets)
+    recipes = ["--recipes", f"dense+tables,thin32,{delayed}", "--out", str(tmp_path)]
+    options = experiment.parse(*line.split(), *recipes, *sets)
     found = experiment.run(options, print)
     rows = {row["method"]: row for row in found.rows}
-    assert list(rows) == ["dense", "dense+tables", "thin32"]
+    assert list(rows) == ["dense", "dense+tables", "thin32", delayed]
+    assert rows[delayed]["ratio"] == rows["thin32"]["ratio"]
+    assert rows[delayed]["gap"] != rows["thin32"]["gap"], "it learned from older weights"
     assert rows["dense+tables"]["ratio"] == rows["dense"]["ratio"] < 1 < rows["thin32"]["ratio"]
     assert rows["dense+tables"]["gap to control"] == 0 != rows["thin32"]["gap to control"]
     assert rows["dense"]["seeds"] == 2 and any("gap to control" in note for note in found.notes)
     log = read_log(tmp_path / "convergence.jsonl")
-    assert len(log) == 4 and all(len(run.figures["curve"]) == 11 for run in log)
+    assert len(log) == 5 and all(len(run.figures["curve"]) == 11 for run in log)
     options = experiment.parse("--recipes", "thin32", "--ranks", "8")
     with pytest.raises(ConfigError, match="leave --modes and --ranks out"):
         experiment.run(options, print)

@@ -7,14 +7,23 @@ bytes and links come from the settings, and the schedule's own simulator puts th
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.engine.build import Weights, autocast_for, choose_device, is_emulated, stage_weights
+from thinwire.engine.build import (
+    Weights,
+    autocast_for,
+    choose_device,
+    is_emulated,
+    model_weights,
+    stage_weights,
+)
 from thinwire.model import LoraConfig, architecture
+from thinwire.model.optim import Role, StageOptimizer
 from thinwire.report.human import duration, human_bytes, human_flops
 from thinwire.report.table import against_bf16
 from thinwire.schedule import Costs, Counts, Schedule, Simulation, deal, simulate, window_table
@@ -44,6 +53,13 @@ _GRID_COLUMNS = 40  # a grid with more slots than these is shown by its two ends
 _GRID_END = 12
 
 
+class Rates(NamedTuple):
+    """How fast a machine trains: operations, and parameters that it updates, per second."""
+
+    flops: float
+    updates: float = math.inf  # as many as there are: then updates cost no time
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the planner found."""
@@ -69,10 +85,10 @@ class Plan:
 
 def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
     """Measure (unless a FLOP rate is given), simulate, and estimate memory for each stage."""
-    rate = flops_per_s or measure_flops(settings)
+    rates = Rates(flops_per_s) if flops_per_s else measure_rates(settings)
     # Stages of a local run share this machine; with a given rate each has a machine of its own.
     cores, machine = (None, "a machine per stage") if flops_per_s else _shared(settings)
-    costs = estimate_costs(settings, rate)
+    costs = estimate_costs(settings, *rates)
     p = settings.pipeline
     network = network_of(settings)
     windows = []
@@ -98,11 +114,11 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
         windows,
         weights,
         memory,
-        rate,
+        rates.flops,
         is_measured=flops_per_s is None,
         cores=cores,
         machine=machine,
-        better_split=_better_split(settings, rate, simulation),
+        better_split=_better_split(settings, rates, simulation),
         undelayed_seconds=undelayed,
     )
 
@@ -118,16 +134,16 @@ def _shared(settings: Settings) -> tuple[float, str]:
 
 
 def _better_split(
-    settings: Settings, flops_per_s: float, now: Simulation
+    settings: Settings, rates: Rates, now: Simulation
 ) -> tuple[list[int], float] | None:
     """The split whose slowest stage is fastest, and its seconds, where that gains enough."""
 
     def seconds(stage: int, blocks: range) -> float:
-        return sum(block_seconds(settings, blocks, flops_per_s))
+        return sum(block_seconds(settings, blocks, rates.flops))
 
     least_on_last = max(1, settings.boundary.free_layers)
     _, counts = deal(settings.model.layers, settings.pipeline.stages, least_on_last, seconds)
-    costs = estimate_costs(with_split(settings, counts), flops_per_s)
+    costs = estimate_costs(with_split(settings, counts), *rates)
     other = simulate(now.schedule, costs, network_of(settings), cores=now.cores).step_seconds
     return (list(counts), other) if other * (1 + WORTH) < now.step_seconds else None
 
@@ -143,10 +159,12 @@ def with_split(settings: Settings, counts: Counts) -> Settings:
     return dataclasses.replace(settings, pipeline=pipeline)
 
 
-def estimate_costs(settings: Settings, flops_per_s: float | Sequence[float]) -> Costs:
-    """Seconds and bytes of every action, from the model's shape and a FLOP rate.
+def estimate_costs(
+    settings: Settings, flops_per_s: float | Sequence[float], updates_per_s: float = math.inf
+) -> Costs:
+    """Seconds and bytes of every action, from the model's shape and the rates of `Rates`.
 
-    With a sequence of rates each stage has its own.
+    With a sequence of FLOP rates each stage has its own.
     """
     split = settings.split()
     rates = flops_per_s if isinstance(flops_per_s, Sequence) else [flops_per_s] * len(split)
@@ -155,8 +173,9 @@ def estimate_costs(settings: Settings, flops_per_s: float | Sequence[float]) -> 
     ]
     forward, backward = [out for out, _ in seconds], [back for _, back in seconds]
     sizes = [frame_bytes(settings, cut) for cut in range(settings.pipeline.stages - 1)]
-    # An update touches every parameter a few times: small beside the step, and not modelled.
-    update = [0.0] * settings.pipeline.stages
+    update = [0.0] * len(split)
+    if updates_per_s < math.inf:
+        update = [stage_weights(settings, s).trained / updates_per_s for s in range(len(split))]
     out, back = [size for size, _ in sizes], [size for _, size in sizes]
     rows = [row_bytes(settings)] * len(sizes) if settings.boundary.shares_embedding else []
     return Costs(forward, backward, update, out, back, rows)
@@ -213,8 +232,9 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
     return weights.bytes + weights.trained * width * states + rounded + table + activations
 
 
-def measure_flops(settings: Settings, repeats: int = 3) -> float:
-    """The rate at which this machine trains one block, forward and backward together.
+def measure_rates(settings: Settings, repeats: int = 3) -> Rates:
+    """The rates at which this machine trains one block, forward and backward together, and updates
+    parameters as there are in the model. Those of adapters are few: their updates cost nothing.
 
     On a CPU with as many threads as each stage of a local run has; large models are measured on
     a part of a microbatch, which flatters nobody: rates grow with size. What is emulated is
@@ -230,19 +250,43 @@ def measure_flops(settings: Settings, repeats: int = 3) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_per_stage(settings))
     autocast = autocast_for(settings.run.precision, device)
-    best = float("inf")
-    try:
+
+    def train() -> None:
+        with autocast():
+            y = block(x)
+        y.sum().backward()
+
+    def seconds(act: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    parameters = dict(block.named_parameters())
+    matrices = {name: Role.MATRIX for name, p in parameters.items() if p.ndim > 1}
+
+    def update_seconds(roles: dict[str, Role]) -> float:
+        optimizer = StageOptimizer(parameters, roles, settings.optim)
+        taken = []
         for _ in range(repeats + 1):
-            start = time.perf_counter()
-            with autocast():
-                y = block(x)
-            y.sum().backward()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            best = min(best, time.perf_counter() - start)
+            for parameter in parameters.values():
+                parameter.grad = torch.ones_like(parameter)
+            taken.append(seconds(partial(optimizer.step, 0.0)))
+        return min(taken)
+
+    try:
+        best = min(seconds(train) for _ in range(repeats + 1))
+        rates = Rates(probe.flops * (1 + BACKWARD_PER_FORWARD) / best)
+        if settings.lora.rank:
+            return rates
+        own = sum(p.numel() for p in parameters.values())
+        all_trained = model_weights(settings).trained
+        of_blocks, of_others = update_seconds(matrices), update_seconds({})
+        layers, others = settings.model.layers, max(0, all_trained / own - settings.model.layers)
+        return Rates(rates.flops, all_trained / (layers * of_blocks + others * of_others))
     finally:
         torch.set_num_threads(threads)
-    return probe.flops * (1 + BACKWARD_PER_FORWARD) / best
 
 
 def plan_text(plan: Plan) -> str:

@@ -136,7 +136,8 @@ def test_looked_up_figures_are_the_planners(
     changes: dict[str, object], make_settings: MakeSettings
 ) -> None:
     settings = make_settings(model__layers=6, pipeline__stages=3, **changes)
-    figures = StageFigures(settings, [peer("a", 3), peer("b", 4), peer("c", 5)])
+    machines = [peer(name, rate, mupdates=7.0) for name, rate in (("a", 3), ("b", 4), ("c", 5))]
+    figures = StageFigures(settings, machines)
     for counts in compositions(6, 3):
         split = with_split(settings, counts)
         plan = make_plan(split, 1e9)
@@ -144,7 +145,8 @@ def test_looked_up_figures_are_the_planners(
         assert [figures.parameters(*stage) for stage in stages] == plan.parameters
         assert [figures.memory(*stage) for stage in stages] == plan.memory_bytes
         costs = figures.costs((2, 0, 1), counts)
-        planned = estimate_costs(split, [5 * UNIT, 3 * UNIT, 4 * UNIT])
+        planned = estimate_costs(split, [5 * UNIT, 3 * UNIT, 4 * UNIT], 7e6)
+        assert costs.update == pytest.approx(planned.update) and all(planned.update)
         assert costs.forward == pytest.approx(planned.forward)
         assert costs.backward == pytest.approx(planned.backward)
 

@@ -204,7 +204,8 @@ def recipe_grid(
     dense_seeds: Sequence[int] = (),
 ) -> list[Arm]:
     """Recipes as arms: what `thinwire init --recipe` writes, each at every number of stages,
-    learning rate and seed. A name may have settings behind it ("thin32 boundary.table=128").
+    learning rate and seed. A name may have settings behind it ("thin32 boundary.table=128", or
+    "thin32 pipeline.schedule=1f1b pipeline.delay=1").
 
     Plain dense is in any grid, for the first number of stages only, where it shows the noise. What
     a recipe sets by the size of the model is that of the base's, if it trains with Muon.
@@ -214,7 +215,7 @@ def recipe_grid(
     others = itertools.product(lines, stages, lrs, seeds)
     return [
         Arm(line, seed, steps, merged(_recipe(line, base), {
-            "pipeline": {"stages": count, "schedule": "gpipe"}, "optim": {"lr": lr},
+            "pipeline": {"stages": count}, "optim": {"lr": lr},
         }))
         for line, count, lr, seed in itertools.chain(dense, others)
     ]  # fmt: skip
@@ -228,7 +229,7 @@ def _recipe(line: str, base: Values) -> Values:
         raise ConfigError(f'--recipes "{line}": a recipe is one of {", ".join(known)}')
     chosen = {section: known[name][section] for section in ("boundary", "codec")}
     of_size = sized(name, _preset(base)) if is_muon(base) else {}
-    changes = merged(merged(_OPEN, chosen), of_size)
+    changes = merged(merged(_OPEN, chosen), {"pipeline": {"schedule": "gpipe"}, **of_size})
     for override in own:
         apply_override(changes, override)
     return changes

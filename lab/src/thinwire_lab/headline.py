@@ -11,7 +11,7 @@ from typing import Any
 
 from thinwire.engine.build import model_weights
 from thinwire.errors import ConfigError
-from thinwire.plan import estimate_costs, measure_flops
+from thinwire.plan import Rates, estimate_costs, measure_rates
 from thinwire.report.human import human_count
 from thinwire.schedule import Costs, Network, build, simulate
 from thinwire.settings import Settings, merged
@@ -137,10 +137,12 @@ def compute_costs(
 ) -> tuple[dict[str, Costs], str]:
     """Costs of each arm, and how its compute came about."""
     given = options.tflops is not None
-    rate = options.tflops * 1e12 if given else measure_flops(next(iter(arms.values())))
+    first = next(iter(arms.values()))
+    rates = Rates(options.tflops * 1e12) if given else measure_rates(first)
     told = "given" if given else "measured with one block on this machine"
-    compute = f"compute: {rate / 1e12:.3g} TFLOP/s per stage, {told}; ends of cuts not counted"
-    return {arm: estimate_costs(settings, rate) for arm, settings in arms.items()}, compute
+    rate = f"{rates.flops / 1e12:.3g} TFLOP/s per stage"
+    compute = f"compute: {rate}, {told}; ends of cuts not counted"
+    return {arm: estimate_costs(settings, *rates) for arm, settings in arms.items()}, compute
 
 
 def link_rows(

@@ -160,7 +160,7 @@ def comparable(peers: list[Machine]) -> list[Machine]:
     """Peers, all of which count as equal where some have no rate: nothing can be compared then."""
     if all(peer.tflops for peer in peers):
         return peers
-    return [dataclasses.replace(peer, tflops=1.0, bf16_tflops=0.0) for peer in peers]
+    return [dataclasses.replace(peer, tflops=1.0, bf16_tflops=0.0, mupdates=0.0) for peer in peers]
 
 
 def form(settings: Settings, peers: list[Machine], keeps_split: bool) -> ChosenSplit:

@@ -7,6 +7,7 @@ takes no memory there afterwards.
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -55,6 +56,9 @@ class Machine:
     latency_ms: float = option(0.0, "one-way delay to the host in ms: half a ping", least=0)
     reachable: bool = option(False, "whether others can open connections to it")
     bf16_tflops: float = option(0.0, "rate of a run in bf16; 0 = that of tflops", least=0)
+    mupdates: float = option(
+        0.0, "parameters that it updates per second, in millions; 0 = updates take no time", least=0
+    )
     disk_gb: float = option(0.0, "disk free for the run, in GB", least=0)
     device: str = option("", "the device in words")
 
@@ -68,6 +72,10 @@ class Machine:
         """Floating-point operations per second of a run in this precision."""
         is_bf16 = precision == "bf16" and self.bf16_tflops
         return (self.bf16_tflops if is_bf16 else self.tflops) * 1e12
+
+    def update_seconds(self, parameters: int) -> float:
+        """For which it updates so many parameters."""
+        return parameters / (self.mupdates * 1e6) if self.mupdates else 0.0
 
     @property
     def memory_bytes(self) -> int:
@@ -148,18 +156,22 @@ def measure_machine(device: str, folder: Path, settings: Settings | None = None)
 def _measured(device: "torch.device", folder: Path, settings: Settings | None) -> Machine:
     import torch
 
-    from thinwire.plan import measure_flops
+    from thinwire.plan import Rates, measure_rates
 
-    threads, rate = torch.get_num_threads(), 0.0
+    threads, rates = torch.get_num_threads(), Rates(0.0)
     memory_gb = free_memory(device) / 1e9
     if settings is not None:
         torch.set_num_threads(threads_per_stage(settings))
         with contextlib.suppress(RuntimeError):  # not even a block fits into its memory
-            rate = measure_flops(settings)
+            rates = measure_rates(settings)
     name = device_name(device)
     torch.set_num_threads(threads)
     return Machine(
-        device=name, tflops=rate / 1e12, memory_gb=memory_gb, disk_gb=free_disk(folder) / 1e9
+        device=name,
+        tflops=rates.flops / 1e12,
+        mupdates=0.0 if math.isinf(rates.updates) else rates.updates / 1e6,
+        memory_gb=memory_gb,
+        disk_gb=free_disk(folder) / 1e9,
     )
 
 

@@ -128,7 +128,11 @@ class StageFigures:
         sizes, rates = self._sizes(counts), [self.rates[peer] for peer in order]
         both = sizes.forward, sizes.backward
         forward, backward = ([*map(operator.truediv, work, rates)] for work in both)
-        return dataclasses.replace(sizes, forward=forward, backward=backward)
+        update = [
+            self.peers[peer].update_seconds(self._weights(stage, blocks).trained)
+            for stage, (peer, blocks) in enumerate(zip(order, ranges(counts), strict=True))
+        ]
+        return dataclasses.replace(sizes, forward=forward, backward=backward, update=update)
 
     def _simulation(self, order: Seating, counts: Counts) -> Simulation:
         costs, links = self.costs(order, counts), links_of([self.peers[peer] for peer in order])
