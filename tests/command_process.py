@@ -44,7 +44,7 @@ def main() -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter does at its end
+    threading._shutdown()  # as an interpreter does at its end
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

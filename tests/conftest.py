@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -17,13 +16,11 @@ from masks import answers, with_masks
 from programs import Program
 from settings_values import TINY_MODEL, tiny_settings, write_texts
 from thinwire.data import Corpus, DataConfig, prepare
-from thinwire.engine.feed import FarCorpus
 from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
 from thinwire.engine.worker import Assignment, Worker
 from thinwire.run import peers
 from thinwire.run.checkpoints import commit
 from thinwire.run.processes import Forker
-from thinwire.settings import Settings
 from thinwire.typed import to_toml
 from thinwire.wire import Link, Meter, memory_pair
 from waiting import PROCESS_PATIENCE
@@ -59,17 +56,17 @@ class SharedForker(Forker):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_forkers() -> Iterator[None]:
+def shared_forkers():
     made: dict[str, Forker] = {}
 
-    def environment() -> object:
+    def environment():
         """What forked processes have of whoever started the one that forks them."""
         own = {**os.environ, "PYTEST_CURRENT_TEST": "", "THINWIRE_CACHE": ""}
         return sys.executable, own
 
     usual = environment()
 
-    def forker(module: str) -> Forker:
+    def forker(module):
         if environment() != usual:
             return Forker(module)
         return made.setdefault(module, SharedForker(module))
@@ -82,25 +79,25 @@ def shared_forkers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_folder(tmp_path_factory):
     """A folder of small distinct documents."""
     return write_texts(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="session")
-def corpus(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def corpus(text_folder, tmp_path_factory):
     config = DataConfig(source="text", path=str(text_folder), valid_fraction=0.1)
     return prepare(config, TINY_MODEL["vocab"], tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
-def masked(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def masked(corpus, tmp_path_factory):
     """The same corpus, learned in part."""
     return with_masks(corpus, tmp_path_factory.mktemp("masked") / "corpus", answers)
 
 
 @pytest.fixture
-def make_settings(tmp_path: Path, text_folder: Path) -> Callable[..., Settings]:
+def make_settings(tmp_path, text_folder):
     """Settings of a tiny exact run; `section__key=value` changes one key."""
     return lambda **changes: tiny_settings(tmp_path, text_folder, changes)
 
@@ -153,17 +150,17 @@ class Outcome:
 
 
 @pytest.fixture
-def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
+def run_in_threads(corpus, tmp_path):
     """Run all stages of a run as threads joined by in-memory links."""
 
     def run(
-        settings: Settings,
-        resume: Path | None = None,
-        prepare_worker: Callable[[Worker], None] | None = None,
-        folder: Path = tmp_path / "run",
-        data: Path = corpus.folder,
-        far: Callable[[int], FarCorpus | None] = lambda stage: None,
-    ) -> Outcome:
+        settings,
+        resume=None,
+        prepare_worker=None,
+        folder=tmp_path / "run",
+        data=corpus.folder,
+        far=lambda stage: None,
+    ):
         count = settings.pipeline.stages
         workers = [
             Worker(Assignment(settings, stage, data, folder, resume), far=far(stage))
@@ -182,7 +179,7 @@ def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
         reports: list[list[Report]] = [[] for _ in range(count)]
         failures: list[BaseException] = []
 
-        def work(stage: int) -> None:
+        def work(stage):
             try:
                 workers[stage].run(below[stage], above[stage], reports[stage].append)
             except BaseException as error:
@@ -205,11 +202,11 @@ def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
 
 
 @pytest.fixture(scope="session")
-def keep(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def keep(tmp_path_factory):
     """Makes a folder once for all tests that ask for it in the same words; each gets a copy."""
     made: dict[str, Path] = {}
 
-    def copy(words: str, folder: Path, make: Callable[[Path], object]) -> Path:
+    def copy(words, folder, make):
         if words not in made:
             kept = tmp_path_factory.mktemp("kept") / folder.name
             make(kept)
@@ -221,7 +218,7 @@ def keep(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """Prepared data, once for all tests and test processes that choose no other place."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -231,10 +228,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(make_settings: Callable[..., Settings], tmp_path: Path) -> Callable[..., Path]:
+def config(make_settings, tmp_path):
     """Write a run.toml for a small run in processes."""
 
-    def write(**changes: object) -> Path:
+    def write(**changes):
         defaults: dict[str, object] = {
             "run__precision": "fp32",
             "codec__forward": "bf16",
@@ -252,10 +249,10 @@ def config(make_settings: Callable[..., Settings], tmp_path: Path) -> Callable[.
 
 
 @pytest.fixture
-def thinwire(cache: Path, tmp_path: Path) -> Iterator[Callable[..., Program]]:
+def thinwire(cache, tmp_path):
     started: list[Program] = []
 
-    def start(*arguments: object, into: int | None = None) -> Program:
+    def start(*arguments, into=None):
         started.append(Program([str(a) for a in arguments], cache, tmp_path, into))
         return started[-1]
 

@@ -22,11 +22,7 @@ class Machine(Program):
     """A `thinwire` process with a home, a cache and a data folder that no other has."""
 
     def __init__(
-        self,
-        home: Path,
-        *arguments: object,
-        said: str = "",
-        env: Mapping[str, str] | None = None,
+        self, home: Path, *arguments: object, said: str = "", env: Mapping[str, str] | None = None
     ):
         home.mkdir(parents=True, exist_ok=True)
         self.home, words = home, [*map(str, arguments)]
@@ -103,11 +99,7 @@ class Machines:
         return self._start(home, *arguments)
 
     def _start(
-        self,
-        home: str,
-        *arguments: object,
-        said: str = "",
-        env: Mapping[str, str] | None = None,
+        self, home: str, *arguments: object, said: str = "", env: Mapping[str, str] | None = None
     ) -> Machine:
         self.started.append(Machine(self.folder / home, *arguments, said=said, env=env))
         return self.started[-1]
@@ -123,7 +115,7 @@ class Machines:
 
 
 @pytest.fixture
-def machines(tmp_path: Path, make_settings: Callable[..., Settings]) -> "Machines":
+def machines(tmp_path, make_settings):
     made = Machines(tmp_path, make_settings)
     yield made
     made.close()

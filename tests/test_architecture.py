@@ -148,14 +148,14 @@ def dangers(source: str) -> list[str]:
     return found
 
 
-def test_every_room_is_on_a_floor() -> None:
+def test_every_room_is_on_a_floor():
     assert {"thinwire", "thinwire.codec.quantize", "thinwire.engine"} <= modules().keys()
     rooms = {room for name in modules() if (room := room_of(name))}
     assert rooms <= FLOOR.keys()
     assert sum(map(len, FLOORS)) == len(FLOOR), "a room is on one floor only"
 
 
-def test_rooms_import_only_downward() -> None:
+def test_rooms_import_only_downward():
     found = [line for name, source in modules().items() for line in objections(name, source)]
     assert found == []
 
@@ -175,12 +175,12 @@ def test_rooms_import_only_downward() -> None:
         ("thinwire", "from thinwire.errors import WireError", "imports no room"),
     ],
 )
-def test_an_import_upward_or_sideways_is_refused(module: str, source: str, reason: str) -> None:
+def test_an_import_upward_or_sideways_is_refused(module, source, reason):
     (line,) = objections(module, source)
     assert line.startswith(f"{module} imports ") and line.endswith(reason)
 
 
-def test_the_product_stands_without_the_lab_and_the_lab_on_what_is_public() -> None:
+def test_the_product_stands_without_the_lab_and_the_lab_on_what_is_public():
     users = {name for name, source in modules().items() if "thinwire_lab" in source}
     assert users == {"thinwire.cli"}, "the command finds the lab where it is installed"
     lab = SOURCE.parents[1] / "lab" / "src" / "thinwire_lab"
@@ -189,7 +189,7 @@ def test_the_product_stands_without_the_lab_and_the_lab_on_what_is_public() -> N
     assert [name for name in names if room_of(name) and "._" in name] == []
 
 
-def test_no_module_leads_back_to_itself() -> None:
+def test_no_module_leads_back_to_itself():
     assert circle(modules()) == []
 
 
@@ -201,11 +201,11 @@ def test_no_module_leads_back_to_itself() -> None:
         ("import thinwire.b", "if TYPE_CHECKING:\n    import thinwire.a", False),
     ],
 )
-def test_circles_are_found(first: str, second: str, found: bool) -> None:
+def test_circles_are_found(first, second, found):
     assert bool(circle({"thinwire": "", "thinwire.a": first, "thinwire.b": second})) == found
 
 
-def test_nothing_that_arrives_is_ever_executed() -> None:
+def test_nothing_that_arrives_is_ever_executed():
     found = {name: bad for name, source in modules().items() if (bad := dangers(source))}
     assert found == {}
 
@@ -221,5 +221,5 @@ def test_nothing_that_arrives_is_ever_executed() -> None:
         "run([sys.executable, '-m', 'torch'])",
     ],
 )
-def test_what_could_execute_is_found(source: str) -> None:
+def test_what_could_execute_is_found(source):
     assert dangers(source)

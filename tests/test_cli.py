@@ -6,9 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ from thinwire.typed import to_toml
 
 
 @pytest.fixture
-def config(make_settings: Callable[..., Settings], tmp_path: Path) -> Path:
+def config(make_settings, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(to_toml(make_settings(run__precision="fp32")))
     return path
@@ -51,17 +49,13 @@ def exit_code(*arguments: object) -> int:
         (["plan", "x", "--tflops", "0"], "--tflops: '0' must be a number above 0"),
     ],
 )
-def test_values_out_of_range_are_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_out_of_range_are_refused(arguments, words, capsys):
     assert exit_code(*arguments) == 2
     text = capsys.readouterr().err
     assert words in text and "Traceback" not in text
 
 
-def test_without_the_lab_its_command_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_lab_its_command_says_how_to_get_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "thinwire_lab", None)
     assert exit_code("lab", "gap", "--logs", "x") == 2
     assert "`pip install ./lab`" in " ".join(capsys.readouterr().err.split())
@@ -71,13 +65,11 @@ def test_without_the_lab_its_command_says_how_to_get_it(
 
 
 @pytest.fixture
-def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Settings, Path | None]]]:
+def training(monkeypatch):
     """Instead of training: who was asked to, in `calls`; every run says it was interrupted."""
     calls: list[tuple[Settings, Path | None]] = []
 
-    def interrupted(
-        settings: Settings, display: object, resume: Path | None, allow_plugins: bool, peers: int
-    ) -> dict[str, Any]:
+    def interrupted(settings, display, resume, allow_plugins, peers):
         calls.append((settings, resume))
         return {"steps": 3, "interrupted": True, "paths": {"folder": ".", "checkpoint": None}}
 
@@ -89,7 +81,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Settings, P
     gc.unfreeze()
 
 
-def test_resume_goes_where_it_is_told(training: list[Any], config: Path, tmp_path: Path) -> None:
+def test_resume_goes_where_it_is_told(training, config, tmp_path):
     """Alone it means this run; a config that it swallows is the config."""
     for arguments in ([], ["--resume", "."], ["--resume", "a/b"], ["--resume"]):
         exit_code("train", config, *arguments)
@@ -99,7 +91,7 @@ def test_resume_goes_where_it_is_told(training: list[Any], config: Path, tmp_pat
 
 
 @pytest.fixture
-def run_folder(config: Path, tmp_path: Path) -> Path:
+def run_folder(config, tmp_path):
     """The folder of a run that wrote one checkpoint, as far as its names tell."""
     folder = tmp_path / "elsewhere" / "a run"
     checkpoint = folder / "checkpoints" / "step-00000002"
@@ -109,7 +101,7 @@ def run_folder(config: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_folder_of_a_run_is_enough_to_go_on(training: list[Any], run_folder: Path) -> None:
+def test_the_folder_of_a_run_is_enough_to_go_on(training, run_folder):
     checkpoint = run_folder / "checkpoints" / "step-00000002"
     exit_code("train", run_folder, "--resume")
     exit_code("train", "--resume", run_folder)
@@ -120,9 +112,8 @@ def test_the_folder_of_a_run_is_enough_to_go_on(training: list[Any], run_folder:
 
 
 def test_a_folder_does_not_run_the_plugins_that_it_names(
-    training: list[Any], run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    training, run_folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "strange_plugin.py").write_text("")
     text = (run_folder / "config.toml").read_text()
@@ -141,21 +132,17 @@ def test_a_folder_does_not_run_the_plugins_that_it_names(
 # --- how it ends ---
 
 
-def test_an_interrupted_run_names_the_command_that_goes_on(
-    training: list[Any], run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_names_the_command_that_goes_on(training, run_folder, capsys):
     assert exit_code("train", run_folder, "--resume") == 130
     shown = capsys.readouterr().err
     assert shown == f"interrupted\nto continue: thinwire train '{run_folder}' --resume\n"
     assert exit_code(*shlex.split(shown.splitlines()[1])[3:]) == 130, "and it is a command"
 
 
-def test_a_run_that_ended_early_says_how_it_goes_on(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_ended_early_says_how_it_goes_on(run_folder, monkeypatch, capsys):
     """With its checkpoint, or without one; what an error quotes does not command the terminal."""
 
-    def dies(*_: object) -> None:
+    def dies(*_):
         raise StageError("the plugin \x1b[2J\x1b]0;owned\x07evil\r\ndied")
 
     monkeypatch.setattr(thinwire.train, "train", dies)
@@ -170,9 +157,7 @@ def test_a_run_that_ended_early_says_how_it_goes_on(
     assert capsys.readouterr().err == died + way
 
 
-def test_an_interrupted_run_shows_its_summary_and_says_so(
-    training: list[Any], config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_shows_its_summary_and_says_so(training, config, capsys):
     gc.unfreeze()
     assert exit_code("train", config) == 130
     output = capsys.readouterr()
@@ -182,9 +167,7 @@ def test_an_interrupted_run_shows_its_summary_and_says_so(
     assert gc.get_freeze_count() > 0, "a search for garbage at Python's end would take seconds"
 
 
-def test_an_interrupted_demo_does_not_start_its_second_arm(
-    training: list[Any], tmp_path: Path
-) -> None:
+def test_an_interrupted_demo_does_not_start_its_second_arm(training, tmp_path):
     assert exit_code("demo", "--set", f"run.out={tmp_path}") == 130
     assert [settings.run.name for settings, _ in training] == ["demo-thin"]
 
@@ -192,7 +175,7 @@ def test_an_interrupted_demo_does_not_start_its_second_arm(
 # --- what a command does not need ---
 
 
-def test_commands_that_compute_nothing_do_not_wait_for_torch(tmp_path: Path) -> None:
+def test_commands_that_compute_nothing_do_not_wait_for_torch(tmp_path):
     lines = [
         "--help", "lab --help", "lab codecs --help", "completion bash",
         "init b.toml --set model.preset=8b --set train.steps=9",

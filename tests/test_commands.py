@@ -7,12 +7,12 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from doc_commands import Block, find_blocks, pages
+from doc_commands import find_blocks, pages
 from thinwire.cli import main, make_parser
 from thinwire.settings import apply_override, load_settings
 
@@ -38,9 +38,7 @@ Words = list[str]
 
 
 @pytest.fixture
-def perform(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[[Words, dict[str, str]], str]]:
+def perform(tmp_path, capsys):
     """Runs a command in a folder of its own, and gives what it printed.
 
     Commands of ours run in this process, which has imported torch already; their stages do not.
@@ -48,7 +46,7 @@ def perform(
     for folder in ("examples", "tools", "lab", "tests"):
         (tmp_path / folder).symlink_to(ROOT / folder)
 
-    def run(words: Words, variables: dict[str, str]) -> str:
+    def run(words, variables):
         if words[0] == "thinwire" and not variables:
             try:
                 main(words[1:])
@@ -75,13 +73,7 @@ def perform(
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
-def test_commands(
-    block: Block,
-    perform: Callable[[Words, dict[str, str]], str],
-    tmp_path: Path,
-    text_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_commands(block, perform, tmp_path, text_folder, monkeypatch):
     commands = block.commands()
     monkeypatch.chdir(tmp_path)
     if ["thinwire", "init"] not in [words[:2] for _, words in commands]:
@@ -189,7 +181,7 @@ def check_python(words: Words, perform: Callable[[Words, dict[str, str]], str]) 
 # --- the finder itself ---
 
 
-def test_blocks_are_found_with_their_way() -> None:
+def test_blocks_are_found_with_their_way():
     text = (
         "text\n\n<!-- commands: run -->\n```bash\nthinwire init a  # why\nA=b make \\\n  c\n```\n\n"
         "<!-- commands: check: needs a GPU -->\n\n    touch x && thinwire eval y\n    make z\n"
@@ -215,11 +207,11 @@ def test_blocks_are_found_with_their_way() -> None:
         ("<!-- commands: run -->\n", "page.md:1: no commands follow this mark"),
     ],
 )
-def test_a_block_cannot_slip_by(text: str, message: str) -> None:
+def test_a_block_cannot_slip_by(text, message):
     with pytest.raises(ValueError, match=message):
         find_blocks("page.md", text)
 
 
-def test_the_pages_have_commands() -> None:
+def test_the_pages_have_commands():
     assert {"README.md", "results.md", "codecs.md"} <= {block.page for block in BLOCKS}
     assert {block.way for block in BLOCKS} == {"run", "short", "plan", "check"}

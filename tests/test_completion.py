@@ -35,7 +35,7 @@ def completions(*words: str) -> list[str]:
     ],
     ids=lambda words: " ".join(words),
 )
-def test_bash_completes(words: list[str], some: list[str]) -> None:
+def test_bash_completes(words, some):
     found = completions(*words)
     assert set(some) <= set(found)
     assert all(word.startswith(words[-1]) for word in found)
@@ -51,7 +51,7 @@ def test_bash_completes(words: list[str], some: list[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("is_split", [True, False])
-def test_values_of_settings_complete(typed: str, some: list[str], is_split: bool) -> None:
+def test_values_of_settings_complete(typed, some, is_split):
     """Bash takes "=" for a word of its own, unless COMP_WORDBREAKS lacks it."""
     key, _, value = typed.partition("=")
     words = [key, "=", *([value] if value else [])] if is_split else [typed]
@@ -62,7 +62,7 @@ def test_values_of_settings_complete(typed: str, some: list[str], is_split: bool
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_script_names_all_commands_and_settings(shell: str) -> None:
+def test_every_script_names_all_commands_and_settings(shell):
     script = completion_script(shell, make_parser())
     for word in ("convergence", "generate", "optim.schedule=", "resume", "codec.forward=int8"):
         assert word in script

@@ -1,7 +1,6 @@
 """The demo: its two arms, and the lines that a newcomer repeats to a friend."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def summary(loss: float, tokens: int, training: float, sent: int, ratio: float) 
     }
 
 
-def test_the_conclusion_says_bytes_time_and_loss_with_their_direction() -> None:
+def test_the_conclusion_says_bytes_time_and_loss_with_their_direction():
     thin = summary(4.25, 90_000, 30.0, 5_000_000, 26.04)
     dense = summary(4.5, 60_000, 70.0, 120_000_000, 0.999)
     fewer, faster, lower = conclusion({"thin": thin, "dense": dense})
@@ -35,7 +34,7 @@ def test_the_conclusion_says_bytes_time_and_loss_with_their_direction() -> None:
     assert "4.25" in lower and "4.50" in lower and "lower, and sooner" in lower
 
 
-def test_a_thin_run_that_is_worse_is_called_worse() -> None:
+def test_a_thin_run_that_is_worse_is_called_worse():
     thin = summary(5.0, 60_000, 70.0, 5_000_000, 26.0)
     dense = summary(4.0, 60_000, 35.0, 120_000_000, 1.0)
     _, slower, higher = conclusion({"thin": thin, "dense": dense})
@@ -43,7 +42,7 @@ def test_a_thin_run_that_is_worse_is_called_worse() -> None:
 
 
 @pytest.mark.parametrize("preset", ["1b", "8b"])
-def test_a_thin_cut_is_compared_with_dense_without_building_the_model(preset: str) -> None:
+def test_a_thin_cut_is_compared_with_dense_without_building_the_model(preset):
     text = large_model(preset)
     found = re.findall(r"([\d,]+) bytes per token at a cut +([\d,]+) tokens/s", text)
     dense, thin = ([float(number.replace(",", "")) for number in row] for row in found)
@@ -58,9 +57,7 @@ def test_a_thin_cut_is_compared_with_dense_without_building_the_model(preset: st
     assert text.startswith("Simulated:") and f"({preset})" in text
 
 
-def test_the_demo_trains_both_arms_and_shows_them_side_by_side(
-    tmp_path: Path, text_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_trains_both_arms_and_shows_them_side_by_side(tmp_path, text_folder, capsys):
     places = (f"run.out={tmp_path}", "data.source=text", f"data.path={text_folder}",
               "data.valid_fraction=0.1")  # fmt: skip
     main(["demo", *(word for key in (*QUICK, *places) for word in ("--set", key))])

@@ -29,7 +29,7 @@ def is_lambda(value: object) -> bool:
     return isinstance(value, FunctionType) and value.__name__ == "<lambda>"
 
 
-def test_methods_have_a_docstring_or_inherit_one() -> None:
+def test_methods_have_a_docstring_or_inherit_one():
     found = dict(methods())
     assert len(found) > 300
     assert [name for name, method in found.items() if not inspect.getdoc(method)] == []

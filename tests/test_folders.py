@@ -17,20 +17,18 @@ from thinwire.folders import (
 )
 
 
-def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path):
     (tmp_path / "folder" / "content").mkdir(parents=True)
     with pytest.raises(OSError):
         replace_file(tmp_path / "folder", b"no file can take the place of a folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_private_file_is_its_user_s_alone_from_the_first_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_file_is_its_user_s_alone_from_the_first_byte(tmp_path, monkeypatch):
     modes: list[int] = []
     fsync = os.fsync
 
-    def note_mode(descriptor: int) -> None:
+    def note_mode(descriptor):
         modes.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
         fsync(descriptor)
 
@@ -49,13 +47,11 @@ def test_a_private_file_is_its_user_s_alone_from_the_first_byte(
     assert path.read_bytes() == b"other" and list(path.parent.iterdir()) == [path]
 
 
-def test_content_is_on_the_disk_before_a_file_or_a_folder_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_is_on_the_disk_before_a_file_or_a_folder_has_its_name(tmp_path, monkeypatch):
     events: list[int | str] = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
-    def note_fsync(descriptor: int) -> None:
+    def note_fsync(descriptor):
         events.append(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
@@ -73,7 +69,7 @@ def test_content_is_on_the_disk_before_a_file_or_a_folder_has_its_name(
     assert events == [(tmp_path / "folder" / "file").stat().st_ino, inner, "name", outer]
 
 
-def test_what_nobody_holds_is_swept_away_and_what_is_held_stays(tmp_path: Path) -> None:
+def test_what_nobody_holds_is_swept_away_and_what_is_held_stays(tmp_path):
     (tmp_path / "dead.partial-123").mkdir()
     with partial_folder(tmp_path, "one") as one:
         assert list(tmp_path.iterdir()) == [one]
@@ -82,13 +78,11 @@ def test_what_nobody_holds_is_swept_away_and_what_is_held_stays(tmp_path: Path) 
         assert list(tmp_path.iterdir()) == [one]
 
 
-def test_a_folder_that_cannot_be_replaced_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path, monkeypatch):
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "a.txt").write_text("one")
 
-    def full(partial: Path, folder: Path) -> None:
+    def full(partial, folder):
         raise OSError("no space left")
 
     monkeypatch.setattr("thinwire.folders.put_in_place", full)
@@ -98,7 +92,7 @@ def test_a_folder_that_cannot_be_replaced_comes_back(
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
-def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path):
     path = tmp_path / "sub" / "a.json"
     replace_file(path, b"one")
     replace_file(path, b"two")
@@ -106,7 +100,7 @@ def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) 
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_lock_has_one_holder(tmp_path: Path) -> None:
+def test_a_lock_has_one_holder(tmp_path):
     with (tmp_path / "lock").open("w") as mine, (tmp_path / "lock").open() as other:
         assert lock(mine.fileno())
         with pytest.raises(BlockingIOError):

@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -11,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def golden() -> ModuleType:
+def golden():
     spec = importlib.util.spec_from_file_location("golden", ROOT / "tools" / "golden.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -20,9 +19,7 @@ def golden() -> ModuleType:
 
 
 @pytest.mark.slow
-def test_a_run_recorded_twice_is_equal_and_a_changed_one_is_not(
-    golden: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_recorded_twice_is_equal_and_a_changed_one_is_not(golden, capsys):
     first, second = (golden.record(ROOT / "src", "gpipe") for _ in range(2))
     assert golden.compare(first, second) == 0, capsys.readouterr().out
     changed = copy.deepcopy(second)

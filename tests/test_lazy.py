@@ -34,7 +34,7 @@ def calls() -> list[tuple[str, str, str]]:
     return found
 
 
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_the_extra(monkeypatch):
     with pytest.raises(MissingPackageError) as raised:
         needs("no_such_package.part", extra="hf", what="thinwire export")
     assert str(raised.value) == (
@@ -46,9 +46,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("line", ["import no_such_part", "from json import no_such_name"])
-def test_a_broken_package_is_not_called_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
+def test_a_broken_package_is_not_called_missing(tmp_path, monkeypatch, line):
     (tmp_path / "a_broken_package.py").write_text(line)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(MissingPackageError, match=r"cannot be imported \(.*no_such") as raised:
@@ -56,7 +54,7 @@ def test_a_broken_package_is_not_called_missing(
     assert str(raised.value).endswith("pip install --force-reinstall a_broken_package")
 
 
-def test_every_extra_that_an_error_names_brings_the_package() -> None:
+def test_every_extra_that_an_error_names_brings_the_package():
     extras = PROJECT["optional-dependencies"]
     found = calls()
     assert {("pyarrow", "data"), ("transformers", "hf")} <= {call[1:] for call in found}

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ def until(condition: Callable[[], object], program: object) -> None:
 
 
 @pytest.fixture
-def unread() -> Iterator[int]:
+def unread():
     """The writing end of a full pipe: someone holds the other end and does not read."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
@@ -50,9 +50,7 @@ def unread() -> Iterator[int]:
 
 
 @pytest.mark.slow
-def test_a_reader_that_stops_reading_stops_nothing(
-    thinwire: Callable, config: Callable, unread: int, tmp_path: Path
-) -> None:
+def test_a_reader_that_stops_reading_stops_nothing(thinwire, config, unread, tmp_path):
     """As Ctrl-S, `| less` or a stalled connection do: checkpoints go on, and Ctrl-C ends it."""
     path = config(train__steps=100_000, train__eval_every=0, train__checkpoint_every=2)
     run = thinwire("train", path, into=unread)
@@ -68,9 +66,7 @@ def test_a_reader_that_stops_reading_stops_nothing(
 
 
 @pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGTERM"])
-def test_a_request_to_stop_cuts_a_validation_short(
-    name: str, thinwire: Callable, config: Callable, tmp_path: Path
-) -> None:
+def test_a_request_to_stop_cuts_a_validation_short(name, thinwire, config, tmp_path):
     """Machines that are taken away give half a minute: a validation of many is left at once."""
     slow = {"link__mbps_up": 0.01, "link__mbps_down": 0.0}  # two seconds for each batch
     path = config(train__eval_batches=0, train__batch=4, pipeline__microbatches=4, **slow)
@@ -84,9 +80,7 @@ def test_a_request_to_stop_cuts_a_validation_short(
     assert summary["interrupted"] and summary["steps"] == 0 and not summary["valid_losses"]
 
 
-def test_a_stopped_stage_does_not_outlive_a_killed_coordinator(
-    thinwire: Callable, config: Callable
-) -> None:
+def test_a_stopped_stage_does_not_outlive_a_killed_coordinator(thinwire, config):
     run = thinwire("train", long_run(config))
     run.wait_for(r"\[train\] step +\d")
     stages = run.stages()
@@ -98,9 +92,7 @@ def test_a_stopped_stage_does_not_outlive_a_killed_coordinator(
 
 @pytest.mark.parametrize("command", ["peer", "processes thinwire.run.peer"])
 @pytest.mark.parametrize("slow", ["numpy", "torch"])
-def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(
-    slow: str, command: str, tmp_path: Path
-) -> None:
+def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(slow, command, tmp_path):
     """Else one that is stopped in its first seconds would outlive a killed coordinator."""
     told = "import ctypes; tied = ctypes.c_int(); PR_GET_PDEATHSIG = 2\n"
     told += "ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(tied))\n"
@@ -119,7 +111,7 @@ def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(
 
 
 @pytest.mark.slow
-def test_a_suspended_coordinator_goes_on(thinwire: Callable, config: Callable) -> None:
+def test_a_suspended_coordinator_goes_on(thinwire, config):
     """As Ctrl-Z and fg do, for longer than any link waits for an answer."""
     run = thinwire("train", long_run(config))
     run.wait_for(r"\[train\] step +\d")
@@ -133,9 +125,7 @@ def test_a_suspended_coordinator_goes_on(thinwire: Callable, config: Callable) -
 
 
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(
-    stages: int, thinwire: Callable, config: Callable
-) -> None:
+def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(stages, thinwire, config):
     """While it imports, that is; two stages have one process that imports for both."""
     settings = ["--set", "run.patience=6", "--set", f"pipeline.stages={stages}"]
     run = thinwire("train", long_run(config), *settings)
@@ -150,9 +140,7 @@ def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(
     assert gone(frozen)
 
 
-def test_a_request_to_end_is_heeded_before_the_stages_are_ready(
-    thinwire: Callable, config: Callable, tmp_path: Path
-) -> None:
+def test_a_request_to_end_is_heeded_before_the_stages_are_ready(thinwire, config, tmp_path):
     run = thinwire("train", long_run(config))
     until(run.forking, run)
     importing = run.forking()
@@ -163,7 +151,7 @@ def test_a_request_to_end_is_heeded_before_the_stages_are_ready(
 
 
 @pytest.mark.slow
-def test_a_stage_that_freezes_alone_is_named(thinwire: Callable, config: Callable) -> None:
+def test_a_stage_that_freezes_alone_is_named(thinwire, config):
     """There is no neighbour that could miss it."""
     settings = ["--set", "run.patience=15", "--set", "pipeline.stages=1"]
     run = thinwire("train", long_run(config), *settings)

@@ -40,7 +40,7 @@ def run(*words: object, cwd: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def built(tmp_path_factory):
     """The source distribution, and the wheel that is built from it."""
     copy = tmp_path_factory.mktemp("copy")
     unwanted = shutil.ignore_patterns(
@@ -61,7 +61,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def environment(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(built, tmp_path_factory):
     """An environment with the wheel; what it depends on is that of this one."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
@@ -74,7 +74,7 @@ def environment(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def test_the_wheel_holds_every_file_of_the_package(built: dict[str, Path]) -> None:
+def test_the_wheel_holds_every_file_of_the_package(built):
     with zipfile.ZipFile(built["wheel"]) as wheel:
         packed = {PurePosixPath(name) for name in wheel.namelist()}
     inside = {path for path in packed if path.parts[0] == "thinwire"}
@@ -89,7 +89,7 @@ def test_the_wheel_holds_every_file_of_the_package(built: dict[str, Path]) -> No
     assert {path.parts[0] for path in packed} == {"thinwire", f"thinwire-{VERSION}.dist-info"}
 
 
-def test_the_source_distribution_holds_tests_and_pages(built: dict[str, Path]) -> None:
+def test_the_source_distribution_holds_tests_and_pages(built):
     with tarfile.open(built["sdist"]) as sdist:
         packed = {
             PurePosixPath(name).relative_to(f"thinwire-{VERSION}") for name in sdist.getnames()
@@ -111,7 +111,7 @@ def test_the_source_distribution_holds_tests_and_pages(built: dict[str, Path]) -
 
 
 @pytest.mark.slow
-def test_the_installed_command_works(environment: Path, tmp_path: Path) -> None:
+def test_the_installed_command_works(environment, tmp_path):
     thinwire = environment / "bin" / "thinwire"
     assert run(thinwire, "--version", cwd=tmp_path) == f"thinwire {VERSION}\n"
     place = "import thinwire; print(thinwire.__file__)"
@@ -120,7 +120,7 @@ def test_the_installed_command_works(environment: Path, tmp_path: Path) -> None:
     assert "step" in run(thinwire, "plan", "run.toml", "--tflops", "1", cwd=tmp_path)
 
 
-def test_the_version_has_one_source() -> None:
+def test_the_version_has_one_source():
     import thinwire
 
     assert thinwire.__version__ == importlib.metadata.version("thinwire")
@@ -133,14 +133,14 @@ def hadolint(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, "--no-color", path], capture_output=True, text=True)
 
 
-def test_the_dockerfile_passes_its_linter(tmp_path: Path) -> None:
+def test_the_dockerfile_passes_its_linter(tmp_path):
     assert hadolint(ROOT / "Dockerfile").stdout == ""
     bad = tmp_path / "Dockerfile"
     bad.write_text("FROM python\nRUN pip install thinwire\n")
     assert "DL3006" in hadolint(bad).stdout, "an image without a version"
 
 
-def test_the_image_gets_all_that_its_build_copies() -> None:
+def test_the_image_gets_all_that_its_build_copies():
     """.dockerignore leaves everything out but for what it names."""
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
     lines = (ROOT / "Dockerfile").read_text().splitlines()

@@ -47,9 +47,7 @@ NARROW = {"boundary__mode": "projected", "boundary__rank": 5}
 @pytest.mark.parametrize(
     "boundary", [{}, NARROW, {"boundary__mode": "subspace", "boundary__rank": 3}]
 )
-def test_what_crosses_is_known_from_the_settings_alone(
-    boundary: dict[str, object], make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_crosses_is_known_from_the_settings_alone(boundary, make_settings, monkeypatch):
     """A plan derives no basis: of a large model that takes minutes, and it is not needed."""
     settings = slow_link(make_settings, pipeline__stages=4, **boundary)
     builder = StageBuilder(settings, torch.device("cpu"))
@@ -59,7 +57,7 @@ def test_what_crosses_is_known_from_the_settings_alone(
         z = builder.build(cut)(z, ids)
         assert tuple(z.shape) == wire_shape(settings, cut)
 
-    def derived(*arguments: object) -> None:
+    def derived(*arguments):
         raise AssertionError("a plan derived a basis")
 
     monkeypatch.setattr("thinwire.engine.build.random_basis", derived)
@@ -71,9 +69,7 @@ def test_what_crosses_is_known_from_the_settings_alone(
 @pytest.mark.parametrize("forward", ["fp32", "bf16"])
 @pytest.mark.parametrize("backward", ["fp64", "fp16"])
 @pytest.mark.parametrize("microbatches", [2, 4])
-def test_frame_bytes_are_those_of_real_frames(
-    make_settings: MakeSettings, forward: str, backward: str, microbatches: int
-) -> None:
+def test_frame_bytes_are_those_of_real_frames(make_settings, forward, backward, microbatches):
     settings = make_settings(
         codec__forward=forward, codec__backward=backward, pipeline__microbatches=microbatches
     )
@@ -91,7 +87,7 @@ def test_frame_bytes_are_those_of_real_frames(
     assert (costs.forward_bytes, costs.backward_bytes) == ([sizes[0]], [sizes[1]])
 
 
-def test_each_cut_is_planned_with_its_own_codecs(make_settings: MakeSettings) -> None:
+def test_each_cut_is_planned_with_its_own_codecs(make_settings):
     settings = slow_link(
         make_settings,
         pipeline__stages=3,
@@ -128,7 +124,7 @@ def test_each_cut_is_planned_with_its_own_codecs(make_settings: MakeSettings) ->
     ("preset", "split"),
     [("tiny", [4]), ("tiny", [1, 3]), ("mini", [3, 1, 2, 2]), ("8b", [8, 8, 8, 8])],
 )
-def test_the_stages_hold_all_parameters_once(preset: str, split: list[int]) -> None:
+def test_the_stages_hold_all_parameters_once(preset, split):
     settings = Settings.from_plain(
         {"model": {"preset": preset}, "pipeline": {"stages": len(split), "split": split}}
     )
@@ -137,7 +133,7 @@ def test_the_stages_hold_all_parameters_once(preset: str, split: list[int]) -> N
     assert make_plan(settings, 1e15).parameters == counts
 
 
-def test_flops_are_those_that_torch_counts(make_settings: MakeSettings) -> None:
+def test_flops_are_those_that_torch_counts(make_settings):
     """The matrices by torch's own counter; attention apart, whose kernels torch counts unevenly."""
     model = make_settings().model
     blocks = range(2, model.layers)
@@ -170,8 +166,8 @@ def test_flops_are_those_that_torch_counts(make_settings: MakeSettings) -> None:
     ],
 )
 def test_a_worse_link_never_plans_a_faster_step(
-    make_settings: MakeSettings, schedule: str, stages: int, key: str, from_best_to_worst: list
-) -> None:
+    make_settings, schedule, stages, key, from_best_to_worst
+):
     seconds = [
         make_plan(
             slow_link(make_settings, pipeline__schedule=schedule, pipeline__stages=stages,
@@ -182,9 +178,7 @@ def test_a_worse_link_never_plans_a_faster_step(
     assert seconds[-1] > seconds[0], "the link does enter the estimate"
 
 
-def test_the_text_answers_what_a_person_asks_and_says_from_what(
-    make_settings: MakeSettings,
-) -> None:
+def test_the_text_answers_what_a_person_asks_and_says_from_what(make_settings):
     settings = slow_link(make_settings)
     plan = make_plan(settings, 2e12)
     text = plan_text(plan)
@@ -205,7 +199,7 @@ def test_the_text_answers_what_a_person_asks_and_says_from_what(
     assert text.count("<- this run") == 1
 
 
-def test_the_plan_for_programs_is_json(make_settings: MakeSettings) -> None:
+def test_the_plan_for_programs_is_json(make_settings):
     settings = slow_link(make_settings)
     plain = plan_to_plain(make_plan(settings, RATE))
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
@@ -214,7 +208,7 @@ def test_the_plan_for_programs_is_json(make_settings: MakeSettings) -> None:
     assert (plain["forward_bytes"], plain["backward_bytes"]) == frame_bytes(settings)
 
 
-def test_without_a_rate_it_is_measured_on_this_machine(make_settings: MakeSettings) -> None:
+def test_without_a_rate_it_is_measured_on_this_machine(make_settings):
     settings = make_settings(run__precision="fp32")
     threads = torch.get_num_threads()
     assert all(0 < rate < math.inf for rate in measure_rates(settings, repeats=1))
@@ -228,9 +222,7 @@ def test_without_a_rate_it_is_measured_on_this_machine(make_settings: MakeSettin
 
 
 @pytest.mark.parametrize(("threads", "at_once"), [(1, 2.0), (2, 1.0)])
-def test_stages_of_one_machine_share_its_cores(
-    threads: int, at_once: float, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_of_one_machine_share_its_cores(threads, at_once, make_settings, monkeypatch):
     """Two stages with two threads each on two cores compute one after the other."""
     monkeypatch.setattr("thinwire.plan.machine_cores", lambda: 2)
     monkeypatch.setattr("thinwire.plan.measure_rates", lambda settings: Rates(RATE))
@@ -243,7 +235,7 @@ def test_stages_of_one_machine_share_its_cores(
         assert plan.simulation.bound == "compute shared by all stages"
 
 
-def test_a_slow_last_stage_gets_a_split_suggested(make_settings: MakeSettings) -> None:
+def test_a_slow_last_stage_gets_a_split_suggested(make_settings):
     """With a large vocabulary the head takes as long as several blocks."""
     head = {"model__layers": 12, "model__vocab": 2048, "pipeline__stages": 3}
     settings = make_settings(**head)
@@ -262,7 +254,7 @@ def test_a_slow_last_stage_gets_a_split_suggested(make_settings: MakeSettings) -
     assert "times as long as any other, and no split would be faster" in stuck
 
 
-def test_very_many_microbatches_are_planned_in_a_few_lines(make_settings: MakeSettings) -> None:
+def test_very_many_microbatches_are_planned_in_a_few_lines(make_settings):
     settings = slow_link(make_settings, pipeline__microbatches=64, train__batch=64)
     plan = make_plan(settings, RATE)
     assert len(plan.windows) <= 12
@@ -271,9 +263,7 @@ def test_very_many_microbatches_are_planned_in_a_few_lines(make_settings: MakeSe
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
-def test_frozen_weights_have_neither_gradient_nor_state(
-    precision: str, make_settings: MakeSettings
-) -> None:
+def test_frozen_weights_have_neither_gradient_nor_state(precision, make_settings):
     lora = {"lora__rank": 2, "run__precision": precision}
     settings = make_settings(**lora)
     stages = [StageBuilder(settings, torch.device("cpu")).build(stage) for stage in range(2)]
@@ -295,7 +285,7 @@ def test_frozen_weights_have_neither_gradient_nor_state(
     assert "trained:" not in plan_text(full)
 
 
-def test_a_plan_says_what_delayed_updates_bring(make_settings: MakeSettings) -> None:
+def test_a_plan_says_what_delayed_updates_bring(make_settings):
     link = {"link__emulate": True, "link__latency_ms": 10.0, "pipeline__window": 8}
     link |= {"pipeline__stages": 4, "pipeline__microbatches": 8}
     drained = make_plan(make_settings(**link), RATE)
@@ -309,7 +299,7 @@ def test_a_plan_says_what_delayed_updates_bring(make_settings: MakeSettings) -> 
     assert max(delayed.memory_bytes) > max(drained.memory_bytes)
 
 
-def test_frozen_matrices_have_no_gradient_to_compute(make_settings: MakeSettings) -> None:
+def test_frozen_matrices_have_no_gradient_to_compute(make_settings):
     """By torch's own counter; attention apart, whose kernels torch counts unevenly."""
     settings = make_settings(lora__rank=2)
     model, blocks = settings.model, range(2, 4)
@@ -328,12 +318,12 @@ def test_frozen_matrices_have_no_gradient_to_compute(make_settings: MakeSettings
     assert family.backward_flops(blocks, 2) == 2 * family.forward_flops(blocks, 2)
 
 
-def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSettings) -> None:
+def test_memory_counts_weights_state_and_what_is_in_flight(make_settings):
     settings = make_settings()
     parameters = stage_weights(settings, 0).count
     weight_bytes = parameters * 8  # float64
 
-    def memory(in_flight: int, **changes: object) -> int:
+    def memory(in_flight, **changes):
         changed = make_settings(**changes)
         return stage_memory(changed, 0, stage_weights(changed, 0), in_flight)
 
@@ -351,7 +341,7 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSe
     assert with_recompute == 2 * kept, "the input of each of the two blocks"
 
 
-def test_rows_of_a_shared_embedding_are_counted(make_settings: MakeSettings) -> None:
+def test_rows_of_a_shared_embedding_are_counted(make_settings):
     shared = {"boundary__mode": "subspace", "boundary__rank": 5, "boundary__anchor": "embedding"}
     settings = slow_link(make_settings, **shared, codec__rows="fp64", boundary__row_steps=10)
     size = row_bytes(settings)
@@ -381,9 +371,7 @@ def test_rows_of_a_shared_embedding_are_counted(make_settings: MakeSettings) -> 
     ],
     ids=["dense", "a basis that moves", "rows of the embedding"],
 )  # fmt: skip
-def test_a_stage_logs_no_more_than_is_planned(
-    changes: dict[str, object], make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_a_stage_logs_no_more_than_is_planned(changes, make_settings, run_in_threads):
     settings = make_settings(**changes)
     outcome, planned = run_in_threads(settings), logged_bytes(settings, 4)
     for stage in range(2):

@@ -22,7 +22,7 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in link:
             continue
@@ -32,7 +32,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_the_map_of_the_code_names_what_exists() -> None:
+def test_the_map_of_the_code_names_what_exists():
     """Files and rooms that docs/architecture.md names."""
     root = README.parent
     text = (root / "docs" / "architecture.md").read_text()

@@ -2,18 +2,16 @@
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from thinwire.cli import main
-from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
 from thinwire.plan import make_plan, plan_text
 from thinwire.recipes import BEST, RATES, RECIPES
-from thinwire.settings import Settings, load_settings, make_recipe
+from thinwire.settings import load_settings, make_recipe
 from thinwire.settings.remarks import remarks
 from thinwire_lab.chain import Chain
 from trained import trained
@@ -35,7 +33,7 @@ def planned_ratio(name: str, preset: str) -> float:
 
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("preset", ["160m", "400m", "8b"])
-def test_the_plan_keeps_what_the_name_promises(name: str, preset: str) -> None:
+def test_the_plan_keeps_what_the_name_promises(name, preset):
     promised = int(re.sub(r"\D", "", name))
     asked = make_recipe(name, []).asked
     # What zstd leaves is planned as of Gaussian numbers, and rows by Zipf's law; less was sent.
@@ -45,16 +43,13 @@ def test_the_plan_keeps_what_the_name_promises(name: str, preset: str) -> None:
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_a_recipe_says_what_it_is_at_the_smallest_size(name: str) -> None:
+def test_a_recipe_says_what_it_is_at_the_smallest_size(name):
     about = " ".join(make_recipe(name, []).about)
     assert f"(tiny: {math.floor(planned_ratio(name, 'tiny') + 0.5)} times" in about
 
 
 @pytest.mark.parametrize("name", FROM_SEED)
-def test_a_recipe_is_written_planned_and_trained(
-    name: str, corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_a_recipe_is_written_planned_and_trained(name, corpus, tmp_path, capsys, monkeypatch):
     """Here; the README trains exact32 and dense in processes."""
     monkeypatch.chdir(tmp_path)
     main(["init", "--recipe", name])
@@ -68,7 +63,7 @@ def test_a_recipe_is_written_planned_and_trained(
 
 
 @pytest.mark.parametrize("name", FROM_SEED)
-def test_the_file_begins_with_its_cost_and_means_the_recipe(name: str, tmp_path: Path) -> None:
+def test_the_file_begins_with_its_cost_and_means_the_recipe(name, tmp_path):
     path = tmp_path / "run.toml"
     main(["init", str(path), "--recipe", name, "--set", "model.preset=160m"])
     head, _, _ = path.read_text().partition("\n[run]")
@@ -80,7 +75,7 @@ def test_the_file_begins_with_its_cost_and_means_the_recipe(name: str, tmp_path:
     assert (optim.name, optim.lr, optim.matrix_lr) == ("muon", 6e-4, 3.0)
 
 
-def test_the_rank_follows_a_model_that_is_chosen_later(tmp_path: Path) -> None:
+def test_the_rank_follows_a_model_that_is_chosen_later(tmp_path):
     path = tmp_path / "run.toml"
     main(["init", str(path)])
     assert load_settings(path, []).boundary.rank == 10
@@ -91,8 +86,8 @@ def test_the_rank_follows_a_model_that_is_chosen_later(tmp_path: Path) -> None:
     assert not remarks(make_recipe(BEST, ["model.preset=160m"]).asked.resolved())
 
 
-def test_what_goes_with_the_rates_of_a_size_gives_way_to_a_change() -> None:
-    def spread(*overrides: str) -> float:
+def test_what_goes_with_the_rates_of_a_size_gives_way_to_a_change():
+    def spread(*overrides):
         return make_recipe("exact32", list(overrides)).asked.resolved().model.embed_std
 
     larger = "model.preset=160m"
@@ -106,7 +101,7 @@ def test_what_goes_with_the_rates_of_a_size_gives_way_to_a_change() -> None:
     assert "do not apply" not in " ".join(make_recipe("exact32", ["model.embed_std=0.7"]).about)
 
 
-def test_rates_that_were_not_tuned_for_a_size_are_named_as_such() -> None:
+def test_rates_that_were_not_tuned_for_a_size_are_named_as_such():
     for preset in ("mini", "8b"):
         recipe = make_recipe(BEST, [f"model.preset={preset}"])
         assert recipe.asked.optim.lr == RATES["160m"]["lr"]
@@ -114,15 +109,13 @@ def test_rates_that_were_not_tuned_for_a_size_are_named_as_such() -> None:
     assert "not tuned at this size" not in " ".join(make_recipe(BEST, []).about)
 
 
-def test_changes_of_a_recipe_are_named_and_another_optimizer_keeps_its_defaults() -> None:
+def test_changes_of_a_recipe_are_named_and_another_optimizer_keeps_its_defaults():
     recipe = make_recipe(BEST, ["optim.name=adamw", "codec.backward=int8", "train.steps=9"])
     assert (recipe.asked.optim.lr, recipe.asked.optim.table_lr) == (3e-3, -1)
     assert recipe.about[-1].endswith("apply: optim.name=adamw, codec.backward=int8")
 
 
-def test_fine_tuning_starts_from_weights_of_the_same_shape(
-    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
-) -> None:
+def test_fine_tuning_starts_from_weights_of_the_same_shape(make_settings, corpus, tmp_path):
     """init takes the shape from the checkpoint."""
     source = trained(make_settings(train__steps=2), corpus, tmp_path / "source")
     path = tmp_path / "tune.toml"

@@ -6,8 +6,6 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -26,13 +24,7 @@ SUMMARY_KEYS = {
 }  # fmt: skip
 
 
-def test_a_run_from_start_to_finish(
-    thinwire: Callable,
-    config: Callable,
-    tmp_path: Path,
-    refused: Callable,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_from_start_to_finish(thinwire, config, tmp_path, refused, capfd):
     path = config()
     run = thinwire("train", path)
     assert run.wait() == 0, run.text()
@@ -71,13 +63,8 @@ def test_a_run_from_start_to_finish(
 
 
 def test_processes_give_what_threads_give_and_resume_into_other_stages(
-    thinwire: Callable,
-    config: Callable,
-    make_settings: Callable,
-    run_in_threads: Callable,
-    tmp_path: Path,
-    refused: Callable,
-) -> None:
+    thinwire, config, make_settings, run_in_threads, tmp_path, refused
+):
     """The transport carries numbers, it does not change them: bitwise, in float32.
 
     The reader of the first run leaves, as in `thinwire train run.toml | head -1`: it goes on.
@@ -112,9 +99,7 @@ def test_processes_give_what_threads_give_and_resume_into_other_stages(
     refused(changed, 2, "cannot resume", "model.ffn")
 
 
-def test_ctrl_c_drains_and_checkpoints(
-    thinwire: Callable, config: Callable, tmp_path: Path
-) -> None:
+def test_ctrl_c_drains_and_checkpoints(thinwire, config, tmp_path):
     run = thinwire("train", long_run(config))
     run.wait_for(r"\[train\] step +\d")
     stages = run.stages()
@@ -130,9 +115,7 @@ def test_ctrl_c_drains_and_checkpoints(
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_stage_that_dies_ends_the_run_by_name(
-    victim: int, thinwire: Callable, config: Callable, tmp_path: Path
-) -> None:
+def test_a_stage_that_dies_ends_the_run_by_name(victim, thinwire, config, tmp_path):
     """Where nothing is logged that another process could go on from."""
     run = thinwire("train", long_run(config, train__log_mb=0))
     run.wait_for(r"\[train\] step +\d")
@@ -144,9 +127,7 @@ def test_a_stage_that_dies_ends_the_run_by_name(
     assert gone(stages)
 
 
-def test_a_full_disk_keeps_the_previous_checkpoint(
-    thinwire: Callable, config: Callable, tmp_path: Path
-) -> None:
+def test_a_full_disk_keeps_the_previous_checkpoint(thinwire, config, tmp_path):
     """A real refusal by the kernel: stage 1 may write no file past a limit from some step on."""
     run = thinwire("train", long_run(config, train__checkpoint_every=5, train__keep=1000))
     run.wait_for(r"\[save\]")
@@ -164,14 +145,12 @@ def test_a_full_disk_keeps_the_previous_checkpoint(
 
 
 @pytest.fixture
-def refused(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., None]:
+def refused(cache, tmp_path, monkeypatch, capfd):
     """Run a command that must fail with this exit code and say these words (in this process)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("THINWIRE_CACHE", str(cache))
 
-    def check(arguments: list[object], code: int, *words: str) -> None:
+    def check(arguments, code, *words):
         with pytest.raises(SystemExit) as exit_:
             main([str(a) for a in arguments])
         output = capfd.readouterr()
@@ -184,7 +163,7 @@ def refused(
     return check
 
 
-def test_bad_settings_are_refused(refused: Callable, config: Callable, tmp_path: Path) -> None:
+def test_bad_settings_are_refused(refused, config, tmp_path):
     path = config()
     for override, words in [
         ("model.dimm=64", 'did you mean "dim"?'),
@@ -201,7 +180,7 @@ def test_bad_settings_are_refused(refused: Callable, config: Callable, tmp_path:
     assert not (tmp_path / "test" / "metrics.jsonl").exists()
 
 
-def test_missing_files(refused: Callable, capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_files(refused, capfd):
     refused(["train", "absent.toml"], 2, "absent.toml does not exist", "thinwire init")
     refused(["eval", "absent"], 4, "no such folder")
     main(["init", "new.toml"])

@@ -3,7 +3,6 @@
 import json
 import math
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +12,7 @@ from thinwire.engine.reports import Counts, Evaluation, Moved, StageCosts, Step
 from thinwire.run.ledger import Ledger
 from thinwire.run.protocol import Ready
 from thinwire.schedule import Costs, Links, simulate
-from thinwire.settings import Settings
 
-MakeSettings = Callable[..., Settings]
-MakeLedger = Callable[..., Ledger]
 FRAME = 1064  # bytes of one frame, header included
 
 
@@ -69,8 +65,8 @@ def follow(ledger: Ledger, durations: list[float], **changes: list[Any]) -> Ledg
 
 
 @pytest.fixture
-def make_ledger(make_settings: MakeSettings) -> MakeLedger:
-    def make(**changes: Any) -> Ledger:
+def make_ledger(make_settings):
+    def make(**changes):
         values = {"link__emulate": True, "link__mbps_up": 8.0, "train__steps": 1000}
         values |= {"train__eval_every": 0, **changes}
         about = [Ready("", "0..1", "cpu"), Ready("", "2..3", "cpu")]
@@ -79,7 +75,7 @@ def make_ledger(make_settings: MakeSettings) -> MakeLedger:
     return make
 
 
-def test_a_summary_of_known_steps(make_ledger: MakeLedger) -> None:
+def test_a_summary_of_known_steps(make_ledger):
     ledger = follow(make_ledger(train__eval_every=0), [9.0, 9.0, 1.0, 2.0, 6.0])
     summary = ledger.summary({"torch": "x"}, 30.0)
     tokens = ledger.settings.tokens_per_step
@@ -108,8 +104,8 @@ def test_a_summary_of_known_steps(make_ledger: MakeLedger) -> None:
 
 
 def test_speed_leaves_out_first_steps_and_those_that_share_their_time_with_a_validation(
-    make_ledger: MakeLedger,
-) -> None:
+    make_ledger,
+):
     """Step 5 follows a validation, and lasts on the first stage until the others have done it."""
     ledger = follow(make_ledger(train__eval_every=4), [9.0, 9.0, 1.0, 2.0, 50.0, 3.0])
     summary, tokens = ledger.summary({}, 100.0), ledger.settings.tokens_per_step
@@ -120,7 +116,7 @@ def test_speed_leaves_out_first_steps_and_those_that_share_their_time_with_a_val
     assert ledger.records[-1].tokens_per_s == tokens / 2.0, "what is on display too"
 
 
-def test_a_resumed_run_tells_its_own_steps_from_those_before(make_settings: MakeSettings) -> None:
+def test_a_resumed_run_tells_its_own_steps_from_those_before(make_settings):
     about = [Ready("", "", "cpu")] * 2
     ledger = Ledger(make_settings(train__steps=24), about, first_step=20)
     empty = ledger.summary({}, 1.0)
@@ -135,7 +131,7 @@ def test_a_resumed_run_tells_its_own_steps_from_those_before(make_settings: Make
     assert summary["final_train_loss_steps"] == 4, "the mean is over these, not over ten"
 
 
-def test_a_run_that_was_formed_again_is_summed_up_as_a_whole(make_ledger: MakeLedger) -> None:
+def test_a_run_that_was_formed_again_is_summed_up_as_a_whole(make_ledger):
     """Two steps are lost with a peer, and trained again after a wait of 7 s."""
     ledger = make_ledger()
     ledger.add_evaluation(Evaluation(0, 6.0, 1.0))
@@ -170,7 +166,7 @@ def test_a_run_that_was_formed_again_is_summed_up_as_a_whole(make_ledger: MakeLe
     assert row["forward_bytes_per_token"] == FRAME * (24 + 6 + 16) / tokens
 
 
-def test_an_uplink_carries_what_a_stage_sends_both_ways(make_settings: MakeSettings) -> None:
+def test_an_uplink_carries_what_a_stage_sends_both_ways(make_settings):
     """The display of a step, each cut and the summary say the same of the stage in the middle."""
     settings = make_settings(
         pipeline__stages=3, link__emulate=True, link__mbps_up=8.0, train__eval_every=0
@@ -181,7 +177,7 @@ def test_an_uplink_carries_what_a_stage_sends_both_ways(make_settings: MakeSetti
         {"cut-1": meter(BACKWARD=10)},
     ]
 
-    def busy(ledger: Ledger) -> list[float]:
+    def busy(ledger):
         for stage, meters in enumerate(sent):
             record = ledger.add_step(stage, report(stage, 0, 0.1, meters=meters))
         assert record is not None
@@ -199,7 +195,7 @@ def test_an_uplink_carries_what_a_stage_sends_both_ways(make_settings: MakeSetti
     assert busy(measured) == pytest.approx([share / 2, last, last]), "the rates of its peers"
 
 
-def test_waits_are_told_by_what_was_waited_for(make_ledger: MakeLedger) -> None:
+def test_waits_are_told_by_what_was_waited_for(make_ledger):
     """Stage 1 waits 3 s for F0: 2 until stage 0 has computed it, 1 for the link."""
     below = [("compute", "F0", 0.0, 2.0), ("wait", "B0", 2.0, 6.0), ("wait", "U", 6.0, 6.5)]
     above = [("wait", "F0", 0.0, 3.0), ("compute", "B0", 3.0, 5.5), ("wait", "basis", 6.0, 6.25)]
@@ -212,7 +208,7 @@ def test_waits_are_told_by_what_was_waited_for(make_ledger: MakeLedger) -> None:
     assert second == pytest.approx({"neighbour": 0.2, "link": 0.1, "basis": 0.025, "verdict": 0})
 
 
-def test_the_bubble_of_plan_and_summary_is_one_thing(make_settings: MakeSettings) -> None:
+def test_the_bubble_of_plan_and_summary_is_one_thing(make_settings):
     """A run that goes exactly as simulated has the bubble that was simulated."""
     settings = make_settings(pipeline__microbatches=4, train__eval_every=0)
     costs = Costs([1.0, 1.0], [2.0, 2.0], [0.5, 0.5], [0], [0])
@@ -231,8 +227,8 @@ def test_the_bubble_of_plan_and_summary_is_one_thing(make_settings: MakeSettings
     assert summary["simulated_bubble_fraction"] is not None
 
 
-def test_a_long_run_holds_no_more_than_a_short_one(make_ledger: MakeLedger) -> None:
-    def held(steps: int) -> int:
+def test_a_long_run_holds_no_more_than_a_short_one(make_ledger):
+    def held(steps):
         return len(pickle.dumps(vars(follow(make_ledger(), [1.0] * steps))))
 
     # a duration is one number per step; a report has dozens, a trace hundreds
@@ -241,7 +237,7 @@ def test_a_long_run_holds_no_more_than_a_short_one(make_ledger: MakeLedger) -> N
     assert 10 <= len(follow(make_ledger(), [1.0] * 50).records) < 50
 
 
-def test_every_byte_that_left_is_counted_by_kind(make_ledger: MakeLedger) -> None:
+def test_every_byte_that_left_is_counted_by_kind(make_ledger):
     """The last verdict and tally are not in the meters that the last step reports."""
     ledger = follow(make_ledger(), [1.0, 1.0, 1.0])
     ledger.add_finished(0, {"cut-0": meter(FORWARD=12, VERDICT=4, EVALUATE=5, HELLO=1)})
@@ -256,7 +252,7 @@ def test_every_byte_that_left_is_counted_by_kind(make_ledger: MakeLedger) -> Non
     assert summary["measured_costs"]["forward_bytes"] == [FRAME * 16 // 12]
 
 
-def test_losses_that_are_null_for_not_being_finite_are_listed(make_ledger: MakeLedger) -> None:
+def test_losses_that_are_null_for_not_being_finite_are_listed(make_ledger):
     ledger = follow(make_ledger(), [1.0] * 3, loss=[5.0, math.nan, 4.0])
     assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss"], "the mean of all three"
     json.dumps(ledger.summary({}, 1.0))  # it is plain data

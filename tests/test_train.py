@@ -49,9 +49,7 @@ def silent() -> PlainDisplay:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without cuda")
-def test_a_device_that_is_not_here_is_refused_first(
-    make_settings: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_not_here_is_refused_first(make_settings, tmp_path, monkeypatch):
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(ConfigError, match="torch finds none on this machine"):
         train(make_settings(run__device="cuda"), silent())
@@ -60,9 +58,7 @@ def test_a_device_that_is_not_here_is_refused_first(
 
 
 @pytest.mark.parametrize("supported", [True, False])
-def test_a_cpu_that_emulates_bf16_is_named(
-    supported: bool, make_settings: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_that_emulates_bf16_is_named(supported, make_settings, tmp_path, monkeypatch):
     monkeypatch.setattr(BF16_CHECK, lambda: supported, raising=False)
     cpu = torch.device("cpu")
     assert is_emulated("bf16", cpu) is not supported
@@ -157,12 +153,10 @@ TOLD: dict[str, tuple[Any, Path]] = {}  # what stages reported, and what they wr
 
 
 @pytest.fixture
-def replay(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> Callable[..., tuple[Run, Replay, StringIO]]:
+def replay(make_settings, run_in_threads, corpus, tmp_path):
     """A run about to follow what real stages reported, `planned` to have so many steps."""
 
-    def make(planned: int = 4, **changes: Any) -> tuple[Run, Replay, StringIO]:
+    def make(planned=4, **changes):
         if (key := repr(changes)) not in TOLD:
             told = run_in_threads(make_settings(train__checkpoint_every=2, **changes))
             TOLD[key] = told, (tmp_path / "run").rename(tmp_path / "written")
@@ -176,13 +170,13 @@ def replay(
     return make
 
 
-def test_plots_that_fail_cost_no_run_and_a_summary_is_json(replay: Callable) -> None:
+def test_plots_that_fail_cost_no_run_and_a_summary_is_json(replay):
     run, _, stream = replay()
     run.follow()
     (run.folder / "plots").write_text("a file where the folder should be")
     run.record.ledger._valid_losses.insert(0, (0, math.inf))
 
-    def refuse(name: str) -> None:
+    def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
     assert run.finish(math.nan, draws=True)["steps"] == 4
@@ -193,13 +187,11 @@ def test_plots_that_fail_cost_no_run_and_a_summary_is_json(replay: Callable) -> 
 
 
 @pytest.mark.parametrize("moment", ["before the plots", "while they are drawn"])
-def test_who_asks_to_end_once_a_run_is_over_does_not_wait_for_plots(
-    moment: str, replay: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_asks_to_end_once_a_run_is_over_does_not_wait_for_plots(moment, replay, monkeypatch):
     """The second Ctrl-C may come when the stages are done: results are kept, plots can wait."""
     run, _, stream = replay()
 
-    def ask_again(*values: Any) -> None:
+    def ask_again(*values):
         os.kill(os.getpid(), signal.SIGINT)
 
     with run.stopping():
@@ -214,10 +206,10 @@ def test_who_asks_to_end_once_a_run_is_over_does_not_wait_for_plots(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
-def test_metrics_on_a_full_disk_cost_no_run(replay: Callable) -> None:
+def test_metrics_on_a_full_disk_cost_no_run(replay):
     run, peers, stream = replay()
 
-    def fill_the_disk(position: int) -> None:
+    def fill_the_disk(position):
         metrics = run.record._metrics
         if position == 0:
             disks.append(metrics._file)
@@ -245,13 +237,13 @@ def fail_parts(peers: Replay, stage: int, step: int) -> None:
     ]
 
 
-def test_a_failed_part_leaves_nothing_and_costs_no_other_checkpoint(replay: Callable) -> None:
+def test_a_failed_part_leaves_nothing_and_costs_no_other_checkpoint(replay):
     """Stage 0 fails; stage 1 writes all the same, and the next checkpoint is on its way."""
     run, peers, stream = replay()
     fail_parts(peers, stage=0, step=2)
     states: list[tuple[bool, bool]] = []
 
-    def look(position: int) -> None:
+    def look(position):
         states.append(tuple(partial_folder(run.folder, step).is_dir() for step in (2, 4)))
 
     peers.before_each = look
@@ -263,9 +255,7 @@ def test_a_failed_part_leaves_nothing_and_costs_no_other_checkpoint(replay: Call
 
 
 @pytest.mark.parametrize("planned", [4, 8])
-def test_a_checkpoint_lost_at_the_end_is_an_error_after_the_summary(
-    planned: int, replay: Callable
-) -> None:
+def test_a_checkpoint_lost_at_the_end_is_an_error_after_the_summary(planned, replay):
     """But where a peer leaves, the run of the others goes on."""
     run, peers, _ = replay(planned)
     fail_parts(peers, stage=1, step=4)
@@ -301,9 +291,7 @@ def spoil(peers: Replay, kind: type, step: int, **values: Any) -> None:
         (Evaluation, 4, {"loss": math.nan}, "step-00000002"),
     ],
 )
-def test_a_run_that_ends_badly_points_to_the_last_good_weights(
-    kind: type, step: int, values: dict[str, Any], good: str | None, replay: Callable
-) -> None:
+def test_a_run_that_ends_badly_points_to_the_last_good_weights(kind, step, values, good, replay):
     run, peers, _ = replay()
     spoil(peers, kind, step, **values)
     run.follow()
@@ -316,7 +304,7 @@ def test_a_run_that_ends_badly_points_to_the_last_good_weights(
     assert json.loads((run.folder / "summary.json").read_text())["interrupted"] is False
 
 
-def test_the_stage_where_non_finite_values_first_appeared_is_named(replay: Callable) -> None:
+def test_the_stage_where_non_finite_values_first_appeared_is_named(replay):
     run, peers, _ = replay()
     spoil(peers, Step, 2, committed=False, not_finite="backward")
     run.follow()
@@ -328,9 +316,7 @@ def test_the_stage_where_non_finite_values_first_appeared_is_named(replay: Calla
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_signal_asks_once_and_costs_no_results(
-    name: str, replay: Callable, request: pytest.FixtureRequest
-) -> None:
+def test_a_signal_asks_once_and_costs_no_results(name, replay, request):
     number = getattr(signal, name)
     before = signal.getsignal(number)
     request.addfinalizer(lambda: signal.signal(number, before))
@@ -348,9 +334,7 @@ def test_a_signal_asks_once_and_costs_no_results(
     assert "stopping after this step" in stream.getvalue()
 
 
-def test_a_second_signal_leaves_at_once_and_nohup_is_respected(
-    replay: Callable, request: pytest.FixtureRequest
-) -> None:
+def test_a_second_signal_leaves_at_once_and_nohup_is_respected(replay, request):
     run, peers, _ = replay()
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
@@ -363,7 +347,7 @@ def test_a_second_signal_leaves_at_once_and_nohup_is_respected(
     assert not isinstance(caught.value, Exception), "no broad handler may swallow it"
 
 
-def test_a_run_goes_on_in_its_own_folder(make_settings: Callable, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_its_own_folder(make_settings, tmp_path):
     """Real processes: a launch that failed costs nothing; a resume leaves one course to follow."""
     folder = tmp_path / "test"
     with pytest.raises(StageError, match=r"192\.0\.2\.1"):
@@ -389,7 +373,7 @@ def test_a_run_goes_on_in_its_own_folder(make_settings: Callable, tmp_path: Path
     assert [r["step"] for r in map(json.loads, lines) if r["kind"] == "step"] == [1, 2]
 
 
-def test_a_finite_explosion_costs_no_good_checkpoint_and_is_an_error(replay: Callable) -> None:
+def test_a_finite_explosion_costs_no_good_checkpoint_and_is_an_error(replay):
     """The loss of all steps and validations after the second is 99, with the least kept."""
     run, peers, stream = replay(train__keep=1)
     for kind, first in ((Step, 2), (Evaluation, 3)):

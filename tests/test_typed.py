@@ -33,14 +33,14 @@ VALUES = {"speed": 2.5, "whistle": False, "name": "huff",
           "engine": {"power": 3, "fuel": "wood", "gears": [4, 5, 6], "label": "no. 7"}}  # fmt: skip
 
 
-def test_values_fill_the_dataclass_and_come_back() -> None:
+def test_values_fill_the_dataclass_and_come_back():
     train = from_plain(Train, VALUES)
     assert train == Train(2.5, False, "huff", Engine(3, "wood", [4, 5, 6], "no. 7"))
     assert to_plain(train) == VALUES
     assert from_plain(Train, to_plain(train)) == train
 
 
-def test_what_is_left_out_keeps_its_default() -> None:
+def test_what_is_left_out_keeps_its_default():
     assert from_plain(Train, {}) == Train()
     assert from_plain(Train, {"engine": {"power": 3}}).engine == Engine(power=3)
     assert from_plain(Engine, {"label": None}).label is None
@@ -61,7 +61,7 @@ def test_what_is_left_out_keeps_its_default() -> None:
         ({"engine": {"fuel": "woof"}}, "engine.fuel = 'woof' .*; did you mean \"wood\""),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(values: dict, message: str) -> None:
+def test_what_does_not_fit_is_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         from_plain(Train, values)
 
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_refused(values: dict, message: str) -> None:
         (Freight, "cars", "['a, b', \"c\"]", ["a, b", "c"]),
     ],
 )
-def test_text_is_read_as_the_type_of_its_key(cls: type, key: str, text: str, value: object) -> None:
+def test_text_is_read_as_the_type_of_its_key(cls, key, text, value):
     read = parse_literal(text, cls, key, f"here.{key}")
     assert read == value and type(read) is type(value)
     assert getattr(from_plain(cls, {key: read}), key) == value
@@ -96,6 +96,6 @@ def test_text_is_read_as_the_type_of_its_key(cls: type, key: str, text: str, val
         (Engine, "gers", "1", 'unknown key "here.gers"; did you mean "gears"'),
     ],
 )
-def test_text_of_another_type_is_refused(cls: type, key: str, text: str, message: str) -> None:
+def test_text_of_another_type_is_refused(cls, key, text, message):
     with pytest.raises(ConfigError, match=message):
         parse_literal(text, cls, key, f"here.{key}")

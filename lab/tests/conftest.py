@@ -3,17 +3,14 @@
 import importlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from settings_values import TINY_MODEL, tiny_settings, write_texts
-from thinwire.data import Corpus, DataConfig, prepare
-from thinwire.settings import Settings
-from thinwire_lab.arms import Arm, Ground, ground_of, recipe_grid, with_rates
+from thinwire.data import DataConfig, prepare
+from thinwire_lab.arms import ground_of, recipe_grid, with_rates
 
 BASE = {
     "model": {"preset": "tiny", "layers": 8},
@@ -21,7 +18,6 @@ BASE = {
     "train": {"batch": 16},
 }
 RATIOS = {"dense": 1.0, "thin32": 26.0, "thin100": 68.0}
-Loss = Callable[[str, float, int], float]
 """From label, tokens and seed to a validation loss."""
 
 
@@ -55,7 +51,7 @@ class NoData:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """Prepared data, once for all tests of a process."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["THINWIRE_CACHE"] = str(folder)
@@ -63,39 +59,39 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_folder(tmp_path_factory):
     """A folder of small distinct documents."""
     return write_texts(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="session")
-def corpus(text_folder: Path, cache: Path) -> Corpus:
+def corpus(text_folder, cache):
     config = DataConfig(source="text", path=str(text_folder), valid_fraction=0.1)
     return prepare(config, TINY_MODEL["vocab"], cache)
 
 
 @pytest.fixture
-def make_settings(tmp_path: Path, text_folder: Path) -> Callable[..., Settings]:
+def make_settings(tmp_path, text_folder):
     """Settings of a tiny exact run; `section__key=value` changes one key."""
     return lambda **changes: tiny_settings(tmp_path, text_folder, changes)
 
 
 @pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+def in_this_process(monkeypatch, tmp_path):
     """Arms are trained here, one after the other: processes take seconds to start."""
     trained: list[str] = []
 
     class Here:
-        def __init__(self, arm: Arm, ground: Ground, processes: int):
+        def __init__(self, arm, ground, processes):
             self.arm = arm
             trained.append(f"{arm.label}  seed {arm.seed}")
             train = importlib.import_module(ground.trainer).train
             self.figures = json.dumps(train(arm, {**ground.shared, "processes": 1}))
 
-        def poll(self) -> int:
+        def poll(self):
             return 0
 
-        def found(self) -> tuple[dict[str, Any], str, str]:
+        def found(self):
             return json.loads(self.figures), "", ""
 
     monkeypatch.setattr("thinwire_lab.pool._Process", Here)
@@ -105,17 +101,15 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str
 
 
 @pytest.fixture
-def write_log(tmp_path: Path) -> Callable[..., Path]:
+def write_log(tmp_path):
     """Writes convergence.jsonl with recipes of several lengths, whose curves follow the losses."""
 
-    def write(
-        loss: Loss, lengths: list[int], seeds: tuple[int, ...] = (0,), stages: int = 4
-    ) -> Path:
+    def write(loss, lengths, seeds=(0,), stages=4):
         base = with_rates(BASE)
         lines = []
         for steps in lengths:
             arms = recipe_grid("thin32,thin100", base, [0.02], [stages], seeds, steps)
-            ground = ground_of(arms[0], base, NoData())  # type: ignore[arg-type]
+            ground = ground_of(arms[0], base, NoData())
             for arm in arms:
                 step = arm.settings(base).tokens_per_step
                 points = [part * steps // 10 * step for part in range(1, 11)]

@@ -1,7 +1,6 @@
 """What an arm is, what arms share, what of it a log tells apart; recipes side by side."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from thinwire_lab.experiment import EXPERIMENTS
 from thinwire_lab.pool import read_log
 
 
-def test_an_arm_trains_its_changes_whatever_it_is_called() -> None:
+def test_an_arm_trains_its_changes_whatever_it_is_called():
     arm = Arm("thin", 3, 70, {"boundary": {"mode": "subspace", "rank": 8}, "optim": {"lr": 0.01}})
     settings = arm.settings({"model": {"preset": "mini"}, "boundary": {"free_layers": 1}})
     assert (settings.run.seed, settings.train.steps, settings.boundary.rank) == (3, 70, 8)
@@ -30,9 +29,7 @@ def test_an_arm_trains_its_changes_whatever_it_is_called() -> None:
     ("stages", "processes", "told", "threads"),
     [(1, 1, 0, 8), (1, 2, 0, 4), (4, 2, 0, 2), (1, 16, 0, 1), (1, 2, 3, 3)],
 )
-def test_arms_beside_each_other_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, stages: int, processes: int, told: int, threads: int
-) -> None:
+def test_arms_beside_each_other_share_the_cores(monkeypatch, stages, processes, told, threads):
     for place in ("thinwire.settings.tree", "thinwire_lab.arms"):
         monkeypatch.setattr(f"{place}.machine_cores", lambda: 8)
     arm = Arm("x", 0, 5, {"pipeline": {"stages": stages}})
@@ -43,10 +40,10 @@ class NoData:
     fingerprint, folder = "none", Path("none")
 
 
-def test_a_ground_is_named_by_what_matters() -> None:
-    def named(**values: dict[str, Any]) -> dict[str, Any]:
+def test_a_ground_is_named_by_what_matters():
+    def named(**values):
         arm = Arm("x", 0, 500, {"optim": {"lr": 0.1}})
-        return arms.ground_of(arm, values, NoData()).names["settings"]  # type: ignore[arg-type]
+        return arms.ground_of(arm, values, NoData()).names["settings"]
 
     assert named() == {}
     assert named(train={"steps": 70, "keep": 9}, run={"seed": 5, "name": "x"}) == named()
@@ -56,7 +53,7 @@ def test_a_ground_is_named_by_what_matters() -> None:
     assert named(codec={"forward": "int8"}) == {"codec.forward": "int8"}
 
 
-def test_patterns() -> None:
+def test_patterns():
     assert arms.split_patterns("a*, int4(group=64,hadamard)/int8 ,b") == [
         "a*",
         "int4(group=64,hadamard)/int8",
@@ -68,7 +65,7 @@ BASE = {"model": {"preset": "160m"}, "pipeline": {"microbatches": 1}}
 
 
 @pytest.mark.parametrize("name", ["thin32", "thin100", "exact32", "dense"])
-def test_an_arm_is_what_init_writes(name: str) -> None:
+def test_an_arm_is_what_init_writes(name):
     base = with_rates(BASE)
     grid = recipe_grid(name, base, [6e-4], [4], [0], 200)
     arm = next(a for a in grid if a.label == name)
@@ -80,7 +77,7 @@ def test_an_arm_is_what_init_writes(name: str) -> None:
     assert found.model == written.model
 
 
-def test_rates_are_those_of_the_model_unless_set() -> None:
+def test_rates_are_those_of_the_model_unless_set():
     tiny = with_rates({"model": {"preset": "tiny"}, "optim": {"matrix_lr": 9.0}})
     assert (tiny["optim"]["lr"], tiny["optim"]["matrix_lr"]) == (0.02, 9.0)
     adamw = {"model": {"preset": "tiny"}, "optim": {"name": "adamw"}}
@@ -94,7 +91,7 @@ def test_rates_are_those_of_the_model_unless_set() -> None:
     assert spread == [0.3, None], "as is what goes with them"
 
 
-def test_settings_behind_a_name_change_that_arm_alone() -> None:
+def test_settings_behind_a_name_change_that_arm_alone():
     lines = "thin32,thin32 boundary.table=128 codec.backward=int4(group=64,hadamard),thin300"
     dense, plain, changed, thin300 = recipe_grid(lines, BASE, [6e-4], [4], [0], 200)
     assert dense.label == "dense" and plain.get("codec.backward") == "int4"
@@ -106,16 +103,14 @@ def test_settings_behind_a_name_change_that_arm_alone() -> None:
         recipe_grid("thin33", BASE, [6e-4], [4], [0], 200)
 
 
-def test_dense_is_trained_once_and_its_control_with_every_number_of_stages() -> None:
+def test_dense_is_trained_once_and_its_control_with_every_number_of_stages():
     arms = recipe_grid("dense,dense+tables", BASE, [1e-3], [4, 8], [0], 20, dense_seeds=[0, 1])
     assert [(a.label, a.get("pipeline.stages"), a.seed) for a in arms] == [
         ("dense", 4, 0), ("dense", 4, 1), ("dense+tables", 4, 0), ("dense+tables", 8, 0),
     ]  # fmt: skip
 
 
-def test_recipes_are_compared(
-    text_folder: Path, tmp_path: Path, in_this_process: list[str]
-) -> None:
+def test_recipes_are_compared(text_folder, tmp_path, in_this_process):
     small = ["model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=1", "model.ffn=48"]
     small += ["model.vocab=300", "model.context=32", "data.source=text", f"data.path={text_folder}"]
     small += ["data.valid_fraction=0.1", "train.eval_batches=1"]

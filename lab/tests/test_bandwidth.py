@@ -1,7 +1,5 @@
 """What was measured stays apart from what was simulated."""
 
-from pathlib import Path
-
 import pytest
 
 from thinwire.errors import ConfigError
@@ -24,7 +22,7 @@ def speeds(measured_thin: float) -> dict[str, Speeds]:
     }
 
 
-def test_a_verdict_keeps_measured_and_simulated_apart_and_says_where_they_disagree() -> None:
+def test_a_verdict_keeps_measured_and_simulated_apart_and_says_where_they_disagree():
     assert verdict(speeds(60.0)) == (
         "Measured: thin is 1.20x dense at 80 Mbps (0.60 of its unlimited rate). "
         "Simulated: thin is at least 1.05x dense up to 10 Mbps. "
@@ -34,14 +32,14 @@ def test_a_verdict_keeps_measured_and_simulated_apart_and_says_where_they_disagr
     assert "disagree" not in verdict(speeds(50.0))
 
 
-def test_a_cut_that_pays_without_a_link_shows_that_compute_times_do_not_compare() -> None:
+def test_a_cut_that_pays_without_a_link_shows_that_compute_times_do_not_compare():
     found = speeds(60.0)
     assert incomparable(found) == ""
     found["thin"]["simulated"][0.0] = 120.0
     assert "without a rate limit thin is 1.20x as fast as dense" in incomparable(found)
 
 
-def test_no_column_mixes_the_two(tmp_path: Path) -> None:
+def test_no_column_mixes_the_two(tmp_path):
     study = Study({"optim": {"warmup": 2}}, ARMS, [80.0], 5, str(tmp_path))
     rows = table(study, speeds(60.0))
     ten, eighty, unlimited = (row for row in rows if row["mode"] == "thin")
@@ -52,7 +50,7 @@ def test_no_column_mixes_the_two(tmp_path: Path) -> None:
     assert eighty["simulated, hours to 1B tokens"] == 1e9 / 96 / 3600
 
 
-def test_every_rank_is_measured_and_what_measurements_override_is_refused(tmp_path: Path) -> None:
+def test_every_rank_is_measured_and_what_measurements_override_is_refused(tmp_path):
     arms = boundaries(["dense", "subspace"], [4, 8])
     assert list(arms) == ["dense", "subspace k=4", "subspace k=8"]
     assert list(boundaries(["subspace"], [4])) == ["dense", "subspace"]

@@ -1,11 +1,9 @@
 """The cases of the benchmark are runs that can be made, and its plain loop is timed."""
 
-from pathlib import Path
-
 from thinwire_lab import bench
 
 
-def test_every_case_can_be_run(tmp_path: Path) -> None:
+def test_every_case_can_be_run(tmp_path):
     for name, values in bench.CASES["slow_links"].items():
         settings = bench.settings_of(str(tmp_path), name, values)
         assert settings.pipeline.stages == 4 and settings.link.emulate

@@ -2,8 +2,6 @@
 
 import csv
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +10,8 @@ import torch
 
 from thinwire.cli import main
 from thinwire.codec import Leg
-from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
-from thinwire.settings import Settings
 from thinwire_lab import codecs, measure
 from thinwire_lab.arms import Arm
 from thinwire_lab.chain import Chain
@@ -54,7 +50,7 @@ def arm_of(ground: str, name: str, seed: int = 0, steps: int = 9, **codec: str) 
 
 
 @pytest.mark.parametrize("ground", ALL_GROUNDS)
-def test_every_arm_can_work(ground: str) -> None:
+def test_every_arm_can_work(ground):
     base = sheet("codecs")["settings"]["cifar"] if ground == "cifar" else {}
     settings = ImageSettings.of_arm if ground == "cifar" else Arm.settings
     arms = codecs.make_arms(ground, codecs.grid(ground), [0, 1], 100)
@@ -78,7 +74,7 @@ def harms_of(ground: str, given: dict[str, Any], noise: float) -> Harms:
     return Harms(harms, noise, is_accuracy=ground == "cifar")
 
 
-def test_arms_are_chosen_by_pattern() -> None:
+def test_arms_are_chosen_by_pattern():
     found = codecs.choose("lm", "tune/topk1*,fw2-bw8", False)
     assert [c["name"] for c in found["scratch"]] == ["dense", "fw2-bw8"]
     assert {c["name"] for c in found["tune"]} >= {"dense", "fw2-bw8", "topk10", "topk10+aqsgd"}
@@ -137,11 +133,11 @@ def verdict(number: int, given: Given, noise: float = 0.001) -> str:
         (7, {"topk10-own": 0.01}, OPEN),
     ],
 )
-def test_a_verdict_follows_from_figures(number: int, given: Given, wanted: str) -> None:
+def test_a_verdict_follows_from_figures(number, given, wanted):
     assert verdict(number, given) == wanted
 
 
-def test_noise_leaves_open_what_it_could_have_made() -> None:
+def test_noise_leaves_open_what_it_could_have_made():
     given: Given = {**MILD, "topk10-own": 0.05}
     assert verdict(7, given, noise=0.001) == HOLDS  # worse by 0.04
     assert verdict(7, given, noise=0.03) == SMALL
@@ -151,7 +147,7 @@ def test_noise_leaves_open_what_it_could_have_made() -> None:
     assert verdict(3, {"topk10": (0.0, 0.02)}, noise=0.03) == HOLDS
 
 
-def test_without_a_second_seed_nothing_is_decided() -> None:
+def test_without_a_second_seed_nothing_is_decided():
     rows = judge("tune", None, too_small(None, 400))
     assert {row["verdict"] for row in rows} == {SMALL} and len(rows) == 6
     assert {row["our figure"] for row in rows} == {"dense has one seed, so the noise is unknown"}
@@ -166,7 +162,7 @@ def test_without_a_second_seed_nothing_is_decided() -> None:
         (0.0044, 176, ""),
     ],
 )
-def test_runs_that_are_too_small_decide_nothing(noise: float, steps: int, reason: str) -> None:
+def test_runs_that_are_too_small_decide_nothing(noise, steps, reason):
     found = too_small(noise, steps)
     assert found.startswith(reason) and bool(found) == bool(reason)
     given = {"topk10": (0.0, 0.9), "topk20": (0.0, 0.9), "topk10-own": (0.9, 0.9)}
@@ -184,7 +180,7 @@ def run(name: str, seed: int, loss: float | None, off: float | None = None) -> T
     return Trained(arm_of("scratch", name, seed), figures)
 
 
-def test_arms_are_compared_with_dense_of_their_seed() -> None:
+def test_arms_are_compared_with_dense_of_their_seed():
     runs = [run("dense", 0, 4.0), run("dense", 1, 4.4), run("topk10", 0, 4.1, 4.4),
             run("topk10", 1, 4.4, 5.28), run("topk5", 0, None)]  # fmt: skip
     report = GroundReport("scratch", runs)
@@ -206,14 +202,14 @@ def test_arms_are_compared_with_dense_of_their_seed() -> None:
 
 
 @pytest.fixture
-def base(make_settings: Callable[..., Settings]) -> dict[str, dict[str, Any]]:
+def base(make_settings):
     values = make_settings(
         run__precision="fp32", pipeline__microbatches=1, pipeline__schedule="gpipe"
     ).to_plain()
     return {key: values[key] for key in ("model", "data", "pipeline", "optim", "train", "run")}
 
 
-def test_figures_of_an_arm(base: dict[str, dict[str, Any]], corpus: Corpus, tmp_path: Path) -> None:
+def test_figures_of_an_arm(base, corpus, tmp_path):
     arm = arm_of("scratch", "fw2-bw8", steps=4)
     keep = tmp_path / "there" / "base.safetensors"
     shared = {"base": base, "data": str(corpus.folder), "from": "", "to": str(keep), "processes": 1}
@@ -238,7 +234,7 @@ def test_figures_of_an_arm(base: dict[str, dict[str, Any]], corpus: Corpus, tmp_
     assert tuned["loss"] == pytest.approx(figures["loss"], abs=1e-5)
 
 
-def test_what_arrives_is_held_against_what_was_sent() -> None:
+def test_what_arrives_is_held_against_what_was_sent():
     errors = Errors(steps=1000)
     looked = [step for step in range(1000) if errors.wants(step)]
     assert looked[0] == 500 and len(looked) == 32
@@ -264,12 +260,7 @@ def options(**values: Any) -> list[str]:
     ]
 
 
-def test_a_study_of_language(
-    in_this_process: list[str],
-    text_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_study_of_language(in_this_process, text_folder, tmp_path, capsys):
     other = tmp_path / "other.txt"
     other.write_text("\n".join(f"the {n}th line says {n * n % 97} and no more" for n in range(400)))
     main(["lab", "codecs", "--task", "lm", "--quick", "--steps", "2", "--epochs", "2",
@@ -308,8 +299,8 @@ def test_a_study_of_language(
 
 
 def test_a_text_that_is_not_there_is_refused_before_anything_trains(
-    in_this_process: list[str], text_folder: Path, tmp_path: Path
-) -> None:
+    in_this_process, text_folder, tmp_path
+):
     with pytest.raises(SystemExit) as caught:
         main(["lab", "codecs", "--task", "lm", "--quick", "--device", "cpu", "--out", str(tmp_path),
               "--tune-on", str(tmp_path / "nowhere.txt"),
@@ -318,9 +309,7 @@ def test_a_text_that_is_not_there_is_refused_before_anything_trains(
     assert caught.value.code == 3 and in_this_process == []
 
 
-def test_a_study_of_images(
-    in_this_process: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_of_images(in_this_process, tmp_path, capsys):
     generator = np.random.default_rng(0)
     labels = np.arange(96) % 3
     images = generator.integers(0, 60, (96, 8, 8, 3)) + 80 * (labels[:, None, None, None] == 1)

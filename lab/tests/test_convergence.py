@@ -1,29 +1,26 @@
 """What a log holds, and what tables and verdicts make of runs."""
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.settings import Settings
 from thinwire_lab import convergence as lab
-from thinwire_lab.arms import Arm, Values
+from thinwire_lab.arms import Arm
 from thinwire_lab.decide import compared, gap_to_dense, noise_of
 from thinwire_lab.measure import copying
 from thinwire_lab.pool import Trained
 
 
 @pytest.fixture
-def base(make_settings: Callable[..., Settings]) -> Values:
+def base(make_settings):
     values = make_settings(pipeline__microbatches=1, pipeline__schedule="gpipe").to_plain()
     return {key: values[key] for key in ("model", "data", "pipeline", "codec", "train", "run")}
 
 
-def test_variants_of_modes() -> None:
+def test_variants_of_modes():
     dense, moved, fixed = lab.grid(
         ["subspace+moved500", "subspace+fixed"], [8], [1e-3], [4], [0], 50
     )
@@ -45,7 +42,7 @@ def trained(
     return Trained(narrow[mode != "dense"], {**BYTES, "loss": loss, "curve": [[0, 9], [8, 7]]})
 
 
-def test_the_best_rate_over_seeds_counts_and_what_diverged_does_not() -> None:
+def test_the_best_rate_over_seeds_counts_and_what_diverged_does_not():
     runs = [
         trained("projected", 24, 5.0, lr=1e-3, seed=0),
         trained("projected", 24, 6.0, lr=1e-3, seed=1),
@@ -66,14 +63,7 @@ def test_the_best_rate_over_seeds_counts_and_what_diverged_does_not() -> None:
         (400, [4.0, 4.004], None, None, "no narrow arm"),
     ],
 )
-def test_a_verdict_needs_steps_and_more_than_noise(
-    base: Values,
-    steps: int,
-    dense: list[float],
-    narrow: float | None,
-    holds: bool | None,
-    reason: str,
-) -> None:
+def test_a_verdict_needs_steps_and_more_than_noise(base, steps, dense, narrow, holds, reason):
     runs = [trained("dense", 0, loss, seed=n, steps=steps) for n, loss in enumerate(dense)]
     if narrow is not None:
         runs.append(trained("projected", 4, narrow, steps=steps))
@@ -87,8 +77,8 @@ def test_a_verdict_needs_steps_and_more_than_noise(
     )
 
 
-def test_gaps_are_against_dense_of_the_same_seed() -> None:
-    def run(seed: int, loss: float) -> Trained:
+def test_gaps_are_against_dense_of_the_same_seed():
+    def run(seed, loss):
         return Trained(Arm("", seed, 1), {**BYTES, "loss": loss})
 
     dense = [run(0, 4.0), run(1, 5.0)]
@@ -98,10 +88,10 @@ def test_gaps_are_against_dense_of_the_same_seed() -> None:
     assert noise_of(compared(dense[:1], dense)) is None and noise_of(None) is None
 
 
-def test_copying_is_what_a_second_saying_gains() -> None:
+def test_copying_is_what_a_second_saying_gains():
     text = torch.arange(2 * 32).reshape(2, 32)  # no token twice
 
-    def copier(tokens: Tensor) -> Tensor:
+    def copier(tokens):
         """Knows what followed a token before, and nothing else."""
         logits = torch.zeros(*tokens.shape, text.numel())
         for row, said in enumerate(tokens.tolist()):
@@ -112,6 +102,6 @@ def test_copying_is_what_a_second_saying_gains() -> None:
 
     feed = SimpleNamespace(validation=lambda number: SimpleNamespace(inputs=text))
     chain = SimpleNamespace(feed=feed, done=0, go_to=lambda *place: None, logits=copier)
-    assert copying(chain) == pytest.approx(math.log(text.numel()))  # type: ignore[arg-type]
+    assert copying(chain) == pytest.approx(math.log(text.numel()))
     chain.logits = lambda tokens: torch.zeros(*tokens.shape, text.numel())
-    assert copying(chain) == 0  # type: ignore[arg-type]
+    assert copying(chain) == 0

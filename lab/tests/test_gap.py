@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import thinwire_lab
 from thinwire.cli import main
 from thinwire_lab.gap import over_length, panels_of, published, rows_of, usual_of, verdict
 from thinwire_lab.logs import grounds_of, read_logs
-from thinwire_lab.plots import Panel, draw
+from thinwire_lab.plots import draw
 
 LOGS = Path(thinwire_lab.__file__).parent / "logs"
 GAPS = {"dense": 0.0, "thin32": 0.01, "thin100": 0.02}
@@ -21,9 +20,7 @@ def loss(label: str, tokens: float, seed: int) -> float:
     return (4 + seed) * (1 + GAPS[label] * (1 + seed)) * (1 + 1e4 / tokens)
 
 
-def test_the_longest_runs_of_a_log_are_held_against_dense_of_their_seed(
-    write_log: Callable[..., Path],
-) -> None:
+def test_the_longest_runs_of_a_log_are_held_against_dense_of_their_seed(write_log):
     runs = read_logs([write_log(loss, [50, 100], seeds=(0, 1))])
     thin32, thin100 = rows_of(grounds_of(runs)[0])
     assert thin32["method"] == "thin32" and thin32["kind"] == "projected + stages' own tables, Muon"
@@ -34,9 +31,7 @@ def test_the_longest_runs_of_a_log_are_held_against_dense_of_their_seed(
     assert told in verdict([thin32, thin100])
 
 
-def test_one_command_draws_logs_beside_the_literature(
-    write_log: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_command_draws_logs_beside_the_literature(write_log, tmp_path, capsys):
     logs = f"{write_log(loss, [100])},convergence-160m"
     main(["lab", "gap", "--logs", logs, "--json", "--out", str(tmp_path)])
     found = json.loads(capsys.readouterr().out)
@@ -51,7 +46,7 @@ def test_one_command_draws_logs_beside_the_literature(
     assert "no such log; name logs" in capsys.readouterr().err
 
 
-def test_entropy_coded_arms_are_a_kind_of_their_own_and_named_from_close() -> None:
+def test_entropy_coded_arms_are_a_kind_of_their_own_and_named_from_close():
     log = LOGS / "recipes-160m-entropy.jsonl"
     rows = rows_of(grounds_of(read_logs([log]))[0])
     kinds = {row["method"]: row["kind"] for row in rows}
@@ -65,8 +60,8 @@ def test_entropy_coded_arms_are_a_kind_of_their_own_and_named_from_close() -> No
     assert {"thin50", "thin200", "thin100 rank=33 step(4)/step(3), 8 stages"} <= names[1]
 
 
-def test_a_trend_over_the_length_is_told_from_chance(write_log: Callable[..., Path]) -> None:
-    def grows(label: str, tokens: float, seed: int) -> float:
+def test_a_trend_over_the_length_is_told_from_chance(write_log):
+    def grows(label, tokens, seed):
         chance = 0.0002 * (seed if label != "dense" else 0)
         gap = {"dense": 0.0, "thin32": 0.01 + 0.004 * math.log10(tokens / 2e5), "thin100": 0.02}
         return (4 + (tokens / 2e5) ** -0.5) * (1 + gap[label] + chance)
@@ -82,8 +77,8 @@ def test_a_trend_over_the_length_is_told_from_chance(write_log: Callable[..., Pa
     assert "gap per tenfold length" not in thin32, "two lengths are too few"
 
 
-def test_gaps_of_recipes_are_drawn_over_the_length(write_log: Callable[..., Path]) -> None:
-    def drawn(lengths: list[int]) -> list[Panel]:
+def test_gaps_of_recipes_are_drawn_over_the_length(write_log):
+    def drawn(lengths):
         grounds = grounds_of(read_logs([write_log(loss, lengths, seeds=(0, 1))]))
         return over_length(grounds, usual_of([row for own in grounds for row in rows_of(own)]))
 
@@ -95,7 +90,7 @@ def test_gaps_of_recipes_are_drawn_over_the_length(write_log: Callable[..., Path
     assert drawn([100]) == []
 
 
-def test_arms_with_settings_that_are_gone_are_left_out(write_log: Callable[..., Path]) -> None:
+def test_arms_with_settings_that_are_gone_are_left_out(write_log):
     log = write_log(loss, [100])
     dense, thin32, thin100 = map(json.loads, log.read_text().splitlines())
     thin32["arm"]["changes"]["boundary"]["gone"] = False  # it changed nothing

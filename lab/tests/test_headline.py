@@ -1,7 +1,6 @@
 """Time to a loss: what is measured, what is simulated, and what they give together."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,9 +31,7 @@ def headline(log: Path, sets: str, *more: str) -> Outcome:
     return experiment.run(experiment.parse("--logs", str(log), *changes, *more), print)
 
 
-def test_time_is_simulated_seconds_times_measured_steps(
-    write_log: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_time_is_simulated_seconds_times_measured_steps(write_log, tmp_path):
     found = headline(write_log(loss, [100, 300], stages=8), "", "--tflops", "300")
     rows = {(row["link"], row["method"]): row for row in found.rows}
     slow, fast = "80 Mbps + 25 ms", "200 Mbps + 50 ms"
@@ -59,9 +56,7 @@ def test_time_is_simulated_seconds_times_measured_steps(
     assert write_outcome(found, tmp_path).joinpath("plot.png").exists()
 
 
-def test_several_lengths_count_before_curves_and_a_loss_out_of_reach_is_refused(
-    write_log: Callable[..., Path],
-) -> None:
+def test_several_lengths_count_before_curves_and_a_loss_out_of_reach_is_refused(write_log):
     methods = methods_of(grounds_of(read_logs([write_log(loss, [100, 400])]))[0])
     goal = lab.goal_of(methods)
     assert "several lengths" in goal.how and goal.loss == max(m.finals()[-1][1] for m in methods)
@@ -72,7 +67,7 @@ def test_several_lengths_count_before_curves_and_a_loss_out_of_reach_is_refused(
         lab.goal_of(methods, loss=0.1)
 
 
-def test_ranks_keep_their_share_of_the_width(write_log: Callable[..., Path]) -> None:
+def test_ranks_keep_their_share_of_the_width(write_log):
     methods = methods_of(grounds_of(read_logs([write_log(loss, [100])]))[0])
     thin32 = next(method for method in methods if method.label == "thin32")
     settings = lab.crossing_settings(thin32, sheet("headline")["settings"])
@@ -80,9 +75,7 @@ def test_ranks_keep_their_share_of_the_width(write_log: Callable[..., Path]) -> 
     assert settings.boundary.table == 1024 and settings.codec.backward == "int4"
 
 
-def test_compute_is_measured_with_a_block_where_no_rate_is_given(
-    write_log: Callable[..., Path],
-) -> None:
+def test_compute_is_measured_with_a_block_where_no_rate_is_given(write_log):
     found = headline(write_log(loss, [100, 300], stages=2), TINY, "--device", "cpu")
     assert "are of pipelines of 2 stages, the seconds of 4" in found.too_small
     assert any("measured with one block on this machine" in note for note in found.notes)

@@ -31,7 +31,7 @@ def written(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def test_a_folder_an_archive_and_an_npz_hold_the_same_images(tmp_path: Path) -> None:
+def test_a_folder_an_archive_and_an_npz_hold_the_same_images(tmp_path):
     files = batches()
     found = [ImageSet.read(written(tmp_path, files))]
     with tarfile.open(tmp_path / "cifar.tar.gz", "w:gz") as archive:
@@ -53,7 +53,7 @@ def test_a_folder_an_archive_and_an_npz_hold_the_same_images(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-1], lambda raw: b"\x0b" + raw[1:]])
-def test_damaged_batches_are_refused(damage, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_batches_are_refused(damage, tmp_path):
     files = batches()
     files[CIFAR_BATCHES[0]] = damage(files[CIFAR_BATCHES[0]])
     with pytest.raises(DataError, match="cannot read images from"):
@@ -62,7 +62,7 @@ def test_damaged_batches_are_refused(damage, tmp_path: Path) -> None:  # type: i
         ImageSet.read(tmp_path / "nothing")
 
 
-def test_every_test_image_counts_once_and_variations_follow_the_step(tmp_path: Path) -> None:
+def test_every_test_image_counts_once_and_variations_follow_the_step(tmp_path):
     images = ImageSet.read(written(tmp_path, batches()))
     feed = ImageFeed(images, 3, seed=1, augment=True, device=CPU)
     labels = torch.cat([feed.validation(number)[1] for number in range(feed.validation_count)])
@@ -74,7 +74,7 @@ def test_every_test_image_counts_once_and_variations_follow_the_step(tmp_path: P
     assert not torch.equal(varied, augmented(pixels, seed=5, step=8))
 
 
-def test_a_resnet_trains_to_the_same_bits_wherever_it_is_cut(tmp_path: Path) -> None:
+def test_a_resnet_trains_to_the_same_bits_wherever_it_is_cut(tmp_path):
     images = ImageSet.read(written(tmp_path, batches()))
     base = {"run": {"device": "cpu", "threads": 1}, "train": {"batch": 4}, "model": {"dim": 4},
             "codec": {"forward": "fp32", "backward": "fp32"}}  # fmt: skip

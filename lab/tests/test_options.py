@@ -35,9 +35,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ["gap", "--task", "lm"],
     ],
 )
-def test_an_option_of_another_experiment_is_refused(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_of_another_experiment_is_refused(arguments, capsys):
     name, flag, value = arguments
     text = refused(capsys, *arguments)
     assert f"thinwire lab {name}: error: unrecognized arguments: {flag} {value}" in text
@@ -60,12 +58,8 @@ def test_an_option_of_another_experiment_is_refused(
     ],
 )
 def test_a_setting_that_would_change_nothing_is_refused(
-    arguments: list[str],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    arguments, words, capsys, tmp_path, monkeypatch
+):
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
     assert words in refused(capsys, *arguments, "--out", str(tmp_path / "lab"))
     assert not (tmp_path / "lab").exists(), "nothing was trained"
@@ -76,12 +70,12 @@ def options_of(name: str) -> set[str]:
     return {f"--{key.replace('_', '-')}" for key in options if key != "name"}
 
 
-def test_what_experiments_share_is_used() -> None:
+def test_what_experiments_share_is_used():
     used = {option for experiment in EXPERIMENTS.values() for option in experiment.shares}
     assert used == sheet("common")["options"].keys()
 
 
-def test_a_wheel_holds_the_data_beside_the_code() -> None:
+def test_a_wheel_holds_the_data_beside_the_code():
     package = Path(thinwire_lab.__file__).parent
     project = tomllib.loads((package.parents[1] / "pyproject.toml").read_text())
     globs = project["tool"]["setuptools"]["package-data"]["thinwire_lab"]
@@ -92,9 +86,7 @@ def test_a_wheel_holds_the_data_beside_the_code() -> None:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_help_shows_the_options_of_one_experiment(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_shows_the_options_of_one_experiment(name, capsys):
     with pytest.raises(SystemExit):
         main(["lab", name, "--help"])
     text = capsys.readouterr().out
@@ -107,7 +99,7 @@ def outcome(command: str, verdict: str = "As expected.") -> Outcome:
     return Outcome("map", "?", verdict, None, [{"figure": 1.0}], PANELS, command)
 
 
-def test_a_report_is_overwritten_by_its_own_command_alone(tmp_path: Path) -> None:
+def test_a_report_is_overwritten_by_its_own_command_alone(tmp_path):
     first = write_outcome(outcome("thinwire lab map"), tmp_path)
     other = write_outcome(outcome("thinwire lab map --arms x"), tmp_path)
     assert (first.name, other.name) == ("map", "map-2")
@@ -118,7 +110,7 @@ def test_a_report_is_overwritten_by_its_own_command_alone(tmp_path: Path) -> Non
     assert write_outcome(outcome("thinwire lab map"), tmp_path).name == "map-3"
 
 
-def test_what_is_too_small_holds_neither_way() -> None:
+def test_what_is_too_small_holds_neither_way():
     found = Outcome("x", "?", "Seen: 3.", True, [], [], too_small="16 steps")
     assert found.holds is None and found.to_plain()["too_small"] == "16 steps"
     assert found.conclusion == "Too small to decide: 16 steps. Seen: 3."
@@ -136,9 +128,7 @@ def test_what_is_too_small_holds_neither_way() -> None:
         (["headline", "--tflops", "0"], "--tflops: '0' must be"),
     ],
 )
-def test_values_out_of_range_are_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_out_of_range_are_refused(arguments, words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["lab", *arguments])
     assert ended.value.code == 2

@@ -52,12 +52,12 @@ def train(arm: Arm, shared: dict[str, Any]) -> "Row":
 
 
 @pytest.fixture
-def ground(monkeypatch: pytest.MonkeyPatch) -> Ground:
+def ground(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     return Ground({"data": "c1"}, {"add": 0.25, "noise": 100_000}, "test_pool")
 
 
-def test_arms_are_trained_once_and_logged(ground: Ground, tmp_path: Path) -> None:
+def test_arms_are_trained_once_and_logged(ground, tmp_path):
     log, said = tmp_path / "new" / "arms.jsonl", []
     grid = [summed(1, 2), summed(-1, 0), summed(99, 0)]
     rows = lab.train_arms(grid, ground, lab.Session(log, 2, said.append))
@@ -73,7 +73,7 @@ def test_arms_are_trained_once_and_logged(ground: Ground, tmp_path: Path) -> Non
     assert again == rows
 
 
-def test_figures_outlast_a_process_that_dies_on_its_way_out(ground: Ground, tmp_path: Path) -> None:
+def test_figures_outlast_a_process_that_dies_on_its_way_out(ground, tmp_path):
     log, said = tmp_path / "arms.jsonl", []
     endings = ("killed", "killed later", "killed loudly", "half said", "unfinished line")
     grid = [summed(number, 0, ending) for number, ending in enumerate(endings)]
@@ -87,7 +87,7 @@ def test_figures_outlast_a_process_that_dies_on_its_way_out(ground: Ground, tmp_
     assert said[-1] == f"2 arms, 2 of them in {log} already"
 
 
-def test_other_grounds_do_not_compare(ground: Ground, tmp_path: Path) -> None:
+def test_other_grounds_do_not_compare(ground, tmp_path):
     log = tmp_path / "arms.jsonl"
     other = {"arm": {"label": "x", "seed": 1, "steps": 2}, "figures": {"loss": 9.0}}
     log.write_text(json.dumps({**other, "ground": {"data": "c2"}}) + "\n")
@@ -101,14 +101,14 @@ def test_other_grounds_do_not_compare(ground: Ground, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ['{"mode": "dense", "loss": 4.5}', '{"arm": {', "7", '{"arm": {"x": 1}}']
 )
-def test_a_log_in_another_format_is_refused(ground: Ground, tmp_path: Path, line: str) -> None:
+def test_a_log_in_another_format_is_refused(ground, tmp_path, line):
     log = tmp_path / "arms.jsonl"
     log.write_text(f"{line}\n")
     with pytest.raises(ConfigError, match=r"arms\.jsonl, line 1: .* move the file, or"):
         lab.train_arms([summed(1, 2)], ground, lab.Session(log, 1, print))
 
 
-def test_no_arm_is_started_when_time_is_up(ground: Ground, tmp_path: Path) -> None:
+def test_no_arm_is_started_when_time_is_up(ground, tmp_path):
     said: list[str] = []
     session = lab.Session(tmp_path / "log", 2, said.append, until=lab.time.monotonic() - 1)
     assert lab.train_arms([summed(1, 2), summed(1, 3)], ground, session) == []
@@ -126,9 +126,7 @@ pool.train_arms([test_pool.summed(1, 2, "long")], ground, pool.Session(Path("log
 
 
 @pytest.mark.parametrize("name", [n for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n)])
-def test_a_grid_that_is_asked_to_end_takes_its_processes_along(
-    ground: Ground, tmp_path: Path, name: str
-) -> None:
+def test_a_grid_that_is_asked_to_end_takes_its_processes_along(ground, tmp_path, name):
     here = tmp_path / "pid"
     number = getattr(signal, name)
     script = f"import signal; signal.signal({number:d}, signal.SIG_DFL)\n{GRID}"  # nohup ignores it

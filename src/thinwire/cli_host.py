@@ -179,10 +179,7 @@ def run_to_end(
     from thinwire.web.follow import Followed
 
     try:
-        with (
-            open_display(sys.stdout, name) as shown,
-            Followed(shown, web, role, sample) as display,
-        ):
+        with open_display(sys.stdout, name) as shown, Followed(shown, web, role, sample) as display:
             summary = run(display)
         if shows_summary:
             print_summary(summary)

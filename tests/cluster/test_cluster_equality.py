@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +57,10 @@ QUICK = ("lossy", "tables", "interleaved", "zbv", "replicas")
 
 
 @pytest.fixture(scope="module")
-def cluster_settings(
-    tmp_path_factory: pytest.TempPathFactory, text_folder: Path
-) -> Callable[..., Settings]:
+def cluster_settings(tmp_path_factory, text_folder):
     out = tmp_path_factory.mktemp("runs")
 
-    def make(name: str, changes: dict[str, Any]) -> Settings:
+    def make(name, changes):
         values: dict[str, dict[str, Any]] = {
             "run": {"name": name, "out": str(out), "device": "cpu", "threads": 1},
             "model": dict(TINY_MODEL),
@@ -88,15 +85,10 @@ class Played:
 
 
 @pytest.fixture(scope="module")
-def play(
-    cluster_settings: Callable,
-    corpus: Corpus,
-    masked: Corpus,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[Collection[str]], Played]:
+def play(cluster_settings, corpus, masked, tmp_path_factory):
     """Cases on four processes, and the example on two, in one go."""
 
-    def go(names: Collection[str]) -> Played:
+    def go(names):
         settings = {name: cluster_settings(name, CASES[name].changes) for name in names}
         cases = [
             {"settings": settings[name].to_plain(), "schedule": CASES[name].schedule,
@@ -117,12 +109,12 @@ def play(
 
 
 @pytest.fixture(scope="module")
-def played(play: Callable) -> Played:
+def played(play):
     return play(QUICK)
 
 
 @pytest.fixture(scope="module")
-def played_slowly(play: Callable) -> Played:
+def played_slowly(play):
     return play(CASES.keys() - QUICK)
 
 
@@ -136,15 +128,13 @@ def results(settings: Settings) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", [name for name in QUICK if CASES[name].replicas == 1])
-def test_ranks_train_what_our_own_engine_trains(name: str, played: Played, corpus: Corpus) -> None:
+def test_ranks_train_what_our_own_engine_trains(name, played, corpus):
     check_equality(name, played, corpus)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
-def test_ranks_train_the_same_in_every_mode(
-    name: str, played_slowly: Played, corpus: Corpus, masked: Corpus
-) -> None:
+def test_ranks_train_the_same_in_every_mode(name, played_slowly, corpus, masked):
     check_equality(name, played_slowly, masked if CASES[name].is_masked else corpus)
 
 
@@ -161,7 +151,7 @@ def check_equality(name: str, played: Played, data: Corpus) -> None:
             assert torch.equal(weights[parameter], tensor), parameter
 
 
-def test_replicas_share_a_batch(played: Played, corpus: Corpus) -> None:
+def test_replicas_share_a_batch(played, corpus):
     """The first loss is the same bit for bit; then gradients are added up in another order."""
     settings = played.settings["replicas"]
     said, weights = results(settings)
@@ -174,7 +164,7 @@ def test_replicas_share_a_batch(played: Played, corpus: Corpus) -> None:
             torch.testing.assert_close(weights[parameter], tensor, atol=1e-5, rtol=0)
 
 
-def test_ranks_send_what_codecs_make(played: Played) -> None:
+def test_ranks_send_what_codecs_make(played):
     """Of each leg its own bytes, rounded up to a float, without what the other leg needs."""
     said, _ = results(played.settings["lossy"])
     tokens, dim = TINY_MODEL["context"], TINY_MODEL["dim"]
@@ -182,7 +172,7 @@ def test_ranks_send_what_codecs_make(played: Played) -> None:
     assert kinds == {"FORWARD": tokens * (dim + 2), "EVALUATE": tokens * (dim + 2)}
 
 
-def test_the_example_learns(played: Played) -> None:
+def test_the_example_learns(played):
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", played.output, re.M)]
     assert len(losses) == 6
     assert losses[-1] < losses[0] / 4

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from thinwire.cluster import Crossing
 from thinwire.cluster.__main__ import main
 from thinwire.cluster.grid import lay_out
-from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, choose_device
 from thinwire.engine.checkpoint import list_checkpoints
 from thinwire.engine.cut import CutEnd
@@ -58,8 +56,8 @@ def metrics(folder: Path, kind: str) -> list[dict]:
 
 @pytest.mark.slow
 def test_either_engine_continues_the_others_run(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path, cache: Path
-) -> None:
+    make_settings, run_in_threads, corpus, tmp_path, cache
+):
     settings: Settings = make_settings(**EXACT)
     folder = tmp_path / settings.run.name
     whole = run_in_threads(settings, folder=folder)
@@ -82,9 +80,7 @@ def test_either_engine_continues_the_others_run(
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(
-    make_settings: Callable, tmp_path: Path, cache: Path
-) -> None:
+def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(make_settings, tmp_path, cache):
     settings: Settings = make_settings(**EXACT)
     (tmp_path / "dying.py").write_text(
         "import os, sys, time, threading\n"
@@ -130,16 +126,14 @@ def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(
-    changes: dict, world: int, schedule: str, replicas: int, words: str, make_settings: Callable
-) -> None:
+def test_what_does_not_fit_is_refused(changes, world, schedule, replicas, words, make_settings):
     with pytest.raises(ConfigError) as refused:
         lay_out(make_settings(**changes), world, schedule, replicas)
     assert words in str(refused.value)
 
 
 @pytest.mark.parametrize("codec", ["step(3)+zstd", "topk(0.1)+aqsgd"])
-def test_payloads_of_changing_size_are_refused(codec: str, make_settings: Callable) -> None:
+def test_payloads_of_changing_size_are_refused(codec, make_settings):
     settings = make_settings(codec__forward=codec)
     builder = StageBuilder(settings, choose_device("cpu", 0))
     end = CutEnd.build(settings, 0, True, builder.wire_spec(0))
@@ -147,9 +141,7 @@ def test_payloads_of_changing_size_are_refused(codec: str, make_settings: Callab
         Crossing(end, "cpu")
 
 
-def test_only_torchrun_starts_a_rank(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_torchrun_starts_a_rank(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as ended:
         main(["run.toml"])

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import tensors
@@ -77,9 +76,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @few
 @given(st.sampled_from(sorted(INNERS)), microbatches, seeds, dtypes)
-def test_both_ends_remember_the_same_over_any_traffic(
-    inner: str, traffic: list[tuple[str, list[int]]], seed: int, dtype: torch.dtype
-) -> None:
+def test_both_ends_remember_the_same_over_any_traffic(inner, traffic, seed, dtype):
     ends = Ends(inner, dtype=dtype)
     seen: set[int] = set()
     for number, (event, examples) in enumerate(traffic):
@@ -108,7 +105,7 @@ def test_both_ends_remember_the_same_over_any_traffic(
     assert {i for i, flag in enumerate(mine["seen"].tolist()) if flag} == seen
 
 
-def test_an_example_comes_nearer_with_every_visit() -> None:
+def test_an_example_comes_nearer_with_every_visit():
     ends, tensor = Ends("topk"), normal(5)
     ends.send(normal(0), at(0, [0, 1, 2]))
     errors = []
@@ -120,7 +117,7 @@ def test_an_example_comes_nearer_with_every_visit() -> None:
     assert errors[-1] < 0.02 * errors[0]
 
 
-def test_training_without_examples_is_refused_with_the_reason() -> None:
+def test_training_without_examples_is_refused_with_the_reason():
     ends = Ends("topk")
     with pytest.raises(ConfigError, match="do not name the examples"):
         ends.sender.pack(normal(0), at(0, None))
@@ -136,7 +133,7 @@ def test_training_without_examples_is_refused_with_the_reason() -> None:
 # The memory itself
 
 
-def test_too_little_room_is_refused_with_the_need_and_the_limit(tmp_path: Path) -> None:
+def test_too_little_room_is_refused_with_the_need_and_the_limit(tmp_path):
     need = bytes_needed(ROW, EXAMPLES)
     assert need == EXAMPLES * (2 * 24 + 5)
     ExampleMemory(ROW, Surroundings(EXAMPLES, limit_bytes=need), CPU)
@@ -148,7 +145,7 @@ def test_too_little_room_is_refused_with_the_need_and_the_limit(tmp_path: Path) 
         codec.prepare(spec_of(normal(0)), Surroundings(10**6, limit_bytes=10**7))
 
 
-def test_a_file_and_the_device_remember_the_same(tmp_path: Path) -> None:
+def test_a_file_and_the_device_remember_the_same(tmp_path):
     folder = tmp_path / "new" / "folder"
     here, there = Ends("topk"), Ends("topk", Surroundings(EXAMPLES, 10**6, folder))
     for number, examples in enumerate([[0, 1, 2], [2, 1, 0], [4, 1, 6], [6, 4, 2]]):

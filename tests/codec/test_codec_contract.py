@@ -35,7 +35,7 @@ def sent(sender: Codec, receiver: Codec, tensor: Tensor, place: Place) -> Tensor
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_any_shape_arrives_in_the_type_that_is_expected(name: str, shape: tuple[int, ...]) -> None:
+def test_any_shape_arrives_in_the_type_that_is_expected(name, shape):
     if not shape and "aqsgd" in name:
         return  # which needs a row for each example
     tensor = normal(shape, 0)
@@ -51,7 +51,7 @@ def test_any_shape_arrives_in_the_type_that_is_expected(name: str, shape: tuple[
 
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_view_is_read_in_row_order_and_left_alone(name: str, single: bool) -> None:
+def test_a_view_is_read_in_row_order_and_left_alone(name, single):
     """A single element counts as contiguous, though its neighbours in memory are not its own."""
     view = torch.ones(4, 6)[::4, ::6] if single else normal((6, 4, 3), 0).transpose(0, 2)
     view.requires_grad_()
@@ -65,7 +65,7 @@ def test_a_view_is_read_in_row_order_and_left_alone(name: str, single: bool) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_payload_of_another_size_is_refused_and_every_kind_of_bytes_is_read(name: str) -> None:
+def test_a_payload_of_another_size_is_refused_and_every_kind_of_bytes_is_read(name):
     tensor = normal((3, 4, 6), 0)
     sender, place = made(name, tensor), at(0, tensor)
     payload = bytes(sender.pack(tensor, place))
@@ -86,7 +86,7 @@ def test_a_payload_of_another_size_is_refused_and_every_kind_of_bytes_is_read(na
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_not_finite_never_arrives_as_finite(name: str, bad: float) -> None:
+def test_what_is_not_finite_never_arrives_as_finite(name, bad):
     tensor = normal((3, 4, 6), 0)
     sender, receiver = made(name, tensor), made(name, tensor)
     sent(sender, receiver, tensor, at(0, tensor))
@@ -99,7 +99,7 @@ def test_what_is_not_finite_never_arrives_as_finite(name: str, bad: float) -> No
 
 @pytest.mark.parametrize("name", REMEMBERING)
 @pytest.mark.parametrize("done", [0, 1, 3])
-def test_a_saved_state_continues_alike_and_evaluation_leaves_no_trace(name: str, done: int) -> None:
+def test_a_saved_state_continues_alike_and_evaluation_leaves_no_trace(name, done):
     tensor = normal((3, 4, 6), 0)
     ends, resumed = ([made(name, tensor) for _ in range(2)] for _ in range(2))
     for number in range(done):

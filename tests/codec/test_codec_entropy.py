@@ -7,15 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import normal
 
-from thinwire.codec import (
-    Cast,
-    Leg,
-    Place,
-    TensorSpec,
-    cross,
-    parse_codec,
-    spec_of,
-)
+from thinwire.codec import Cast, Leg, Place, TensorSpec, cross, parse_codec, spec_of
 from thinwire.codec.entropy import Zstd
 from thinwire.errors import WireError
 
@@ -35,9 +27,7 @@ quick = settings(deadline=None, max_examples=40, derandomize=True)
     st.sampled_from((FORWARD, BACKWARD)),
     st.integers(1, 5),
 )
-def test_what_arrives_is_what_the_inner_codec_delivers(
-    name: str, shape: tuple[int, ...], place: Place, level: int
-) -> None:
+def test_what_arrives_is_what_the_inner_codec_delivers(name, shape, place, level):
     sent = normal(shape, 0)
     plain = parse_codec(name)
     wanted = plain.unpack(bytes(plain.pack(sent, place)), spec_of(sent), place)
@@ -51,7 +41,7 @@ def test_what_arrives_is_what_the_inner_codec_delivers(
 
 @pytest.mark.parametrize("shape", [(2, 32, 61), (4, 256, 17), (8, 512, 61)])
 @pytest.mark.parametrize("bits", [1.5, 2, 3, 4, 5.5, 8])
-def test_a_plan_expects_about_what_is_sent(bits: int, shape: tuple[int, ...]) -> None:
+def test_a_plan_expects_about_what_is_sent(bits, shape):
     codec, sent = parse_codec(f"step({bits})+zstd"), normal(shape, 0)
     expected = codec.expected_bytes(shape)
     assert expected == pytest.approx(len(codec.pack(sent, FORWARD)), rel=0.1)
@@ -68,7 +58,7 @@ def test_a_plan_expects_about_what_is_sent(bits: int, shape: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 2**17 - 1, 2**17, 2**17 + 1, 3 * 2**17 + 5])
 @pytest.mark.parametrize("level", [1, 3, 9, 19])
-def test_what_cannot_be_compressed_stays_within_the_limit(size: int, level: int) -> None:
+def test_what_cannot_be_compressed_stays_within_the_limit(size, level):
     """Random bytes in an fp32 codec: the frame's own bytes are all that is added."""
     noise = torch.randint(-(2**31), 2**31, (size // 4 + 1,), dtype=torch.int32)
     sent = noise.view(torch.float32)[: size // 4]
@@ -78,7 +68,7 @@ def test_what_cannot_be_compressed_stays_within_the_limit(size: int, level: int)
 
 
 @pytest.mark.parametrize("name", ["int4", "step(3)", "bf16"])
-def test_an_altered_payload_never_gives_another_tensor(name: str) -> None:
+def test_an_altered_payload_never_gives_another_tensor(name):
     codec, sent = Zstd(parse_codec(name)), normal((8, 24), 0)
     payload = bytes(codec.pack(sent, FORWARD))
     right = codec.unpack(payload, spec_of(sent), FORWARD)
@@ -96,7 +86,7 @@ def test_an_altered_payload_never_gives_another_tensor(name: str) -> None:
     assert refused > 0.99 * 8 * len(payload)  # a few bits of a frame mean nothing
 
 
-def test_a_bomb_is_refused_by_what_it_says_and_by_what_it_is() -> None:
+def test_a_bomb_is_refused_by_what_it_says_and_by_what_it_is():
     codec, spec = Zstd(Cast("fp32")), TensorSpec((4,), torch.float32, CPU)
     bomb = zstandard.compress(bytes(2**26))
     assert len(bomb) < 10_000
@@ -113,7 +103,7 @@ def test_a_bomb_is_refused_by_what_it_says_and_by_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "fp32"])
-def test_a_truncated_or_longer_payload_is_refused(name: str) -> None:
+def test_a_truncated_or_longer_payload_is_refused(name):
     codec, sent = Zstd(parse_codec(name)), normal((6, 7), 0)
     payload = bytes(codec.pack(sent, FORWARD))
     wrong = [payload[:length] for length in range(len(payload))]

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
 
@@ -26,7 +25,7 @@ PLACE = Place(Leg.BACKWARD, step=0, microbatch=0)
 
 
 @pytest.fixture(autouse=True)
-def findable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def findable(monkeypatch):
     """As with PYTHONPATH=examples; what was registered is forgotten afterwards."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     registered = {"sign": "sign_codec", "exchanged": "exchanged_rounding"}
@@ -38,7 +37,7 @@ def findable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(module, None)
 
 
-def test_rounding_is_exchanged(make_settings: Callable[..., Settings]) -> None:
+def test_rounding_is_exchanged(make_settings):
     make_settings(codec__plugins=["exchanged_rounding"], codec__forward="exchanged(2)")
     codec, x = parse_codec("exchanged(2)"), torch.randn(4, 64)
     assert codec.name == "exchanged(2)"
@@ -49,7 +48,7 @@ def test_rounding_is_exchanged(make_settings: Callable[..., Settings]) -> None:
     assert codec.pack(x, PLACE) == usual.pack(x, other)
 
 
-def test_an_unknown_codec_becomes_known_by_a_plugin(make_settings: Callable[..., Settings]) -> None:
+def test_an_unknown_codec_becomes_known_by_a_plugin(make_settings):
     with pytest.raises(ConfigError, match=r'codec\.backward = "sign"'):
         make_settings(codec__backward="sign")
     made = make_settings(codec__backward="sign+ef", codec__plugins=["sign_codec"])
@@ -59,7 +58,7 @@ def test_an_unknown_codec_becomes_known_by_a_plugin(make_settings: Callable[...,
 
 @settings(deadline=None, max_examples=40, derandomize=True)
 @given(st.lists(st.integers(0, 9), max_size=4).map(tuple), st.integers(0, 2**32))
-def test_what_it_promises_holds(shape: tuple[int, ...], seed: int) -> None:
+def test_what_it_promises_holds(shape, seed):
     import sign_codec
 
     codec = sign_codec.Sign()
@@ -78,9 +77,7 @@ def test_what_it_promises_holds(shape: tuple[int, ...], seed: int) -> None:
             codec.unpack(payload[:-1], spec, PLACE)
 
 
-def test_a_checkpoint_whose_plugin_is_missing_says_which(
-    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_whose_plugin_is_missing_says_which(make_settings, tmp_path, monkeypatch):
     made = make_settings(codec__backward="sign", codec__plugins=["sign_codec"]).to_plain()
     facts = {"weight_version": 0, "basis_version": 0, "corpus": "none", "settings": made}
     partial_folder(tmp_path, 1).mkdir(parents=True)
@@ -94,9 +91,7 @@ def test_a_checkpoint_whose_plugin_is_missing_says_which(
     assert "version of thinwire" not in str(caught.value)
 
 
-def test_a_checkpoint_runs_no_code_unless_it_is_allowed(
-    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_runs_no_code_unless_it_is_allowed(make_settings, tmp_path, monkeypatch):
     """The module marks that it was imported: opening the checkpoint of a stranger must not."""
     (tmp_path / "stranger.py").write_text(
         "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"

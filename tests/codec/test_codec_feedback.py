@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import (
-    Cast,
-    Codec,
-    Leg,
-    Place,
-    Surroundings,
-    cross,
-    spec_of,
-)
+from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, cross, spec_of
 from thinwire.codec.base import Shape
 from thinwire.codec.feedback import EF21, ErrorFeedback, Feedback, MixedErrorFeedback
 from thinwire.codec.lowrank import LowRank
@@ -89,9 +81,7 @@ def traffic(events: list[str], seed: int, dtype: torch.dtype) -> list[tuple[str,
 
 @few
 @given(st.sampled_from([pair for pair in PAIRS if pair[0] in SENDERS]), events, seeds, dtypes)
-def test_what_arrived_is_what_was_meant_but_for_the_last_error(
-    pair: tuple[type[Feedback], str], events: list[str], seed: int, dtype: torch.dtype
-) -> None:
+def test_what_arrived_is_what_was_meant_but_for_the_last_error(pair, events, seed, dtype):
     """EF's telescoping sum: c_1 + ... + c_T = x_1 + ... + x_T - e_T."""
     ends = ends_of(pair)
     meant, arrived = (torch.zeros(SHAPE, dtype=torch.float64) for _ in range(2))
@@ -109,7 +99,7 @@ def test_what_arrived_is_what_was_meant_but_for_the_last_error(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
 @pytest.mark.parametrize("inner", sorted(INNERS))
-def test_ef21_agrees_between_unlike_devices(inner: str, devices: tuple[str, str]) -> None:
+def test_ef21_agrees_between_unlike_devices(inner, devices):
     ends = ends_of((EF21, inner))
     here, there = map(torch.device, devices)
     for number in range(6):
@@ -120,9 +110,7 @@ def test_ef21_agrees_between_unlike_devices(inner: str, devices: tuple[str, str]
 
 
 @pytest.mark.parametrize(("wrapper", "inner"), PAIRS)
-def test_feedback_delivers_a_constant_tensor_in_the_end(
-    wrapper: type[Feedback], inner: str
-) -> None:
+def test_feedback_delivers_a_constant_tensor_in_the_end(wrapper, inner):
     """Without feedback these codecs never would: what they leave out, they leave out for ever."""
     sent, ends, plain = normal(0), ends_of((wrapper, inner)), INNERS[inner]()
     arrived = torch.zeros(SHAPE)
@@ -137,7 +125,7 @@ def test_feedback_delivers_a_constant_tensor_in_the_end(
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_another_shape_or_type_is_refused(wrapper: type[Feedback]) -> None:
+def test_another_shape_or_type_is_refused(wrapper):
     codec, place = wrapper(TopK(0.2)), Place(Leg.FORWARD, 0, 0)
     codec.pack(normal(0), place)
     for other in (normal(0, shape=(2, 6, 8)), normal(0, torch.float64)):
@@ -152,7 +140,7 @@ def test_another_shape_or_type_is_refused(wrapper: type[Feedback]) -> None:
     loaded.load_state_tensors({"buffer": torch.zeros(SHAPE)})
 
 
-def test_mixed_feedback_spends_half_on_the_error() -> None:
+def test_mixed_feedback_spends_half_on_the_error():
     codec, place = MixedErrorFeedback(TopK(0.25)), Place(Leg.FORWARD, 0, 0)
     half = TopK(0.125).payload_limit(SHAPE)
     assert len(codec.pack(normal(0), place)) == 2 * half

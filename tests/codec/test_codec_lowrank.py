@@ -26,14 +26,12 @@ def relative_error(sent: Tensor, got: Tensor) -> float:
 
 @few
 @given(st.integers(8, 20), st.integers(8, 20), ranks, seeds, st.integers(-100, 90))
-def test_a_matrix_of_that_rank_arrives_whole(
-    rows: int, columns: int, rank: int, seed: int, exponent: int
-) -> None:
+def test_a_matrix_of_that_rank_arrives_whole(rows, columns, rank, seed, exponent):
     sent = normal((rows, rank), seed) @ normal((rank, columns), seed + 1) * 2.0**exponent
     assert relative_error(sent, round_trip(LowRank(rank), sent)) < 2**-6
 
 
-def test_three_cold_iterations_come_near_the_best_and_warm_ones_nearer() -> None:
+def test_three_cold_iterations_come_near_the_best_and_warm_ones_nearer():
     left, right = (torch.linalg.qr(normal((64, 64), seed)).Q for seed in (0, 1))
     spectrum = 0.8 ** torch.arange(64.0)
     sent = left @ torch.diag(spectrum) @ right
@@ -45,7 +43,7 @@ def test_three_cold_iterations_come_near_the_best_and_warm_ones_nearer() -> None
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (0, 4), (1, 9), (9, 1), (3, 3), (2, 4, 1, 2)])
-def test_a_rank_that_saves_nothing_sends_bf16(shape: tuple[int, ...]) -> None:
+def test_a_rank_that_saves_nothing_sends_bf16(shape):
     sent = normal(shape, 0)
     for rank in (2, 100):
         assert torch.equal(round_trip(LowRank(rank), sent), sent.to(torch.bfloat16).float())
@@ -53,9 +51,7 @@ def test_a_rank_that_saves_nothing_sends_bf16(shape: tuple[int, ...]) -> None:
 
 @few
 @given(st.integers(8, 12), st.integers(8, 12), seeds, st.integers(-20, 100))
-def test_the_product_is_exact_in_any_order(
-    rows: int, columns: int, seed: int, exponent: int
-) -> None:
+def test_the_product_is_exact_in_any_order(rows, columns, seed, exponent):
     """What EF21 relies on: no machine may sum it to other bits."""
     codec = LowRank(3)
     # Rows and columns of all sizes, whose products no float64 could add up without a common grid
@@ -75,7 +71,7 @@ def test_the_product_is_exact_in_any_order(
             assert got[row, column] == torch.tensor(math.fsum(products)).float()
 
 
-def test_a_width_that_changes_is_refused() -> None:
+def test_a_width_that_changes_is_refused():
     codec = LowRank(1)
     round_trip(codec, normal((9, 11), 0))
     round_trip(codec, normal((5, 11), 0))
@@ -85,9 +81,7 @@ def test_a_width_that_changes_is_refused() -> None:
 
 @few
 @given(shapes, ranks, seeds, st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
-def test_the_error_is_at_most_the_tensor(
-    shape: tuple[int, ...], rank: int, seed: int, dtype: torch.dtype
-) -> None:
+def test_the_error_is_at_most_the_tensor(shape, rank, seed, dtype):
     sent = normal(shape, seed, dtype)
     got = round_trip(LowRank(rank), sent)
     assert got.shape == sent.shape and got.dtype == dtype

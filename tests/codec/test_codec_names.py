@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +34,7 @@ CANONICAL = [
 
 
 @pytest.mark.parametrize("name", CANONICAL)
-def test_a_name_reads_back_to_the_same_codec(name: str) -> None:
+def test_a_name_reads_back_to_the_same_codec(name):
     codec = parse_codec(name)
     assert codec.name == name
     again = parse_codec(codec.name)
@@ -54,7 +53,7 @@ def test_a_name_reads_back_to_the_same_codec(name: str) -> None:
         ("lowrank( rank=4 )", "lowrank(4)"),
     ],
 )
-def test_what_means_the_same_prints_the_same(written: str, name: str) -> None:
+def test_what_means_the_same_prints_the_same(written, name):
     assert parse_codec(written).name == name
 
 
@@ -62,14 +61,14 @@ def test_what_means_the_same_prints_the_same(written: str, name: str) -> None:
     ("wrong", "meant"), [("bf61", "bf16"), ("fp23", "fp32"), ("float16", "fp16"), ("FP64", "fp64"),
                          ("int44", "int4"), ("top-k(0.1)", "topk"), ("low-rank(2)", "lowrank")]
 )  # fmt: skip
-def test_a_slip_is_answered_with_the_nearest_name(wrong: str, meant: str) -> None:
+def test_a_slip_is_answered_with_the_nearest_name(wrong, meant):
     with pytest.raises(ConfigError) as failure:
         parse_codec(wrong, "codec.forward")
     assert str(failure.value).startswith(f'codec.forward = "{wrong}": ')
     assert str(failure.value).endswith(f'is not a codec; did you mean "{meant}"?')
 
 
-def test_a_name_unlike_any_is_answered_with_all_of_them() -> None:
+def test_a_name_unlike_any_is_answered_with_all_of_them():
     with pytest.raises(ConfigError, match=r"allowed: fp64, fp32, bf16, fp16, fp8, int2, .*lowrank"):
         parse_codec("zip")
 
@@ -104,14 +103,14 @@ def test_a_name_unlike_any_is_answered_with_all_of_them() -> None:
         ("int4+ef-mixed", "int4 has no budget to halve; topk, randk"),
     ],
 )
-def test_a_wrong_part_is_named_with_what_is_allowed(wrong: str, said: str) -> None:
+def test_a_wrong_part_is_named_with_what_is_allowed(wrong, said):
     with pytest.raises(ConfigError) as failure:
         parse_codec(wrong, "codec.backward")
     assert str(failure.value).startswith(f'codec.backward = "{wrong}": ')
     assert said in str(failure.value)
 
 
-def test_a_shared_mask_without_a_mask_is_refused() -> None:
+def test_a_shared_mask_without_a_mask_is_refused():
     with pytest.raises(ConfigError, match=r'^codec.backward = "topk\(shared\)": .*forward.*int4'):
         build_codecs("int4", "topk(shared)")
     with pytest.raises(ConfigError, match=r'^codec.forward = "topk\(shared\)\+ef": .*a backward'):
@@ -126,7 +125,7 @@ class Rounded(Cast):
         self.arguments = digits, base, exact, note
 
 
-def test_a_registered_codec_is_read_by_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_codec_is_read_by_its_signature(monkeypatch):
     monkeypatch.delitem(_CODECS, "rounded", raising=False)
     register_codec("rounded", Rounded)
     register_codec("rounded", Rounded)  # a module may be imported twice
@@ -142,13 +141,13 @@ def test_a_registered_codec_is_read_by_its_signature(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["bf16", "zstd", "int4", "Sign", "", "my codec", "a(b)", "a+b"])
-def test_a_name_that_is_taken_or_unreadable_is_not_registered(name: str) -> None:
+def test_a_name_that_is_taken_or_unreadable_is_not_registered(name):
     with pytest.raises(ValueError, match="name"):
         register_codec(name, Rounded)
     assert _CODECS.get(name) is not Rounded
 
 
-def test_a_place_has_a_key_of_its_own() -> None:
+def test_a_place_has_a_key_of_its_own():
     """It decides everything random: another key and a run does not repeat."""
     place = Place(Leg.BACKWARD, step=3, microbatch=1, cut=2, seed=5)
     assert place.key == 554662618693138363
@@ -177,8 +176,8 @@ def visible() -> dict[str, list[str]]:
 VISIBLE = visible()
 
 
-def test_the_docs_say_of_every_codec_what_a_token_can_see() -> None:
-    def words(names: Iterable[str]) -> set[str]:
+def test_the_docs_say_of_every_codec_what_a_token_can_see():
+    def words(names):
         return {name.rstrip("0123456789") for name in names if name != "rounded"}
 
     said = (name.partition("(")[0] for names in VISIBLE.values() for name in names)
@@ -189,7 +188,7 @@ def test_the_docs_say_of_every_codec_what_a_token_can_see() -> None:
 @pytest.mark.parametrize(
     ("decides", "name"), [(d, n) for d, names in VISIBLE.items() for n in names]
 )
-def test_a_token_sees_in_evaluation_what_the_docs_say(decides: str, name: str, suffix: str) -> None:
+def test_a_token_sees_in_evaluation_what_the_docs_say(decides, name, suffix):
     """Another last token of the first sequence: who else arrives otherwise?"""
     sent = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0))
     other = sent.clone()
@@ -254,8 +253,8 @@ def payloads(name: str, shape: tuple[int, ...]) -> list[int]:
     return [len(bytes(codec.pack(x, place))) for place in visits]
 
 
-def test_the_table_has_every_codec() -> None:
-    words = {re.match(r"[a-z0-9]+", name)[0] for name in FORMULAS}  # type: ignore[index]
+def test_the_table_has_every_codec():
+    words = {re.match(r"[a-z0-9]+", name)[0] for name in FORMULAS}
     assert words >= {name for name in _CODECS if name != "rounded"}
     suffixes = {name.partition("+")[2] for name in FORMULAS}
     assert suffixes >= {"ef", "ef-mixed", "ef21", "aqsgd", "zstd"}
@@ -263,7 +262,7 @@ def test_the_table_has_every_codec() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMULAS)
-def test_payloads_have_the_size_that_the_docs_say(name: str, shape: tuple[int, ...]) -> None:
+def test_payloads_have_the_size_that_the_docs_say(name, shape):
     if "aqsgd" in name and not shape:
         return  # no rows to remember
     sizes, empty = payloads(name, shape), math.prod(shape) == 0

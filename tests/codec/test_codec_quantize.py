@@ -84,16 +84,14 @@ def allowed_error(sent: Tensor, format: torch.dtype) -> Tensor:
     st.lists(st.floats(-60000, 60000), max_size=20),
     st.sampled_from((torch.float64, torch.float32)),
 )
-def test_other_values_move_by_half_a_place_at_most(
-    name: str, values: list[float], dtype: torch.dtype
-) -> None:
+def test_other_values_move_by_half_a_place_at_most(name, values, dtype):
     sent = torch.tensor(values, dtype=dtype)
     error = (round_trip(Cast(name), sent).double() - sent.double()).abs()
     assert (error <= allowed_error(sent, FORMATS[name])).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_nan_and_infinity_travel(name: str) -> None:
+def test_nan_and_infinity_travel(name):
     sent = torch.tensor([NAN, INF, -INF, -0.0, 1.0])
     got = round_trip(Cast(name), sent)
     assert got.isnan().tolist() == [True, False, False, False, False]
@@ -104,7 +102,7 @@ def test_nan_and_infinity_travel(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_device_without_float64_is_refused_for_fp64_alone(name: str) -> None:
+def test_a_device_without_float64_is_refused_for_fp64_alone(name):
     spec = TensorSpec((2,), torch.float32, torch.device("mps"))
     for codec in (Cast(name), parse_codec(f"{name}+ef+zstd")):
         if name != "fp64":
@@ -114,7 +112,7 @@ def test_a_device_without_float64_is_refused_for_fp64_alone(name: str) -> None:
             codec.prepare(spec, Surroundings(0, 0))
 
 
-def test_tags_name_the_codec_for_ever() -> None:
+def test_tags_name_the_codec_for_ever():
     """Written out: a release that changes one can no longer talk to the last."""
     tags = {name: Cast(name).tag for name in FORMATS}
     wanted = {"fp64": 0xC3507A53, "fp32": 0x57442B23, "bf16": 0xF5D6C52D, "fp16": 0x621F8DB8}
@@ -163,9 +161,7 @@ def is_within_bound(codec: Codec, sent: Tensor, place: Place) -> bool:
 @quick
 @given(names, rows, places)
 @example("int4(group=4)", [[1.0], [2.0]], FORWARD)  # a group that is nearly all padding
-def test_every_value_arrives_within_the_bound(
-    name: str, values: list[list[float]], place: Place
-) -> None:
+def test_every_value_arrives_within_the_bound(name, values, place):
     sent = torch.tensor(values, dtype=torch.float32)
     if sent.numel():
         assert is_within_bound(parse_codec(name), sent, place)
@@ -173,7 +169,7 @@ def test_every_value_arrives_within_the_bound(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("place", [FORWARD, BACKWARD])
-def test_zeros_and_extremes(name: str, place: Place) -> None:
+def test_zeros_and_extremes(name, place):
     codec = parse_codec(name)
     assert torch.equal(round_trip(codec, torch.zeros(3, 5), place), torch.zeros(3, 5))
     tiny = torch.tensor([[1e-45, -1e-45, 0.0], [1e-38, 0.0, -1e-40]])
@@ -187,9 +183,7 @@ def test_zeros_and_extremes(name: str, place: Place) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("place", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, 3e38, -(2.0**125)])
-def test_a_group_with_something_not_finite_is_nan_and_no_other(
-    name: str, place: Place, bad: float
-) -> None:
+def test_a_group_with_something_not_finite_is_nan_and_no_other(name, place, bad):
     sent = normal((3, 11), 0)
     healthy = round_trip(parse_codec(name), sent, place)
     sent[1, 6] = bad
@@ -209,7 +203,7 @@ BIASED = ["int2", "int3", "int4(group=4)", "int8", "int4(tensor)", "step(2)"]
 
 
 @pytest.mark.parametrize("name", BIASED)
-def test_gradients_are_rounded_without_bias(name: str) -> None:
+def test_gradients_are_rounded_without_bias(name):
     """The same row many times over: each copy meets other random numbers."""
     codec, copies = parse_codec(name), 20_000
     sent = normal((1, 10), 0).expand(copies, 10)
@@ -221,7 +215,7 @@ def test_gradients_are_rounded_without_bias(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rounding_depends_on_the_place_and_values_alone(name: str) -> None:
+def test_rounding_depends_on_the_place_and_values_alone(name):
     codec, sent = parse_codec(name), normal((6, 20), 0, torch.bfloat16)
     torch.manual_seed(1)
     first, forward = (bytes(codec.pack(sent, place)) for place in (BACKWARD, FORWARD))
@@ -250,7 +244,7 @@ def test_rounding_depends_on_the_place_and_values_alone(name: str) -> None:
         ("int2(tensor)", [7.0, -7, 1, 0.4, -2], "0000e0c0" + "55559540" + "a301"),
     ],
 )
-def test_the_payload_is_fixed_byte_by_byte(name: str, sent: list, payload: str) -> None:
+def test_the_payload_is_fixed_byte_by_byte(name, sent, payload):
     """The wire format is a contract between machines: little-endian, fixed by value."""
     assert bytes(parse_codec(name).pack(torch.tensor(sent), FORWARD)).hex() == payload
 
@@ -259,7 +253,7 @@ def test_the_payload_is_fixed_byte_by_byte(name: str, sent: list, payload: str) 
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_codes_are_the_nearest_by_a_plain_loop(bits: int) -> None:
+def test_codes_are_the_nearest_by_a_plain_loop(bits):
     sent = normal((5, 9), 0)
     scales, packed = Integer(bits).encode(sent, FORWARD)
     codes = unpack_bits(packed, 45, bits).view(5, 9).tolist()
@@ -272,7 +266,7 @@ def test_codes_are_the_nearest_by_a_plain_loop(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 7, 8, 9, 16, 17, 1001])
-def test_bits_are_one_little_endian_number(bits: int, count: int) -> None:
+def test_bits_are_one_little_endian_number(bits, count):
     codes = normal((count,), count).mul(1e6).long().remainder(2**bits)
     number = sum(code << (bits * place) for place, code in enumerate(codes.tolist()))
     packed = pack_bits(codes.to(torch.uint8), bits)
@@ -299,11 +293,11 @@ def plain_words(count: int, key: int) -> list[int]:
 
 @quick
 @given(st.integers(0, 2**63 - 1))
-def test_random_words_are_the_same_everywhere(key: int) -> None:
+def test_random_words_are_the_same_everywhere(key):
     assert random_words(50, key, CPU).tolist() == plain_words(50, key)
 
 
-def test_turning_codes_back_is_exact() -> None:
+def test_turning_codes_back_is_exact():
     """So that both ends of a link agree to the bit, whatever adds up their sums."""
     codes = normal((50, 340), 0).mul(60).round().clamp(-127, 127)
     back = rotate(codes, 340, back=True)
@@ -332,7 +326,7 @@ def symbols_of(codec: Codec, tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4.5, 6, 8])
-def test_a_gaussian_tensor_costs_as_many_bits_as_the_name_says(bits: float) -> None:
+def test_a_gaussian_tensor_costs_as_many_bits_as_the_name_says(bits):
     sent = normal((256, 256), 0) * 1e-6
     rms = sent.square().mean().sqrt()
     wanted = float(rms) * math.sqrt(2 * math.pi * math.e) * 2**-bits
@@ -340,7 +334,7 @@ def test_a_gaussian_tensor_costs_as_many_bits_as_the_name_says(bits: float) -> N
     assert entropy(symbols_of(StepCodec(bits), sent)) == pytest.approx(bits, abs=0.08)
 
 
-def test_nothing_is_clipped_however_far_it_lies_out() -> None:
+def test_nothing_is_clipped_however_far_it_lies_out():
     sent = normal((300, 400), 0)
     sent[7, 7] = -1e6
     codec = StepCodec(12)
@@ -349,7 +343,7 @@ def test_nothing_is_clipped_however_far_it_lies_out() -> None:
     assert symbols_of(codec, sent).max() < 2**16
 
 
-def test_symbols_are_sent_in_two_planes_of_bytes_about_what_rows_have_in_common() -> None:
+def test_symbols_are_sent_in_two_planes_of_bytes_about_what_rows_have_in_common():
     sent = torch.tensor([[1000.0, 3.0], [-200.0, -7.0], [2000.0, 0.0]])
     payload = bytes(StepCodec(10).pack(sent, FORWARD))
     step = torch.frombuffer(bytearray(payload[:4]), dtype=torch.float32).item()
@@ -363,7 +357,7 @@ def test_symbols_are_sent_in_two_planes_of_bytes_about_what_rows_have_in_common(
     assert payload[4:] == common + b"\0" + planes
 
 
-def test_small_symbols_are_sent_two_to_a_byte() -> None:
+def test_small_symbols_are_sent_two_to_a_byte():
     """Where four bits hold nearly all: lower halves, then upper halves, then a last odd byte."""
     sent = torch.tensor([[float(n % 15 - 7)] for n in range(201)])
     sent[11] = 50
@@ -378,7 +372,7 @@ def test_small_symbols_are_sent_two_to_a_byte() -> None:
 
 
 @pytest.mark.parametrize("bits", [1.5, 2, 3, 4, 5])
-def test_zstd_comes_close_to_the_entropy(bits: float) -> None:
+def test_zstd_comes_close_to_the_entropy(bits):
     """A byte for each symbol would cost half a bit more with two bits."""
     sent = normal((4096, 61), 0)
     symbols = (round_trip(StepCodec(bits), sent) / step_of(StepCodec(bits), sent)).round()
@@ -388,7 +382,7 @@ def test_zstd_comes_close_to_the_entropy(bits: float) -> None:
     assert bits > 2 or 8 * len(single) / sent.numel() > entropy(symbols) + 0.3
 
 
-def test_the_receiver_takes_the_random_numbers_off_again() -> None:
+def test_the_receiver_takes_the_random_numbers_off_again():
     """Half of the error's variance; rows without a gradient stay without one."""
     sent = normal((4096, 61), 0)
     sent[100] = 0
@@ -401,7 +395,7 @@ def test_the_receiver_takes_the_random_numbers_off_again() -> None:
     assert float(kept.square().mean()) == pytest.approx(step**2 / 6, rel=0.02)
 
 
-def test_what_all_rows_have_in_common_is_sent_once() -> None:
+def test_what_all_rows_have_in_common_is_sent_once():
     """Sent with every row it would take as many bits as it is large, as with gradients."""
     sent = normal((4096, 64), 0) + 5 * normal((64,), 1)
     codec = parse_codec("step(6)+zstd")
@@ -416,7 +410,7 @@ def test_what_all_rows_have_in_common_is_sent_once() -> None:
 
 @quick
 @given(st.lists(finite, max_size=30).filter(lambda numbers: any(abs(x) > 1e-20 for x in numbers)))
-def test_with_the_fewest_bits_something_always_arrives(numbers: list[float]) -> None:
+def test_with_the_fewest_bits_something_always_arrives(numbers):
     """Also the error's length is below the tensor's, as feedback asks for."""
     sent = torch.tensor(numbers, dtype=torch.float32)
     got = round_trip(StepCodec(1.25), sent)
@@ -424,7 +418,7 @@ def test_with_the_fewest_bits_something_always_arrives(numbers: list[float]) -> 
     assert (got.double() - sent.double()).norm() <= 0.87 * sent.double().norm()
 
 
-def test_feedback_delivers_what_has_one_size_only() -> None:
+def test_feedback_delivers_what_has_one_size_only():
     """Below 1.05 bits it would arrive as zeros for ever: the step grows with what is owed."""
     sent, rounds = normal((4, 64), 0).sign(), 50
     sender, receiver = parse_codec("step(1.25)+ef"), parse_codec("step(1.25)+ef")

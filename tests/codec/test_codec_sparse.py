@@ -48,9 +48,7 @@ def by_hand(tensor: Tensor, share: float) -> Tensor:
 
 @few
 @given(shapes, shares, seeds, st.sampled_from(DTYPES), st.integers(0, 3))
-def test_topk_delivers_the_largest_of_each_sample(
-    shape: tuple[int, ...], share: float, seed: int, dtype: torch.dtype, levels: int
-) -> None:
+def test_topk_delivers_the_largest_of_each_sample(shape, share, seed, dtype, levels):
     """With few levels many are equal: of these the first."""
     sent = normal(shape, seed, dtype)
     sent = sent.mul(levels).round() if levels else sent
@@ -63,7 +61,7 @@ def test_topk_delivers_the_largest_of_each_sample(
 
 @few
 @given(st.integers(1, 4), st.integers(1, 70), st.data())
-def test_every_code_reads_back_what_it_wrote(B: int, n: int, data: st.DataObject) -> None:
+def test_every_code_reads_back_what_it_wrote(B, n, data):
     k, low = data.draw(st.integers(1, n)), data.draw(st.integers(0, 7))
     code = PositionCode(n, k, low)
     chosen = st.lists(st.integers(0, n - 1), min_size=k, max_size=k, unique=True).map(sorted)
@@ -73,7 +71,7 @@ def test_every_code_reads_back_what_it_wrote(B: int, n: int, data: st.DataObject
     assert torch.equal(code.read(marks, lows, B), index_Bk)
 
 
-def test_the_bytes_of_positions_are_fixed() -> None:
+def test_the_bytes_of_positions_are_fixed():
     """The wire format is a contract between machines: fix it by value."""
     index_Bk = torch.tensor([[1, 4, 9], [0, 10, 11]])
     marks, lows = PositionCode(12, 3, 0).write(index_Bk)
@@ -86,9 +84,7 @@ def test_the_bytes_of_positions_are_fixed() -> None:
 
 @few
 @given(st.integers(1, 3), st.integers(1, 50), shares, seeds, st.data())
-def test_a_flipped_bit_among_the_positions_is_refused_or_still_positions(
-    B: int, n: int, share: float, seed: int, data: st.DataObject
-) -> None:
+def test_a_flipped_bit_among_the_positions_is_refused_or_still_positions(B, n, share, seed, data):
     codec, sent = TopK(share), normal((B, n), seed)
     marks, lows, values = (part.bytes for part in codec.layout((B, n), PLACE))
     payload = bytearray(codec.pack(sent, PLACE))
@@ -124,9 +120,7 @@ def read(code: PositionCode, marks: str, lows: str = "", B: int = 1) -> list[lis
         (PositionCode(10, 2, 2), ("09", "04"), ("09", "0c")),  # 0, 9; 0, 11
     ],
 )
-def test_positions_that_cannot_be_are_refused(
-    code: PositionCode, right: tuple[str, ...], wrong: tuple[str, ...]
-) -> None:
+def test_positions_that_cannot_be_are_refused(code, right, wrong):
     assert len(read(code, *right)[0]) == code.k
     with pytest.raises(WireError, match="not in order, or not within"):
         read(code, *wrong)
@@ -135,13 +129,13 @@ def test_positions_that_cannot_be_are_refused(
 # Random positions
 
 
-def test_draws_are_fixed_for_ever() -> None:
+def test_draws_are_fixed_for_ever():
     """Both ends must draw alike, whatever they run on: fix it by value."""
     assert drawn(10, 5, 0, CPU).tolist() == [8, 5, 9, 0, 1]
     assert drawn(1000, 4, 2**63 - 1, CPU).tolist() == [925, 398, 280, 232]
 
 
-def test_randk_draws_anew_at_every_place_and_alike_on_both_ends() -> None:
+def test_randk_draws_anew_at_every_place_and_alike_on_both_ends():
     sent = torch.ones(1000)
     masks = {
         tuple(round_trip(RandK(0.1), sent, place).tolist())
@@ -161,7 +155,7 @@ def test_randk_draws_anew_at_every_place_and_alike_on_both_ends() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", [TopK, RandK])
-def test_devices_agree_bit_for_bit(kind: type) -> None:
+def test_devices_agree_bit_for_bit(kind):
     for share in SHARES:
         for dtype in DTYPES:
             sent = normal((3, 41, 129), 0, dtype)
@@ -205,7 +199,7 @@ BACKWARDS = {
 
 @pytest.mark.parametrize("back", BACKWARDS)
 @pytest.mark.parametrize("way", FORWARDS)
-def test_gradients_come_back_where_activations_went(way: str, back: str) -> None:
+def test_gradients_come_back_where_activations_went(way, back):
     boundary = Boundary(FORWARDS[way], BACKWARDS[back])
     for step in range(3):
         for microbatch in range(4):
@@ -230,7 +224,7 @@ def sparse_in(codec: Codec) -> TopK | RandK:
     return next(inner for _, inner in codec.walk() if isinstance(inner, TopK | RandK))
 
 
-def test_a_gradient_that_is_not_finite_stays_so_where_it_is_left_out() -> None:
+def test_a_gradient_that_is_not_finite_stays_so_where_it_is_left_out():
     boundary = Boundary(FORWARDS["topk"])
     activation, gradient = torch.arange(40.0), torch.zeros(40)
     gradient[0] = math.nan
@@ -238,7 +232,7 @@ def test_a_gradient_that_is_not_finite_stays_so_where_it_is_left_out() -> None:
     assert not boundary.send(boundary.backward, gradient, BACK).isfinite().all()
 
 
-def test_a_gradient_without_its_activation_is_an_error() -> None:
+def test_a_gradient_without_its_activation_is_an_error():
     boundary = Boundary(FORWARDS["topk"])
     with pytest.raises(WireError, match=r"no mask for step 3, microbatch 1: topk\(0.2\) sent"):
         boundary.backward[0].pack(torch.ones(40), BACK)
@@ -250,7 +244,7 @@ def test_a_gradient_without_its_activation_is_an_error() -> None:
         boundary.backward[0].pack(torch.ones(40), BACK)
 
 
-def test_masks_that_nobody_asks_for_do_not_pile_up() -> None:
+def test_masks_that_nobody_asks_for_do_not_pile_up():
     boundary = Boundary(FORWARDS["topk"])
     for step in range(5):
         for microbatch in range(3):

@@ -2,7 +2,6 @@
 
 import json
 import resource
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,12 +60,12 @@ DIRECT = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     return Tokenizer.train(TEXT, 320, (*CHATML_TOKENS, "<|user|>", "<|assistant|>", "<|system|>"))
 
 
 @pytest.fixture
-def chat(tokenizer: Tokenizer) -> Chat:
+def chat(tokenizer):
     return Chat(tokenizer, ChatTemplate(CHATML, "chatml"))
 
 
@@ -80,7 +79,7 @@ def learned_text(chat: Chat, messages: list[dict[str, Any]], **options: Any) -> 
     return chat.tokenizer.decode(encoded.ids[encoded.learned == 1])
 
 
-def test_answers_and_their_ends_are_learned(chat: Chat) -> None:
+def test_answers_and_their_ends_are_learned(chat):
     (encoded,) = chat.encode_all([Conversation(TALK)], learn_all=False)
     assert chat.tokenizer.decode(encoded.ids) == encoded.text
     assert encoded.text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
@@ -93,7 +92,7 @@ def test_answers_and_their_ends_are_learned(chat: Chat) -> None:
     assert whole.learned.all() and np.array_equal(whole.ids, encoded.ids)
 
 
-def test_the_prompt_of_a_generation_is_what_was_trained_on(chat: Chat) -> None:
+def test_the_prompt_of_a_generation_is_what_was_trained_on(chat):
     ids = chat.prompt_ids(TALK[:4])
     (whole,) = chat.encode_all([Conversation(TALK)], learn_all=False)
     assert ids == whole.ids[: len(ids)].tolist()
@@ -113,9 +112,7 @@ def test_the_prompt_of_a_generation_is_what_was_trained_on(chat: Chat) -> None:
         "a <",
     ],
 )
-def test_a_message_cannot_write_special_tokens(
-    tokenizer: Tokenizer, source: str, said: str
-) -> None:
+def test_a_message_cannot_write_special_tokens(tokenizer, source, said):
     chat = with_source(tokenizer, source)
     harmless = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
     hostile = [{**message, "content": said} for message in harmless]
@@ -130,7 +127,7 @@ def test_a_message_cannot_write_special_tokens(
     assert learned_text(chat, hostile).count("<|im_end|>") == 1 + said.count("<|im_end|>")
 
 
-def test_special_tokens_written_as_text_would_be_real_without_the_guard(chat: Chat) -> None:
+def test_special_tokens_written_as_text_would_be_real_without_the_guard(chat):
     text = "<|im_end|>"
     (meant,) = chat.tokenizer.encode_measured([text], rendered=True)
     (plain,) = chat.tokenizer.encode_all([text])
@@ -138,7 +135,7 @@ def test_special_tokens_written_as_text_would_be_real_without_the_guard(chat: Ch
 
 
 @pytest.mark.parametrize("source", [HEADERS, MARKED, CLOSED, DIRECT])
-def test_templates_of_other_shapes(tokenizer: Tokenizer, source: str) -> None:
+def test_templates_of_other_shapes(tokenizer, source):
     chat = with_source(tokenizer, source)
     assert learned_text(chat, TALK) == "Two miles.<|im_end|>Two more, über hill — 😀.<|im_end|>"
     assert chat.end_ids == {tokenizer.id_of(name) for name in ("<|im_end|>", END_OF_TEXT)}
@@ -153,7 +150,7 @@ def test_templates_of_other_shapes(tokenizer: Tokenizer, source: str) -> None:
     )
 
 
-def test_chatml_shows_tools_and_calls_of_them() -> None:
+def test_chatml_shows_tools_and_calls_of_them():
     chat = Chat(Tokenizer.train(TEXT, 320, RESERVED), ChatTemplate(CHATML, "chatml"))
     call = {"type": "function", "function": {"name": "far", "arguments": "<|tool_call|>"}}
     messages = [
@@ -170,7 +167,7 @@ def test_chatml_shows_tools_and_calls_of_them() -> None:
     assert (encoded.ids == chat.tokenizer.id_of("<|tool_call|>")).sum() == 1
 
 
-def test_a_tokenizer_without_an_end_of_text(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_of_text(tmp_path):
     """Conversations follow each other directly; answers end as the template says."""
     backend = json.loads(Tokenizer.train(TEXT, 300, CHATML_TOKENS).json())
     backend["added_tokens"] = [t for t in backend["added_tokens"] if t["content"] != END_OF_TEXT]
@@ -187,7 +184,7 @@ def test_a_tokenizer_without_an_end_of_text(tmp_path: Path) -> None:
     assert all(np.array_equal(chunk.ids, once.ids) for chunk in chunks) and len(chunks) == 2
 
 
-def test_templates_that_hide_the_answer_are_refused(tokenizer: Tokenizer) -> None:
+def test_templates_that_hide_the_answer_are_refused(tokenizer):
     backwards = "{% for m in messages | reverse %}{{ m.content }}{% endfor %}"
     chat = with_source(tokenizer, backwards)
     with pytest.raises(DataError, match=r"which tokens are the assistant's.*generation"):
@@ -206,7 +203,7 @@ def test_templates_that_hide_the_answer_are_refused(tokenizer: Tokenizer) -> Non
         ("{% generation %}{% endgeneration %}", "marks 1 answers of 2"),
     ],
 )
-def test_templates_that_fail_are_named(tokenizer: Tokenizer, source: str, words: str) -> None:
+def test_templates_that_fail_are_named(tokenizer, source, words):
     with pytest.raises(DataError, match=words):
         with_source(tokenizer, source).encode_all([Conversation(TALK)], learn_all=False)
 
@@ -216,16 +213,10 @@ MANY, DONE = "{% for i in range(100000) %}", "{% endfor %}"
 
 @pytest.mark.parametrize(
     "source",
-    [
-        MANY * 3 + DONE * 3,
-        "{{ 'a' * 10**11 }}",
-        "{{ 'a' * 10**8 }}",
-    ],
+    [MANY * 3 + DONE * 3, "{{ 'a' * 10**11 }}", "{{ 'a' * 10**8 }}"],
     ids=["loops", "one text", "output"],
 )
-def test_templates_that_take_too_much_are_ended(
-    tokenizer: Tokenizer, source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_templates_that_take_too_much_are_ended(tokenizer, source, monkeypatch):
     """And the next conversation is rendered as ever."""
     monkeypatch.setattr("thinwire.data.rendering.MOST_SECONDS", 1)
     RENDERER.close()  # the next one has this limit
@@ -236,7 +227,7 @@ def test_templates_that_take_too_much_are_ended(
     RENDERER.close()
 
 
-def test_empty_answers_and_those_of_weight_0_are_not_learned(chat: Chat) -> None:
+def test_empty_answers_and_those_of_weight_0_are_not_learned(chat):
     empty = {"role": "assistant", "content": " \n"}
     assert learned_text(chat, [ASKED, empty, *TALK[1:3]]) == "Two miles.<|im_end|>"
     light = {"role": "assistant", "content": "No.", "weight": 0}
@@ -245,7 +236,7 @@ def test_empty_answers_and_those_of_weight_0_are_not_learned(chat: Chat) -> None
 
 
 @pytest.mark.parametrize("source", [CHATML, HEADERS])
-def test_ids_are_those_of_transformers(tokenizer: Tokenizer, source: str, tmp_path: Path) -> None:
+def test_ids_are_those_of_transformers(tokenizer, source, tmp_path):
     transformers = pytest.importorskip("transformers")
     chat = with_source(tokenizer, source)
     tokenizer.save(tmp_path / "tokenizer.json")
@@ -275,14 +266,14 @@ def test_ids_are_those_of_transformers(tokenizer: Tokenizer, source: str, tmp_pa
                         "name": None}, TALK[2]]}, "messages"),
     ],
 )  # fmt: skip
-def test_forms_of_records(record: dict[str, Any], form: str) -> None:
+def test_forms_of_records(record, form):
     found = conversation_of(record)
     assert found.form == form
     assert found.json() == Conversation(TALK[1:3]).json()
     assert Conversation.from_json(found.json()).messages == TALK[1:3]
 
 
-def test_what_comes_with_a_record() -> None:
+def test_what_comes_with_a_record():
     found = conversation_of({"instruction": "Add.", "input": "1, 2", "output": "3", "system": "S"})
     assert found.texts == ["S", "Add.\n\n1, 2", "3"]
     tools = [{"name": "add"}]
@@ -308,12 +299,12 @@ def test_what_comes_with_a_record() -> None:
         ({"messages": TALK, "tools": "{"}, '"tools" is text'),
     ],
 )
-def test_records_that_are_no_conversation(record: dict[str, Any], words: str) -> None:
+def test_records_that_are_no_conversation(record, words):
     with pytest.raises(NotAConversation, match=words):
         conversation_of(record)
 
 
-def test_the_memory_of_whoever_asks_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_whoever_asks_does_not_count(monkeypatch):
     """As of a process that holds a model; a process begins with the peak of who started it."""
     limit = 192 << 20
     monkeypatch.setattr("thinwire.data.rendering.MOST_BYTES", limit)

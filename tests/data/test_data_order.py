@@ -43,11 +43,7 @@ def epochs_of(order: Order, epochs: int) -> list[np.ndarray]:
     return list(flat.reshape(epochs, order.count))
 
 
-@given(
-    size=st.integers(1, 3000),
-    seed=st.integers(-(2**40), 2**70),
-    epoch=st.integers(0, 2**40),
-)
+@given(size=st.integers(1, 3000), seed=st.integers(-(2**40), 2**70), epoch=st.integers(0, 2**40))
 @settings(deadline=None)
 def test_every_index_is_hit_exactly_once(size, seed, epoch):
     image = permuted(np.arange(size), size, round_keys(seed, epoch))

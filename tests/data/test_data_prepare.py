@@ -143,7 +143,7 @@ def test_a_killed_run_leaves_nothing_that_is_taken_for_complete(text_folder, cac
 def test_corpus_that_changes_while_it_is_read(text_folder, cache, when):
     """Found out by whichever pass comes next, the tokenizer's or the last one."""
 
-    def meddle(phase: str, done: int, total: int) -> None:
+    def meddle(phase, done, total):
         if phase == when and done == total:
             (text_folder / "39.txt").write_text("something else\n")
 

@@ -38,7 +38,7 @@ def config_of(path: Path, **changes: Any) -> DataConfig:
 
 
 @pytest.fixture
-def chats(tmp_path: Path) -> Path:
+def chats(tmp_path):
     folder = tmp_path / "chats"
     folder.mkdir()
     written(folder / "a.jsonl", [talk(i) for i in range(30)])
@@ -50,7 +50,7 @@ def learned(corpus: Corpus, side: str) -> str:
     return corpus.tokenizer().decode(ids[mask == 1])
 
 
-def test_answers_are_learned_and_the_rest_is_read(chats: Path, cache: Path) -> None:
+def test_answers_are_learned_and_the_rest_is_read(chats, cache):
     corpus = prepare(config_of(chats), VOCAB, cache)
     tokenizer = corpus.tokenizer()
     said = learned(corpus, "train") + learned(corpus, "valid")
@@ -72,9 +72,7 @@ def test_answers_are_learned_and_the_rest_is_read(chats: Path, cache: Path) -> N
     assert np.isin(tokenizer.id_of("<|im_end|>"), corpus.train[corpus.train_learned == 1])
 
 
-def test_the_same_conversations_in_any_form_are_the_same_corpus(
-    chats: Path, cache: Path, tmp_path: Path
-) -> None:
+def test_the_same_conversations_in_any_form_are_the_same_corpus(chats, cache, tmp_path):
     first = prepare(config_of(chats), VOCAB, cache)
     lines = (chats / "a.jsonl").read_bytes()
     packed, listed, table, shared = (tmp_path / name for name in ("p", "l", "t", "s"))
@@ -96,9 +94,7 @@ def test_the_same_conversations_in_any_form_are_the_same_corpus(
         assert prepare(config_of(folder), VOCAB, cache).fingerprint == first.fingerprint, folder
 
 
-def test_forms_are_said_and_conversations_without_an_answer_left_out(
-    chats: Path, cache: Path, tmp_path: Path
-) -> None:
+def test_forms_are_said_and_conversations_without_an_answer_left_out(chats, cache, tmp_path):
     asked = {"messages": [{"role": "user", "content": "Anybody there?"}]}
     empty = {"prompt": "Say nothing.", "completion": " "}
     mixed = [{"instruction": f"Say {i}.", "input": "", "output": f"{i}"} for i in range(4)]
@@ -113,9 +109,7 @@ def test_forms_are_said_and_conversations_without_an_answer_left_out(
         prepare(config_of(Path(only)), VOCAB, cache)
 
 
-def test_the_template_of_a_tokenizer_is_used_and_kept(
-    chats: Path, cache: Path, tmp_path: Path
-) -> None:
+def test_the_template_of_a_tokenizer_is_used_and_kept(chats, cache, tmp_path):
     given = Tokenizer.train(["What is 1 and 2? It is 3. Sure? Yes."], 290, ["<|eot|>"])
     given.save(tmp_path / "tokenizer.json")
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot|>{% endfor %}" \
@@ -139,9 +133,7 @@ def test_the_template_of_a_tokenizer_is_used_and_kept(
     assert chatml.tokenizer().id_of(CHATML_TOKENS[0]) == given.vocab_size
 
 
-def test_a_tokenizer_without_room_for_the_template_is_refused(
-    chats: Path, cache: Path, tmp_path: Path
-) -> None:
+def test_a_tokenizer_without_room_for_the_template_is_refused(chats, cache, tmp_path):
     Tokenizer.train(["some text"], 300).save(tmp_path / "t.json")
     size = Tokenizer.load(tmp_path / "t.json").vocab_size
     config = config_of(chats, tokenizer=str(tmp_path / "t.json"))
@@ -164,16 +156,14 @@ def test_a_tokenizer_without_room_for_the_template_is_refused(
         ('{"messages": [{"role": "wizard", "content": "x"}]}', r"the role 'wizard'; known: "),
     ],
 )
-def test_records_that_cannot_be_used_are_named(
-    line: str, words: str, chats: Path, cache: Path
-) -> None:
+def test_records_that_cannot_be_used_are_named(line, words, chats, cache):
     (chats / "b.jsonl").write_text(line + "\n")
     with pytest.raises(DataError, match=words):
         prepare(config_of(chats), VOCAB, cache)
     assert not list(cache.glob("*/manifest.json"))
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path: Path, cache: Path) -> None:
+def test_files_that_cannot_be_used_are_named(tmp_path, cache):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match=r"no chat to read under .*only \.txt; supported: \.jsonl"):
         prepare(config_of(tmp_path), VOCAB, cache)
@@ -187,9 +177,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, cache: Path) -> Non
         prepare(config_of(tmp_path / "none.jsonl"), VOCAB, cache)
 
 
-def test_a_text_corpus_keeps_the_template_of_its_tokenizer(
-    text_folder: Path, cache: Path, tmp_path: Path
-) -> None:
+def test_a_text_corpus_keeps_the_template_of_its_tokenizer(text_folder, cache, tmp_path):
     Tokenizer.train(["some text"], 300).save(tmp_path / "tokenizer.json")
     config = DataConfig(source="text", path=str(text_folder), valid_fraction=0.2,
                         tokenizer=str(tmp_path / "tokenizer.json"))  # fmt: skip
@@ -202,7 +190,7 @@ def test_a_text_corpus_keeps_the_template_of_its_tokenizer(
 
 
 @pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def offline(monkeypatch, tmp_path):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -211,7 +199,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return datasets
 
 
-def test_datasets_of_hugging_face(chats: Path, cache: Path, tmp_path: Path, offline: Any) -> None:
+def test_datasets_of_hugging_face(chats, cache, tmp_path, offline):
     ours = prepare(config_of(chats), VOCAB, cache)
     offline.disable_progress_bars()
     made = offline.Dataset.from_list([talk(i) for i in range(30)])
@@ -237,13 +225,11 @@ def test_datasets_of_hugging_face(chats: Path, cache: Path, tmp_path: Path, offl
         prepare(replace(config, path=str(tmp_path / "json"), split="dev"), VOCAB, cache)
 
 
-def test_texts_of_hugging_face_and_what_changes_them(
-    cache: Path, tmp_path: Path, offline: Any, text_of: Any
-) -> None:
+def test_texts_of_hugging_face_and_what_changes_them(cache, tmp_path, offline, text_of):
     folder = tmp_path / "texts"
     folder.mkdir()
 
-    def corpus_of(first: int) -> Corpus:
+    def corpus_of(first):
         rows = [{"prompt": "unused", "body": text_of(i)} for i in range(first, first + 20)]
         written(folder / "train.jsonl", rows)
         config = DataConfig(source="hf", path=str(folder), text_key="body", valid_fraction=0.2)
@@ -265,6 +251,6 @@ def test_texts_of_hugging_face_and_what_changes_them(
         ("nobody/nothing@main:part", r"cannot be read: .*reach"),
     ],
 )
-def test_datasets_that_cannot_be_had(path: str, words: str, cache: Path, offline: Any) -> None:
+def test_datasets_that_cannot_be_had(path, words, cache, offline):
     with pytest.raises(DataError, match=words):
         prepare(DataConfig(source="hf", path=path), VOCAB, cache)

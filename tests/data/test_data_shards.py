@@ -58,7 +58,7 @@ def test_layouts_with_and_without_a_header(tmp_path, monkeypatch):
 
 
 def test_the_cut_moves_to_the_nearest_end_of_text(tmp_path):
-    def cut(ids, fraction: float = 0.1, end_of_text: int | None = 7) -> int:
+    def cut(ids, fraction=0.1, end_of_text=7):
         shards = find_shards(str(write_raw(tmp_path / "a.bin", ids)))
         return shards.validation_start(fraction, end_of_text)
 
@@ -153,7 +153,7 @@ def test_token_shards_that_change_between_scan_and_copy(tmp_path, cache, change)
         "longer": [7, *range(300)],
     }
 
-    def meddle(phase: str, done: int, total: int) -> None:
+    def meddle(phase, done, total):
         if phase == "reading":
             write_raw(shard, ids[change])
 

@@ -1,27 +1,23 @@
 """Runs for the tests of the engine, with codecs that remember."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from remembering import ByExample, Delta
 
 from thinwire.codec import parse
-from thinwire.settings import Settings
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
+def known(monkeypatch):
     """The codecs of remembering.py can be named in settings."""
     for codec in (Delta, ByExample):
         monkeypatch.setitem(parse._CODECS, codec.name, codec)
 
 
 @pytest.fixture
-def settings_with(known: None, make_settings: Callable[..., Settings]) -> Callable[..., Settings]:
+def settings_with(known, make_settings):
     """Six float32 steps, saved in the middle, with a codec that remembers in both legs."""
 
-    def make(**changes: Any) -> Settings:
+    def make(**changes):
         return make_settings(
             **{
                 "run__precision": "fp32",

@@ -74,7 +74,7 @@ class Audition:
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int4(group=64)", "topk(0.1)+ef21"])
-def test_equal_bits_are_no_news_and_all_tensors_count(codec: str) -> None:
+def test_equal_bits_are_no_news_and_all_tensors_count(codec):
     one = Audition(codec)
     one.play(honest, honest)
     assert not one.told
@@ -89,9 +89,7 @@ def test_equal_bits_are_no_news_and_all_tensors_count(codec: str) -> None:
         (rounding, "fp32"),
     ],
 )
-def test_one_other_bit_is_told_at_once_and_once_where_machines_are_alike(
-    lie: Change, codec: str
-) -> None:
+def test_one_other_bit_is_told_at_once_and_once_where_machines_are_alike(lie, codec):
     one = Audition(codec)
     one.play(honest, honest)
     one.play(honest, lie, range(STEPS, 2 * STEPS))
@@ -101,7 +99,7 @@ def test_one_other_bit_is_told_at_once_and_once_where_machines_are_alike(
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
-def test_another_kind_of_machine_rounds_and_that_is_no_news(codec: str) -> None:
+def test_another_kind_of_machine_rounds_and_that_is_no_news(codec):
     one = Audition(codec, is_exact=False)
     one.play(rounding, honest, range(200))
     assert not one.told
@@ -110,7 +108,7 @@ def test_another_kind_of_machine_rounds_and_that_is_no_news(codec: str) -> None:
 
 
 @pytest.mark.parametrize("lie", [scaled, noise, skipped_update])
-def test_what_is_far_from_all_before_is_found_there_too(lie: Change) -> None:
+def test_what_is_far_from_all_before_is_found_there_too(lie):
     one = Audition("fp32", is_exact=False)
     one.play(rounding, honest)
     one.play(rounding, lambda tensor, step: lie(tensor, step), range(STEPS, 5 * STEPS))
@@ -119,14 +117,14 @@ def test_what_is_far_from_all_before_is_found_there_too(lie: Change) -> None:
     assert told.difference > told.tolerance
 
 
-def test_a_lie_from_the_first_step_on_is_found_if_it_is_no_rounding() -> None:
+def test_a_lie_from_the_first_step_on_is_found_if_it_is_no_rounding():
     one = Audition("fp32", is_exact=False)
     one.play(rounding, scaled, range(100))
     (told,) = one.told
     assert told.difference == pytest.approx(0.05, abs=1e-3) and told.tolerance == MOST_ROUNDING
 
 
-def test_payloads_that_cannot_be_compared_say_nothing_to_those_who_round() -> None:
+def test_payloads_that_cannot_be_compared_say_nothing_to_those_who_round():
     one = Audition("topk(0.1)+aqsgd", is_exact=False)
     for step in range(STEPS):
         frame = Frame(FrameKind.BACKWARD, 1, step, 0, shape=SPEC.shape, payload=b"short")
@@ -136,7 +134,7 @@ def test_payloads_that_cannot_be_compared_say_nothing_to_those_who_round() -> No
     assert not one.told and one.audit.standing().compared == 0
 
 
-def test_what_waits_for_its_counterpart_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_for_its_counterpart_is_bounded(monkeypatch):
     one = Audition("fp32")
     size = len(one.frame(torch.zeros(SPEC.shape), 0, 0).payload)
     monkeypatch.setattr(module, "MOST_WAITING", 10 * (size + 64))
@@ -151,7 +149,7 @@ def test_what_waits_for_its_counterpart_is_bounded(monkeypatch: pytest.MonkeyPat
     assert told.step == 90, "the oldest were dropped"
 
 
-def test_nobody_can_foresee_which_tensors_are_sent_whole() -> None:
+def test_nobody_can_foresee_which_tensors_are_sent_whole():
     one = Audition()
     message = encode(one.frame(torch.ones(SPEC.shape), 0, 0))
     shapes = [decode(wire.witness_of(message) or b"", 1 << 20).shape for _ in range(400)]

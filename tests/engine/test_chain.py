@@ -1,6 +1,5 @@
 """The chain in one process trains what the pipeline trains, bit for bit."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from test_narrow import MODES
 from test_verdict import poison
 
-from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
 from thinwire_lab.chain import Chain
@@ -68,9 +66,7 @@ def assert_same(outcome: Any, chain: tuple) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_chain_is_its_pipeline(
-    case: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
+def test_a_chain_is_its_pipeline(case, make_settings, run_in_threads, corpus):
     settings = make_settings(pipeline__stages=3, train__steps=5, **CASES[case])
     outcome = run_in_threads(settings)
     norms = [step.grad_norm for step in outcome.steps(0)]
@@ -79,9 +75,7 @@ def test_a_chain_is_its_pipeline(
 
 
 @pytest.mark.parametrize("case", ["dense", "subspace-moving", "projected-own-tables", "muon"])
-def test_both_refuse_the_same_step(
-    case: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
+def test_both_refuse_the_same_step(case, make_settings, run_in_threads, corpus):
     settings = make_settings(pipeline__stages=3, train__steps=5, **CASES[case])
     outcome = run_in_threads(settings, prepare_worker=poison(1, {1}))
     committed = [step.committed for step in outcome.steps(0)]

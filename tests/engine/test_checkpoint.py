@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.data import Corpus, Tokenizer
+from thinwire.data import Tokenizer
 from thinwire.engine.checkpoint import (
     Checkpoint,
     checkpoints_folder,
@@ -40,7 +40,7 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in checkpoints_folder(run).iterdir())
 
 
-def test_only_checkpoints_count_as_checkpoints(tmp_path: Path) -> None:
+def test_only_checkpoints_count_as_checkpoints(tmp_path):
     save(tmp_path, 2).rename(checkpoints_folder(tmp_path) / "step-best")
     save(tmp_path, 3).rename(checkpoints_folder(tmp_path) / "step-00000003-copy")
     assert list_checkpoints(tmp_path) == []
@@ -56,15 +56,13 @@ def test_only_checkpoints_count_as_checkpoints(tmp_path: Path) -> None:
     ("keep", "latest", "left"),
     [(1, 2, [2]), (2, 2, [2, 6]), (1, 6, [6]), (3, 6, [2, 4, 6]), (9, 6, [1, 2, 4, 6])],
 )
-def test_pruning_spares_the_latest_whatever_its_number(
-    keep: int, latest: int, left: list[int], tmp_path: Path
-) -> None:
+def test_pruning_spares_the_latest_whatever_its_number(keep, latest, left, tmp_path):
     saved = {step: save(tmp_path, step) for step in (1, 2, 4, 6)}
     prune(tmp_path, keep, saved[latest])
     assert names(tmp_path) == [saved[step].name for step in left]
 
 
-def test_later_checkpoints_are_set_aside_and_kept(tmp_path: Path) -> None:
+def test_later_checkpoints_are_set_aside_and_kept(tmp_path):
     for step, value in ((2, 2.0), (4, 4.0), (6, 6.0)):
         save(tmp_path, step, value)
     assert [p.name for p in set_aside_later(tmp_path, 4)] == ["abandoned-step-00000006"]
@@ -82,13 +80,11 @@ def test_later_checkpoints_are_set_aside_and_kept(tmp_path: Path) -> None:
     assert set_aside_later(tmp_path, 4) == []
 
 
-def test_a_replacement_that_fails_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     save(tmp_path, 2, 1.0)
     rename = Path.rename
 
-    def fails(self: Path, target: Path) -> Path:
+    def fails(self, target):
         if self.name.startswith(".partial"):
             raise OSError("no")
         return rename(self, target)
@@ -106,7 +102,7 @@ def test_a_replacement_that_fails_leaves_the_old_one(
     assert Checkpoint.open(tmp_path).tensors(["w"])["w"][0] == 9.0
 
 
-def test_leftovers_are_removed_by_step_or_all(tmp_path: Path) -> None:
+def test_leftovers_are_removed_by_step_or_all(tmp_path):
     save(tmp_path, 1)
     for name in (".partial-step-00000002", ".partial-step-00000004", ".pruned-step-00000004",
                  ".replaced-step-00000001"):  # fmt: skip
@@ -149,7 +145,7 @@ def put_shard(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (lambda manifest: manifest["shards"][0].pop("sha256"), "sha256"),
     ],
 )
-def test_each_fact_of_a_manifest_is_checked(harm: Callable, words: str, tmp_path: Path) -> None:
+def test_each_fact_of_a_manifest_is_checked(harm, words, tmp_path):
     path = save(tmp_path, 1) / "manifest.json"
     manifest = json.loads(path.read_text())
     harm(manifest)
@@ -159,7 +155,7 @@ def test_each_fact_of_a_manifest_is_checked(harm: Callable, words: str, tmp_path
     assert str(path) in str(caught.value)
 
 
-def test_tensors_listed_but_absent_are_refused(tmp_path: Path) -> None:
+def test_tensors_listed_but_absent_are_refused(tmp_path):
     folder = save(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["shards"][0]["tensors"].append("ghost")
@@ -174,7 +170,7 @@ def test_tensors_listed_but_absent_are_refused(tmp_path: Path) -> None:
         checkpoint.tensors(["w"])
 
 
-def test_settings_of_another_version_name_the_manifest(tmp_path: Path) -> None:
+def test_settings_of_another_version_name_the_manifest(tmp_path):
     folder = save(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["settings"] = {"model": {"wings": 2}}
@@ -183,7 +179,7 @@ def test_settings_of_another_version_name_the_manifest(tmp_path: Path) -> None:
         _ = Checkpoint.open(folder).settings
 
 
-def test_a_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path):
     folder = save(tmp_path, 1, facts={**FACTS, "settings": {"run": {"seed": 7, "name": "a\\b é"}}})
     path = folder / "manifest.json"
     whole, content = path.read_bytes(), Checkpoint.open(folder).manifest
@@ -202,7 +198,7 @@ def test_a_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Pat
     assert passed < len(whole) / 50, "only white space and the like may differ"
 
 
-def test_no_format_does_without_the_hash_of_a_manifest(tmp_path: Path) -> None:
+def test_no_format_does_without_the_hash_of_a_manifest(tmp_path):
     folder = save(tmp_path, 1)
     Checkpoint.open(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -215,7 +211,7 @@ def test_no_format_does_without_the_hash_of_a_manifest(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
-def test_settings_that_came_later_mean_what_they_meant_when_it_was_written(tmp_path: Path) -> None:
+def test_settings_that_came_later_mean_what_they_meant_when_it_was_written(tmp_path):
     facts = {**FACTS, "settings": {"optim": {"name": "muon"}}}
     settings = Checkpoint.open(save(tmp_path, 1, facts=facts)).settings
     assert (settings.model.embed_std, settings.optim.table_lr) == (0.02, 1.0)
@@ -224,18 +220,16 @@ def test_settings_that_came_later_mean_what_they_meant_when_it_was_written(tmp_p
     assert (settings.model.embed_std, settings.optim.table_lr) == (0.5, 7.0)
 
 
-def test_all_that_is_renamed_is_on_the_disk_before(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_is_renamed_is_on_the_disk_before(corpus, tmp_path, monkeypatch):
     flushed: set[int] = set()
     before_rename: list[set[int]] = []
     fsync, rename = os.fsync, Path.rename
 
-    def noted_fsync(descriptor: int) -> None:
+    def noted_fsync(descriptor):
         flushed.add(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
-    def noted_rename(self: Path, target: Path) -> Path:
+    def noted_rename(self, target):
         before_rename.append(set(flushed))
         return rename(self, target)
 

@@ -1,13 +1,11 @@
 """What codecs are told, one codec per cut, and one process that computes the same."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from stopping import stop_in_the_first_step
 
 from thinwire.codec import Leg
-from thinwire.data import Corpus, Order
+from thinwire.data import Order
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire_lab.chain import Chain
@@ -16,8 +14,8 @@ from thinwire_lab.chain import Chain
 
 
 def test_places_name_the_cut_the_seed_the_examples_and_whether_it_is_training(
-    settings_with: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
+    settings_with, run_in_threads, corpus
+):
     settings = settings_with(
         pipeline__stages=3,
         run__seed=7,
@@ -45,9 +43,7 @@ def test_places_name_the_cut_the_seed_the_examples_and_whether_it_is_training(
             assert all(p.examples is None for p in validated)
 
 
-def test_examples_that_never_come_back_are_not_remembered(
-    settings_with: Callable, corpus: Corpus
-) -> None:
+def test_examples_that_never_come_back_are_not_remembered(settings_with, corpus):
     cpu = torch.device("cpu")
     windows = Feed(corpus, settings_with(), cpu).example_count
     once = windows // 8
@@ -73,13 +69,8 @@ def test_examples_that_never_come_back_are_not_remembered(
     [("gpipe", "delta", "int8+ef21"), ("1f1b", "int4+ef21+zstd", "delta")],
 )
 def test_a_chain_remembers_as_the_pipeline_does(
-    schedule: str,
-    forward: str,
-    backward: str,
-    settings_with: Callable,
-    run_in_threads: Callable,
-    corpus: Corpus,
-) -> None:
+    schedule, forward, backward, settings_with, run_in_threads, corpus
+):
     """Losses, validations and bytes."""
     settings = settings_with(
         run__precision="fp64",

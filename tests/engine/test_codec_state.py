@@ -3,7 +3,6 @@
 import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from test_verdict import poison
 from torch import Tensor
 
 from thinwire.codec import Leg
-from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import check_memory
 from thinwire.engine.port import Port
@@ -78,17 +76,17 @@ SEVERAL_EPOCHS = {"train__batch": 128}  # a corpus of 503 examples comes back af
     ],
 )
 def test_resumed_equals_uninterrupted(
-    schedule: str,
-    stages: int,
-    forward: str,
-    backward: str,
-    changes: dict[str, Any],
-    settings_with: Callable,
-    run_in_threads: Callable,
-    corpus: Corpus,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    schedule,
+    stages,
+    forward,
+    backward,
+    changes,
+    settings_with,
+    run_in_threads,
+    corpus,
+    tmp_path,
+    monkeypatch,
+):
     """Also where a neighbour has sent activations of the next step before a stage is saved."""
     settings = settings_with(
         pipeline__schedule=schedule,
@@ -113,15 +111,13 @@ def test_resumed_equals_uninterrupted(
         assert disagreement(step, seen) == ""
 
 
-def test_what_codecs_remember_matters(
-    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_what_codecs_remember_matters(settings_with, run_in_threads, corpus, tmp_path):
     """The failing side: weights and optimizer alone do not continue the run."""
     settings = settings_with()
     whole = run_in_threads(settings)
     middle = commit_all(whole, tmp_path / "run", corpus)[3]
 
-    def forget(worker: Any) -> None:
+    def forget(worker):
         for end in worker._ends():
             for codec in end.codecs.values():
                 codec.last = None
@@ -133,8 +129,8 @@ def test_what_codecs_remember_matters(
 
 
 def test_a_refused_step_is_remembered_alike_on_both_ends(
-    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+    settings_with, run_in_threads, corpus, tmp_path
+):
     settings = settings_with(train__checkpoint_every=2)
     whole = run_in_threads(settings, prepare_worker=poison(0, {0}))
     assert [r.committed for r in whole.steps(0)][:2] == [False, True]
@@ -170,8 +166,8 @@ def disturb(stage: int, leg: Leg, at_step: int) -> Callable[[Any], None]:
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("leg", list(Leg))
 def test_ends_that_differ_are_found_at_the_next_checkpoint(
-    stage: int, leg: Leg, settings_with: Callable, run_in_threads: Callable
-) -> None:
+    stage, leg, settings_with, run_in_threads
+):
     settings = settings_with(train__checkpoint_every=1)
     outcome = run_in_threads(settings, prepare_worker=disturb(stage, leg, at_step=4))
     seen = agreements(outcome)
@@ -200,8 +196,8 @@ def shake_hands(lower: dict[str, Any], upper: dict[str, Any]) -> list[WireError]
 
 
 def test_ends_that_differ_after_a_load_do_not_shake_hands(
-    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+    settings_with, run_in_threads, corpus, tmp_path
+):
     settings = settings_with(pipeline__stages=3)
     middle = commit_all(run_in_threads(settings), tmp_path / "run", corpus)[3]
     workers = [
@@ -224,17 +220,13 @@ def test_ends_that_differ_after_a_load_do_not_shake_hands(
 
 
 @pytest.fixture
-def saved(
-    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> Path:
+def saved(settings_with, run_in_threads, corpus, tmp_path):
     settings = settings_with(train__steps=2, train__checkpoint_every=1)
     outcome = run_in_threads(settings, folder=tmp_path / "saved")
     return commit_all(outcome, tmp_path / "saved", corpus)[1]
 
 
-def test_a_cut_elsewhere_has_no_memory_and_says_so(
-    saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
-) -> None:
+def test_a_cut_elsewhere_has_no_memory_and_says_so(saved, settings_with, run_in_threads, tmp_path):
     elsewhere = settings_with(pipeline__split=[1, 3])
     words = r"the memory of delta on .* before block 2, but .* \[1, 3\] blocks, and had \[2, 2\]"
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -250,15 +242,15 @@ def test_a_cut_elsewhere_has_no_memory_and_says_so(
 
 
 def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(
-    saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
-) -> None:
+    saved, settings_with, run_in_threads, tmp_path
+):
     finer = settings_with(pipeline__stages=3, pipeline__split=[1, 1, 2])
     notes = check_memory(finer, Checkpoint.open(saved))
     assert [note.partition(" and ")[0] for note in notes] == [
         f"delta is new on the {leg.value} leg of cut 0" for leg in Leg
     ]
 
-    def look(worker: Any) -> None:
+    def look(worker):
         for end in worker._ends():
             for codec in end.codecs.values():
                 assert (codec.last is None) == (end.cut == 0)
@@ -271,9 +263,7 @@ def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(
     assert check_memory(partly, Checkpoint.open(saved)) == []
 
 
-def test_memory_of_another_shape_is_refused(
-    saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
-) -> None:
+def test_memory_of_another_shape_is_refused(saved, settings_with, run_in_threads, tmp_path):
     with pytest.raises(CheckpointError, match=r"does not fit this run: last has shape \(2, 16, 32"):
         run_in_threads(
             settings_with(pipeline__microbatches=2), resume=saved, folder=tmp_path / "other"
@@ -282,8 +272,8 @@ def test_memory_of_another_shape_is_refused(
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_fewer_stages_do_not_drop_a_memory_in_silence(
-    stages: int, settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+    stages, settings_with, run_in_threads, corpus, tmp_path
+):
     """The cut in the middle stays, with its memory; those on either side would lose theirs."""
     before = settings_with(
         pipeline__stages=4, codec__forward="int8+ef21", codec__backward="fp32",

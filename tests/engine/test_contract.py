@@ -1,18 +1,14 @@
 """Two ends that do not match say why, and which command mends it."""
 
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import thinwire
-from thinwire.data import Corpus
 from thinwire.engine.worker import Assignment, Worker, release_remedy, remedy
 from thinwire.errors import WireError
-from thinwire.settings import Settings
 from thinwire.wire import handshake, memory_pair
 
 
@@ -29,19 +25,17 @@ def refusal(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def contract(corpus: Corpus, tmp_path: Path) -> Callable[[Settings], dict[str, Any]]:
+def contract(corpus, tmp_path):
     """That of cut 0 in the third epoch."""
 
-    def of(settings: Settings) -> dict[str, Any]:
+    def of(settings):
         worker = Worker(Assignment(settings, 0, corpus.folder, tmp_path / "run"))
         return worker.contract(0, epoch=3)
 
     return of
 
 
-def test_a_difference_names_its_cause_and_what_mends_it(
-    contract: Callable, make_settings: Callable
-) -> None:
+def test_a_difference_names_its_cause_and_what_mends_it(contract, make_settings):
     mine = contract(make_settings())
     assert mine["thinwire"] == thinwire.__version__ and refusal(mine, dict(mine)) == ""
     for key, value, words in [
@@ -55,9 +49,7 @@ def test_a_difference_names_its_cause_and_what_mends_it(
         assert re.search(rf"match: {key}: this stage has .*{words}", text), text
 
 
-def test_other_settings_are_named_by_their_sections(
-    contract: Callable, make_settings: Callable
-) -> None:
+def test_other_settings_are_named_by_their_sections(contract, make_settings):
     theirs = contract(make_settings(optim__lr=0.5, train__batch=4))
     text = refusal(contract(make_settings()), theirs)
     assert "(they differ in optim, train)" in text
@@ -74,14 +66,14 @@ def test_other_settings_are_named_by_their_sections(
         ("1.0", "9" * 5000, "install the same release on both machines"),
     ],
 )
-def test_the_older_end_is_told_to_upgrade(mine: str, theirs: str, command: str) -> None:
+def test_the_older_end_is_told_to_upgrade(mine, theirs, command):
     assert release_remedy(mine, theirs).startswith(command)
 
 
 @pytest.mark.parametrize("theirs", [None, [], {"model": {}}, "x" * 50_000, {"a": 1e9}, 7])
 def test_whatever_the_other_end_says_is_a_difference_and_no_failure(
-    theirs: Any, contract: Callable, make_settings: Callable
-) -> None:
+    theirs, contract, make_settings
+):
     mine = contract(make_settings())
     for key in mine:
         text = refusal(mine, {**mine, key: theirs})

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def delayed(make_settings: Callable[..., Settings]) -> Callable[..., Settings]:
+def delayed(make_settings):
     """Settings of a tiny exact run with delayed updates."""
     return lambda **changes: make_settings(**{"pipeline__delay": 1, **changes})
 
@@ -34,7 +33,7 @@ def chain_of(settings: Settings, corpus: Corpus, refused: int = -1) -> tuple[Cha
     for step in range(settings.train.steps):
         if step == refused:
             update = chain.updates[0].of_step(step)
-            update.squared_norms = lambda: [float("nan")]  # type: ignore[method-assign]
+            update.squared_norms = lambda: [float("nan")]
         losses.append(chain.train_step(step))
         if step == refused:
             del update.squared_norms
@@ -53,9 +52,7 @@ def furthest(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize(("stages", "delay"), [(1, 4), (3, 4), (3, 1)])
 @pytest.mark.parametrize("refused", [-1, 0, 2])
-def test_a_chain_is_a_plain_loop_of_delayed_updates(
-    stages: int, delay: int, refused: int, delayed: Callable, corpus: Corpus
-) -> None:
+def test_a_chain_is_a_plain_loop_of_delayed_updates(stages, delay, refused, delayed, corpus):
     settings = delayed(pipeline__stages=stages, pipeline__delay=delay, train__steps=6)
     losses, weights = plain_loop(settings, corpus, delay, refused)
     chain, found = chain_of(settings, corpus, refused)
@@ -63,7 +60,7 @@ def test_a_chain_is_a_plain_loop_of_delayed_updates(
     assert furthest(weights_of(chain), weights) < TOLERANCE
 
 
-def test_without_delay_training_differs(delayed: Callable, corpus: Corpus) -> None:
+def test_without_delay_training_differs(delayed, corpus):
     """The failing side: a loop with another delay, or none, begins alike and goes elsewhere."""
     settings = delayed(pipeline__stages=2, train__steps=3)
     chain, found = chain_of(settings, corpus)
@@ -99,15 +96,8 @@ def spoil(step: int) -> Callable[[Any], None]:
      (4, 2, 2, 1), (3, 1, 0, 1), (1, 0, 0, 2), (4, -1, 1, 4)],
 )  # fmt: skip
 def test_a_pipeline_is_a_plain_loop_of_delayed_updates(
-    stages: int,
-    window: int,
-    every: int,
-    delay: int,
-    delayed: Callable,
-    run_in_threads: Callable,
-    corpus: Corpus,
-    references: dict,
-) -> None:
+    stages, window, every, delay, delayed, run_in_threads, corpus, references
+):
     changes = {"pipeline__stages": stages, "pipeline__window": window, "pipeline__delay": delay}
     settings = delayed(**changes, train__steps=7, train__eval_every=every)
     if delay not in references:
@@ -120,15 +110,15 @@ def test_a_pipeline_is_a_plain_loop_of_delayed_updates(
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[int, Any]:
+def references():
     """The plain loop of each delay, which does not depend on the pipeline."""
     return {}
 
 
 @pytest.mark.parametrize(("refused", "delay"), [(0, 2), (1, 4), (3, 1), (6, 4), (6, 1)])
 def test_a_refused_step_leaves_the_weights_of_the_next(
-    refused: int, delay: int, delayed: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
+    refused, delay, delayed, run_in_threads, corpus
+):
     changes = {"pipeline__stages": 3, "pipeline__delay": delay}
     settings = delayed(**changes, train__steps=7, train__eval_every=0)
     losses, weights = plain_loop(settings, corpus, delay, refused)
@@ -140,7 +130,7 @@ def test_a_refused_step_leaves_the_weights_of_the_next(
     assert furthest(outcome.weights(), weights) < TOLERANCE
 
 
-def test_stages_overlap_steps(delayed: Callable, run_in_threads: Callable) -> None:
+def test_stages_overlap_steps(delayed, run_in_threads):
     """The first stage begins a step before it has ended the one before; without delay it does not,
     nor where a validation comes between.
     """
@@ -160,14 +150,8 @@ def test_stages_overlap_steps(delayed: Callable, run_in_threads: Callable) -> No
     ("case", "before", "after"), [("adamw", 2, 4), ("muon", 4, 1), ("remembering", 3, 3)]
 )
 def test_resumed_equals_uninterrupted(
-    case: str,
-    before: int,
-    after: int,
-    delayed: Callable,
-    run_in_threads: Callable,
-    corpus: Corpus,
-    tmp_path: Path,
-) -> None:
+    case, before, after, delayed, run_in_threads, corpus, tmp_path
+):
     changes = {"train__steps": 8, "train__checkpoint_every": 3, "train__eval_every": 4}
     if case == "muon":
         changes |= {"optim__name": "muon"}
@@ -189,15 +173,13 @@ def test_resumed_equals_uninterrupted(
         assert furthest(resumed.weights(), whole.weights()) == 0
 
 
-def test_the_weights_before_the_last_update_matter(
-    delayed: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_the_weights_before_the_last_update_matter(delayed, run_in_threads, corpus, tmp_path):
     """The failing side: with the latest weights alone the next step is another."""
     settings = delayed(train__steps=6, train__checkpoint_every=3)
     whole = run_in_threads(settings)
     middle = commit_all(whole, tmp_path / "run", corpus)[3]
 
-    def forget(worker: Any) -> None:
+    def forget(worker):
         worker.update.latest.restore_twin({})
         worker.update.latest.twin.version -= 1
 
@@ -205,9 +187,7 @@ def test_the_weights_before_the_last_update_matter(
     assert abs(other.losses()[0] - whole.losses()[3]) > 1e-6
 
 
-def test_a_stop_takes_effect_a_step_later_and_resumes(
-    delayed: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_stop_takes_effect_a_step_later_and_resumes(delayed, run_in_threads, corpus, tmp_path):
     settings = delayed(pipeline__stages=4, train__steps=6, train__eval_every=0)
     whole = run_in_threads(settings, folder=tmp_path / "whole")
     stopped = run_in_threads(settings, prepare_worker=stop_in_the_first_step)
@@ -218,10 +198,8 @@ def test_a_stop_takes_effect_a_step_later_and_resumes(
     assert furthest(resumed.weights(), whole.weights()) == 0
 
 
-def test_a_stage_with_other_weights_is_found_by_their_version(
-    delayed: Callable, run_in_threads: Callable
-) -> None:
-    def prepare(worker: Any) -> None:
+def test_a_stage_with_other_weights_is_found_by_their_version(delayed, run_in_threads):
+    def prepare(worker):
         if worker.index == 1:  # computes as if updates were not delayed
             worker.update.of_step = lambda step: worker.update.latest
 
@@ -231,9 +209,7 @@ def test_a_stage_with_other_weights_is_found_by_their_version(
         run_in_threads(delayed(train__steps=4, train__eval_every=0), prepare_worker=prepare)
 
 
-def test_a_run_goes_on_with_and_without_delay(
-    delayed: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_and_without_delay(delayed, run_in_threads, corpus, tmp_path):
     """From the latest weights: the next step without delay is computed with them, and so is the one
     after it with delay, for which there is no other version.
     """
@@ -258,17 +234,13 @@ def test_a_run_goes_on_with_and_without_delay(
         ({"boundary__mode": "subspace", "boundary__basis_update_every": 5}, "update_every = 0"),
     ],
 )
-def test_what_cannot_be_delayed_is_refused(
-    changes: dict[str, Any], remedy: str, delayed: Callable
-) -> None:
+def test_what_cannot_be_delayed_is_refused(changes, remedy, delayed):
     with pytest.raises(ConfigError, match=r"pipeline.delay = 1") as refused:
         delayed(**{"boundary__rank": 8, **changes} if "boundary__mode" in changes else changes)
     assert remedy in str(refused.value)
 
 
-def test_a_shard_has_the_weights_before_the_last_update(
-    delayed: Callable, run_in_threads: Callable
-) -> None:
+def test_a_shard_has_the_weights_before_the_last_update(delayed, run_in_threads):
     settings = delayed(train__checkpoint_every=2, boundary__mode="projected", boundary__rank=6)
     outcome = run_in_threads(settings)
     for stage, worker in enumerate(outcome.workers):

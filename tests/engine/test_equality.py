@@ -1,7 +1,5 @@
 """The pipeline computes what one process computes, whatever the split, schedule and window."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from plain import TOLERANCE, plain_loop
@@ -11,7 +9,7 @@ from thinwire.settings import Settings
 
 
 @pytest.fixture(scope="module")
-def reference(corpus: Corpus) -> dict[str, tuple]:
+def reference(corpus):
     return {}
 
 
@@ -38,14 +36,8 @@ def expected(reference: dict, settings: Settings, corpus: Corpus) -> tuple:
     ],
 )
 def test_pipeline_equals_plain_loop(
-    stages: int,
-    schedule: str,
-    window: int,
-    make_settings: Callable,
-    run_in_threads: Callable,
-    corpus: Corpus,
-    reference: dict,
-) -> None:
+    stages, schedule, window, make_settings, run_in_threads, corpus, reference
+):
     settings = make_settings(
         pipeline__stages=stages, pipeline__schedule=schedule, pipeline__window=window
     )
@@ -59,9 +51,7 @@ def test_pipeline_equals_plain_loop(
         assert difference < TOLERANCE, name
 
 
-def test_a_narrower_codec_is_not_exact(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, reference: dict
-) -> None:
+def test_a_narrower_codec_is_not_exact(make_settings, run_in_threads, corpus, reference):
     """The failing side: the tolerance would notice if a tensor were rounded on the wire."""
     settings = make_settings(pipeline__stages=2)
     losses, _ = expected(reference, settings, corpus)
@@ -70,7 +60,7 @@ def test_a_narrower_codec_is_not_exact(
     assert rounded.losses()[0] == pytest.approx(losses[0], rel=1e-2)
 
 
-def test_recomputation_changes_nothing(make_settings: Callable, run_in_threads: Callable) -> None:
+def test_recomputation_changes_nothing(make_settings, run_in_threads):
     kept = run_in_threads(make_settings(pipeline__stages=2))
     recomputed = run_in_threads(make_settings(pipeline__stages=2, pipeline__recompute=True))
     assert kept.losses() == recomputed.losses()
@@ -79,9 +69,7 @@ def test_recomputation_changes_nothing(make_settings: Callable, run_in_threads: 
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_split_does_not_change_a_bit(
-    optimizer: str, make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_split_does_not_change_a_bit(optimizer, make_settings, run_in_threads):
     """With tensors sent as they are, 1, 2 and 4 stages give the same float32 weights."""
     runs = [
         run_in_threads(
@@ -104,9 +92,7 @@ def test_split_does_not_change_a_bit(
 
 
 @pytest.mark.parametrize("kind", ["own tables and memory", "a moving basis", "shared rows"])
-def test_the_window_does_not_change_a_bit(
-    kind: str, make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_the_window_does_not_change_a_bit(kind, make_settings, run_in_threads):
     """One, two or all microbatches in flight: the same losses and float32 weights, also where
     codecs remember what crossed, a basis moves, or rows of an embedding are shared.
     """
@@ -141,8 +127,8 @@ SHAPE = {
 
 
 def test_biases_norms_of_heads_wide_heads_and_stretched_positions_train_alike(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
+    make_settings, run_in_threads, corpus
+):
     settings = make_settings(**SHAPE)
     losses, weights = plain_loop(settings, corpus)
     outcome = run_in_threads(settings)
@@ -152,7 +138,7 @@ def test_biases_norms_of_heads_wide_heads_and_stretched_positions_train_alike(
     assert any(name.endswith("q_proj.bias") and w.any() for name, w in weights.items())
 
 
-def test_bf16_autocast_stays_near(make_settings: Callable, run_in_threads: Callable) -> None:
+def test_bf16_autocast_stays_near(make_settings, run_in_threads):
     exact = run_in_threads(make_settings())
     half = run_in_threads(
         make_settings(run__precision="bf16", codec__forward="bf16", codec__backward="bf16")
@@ -161,9 +147,7 @@ def test_bf16_autocast_stays_near(make_settings: Callable, run_in_threads: Calla
     assert half.losses() != exact.losses()
 
 
-def test_emulated_links_change_times_not_numbers(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_emulated_links_change_times_not_numbers(make_settings, run_in_threads):
     plain = run_in_threads(make_settings(pipeline__stages=4))
     slow = run_in_threads(
         make_settings(pipeline__stages=4, link__emulate=True, link__latency_ms=3, link__jitter_ms=2)

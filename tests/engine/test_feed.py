@@ -1,17 +1,12 @@
 """What a stage computes of a batch: as much as asked for, and only what it reads."""
 
-from collections.abc import Callable
-
 import torch
 
-from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
-from thinwire.settings import Settings, TrainConfig
+from thinwire.settings import TrainConfig
 
 
-def test_a_validation_left_open_scores_64k_tokens_or_all(
-    corpus: Corpus, make_settings: Callable[..., Settings]
-) -> None:
+def test_a_validation_left_open_scores_64k_tokens_or_all(corpus, make_settings):
     """By tokens, so that a loss means the same with small and large microbatches."""
     for batch, count in ((8, 2048), (16, 1024)):
         settings = make_settings(train__eval_batches=-1, train__batch=batch)
@@ -24,9 +19,7 @@ def test_a_validation_left_open_scores_64k_tokens_or_all(
     assert TrainConfig().eval_batches == -1
 
 
-def test_bytes_are_those_of_the_tokens_that_a_validation_predicts(
-    make_settings: Callable, corpus: Corpus
-) -> None:
+def test_bytes_are_those_of_the_tokens_that_a_validation_predicts(make_settings, corpus):
     feed = Feed(corpus, make_settings(), torch.device("cpu"), 3)
     tokens, size = feed.validation_text
     tokenizer = corpus.tokenizer()

@@ -1,7 +1,6 @@
 """The stage in which non-finite values first appeared is named, also if it keeps that to itself."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def spoil_norms(worker: Worker) -> None:
     def spoil() -> list[float]:
         return [math.nan if worker.state.step == 1 else norm for norm in squared_norms()]
 
-    worker.update.squared_norms = spoil  # type: ignore[method-assign]
+    worker.update.squared_norms = spoil
 
 
 @pytest.mark.parametrize(
@@ -52,18 +51,13 @@ def spoil_norms(worker: Worker) -> None:
     ],
 )
 def test_the_first_stage_with_non_finite_values_is_named(
-    stage: int,
-    spoil: Callable[[Worker], None],
-    lies: bool,
-    words: str,
-    make_settings: Callable,
-    run_in_threads: Callable,
-) -> None:
-    def prepare(worker: Worker) -> None:
+    stage, spoil, lies, words, make_settings, run_in_threads
+):
+    def prepare(worker):
         if worker.index == stage:
             spoil(worker)
             if lies:
-                worker._sightings.note = lambda *_: None  # type: ignore[method-assign]
+                worker._sightings.note = lambda *_: None
 
     settings = make_settings(pipeline__stages=3, train__steps=3)
     outcome = run_in_threads(settings, prepare_worker=prepare)
@@ -73,12 +67,10 @@ def test_the_first_stage_with_non_finite_values_is_named(
     assert [report.committed for report in outcome.steps(0)] == [True, False, True]
 
 
-def test_a_basis_that_is_not_finite_is_refused_in_its_senders_name(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_a_basis_that_is_not_finite_is_refused_in_its_senders_name(make_settings, run_in_threads):
     """Else the weights of whoever takes it would be lost, and it would seem to be the cause."""
 
-    def prepare(worker: Worker) -> None:
+    def prepare(worker):
         if worker.index == 1:
             keeper = worker.update.keeper
             keeper.propose = lambda: keeper.space.basis_DK * math.nan
@@ -90,7 +82,7 @@ def test_a_basis_that_is_not_finite_is_refused_in_its_senders_name(
         run_in_threads(settings, prepare_worker=prepare)
 
 
-def test_finite_values_whose_sum_overflows_are_finite() -> None:
+def test_finite_values_whose_sum_overflows_are_finite():
     large = torch.full((4,), 3e38)
     assert is_finite(large) and is_finite(torch.zeros(0))
     large[2] = -math.inf

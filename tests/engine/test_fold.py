@@ -1,6 +1,5 @@
 """Folded weights compute what the trained model computes; what does not fold says so."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,9 +66,7 @@ def plain_model(folded: Folded) -> Joined:
 
 
 @pytest.mark.parametrize("changes", FOLDING.values(), ids=FOLDING)
-def test_folded_weights_compute_what_the_trained_model_computes(
-    changes: dict[str, Any], make_settings: Callable[..., Settings], corpus: Corpus
-) -> None:
+def test_folded_weights_compute_what_the_trained_model_computes(changes, make_settings, corpus):
     settings = make_settings(**{"pipeline__stages": 4, "train__steps": 3, **changes})
     chain = trained(settings, corpus)
     folded = Folded(state_of(chain))
@@ -82,8 +79,8 @@ def test_folded_weights_compute_what_the_trained_model_computes(
 
 
 def test_weights_of_a_narrow_model_mean_something_else_before_they_are_folded(
-    make_settings: Callable[..., Settings], corpus: Corpus
-) -> None:
+    make_settings, corpus
+):
     chain = trained(make_settings(**NARROW["subspace"]), corpus)
     plain = Joined(Folded(state_of(chain)).settings, torch.device("cpu"))
     for stage in plain.stages:
@@ -92,9 +89,7 @@ def test_weights_of_a_narrow_model_mean_something_else_before_they_are_folded(
 
 
 @pytest.mark.parametrize("mode", NARROW)
-def test_a_basis_that_has_moved_is_the_one_that_folds(
-    mode: str, make_settings: Callable[..., Settings], corpus: Corpus
-) -> None:
+def test_a_basis_that_has_moved_is_the_one_that_folds(mode, make_settings, corpus):
     chain = trained(make_settings(**NARROW[mode], **MOVES), corpus)
     state = state_of(chain)
     without = {name: t for name, t in state.tensors(state.names()).items() if name != BASIS}
@@ -112,16 +107,14 @@ def test_a_basis_that_has_moved_is_the_one_that_folds(
         ({"pipeline__stages": 4}, "each of its 3 cuts drops"),
     ],
 )
-def test_a_projected_model_does_not_fold_and_says_which_recipe_would(
-    changes: dict[str, Any], part: str, make_settings: Callable[..., Settings]
-) -> None:
+def test_a_projected_model_does_not_fold_and_says_which_recipe_would(changes, part, make_settings):
     settings = make_settings(boundary__mode="projected", boundary__rank=6, **changes)
     assert part in why_not_folded(settings)
     with pytest.raises(CheckpointError, match=r"does not fold.*exact32"):
         Folded(Snapshot({}, settings, 0, Versions(0, 0)))
 
 
-def test_a_tensor_of_another_shape_is_named(make_settings: Callable[..., Settings]) -> None:
+def test_a_tensor_of_another_shape_is_named(make_settings):
     settings = make_settings()
     wrong = Snapshot({"model.norm.weight": torch.ones(3)}, settings, 0, Versions(0, 0))
     with pytest.raises(CheckpointError, match=r"model.norm.weight .*\(3,\).*\(32,\)"):

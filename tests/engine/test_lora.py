@@ -1,7 +1,5 @@
 """LoRA: adapters are trained beside frozen weights, in the pipeline as in one process."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +8,6 @@ from test_chain import CPU, EXACT, assert_same, trained
 from test_narrow import MODES
 from test_resume import commit_all, exact
 
-from thinwire.data import Corpus
 from thinwire.engine.conversion import merged
 from thinwire.engine.feed import Feed
 from thinwire.engine.joined import Joined
@@ -38,9 +35,7 @@ def parameters(chain: Chain) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_adapters_learn_and_all_else_stays(
-    case: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
+def test_adapters_learn_and_all_else_stays(case, make_settings, run_in_threads, corpus):
     """The pipeline equals the chain bit for bit; of the model's own weights not a bit changes."""
     settings = make_settings(pipeline__stages=3, train__steps=3, **CASES[case], **LORA)
     feed = Feed(corpus, settings, CPU)
@@ -62,8 +57,8 @@ def test_adapters_learn_and_all_else_stays(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_fresh_adapter_changes_nothing_and_does_not_depend_on_the_split(
-    precision: str, make_settings: Callable, corpus: Corpus
-) -> None:
+    precision, make_settings, corpus
+):
     """With bf16 frozen matrices are held as autocast would round them: not a bit differs."""
     same = {**EXACT, "run__precision": precision}
     plain = make_settings(**same)
@@ -83,13 +78,7 @@ def test_a_fresh_adapter_changes_nothing_and_does_not_depend_on_the_split(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resumed_equals_uninterrupted(
-    optimizer: str,
-    make_settings: Callable,
-    run_in_threads: Callable,
-    corpus: Corpus,
-    tmp_path: Path,
-) -> None:
+def test_resumed_equals_uninterrupted(optimizer, make_settings, run_in_threads, corpus, tmp_path):
     """Split anew, and with layers recomputed in the backward pass, which changes no bit either."""
     settings = exact(make_settings, pipeline__stages=3, optim__name=optimizer, **LORA)
     whole = run_in_threads(settings)
@@ -106,9 +95,7 @@ def test_resumed_equals_uninterrupted(
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_step_at_full_rank_is_a_step_of_the_matrix_itself(
-    frozen: bool, make_settings: Callable, corpus: Corpus
-) -> None:
+def test_a_step_at_full_rank_is_a_step_of_the_matrix_itself(frozen, make_settings, corpus):
     """With A = 1 and B = 0, W + B A moves as W would; the failing side has W move too."""
     changes = {"pipeline__stages": 2, "optim__name": "adamw", "optim__clip": 0.0,
                "optim__weight_decay": 0.0}  # fmt: skip
@@ -148,9 +135,7 @@ def test_a_step_at_full_rank_is_a_step_of_the_matrix_itself(
 
 @pytest.mark.parametrize("mode", ["subspace", "reparam"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_an_adapter_of_a_writer_stays_in_the_subspace(
-    mode: str, optimizer: str, make_settings: Callable, corpus: Corpus
-) -> None:
+def test_an_adapter_of_a_writer_stays_in_the_subspace(mode, optimizer, make_settings, corpus):
     """So the cut stays exact: what a stage sends is all of what it has."""
     settings = make_settings(**MODES[mode], optim__name=optimizer, **LORA)
     feed = Feed(corpus, settings, CPU)
@@ -174,9 +159,7 @@ def test_an_adapter_of_a_writer_stays_in_the_subspace(
 
 
 @pytest.mark.parametrize("merging", [True, False])
-def test_merged_weights_compute_what_weights_and_adapters_do(
-    merging: bool, make_settings: Callable, corpus: Corpus
-) -> None:
+def test_merged_weights_compute_what_weights_and_adapters_do(merging, make_settings, corpus):
     """Of a projected model too, which does not fold; the failing side forgets the adapters."""
     settings = make_settings(**MODES["projected-narrow-table"], **LORA)
     chain = Chain(settings, Feed(corpus, settings, CPU))
@@ -202,6 +185,6 @@ def test_merged_weights_compute_what_weights_and_adapters_do(
         (MODES["subspace-moving"], "basis_update_every = 2 cannot work with lora.rank = 3"),
     ],
 )
-def test_what_cannot_work_is_refused(changes: dict, words: str, make_settings: Callable) -> None:
+def test_what_cannot_work_is_refused(changes, words, make_settings):
     with pytest.raises(ConfigError, match=words):
         make_settings(**{**LORA, **changes})

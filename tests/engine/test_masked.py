@@ -1,8 +1,5 @@
 """With tokens that are not learned the loss of a step is its mean over all that are."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -22,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict:
+def reference():
     return {}
 
 
@@ -37,13 +34,8 @@ def joined(corpus: Corpus, settings: object, stage: int) -> tuple[TokenServer, F
     ("stages", "schedule"), [(1, "gpipe"), (2, "1f1b"), (3, "gpipe"), (4, "1f1b")]
 )
 def test_a_masked_run_equals_a_plain_loop(
-    stages: int,
-    schedule: str,
-    make_settings: Callable,
-    run_in_threads: Callable,
-    masked: Corpus,
-    reference: dict,
-) -> None:
+    stages, schedule, make_settings, run_in_threads, masked, reference
+):
     settings = make_settings(pipeline__stages=stages, pipeline__schedule=schedule)
     if not reference:
         reference["losses"], reference["weights"] = plain_loop(settings, masked)
@@ -57,9 +49,7 @@ def test_a_masked_run_equals_a_plain_loop(
         assert chain.evaluate() == outcome.valid_losses()[-1]
 
 
-def test_the_mean_of_microbatch_means_is_another_number(
-    make_settings: Callable, masked: Corpus
-) -> None:
+def test_the_mean_of_microbatch_means_is_another_number(make_settings, masked):
     """The failing side: what a step's loss would be if every microbatch weighed the same."""
     settings = make_settings()
     chain = Chain(settings, Feed(masked, settings, CPU))
@@ -74,8 +64,8 @@ def test_the_mean_of_microbatch_means_is_another_number(
 
 @pytest.mark.parametrize("anchor", ["none", "per-stage"])
 def test_stages_without_the_corpus_train_to_the_same_bits(
-    anchor: str, make_settings: Callable, run_in_threads: Callable, masked: Corpus, tmp_path: Path
-) -> None:
+    anchor, make_settings, run_in_threads, masked, tmp_path
+):
     settings = make_settings(
         pipeline__stages=3, boundary__mode="projected", boundary__rank=6, boundary__anchor=anchor
     )
@@ -103,9 +93,7 @@ def test_stages_without_the_corpus_train_to_the_same_bits(
         (b"\xff" * 4, 129, "of 129"),
     ],
 )
-def test_masks_that_cannot_be_are_refused(
-    bits: bytes, count: int, words: str, make_settings: Callable
-) -> None:
+def test_masks_that_cannot_be_are_refused(bits, count, words, make_settings):
     settings = make_settings(pipeline__stages=2)
     here, there = memory_pair()
     facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
@@ -119,7 +107,7 @@ def test_masks_that_cannot_be_are_refused(
         far.targets((0, 0))
 
 
-def test_a_validation_scores_learned_tokens_alone(make_settings: Callable, masked: Corpus) -> None:
+def test_a_validation_scores_learned_tokens_alone(make_settings, masked):
     settings = make_settings(train__eval_batches=0)
     feed = Feed(masked, settings, CPU)
     chain = Chain(settings, feed)
@@ -136,7 +124,7 @@ def test_a_validation_scores_learned_tokens_alone(make_settings: Callable, maske
     assert 0 < size < int(masked.valid_sizes.sum())
 
 
-def test_every_step_has_something_to_learn(masked: Corpus) -> None:
+def test_every_step_has_something_to_learn(masked):
     """Windows without a learned token are left out, so that no step or microbatch is empty."""
     plain = Order(masked.train, 16, 8, 4, seed=3)
     order = Order(masked.train, 16, 8, 4, seed=3, learned=masked.train_learned)
@@ -151,7 +139,7 @@ def test_every_step_has_something_to_learn(masked: Corpus) -> None:
     assert len(seen) == order.count // 8 * 8, "each of them once in an epoch"
 
 
-def test_a_corpus_that_teaches_nothing_is_refused(masked: Corpus) -> None:
+def test_a_corpus_that_teaches_nothing_is_refused(masked):
     nothing = np.zeros(len(masked.train), np.uint8)
     with pytest.raises(DataError, match=r"0 with a token to learn, 8 are needed"):
         Order(masked.train, 16, 8, 4, seed=3, learned=nothing)
@@ -159,9 +147,7 @@ def test_a_corpus_that_teaches_nothing_is_refused(masked: Corpus) -> None:
         Validation(masked.valid, 16, 2, 0, nothing[: len(masked.valid)])
 
 
-def test_masks_are_part_of_the_fingerprint_and_checked(
-    corpus: Corpus, masked: Corpus, tmp_path: Path
-) -> None:
+def test_masks_are_part_of_the_fingerprint_and_checked(corpus, masked, tmp_path):
     other = with_masks(corpus, tmp_path / "other", lambda n: np.arange(n) % 2)
     assert len({corpus.fingerprint, masked.fingerprint, other.fingerprint}) == 3
     assert "50.00% of the training tokens learned" in other.summary()

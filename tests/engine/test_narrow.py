@@ -1,8 +1,6 @@
 """Narrow boundaries in the pipeline: every mode equals one process, exactly resumed, or refused."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -152,9 +150,7 @@ def move(stages, basis, gradients, rate, parameters, mean, axes) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_pipeline_equals_one_process(
-    mode: str, stages: int, make_settings: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
+def test_pipeline_equals_one_process(mode, stages, make_settings, run_in_threads, corpus):
     settings = make_settings(pipeline__stages=stages, **MODES[mode])
     outcome = run_in_threads(settings)
     losses, parameters = plain_training(settings, corpus)
@@ -166,9 +162,7 @@ def test_pipeline_equals_one_process(
 @pytest.mark.parametrize(
     "mode", ["subspace", "subspace-moving", "reparam", "reparam-moving", *EMBEDDING]
 )
-def test_constrained_modes_do_not_depend_on_the_split(
-    mode: str, make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_constrained_modes_do_not_depend_on_the_split(mode, make_settings, run_in_threads):
     """The cut loses nothing: 1, 2 and 4 stages agree to rounding in float64."""
     changes = (MODES | EMBEDDING)[mode] | {"codec__rows": "fp64"}
     runs = [
@@ -179,7 +173,7 @@ def test_constrained_modes_do_not_depend_on_the_split(
         assert other.losses() == pytest.approx(runs[0].losses(), abs=1e-10)
 
 
-def test_projected_cuts_lose_something(make_settings: Callable, run_in_threads: Callable) -> None:
+def test_projected_cuts_lose_something(make_settings, run_in_threads):
     """The failing side: with free weights the number of cuts changes the result."""
     runs = [
         run_in_threads(make_settings(pipeline__stages=n, **MODES["projected"])) for n in (1, 2, 4)
@@ -189,9 +183,7 @@ def test_projected_cuts_lose_something(make_settings: Callable, run_in_threads: 
 
 
 @pytest.mark.parametrize("mode", [*MODES, *EMBEDDING])
-def test_resume_is_bitwise_across_a_move(
-    mode: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_resume_is_bitwise_across_a_move(mode, make_settings, run_in_threads, corpus, tmp_path):
     """Checkpoints before, at and after a move of the basis, gathered gradients included; so are
     those of rows that are not due yet.
     """
@@ -215,9 +207,7 @@ def test_resume_is_bitwise_across_a_move(
         assert all(torch.equal(weights[n], w) for n, w in whole.weights().items())
 
 
-def test_each_cut_sends_its_rank_as_planned(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_each_cut_sends_its_rank_as_planned(make_settings, run_in_threads):
     """Bytes at the meters of all four stages are those of the settings."""
     settings = make_settings(pipeline__stages=4, train__eval_batches=1, **MODES["projected"])
     outcome = run_in_threads(settings)
@@ -235,9 +225,7 @@ def total(counted: dict[str, int]) -> int:
     return counted["payload_bytes"] + counted["frames"] * HEADER_BYTES
 
 
-def test_moves_are_measured_and_versioned(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_moves_are_measured_and_versioned(make_settings, run_in_threads):
     settings = make_settings(pipeline__stages=4, train__steps=5, **MODES["subspace-moving"])
     outcome = run_in_threads(settings)
     last = [r.measures for r in outcome.steps(-1)]
@@ -255,20 +243,16 @@ def test_moves_are_measured_and_versioned(
     assert sent["BASIS"]["payload_bytes"] == 2 * 8 * 32 * 6  # two moves of 32 x 6 in float64
 
 
-def test_a_stage_with_another_basis_version_is_refused(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    def stale(worker) -> None:
+def test_a_stage_with_another_basis_version_is_refused(make_settings, run_in_threads):
+    def stale(worker):
         worker.builder.space.version = worker.index
 
     with pytest.raises(WireError, match=r"basis version 0, but this stage is at .* version 1"):
         run_in_threads(make_settings(**MODES["subspace"]), prepare_worker=stale)
 
 
-def test_a_move_of_a_refused_step_is_neither_made_nor_reported(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    def prepare(worker) -> None:
+def test_a_move_of_a_refused_step_is_neither_made_nor_reported(make_settings, run_in_threads):
+    def prepare(worker):
         if worker.index == 0:
             poison(0, {1})(worker)
 
@@ -282,8 +266,8 @@ def test_a_move_of_a_refused_step_is_neither_made_nor_reported(
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if "moving" in mode])
 def test_a_run_that_ends_at_a_move_goes_on_as_the_longer_run(
-    mode: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+    mode, make_settings, run_in_threads, corpus, tmp_path
+):
     """Four steps end where the second move is due: seven steps make it, and so does who goes on."""
     changes = {
         **MODES[mode],
@@ -315,8 +299,8 @@ def test_a_run_that_ends_at_a_move_goes_on_as_the_longer_run(
 @pytest.mark.parametrize("codec", ["fp64", "int8+ef21"])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if "moving" in mode])
 def test_the_jump_of_a_move_is_that_of_the_same_batch(
-    mode: str, codec: str, make_settings: Callable, run_in_threads: Callable, tmp_path: Path
-) -> None:
+    mode, codec, make_settings, run_in_threads, tmp_path
+):
     """A run that ends where the move is due validates before it, and a longer run after it."""
     changes = {
         **MODES[mode],

@@ -1,7 +1,6 @@
 """A stage's own token table is added where the stream enters it and taken off where it leaves."""
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,8 +25,8 @@ def built(settings: Settings) -> list[Stage]:
 
 
 @pytest.fixture
-def projected(make_settings: Callable) -> Callable[..., list[Stage]]:
-    def make(anchor: str, rank: int = RANK, **changes: object) -> list[Stage]:
+def projected(make_settings):
+    def make(anchor, rank=RANK, **changes):
         return built(
             make_settings(
                 boundary__mode="projected",
@@ -43,7 +42,7 @@ def projected(make_settings: Callable) -> Callable[..., list[Stage]]:
 
 
 @pytest.fixture
-def ids_BT() -> Tensor:
+def ids_BT():
     return torch.arange(32).view(2, 16) * 7 % 96
 
 
@@ -62,9 +61,7 @@ def fill_tables(stages: list[Stage]) -> list[Tensor]:
     return tables
 
 
-def test_the_stream_is_what_a_plain_loop_makes_of_it(
-    projected: Callable[..., list[Stage]], ids_BT: Tensor
-) -> None:
+def test_the_stream_is_what_a_plain_loop_makes_of_it(projected, ids_BT):
     """Logits and the gradient of every table, without a stage or a boundary."""
     stages = projected("per-stage")
     tables = fill_tables(stages)
@@ -90,9 +87,7 @@ def test_the_stream_is_what_a_plain_loop_makes_of_it(
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
 
 
-def test_nothing_that_all_stages_know_crosses(
-    projected: Callable[..., list[Stage]], ids_BT: Tensor
-) -> None:
+def test_nothing_that_all_stages_know_crosses(projected, ids_BT):
     """Where no block writes, the coordinates are zero; a block's writing crosses."""
     stages = projected("per-stage")
     fill_tables(stages)
@@ -109,8 +104,8 @@ def test_nothing_that_all_stages_know_crosses(
 
 
 def test_at_full_rank_with_one_table_for_all_it_is_the_dense_model(
-    projected: Callable[..., list[Stage]], make_settings: Callable, ids_BT: Tensor
-) -> None:
+    projected, make_settings, ids_BT
+):
     dense = built(make_settings(pipeline__stages=3, model__layers=6))
     stages = projected("per-stage", rank=32)
     expected = through(dense, ids_BT)
@@ -121,9 +116,7 @@ def test_at_full_rank_with_one_table_for_all_it_is_the_dense_model(
 
 
 @pytest.mark.parametrize("table", [0, 3])
-def test_recomputation_and_compiled_layers_change_nothing(
-    table: int, projected: Callable[..., list[Stage]], ids_BT: Tensor
-) -> None:
+def test_recomputation_and_compiled_layers_change_nothing(table, projected, ids_BT):
     found = []
     for recompute, compiled in itertools.product((False, True), repeat=2):
         stages = projected("per-stage", boundary__table=table, pipeline__recompute=recompute)
@@ -192,8 +185,8 @@ def bounded_by_hand(
 
 
 def test_a_bound_is_what_a_plain_loop_over_layers_and_tokens_makes_of_the_gradient(
-    projected: Callable[..., list[Stage]], ids_BT: Tensor
-) -> None:
+    projected, ids_BT
+):
     """One token has most of the loss, and four have none: at both cuts, in float64."""
     weights_BT = torch.ones(2, 16, dtype=torch.float64)
     weights_BT[1, 5], weights_BT[0, 12:] = 1e4, 0  # no token sees what comes behind it
@@ -213,9 +206,7 @@ def test_a_bound_is_what_a_plain_loop_over_layers_and_tokens_makes_of_the_gradie
             assert (gradient - expected).abs().max() > 1e-3 * expected.abs().max(), "they differ"
 
 
-def test_a_bound_hides_no_gradient_that_is_not_finite(
-    projected: Callable[..., list[Stage]], ids_BT: Tensor
-) -> None:
+def test_a_bound_hides_no_gradient_that_is_not_finite(projected, ids_BT):
     """The step must still be refused."""
     stages = projected("per-stage", boundary__bound=2.0)
     weights_BT = torch.ones(2, 16, dtype=torch.float64)
@@ -224,7 +215,7 @@ def test_a_bound_hides_no_gradient_that_is_not_finite(
         assert not bool(torch.isfinite(gradient).all())
 
 
-def test_other_cuts_refuse_a_bound(make_settings: Callable) -> None:
+def test_other_cuts_refuse_a_bound(make_settings):
     for mode in ("dense", "subspace"):
         rank = {} if mode == "dense" else {"boundary__rank": 4}
         with pytest.raises(ConfigError, match=r"boundary\.bound"):

@@ -57,7 +57,7 @@ class Pair:
         return Port(link, stage, CutEnd(codecs, spec, microbatches=MICROBATCHES), mailbox, due)
 
 
-def test_a_tensor_crosses() -> None:
+def test_a_tensor_crosses():
     pair = Pair(first_step=3)
     tensor = torch.randn(SHAPE)
     pair.sender.send_tensor(FrameKind.FORWARD, tensor, 3, 1, MADE_WITH)
@@ -74,14 +74,14 @@ def test_a_tensor_crosses() -> None:
         (Frame(FrameKind.HELLO), "unexpected HELLO"),
     ],
 )
-def test_frames_outside_the_contract_break_the_link(frame: Frame, words: str) -> None:
+def test_frames_outside_the_contract_break_the_link(frame, words):
     pair = Pair()
     pair.raw.send(frame)
     with pytest.raises(WireError, match=words):
         pair.mailbox.take(("never",))
 
 
-def test_shape_and_size_are_checked_before_unpacking() -> None:
+def test_shape_and_size_are_checked_before_unpacking():
     tag = parse_codec("bf16").tag
     for frame, words in [
         (Frame(FrameKind.FORWARD, shape=(2, 4, 9), codec=tag, payload=bytes(144)), "has shape"),
@@ -94,14 +94,14 @@ def test_shape_and_size_are_checked_before_unpacking() -> None:
             pair.mailbox.take(("never",))
 
 
-def test_ends_with_other_codecs_notice() -> None:
+def test_ends_with_other_codecs_notice():
     pair = Pair(sender_codec="fp32")
     pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, 0, MADE_WITH)
     with pytest.raises(WireError, match="codecs differ"):
         pair.receiver.take_tensor(FrameKind.FORWARD, 0, 0, MADE_WITH)
 
 
-def test_a_neighbour_that_leaves_wakes_who_waits() -> None:
+def test_a_neighbour_that_leaves_wakes_who_waits():
     pair = Pair()
     pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, 0, MADE_WITH)
     pair.sender.link.close()
@@ -149,7 +149,7 @@ class Remembering(Pair):
         return self.receiver._end.codecs[Leg.FORWARD].agreement()
 
 
-def test_a_step_waits_until_it_is_opened_and_the_one_after_it_goes_on_waiting() -> None:
+def test_a_step_waits_until_it_is_opened_and_the_one_after_it_goes_on_waiting():
     pair = Remembering(first_step=4)
     pair.send(pair.frame(4, 0))
     assert not pair.arrived(4, 0) and pair.remembered() == ""
@@ -165,7 +165,7 @@ def test_a_step_waits_until_it_is_opened_and_the_one_after_it_goes_on_waiting() 
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_a_tensor_is_remembered_once(is_held: bool) -> None:
+def test_a_tensor_is_remembered_once(is_held):
     """The mailbox would drop it, but the codec would have moved on by then."""
     pair = Remembering(first_step=4)
     frame = pair.frame(4, 0)
@@ -180,7 +180,7 @@ def test_a_tensor_is_remembered_once(is_held: bool) -> None:
 
 
 @pytest.mark.parametrize("step", [3, 6])
-def test_a_step_that_is_not_due_is_refused(step: int) -> None:
+def test_a_step_that_is_not_due_is_refused(step):
     pair = Remembering(first_step=4)
     pair.receiver.open_step(4)
     pair.send(pair.frame(4, 0))
@@ -230,7 +230,7 @@ def verdict_frame(step: int, microbatch: int = 0, kind: FrameKind = FrameKind.VE
     ],
     ids=lambda frame: f"{frame.kind.name} {frame.step} {frame.microbatch}",
 )
-def test_a_frame_that_is_not_due_convicts_its_sender(frame: Frame) -> None:
+def test_a_frame_that_is_not_due_convicts_its_sender(frame):
     pair = Pair(first_step=5)
     pair.receiver.open_step(5)
     pair.raw.send(frame)
@@ -246,7 +246,7 @@ def test_a_frame_that_is_not_due_convicts_its_sender(frame: Frame) -> None:
      Frame(FrameKind.ROWS, step=5, microbatch=1, payload=bytes(ROW_BYTES))],
     ids=lambda frame: frame.kind.name,
 )  # fmt: skip
-def test_nothing_comes_twice(frame: Frame) -> None:
+def test_nothing_comes_twice(frame):
     """Taken once, it was taken in again, and nobody would ever take the second."""
     pair = Pair(first_step=5)
     pair.receiver.open_step(5)
@@ -258,7 +258,7 @@ def test_nothing_comes_twice(frame: Frame) -> None:
     assert pair.mailbox._items == {}
 
 
-def test_what_nobody_takes_is_dropped_with_its_step() -> None:
+def test_what_nobody_takes_is_dropped_with_its_step():
     """A neighbour could leave something in every step: probes of a basis that does not move."""
     pair = Pair()
     for step in range(50):
@@ -273,7 +273,7 @@ def test_what_nobody_takes_is_dropped_with_its_step() -> None:
     assert pair.mailbox.dropped == 100
 
 
-def test_a_neighbour_that_does_not_keep_the_window_is_refused() -> None:
+def test_a_neighbour_that_does_not_keep_the_window_is_refused():
     """By its schedule it waits for a gradient before it sends the next activation."""
     pair = Pair(schedule=build("1f1b", 2, MICROBATCHES, window=1))
     pair.receiver.open_step(0)
@@ -293,12 +293,12 @@ def test_a_neighbour_that_does_not_keep_the_window_is_refused() -> None:
         pair.mailbox.take(("never",))
 
 
-def test_with_delay_the_window_reaches_into_the_next_step_and_no_further() -> None:
+def test_with_delay_the_window_reaches_into_the_next_step_and_no_further():
     pair = Pair(schedule=build("1f1b", 2, MICROBATCHES, window=2, delay=1))
     for port in (pair.receiver, pair.sender):
         port.open_step(0)
 
-    def answer(microbatch: int) -> None:
+    def answer(microbatch):
         pair.receiver.send_tensor(FrameKind.BACKWARD, torch.randn(SHAPE), 0, microbatch, MADE_WITH)
 
     for step, microbatch, answered in ((0, 0, None), (0, 1, 0), (0, 2, 1), (1, 0, None)):
@@ -314,7 +314,7 @@ def test_with_delay_the_window_reaches_into_the_next_step_and_no_further() -> No
         pair.mailbox.take(("never",))
 
 
-def test_the_stage_above_cannot_be_a_step_ahead() -> None:
+def test_the_stage_above_cannot_be_a_step_ahead():
     pair = Pair()
     pair.sender.open_step(0)
     pair.other.send(Frame(FrameKind.TALLY, sender=1, step=1, payload=bytes(8)))
@@ -331,9 +331,7 @@ def test_the_stage_above_cannot_be_a_step_ahead() -> None:
         (FrameKind.ROWS, bytes(ROW_BYTES + 500), "has 540 bytes, but at most .* were agreed"),
     ],
 )
-def test_a_malformed_message_from_above_convicts_its_sender(
-    kind: FrameKind, payload: bytes, words: str
-) -> None:
+def test_a_malformed_message_from_above_convicts_its_sender(kind, payload, words):
     """It was a struct.error, or a StageError, of the stage that received it."""
     pair = Pair()
     pair.sender.open_step(0)
@@ -349,7 +347,7 @@ def test_a_malformed_message_from_above_convicts_its_sender(
      struct.pack("<dBBB", -1.0, 0, 0, 0)],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", [FrameKind.VERDICT, FrameKind.VALIDATED])
-def test_a_malformed_verdict_convicts_its_sender(payload: bytes, kind: FrameKind) -> None:
+def test_a_malformed_verdict_convicts_its_sender(payload, kind):
     pair = Pair()
     pair.receiver.open_step(0)
     step = 1 if kind is FrameKind.VALIDATED else 0  # a validation comes before its step
@@ -358,12 +356,12 @@ def test_a_malformed_verdict_convicts_its_sender(payload: bytes, kind: FrameKind
         pair.receiver.take_message(kind, step)
 
 
-def test_validation_frames_wait_for_a_slow_uplink_and_for_a_slow_stage() -> None:
+def test_validation_frames_wait_for_a_slow_uplink_and_for_a_slow_stage():
     """Neither end piles them up: the sender waits, and goes on as soon as there is room."""
     pair = Pair(nic=lambda: Nic(mbps_up=0.1, mbps_down=0, latency_ms=0))  # 15 ms a frame
     handed_over: list[float] = []
 
-    def send_all() -> None:
+    def send_all():
         for number in range(VALIDATION_BATCHES):
             pair.sender.send_tensor(FrameKind.EVALUATE, torch.randn(SHAPE), 0, number, MADE_WITH)
             handed_over.append(time.monotonic())
@@ -388,14 +386,12 @@ def test_validation_frames_wait_for_a_slow_uplink_and_for_a_slow_stage() -> None
 @pytest.mark.parametrize(
     "nic", [lambda: None, lambda: Nic(0, 0, latency_ms=1)], ids=["direct", "emulated"]
 )
-def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(
-    nic: Callable[[], Nic | None],
-) -> None:
+def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(nic):
     pair = Pair(nic=nic)
-    pair.raw.pipe._limit = 2  # type: ignore[attr-defined]  # as little as a transport holds
+    pair.raw.pipe._limit = 2  # as little as a transport holds
     sent: list[int] = []
 
-    def send_all() -> None:
+    def send_all():
         for number in range(VALIDATION_BATCHES):
             pair.sender.send_tensor(FrameKind.EVALUATE, torch.randn(SHAPE), 0, number, MADE_WITH)
             sent.append(number)
@@ -412,7 +408,7 @@ def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(
     assert not thread.is_alive()
 
 
-def test_waiting_ends_with_the_item_or_a_timeout() -> None:
+def test_waiting_ends_with_the_item_or_a_timeout():
     mailbox = Mailbox(timeout=0.05)
     with pytest.raises(WireError, match="arrived within"):
         mailbox.take(("F", 0, 0))

@@ -1,7 +1,5 @@
 """The same settings and seed give the same weights, bit for bit, on one kind of machine."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -36,15 +34,8 @@ def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
         ("topk(0.2)+ef21", "topk(0.2)+ef", "projected"),
     ],
 )
-def test_a_training_repeats_bit_for_bit(
-    make_settings: Callable[..., Settings],
-    corpus: Corpus,
-    forward: str,
-    backward: str,
-    mode: str,
-    device: str,
-) -> None:
-    def settings(seed: int) -> Settings:
+def test_a_training_repeats_bit_for_bit(make_settings, corpus, forward, backward, mode, device):
+    def settings(seed):
         return make_settings(
             run__precision="bf16",
             run__device=device,

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,14 +37,8 @@ def exact(make_settings: Callable, **changes) -> Settings:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (4, 2), (2, 4), (1, 3)])
 def test_resumed_equals_uninterrupted(
-    optimizer: str,
-    before: int,
-    after: int,
-    make_settings: Callable,
-    run_in_threads: Callable,
-    corpus: Corpus,
-    tmp_path: Path,
-) -> None:
+    optimizer, before, after, make_settings, run_in_threads, corpus, tmp_path
+):
     settings = exact(make_settings, pipeline__stages=before, optim__name=optimizer)
     whole = run_in_threads(settings)
     middle = commit_all(whole, tmp_path / "run", corpus)[3]
@@ -59,15 +52,13 @@ def test_resumed_equals_uninterrupted(
     assert all(torch.equal(weights[name], weight) for name, weight in whole.weights().items())
 
 
-def test_optimizer_state_matters(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_optimizer_state_matters(make_settings, run_in_threads, corpus, tmp_path):
     """The failing side: weights alone do not continue the run."""
     settings = exact(make_settings)
     whole = run_in_threads(settings)
     middle = commit_all(whole, tmp_path / "run", corpus)[3]
 
-    def forget(worker) -> None:
+    def forget(worker):
         worker.update.optimizer.load_state_tensors({})
 
     forgetful = run_in_threads(
@@ -78,8 +69,8 @@ def test_optimizer_state_matters(
 
 
 def test_interrupted_run_stops_on_every_stage_and_goes_on(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+    make_settings, run_in_threads, corpus, tmp_path
+):
     settings = exact(make_settings, pipeline__stages=4, train__checkpoint_every=0)
     whole = run_in_threads(settings, folder=tmp_path / "whole")
 
@@ -111,8 +102,8 @@ def other_tokenizer(folder: Path) -> None:
 
 
 def test_a_checkpoint_that_is_harmed_or_of_another_shape_is_refused(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+    make_settings, run_in_threads, corpus, tmp_path
+):
     settings = exact(make_settings, train__checkpoint_every=6)
     outcome = run_in_threads(settings)
     folder = commit_all(outcome, tmp_path / "run", corpus)[6]
@@ -134,8 +125,8 @@ def test_a_checkpoint_that_is_harmed_or_of_another_shape_is_refused(
 
 
 def test_a_failed_write_leaves_the_previous_checkpoint(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+    make_settings, run_in_threads, corpus, tmp_path
+):
     """Stage 1's disk refuses; training goes on, and nothing is taken for complete."""
     settings = exact(make_settings, train__checkpoint_every=2)
     blocked = tmp_path / "run" / "checkpoints" / ".partial-step-00000004" / "stage-1.safetensors"
@@ -188,14 +179,8 @@ NARROW = {"boundary__mode": "subspace", "boundary__rank": 8}
     ],
 )
 def test_a_resume_without_the_optimizers_state_is_refused(
-    changes: dict[str, Any],
-    harm: Callable,
-    words: str,
-    make_settings: Callable,
-    run_in_threads: Callable,
-    corpus: Corpus,
-    tmp_path: Path,
-) -> None:
+    changes, harm, words, make_settings, run_in_threads, corpus, tmp_path
+):
     settings = exact(make_settings, train__steps=2, train__checkpoint_every=1, **changes)
     outcome = run_in_threads(settings)
     folder = commit_all(outcome, tmp_path / "run", corpus)[1]
@@ -205,9 +190,7 @@ def test_a_resume_without_the_optimizers_state_is_refused(
         run_in_threads(settings, resume=folder, folder=tmp_path / "harmed")
 
 
-def test_state_of_another_optimizer_is_refused(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_state_of_another_optimizer_is_refused(make_settings, run_in_threads, corpus, tmp_path):
     settings = exact(make_settings, train__steps=2, train__checkpoint_every=1)
     folder = commit_all(run_in_threads(settings), tmp_path / "run", corpus)[1]
     other = exact(make_settings, train__steps=2, optim__name="muon")

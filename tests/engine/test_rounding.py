@@ -2,7 +2,6 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, autocast_for, weights_rounded_once
 from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
@@ -34,7 +32,7 @@ class Roundings(TorchDispatchMode):
 
 
 @pytest.fixture
-def bf16(make_settings: Callable[..., Settings]) -> Settings:
+def bf16(make_settings):
     return make_settings(
         run__precision="bf16",
         codec__forward="fp32",
@@ -65,7 +63,7 @@ def gradients(settings: Settings, keep: Any) -> tuple[list[Tensor], Counter[int]
     return [p.grad for p in found.values() if p.grad is not None], roundings.of, matrices
 
 
-def test_each_weight_is_rounded_once_and_gradients_are_the_same_bits(bf16: Settings) -> None:
+def test_each_weight_is_rounded_once_and_gradients_are_the_same_bits(bf16):
     once, counted, matrices = gradients(bf16, weights_rounded_once)
     assert matrices and {counted[matrix] for matrix in matrices} == {1}
     each, counted, matrices = gradients(bf16, contextlib.nullcontext)
@@ -73,9 +71,7 @@ def test_each_weight_is_rounded_once_and_gradients_are_the_same_bits(bf16: Setti
     assert all(torch.equal(a, b) for a, b in zip(once, each, strict=True))
 
 
-def test_a_step_begins_with_the_weights_of_the_last_update(
-    bf16: Settings, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_begins_with_the_weights_of_the_last_update(bf16, corpus, monkeypatch):
     """Held against steps in which autocast forgets its copies after every microbatch."""
     trained = []
     for forgets in (False, True):
@@ -90,7 +86,7 @@ def test_a_step_begins_with_the_weights_of_the_last_update(
     assert all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=True))
 
 
-def test_a_failed_step_leaves_no_copies_behind() -> None:
+def test_a_failed_step_leaves_no_copies_behind():
     layer, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
     with pytest.raises(ValueError, match="in a step"), weights_rounded_once():
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -11,9 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from thinwire.data import Corpus
 from thinwire.engine.checkpoint import partial_folder, write_shard
-from thinwire.engine.reports import ShardWritten
 from thinwire.engine.state import ShardCheck, most_shard_bytes
 
 SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
@@ -49,13 +47,7 @@ def objections(outcome: Any, settings: Any, data: Any, folder: Path) -> list[str
         {"codec__forward": "int8+aqsgd", "codec__backward": "lowrank(2)", "train__batch": 160},
     ],
 )
-def test_what_stages_save_passes(
-    changes: dict[str, Any],
-    make_settings: Callable,
-    run_in_threads: Callable,
-    corpus: Corpus,
-    tmp_path: Path,
-) -> None:
+def test_what_stages_save_passes(changes, make_settings, run_in_threads, corpus, tmp_path):
     settings = make_settings(pipeline__stages=3, train__checkpoint_every=3, **changes)
     outcome = run_in_threads(settings)
     assert objections(outcome, settings, corpus, tmp_path) == [""] * 6
@@ -118,16 +110,14 @@ HARMS: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
 }
 
 
-def test_all_else_is_refused(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_all_else_is_refused(make_settings, run_in_threads, corpus, tmp_path):
     settings = make_settings(codec__forward="topk(0.2)+ef21")
     ((_, honest),) = run_in_threads(settings).shards().values()
     folder = partial_folder(tmp_path / "run", 4)
     path = folder / honest.shard.file
     check = ShardCheck(settings, corpus, tmp_path / "scratch")
 
-    def said(part: ShardWritten) -> str:
+    def said(part):
         return check.objection(1, part, path)
 
     saved = load_file(path)

@@ -5,8 +5,6 @@
 
 import hashlib
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,8 +38,8 @@ START = "1a4db81442d5ec89"  # the first bytes of the hash of what seed 0 draws
 
 
 @pytest.fixture
-def settings_for(make_settings: Callable) -> Callable[..., Settings]:
-    def make(**changes: object) -> Settings:
+def settings_for(make_settings):
+    def make(**changes):
         return make_settings(**(SHARED | {"pipeline__stages": 4, "codec__rows": "fp64"} | changes))
 
     return make
@@ -140,7 +138,7 @@ def settings_of_one_stage(settings: Settings) -> Settings:
 
 
 @pytest.fixture(params=[1, 7, 10**6], ids=lambda rows: f"{rows} rows in a frame")
-def frames(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def frames(request, monkeypatch):
     """Rows travel in frames of so many: one by one, in several, all together."""
     bytes_of_a_row = 8 * 32  # float64
     monkeypatch.setattr(rows, "ROW_FRAME_BYTES", request.param * bytes_of_a_row)
@@ -149,8 +147,8 @@ def frames(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("frames")
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_pipeline_trains_what_a_plain_model_with_waiting_rows_trains(
-    stages: int, settings_for: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
+    stages, settings_for, run_in_threads, corpus
+):
     """Losses and every weight in float64, the embedding among them, on every stage."""
     settings = settings_for(pipeline__stages=4)
     losses, weights = plain_training(settings, corpus)
@@ -163,8 +161,8 @@ def test_a_pipeline_trains_what_a_plain_model_with_waiting_rows_trains(
 
 
 def test_copies_stay_equal_to_the_bit_and_the_chain_trains_the_same(
-    settings_for: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
+    settings_for, run_in_threads, corpus
+):
     settings = settings_for(codec__rows="int4", run__precision="fp32",
                             codec__forward="int8", codec__backward="int4")  # fmt: skip
     outcome = run_in_threads(settings)
@@ -183,8 +181,8 @@ def test_copies_stay_equal_to_the_bit_and_the_chain_trains_the_same(
 @pytest.mark.parametrize("mode", ["subspace", "reparam"])
 @pytest.mark.parametrize("equal", [True, False])
 def test_at_every_step_it_is_a_plain_model_as_long_as_copies_are_equal(
-    mode: str, equal: bool, settings_for: Callable, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    mode, equal, settings_for, corpus, monkeypatch
+):
     """Folded after three steps, rows still waiting; where a stage misses the changes, it is not."""
     if not equal:
         followed = SharedRows.follow
@@ -205,8 +203,8 @@ def test_at_every_step_it_is_a_plain_model_as_long_as_copies_are_equal(
 
 
 def test_a_run_goes_on_in_another_split_with_all_that_waits(
-    settings_for: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+    settings_for, run_in_threads, corpus, tmp_path
+):
     """The first stage takes over the gradients of stages that are no more."""
     settings = settings_for(train__checkpoint_every=1, boundary__free_layers=1)
     whole = run_in_threads(settings)
@@ -217,10 +215,7 @@ def test_a_run_goes_on_in_another_split_with_all_that_waits(
         assert resumed.losses() == pytest.approx(whole.losses()[3:], abs=1e-10)
 
 
-def test_what_waits_matters(
-    settings_for: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_what_waits_matters(settings_for, run_in_threads, corpus, tmp_path, monkeypatch):
     """The failing side: without the gradients that waited a resumed run is another one."""
     settings = settings_for(train__checkpoint_every=1)
     whole = run_in_threads(settings)
@@ -230,19 +225,19 @@ def test_what_waits_matters(
     assert resumed.losses()[-1] != pytest.approx(whole.losses()[-1], abs=1e-10)
 
 
-def test_a_refused_step_changes_nothing(settings_for: Callable, corpus: Corpus) -> None:
+def test_a_refused_step_changes_nothing(settings_for, corpus):
     settings = settings_for()
     chain = trained_chain(settings, corpus, 2)
 
-    def state() -> list[Tensor]:
+    def state():
         found = [update.rows.state_tensors() for update in chain.updates]
         found += [stage.global_parameters() for stage in chain.stages]
         return [tensor.detach().clone() for tensors in found for tensor in tensors.values()]
 
     before, forward = state(), chain.stages[2].forward
-    chain.stages[2].forward = lambda *given: forward(*given) * math.nan  # type: ignore[method-assign]
+    chain.stages[2].forward = lambda *given: forward(*given) * math.nan
     chain.train_step(2)
-    chain.stages[2].forward = forward  # type: ignore[method-assign]
+    chain.stages[2].forward = forward
     for then, now in zip(before, state(), strict=True):
         assert torch.equal(then, now)
     chain.train_step(3)
@@ -250,8 +245,8 @@ def test_a_refused_step_changes_nothing(settings_for: Callable, corpus: Corpus) 
 
 
 def test_all_bytes_of_rows_are_counted_and_no_more_than_planned(
-    settings_for: Callable, run_in_threads: Callable, corpus: Corpus
-) -> None:
+    settings_for, run_in_threads, corpus
+):
     settings = settings_for(codec__rows="int4", run__precision="fp32",
                             codec__forward="fp32", codec__backward="fp32")  # fmt: skip
     outcome = run_in_threads(settings)
@@ -271,7 +266,7 @@ def sent_rows(meter: dict) -> int:
     return counted["payload_bytes"] + counted["frames"] * HEADER_BYTES
 
 
-def test_gradients_that_are_not_finite_never_wait(settings_for: Callable, corpus: Corpus) -> None:
+def test_gradients_that_are_not_finite_never_wait(settings_for, corpus):
     """Also of a row that is not due: it would refuse all steps once it is."""
     settings = settings_for(boundary__row_tokens=10**6, boundary__row_steps=10**6)
     chain = trained_chain(settings, corpus, 1)
@@ -291,7 +286,7 @@ def test_gradients_that_are_not_finite_never_wait(settings_for: Callable, corpus
     assert [update.version for update in chain.updates] == [2] * 4
 
 
-def test_the_start_of_the_embedding_is_the_same_on_every_machine(settings_for: Callable) -> None:
+def test_the_start_of_the_embedding_is_the_same_on_every_machine(settings_for):
     """Machines of different kinds draw their own copies: torch's normal numbers would differ."""
     settings = settings_for(run__precision="fp32", codec__forward="fp32", codec__backward="fp32",
                             codec__rows="fp32", model__embed_std=0.3)  # fmt: skip
@@ -317,6 +312,6 @@ def test_the_start_of_the_embedding_is_the_same_on_every_machine(settings_for: C
         ({"boundary__anchor": "per-stage"}, 'set it to "auto" or "embedding"'),
     ],
 )
-def test_what_cannot_work_is_refused(changes: dict, message: str, settings_for: Callable) -> None:
+def test_what_cannot_work_is_refused(changes, message, settings_for):
     with pytest.raises(ConfigError, match=message):
         settings_for(**changes)

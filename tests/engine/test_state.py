@@ -8,7 +8,6 @@ import torch
 from test_narrow import EMBEDDING, MODES
 from torch import Tensor
 
-from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
 from thinwire.engine.source import Snapshot
 from thinwire.engine.state import StageState
@@ -59,14 +58,12 @@ def moved(settings: Settings, run: Callable) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fresh_stages_go_on_from_states_in_memory(
-    case: str, make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_fresh_stages_go_on_from_states_in_memory(case, make_settings, run_in_threads):
     moved(make_settings(pipeline__stages=3, train__steps=5, **CASES[case]), run_in_threads)
 
 
 @pytest.fixture
-def chain(make_settings: Callable, corpus: Corpus) -> Chain:
+def chain(make_settings, corpus):
     settings = make_settings(pipeline__stages=3, train__steps=6, **CASES["moving and remembering"])
     return Chain(settings, Feed(corpus, settings, torch.device("cpu")))
 
@@ -80,7 +77,7 @@ def states_of(chain: Chain) -> list[StageState]:
 
 
 @pytest.mark.parametrize("done", [0, 2])
-def test_steps_can_be_undone(done: int, chain: Chain) -> None:
+def test_steps_can_be_undone(done, chain):
     """A state of the start has no moments and no memory: those of later steps must go."""
     states = states_of(chain)
     for step in range(done):
@@ -101,7 +98,7 @@ def altered(snapshot: Snapshot, change: Callable[[dict[str, Tensor]], Any]) -> S
     return Snapshot(tensors, snapshot.settings, snapshot.step, snapshot.versions)
 
 
-def test_every_tensor_and_every_fact_counts(chain: Chain) -> None:
+def test_every_tensor_and_every_fact_counts(chain):
     chain.train_step(0)
     chain.train_step(1)
     for state in states_of(chain):
@@ -111,7 +108,7 @@ def test_every_tensor_and_every_fact_counts(chain: Chain) -> None:
         assert kinds == {"optimizer", "space", "codec"}
         for name in names:
 
-            def flip(tensors: dict[str, Tensor], name: str = name) -> None:
+            def flip(tensors, name=name):
                 tensors[name].flatten().view(torch.uint8)[0] ^= 1
 
             state.restore(altered(snapshot, flip))
@@ -130,11 +127,11 @@ def test_every_tensor_and_every_fact_counts(chain: Chain) -> None:
         ("optimizer/lm_head.weight/", "has no optimizer state for 1 parameters, such as lm_head"),
     ],
 )
-def test_what_is_missing_is_named(name: str, words: str, chain: Chain) -> None:
+def test_what_is_missing_is_named(name, words, chain):
     chain.train_step(0)
     state = states_of(chain)[-1]
 
-    def drop(tensors: dict[str, Tensor]) -> None:
+    def drop(tensors):
         for dropped in [full for full in tensors if full.startswith(name)]:
             del tensors[dropped]
 
@@ -142,9 +139,7 @@ def test_what_is_missing_is_named(name: str, words: str, chain: Chain) -> None:
         state.restore(altered(state.snapshot(), drop))
 
 
-def test_a_file_holds_no_copies_of_what_the_stage_below_saves(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_a_file_holds_no_copies_of_what_the_stage_below_saves(make_settings, run_in_threads):
     for case in ("subspace-moving", "subspace-embedding"):
         settings = make_settings(pipeline__stages=3, **CASES[case])
         states = [worker.state for worker in run_in_threads(settings).workers]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,9 +31,7 @@ def poison(stage: int, calls: set[int]) -> Callable:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_one_nan_anywhere_refuses_the_step_everywhere(
-    stage: int, make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_one_nan_anywhere_refuses_the_step_everywhere(stage, make_settings, run_in_threads):
     settings = make_settings(pipeline__stages=4)
     outcome = run_in_threads(settings, prepare_worker=poison(stage, {1}))
     for stage in range(len(outcome.workers)):
@@ -43,9 +40,7 @@ def test_one_nan_anywhere_refuses_the_step_everywhere(
     assert all(bool(torch.isfinite(w).all()) for w in outcome.weights().values())
 
 
-def test_a_refused_step_changes_no_weight(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_a_refused_step_changes_no_weight(make_settings, run_in_threads):
     settings = make_settings(pipeline__stages=2, train__steps=2)
     refused = run_in_threads(settings, prepare_worker=poison(0, {0, 1}))
     untouched = {
@@ -62,19 +57,15 @@ def _fresh(worker) -> dict:
     return stage.global_parameters()
 
 
-def test_a_refused_step_leaves_no_checkpoint(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_a_refused_step_leaves_no_checkpoint(make_settings, run_in_threads):
     """What may be lost already must not push an earlier checkpoint out."""
     settings = make_settings(train__checkpoint_every=1)
     outcome = run_in_threads(settings, prepare_worker=poison(1, {1}))
     assert sorted(outcome.shards()) == [1, 3, 4]
 
 
-def test_a_stop_during_a_refused_step_leaves_no_checkpoint(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    def prepare(worker) -> None:
+def test_a_stop_during_a_refused_step_leaves_no_checkpoint(make_settings, run_in_threads):
+    def prepare(worker):
         poison(1, {0})(worker)
         next(worker.stage.parameters()).register_hook(lambda _: worker.stop_requested.set())
 
@@ -84,17 +75,15 @@ def test_a_stop_during_a_refused_step_leaves_no_checkpoint(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_weights_that_are_not_finite_end_the_run(
-    value: float, make_settings: Callable, run_in_threads: Callable, tmp_path: Path
-) -> None:
+def test_weights_that_are_not_finite_end_the_run(value, make_settings, run_in_threads, tmp_path):
     """The update itself may overflow where every gradient was finite."""
 
-    def prepare(worker) -> None:
+    def prepare(worker):
         if worker.index != 1:
             return
         update, name = worker.update.optimizer.step, "lm_head.weight"
 
-        def overflow(lr: float) -> None:
+        def overflow(lr):
             update(lr)
             if worker.update.optimizer.state_tensors()[f"{name}/step"] == 2:
                 with torch.no_grad():
@@ -110,12 +99,10 @@ def test_weights_that_are_not_finite_end_the_run(
     assert written == [".partial-step-00000001"]
 
 
-def test_an_infinite_second_moment_ends_the_run(
-    make_settings: Callable, run_in_threads: Callable, tmp_path: Path
-) -> None:
+def test_an_infinite_second_moment_ends_the_run(make_settings, run_in_threads, tmp_path):
     """A gradient may be finite and its square not: then the weight would be frozen for good."""
 
-    def prepare(worker) -> None:
+    def prepare(worker):
         if worker.index == 1:
             head = worker.stage.global_parameters()["lm_head.weight"]
             head.register_hook(lambda gradient: gradient * 1e25)
@@ -130,7 +117,7 @@ def test_an_infinite_second_moment_ends_the_run(
     assert not [*(tmp_path / "run").rglob("stage-1.safetensors")]
 
 
-def test_a_run_that_stays_lost_ends(make_settings: Callable, run_in_threads: Callable) -> None:
+def test_a_run_that_stays_lost_ends(make_settings, run_in_threads):
     settings = make_settings(train__steps=20)
     outcome = run_in_threads(settings, prepare_worker=poison(1, set(range(20))))
     assert len(outcome.losses()) == PATIENCE

@@ -2,13 +2,12 @@
 
 import itertools
 import time
-from collections.abc import Callable
 
 import pytest
 
 from thinwire.engine.reports import Evaluation, ShardWritten, Step
 from thinwire.engine.worker import Worker
-from thinwire.wire import Frame, FrameKind, Link
+from thinwire.wire import FrameKind, Link
 from thinwire.wire import link as link_module
 
 SLOW = {
@@ -23,12 +22,12 @@ SLOW = {
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Link, tuple]]:
+def seen(monkeypatch):
     """Every span that any link hands out, with its link."""
     spans: list[tuple[Link, tuple]] = []
     take = Link.take_spans
 
-    def observed(link: Link) -> list:
+    def observed(link):
         taken = take(link)
         spans.extend((link, span) for span in taken)
         return taken
@@ -38,8 +37,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Link, tuple]]:
 
 
 def test_a_slow_link_carries_the_last_validation_to_its_end(
-    make_settings: Callable, run_in_threads: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_settings, run_in_threads, monkeypatch
+):
     """However short the patience of an ordinary close: the end of a run has no limit."""
     monkeypatch.setattr(Link.close, "__defaults__", (0.0,))
     outcome = run_in_threads(make_settings(pipeline__stages=3, **SLOW))
@@ -47,9 +46,7 @@ def test_a_slow_link_carries_the_last_validation_to_its_end(
     assert {step: len(parts) for step, parts in outcome.shards().items()} == {3: 3}
 
 
-def test_what_was_trained_is_saved_before_it_is_validated(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_what_was_trained_is_saved_before_it_is_validated(make_settings, run_in_threads):
     outcome = run_in_threads(make_settings(train__checkpoint_every=2, train__eval_every=2))
     reports = [(type(r), r.step) for r in outcome.reports[-1] if not isinstance(r, Step)]
     assert reports == [
@@ -57,9 +54,7 @@ def test_what_was_trained_is_saved_before_it_is_validated(
     ]  # fmt: skip
 
 
-def test_steps_do_not_pay_for_validations(
-    make_settings: Callable, run_in_threads: Callable, seen: list
-) -> None:
+def test_steps_do_not_pay_for_validations(make_settings, run_in_threads, seen):
     outcome = run_in_threads(make_settings(**SLOW))
     start = {r.step: r.start for r in outcome.steps(0)}
     validations = [(step, end) for _, (kind, step, _, _, end) in seen if kind == "EVALUATE"]
@@ -68,9 +63,7 @@ def test_steps_do_not_pay_for_validations(
     assert all(end <= start[step] for step, end in before)
 
 
-def test_a_step_s_spans_are_its_own(
-    make_settings: Callable, run_in_threads: Callable, seen: list
-) -> None:
+def test_a_step_s_spans_are_its_own(make_settings, run_in_threads, seen):
     outcome = run_in_threads(make_settings(**SLOW))
     assert any(span[0] == "EVALUATE" for _, span in seen)
     times = {(span[3], span[4]): span[:2] for _, span in seen}
@@ -81,13 +74,11 @@ def test_a_step_s_spans_are_its_own(
             assert "EVALUATE" not in {kind for kind, _ in sent}
 
 
-def test_a_step_s_last_frames_are_in_its_own_row(
-    make_settings: Callable, run_in_threads: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_s_last_frames_are_in_its_own_row(make_settings, run_in_threads, monkeypatch):
     """Verdicts were billed to the next step, and their spans lost, when packing took a moment."""
     encode = link_module.encode
 
-    def slow(frame: Frame) -> bytes:
+    def slow(frame):
         if frame.kind is FrameKind.VERDICT:
             time.sleep(0.05)
         return encode(frame)
@@ -102,9 +93,7 @@ def test_a_step_s_last_frames_are_in_its_own_row(
         assert [after - before for before, after in itertools.pairwise(sent)] == [1, 1, 1]
 
 
-def test_what_ends_a_validation_is_not_billed_as_training(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
+def test_what_ends_a_validation_is_not_billed_as_training(make_settings, run_in_threads):
     """It was a verdict as that of a step, and added to the bytes per token of a cut."""
     settings = make_settings(pipeline__stages=2, train__eval_every=1)
     outcome = run_in_threads(settings)
@@ -118,18 +107,17 @@ def test_what_ends_a_validation_is_not_billed_as_training(
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize(("at", "saved"), [(0, []), (1, [1]), (2, [2])])
 def test_a_request_to_stop_ends_a_validation(
-    at: int, saved: list[int], stages: int, told: str, make_settings: Callable,
-    run_in_threads: Callable,
-) -> None:  # fmt: skip
+    at, saved, stages, told, make_settings, run_in_threads
+):
     """The step before is saved, if it was not; no other step follows, and no validation."""
     workers: list[Worker] = []
     computed: list[tuple[int, int]] = []
 
-    def prepare(worker: Worker) -> None:
+    def prepare(worker):
         workers.append(worker)
         validation, step = worker.feed.validation, worker.state.step
 
-        def watched(number: int) -> object:
+        def watched(number):
             nonlocal step
             computed.append((worker.index, number))
             if worker.index == 0 and number == 3 and step == at:

@@ -1,41 +1,30 @@
 """Checkpoints of small runs in stages, to export."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from thinwire.data import Corpus
 from thinwire.engine.checkpoint import partial_folder, write_shard
-from thinwire.settings import Settings
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def offline(monkeypatch, tmp_path):
     """No hub is asked, and no cache of this machine is read."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
-def trained(
-    make_settings: Callable[..., Settings],
-    run_in_threads: Callable,
-    corpus: Corpus,
-    tmp_path: Path,
-    keep: Callable[..., Path],
-) -> Callable[..., Path]:
+def trained(make_settings, run_in_threads, corpus, tmp_path, keep):
     """The checkpoint of a run in four stages, after three steps in float32."""
 
-    def make(with_tokenizer: bool = True, is_ruined: bool = False, **changes: Any) -> Path:
+    def make(with_tokenizer=True, is_ruined=False, **changes):
         exact = {"codec__forward": "fp32", "codec__backward": "fp32", "run__precision": "fp32"}
         settings = make_settings(**{"pipeline__stages": 4, "train__steps": 3, **exact, **changes})
 
-        def train(run: Path) -> None:
+        def train(run):
             outcome = run_in_threads(settings, folder=run)
             if is_ruined:
                 last, partial = outcome.shards()[3][-1], partial_folder(run, 3)

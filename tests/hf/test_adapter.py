@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,9 +41,7 @@ def base_of(checkpoint: Checkpoint) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("changes", MODES.values(), ids=MODES)
-def test_peft_opens_it(
-    changes: dict[str, Any], trained: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_peft_opens_it(changes, trained, tmp_path):
     place, folder = trained(**{**LORA, **changes}), tmp_path / "adapter"
     main(["export", str(place), "--adapter", str(folder), "--base", "models/base"])
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -62,12 +58,10 @@ def test_peft_opens_it(
     assert (before - ours).abs().max() > 1e-3, "the adapters do something"
 
 
-def test_what_has_no_adapter_of_its_own_is_refused(
-    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_no_adapter_of_its_own_is_refused(trained, tmp_path, capsys):
     folder = tmp_path / "adapter"
 
-    def refused(place: Path, *options: str) -> str:
+    def refused(place, *options):
         with pytest.raises(SystemExit, match="2"):
             main(["export", str(place), str(folder), *options])
         return capsys.readouterr().err

@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -56,9 +55,7 @@ def difference(folder: Path, place: Path, dtype: torch.dtype = torch.float32) ->
 
 
 @pytest.mark.parametrize("changes", FOLDING.values(), ids=FOLDING)
-def test_a_model_that_folds_opens_as_an_ordinary_llama(
-    changes: dict[str, Any], trained: Callable[..., Path]
-) -> None:
+def test_a_model_that_folds_opens_as_an_ordinary_llama(changes, trained):
     place = trained(**changes)
     folder, said = exported(place)
     kind = json.loads((folder / "config.json").read_text())["model_type"]
@@ -68,9 +65,7 @@ def test_a_model_that_folds_opens_as_an_ordinary_llama(
 
 
 @pytest.mark.parametrize("changes", WITH_CUTS.values(), ids=WITH_CUTS)
-def test_a_model_with_cuts_opens_with_the_registered_class(
-    changes: dict[str, Any], trained: Callable[..., Path]
-) -> None:
+def test_a_model_with_cuts_opens_with_the_registered_class(changes, trained):
     place = trained(**changes)
     folder, said = exported(place)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -85,9 +80,7 @@ def test_a_model_with_cuts_opens_with_the_registered_class(
     assert torch.equal(*texts)
 
 
-def test_weights_copied_without_folding_are_refused(
-    trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_copied_without_folding_are_refused(trained, monkeypatch):
     place = trained(**SUBSPACE)
     folder, _ = exported(place)
     monkeypatch.setattr(Folded, "_fold", lambda self, name: self._source.tensor(name))
@@ -99,7 +92,7 @@ def test_weights_copied_without_folding_are_refused(
         verify(folder, weights, torch.float32, checkpoint, TokenizerFiles(checkpoint, None))
 
 
-def test_rounded_weights_are_verified_before_and_after(trained: Callable[..., Path]) -> None:
+def test_rounded_weights_are_verified_before_and_after(trained):
     place = trained(**WITH_CUTS["own-tables"])
     folder, said = exported(place, dtype="bf16")
     assert "rounding changes them by at most" in said
@@ -109,7 +102,7 @@ def test_rounded_weights_are_verified_before_and_after(trained: Callable[..., Pa
     assert difference(folder, place, torch.bfloat16) < 0.1
 
 
-def test_what_is_exported_can_be_used_without_looking_at_it(trained: Callable[..., Path]) -> None:
+def test_what_is_exported_can_be_used_without_looking_at_it(trained):
     """The command, the card, the tokenizer with fewer entries than the model, a text."""
     place = trained(**SUBSPACE, model__vocab=320)
     folder = place.parents[2] / "my-model"
@@ -128,7 +121,7 @@ def test_what_is_exported_can_be_used_without_looking_at_it(trained: Callable[..
     assert str(place.parents[2]) not in card
 
 
-def test_ways_of_a_tokenizer_go_along(trained: Callable[..., Path], tmp_path: Path) -> None:
+def test_ways_of_a_tokenizer_go_along(trained, tmp_path):
     """What stands beside a tokenizer.json: a chat template, its ends, ways of sampling."""
     place = trained(model__qkv_bias=True)
     given = tmp_path / "given"
@@ -157,7 +150,7 @@ def test_ways_of_a_tokenizer_go_along(trained: Callable[..., Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize("boundary", [SUBSPACE, WITH_CUTS["own-tables"]])
-def test_adapters_are_merged(boundary: dict[str, Any], trained: Callable[..., Path]) -> None:
+def test_adapters_are_merged(boundary, trained):
     place = trained(**boundary, lora__rank=3)
     folder, _ = exported(place)
     assert difference(folder, place) < 1e-5
@@ -172,7 +165,7 @@ def refused(error: type[ThinwireError], match: str, place: Path, **wanted: Any) 
     assert sorted(parent.rglob("*")) == before
 
 
-def test_a_folder_that_exists_is_replaced_only_if_asked(trained: Callable[..., Path]) -> None:
+def test_a_folder_that_exists_is_replaced_only_if_asked(trained):
     place = trained()
     folder = place.parents[2] / "exported"
     folder.mkdir()
@@ -188,9 +181,7 @@ def test_a_folder_that_exists_is_replaced_only_if_asked(trained: Callable[..., P
     assert not list(folder.parent.glob(".exported*"))
 
 
-def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
-    trained: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(trained, tmp_path):
     refused(CheckpointError, "not finite.*earlier checkpoint", trained(is_ruined=True))
     shutil.rmtree(tmp_path / "run")
     place = trained(with_tokenizer=False)
@@ -205,9 +196,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     refused(CheckpointError, "truncated", place)
 
 
-def test_folders_are_written_without_transformers(
-    trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_are_written_without_transformers(trained, monkeypatch):
     place = trained(**WITH_CUTS["own-tables"])
     folder = place.parents[2] / "exported"
     with monkeypatch.context() as patch:

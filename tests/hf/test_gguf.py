@@ -75,7 +75,7 @@ def turned(name: str, tensor: torch.Tensor, config: Any) -> np.ndarray:
     return split.transpose(1, 2).reshape(rows, columns).contiguous().numpy()
 
 
-def test_a_gguf_file_is_the_model_that_it_was_made_from(tmp_path: Path) -> None:
+def test_a_gguf_file_is_the_model_that_it_was_made_from(tmp_path):
     model = make_folder(tmp_path / "theirs", "llama")
     write_gguf(tmp_path / "small.gguf", model)
     with opened(str(tmp_path / "small.gguf")) as origin:
@@ -88,7 +88,7 @@ def test_a_gguf_file_is_the_model_that_it_was_made_from(tmp_path: Path) -> None:
     assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_scaled_positions_that_transformers_would_drop_are_refused(tmp_path: Path) -> None:
+def test_scaled_positions_that_transformers_would_drop_are_refused(tmp_path):
     model = make_folder(tmp_path / "theirs", "llama")
     write_gguf(tmp_path / "scaled.gguf", model, extra="rope_freqs.weight")
     with (

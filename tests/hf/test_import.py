@@ -3,7 +3,6 @@
 import json
 import shutil
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from their_models import KINDS, make_folder, saved
 
-from programs import Program
 from thinwire.cli import main
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import ThinwireError
@@ -31,7 +29,7 @@ def imported(folder: Path, target: Path, stages: int = 2, **options: Any) -> Pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_greedy_text_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_logits_and_greedy_text_are_those_of_transformers(kind, tmp_path):
     theirs = make_folder(tmp_path / "theirs", kind)
     ids = torch.randint(290, (2, 40), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -48,7 +46,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(kind: str, tmp_path: P
     assert text == tokenizer.decode(continued[0].tolist())
 
 
-def test_weights_keep_their_bits_and_their_format(tmp_path: Path) -> None:
+def test_weights_keep_their_bits_and_their_format(tmp_path):
     make_folder(tmp_path / "theirs", "qwen2", dtype=torch.bfloat16)
     target = imported(tmp_path / "theirs", tmp_path / "ours", 2)
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
@@ -63,7 +61,7 @@ def test_weights_keep_their_bits_and_their_format(tmp_path: Path) -> None:
     assert {p.dtype for p in stage.parameters()} == {torch.float32}, "the run's precision"
 
 
-def test_a_model_in_several_files_is_imported_tensor_by_tensor(tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_imported_tensor_by_tensor(tmp_path):
     make_folder(tmp_path / "theirs", "llama", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     several = imported(tmp_path / "theirs", tmp_path / "several")
@@ -72,12 +70,12 @@ def test_a_model_in_several_files_is_imported_tensor_by_tensor(tmp_path: Path) -
         assert (several / name).read_bytes() == (one / name).read_bytes()
 
 
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
     read = FolderWeights.read
 
-    def noting(self: FolderWeights, name: str) -> torch.Tensor:
+    def noting(self, name):
         nonlocal most
         tensor = read(self, name)
         alive.add(tensor)
@@ -89,9 +87,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     assert most == 1
 
 
-def test_a_tied_head_becomes_a_copy_and_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tied_head_becomes_a_copy_and_is_told(tmp_path, monkeypatch, capsys):
     """Also from a relative place, and with a context longer than the model knows."""
     make_folder(tmp_path / "their model", "tied")
     monkeypatch.chdir(tmp_path)
@@ -107,7 +103,7 @@ def test_a_tied_head_becomes_a_copy_and_is_told(
     assert toml.data.tokenizer == str(tmp_path / "models/ours/tokenizer.json")
 
 
-def test_the_run_toml_fine_tunes_this_model(tmp_path: Path) -> None:
+def test_the_run_toml_fine_tunes_this_model(tmp_path):
     make_folder(tmp_path / "theirs", "llama3")
     (tmp_path / "theirs" / "chat_template.jinja").write_text("{{ messages }}")
     target = imported(tmp_path / "theirs", tmp_path / 'my "model" #1', context=32)
@@ -123,7 +119,7 @@ def test_the_run_toml_fine_tunes_this_model(tmp_path: Path) -> None:
     assert settings.optim.name == "adamw" and 1e-5 <= settings.optim.lr <= 5e-5
 
 
-def test_an_import_replaces_only_an_import_and_only_by_force(tmp_path: Path) -> None:
+def test_an_import_replaces_only_an_import_and_only_by_force(tmp_path):
     make_folder(tmp_path / "theirs", "llama")
     other = tmp_path / "other"
     other.mkdir()
@@ -222,7 +218,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_named_and_nothing_is_written(case: str, tmp_path: Path) -> None:
+def test_bad_input_is_named_and_nothing_is_written(case, tmp_path):
     damage, message = BAD[case]
     folder = tmp_path / "theirs"
     shutil.copytree(saved("llama"), folder)
@@ -244,9 +240,7 @@ def test_bad_input_is_named_and_nothing_is_written(case: str, tmp_path: Path) ->
         ("ours", "is a checkpoint of thinwire already"),
     ],
 )
-def test_a_place_without_a_model_is_told(
-    place: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_without_a_model_is_told(place, message, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.txt").write_text("text")
@@ -261,7 +255,7 @@ def test_a_place_without_a_model_is_told(
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen2", "qwen3"])
-def test_an_imported_model_leaves_as_it_came(kind: str, tmp_path: Path) -> None:
+def test_an_imported_model_leaves_as_it_came(kind, tmp_path):
     theirs = make_folder(tmp_path / "theirs", kind)
     target = imported(tmp_path / "theirs", tmp_path / "ours", 4)
     main(["export", str(target), "--to", "hf", "--no-verify", str(tmp_path / "again")])
@@ -278,9 +272,7 @@ def test_an_imported_model_leaves_as_it_came(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_imported_model_is_trained_by_its_own_run_toml(
-    tmp_path: Path, text_folder: Path, thinwire: Callable[..., Program]
-) -> None:
+def test_an_imported_model_is_trained_by_its_own_run_toml(tmp_path, text_folder, thinwire):
     """As a user does it: import, train, export."""
     make_folder(tmp_path / "theirs", "qwen3", dtype=torch.bfloat16)
     settings = ["train.steps=2", "train.eval_batches=1", f"run.out={tmp_path}/runs"]
@@ -299,7 +291,7 @@ def test_an_imported_model_is_trained_by_its_own_run_toml(
     assert 0 < max(moved) < 1e-3, "two steps at a small rate"
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 100))
     with pytest.raises(ThinwireError, match="100 B free, the model needs"):
         imported(saved("llama"), tmp_path / "ours")

@@ -1,8 +1,6 @@
 """The registered class as a user of transformers meets it."""
 
-from collections.abc import Callable
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +15,14 @@ from thinwire.settings import Settings
 
 
 @pytest.fixture
-def folder(trained: Callable[..., Path], tmp_path: Path) -> Path:
+def folder(trained, tmp_path):
     place = trained(boundary__mode="projected", boundary__rank=6, boundary__anchor="per-stage")
     wanted = Wanted(tmp_path / "exported", verify=False)
     export(Checkpoint.open(place), wanted, PlainDisplay(StringIO()))
     return wanted.folder
 
 
-def test_it_says_losses_batches_and_what_it_cannot_do(folder: Path) -> None:
+def test_it_says_losses_batches_and_what_it_cannot_do(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[7, 3, 11, 250, 9], [31, 8, 77, 5, 2]])
     output = model(ids, labels=ids)
@@ -52,7 +50,7 @@ def test_it_says_losses_batches_and_what_it_cannot_do(folder: Path) -> None:
         model(torch.zeros(1, 17, dtype=torch.long))
 
 
-def test_a_pipeline_writes_text_and_a_saved_copy_is_the_same(folder: Path, tmp_path: Path) -> None:
+def test_a_pipeline_writes_text_and_a_saved_copy_is_the_same(folder, tmp_path):
     write = pipeline("text-generation", model=str(folder))
     (first,) = write("stage link", max_new_tokens=4, do_sample=False)
     assert first["generated_text"].startswith("stage link")
@@ -64,7 +62,7 @@ def test_a_pipeline_writes_text_and_a_saved_copy_is_the_same(folder: Path, tmp_p
     assert torch.equal(copy(ids).logits, write.model(ids).logits)
 
 
-def test_a_config_cannot_name_code_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_cannot_name_code_to_run(tmp_path, monkeypatch):
     """Plugins of codecs are modules: who opens a folder of another's must not import them."""
     (tmp_path / "named_in_a_config.py").write_text("raise RuntimeError('it ran')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,8 +1,6 @@
 """thinwire -> Hugging Face -> thinwire: the same bits."""
 
-from collections.abc import Callable
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +23,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_come_back_bit_for_bit(
-    mode: str, trained: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_weights_come_back_bit_for_bit(mode, trained, tmp_path):
     changes: dict[str, Any] = MODES[mode]
     place = trained(**changes)
     wanted = Wanted(tmp_path / "theirs", verify=False, shard_bytes=100_000)
@@ -50,9 +46,7 @@ def test_weights_come_back_bit_for_bit(
     assert theirs.generate("stage ", 6, 0.0, 0, 0) == ours.generate("stage ", 6, 0.0, 0, 0)
 
 
-def test_an_imported_model_does_not_claim_to_be_trained_here(
-    trained: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_an_imported_model_does_not_claim_to_be_trained_here(trained, tmp_path):
     wanted = Wanted(tmp_path / "theirs", verify=False)
     export(Checkpoint.open(trained()), wanted, PlainDisplay(StringIO()))
     with opened(str(wanted.folder)) as origin:

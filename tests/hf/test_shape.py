@@ -84,7 +84,7 @@ def slopes(logits: Tensor, targets: Tensor, weights: dict[str, nn.Parameter]) ->
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_model_computes_what_transformers_does(shape: str) -> None:
+def test_the_model_computes_what_transformers_does(shape):
     config = model_of(shape)
     stage = lively(config)
     model = theirs(config, stage)
@@ -106,7 +106,7 @@ def test_the_model_computes_what_transformers_does(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_shape_written_is_read_back(shape: str) -> None:
+def test_a_shape_written_is_read_back(shape):
     config = model_of(shape)
     plain = config_of(config)
     assert shape_of(plain) == config and not is_tied(plain)
@@ -116,7 +116,7 @@ def test_a_shape_written_is_read_back(shape: str) -> None:
     assert shape_of(library_config(config).to_dict()) == config
 
 
-def test_context_is_ours_to_choose_and_defaults_are_theirs() -> None:
+def test_context_is_ours_to_choose_and_defaults_are_theirs():
     plain = config_of(model_of("llama"))
     assert shape_of(plain, context=16).context == 16
     for key in ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_parameters"):
@@ -148,14 +148,12 @@ def test_context_is_ours_to_choose_and_defaults_are_theirs() -> None:
     ],
     ids=str,
 )
-def test_what_our_model_does_not_do_is_refused_by_name(
-    change: dict[str, Any], message: str
-) -> None:
+def test_what_our_model_does_not_do_is_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message):
         shape_of({**config_of(model_of("llama")), **change})
 
 
-def test_a_model_without_a_class_of_theirs_is_refused() -> None:
+def test_a_model_without_a_class_of_theirs_is_refused():
     config = ModelConfig(preset="custom", **SIZES, qkv_bias=True, qk_norm=True).resolved()
     with pytest.raises(ConfigError, match=r"both model.qkv_bias and model.qk_norm"):
         config_of(config)

@@ -1,39 +1,28 @@
 """Checkpoints that the tests of inference open."""
 
-from collections.abc import Callable
 from io import StringIO
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from thinwire.data import Corpus, Tokenizer
+from thinwire.data import Tokenizer
 from thinwire.data.chat import CHATML_TOKENS
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.report import PlainDisplay
 from thinwire.run.checkpoints import commit
 from thinwire.run.start import prepare_data
-from thinwire.settings import Settings
 
 
 @pytest.fixture
-def trained(
-    make_settings: Callable[..., Settings],
-    run_in_threads: Callable,
-    corpus: Corpus,
-    tmp_path: Path,
-    keep: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., tuple[Path, float]]:
+def trained(make_settings, run_in_threads, corpus, tmp_path, keep, monkeypatch):
     """A run in three stages: its last checkpoint, and the loss that it measured then."""
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
 
-    def make(**changes: Any) -> tuple[Path, float]:
+    def make(**changes):
         settings = make_settings(pipeline__stages=3, train__steps=2, **changes)
 
-        def train(run: Path) -> None:
+        def train(run):
             prepare_data(settings, PlainDisplay(StringIO()))
             outcome = run_in_threads(settings, folder=run)
             outcome.commit(run, 2, corpus)
@@ -46,21 +35,16 @@ def trained(
 
 
 @pytest.fixture
-def chatting(
-    make_settings: Callable[..., Settings],
-    tmp_path: Path,
-    text_folder: Path,
-    keep: Callable[..., Path],
-) -> Callable[..., Path]:
+def chatting(make_settings, tmp_path, text_folder, keep):
     """A checkpoint of a fresh model whose tokenizer has ChatML's tokens; its answers are noise.
 
     Its logits are scaled by `factor`.
     """
 
-    def make(special: tuple[str, ...] = CHATML_TOKENS, factor: float = 1.0, **changes: Any) -> Path:
+    def make(special=CHATML_TOKENS, factor=1.0, **changes):
         settings = make_settings(**{"pipeline__stages": 1, "model__context": 128, **changes})
 
-        def write(run: Path) -> None:
+        def write(run):
             builder = StageBuilder(settings, torch.device("cpu"))
             stage = builder.build(0)
             builder.initialise(stage)

@@ -6,8 +6,6 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +15,10 @@ from thinwire.inference import Model, Sampling
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def say(capsys, monkeypatch):
     """What `generate` prints, with lines typed into it."""
 
-    def run(typed: str, *arguments: object) -> str:
+    def run(typed, *arguments):
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         main(["generate", *map(str, arguments), "--device", "cpu"])
         return capsys.readouterr().out
@@ -28,7 +26,7 @@ def say(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Calla
     return run
 
 
-def test_a_conversation_remembers_what_was_said(chatting: Callable, say: Callable) -> None:
+def test_a_conversation_remembers_what_was_said(chatting, say):
     folder = chatting()
     model, messages, wanted = Model(folder, "cpu"), [{"role": "system", "content": "be"}], []
     for line in ("stage", "link"):
@@ -40,9 +38,7 @@ def test_a_conversation_remembers_what_was_said(chatting: Callable, say: Callabl
     assert say("", folder, *options, "--prompt", "stage") == f"{wanted[0]}\n"
 
 
-def test_a_template_may_be_named_where_the_tokenizer_has_none(
-    chatting: Callable, say: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_template_may_be_named_where_the_tokenizer_has_none(chatting, say, tmp_path, capsys):
     folder = chatting(special=())
     options = ("--chat", "--tokens", 6, "--temperature", 0, "--prompt", "stage")
     with pytest.raises(SystemExit):
@@ -59,9 +55,7 @@ def test_a_template_may_be_named_where_the_tokenizer_has_none(
     assert said == "".join(wanted) + "\n"
 
 
-def test_a_long_prompt_is_cut_and_that_is_said(
-    chatting: Callable, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_long_prompt_is_cut_and_that_is_said(chatting, capsys):
     folder = chatting()
     prompt = "stage " * 200
     main(["generate", str(folder), "--prompt", prompt, "--tokens", "2", "--device", "cpu"])
@@ -78,16 +72,14 @@ def test_a_long_prompt_is_cut_and_that_is_said(
         (["serve", "x", "--pipeline", "--parallel", "2"], "leave out --parallel or --pipeline"),
     ],
 )
-def test_options_that_contradict_are_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_options_that_contradict_are_refused(arguments, words, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code not in (0, 1) and words in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_ctrl_c_closes_a_server_in_good_order(chatting: Callable, tmp_path: Path) -> None:
+def test_ctrl_c_closes_a_server_in_good_order(chatting, tmp_path):
     program = Program(["serve", str(chatting()), "--port", "0"], tmp_path, tmp_path)
     program.wait_for(r"test-0 is served at http://127\.0\.0\.1:(\d+)/v1; Ctrl-C ends it")
     (port,) = re.findall(r"127\.0\.0\.1:(\d+)", program.text())

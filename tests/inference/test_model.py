@@ -2,10 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ def measured(folder: Path, compression: bool) -> float:
     return found["valid_loss"]
 
 
-def test_compression_on_is_what_training_measured(trained: Callable) -> None:
+def test_compression_on_is_what_training_measured(trained):
     folder, loss = trained(codec__forward="randk(0.5)+ef21", codec__cuts=["1: forward=int4"])
     assert measured(folder, True) == pytest.approx(loss, abs=1e-12)
     assert abs(measured(folder, False) - loss) > 1e-7
@@ -53,7 +51,7 @@ CACHED = [
 
 
 @pytest.mark.parametrize("changes", CACHED)
-def test_a_cache_changes_no_logit_and_no_token(changes: dict[str, Any], trained: Callable) -> None:
+def test_a_cache_changes_no_logit_and_no_token(changes, trained):
     """Also when the window is full, twice: the context is 16, and 26 tokens are chosen."""
     folder, _ = trained(**changes)
     model = Model(folder, "cpu")
@@ -75,7 +73,7 @@ def test_a_cache_changes_no_logit_and_no_token(changes: dict[str, Any], trained:
         assert texts[0] == texts[1] and len(texts[0]) > len("stage link ")
 
 
-def test_a_codec_that_looks_at_the_whole_window_is_not_cached(trained: Callable) -> None:
+def test_a_codec_that_looks_at_the_whole_window_is_not_cached(trained):
     folder, _ = trained(codec__forward="fp64", codec__cuts=["1: forward=int4(tensor)"])
     model = Model(folder, "cpu")
     assert not model.crosses_by_token and "recomputes the whole window" in model.notes()[0]
@@ -84,9 +82,7 @@ def test_a_codec_that_looks_at_the_whole_window_is_not_cached(trained: Callable)
     assert texts[0] == texts[1], "what is cached follows the codec, not the wish"
 
 
-def test_text_streams_in_whole_characters(
-    chatting: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_streams_in_whole_characters(chatting, monkeypatch):
     """The model is made to say these bytes; a character of three bytes is three tokens of it."""
     model = Model(chatting(), "cpu")
     tokenizer = model.tokenizer
@@ -101,9 +97,7 @@ def test_text_streams_in_whole_characters(
     assert sum(bool(piece) for piece in pieces[:-1]) > 4, "it comes piece by piece"
 
 
-def test_an_empty_prompt_begins_a_text_and_one_that_is_no_text_is_refused(
-    chatting: Callable,
-) -> None:
+def test_an_empty_prompt_begins_a_text_and_one_that_is_no_text_is_refused(chatting):
     model = Model(chatting(), "cpu")
     text = model.generate("", 6, 0.0, 0, 0)
     assert text and "endoftext" not in text
@@ -111,7 +105,7 @@ def test_an_empty_prompt_begins_a_text_and_one_that_is_no_text_is_refused(
         model.encode("a\udcff")
 
 
-def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(chatting: Callable) -> None:
+def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(chatting):
     found = Model(chatting(factor=1e5), "cpu").evaluate(PlainDisplay(StringIO()))
     assert 710 < found["valid_loss"] < math.inf
     assert found["perplexity"] == math.inf
@@ -133,7 +127,7 @@ def plain_loss(model: Model, ids: list[int]) -> float:
 
 
 @pytest.mark.parametrize("words", [3, 16, 90, 400])
-def test_the_loss_is_that_of_every_token(chatting: Callable, tmp_path: Path, words: int) -> None:
+def test_the_loss_is_that_of_every_token(chatting, tmp_path, words):
     """Texts shorter than a window, of a few windows, of several microbatches."""
     model = Model(chatting(model__context=16), "cpu")
     text = " ".join(f"stage{number % 7} wire" for number in range(words))
@@ -150,7 +144,7 @@ def test_the_loss_is_that_of_every_token(chatting: Callable, tmp_path: Path, wor
     assert found["data"].endswith("other.txt")
 
 
-def test_documents_are_separated_and_limits_hold(chatting: Callable, tmp_path: Path) -> None:
+def test_documents_are_separated_and_limits_hold(chatting, tmp_path):
     model = Model(chatting(model__context=16), "cpu")
     lines = [f'{{"words": "stage {number} wire"}}' for number in range(200)]
     (tmp_path / "other.jsonl").write_text("\n".join(lines))

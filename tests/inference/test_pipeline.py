@@ -4,10 +4,8 @@ import dataclasses
 import itertools
 import json
 import tempfile
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -47,9 +45,7 @@ def passed_on(stages: list[TextStage], message: Read) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_stages_one_after_the_other_say_what_the_model_says(
-    changes: dict[str, Any], trained: Callable
-) -> None:
+def test_stages_one_after_the_other_say_what_the_model_says(changes, trained):
     """26 tokens with a context of 16: the window begins anew twice."""
     folder, _ = trained(**changes)
     model, stages = Model(folder, "cpu"), stages_of(folder)
@@ -63,14 +59,12 @@ def test_stages_one_after_the_other_say_what_the_model_says(
         assert ids[-1] == next(wanted), number
 
 
-def test_a_stage_reads_its_own_tensors_only(
-    trained: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_reads_its_own_tensors_only(trained, monkeypatch):
     folder, _ = trained(codec__forward="fp64")
     read: list[set[str]] = []
     whole = Checkpoint._read
 
-    def noted(self: Checkpoint, names: set[str]) -> dict[str, torch.Tensor]:
+    def noted(self, names):
         read.append(names)
         return whole(self, names)
 
@@ -81,7 +75,7 @@ def test_a_stage_reads_its_own_tensors_only(
     assert not set.intersection(*read)
 
 
-def test_a_live_pipeline_writes_the_same_text(trained: Callable) -> None:
+def test_a_live_pipeline_writes_the_same_text(trained):
     """Three processes, real links; a window that begins anew; two texts one after the other."""
     folder, _ = trained(codec__forward="int8(group=8)", boundary__mode="subspace",
                         boundary__rank=12)  # fmt: skip
@@ -104,9 +98,7 @@ def test_a_live_pipeline_writes_the_same_text(trained: Callable) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_that_fails_is_named_and_its_log_is_kept(
-    trained: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_that_fails_is_named_and_its_log_is_kept(trained, tmp_path, monkeypatch):
     """The file of the last stage is gone, after it was verified: only its process finds that."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder, _ = trained(codec__forward="fp64")
@@ -118,7 +110,7 @@ def test_a_stage_that_fails_is_named_and_its_log_is_kept(
     assert f"its log is {log}" in str(failure.value) and "cannot be read" in log.read_text()
 
 
-def test_a_frame_of_another_size_is_refused(trained: Callable) -> None:
+def test_a_frame_of_another_size_is_refused(trained):
     folder, _ = trained(codec__forward="fp64")
     stages, message = stages_of(folder), Read([1, 2, 3])
     frame = stages[0].packed(stages[0].read(message, None), 0)
@@ -127,7 +119,7 @@ def test_a_frame_of_another_size_is_refused(trained: Callable) -> None:
         stages[1].unpacked(dataclasses.replace(frame, payload=b""), message)
 
 
-def test_a_damaged_checkpoint_starts_nothing(trained: Callable) -> None:
+def test_a_damaged_checkpoint_starts_nothing(trained):
     folder, _ = trained(codec__forward="fp64")
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / manifest["shards"][1]["file"]).write_bytes(b"x")

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def serving(folder: Path, parallel: int = 1, queue: int = 16) -> Iterator[Served
 
 
 @pytest.fixture
-def server(chatting: Callable) -> Iterator[Served]:
+def server(chatting):
     with serving(chatting()) as found:
         yield found
 
@@ -89,7 +89,7 @@ def events(answer: httpx.Response) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def test_the_model_is_listed(server: Served) -> None:
+def test_the_model_is_listed(server):
     name = server.endpoint.name
     (listed,) = server.client.get("/v1/models").json()["data"]
     assert listed == server.client.get(f"/v1/models/{name}").json()
@@ -98,7 +98,7 @@ def test_the_model_is_listed(server: Served) -> None:
     assert server.client.get("/health").json() == {"status": "ok", "writing": 0, "waiting": 0}
 
 
-def test_a_completion_is_what_the_model_writes(server: Served) -> None:
+def test_a_completion_is_what_the_model_writes(server):
     request = {"model": server.endpoint.name, "prompt": "stage ", "max_tokens": 12,
                "temperature": 0.9, "top_p": 0.8, "seed": 5}  # fmt: skip
     status, whole = server.ask("completions", request)
@@ -119,7 +119,7 @@ def test_a_completion_is_what_the_model_writes(server: Served) -> None:
     assert server.endpoint.answered == 2
 
 
-def test_a_chat_answers_by_the_template(server: Served) -> None:
+def test_a_chat_answers_by_the_template(server):
     request = {"messages": HELLO, "max_tokens": 9.0, "temperature": 0}
     status, whole = server.ask("chat/completions", request)
     text = "".join(server.model.answer(HELLO, 9, Sampling(0)))
@@ -160,7 +160,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_refusals_say_why_and_harm_nothing(server: Served) -> None:
+def test_refusals_say_why_and_harm_nothing(server):
     for path, body, status, words in REFUSED:
         found, said = server.ask(path, body)
         assert found == status and words in said["error"]["message"], (words, said)
@@ -173,7 +173,7 @@ def test_refusals_say_why_and_harm_nothing(server: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_ends_its_text(server: Served, stream: bool) -> None:
+def test_a_client_that_goes_away_ends_its_text(server, stream):
     """It asked for a million tokens: only because it is gone can the next client be served."""
     server.without_end()
     gone = server.raw({"max_tokens": 1_000_000, "stream": stream})
@@ -184,18 +184,18 @@ def test_a_client_that_goes_away_ends_its_text(server: Served, stream: bool) -> 
     assert server.ask("completions", {"max_tokens": 3})[0] == 200
 
 
-def test_requests_wait_in_order_and_those_whose_client_goes_away_leave(server: Served) -> None:
+def test_requests_wait_in_order_and_those_whose_client_goes_away_leave(server):
     server.without_end()
     first = server.raw({"max_tokens": 1_000_000, "stream": True})
     wait_until(lambda: server.is_with(writing=1, waiting=0))
     begun, model = [], server.model
     chosen = model.tokens_behind
 
-    def noted(ids: list[int], *rest: Any) -> Iterator[int]:
+    def noted(ids, *rest):
         begun.append(model.tokenizer.decode(ids))
         yield from chosen(ids, *rest)
 
-    def ask(prompt: str) -> str:
+    def ask(prompt):
         _, said = server.ask("completions", {"prompt": prompt, "max_tokens": 4, "temperature": 0})
         return said["choices"][0]["text"]
 
@@ -218,7 +218,7 @@ def test_requests_wait_in_order_and_those_whose_client_goes_away_leave(server: S
     wait_until(lambda: server.is_with(writing=0, waiting=0))
 
 
-def test_those_who_find_the_queue_full_are_told_when_to_come_back(chatting: Callable) -> None:
+def test_those_who_find_the_queue_full_are_told_when_to_come_back(chatting):
     with serving(chatting(), queue=1) as server:
         server.without_end()
         under_way = [server.raw({"max_tokens": 1_000_000, "stream": True}) for _ in range(2)]
@@ -234,7 +234,7 @@ def test_those_who_find_the_queue_full_are_told_when_to_come_back(chatting: Call
         assert server.ask("completions", {"max_tokens": 3})[0] == 200
 
 
-def test_texts_in_parallel_are_those_that_are_written_alone(chatting: Callable) -> None:
+def test_texts_in_parallel_are_those_that_are_written_alone(chatting):
     """They take turns token by token: one that is asked for later need not wait for the first."""
     with serving(chatting(), parallel=3, queue=0) as server:
         server.without_end()
@@ -252,9 +252,7 @@ def test_texts_in_parallel_are_those_that_are_written_alone(chatting: Callable) 
         endless.close()
 
 
-def test_nobody_waits_for_a_client_that_does_not_read(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_a_client_that_does_not_read(server, monkeypatch):
     """It asks for a million tokens, reads next to none of them, and loses its connection."""
     monkeypatch.setattr("thinwire.inference.serve.MOST_UNREAD", 16)
     server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -270,7 +268,7 @@ def test_nobody_waits_for_a_client_that_does_not_read(
     slow.close()
 
 
-def test_the_end_of_the_server_ends_texts_and_empties_the_queue(chatting: Callable) -> None:
+def test_the_end_of_the_server_ends_texts_and_empties_the_queue(chatting):
     with serving(chatting()) as server:
         server.without_end()
         clients = [server.raw({"max_tokens": 1_000_000}) for _ in range(3)]
@@ -282,15 +280,15 @@ def test_the_end_of_the_server_ends_texts_and_empties_the_queue(chatting: Callab
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_model_that_fails_ends_the_server(chatting: Callable, stream: bool) -> None:
-    def lost(*arguments: Any) -> Iterator[int]:
+def test_a_model_that_fails_ends_the_server(chatting, stream):
+    def lost(*arguments):
         yield 70
         raise StageError("stage 1 was killed")
 
     model, printed = Model(chatting(), "cpu"), io.StringIO()
     model.tokens_behind = lost
 
-    def ask() -> httpx.Response:
+    def ask():
         wait_until(lambda: "Ctrl-C" in printed.getvalue())
         (address,) = re.findall("test-0 is served at (http://[^;]+)", printed.getvalue())
         body = {"max_tokens": 5, "stream": stream}
@@ -305,15 +303,15 @@ def test_a_model_that_fails_ends_the_server(chatting: Callable, stream: bool) ->
     assert "has failed" in said.text and "killed" not in said.text
 
 
-def test_a_model_without_a_chat_template_says_so(chatting: Callable) -> None:
+def test_a_model_without_a_chat_template_says_so(chatting):
     with serving(chatting(special=())) as server:
         status, said = server.ask("chat/completions", {"messages": HELLO})
         assert status == 400 and "chat template" in said["error"]["message"]
         assert server.ask("completions", {"prompt": "a"})[0] == 200
 
 
-def test_pages_of_other_sites_get_nothing_and_other_machines_need_no_key(server: Served) -> None:
-    def status(base: str, **headers: str) -> int:
+def test_pages_of_other_sites_get_nothing_and_other_machines_need_no_key(server):
+    def status(base, **headers):
         return httpx.get(f"{base}v1/models", headers=headers, trust_env=False).status_code
 
     here = f"http://127.0.0.1:{server.port}/"

@@ -1,12 +1,10 @@
 """How tokens are chosen, and where a text ends, without a model: against plain references."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from thinwire.data import Corpus, Tokenizer
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.inference.text import Choice, Sampling, Writing, extensions, shares
 
@@ -25,7 +23,7 @@ def plain_nucleus(probabilities: list[float], top_p: float) -> list[float]:
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_top_p_keeps_what_the_definition_keeps(top_p: float, temperature: float) -> None:
+def test_top_p_keeps_what_the_definition_keeps(top_p, temperature):
     for seed in range(5):
         logits = torch.randn(50, generator=torch.Generator().manual_seed(seed)).double() * 3
         found = shares(logits, Sampling(temperature, 0, top_p))
@@ -34,7 +32,7 @@ def test_top_p_keeps_what_the_definition_keeps(top_p: float, temperature: float)
         assert (found > 0).sum() >= 1 and float(found.sum()) == pytest.approx(1)
 
 
-def test_a_small_top_p_is_greedy_and_all_of_it_is_plain_sampling() -> None:
+def test_a_small_top_p_is_greedy_and_all_of_it_is_plain_sampling():
     logits = torch.randn(30, generator=torch.Generator().manual_seed(1))
     greedy = Choice(Sampling(0.0))(logits)
     assert Choice(Sampling(1.0, 0, 1e-6))(logits) == greedy == Choice(Sampling(1e-40))(logits)
@@ -46,29 +44,29 @@ def test_a_small_top_p_is_greedy_and_all_of_it_is_plain_sampling() -> None:
     [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0},
      {"top_p": 1.1}, {"top_p": math.nan}],
 )  # fmt: skip
-def test_sampling_that_means_nothing_is_refused(changes: dict) -> None:
+def test_sampling_that_means_nothing_is_refused(changes):
     with pytest.raises(ConfigError, match=r"top-p .* must be above 0 and at most 1"):
         Sampling(**changes)
 
 
-def test_a_model_that_says_nan_is_named_as_the_cause() -> None:
+def test_a_model_that_says_nan_is_named_as_the_cause():
     for temperature in (0.0, 1.0):
         with pytest.raises(CheckpointError, match="diverged; use an earlier checkpoint"):
             Choice(Sampling(temperature))(torch.tensor([0.0, math.nan]))
 
 
 @pytest.fixture(scope="module")
-def tokenizer(corpus: Corpus) -> Tokenizer:
+def tokenizer(corpus):
     found = corpus.tokenizer()
     assert found is not None
     return found
 
 
 @pytest.fixture
-def written(tokenizer: Tokenizer) -> Callable[..., tuple[list[str], Writing]]:
+def written(tokenizer):
     """The pieces of a text whose characters are a token each, and how it ended."""
 
-    def write(text: str, *stop: str, ends: tuple[int, ...] = ()) -> tuple[list[str], Writing]:
+    def write(text, *stop, ends=()):
         ids = [id for character in text for id in tokenizer.encode(character)]
         writing = Writing(tokenizer, tokenizer.encode("a"), ids, ends, stop)
         return list(writing), writing
@@ -91,23 +89,19 @@ def written(tokenizer: Tokenizer) -> Callable[..., tuple[list[str], Writing]]:
         ("xy", ("xy", "y"), ""),
     ],
 )
-def test_text_stops_before_a_string(
-    written: Callable, text: str, stop: tuple[str, ...], shown: str
-) -> None:
+def test_text_stops_before_a_string(written, text, stop, shown):
     pieces, writing = written(text, *stop)
     assert "".join(pieces) == shown
     assert writing.ended_by == ("length" if shown == text else "stop")
 
 
-def test_an_end_token_ends_the_text_and_is_not_shown(
-    written: Callable, tokenizer: Tokenizer
-) -> None:
+def test_an_end_token_ends_the_text_and_is_not_shown(written, tokenizer):
     (end,) = tokenizer.encode("!")
     pieces, writing = written("hi! more", ends=(end,))
     assert "".join(pieces) == "hi" and writing.ended_by == "stop" and writing.count == 3
 
 
-def test_a_window_begins_anew_when_it_is_full() -> None:
+def test_a_window_begins_anew_when_it_is_full():
     ids = [0, 1, 2]
     cached, plain = extensions(ids, 4, True), extensions(ids, 4, False)
     seen = []

@@ -18,7 +18,7 @@ def rate(schedule: str, step: int, warmup: int = 10, steps: int = 110) -> float:
 
 
 @schedules
-def test_the_warmup_climbs_evenly_to_the_peak(schedule: str) -> None:
+def test_the_warmup_climbs_evenly_to_the_peak(schedule):
     climb = [rate(schedule, step) for step in range(10)]
     assert climb == pytest.approx([PEAK * (step + 1) / 10 for step in range(10)])
     assert climb[0] > 0, "the first update is not wasted"
@@ -35,15 +35,13 @@ def test_the_warmup_climbs_evenly_to_the_peak(schedule: str) -> None:
         ("constant", 1.0, 1.0, 1.0),
     ],
 )
-def test_landmarks_of_the_decay(schedule: str, quarter: float, half: float, end: float) -> None:
+def test_landmarks_of_the_decay(schedule, quarter, half, end):
     shares = [rate(schedule, step) / PEAK for step in (35, 60, 110)]
     assert shares == pytest.approx([quarter, half, end], abs=1e-12)
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 300), st.integers(0, 300), st.floats(1e-6, 10.0))
-def test_up_then_down_and_never_past_the_peak(
-    schedule: str, steps: int, warmup: int, peak: float
-) -> None:
+def test_up_then_down_and_never_past_the_peak(schedule, steps, warmup, peak):
     warmup = min(warmup, steps)
     config = OptimConfig(lr=peak, warmup=warmup, schedule=schedule)
     rates = [learning_rate(config, step, steps) for step in range(steps)]
@@ -52,7 +50,7 @@ def test_up_then_down_and_never_past_the_peak(
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
 
 
-def test_a_stretched_schedule_is_told_with_both_rates() -> None:
+def test_a_stretched_schedule_is_told_with_both_rates():
     config = OptimConfig(lr=0.0325, warmup=2, floor=0.0)
     text = rate_change(config, 100, config, 10_000, 99)
     assert "was 3.34e-05 at the checkpoint and continues at 0.0325" in text

@@ -1,6 +1,5 @@
 """Adapters are those of the peft library: the same outputs and gradients on the same weights."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from torch.nn import functional as F
 
 from thinwire.model import ModelConfig
 from thinwire.model.adapter import is_adapter
-from thinwire.settings import Settings
 from thinwire_lab.chain import Chain
 
 RANK, ALPHA = 3, 6.0
@@ -38,9 +36,7 @@ def name_here(theirs: str) -> str:
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], None], ids=["two", "all"])
-def test_outputs_and_gradients_are_those_of_peft(
-    targets: list[str] | None, make_settings: Callable[..., Settings]
-) -> None:
+def test_outputs_and_gradients_are_those_of_peft(targets, make_settings):
     changes: dict[str, Any] = {"lora__targets": targets} if targets else {}
     settings = make_settings(lora__rank=RANK, lora__alpha=ALPHA, pipeline__stages=3, **changes)
     chain = Chain(settings)

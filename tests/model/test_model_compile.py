@@ -1,7 +1,5 @@
 """A compiled stage computes what the plain one does, forward and backward."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -20,7 +18,7 @@ def step(stages: list[Stage], ids_BT: torch.Tensor) -> tuple[float, dict[str, to
 
 
 @pytest.mark.parametrize("mode", ["reparam", "projected"])
-def test_compiled_equals_plain(mode: str, make_settings: Callable) -> None:
+def test_compiled_equals_plain(mode, make_settings):
     settings = make_settings(boundary__mode=mode, boundary__rank=4, pipeline__stages=2)
     builder = StageBuilder(settings, torch.device("cpu"))
     found = []
@@ -39,7 +37,7 @@ def test_compiled_equals_plain(mode: str, make_settings: Callable) -> None:
         torch.testing.assert_close(compiled_gradients[name], gradient, rtol=1e-9, atol=1e-12)
 
 
-def test_compiled_ends_follow_a_basis_that_moves(make_settings: Callable) -> None:
+def test_compiled_ends_follow_a_basis_that_moves(make_settings):
     settings = make_settings(boundary__mode="subspace", boundary__rank=4, pipeline__stages=2)
     builder = StageBuilder(settings, torch.device("cpu"))
     plain, compiled = builder.build(0), builder.build(0)

@@ -16,7 +16,7 @@ def counted(preset: str) -> int:
 
 
 @presets
-def test_the_count_is_that_of_a_llama_with_an_untied_head(preset: str) -> None:
+def test_the_count_is_that_of_a_llama_with_an_untied_head(preset):
     config = ModelConfig(preset=preset).resolved()
     attention = 2 * config.dim**2 + 2 * config.dim * config.kv_heads * config.head_dim
     block = attention + 3 * config.dim * config.ffn + 2 * config.dim
@@ -34,7 +34,7 @@ def test_the_count_is_that_of_a_llama_with_an_untied_head(preset: str) -> None:
         ({"kv_heads": 8}, "model.heads = 4 must be a multiple of model.kv_heads = 8"),
     ],
 )
-def test_heads_that_do_not_divide_are_refused(changes: dict[str, int], message: str) -> None:
+def test_heads_that_do_not_divide_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**changes).resolved()
     ModelConfig().resolved()
@@ -45,14 +45,14 @@ def test_heads_that_do_not_divide_are_refused(changes: dict[str, int], message: 
 SIZES = {"layers": 2, "dim": 20, "heads": 2, "kv_heads": 1, "ffn": 8, "vocab": 50, "context": 16}
 
 
-def test_a_custom_model_says_all_its_sizes_and_differs_from_nothing() -> None:
+def test_a_custom_model_says_all_its_sizes_and_differs_from_nothing():
     config = ModelConfig(preset="custom", **SIZES).resolved()
     assert config.unlike_preset() == {}
     with pytest.raises(ConfigError, match=r'"custom" has no sizes of its own: set .*model.context'):
         ModelConfig(preset="custom", layers=2).resolved()
 
 
-def test_biases_and_norms_are_counted_and_start_without_effect() -> None:
+def test_biases_and_norms_are_counted_and_start_without_effect():
     plain = ModelConfig(preset="custom", **SIZES)
     full = dataclasses.replace(plain, qkv_bias=True, qk_norm=True).resolved()
     extra = SIZES["layers"] * (20 + 10 + 10 + 2 * 10)
@@ -75,7 +75,7 @@ def test_biases_and_norms_are_counted_and_start_without_effect() -> None:
     [{}, {"kv_heads": 1}, {"head_dim": 32}, {"kv_heads": 1, "head_dim": 32, "qk_norm": True}],
     ids=str,
 )
-def test_what_a_block_keeps_for_its_backward_is_told_before(changes: dict) -> None:
+def test_what_a_block_keeps_for_its_backward_is_told_before(changes):
     sizes = {"layers": 1, "dim": 64, "heads": 4, "kv_heads": 4, "ffn": 96, "vocab": 9, "context": 8}
     config = ModelConfig(preset="custom", **{**sizes, **changes}).resolved()
     family = architecture(config)
@@ -83,7 +83,7 @@ def test_what_a_block_keeps_for_its_backward_is_told_before(changes: dict) -> No
     own = {t.data_ptr() for t in (*block.parameters(), *block.buffers())}
     kept: dict[int, int] = {}
 
-    def pack(saved: torch.Tensor) -> torch.Tensor:
+    def pack(saved):
         storage = saved.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
@@ -103,6 +103,6 @@ def test_what_a_block_keeps_for_its_backward_is_told_before(changes: dict) -> No
         ("llama3(factor=8, low=1, high=4, context=0)", "a context"),
     ],
 )
-def test_rope_scaling_that_cannot_be_is_refused(text: str, message: str) -> None:
+def test_rope_scaling_that_cannot_be_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(rope_scaling=text).resolved()

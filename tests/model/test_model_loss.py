@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from thinwire.model import Score, token_loss
 
 
-def test_the_loss_is_the_mean_over_tokens_in_float32_at_least() -> None:
+def test_the_loss_is_the_mean_over_tokens_in_float32_at_least():
     generator = torch.Generator().manual_seed(1)
     logits_BTV = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
     targets_BT = torch.randint(5, (2, 3), generator=generator)
@@ -19,7 +19,7 @@ def test_the_loss_is_the_mean_over_tokens_in_float32_at_least() -> None:
     assert torch.equal(token_loss(narrow, targets_BT), token_loss(narrow.float(), targets_BT))
 
 
-def test_batches_weigh_by_what_counts_in_them() -> None:
+def test_batches_weigh_by_what_counts_in_them():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(10, 4, generator=generator, dtype=torch.float64)
     labels = torch.randint(4, (10,), generator=generator)

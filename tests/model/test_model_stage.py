@@ -61,7 +61,7 @@ def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 @splits
-def test_weights_do_not_depend_on_the_split(split: list[int]) -> None:
+def test_weights_do_not_depend_on_the_split(split):
     gathered: dict[str, Tensor] = {}
     for stage in reversed(stages_of(split)):
         assert not gathered.keys() & stage.global_parameters().keys()
@@ -71,9 +71,7 @@ def test_weights_do_not_depend_on_the_split(split: list[int]) -> None:
 
 @dtypes
 @splits
-def test_stages_in_a_row_are_the_whole_model_bit_for_bit(
-    split: list[int], dtype: torch.dtype
-) -> None:
+def test_stages_in_a_row_are_the_whole_model_bit_for_bit(split, dtype):
     ids_BT, targets_BT = batch()
     whole = whole_model(dtype)
     logits = whole(ids_BT)
@@ -95,7 +93,7 @@ def test_stages_in_a_row_are_the_whole_model_bit_for_bit(
     assert same_bits(merged, gradients(whole))
 
 
-def test_no_position_sees_a_later_token() -> None:
+def test_no_position_sees_a_later_token():
     ids_BT, _ = batch()
     changed_BT = ids_BT.clone()
     changed_BT[:, 5] = (changed_BT[:, 5] + 1) % CONFIG.vocab
@@ -111,8 +109,8 @@ def test_no_position_sees_a_later_token() -> None:
      (4, True, range(2, 4), "model.norm"), (2, True, range(2, 4), "model.layers.2")],
 )  # fmt: skip
 def test_the_stream_is_free_behind_the_last_layer_that_writes_into_the_subspace(
-    blocks: int, reparam: bool, held: range, first_free: str
-) -> None:
+    blocks, reparam, held, first_free
+):
     space = Space(random_basis(CONFIG.dim, 4, seed=0), torch.zeros(CONFIG.vocab, CONFIG.dim))
     narrow = Narrow(space, blocks, reparam)
     stage = Stage(architecture(CONFIG).stage_layers(held, narrow))
@@ -128,7 +126,7 @@ def test_the_stream_is_free_behind_the_last_layer_that_writes_into_the_subspace(
 
 
 @dtypes
-def test_recompute_gives_the_same_gradients(dtype: torch.dtype) -> None:
+def test_recompute_gives_the_same_gradients(dtype):
     ids_BT, targets_BT = batch()
     calls = []
     results = []
@@ -136,7 +134,7 @@ def test_recompute_gives_the_same_gradients(dtype: torch.dtype) -> None:
         stage = whole_model(dtype, recompute)
         count = [0]
 
-        def note(*_: object, count: list[int] = count) -> None:
+        def note(*_, count=count):
             count[0] += 1
 
         stage.layers[1].mlp.register_forward_pre_hook(note)

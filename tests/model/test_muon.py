@@ -26,7 +26,7 @@ def by_singular_values(matrix: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 12), (12, 5), (1, 7)])
-def test_only_singular_values_change(shape: tuple[int, int]) -> None:
+def test_only_singular_values_change(shape):
     matrices = normal(0, 3, *shape)
     together = orthogonalised(matrices)
     for matrix, result in zip(matrices, together, strict=True):
@@ -43,7 +43,7 @@ def trained(weight: nn.Parameter, gradients: list[Tensor], **options: object) ->
     return weight.detach()
 
 
-def test_it_is_torchs_own_up_to_bfloat16() -> None:
+def test_it_is_torchs_own_up_to_bfloat16():
     gradients = [normal(step, DIM, INPUTS, dtype=torch.float32) for step in range(5)]
     ours = trained(nn.Parameter(torch.zeros(DIM, INPUTS)), gradients)
     theirs = nn.Parameter(torch.zeros(DIM, INPUTS))
@@ -56,7 +56,7 @@ def test_it_is_torchs_own_up_to_bfloat16() -> None:
     assert torch.linalg.vector_norm(ours - theirs) < 0.02 * torch.linalg.vector_norm(theirs)
 
 
-def test_a_held_matrix_moves_as_its_coordinates_would() -> None:
+def test_a_held_matrix_moves_as_its_coordinates_would():
     """So the modes subspace and reparam make the same updates of their writers."""
     basis_DK = random_basis(DIM, RANK, seed=0)
     coordinates = normal(1, RANK, INPUTS)
@@ -71,7 +71,7 @@ def test_a_held_matrix_moves_as_its_coordinates_would() -> None:
 
 
 @pytest.mark.parametrize("in_coordinates", [True, False])
-def test_only_in_coordinates_weights_stay_in_the_subspace(in_coordinates: bool) -> None:
+def test_only_in_coordinates_weights_stay_in_the_subspace(in_coordinates):
     """The failing side: the whole matrix in bfloat16, as on a GPU, is rounded out of S."""
     basis_DK = random_basis(DIM, RANK, seed=0).float()
     weight = basis_DK @ normal(1, RANK, INPUTS, dtype=torch.float32)

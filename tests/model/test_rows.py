@@ -33,7 +33,7 @@ def both(gradients: list[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tens
     return start, ours.detach(), theirs.detach()
 
 
-def test_rows_updated_every_time_are_updated_as_by_adamw() -> None:
+def test_rows_updated_every_time_are_updated_as_by_adamw():
     torch.manual_seed(1)
     gradients = [torch.randn(5, 8, dtype=torch.float64) for _ in range(20)]
     _, ours, theirs = both(gradients)
@@ -41,7 +41,7 @@ def test_rows_updated_every_time_are_updated_as_by_adamw() -> None:
 
 
 @pytest.mark.parametrize("pause", [1, 4, 9])
-def test_a_row_that_waits_goes_as_far_as_adamw_takes_it(pause: int) -> None:
+def test_a_row_that_waits_goes_as_far_as_adamw_takes_it(pause):
     """A gradient now and then, late in a run: as far as with AdamW, which goes on in between."""
     torch.manual_seed(1)
     warm: list[torch.Tensor | None] = [torch.randn(5, 8, dtype=torch.float64) for _ in range(100)]

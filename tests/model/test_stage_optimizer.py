@@ -97,7 +97,7 @@ def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 @optimizers
 @pytest.mark.parametrize("after", GROUPINGS)
 @pytest.mark.parametrize("before", GROUPINGS)
-def test_state_moves_between_groupings_bit_for_bit(optimizer: str, before: str, after: str) -> None:
+def test_state_moves_between_groupings_bit_for_bit(optimizer, before, after):
     config = OptimConfig(name=optimizer)
     uninterrupted = Ensemble("whole", config)
     uninterrupted.train(range(6))
@@ -110,7 +110,7 @@ def test_state_moves_between_groupings_bit_for_bit(optimizer: str, before: str, 
     assert same_bits(second.state(), uninterrupted.state())
 
 
-def test_muon_is_for_the_matrices_of_blocks_only() -> None:
+def test_muon_is_for_the_matrices_of_blocks_only():
     muon = Ensemble("whole", OptimConfig(name="muon", **EQUAL))
     muon.train(range(2))
     by_muon = {n.split("/")[0] for n in muon.state() if n.endswith("/momentum_buffer")}
@@ -125,7 +125,7 @@ def test_muon_is_for_the_matrices_of_blocks_only() -> None:
         assert equal == (name not in BLOCK_MATRICES), name
 
 
-def test_adamw_is_the_textbook_update() -> None:
+def test_adamw_is_the_textbook_update():
     config = OptimConfig(weight_decay=0.1)
     ensemble = Ensemble("halves", config, torch.float64)
     expected = ensemble.weights()
@@ -146,7 +146,7 @@ def test_adamw_is_the_textbook_update() -> None:
 
 
 @optimizers
-def test_rates_are_shares_of_one(optimizer: str) -> None:
+def test_rates_are_shares_of_one(optimizer):
     """Each kind of parameter moves at its own share of the rate; a share of one changes nothing."""
     shares = {"matrix_lr": 2.0, "table_lr": 3.0, "head_lr": 5.0}
     moved = {}
@@ -185,7 +185,7 @@ assert "torch._dynamo" in sys.modules, "torch's own may be used again"
 """
 
 
-def test_a_stage_trains_without_the_compiler() -> None:
+def test_a_stage_trains_without_the_compiler():
     """Which takes seconds to import, in each process."""
     done = subprocess.run([sys.executable, "-c", TRAINS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -21,12 +21,12 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=30, deadline=None)
 @given(dim=st.integers(1, 40), share=st.floats(0, 1), seed=st.integers(0, 2**40))
-def test_a_basis_is_orthonormal(dim: int, share: float, seed: int) -> None:
+def test_a_basis_is_orthonormal(dim, share, seed):
     rank = max(1, round(dim * share))
     assert orthonormality_error(random_basis(dim, rank, seed)) < 1e-12
 
 
-def test_basis_and_table_are_the_same_bits_everywhere() -> None:
+def test_basis_and_table_are_the_same_bits_everywhere():
     """Values written down once: another machine, library or version must give them too."""
     basis = Space(random_basis(48, 5, 7)).fingerprints()["basis"]
     table = Space(random_basis(4, 1, 0), fixed_table(100, 24, 7, std=0.02)).fingerprints()[
@@ -35,7 +35,7 @@ def test_basis_and_table_are_the_same_bits_everywhere() -> None:
     assert (basis, table) == ("f753a08129f8e802", "02f154ff2f71c3fb")
 
 
-def test_the_fixed_table_is_exact_in_bfloat16_and_full_rank() -> None:
+def test_the_fixed_table_is_exact_in_bfloat16_and_full_rank():
     table = fixed_table(512, 64, 0, std=0.02)
     assert table.dtype == torch.bfloat16
     steps = table.double() * 4096
@@ -44,7 +44,7 @@ def test_the_fixed_table_is_exact_in_bfloat16_and_full_rank() -> None:
     assert 0.015 < table.double().std() < 0.021
 
 
-def test_riemannian_gradient_is_the_derivative_of_captured_energy() -> None:
+def test_riemannian_gradient_is_the_derivative_of_captured_energy():
     samples = random(50, 10)
     covariance, basis = samples.T @ samples, random_basis(10, 3, 0)
     direction = random(10, 3, seed=2)
@@ -56,7 +56,7 @@ def test_riemannian_gradient_is_the_derivative_of_captured_energy() -> None:
     assert measured == pytest.approx(slope, rel=1e-5)
 
 
-def test_moves_climb_to_the_leading_subspace() -> None:
+def test_moves_climb_to_the_leading_subspace():
     samples = random(200, 12) * torch.logspace(0, -1.5, 12, dtype=torch.float64)
     covariance, basis = samples.T @ samples, random_basis(12, 3, 0)
     energies = []

@@ -1,18 +1,15 @@
 import math
-from collections.abc import Callable
 
 import pytest
 
 from thinwire.report import LinkRecord, StageRecord, StepRecord
 
-MakeRecord = Callable[..., StepRecord]
-
 
 @pytest.fixture
-def make_record() -> MakeRecord:
+def make_record():
     """A believable step of a run over `stage_count` stages, any field replaceable."""
 
-    def make(step: int = 40, steps: int = 200, stage_count: int = 3, **changes) -> StepRecord:
+    def make(step=40, steps=200, stage_count=3, **changes):
         values = {
             "loss": 5.1234,
             "lr": 3e-4,

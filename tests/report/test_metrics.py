@@ -6,7 +6,6 @@ import math
 import resource
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,7 +145,7 @@ def test_a_record_that_ends_anywhere_is_continued_on_a_line_of_its_own(
 
 
 @pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+def notes(monkeypatch, tmp_path):
     """What a user is told; nothing of this machine's own account is used."""
     for name in ("WANDB_API_KEY", "WANDB_DIR", "WANDB_PROJECT", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -162,8 +161,8 @@ def open_log(folder: Path, notes: list[str]) -> WandbLog:
 
 
 def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(
-    notes: list[str], tmp_path: Path, make_record: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    notes, tmp_path, make_record, monkeypatch
+):
     """With the real package: it writes its file, then its run is finished under our feet."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     log = open_log(tmp_path, notes)
@@ -181,9 +180,7 @@ def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def test_who_is_not_logged_in_is_told_and_never_asked(
-    notes: list[str], tmp_path: Path, make_record: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_not_logged_in_is_told_and_never_asked(notes, tmp_path, make_record, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with MetricsWriter(tmp_path, wandb=open_log(tmp_path, notes)) as writer:
         writer.step(make_record(1))

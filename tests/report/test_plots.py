@@ -14,13 +14,7 @@ from thinwire.report import (
 )
 from thinwire.report.human import sparkline
 from thinwire.report.metrics import Losses
-from thinwire.report.plots import (
-    DPI,
-    loss_figure,
-    plot_loss,
-    plot_steps,
-    steps_figure,
-)
+from thinwire.report.plots import DPI, loss_figure, plot_loss, plot_steps, steps_figure
 
 
 def png_size(path):

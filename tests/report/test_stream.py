@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Iterator
 from typing import TextIO
 
 import pytest
@@ -12,7 +11,7 @@ from thinwire.report.stream import SafeStream, safe_stream
 
 
 @pytest.fixture
-def pipe() -> Iterator[tuple[int, TextIO]]:
+def pipe():
     reading, writing = os.pipe()
     stream = os.fdopen(writing, "w", encoding="utf-8")
     yield reading, stream
@@ -40,7 +39,7 @@ def arrived(
     return b"".join(got).decode()
 
 
-def test_everything_arrives_in_order_at_a_slow_reader(pipe: tuple[int, TextIO]) -> None:
+def test_everything_arrives_in_order_at_a_slow_reader(pipe):
     safe = safe_stream(pipe[1])
     assert safe_stream(safe) is safe
     lines = [f"line {number} {'x' * 200}\n" for number in range(2000)]
@@ -49,9 +48,7 @@ def test_everything_arrives_in_order_at_a_slow_reader(pipe: tuple[int, TextIO]) 
     assert arrived(safe, *pipe) == "".join(lines)
 
 
-def test_the_oldest_gives_way_and_the_newest_stays(
-    pipe: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_oldest_gives_way_and_the_newest_stays(pipe, monkeypatch):
     monkeypatch.setattr(stream_module, "_HELD_BYTES", 10_000)
     safe = safe_stream(pipe[1])
     for number in range(5000):
@@ -63,7 +60,7 @@ def test_the_oldest_gives_way_and_the_newest_stays(
     assert text.splitlines()[-1].startswith("line 004999")
 
 
-def test_errors_come_after_what_was_said_before(pipe: tuple[int, TextIO]) -> None:
+def test_errors_come_after_what_was_said_before(pipe):
     """Both streams of a program often end in one terminal."""
     reading, stream = pipe
     with os.fdopen(os.dup(stream.fileno()), "w", encoding="utf-8") as other:
@@ -77,7 +74,7 @@ def test_errors_come_after_what_was_said_before(pipe: tuple[int, TextIO]) -> Non
         assert os.read(reading, 65536).decode() == "said\n" * 200 + "error\n"
 
 
-def test_a_reader_that_leaves_silences_it(pipe: tuple[int, TextIO]) -> None:
+def test_a_reader_that_leaves_silences_it(pipe):
     reading, stream = pipe
     safe = safe_stream(stream)
     nobody = os.open(os.devnull, os.O_RDONLY)

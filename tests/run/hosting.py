@@ -6,7 +6,6 @@ All that these tests need of listeners, books and dialling is made here.
 import io
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,7 +150,7 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def house(tmp_path):
     made = House(tmp_path)
     with made.members:
         yield made

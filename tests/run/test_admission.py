@@ -6,8 +6,6 @@ import json
 import os
 import stat
 import string
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +13,6 @@ from thinwire.errors import AdmissionError, ConfigError, WireError
 from thinwire.run import admission as book_module
 from thinwire.run.admission import AuthorityBook, Invite, is_address
 from thinwire.wire import Identity
-
-Again = Callable[[], AuthorityBook]
 
 
 class Clock:
@@ -28,17 +24,17 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def book(tmp_path: Path, clock: Clock) -> AuthorityBook:
+def book(tmp_path, clock):
     return AuthorityBook(tmp_path / "authority", "first", clock)
 
 
 @pytest.fixture
-def again(tmp_path: Path, clock: Clock) -> Again:
+def again(tmp_path, clock):
     """The book as the next process finds it."""
     return lambda: AuthorityBook(tmp_path / "authority", "first", clock)
 
@@ -52,7 +48,7 @@ def new_key() -> str:
     return Identity.create("").public
 
 
-def test_an_invite_lets_in_and_names_its_run(book: AuthorityBook) -> None:
+def test_an_invite_lets_in_and_names_its_run(book):
     invite = Invite.parse(
         str(book.invite(["10.0.0.1:7000"], "relay.example:7001", "pass", machines=2))
     )
@@ -70,7 +66,7 @@ def test_an_invite_lets_in_and_names_its_run(book: AuthorityBook) -> None:
         book.kick("eve")
 
 
-def test_a_wrong_secret_and_an_unknown_invite_get_the_same_answer(book: AuthorityBook) -> None:
+def test_a_wrong_secret_and_an_unknown_invite_get_the_same_answer(book):
     invite, public = book.invite(["h:1"]), new_key()
     refusals = []
     for invite_id, secret in (
@@ -85,7 +81,7 @@ def test_a_wrong_secret_and_an_unknown_invite_get_the_same_answer(book: Authorit
     assert len(set(refusals)) == 1 and book.peers() == []
 
 
-def test_an_expired_invite_lets_in_nobody_new(book: AuthorityBook, clock: Clock) -> None:
+def test_an_expired_invite_lets_in_nobody_new(book, clock):
     invite, key = book.invite(["h:1"], lasts=3600), new_key()
     enrol(book, invite, key, "ada")
     clock.now += 3601
@@ -94,7 +90,7 @@ def test_an_expired_invite_lets_in_nobody_new(book: AuthorityBook, clock: Clock)
     assert enrol(book, invite, key) == "ada", "who is known comes back"
 
 
-def test_names_that_a_peer_may_not_have_leave_an_invite_unused(book: AuthorityBook) -> None:
+def test_names_that_a_peer_may_not_have_leave_an_invite_unused(book):
     first, key = book.invite(["h:1"]), new_key()
     enrol(book, first, key, "ada")
     with pytest.raises(AdmissionError, match=r"has joined the run as 'ada' before.*--folder"):
@@ -111,7 +107,7 @@ def test_names_that_a_peer_may_not_have_leave_an_invite_unused(book: AuthorityBo
     assert enrol(book, invite, new_key(), "bob") == "bob"
 
 
-def test_a_kicked_peer_is_refused_everywhere(book: AuthorityBook) -> None:
+def test_a_kicked_peer_is_refused_everywhere(book):
     invite, key, other = book.invite(["h:1"], machines=9), new_key(), new_key()
     enrol(book, invite, key, "ada")
     enrol(book, invite, other, "bob")
@@ -133,7 +129,7 @@ def test_a_kicked_peer_is_refused_everywhere(book: AuthorityBook) -> None:
     assert book.kick("bob") == ["fay"], "who else came by its invites is told"
 
 
-def test_the_book_survives_a_restart(book: AuthorityBook, again: Again) -> None:
+def test_the_book_survives_a_restart(book, again):
     key, gone = new_key(), new_key()
     once = book.invite(["h:1"])
     several = book.invite(["h:1"])
@@ -153,13 +149,11 @@ def test_the_book_survives_a_restart(book: AuthorityBook, again: Again) -> None:
     assert AuthorityBook(book.folder).invite(["h:1"]).run_name == "first"
 
 
-def test_a_torn_write_changes_nothing(
-    book: AuthorityBook, again: Again, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torn_write_changes_nothing(book, again, monkeypatch):
     invite = book.invite(["h:1"])
     whole = (book.folder / "book.json").read_bytes()
 
-    def torn(path: Path, content: bytes) -> None:
+    def torn(path, content):
         path.with_name(f".{path.name}.77").write_bytes(content[: len(content) // 2])
         raise OSError("No space left on device")
 
@@ -177,9 +171,7 @@ def test_a_torn_write_changes_nothing(
 @pytest.mark.parametrize(
     "content", [b"", b"{", b'{"version": 2}', b'{"run_name": 1, "invites": [], "peers": []}']
 )
-def test_a_damaged_book_is_an_error_and_not_an_empty_book(
-    book: AuthorityBook, again: Again, content: bytes
-) -> None:
+def test_a_damaged_book_is_an_error_and_not_an_empty_book(book, again, content):
     (book.folder / "book.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"book\.json is damaged"):
         again()
@@ -190,7 +182,7 @@ def test_a_damaged_book_is_an_error_and_not_an_empty_book(
         again()
 
 
-def test_a_book_with_the_key_of_another_is_refused(book: AuthorityBook, again: Again) -> None:
+def test_a_book_with_the_key_of_another_is_refused(book, again):
     enrol(book, book.invite(["h:1"]), new_key(), "ada")
     path = book.folder / "book.json"
     plain = json.loads(path.read_text())
@@ -200,7 +192,7 @@ def test_a_book_with_the_key_of_another_is_refused(book: AuthorityBook, again: A
         again()
 
 
-def test_files_are_for_this_user_alone(tmp_path: Path) -> None:
+def test_files_are_for_this_user_alone(tmp_path):
     before = os.umask(0)
     try:
         folder = tmp_path / "open"
@@ -219,7 +211,7 @@ def test_files_are_for_this_user_alone(tmp_path: Path) -> None:
     assert issued.secret_hash not in repr(issued), "and nothing that leads to the secret is shown"
 
 
-def test_an_invite_needs_a_place_to_go(book: AuthorityBook) -> None:
+def test_an_invite_needs_a_place_to_go(book):
     with pytest.raises(ConfigError, match="needs an address"):
         book.invite([])
     with pytest.raises(ConfigError, match="'nowhere' is not an address"):
@@ -248,7 +240,7 @@ def with_checksum(content: bytes) -> str:
     return "tw1-" + base64.urlsafe_b64encode(whole).decode().rstrip("=")
 
 
-def test_an_invite_survives_its_text() -> None:
+def test_an_invite_survives_its_text():
     text = str(INVITE)
     assert Invite.parse(text) == INVITE
     assert text.startswith("tw1-") and len(text) < 300
@@ -258,7 +250,7 @@ def test_an_invite_survives_its_text() -> None:
     assert INVITE.seconds_left(now=1_899_999_990) == 10
 
 
-def test_any_altered_or_missing_character_is_noticed() -> None:
+def test_any_altered_or_missing_character_is_noticed():
     """Line breaks from pasting do no harm."""
     text = str(INVITE)
     assert Invite.parse(f"  {text[:80]}\r\n   {text[80:]}\n") == INVITE
@@ -274,7 +266,7 @@ def test_any_altered_or_missing_character_is_noticed() -> None:
                 Invite.parse(text[:-1] + character)
 
 
-def test_what_is_no_invite_is_refused() -> None:
+def test_what_is_no_invite_is_refused():
     head = bytes(60)
     for text, reason in (
         ("tw2-AAAA", "begins with tw1-"),
@@ -292,7 +284,7 @@ def test_what_is_no_invite_is_refused() -> None:
         assert len(str(refusal.value)) < 250, "it does not quote what it was given"
 
 
-def test_the_name_of_a_run_cannot_steer_a_terminal(tmp_path: Path) -> None:
+def test_the_name_of_a_run_cannot_steer_a_terminal(tmp_path):
     invite = Invite("a\x1b[2Jb" + "c" * 200, "ab" * 32, ("h:1",), "deadbeef", SECRET, 1)
     name = Invite.parse(str(invite)).run_name
     assert name.startswith("a[2Jbccc") and len(name) < 120
@@ -301,7 +293,7 @@ def test_the_name_of_a_run_cannot_steer_a_terminal(tmp_path: Path) -> None:
     assert name.startswith("first run xxx") and len(name) == 80
 
 
-def test_addresses() -> None:
+def test_addresses():
     assert all(map(is_address, ["h:1", "10.0.0.1:65535", "[::1]:80", "a-b.c_d.example:7000"]))
     wrong = ["", "h", ":80", "h:", "h:0", "h:65536", "::1:80", "a b:1", "h:1\n", "h:-1", "x/y:1"]
     assert not any(map(is_address, wrong))

@@ -3,22 +3,18 @@ docs/guarantees.md has the table of all attacks and their tests.
 """
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from hosting import House
 
-from thinwire.data import Corpus
 from thinwire.engine.worker import Assignment, Worker
 from thinwire.errors import BreachError, WireError
 from thinwire.run.formation import Formation
 from thinwire.run.peer import Peer
 from thinwire.run.protocol import Connect, Hold, Relink, Start, stream_name
-from thinwire.settings import Settings
 from thinwire.wire import (
     FrameLog,
     Identity,
@@ -33,13 +29,10 @@ from thinwire.wire import (
 from thinwire.wire.frame import Frame, FrameKind, encode
 from waiting import PATIENCE, wait_until
 
-MakeSettings = Callable[..., Settings]
-
-
 # A member that was removed, and a stranger
 
 
-def test_nobody_but_the_new_holder_opens_the_stream_of_a_cut() -> None:
+def test_nobody_but_the_new_holder_opens_the_stream_of_a_cut():
     ana, cleo, removed = map(Identity.create, ("ana", "cleo", "removed"))
     name = stream_name("cut", 0, 1, again=1)
     listener = Listener(ana, "127.0.0.1", 0, 1 << 16)
@@ -63,8 +56,8 @@ def test_nobody_but_the_new_holder_opens_the_stream_of_a_cut() -> None:
 
 
 def test_who_was_removed_is_told_neither_word_nor_stage_of_what_follows(
-    house: House, make_settings: MakeSettings, corpus: Corpus
-) -> None:
+    house, make_settings, corpus
+):
     """Links are called by another word, and by the key of the new holder."""
     ana, ben = house.join("ana"), house.join("ben")
     settings = make_settings(pipeline__stages=2)
@@ -123,7 +116,7 @@ class Cut:
         return len([*iter(there.read, None)])
 
 
-def test_an_honest_neighbour_gets_the_log(tmp_path: Path) -> None:
+def test_an_honest_neighbour_gets_the_log(tmp_path):
     assert Cut(tmp_path).go_on() == 4
     assert Cut(tmp_path).go_on(start=2) == 2
 
@@ -133,9 +126,7 @@ def test_an_honest_neighbour_gets_the_log(tmp_path: Path) -> None:
     [{"start": -1}, {"start": "none"}, {"start": None}, {"received": 7}, {"received": [["a"]]}],
     ids=str,
 )
-def test_a_position_that_cannot_be_is_its_sender_s_fault(
-    lies: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_position_that_cannot_be_is_its_sender_s_fault(lies, tmp_path):
     with pytest.raises(BreachError):
         Cut(tmp_path).go_on(**lies)
 
@@ -143,19 +134,17 @@ def test_a_position_that_cannot_be_is_its_sender_s_fault(
 @pytest.mark.parametrize(
     "lies", [{"start": 1 << 60}, {"latest": 1 << 60}, {"decided": 1 << 60}], ids=str
 )
-def test_who_claims_to_be_further_than_it_is_gets_less_and_costs_nothing(
-    lies: dict[str, Any], tmp_path: Path
-) -> None:
+def test_who_claims_to_be_further_than_it_is_gets_less_and_costs_nothing(lies, tmp_path):
     """What it does not ask for it lacks; the run names who does not go on (run/watch.py)."""
     assert Cut(tmp_path).go_on(**lies) == (0 if "start" in lies else 4)
 
 
-def test_a_position_without_end_is_not_read(tmp_path: Path) -> None:
+def test_a_position_without_end_is_not_read(tmp_path):
     with pytest.raises(WireError, match="did not say where it stands"):
         Cut(tmp_path).go_on(padding="x" * (1 << 20))
 
 
-def test_who_lied_is_convicted_and_not_who_found_it() -> None:
+def test_who_lied_is_convicted_and_not_who_found_it():
     said: list[Any] = []
     order = SimpleNamespace(host={"routes": []})
     peer: Any = SimpleNamespace(order=order, _links={}, say=said.append)
@@ -168,11 +157,11 @@ def test_who_lied_is_convicted_and_not_who_found_it() -> None:
 
 @pytest.mark.parametrize("change", [{"run__seed": 7}, {"optim__lr": 0.5}], ids=str)
 def test_a_process_of_another_run_is_refused_before_a_frame_is_sent_again(
-    change: dict[str, Any], make_settings: MakeSettings, corpus: Corpus, tmp_path: Path
-) -> None:
+    change, make_settings, corpus, tmp_path
+):
     """As at the start, but for what changes from step to step; and so is one of another epoch."""
 
-    def contract(epoch: int = 3, **changes: Any) -> dict[str, Any]:
+    def contract(epoch=3, **changes):
         assignment = Assignment(make_settings(**changes), 0, corpus.folder, tmp_path / "run")
         return Worker(assignment).contract(0, epoch, at_start=False)
 

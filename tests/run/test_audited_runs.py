@@ -7,7 +7,6 @@ from leading import Lead, ready
 from test_hosted_recovery import SAVED, Hosted
 from test_replacement import FOUR, report, texts
 
-from machines import Machines
 from thinwire.engine.audit import DRIFTED
 from thinwire.engine.reports import Audited
 from thinwire.run.coordinator import Coordinator, Phase
@@ -39,7 +38,7 @@ def audited(replaces: bool = False, follower: Ready | None = None) -> tuple[Lead
 
 
 @pytest.mark.parametrize("differs", ["nothing", "torch", "processor", "device"])
-def test_equal_bits_are_expected_of_machines_of_one_kind_alone(differs: str) -> None:
+def test_equal_bits_are_expected_of_machines_of_one_kind_alone(differs):
     versions = {"torch": "2", **({differs: "another"} if differs != "device" else {})}
     follower = Ready("at-1", "", "cuda" if differs == "device" else "cpu", versions)
     _, told = audited(follower=ready(1) if differs == "nothing" else follower)
@@ -52,7 +51,7 @@ def test_equal_bits_are_expected_of_machines_of_one_kind_alone(differs: str) -> 
     ]
 
 
-def test_what_agrees_is_no_news_and_a_difference_is() -> None:
+def test_what_agrees_is_no_news_and_a_difference_is():
     lead, _ = audited()
     assert lead.on(FollowerSaid(1, EQUAL)) == []
     assert lead.on(FollowerSaid(1, LIE)) == [Doubt(1, LIE, replaces=False)]
@@ -60,7 +59,7 @@ def test_what_agrees_is_no_news_and_a_difference_is() -> None:
     assert Promote([1]) in lead.on(Exited(1, -9)), "it still stands by"
 
 
-def test_who_is_found_to_lie_is_replaced_at_once_if_that_is_wished() -> None:
+def test_who_is_found_to_lie_is_replaced_at_once_if_that_is_wished():
     lead, _ = audited(replaces=True)
     doubt, *rest = lead.on(FollowerSaid(1, LIE))
     assert doubt == Doubt(1, LIE, replaces=True)
@@ -69,14 +68,14 @@ def test_who_is_found_to_lie_is_replaced_at_once_if_that_is_wished() -> None:
     assert lead.on(FollowerSaid(1, LIE)) == [], "it follows no more"
 
 
-def test_nobody_is_replaced_on_the_word_of_one_that_does_not_follow() -> None:
+def test_nobody_is_replaced_on_the_word_of_one_that_does_not_follow():
     lead, _ = audited(replaces=True)
     assert lead.on(FollowerSaid(2, LIE)) == []
     lead.on(Exited(3, -9))
     assert lead.on(FollowerSaid(1, LIE)) == [], "others are being replaced"
 
 
-def test_one_that_has_drifted_away_begins_anew() -> None:
+def test_one_that_has_drifted_away_begins_anew():
     lead, _ = audited()
     close = Audited(9, 40, 0.9 * DRIFTED, 0.04)
     assert lead.on(FollowerSaid(1, close)) == []
@@ -85,7 +84,7 @@ def test_one_that_has_drifted_away_begins_anew() -> None:
     assert Replace([1]) in lead.on(Exited(1, -9))
 
 
-def test_a_machine_that_scales_what_it_sends_is_named_and_replaced(machines: Machines) -> None:
+def test_a_machine_that_scales_what_it_sends_is_named_and_replaced(machines):
     begins = machines.folder / "from"
     liar = {"PYTHONPATH": LYING, "THINWIRE_LIE": "scale", "THINWIRE_LIE_FROM": str(begins)}
     changes = {"pipeline__stages": 2, "train__audit": True, "train__audit_replaces": True}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from leading import failed
 
-from thinwire.run.blame import Evidence, blame
+from thinwire.run.blame import blame
 from thinwire.run.events import Exited, Lost, Said
 
 LOST = Lost(1, "link control of stage 1 is broken")
@@ -41,11 +41,11 @@ def said(stage: int, *words: Any, **blames: tuple[int, ...]) -> Said:
         ([Exited(0, 0), Exited(1, 3)], 1),
     ],
 )
-def test_the_stage_that_failed_first_is_blamed(heard: list[Evidence], culprit: int) -> None:
+def test_the_stage_that_failed_first_is_blamed(heard, culprit):
     assert blame(heard).stage == culprit
 
 
 @pytest.mark.parametrize(("code", "reason"), [(-9, "SIGKILL"), (-37, "signal 37"), (-743, "743")])
-def test_signals_without_a_name_are_named_by_their_number(code: int, reason: str) -> None:
+def test_signals_without_a_name_are_named_by_their_number(code, reason):
     """A peer on another machine may say any number."""
     assert blame([Exited(1, code)]).reason.endswith(reason)

@@ -26,7 +26,7 @@ from thinwire.run.signals import Interrupted
 LEAVE = [Tell(0, Leave()), Tell(1, Leave())]
 
 
-def test_a_checkpoint_is_complete_when_all_stages_have_written_it() -> None:
+def test_a_checkpoint_is_complete_when_all_stages_have_written_it():
     """Stage 1 writes later, also for the next step; nothing is mixed up."""
     lead = Lead().until(Phase.TRAINING)
     assert lead.say(0, part(0, 2), step(0, 2), part(0, 3)) == [Record(0, step(0, 2))]
@@ -36,7 +36,7 @@ def test_a_checkpoint_is_complete_when_all_stages_have_written_it() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_failed_part_waits_for_the_others(first: int) -> None:
+def test_a_failed_part_waits_for_the_others(first):
     lead = Lead().until(Phase.TRAINING)
     parts: list[OfStage] = [ShardFailed(2, "disk full"), part(1, 2)]
     assert lead.say(first, parts[first]) == [], "the other stage may be writing still"
@@ -44,7 +44,7 @@ def test_a_failed_part_waits_for_the_others(first: int) -> None:
     assert lead.coordinator.phase is Phase.TRAINING
 
 
-def test_a_part_on_another_machine_counts_when_it_has_arrived() -> None:
+def test_a_part_on_another_machine_counts_when_it_has_arrived():
     lead = Lead(parts_travel=True).until(Phase.TRAINING)
     for stage in (0, 1):
         lead.say(stage, step(stage, 0))
@@ -57,7 +57,7 @@ def test_a_part_on_another_machine_counts_when_it_has_arrived() -> None:
     assert lead.on(PartLost(1, 7, "never heard of")) == []
 
 
-def test_a_part_that_does_not_arrive_costs_the_checkpoint() -> None:
+def test_a_part_that_does_not_arrive_costs_the_checkpoint():
     lead = Lead(parts_travel=True).until(Phase.TRAINING)
     lead.say(0, part(0, 1))
     assert lead.on(PartLost(0, 1, "its disk is full")) == []
@@ -65,7 +65,7 @@ def test_a_part_that_does_not_arrive_costs_the_checkpoint() -> None:
     assert lead.on(PartArrived(1, 1)) == [Discard(1, "its disk is full")]
 
 
-def test_the_run_ends_when_the_last_part_has_arrived() -> None:
+def test_the_run_ends_when_the_last_part_has_arrived():
     lead, goodbye = Lead(parts_travel=True).until(Phase.TRAINING), Finished(METERS)
     written = [part(0, 1), part(1, 1)]
     for stage in (0, 1):
@@ -83,7 +83,7 @@ def test_the_run_ends_when_the_last_part_has_arrived() -> None:
 
 
 @pytest.mark.parametrize("moment", ["while training goes on", "when all is done"])
-def test_a_part_that_is_not_the_state_of_its_stage_convicts_it(moment: str) -> None:
+def test_a_part_that_is_not_the_state_of_its_stage_convicts_it(moment):
     lead = Lead(parts_travel=True).until(Phase.TRAINING)
     for stage in (0, 1):
         lead.say(stage, part(stage, 1))
@@ -98,7 +98,7 @@ def test_a_part_that_is_not_the_state_of_its_stage_convicts_it(moment: str) -> N
     assert "it holds NaN" in str(end.error)
 
 
-def test_parts_of_different_updates_make_no_checkpoint() -> None:
+def test_parts_of_different_updates_make_no_checkpoint():
     """A stage that says it was never updated need not save moments: others know better."""
     lead = Lead().until(Phase.TRAINING)
     lead.say(0, part(0, 2))
@@ -107,7 +107,7 @@ def test_parts_of_different_updates_make_no_checkpoint() -> None:
     assert isinstance(discard, Discard) and "stage 1: weight version 0" in discard.error
 
 
-def test_whoever_will_not_wait_for_the_last_part_asks_twice() -> None:
+def test_whoever_will_not_wait_for_the_last_part_asks_twice():
     lead = Lead(parts_travel=True).until(Phase.TRAINING)
     for stage in (0, 1):
         lead.say(stage, part(stage, 1), Finished(METERS))
@@ -115,7 +115,7 @@ def test_whoever_will_not_wait_for_the_last_part_asks_twice() -> None:
     assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
 
 
-def test_ends_that_remember_different_things_end_the_run() -> None:
+def test_ends_that_remember_different_things_end_the_run():
     lead = Lead().until(Phase.TRAINING)
     lead.say(0, part(0, 4, "ab"))
     commands = lead.say(1, part(1, 4, "cd"))

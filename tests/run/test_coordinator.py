@@ -15,7 +15,6 @@ from thinwire.run.events import (
     Command,
     Commit,
     End,
-    Event,
     Exited,
     Lost,
     Record,
@@ -37,7 +36,6 @@ from thinwire.run.protocol import (
     LinkDown,
     Linked,
     LinkUp,
-    OfStage,
     Pulse,
     Ready,
     Start,
@@ -46,7 +44,7 @@ from thinwire.run.protocol import (
 from thinwire.run.signals import Interrupted
 
 
-def test_a_run_from_its_layers_to_the_last_goodbye() -> None:
+def test_a_run_from_its_layers_to_the_last_goodbye():
     lead = Lead()
     ready = [Ready("at-0", "0..1", "cpu", {"torch": "2"}), Ready("", "2..3", "cpu")]
     assert lead.say(0, ready[0]) == [Starting(1, "stages have their layers")]
@@ -66,7 +64,7 @@ def test_a_run_from_its_layers_to_the_last_goodbye() -> None:
     assert lead.coordinator.is_over and not lead.coordinator.stop_asked
 
 
-def test_a_link_that_breaks_again_and_again_does_not_bury_the_rest() -> None:
+def test_a_link_that_breaks_again_and_again_does_not_bury_the_rest():
     lead = Lead().until(Phase.TRAINING)
     told: list[Command] = []
     for _ in range(100):
@@ -78,7 +76,7 @@ def test_a_link_that_breaks_again_and_again_does_not_bury_the_rest() -> None:
     assert len(lead.say(1, LinkDown(0, "it broke"))) == 1
 
 
-def test_reports_that_run_ahead_without_end_are_refused() -> None:
+def test_reports_that_run_ahead_without_end_are_refused():
     lead = Lead().until(Phase.TRAINING)
     for number in range(MOST_AHEAD):
         lead.say(1, step(1, number))
@@ -90,7 +88,7 @@ def test_reports_that_run_ahead_without_end_are_refused() -> None:
     assert f"reported {MOST_AHEAD + 2} steps, but stage 0 only 1" in str(end.error)
 
 
-def test_a_control_stream_that_is_away_is_told_and_no_failure() -> None:
+def test_a_control_stream_that_is_away_is_told_and_no_failure():
     lead = Lead().until(Phase.TRAINING)
     (away,) = lead.on(Away(1, "the connection was lost"))
     (back,) = lead.on(Back(1, 2.5))
@@ -102,7 +100,7 @@ def test_a_control_stream_that_is_away_is_told_and_no_failure() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.LINKING, Phase.TRAINING, Phase.STOPPING])
-def test_an_outage_is_told_and_recorded_and_is_no_failure(phase: Phase) -> None:
+def test_an_outage_is_told_and_recorded_and_is_no_failure(phase):
     lead = Lead().until(phase)
     between = "the link between stages 0 and 1"
     assert lead.say(1, LinkDown(0, "it rains")) == [
@@ -118,12 +116,12 @@ def test_an_outage_is_told_and_recorded_and_is_no_failure(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.LINKING])
-def test_before_training_a_request_to_stop_leaves_at_once(phase: Phase) -> None:
+def test_before_training_a_request_to_stop_leaves_at_once(phase):
     lead = Lead().until(phase)
     assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
 
 
-def test_a_request_to_stop_is_passed_on_and_a_second_one_leaves_at_once() -> None:
+def test_a_request_to_stop_is_passed_on_and_a_second_one_leaves_at_once():
     lead = Lead().until(Phase.TRAINING)
     first, second, told, note = lead.on(StopAsked())
     assert (first, second) == (Tell(0, Stop()), Tell(1, Stop()))
@@ -134,13 +132,13 @@ def test_a_request_to_stop_is_passed_on_and_a_second_one_leaves_at_once() -> Non
     assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
 
 
-def test_who_leaves_is_named_to_all_and_nobody_is_told_to_press_a_key() -> None:
+def test_who_leaves_is_named_to_all_and_nobody_is_told_to_press_a_key():
     *_, told = commands = Lead().until(Phase.TRAINING).on(StopAsked("ben"))
     assert told == Say("ben leaves: the run stops after this step, with a checkpoint")
     assert len([command for command in commands if isinstance(command, Say)]) == 1
 
 
-def test_a_late_request_to_stop_disturbs_nothing() -> None:
+def test_a_late_request_to_stop_disturbs_nothing():
     """Stage 0 has said goodbye, later stages still drain: their checkpoint must survive."""
     lead = Lead().until(Phase.TRAINING)
     lead.say(0, part(0, 4), Finished(METERS))
@@ -149,7 +147,7 @@ def test_a_late_request_to_stop_disturbs_nothing() -> None:
     assert lead.say(1, Finished(METERS))[-1] == End()
 
 
-def test_a_request_to_stop_while_a_cause_is_sought_ends_nothing_sooner_unless_repeated() -> None:
+def test_a_request_to_stop_while_a_cause_is_sought_ends_nothing_sooner_unless_repeated():
     lead = Lead().until(Phase.TRAINING)
     lead.on(Exited(1, -9))
     lead.on(StopAsked())
@@ -199,9 +197,7 @@ BREACH = Lost(1, "a 'step' message has no field 'loss'", in_breach=True)
         ),
     ],
 )
-def test_every_failure_ends_every_phase_with_the_stage_and_the_reason(
-    event: Event, words: str, culprit: tuple[int, bool, str], phase: Phase
-) -> None:
+def test_every_failure_ends_every_phase_with_the_stage_and_the_reason(event, words, culprit, phase):
     lead = Lead().until(phase)
     assert lead.on(event) == [], "a moment is left for a surer sign"
     end = lead.settled()
@@ -209,7 +205,7 @@ def test_every_failure_ends_every_phase_with_the_stage_and_the_reason(
     assert found(end) == culprit
 
 
-def test_nobody_is_blamed_for_leaving_after_the_goodbye() -> None:
+def test_nobody_is_blamed_for_leaving_after_the_goodbye():
     lead = Lead().until(Phase.TRAINING)
     lead.say(0, Finished(METERS))
     assert lead.on(Lost(0, "gone")) == [] == lead.on(Exited(0, 0))
@@ -218,7 +214,7 @@ def test_nobody_is_blamed_for_leaving_after_the_goodbye() -> None:
     assert "stage 1 died" in str(lead.settled().error)
 
 
-def test_last_words_may_be_heard_after_the_end_of_a_process() -> None:
+def test_last_words_may_be_heard_after_the_end_of_a_process():
     """They wait their turn where many are unheard; the end of a process does not."""
     lead = Lead().until(Phase.TRAINING)
     lead.say(0, Finished(METERS))
@@ -244,7 +240,7 @@ def test_last_words_may_be_heard_after_the_end_of_a_process() -> None:
         (Phase.TRAINING, [Finished(METERS), step(1, 0)]),
     ],
 )
-def test_a_message_that_is_not_due_is_its_sender_s_error(phase: Phase, said: list[OfStage]) -> None:
+def test_a_message_that_is_not_due_is_its_sender_s_error(phase, said):
     lead = Lead().until(phase)
     lead.say(1, *said)
     end = lead.settled()
@@ -262,7 +258,7 @@ def pulses(lead: Lead, seconds: float, doing: dict[int, str]) -> Iterable[Comman
 
 
 @pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING])
-def test_a_stage_that_falls_silent_is_told_of_and_ends_every_phase(phase: Phase) -> None:
+def test_a_stage_that_falls_silent_is_told_of_and_ends_every_phase(phase):
     lead = Lead(patience=100.0).until(phase)
     commands = list(pulses(lead, 101, {0: "waits for the others"}))
     told = [command.text for command in commands if isinstance(command, Say)]
@@ -274,7 +270,7 @@ def test_a_stage_that_falls_silent_is_told_of_and_ends_every_phase(phase: Phase)
     assert found(end) == (1, True, "")
 
 
-def test_where_the_run_stands_is_told_at_any_time() -> None:
+def test_where_the_run_stands_is_told_at_any_time():
     lead = Lead()
     lead.on(Tick())
     lead.say(0, Ready("", "", "cpu"), Pulse(1, "waits for the others"))
@@ -295,13 +291,13 @@ def test_where_the_run_stands_is_told_at_any_time() -> None:
         assert phase.value in Lead().until(phase).coordinator.reasons()[0]
 
 
-def test_a_run_that_was_asked_to_stop_ends_in_good_order() -> None:
+def test_a_run_that_was_asked_to_stop_ends_in_good_order():
     lead = Lead().until(Phase.STOPPING)
     commands = lead.all_say(Finished(METERS))
     assert lead.ended(commands) == End()
 
 
-def test_a_coordinator_that_was_suspended_blames_nobody_for_it() -> None:
+def test_a_coordinator_that_was_suspended_blames_nobody_for_it():
     lead = Lead(patience=100.0).until(Phase.TRAINING)
     assert lead.on(Tick(), 36_000.0) == []
     assert lead.say(0, step(0, 0)) == [Record(0, step(0, 0))]

@@ -1,6 +1,5 @@
 """When checkpoints are saved and a run ends: the first stage cannot decide that otherwise."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,14 +9,13 @@ from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Phase
 from thinwire.run.events import Commit, End, StopAsked
 from thinwire.run.protocol import Finished, OfStage
-from thinwire.settings import Settings
 
 END = Finished(METERS)
 Script = list[tuple[int, OfStage]]
 
 
 @pytest.fixture
-def lead(make_settings: Callable[..., Settings]) -> Lead:
+def lead(make_settings):
     """A run that goes on from step 2 to step 6, with a checkpoint after every second step."""
     settings = make_settings(train__steps=6, train__checkpoint_every=2)
     return Lead(course=Course(settings, 2, 2)).until(Phase.TRAINING)
@@ -47,9 +45,7 @@ def saved(number: int) -> Script:
         (saved(2), 1, "it saved a checkpoint of step 2 after step 2"),
     ],
 )
-def test_whoever_saves_or_ends_when_it_is_not_due_is_named(
-    lead: Lead, script: Script, culprit: int, deed: str
-) -> None:
+def test_whoever_saves_or_ends_when_it_is_not_due_is_named(lead, script, culprit, deed):
     """The others follow the first stage, and what they say may be heard before what it says."""
     commands = [command for stage, report in script for command in lead.say(stage, report)]
     assert not [c for c in commands if isinstance(c, Commit) and c.step % 2], "that is not kept"
@@ -58,14 +54,14 @@ def test_whoever_saves_or_ends_when_it_is_not_due_is_named(
     assert f"stage {culprit} broke the contract" in str(end.error) and deed in str(end.error)
 
 
-def test_a_run_to_its_last_step_is_in_order(lead: Lead) -> None:
+def test_a_run_to_its_last_step_is_in_order(lead):
     script = both(2, 3) + saved(4) + both(4, 5) + saved(6) + [(1, END), (0, END)]
     commands = [command for stage, report in script for command in lead.say(stage, report)]
     assert [c.step for c in commands if isinstance(c, Commit)] == [4, 6]
     assert lead.ended(commands) == End()
 
 
-def test_whoever_is_asked_to_stop_saves_and_ends(lead: Lead) -> None:
+def test_whoever_is_asked_to_stop_saves_and_ends(lead):
     for stage, report in both(2):
         lead.say(stage, report)
     lead.on(StopAsked())
@@ -75,16 +71,14 @@ def test_whoever_is_asked_to_stop_saves_and_ends(lead: Lead) -> None:
     assert lead.ended(commands) == End()
 
 
-def test_whoever_is_asked_to_stop_and_does_not_save_is_named(lead: Lead) -> None:
+def test_whoever_is_asked_to_stop_and_does_not_save_is_named(lead):
     lead.on(StopAsked())
     for stage, report in [*both(2), (1, END), (0, END)]:
         lead.say(stage, report)
     assert "stage 0 broke the contract" in str(lead.settled().error)
 
 
-def test_steps_that_nobody_commits_end_a_run_without_a_checkpoint(
-    make_settings: Callable[..., Settings],
-) -> None:
+def test_steps_that_nobody_commits_end_a_run_without_a_checkpoint(make_settings):
     settings = make_settings(train__steps=9, train__checkpoint_every=2)
     lead = Lead(course=Course(settings, 0, 2)).until(Phase.TRAINING)
     commands = []

@@ -6,9 +6,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -29,8 +27,6 @@ from thinwire.wire import Door, Listener, Route, Standby, ping
 from thinwire.wire.speed import SpeedService
 from waiting import PATIENCE, wait_until
 
-Doctor = Callable[..., Findings]
-
 
 @dataclass
 class Host:
@@ -41,11 +37,11 @@ class Host:
     door: Door
 
     def invite(self, *more: str, **options: object) -> Invite:
-        return self.book.invite([self.door.address, *more], **options)  # type: ignore[arg-type]
+        return self.book.invite([self.door.address, *more], **options)
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
+def host(tmp_path):
     book = AuthorityBook(tmp_path / "authority", "first")
     with Door("127.0.0.1", 0) as door, contextlib.closing(enrolling(book)) as listener:
         door.admit_by(book.run_id, book.grant_of)
@@ -60,8 +56,8 @@ def enrolling(book: AuthorityBook) -> Listener:
 
 
 @pytest.fixture
-def doctor(tmp_path: Path) -> Doctor:
-    def run(invite: Invite, listen: str = "", folder: Path = tmp_path / "peer") -> Findings:
+def doctor(tmp_path):
+    def run(invite, listen="", folder=tmp_path / "peer"):
         return examine(str(invite), folder, listen)
 
     return run
@@ -79,13 +75,7 @@ def blocking(found: Findings) -> Finding:
     return finding
 
 
-def test_a_machine_that_can_join_is_told_so(
-    host: Host,
-    doctor: Doctor,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_machine_that_can_join_is_told_so(host, doctor, tmp_path, monkeypatch, capsys):
     invite = host.invite()
     host.door.serve(f"{host.book.run_id}/speed", SpeedService().take)
     found = doctor(invite, "0.0.0.0:0")
@@ -108,9 +98,7 @@ def test_a_machine_that_can_join_is_told_so(
     )
 
 
-def test_a_host_that_is_away_blocks(
-    host: Host, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_host_that_is_away_blocks(host, capsys, tmp_path):
     invite = host.invite(lasts=-7200.0)
     host.door.close()
     with pytest.raises(SystemExit) as end:
@@ -128,9 +116,7 @@ def test_a_host_that_is_away_blocks(
     assert invite.secret not in said and str(invite) not in said
 
 
-def test_a_way_that_does_not_answer_is_a_note_where_another_works(
-    host: Host, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_way_that_does_not_answer_is_a_note_where_another_works(host, doctor, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent, Door("127.0.0.1", 0) as other:
         address = "{}:{}".format(*silent.getsockname())
         monkeypatch.setattr(
@@ -147,7 +133,7 @@ def test_a_way_that_does_not_answer_is_a_note_where_another_works(
     assert one(found, "no-such-host.invalid").level == "note"
 
 
-def test_a_host_behind_a_relay_is_reached(host: Host, doctor: Doctor) -> None:
+def test_a_host_behind_a_relay_is_reached(host, doctor):
     with Door("127.0.0.1", 0) as relay:
         relay.admit_any("open-sesame")
         route = Route(relay.address, "relayed", "open-sesame")
@@ -164,7 +150,7 @@ def test_a_host_behind_a_relay_is_reached(host: Host, doctor: Doctor) -> None:
     assert "open-sesame" not in away.text() + found.text()
 
 
-def test_an_invite_that_lets_in_nobody_blocks(host: Host, doctor: Doctor, tmp_path: Path) -> None:
+def test_an_invite_that_lets_in_nobody_blocks(host, doctor, tmp_path):
     invite, folder = host.invite(), tmp_path / "other"
     name = identity_in(folder, invite.to_service("enrol"), invite).name
     assert not doctor(invite, folder=folder).is_blocked, "who joined before is let in again"
@@ -173,7 +159,7 @@ def test_an_invite_that_lets_in_nobody_blocks(host: Host, doctor: Doctor, tmp_pa
     assert "was removed from this run" in blocking(doctor(invite, folder=folder)).what
 
 
-def test_what_a_host_says_of_a_machine() -> None:
+def test_what_a_host_says_of_a_machine():
     invite = Invite("first", "ab" * 32, ("h:1",), "deadbeef", "00" * 16, 1)
     says = HostSays("9.8.7", reached="no")
     _, other, unreached = check_answer(invite, says, "198.51.100.7:7000")
@@ -183,7 +169,7 @@ def test_what_a_host_says_of_a_machine() -> None:
     assert "--listen 0.0.0.0:7000" in unreached.fix
 
 
-def test_an_invite_that_cannot_be_read_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invite_that_cannot_be_read_is_a_finding(capsys):
     with pytest.raises(SystemExit) as end:
         main(["doctor", "tw1-abc"])
     assert end.value.code == 1
@@ -192,7 +178,7 @@ def test_an_invite_that_cannot_be_read_is_a_finding(capsys: pytest.CaptureFixtur
     assert "fix: copy the whole line" in said and said.endswith("keeps this machine out.\n")
 
 
-def test_without_an_invite_the_machine_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_invite_the_machine_is_examined(capsys):
     main(["doctor"])
     said = capsys.readouterr().out
     for words in (f"thinwire {thinwire.__version__}, Python 3.", "torch 2", "memory free", "disk:"):
@@ -200,7 +186,7 @@ def test_without_an_invite_the_machine_is_examined(capsys: pytest.CaptureFixture
     assert "With an invite (thinwire doctor INVITE)" in said
 
 
-def test_a_machine_without_torch_is_told_so() -> None:
+def test_a_machine_without_torch_is_told_so():
     lines = "import sys, thinwire.cli; sys.modules['torch'] = None; thinwire.cli.main(['doctor'])"
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
     assert done.returncode == 1 and "torch cannot be imported" in done.stdout
@@ -218,16 +204,14 @@ def test_a_machine_without_torch_is_told_so() -> None:
         (check_clock(-90.0), "note", "will not agree"),
     ],
 )
-def test_thresholds(finding: Finding, level: str, words: str) -> None:
+def test_thresholds(finding, level, words):
     assert finding.level == level and words in finding.trouble
     assert bool(finding.fix) == (level != "fine")
     assert check_clock(-90.0).what == "the clock here is 1m30s ahead of the host's"
     assert check_clock(90.0).what == "the clock here is 1m30s behind the host's"
 
 
-def test_an_impostor_behind_the_right_door_blocks(
-    host: Host, doctor: Doctor, tmp_path: Path
-) -> None:
+def test_an_impostor_behind_the_right_door_blocks(host, doctor, tmp_path):
     other = AuthorityBook(tmp_path / "other", "first")
     with contextlib.closing(enrolling(other)) as impostor:
         host.door.serve(f"{host.book.run_id}/enrol", impostor.take)

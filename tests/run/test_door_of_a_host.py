@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
+def host(tmp_path):
     with Door("127.0.0.1", 0) as door:
         yield Host(tmp_path, door)
 
@@ -64,7 +63,7 @@ def _hold(connection: socket.socket, home: str) -> Any:
     return on_daemon_thread("service", wait)
 
 
-def test_a_removed_peer_is_cut_off_from_the_door_and_others_stay(host: Host) -> None:
+def test_a_removed_peer_is_cut_off_from_the_door_and_others_stay(host):
     ana = host.enrol(host.book.invite(["h:1"]), "ana")
     ben = host.enrol(host.book.invite(["h:1"]), "ben")
     assert ana.door_token == host.book.door_token("ana")
@@ -85,19 +84,19 @@ def test_a_removed_peer_is_cut_off_from_the_door_and_others_stay(host: Host) -> 
         ("ping", "x"),
     ):
         with pytest.raises(AdmissionError, match="'ana' was removed from this run by its host"):
-            host.call(ana.door_token, wish, name)  # type: ignore[arg-type]
+            host.call(ana.door_token, wish, name)
     forged = f"ben.{ana.door_token.partition('.')[2]}"
     with pytest.raises(WireError, match=r"the token shown for run .* is not the right one"):
         host.call(forged, "reach", "control")
     wait_until(lambda: host.door.traffic()[host.book.run_id] == Traffic(2, 1, 0))  # those of ben
 
 
-def test_an_invite_opens_the_enrolment_alone_and_only_while_it_is_good(host: Host) -> None:
+def test_an_invite_opens_the_enrolment_alone_and_only_while_it_is_good(host):
     invite = host.book.invite(["h:1"], lasts=60)
     host.call(invite.door_token, "reach", "enrol").close()
     for wish, name in (("reach", "control"), ("reach", "cut-0@1"), ("wait", "cut-0@1")):
         with pytest.raises(WireError, match="this token opens enrol and speed alone"):
-            host.call(invite.door_token, wish, name)  # type: ignore[arg-type]
+            host.call(invite.door_token, wish, name)
     host.enrol(invite, "eve")
     host.clock.now += 61
     with pytest.raises(AdmissionError, match="this invite expired at"):

@@ -7,7 +7,6 @@ import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,19 +22,18 @@ from thinwire.run.admission import (
     serve_enrolment,
 )
 from thinwire.wire import Door, Identity, Listener, Route, Routes, Standby, dial, ping
-from thinwire.wire.stream import Stream
 from waiting import PATIENCE, wait_until
 
 MAX_MESSAGE = 1 << 16
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> AuthorityBook:
+def book(tmp_path):
     return AuthorityBook(tmp_path / "host" / "authority", "first")
 
 
 @pytest.fixture
-def listener(book: AuthorityBook) -> Iterator[Listener]:
+def listener(book):
     listener = Listener(book.identity, "127.0.0.1", 0, MAX_MESSAGE, who=book.name_of)
     serve_enrolment(listener, book)
     yield listener
@@ -43,7 +41,7 @@ def listener(book: AuthorityBook) -> Iterator[Listener]:
 
 
 @pytest.fixture
-def way(listener: Listener) -> Routes:
+def way(listener):
     return Routes("", listener.address)
 
 
@@ -52,7 +50,7 @@ def new_key() -> str:
 
 
 def invite_of(book: AuthorityBook, **more: object) -> Invite:
-    return Invite.parse(str(book.invite(["127.0.0.1:1"], **more)))  # type: ignore[arg-type]
+    return Invite.parse(str(book.invite(["127.0.0.1:1"], **more)))
 
 
 def exchange(listener: Listener, identity: Identity, whom: str) -> bytes:
@@ -70,9 +68,7 @@ def exchange(listener: Listener, identity: Identity, whom: str) -> bytes:
         return bytes(heard or b"")
 
 
-def test_an_invite_puts_a_key_on_the_list_that_opens_links(
-    book: AuthorityBook, way: Routes, listener: Listener
-) -> None:
+def test_an_invite_puts_a_key_on_the_list_that_opens_links(book, way, listener):
     key = new_key()
     identity = enrol(way, invite_of(book), key, "ada")
     assert identity == Identity("ada", key, book.identity.public)
@@ -85,11 +81,11 @@ def test_an_invite_puts_a_key_on_the_list_that_opens_links(
         exchange(listener, Identity.create("eve"), book.fingerprint)  # who never enrolled
 
 
-def test_many_machines_enrol_at_once(book: AuthorityBook, way: Routes) -> None:
+def test_many_machines_enrol_at_once(book, way):
     """An invite for one machine admits one of them, whoever is first."""
     once, several = invite_of(book), invite_of(book, machines=8)
 
-    def outcome(invite: Invite) -> str:
+    def outcome(invite):
         try:
             return enrol(way, invite, new_key()).name
         except AdmissionError:
@@ -101,13 +97,13 @@ def test_many_machines_enrol_at_once(book: AuthorityBook, way: Routes) -> None:
     assert all(names) and len(set(names)) == 8
 
 
-def test_who_stands_between_learns_nothing(book: AuthorityBook, way: Routes) -> None:
+def test_who_stands_between_learns_nothing(book, way):
     """Not even a peer of the run: it has another key, and so nothing is said to it."""
     invite, heard = invite_of(book), []
     own = enrol(way, invite, new_key(), "eve")
     impostor = Listener(own, "127.0.0.1", 0, MAX_MESSAGE)
 
-    def listen(stream: Stream) -> None:
+    def listen(stream):
         heard.append(stream.read())
 
     impostor.serve("enrol", listen)
@@ -117,7 +113,7 @@ def test_who_stands_between_learns_nothing(book: AuthorityBook, way: Routes) -> 
     assert heard == []
 
 
-def test_a_host_that_is_not_there_or_silent_is_given_up(book: AuthorityBook) -> None:
+def test_a_host_that_is_not_there_or_silent_is_given_up(book):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         way = Routes("", "{}:{}".format(*silent.getsockname()))
         with pytest.raises(WireError, match="said nothing"):
@@ -126,9 +122,7 @@ def test_a_host_that_is_not_there_or_silent_is_given_up(book: AuthorityBook) -> 
         enrol(way, invite_of(book), new_key())
 
 
-def test_a_request_that_breaks_the_rules_ends_the_exchange(
-    book: AuthorityBook, listener: Listener
-) -> None:
+def test_a_request_that_breaks_the_rules_ends_the_exchange(book, listener):
     stranger = Identity.create("x")
     for said in (b"true", b"\xff{}", b"[" * 4000, b'{"invite": 17}'):
         stream = dial(listener.address, "enrol", stranger, book.fingerprint, PATIENCE, MAX_MESSAGE)
@@ -138,10 +132,8 @@ def test_a_request_that_breaks_the_rules_ends_the_exchange(
     assert book.peers() == []
 
 
-def test_trouble_of_the_host_is_not_told_to_strangers(
-    book: AuthorityBook, way: Routes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
+def test_trouble_of_the_host_is_not_told_to_strangers(book, way, monkeypatch):
+    def fail():
         raise ConfigError(f"cannot write {book.folder}/book.json: No space left on device")
 
     invite = invite_of(book)
@@ -175,8 +167,8 @@ def host_door(book: AuthorityBook, listener: Listener, is_relayed: bool) -> Iter
 
 @pytest.mark.parametrize("is_relayed", [False, True], ids=["direct", "relayed"])
 def test_a_host_opens_no_connection_but_to_where_its_caller_comes_from(
-    book: AuthorityBook, listener: Listener, is_relayed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    book, listener, is_relayed, monkeypatch
+):
     """Else whoever has an invite looks around in the host's network, port by port."""
     with (
         socket.create_server(("127.0.0.2", 0)) as inner,
@@ -206,7 +198,7 @@ def test_a_host_opens_no_connection_but_to_where_its_caller_comes_from(
         assert book.is_welcome(identity.name)
 
 
-def test_a_machine_keeps_its_identity(book: AuthorityBook, way: Routes, tmp_path: Path) -> None:
+def test_a_machine_keeps_its_identity(book, way, tmp_path):
     folder, invite = tmp_path / "ada" / "peers" / book.run_id, invite_of(book)
     assert saved_identity(folder, book.fingerprint) is None
     first = identity_in(folder, way, invite)
@@ -225,9 +217,7 @@ def test_a_machine_keeps_its_identity(book: AuthorityBook, way: Routes, tmp_path
         own_key(folder)
 
 
-def test_a_kicked_peer_opens_no_more_links(
-    book: AuthorityBook, way: Routes, listener: Listener
-) -> None:
+def test_a_kicked_peer_opens_no_more_links(book, way, listener):
     invite = invite_of(book, machines=2)
     ada, bob = (enrol(way, invite, new_key(), name) for name in ("ada", "bob"))
     assert exchange(listener, ada, book.fingerprint) == b"hello"

@@ -35,7 +35,7 @@ def curves() -> list[list[float]]:
     return [[loss for _, loss in curve] for curve in kept if curve]
 
 
-def test_no_alarm_on_the_validations_of_real_runs() -> None:
+def test_no_alarm_on_the_validations_of_real_runs():
     assert len(curves()) > 100
     for curve in curves():
         watch = LossWatch()
@@ -43,7 +43,7 @@ def test_no_alarm_on_the_validations_of_real_runs() -> None:
             assert validated([loss], watch) + trained([loss], watch) == [], curve
 
 
-def test_noise_warm_ups_and_spikes_are_no_explosion() -> None:
+def test_noise_warm_ups_and_spikes_are_no_explosion():
     draw = random.Random(0)
     spread = [draw.choice([0.1, 0.1, 0.1, 4.0, 5.0]) for _ in range(2000)]  # easy and hard examples
     falling = [10.8 - 7 * min(1.0, n / 300) + draw.gauss(0, 0.5) for n in range(1000)]
@@ -53,7 +53,7 @@ def test_noise_warm_ups_and_spikes_are_no_explosion() -> None:
         assert trained(losses, LossWatch()) == []
 
 
-def test_a_slow_rise_is_seen_and_so_is_the_way_back() -> None:
+def test_a_slow_rise_is_seen_and_so_is_the_way_back():
     watch = LossWatch()
     rise = [3.0] * (STRETCH + LATEST) + [3.0 + n / 100 for n in range(500)]
     (alarm,) = trained(rise, watch)
@@ -62,7 +62,7 @@ def test_a_slow_rise_is_seen_and_so_is_the_way_back() -> None:
     assert isinstance(recovery, Recovered)
 
 
-def test_validations_count_against_the_best_also_that_of_before() -> None:
+def test_validations_count_against_the_best_also_that_of_before():
     watch = LossWatch(best=3.4)  # a run that goes on
     assert validated([10.6], watch) == [], "it is not known yet what training says"
     (alarm,) = trained([10.5], watch)
@@ -71,14 +71,14 @@ def test_validations_count_against_the_best_also_that_of_before() -> None:
     assert isinstance(recovery, Recovered)
 
 
-def test_overfitting_and_what_is_not_finite_are_no_explosion() -> None:
+def test_overfitting_and_what_is_not_finite_are_no_explosion():
     watch = LossWatch()
     for training, validation in ((2.0, 1.5), (0.5, 2.0), (0.1, 3.5), (float("nan"), float("inf"))):
         assert trained([training] * LATEST, watch) + validated([validation], watch) == []
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_run_stops_where_it_explodes_if_that_is_asked_for(stops: bool) -> None:
+def test_a_run_stops_where_it_explodes_if_that_is_asked_for(stops):
     lead = Lead()
     lead.coordinator = Coordinator(2, 100.0, losses=LossWatch(stops))
     lead.until(Phase.TRAINING)

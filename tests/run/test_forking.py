@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,13 +32,13 @@ def main():
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
+def start(tmp_path, monkeypatch):
     """Starts stages of a module with this text; what is left of them ends with the test."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     started: list[StageProcess] = []
     forkers: list[Forker] = []
 
-    def start(text: str = STAGE, count: int = 3, fork: bool = True) -> Sequence[StageProcess]:
+    def start(text=STAGE, count=3, fork=True):
         (tmp_path / "stage_of_a_test.py").write_text(text)
         logs = [tmp_path / f"{stage}.log" for stage in range(count)]
         forkers.append(Forker("stage_of_a_test"))
@@ -67,7 +66,7 @@ def process_of(log: Path) -> int:
     return int(said(log, " is ").split(" is ")[1].split()[0])
 
 
-def test_each_stage_has_its_own_order_log_and_end(start: Callable, tmp_path: Path) -> None:
+def test_each_stage_has_its_own_order_log_and_end(start, tmp_path):
     stages = start()
     pids = [process_of(tmp_path / f"{number}.log") for number in range(3)]
     assert len(set(pids)) == 3 and all(stage.poll() is None for stage in stages)
@@ -88,9 +87,7 @@ def test_each_stage_has_its_own_order_log_and_end(start: Callable, tmp_path: Pat
     assert gone(pids)
 
 
-def test_another_is_forked_in_no_time_while_the_forker_lives(
-    start: Callable, tmp_path: Path
-) -> None:
+def test_another_is_forked_in_no_time_while_the_forker_lives(start, tmp_path):
     """For one that is lost; a forker that is gone itself is started anew."""
     first = start(count=2)
     wait_until(lambda: first[1].process)
@@ -110,7 +107,7 @@ def test_another_is_forked_in_no_time_while_the_forker_lives(
     third.end()
 
 
-def test_stages_end_with_the_process_that_forked_them(start: Callable, tmp_path: Path) -> None:
+def test_stages_end_with_the_process_that_forked_them(start, tmp_path):
     stages = start()
     pids = [process_of(tmp_path / f"{number}.log") for number in range(3)]
     os.kill(pids[0], signal.SIGSTOP)  # one that is stopped, too
@@ -120,7 +117,7 @@ def test_stages_end_with_the_process_that_forked_them(start: Callable, tmp_path:
     assert gone(pids)
 
 
-def test_why_nothing_could_be_imported_is_in_every_log(start: Callable, tmp_path: Path) -> None:
+def test_why_nothing_could_be_imported_is_in_every_log(start, tmp_path):
     stages = start("import a_library_that_is_broken")
     assert [stage.wait(PATIENCE) for stage in stages] == [1, 1, 1]
     for number in range(3):
@@ -130,9 +127,7 @@ def test_why_nothing_could_be_imported_is_in_every_log(start: Callable, tmp_path
 
 
 @pytest.mark.parametrize("fork", [True, False])
-def test_where_one_log_cannot_be_written_no_stage_is_left(
-    fork: bool, start: Callable, tmp_path: Path
-) -> None:
+def test_where_one_log_cannot_be_written_no_stage_is_left(fork, start, tmp_path):
     (tmp_path / "1.log").mkdir()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
@@ -141,7 +136,7 @@ def test_where_one_log_cannot_be_written_no_stage_is_left(
     assert len(os.listdir("/proc/self/fd")) < before + 10  # of tests before, some may close now
 
 
-def test_stages_for_a_gpu_are_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_for_a_gpu_are_not_forked(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "GPU_DRIVERS", (str(tmp_path / "driver"),))
     assert [forks(device) for device in ("cpu", "auto", "cuda", "mps")] == [
         True,

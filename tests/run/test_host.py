@@ -1,14 +1,10 @@
 """A host's decisions: who holds which stage, whom it blames, and where neighbours meet."""
 
 import io
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from hosting import House, hello
+from hosting import hello
 
-from thinwire.data import Corpus
 from thinwire.errors import ConfigError, StageError
 from thinwire.report import PlainDisplay
 from thinwire.run import host as host_module
@@ -62,13 +58,13 @@ from waiting import PATIENCE, wait_until
     ],
 )
 def test_peers_keep_their_stages_and_those_of_who_is_gone_go_to_others_or_to_neighbours(
-    before: str, present: str, least: int, after: str | None
-) -> None:
+    before, present, least, after
+):
     seats = fill_seats(before.split(), present.split(), least)
     assert seats == (after.split() if after is not None else None)
 
 
-def test_a_wait_says_for_whom_and_who_is_there_in_vain() -> None:
+def test_a_wait_says_for_whom_and_who_is_there_in_vain():
     assert lacking_peers([], 2, [], {}) == "waiting for 2 more peers"
     waits = lacking_peers(["ana", "ben"], 2, ["ben"], {"ben": "", "eve": "no room"})
     assert waits == (
@@ -76,7 +72,7 @@ def test_a_wait_says_for_whom_and_who_is_there_in_vain() -> None:
     )
 
 
-def test_how_often_a_run_was_formed_survives(tmp_path: Path) -> None:
+def test_how_often_a_run_was_formed_survives(tmp_path):
     assert read_formation(tmp_path) == Formation()
     formed = Formation(3, ["ana", "ben", "ben"], [1, 3], 7000, 4)
     write_formation(tmp_path, formed)
@@ -99,9 +95,7 @@ def peer(name: str, tflops: float, bf16: float = 0.0, memory_gb: float = 8.0) ->
     return member.machine
 
 
-def test_stages_follow_the_rate_in_which_a_run_computes(
-    make_settings: Callable[..., Settings],
-) -> None:
+def test_stages_follow_the_rate_in_which_a_run_computes(make_settings):
     here = [peer("ana", 1e-4, 1e-3), peer("ben", 1e-3, 1e-4)]
     for precision, fast in (("fp32", "ben"), ("bf16", "ana")):
         settings = make_settings(
@@ -114,9 +108,7 @@ def test_stages_follow_the_rate_in_which_a_run_computes(
         assert is_relayed(*split.peers), "no door was found"
 
 
-def test_peers_without_figures_count_as_equal_and_what_is_lacking_is_said(
-    make_settings: Callable[..., Settings],
-) -> None:
+def test_peers_without_figures_count_as_equal_and_what_is_lacking_is_said(make_settings):
     settings = make_settings()
     unknown = comparable([peer("ana", 0.0, memory_gb=0.0), peer("ben", 5.0)])
     split = form(settings, unknown, False)
@@ -140,20 +132,19 @@ REMEMBERS = {"codec__forward": "int8+ef"}
     ids=["narrow", "narrow and uneven", "codecs with memory", "dense: the fast peer gets more"],
 )
 def test_cuts_stay_where_the_model_learned_them_whoever_comes(
-    changes: dict[str, Any], before: dict[str, Any], kept: list[int], corpus: Corpus,
-    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    changes, before, kept, corpus, make_settings, tmp_path, monkeypatch
+):
     """One of these peers is fifty times as fast as the other, and the split is left open."""
     trained(make_settings(**changes, **before, train__steps=2), corpus, tmp_path / "test")
     write_formation(tmp_path / "test", Formation(epoch=1))
     splits = []
 
     class Formed:
-        def __init__(self, settings: Settings, *arguments: Any) -> None:
+        def __init__(self, settings, *arguments):
             split = form(settings, [peer("ana", 1e-6), peer("ben", 5e-5)], arguments[-1])
             splits.append(split.counts)
 
-        def run(self) -> dict[str, Any]:
+        def run(self):
             return {}
 
     monkeypatch.setattr(host_module, "_Hosting", Formed)
@@ -164,14 +155,12 @@ def test_cuts_stay_where_the_model_learned_them_whoever_comes(
 
 # What members say of their stages
 
-Leads = Callable[..., host_module.HostedPeers]
-
 
 @pytest.fixture
-def leads(house: House, make_settings: Callable[..., Settings], corpus: Corpus) -> Leads:
+def leads(house, make_settings, corpus):
     """Starts a generation of members."""
 
-    def start(formation: Formation) -> host_module.HostedPeers:
+    def start(formation):
         settings = make_settings(pipeline__stages=len(formation.seats))
         peers = house.peers(formation, settings, corpus)
         peers.start()
@@ -180,9 +169,7 @@ def leads(house: House, make_settings: Callable[..., Settings], corpus: Corpus) 
     return start
 
 
-def test_each_member_holds_its_stages_and_hears_what_is_for_them(
-    house: House, leads: Leads
-) -> None:
+def test_each_member_holds_its_stages_and_hears_what_is_for_them(house, leads):
     ana, ben = house.join("ana"), house.join("ben")
     with leads(Formation(3, ["ana", "ana", "ben"])) as peers:
         ana.hears(Hold)
@@ -204,7 +191,7 @@ def test_each_member_holds_its_stages_and_hears_what_is_for_them(
         assert isinstance(away, Away) and isinstance(back, Back) and away.stage == back.stage == 2
 
 
-def test_a_message_of_an_older_generation_is_not_heard(house: House, leads: Leads) -> None:
+def test_a_message_of_an_older_generation_is_not_heard(house, leads):
     ana = house.join("ana")
     with leads(Formation(2, ["ana"])) as peers:
         ana.say(Declined("no room"), generation=1)
@@ -215,9 +202,7 @@ def test_a_message_of_an_older_generation_is_not_heard(house: House, leads: Lead
     assert not ana.lost.is_set()
 
 
-def test_a_message_of_a_stage_that_a_member_does_not_hold_costs_its_stream(
-    house: House, leads: Leads
-) -> None:
+def test_a_message_of_a_stage_that_a_member_does_not_hold_costs_its_stream(house, leads):
     ana = house.join("ana")
     house.join("ben")
     with leads(Formation(1, ["ana", "ben"])) as peers:
@@ -229,9 +214,7 @@ def test_a_message_of_a_stage_that_a_member_does_not_hold_costs_its_stream(
     assert "which it never held" in house.unfit()["ana"]
 
 
-def test_declined_stages_end_a_generation_at_once_with_the_reason(
-    house: House, leads: Leads
-) -> None:
+def test_declined_stages_end_a_generation_at_once_with_the_reason(house, leads):
     house.join("ana")
     ben = house.join("ben")
     with leads(Formation(1, ["ana", "ben", "ben"])) as peers:
@@ -241,9 +224,7 @@ def test_declined_stages_end_a_generation_at_once_with_the_reason(
     assert house.here() == ["ana"]
 
 
-def test_a_member_that_is_away_when_it_is_to_hold_a_stage_is_lost(
-    house: House, leads: Leads
-) -> None:
+def test_a_member_that_is_away_when_it_is_to_hold_a_stage_is_lost(house, leads):
     house.join("ana")
     house.enrol("ben")
     with leads(Formation(1, ["ana", "ben"])) as peers:
@@ -253,12 +234,12 @@ def test_a_member_that_is_away_when_it_is_to_hold_a_stage_is_lost(
 
 
 @pytest.fixture
-def hosting(house: House) -> Any:
+def hosting(house):
     """A host's judgement of the two peers that hold stages, without the rest of a host."""
     made = object.__new__(host_module._Hosting)
     made._members, made._failures = house.members, Failures()
     made._formation = Formation(1, ["ana", "ben"])
-    made._display = PlainDisplay(io.StringIO())  # type: ignore[assignment]
+    made._display = PlainDisplay(io.StringIO())
     return made
 
 
@@ -266,8 +247,8 @@ def hosting(house: House) -> Any:
     ("deed", "most"), [("failed", 3), ("broke the contract", 3), ("was lost", 10)]
 )
 def test_a_peer_that_keeps_failing_is_set_aside_and_the_host_goes_on(
-    house: House, hosting: Any, make_settings: Callable[..., Settings], deed: str, most: int
-) -> None:
+    house, hosting, make_settings, deed, most
+):
     """Also with an error of settings or data, which is that machine's as long as others have none.
 
     Steps that are trained again are no progress; a later checkpoint is.
@@ -296,7 +277,7 @@ def test_a_peer_that_keeps_failing_is_set_aside_and_the_host_goes_on(
     assert house.here() == ["ana"]
 
 
-def test_a_failure_that_no_peer_caused_ends_the_host_when_it_goes_on(hosting: Any) -> None:
+def test_a_failure_that_no_peer_caused_ends_the_host_when_it_goes_on(hosting):
     error = StageError("the two ends of cut 0 no longer remember the same")
     hosting._judge(error)
     hosting._judge(error)
@@ -315,7 +296,7 @@ def make_ways() -> Ways:
     return Ways("ab" * 8, "token", doors, meeting, SEATS)
 
 
-def test_a_link_is_direct_where_either_end_can_be_reached() -> None:
+def test_a_link_is_direct_where_either_end_can_be_reached():
     """All stages of a generation are told a word by which its links are called."""
     ways = make_ways()
     told = [ways.connect(stage, Connect("")) for stage in range(3)]
@@ -332,14 +313,14 @@ def test_a_link_is_direct_where_either_end_can_be_reached() -> None:
 
 
 @pytest.mark.parametrize("outside", ["", "a..b:1", "x" * 70 + ".net:1", "1.2.3.4:" + "9" * 5000])
-def test_a_peer_that_says_nonsense_of_its_door_has_none(outside: str) -> None:
+def test_a_peer_that_says_nonsense_of_its_door_has_none(outside):
     """It must not end the host, which tries the address."""
     said = Hello({}, hello().machine, "127.0.0.1:1", outside)
     origin = outside.rpartition(":")[0]
     assert probe(said, origin, "ab" * 8, "token") == DoorOf("127.0.0.1:1")
 
 
-def test_a_peers_door_is_tried_only_where_the_peer_comes_from() -> None:
+def test_a_peers_door_is_tried_only_where_the_peer_comes_from():
     with Door("127.0.0.1", 0) as door:
         door.admit("ab" * 8, "ben.secret")
         said = Hello({}, hello().machine, "127.0.0.1:1", door.address)
@@ -359,15 +340,13 @@ def test_a_peers_door_is_tried_only_where_the_peer_comes_from() -> None:
         (("8.8.8.8:7600",), "", ""),
     ],
 )
-def test_a_host_says_whom_its_addresses_leave_out(
-    addresses: tuple[str, ...], relay: str, said: str
-) -> None:
+def test_a_host_says_whom_its_addresses_leave_out(addresses, relay, said):
     text = who_is_left_out(addresses, relay)
     assert said in text and bool(said) == bool(text)
     assert not text or ("--address" in text and "port 7600" in text and "--relay" in text)
 
 
-def test_a_wrong_address_or_number_is_refused() -> None:
+def test_a_wrong_address_or_number_is_refused():
     with pytest.raises(ConfigError, match="--address no address: write a name or an address"):
         HostOptions(addresses=("no address",)).check(4)
     with pytest.raises(ConfigError, match=r"--peers 9: the 4 stages .* are held by 1 to 4 peers"):

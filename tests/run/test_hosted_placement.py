@@ -2,7 +2,6 @@
 processes; test_hosted_recovery.py has them.
 """
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 from hosting import House, Joined
 from leading import part, ready, step
 
-from thinwire.data import Corpus
 from thinwire.run import host as host_module
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import (
@@ -49,10 +47,7 @@ from thinwire.run.protocol import (
     Saved,
     Start,
 )  # fmt: skip
-from thinwire.settings import Settings
 from waiting import PATIENCE, wait_until
-
-MakeSettings = Callable[..., Settings]
 
 
 @pytest.mark.parametrize(
@@ -72,9 +67,8 @@ MakeSettings = Callable[..., Settings]
          "the freer neighbour", "nobody", "memory that is not known", "nobody is here"],
 )  # fmt: skip
 def test_lost_stages_go_to_who_had_them_a_spare_a_neighbour_or_anyone_with_the_memory(
-    stages: list[int], seats: str, here: dict[str, float], chosen: str | None,
-    make_settings: MakeSettings,
-) -> None:  # fmt: skip
+    stages, seats, here, chosen, make_settings
+):
     held = seats.split()
     settings = make_settings(pipeline__stages=len(held))
     machines = [Machine(name, 1.0, memory) for name, memory in here.items()]
@@ -97,9 +91,8 @@ def test_lost_stages_go_to_who_had_them_a_spare_a_neighbour_or_anyone_with_the_m
          "with the longest one none", "first who follows nothing", "nobody holds nothing"],
 )  # fmt: skip
 def test_a_machine_stands_by_for_as_many_stages_as_it_has_memory_and_time_for(
-    stages: list[int], followed: dict[int, str], here: dict[str, tuple[float, float]],
-    chosen: str | None, make_settings: MakeSettings,
-) -> None:  # fmt: skip
+    stages, followed, here, chosen, make_settings
+):
     seats = ["ana", "ben", "cleo", "ben"]
     split = [1, 4, 1, 1]
     settings = make_settings(pipeline__stages=4, model__layers=7, pipeline__split=split)
@@ -115,7 +108,7 @@ class Led:
         self.house, self.peers = house, peers
         self.coordinator: Any = SimpleNamespace(rest=lambda now: 0.02)
 
-    def next(self, kind: type[Event] = Event) -> Any:  # type: ignore[assignment]
+    def next(self, kind: type[Event] = Event) -> Any:
         """The next event of a kind."""
         found: list[Event] = []
         wait_until(
@@ -139,15 +132,12 @@ class Led:
         return not any(isinstance(event, Lost | MoveAsked) for event in heard)
 
 
-Leads = Callable[..., Any]
-
-
 @pytest.fixture
-def leads(house: House, make_settings: MakeSettings, corpus: Corpus) -> Leads:
+def leads(house, make_settings, corpus):
     """A generation of members; while it does not train, nobody moves or stands by."""
 
     @contextmanager
-    def start(*seats: str, trains: bool = False, **changes: Any) -> Iterator[Led]:
+    def start(*seats, trains=False, **changes):
         settings = make_settings(pipeline__stages=len(seats), **changes)
         peers = house.peers(Formation(1, [*seats]), settings, corpus)
         peers.start()
@@ -158,9 +148,7 @@ def leads(house: House, make_settings: MakeSettings, corpus: Corpus) -> Leads:
     return start
 
 
-def test_lost_stages_are_given_to_a_spare_and_the_old_holder_is_not_heard_any_more(
-    house: House, leads: Leads
-) -> None:
+def test_lost_stages_are_given_to_a_spare_and_the_old_holder_is_not_heard_any_more(house, leads):
     ana, ben = house.join("ana"), house.join("ben")
     with leads("ana", "ben") as led:
         cleo = house.join("cleo")
@@ -183,9 +171,7 @@ def test_lost_stages_are_given_to_a_spare_and_the_old_holder_is_not_heard_any_mo
         assert not any(said.message == Start() for said in ben.heard + ana.heard)
 
 
-def test_stages_of_who_does_not_answer_are_given_to_who_does(
-    house: House, leads: Leads, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_of_who_does_not_answer_are_given_to_who_does(house, leads, monkeypatch):
     """A frozen machine's stream is open."""
     monkeypatch.setattr(host_module, "ANSWER_SECONDS", 0.2)
     house.join("ana")
@@ -197,9 +183,7 @@ def test_stages_of_who_does_not_answer_are_given_to_who_does(
         assert not any(isinstance(m, Hold) and m.again for m, *_ in ben.heard)
 
 
-def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(
-    house: House, leads: Leads, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(house, leads, monkeypatch):
     monkeypatch.setattr(host_module, "ANSWER_SECONDS", PATIENCE)
     ana = house.join("ana")
     house.join("ben")
@@ -218,8 +202,8 @@ def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(
 
 @pytest.mark.parametrize(("log_mb", "has_spare"), [(64, True), (64, False), (0, True)])
 def test_who_cannot_be_reached_is_given_up_sooner_with_a_spare_and_never_without_logs(
-    house: House, leads: Leads, monkeypatch: pytest.MonkeyPatch, log_mb: int, has_spare: bool
-) -> None:
+    house, leads, monkeypatch, log_mb, has_spare
+):
     monkeypatch.setattr(host_module, "SPARE_SECONDS", 0.1)
     monkeypatch.setattr(host_module, "NEIGHBOUR_SECONDS", 0.2)
     house.join("ana")
@@ -239,9 +223,7 @@ def test_who_cannot_be_reached_is_given_up_sooner_with_a_spare_and_never_without
         ben.is_cut_off = False
 
 
-def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(
-    house: House, leads: Leads
-) -> None:
+def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(house, leads):
     house.join("ana")
     ben = house.join("ben")
     with leads("ana", "ben", trains=True) as led:
@@ -261,8 +243,8 @@ def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(
 
 
 def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_holds_beside(
-    house: House, leads: Leads
-) -> None:
+    house, leads
+):
     ana, ben = house.join("ana"), house.join("ben")
     with leads("ana", "ben", trains=True) as led:
         ben.say(Leaving())
@@ -282,9 +264,7 @@ def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_
         assert led.is_quiet(), "one group each"
 
 
-def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_them(
-    house: House, leads: Leads
-) -> None:
+def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_them(house, leads):
     joined = {name: house.join(name) for name in ("ana", "ben", "cleo", "dan")}
     with leads("ana", "ben", trains=True) as led:
         wait_until(
@@ -326,7 +306,7 @@ class Run:
         return self.say((stage, ready(stage)), (stage, Linked()))
 
 
-def test_a_move_is_no_death_however_often_it_comes() -> None:
+def test_a_move_is_no_death_however_often_it_comes():
     run, move = Run(), MoveAsked([1], "stage 1 moves from ana to ben")
     for number in range(5):
         run.say((0, step(0, number)), (1, step(1, number)))
@@ -342,7 +322,7 @@ def test_a_move_is_no_death_however_often_it_comes() -> None:
     assert not run.coordinator.is_over
 
 
-def test_late_words_of_a_process_that_was_given_up_are_not_heard() -> None:
+def test_late_words_of_a_process_that_was_given_up_are_not_heard():
     run = Run()
     run.say((0, step(0, 0)), (1, step(1, 0)))
     run.on(Exited(1, -9))
@@ -353,7 +333,7 @@ def test_late_words_of_a_process_that_was_given_up_are_not_heard() -> None:
     assert not run.coordinator.is_over
 
 
-def test_a_part_that_another_machine_writes_anew_counts_as_it_was_written_there() -> None:
+def test_a_part_that_another_machine_writes_anew_counts_as_it_was_written_there():
     """Other machines may round differently; what is complete has the hashes of its files."""
     run = Run()
     run.say((0, step(0, 0)), (1, step(1, 0)), (0, part(0, 1)), (1, part(1, 1)))

@@ -80,8 +80,8 @@ class Hosted:
 
 @pytest.mark.slow
 def test_a_spare_takes_the_stage_of_who_is_killed_and_a_neighbour_that_of_who_is_removed(
-    machines: Machines, corpus: Corpus
-) -> None:
+    machines, corpus
+):
     hosted = Hosted(machines, "ana", "ben", "cleo", "dan")
     host, (_, victim, removed) = hosted.host, hosted.seats
     (spare,) = {*hosted.peers} - {*hosted.seats}
@@ -102,9 +102,7 @@ def test_a_spare_takes_the_stage_of_who_is_killed_and_a_neighbour_that_of_who_is
 
 
 @pytest.mark.slow
-def test_neighbours_that_die_together_are_held_by_who_is_left_until_one_is_back(
-    machines: Machines, corpus: Corpus
-) -> None:
+def test_neighbours_that_die_together_are_held_by_who_is_left_until_one_is_back(machines, corpus):
     hosted = Hosted(machines, "ana", "ben", "cleo")
     host, (left, *killed) = hosted.host, hosted.seats
     for name in killed:
@@ -121,9 +119,7 @@ def test_neighbours_that_die_together_are_held_by_who_is_left_until_one_is_back(
 
 
 @pytest.mark.slow
-def test_who_loses_its_process_stays_and_who_leaves_gives_its_stage_to_another(
-    machines: Machines, corpus: Corpus
-) -> None:
+def test_who_loses_its_process_stays_and_who_leaves_gives_its_stage_to_another(machines, corpus):
     hosted = Hosted(machines, "ana", "ben", "cleo", "dan")
     host, (leaves, _, again) = hosted.host, hosted.seats
     (spare,) = {*hosted.peers} - {*hosted.seats}

@@ -2,20 +2,16 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from machines import Machines, assert_same_weights, machines  # noqa: F401
 from thinwire.cli import main
-from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import ConfigError, NotAliveError
 from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.run.alive import ask
-from thinwire.settings import Settings
 from trained import trained
 from waiting import PROCESS_PATIENCE, wait_until
 
@@ -23,16 +19,12 @@ from waiting import PROCESS_PATIENCE, wait_until
 
 UNREACHED, REFUSED, NOT_ALIVE = 5, 8, 9
 
-Attempt = Callable[[str, str], tuple[object, str]]
-
 
 @pytest.fixture
-def join(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Attempt:
+def join(tmp_path, monkeypatch, capsys):
     """Try to join from another home, in this process; the exit code and what was said."""
 
-    def attempt(text: str, home: str) -> tuple[object, str]:
+    def attempt(text, home):
         monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / home))
         with pytest.raises(SystemExit) as end:
             main(["join", text, "--no-listen"])
@@ -42,9 +34,7 @@ def join(
     return attempt
 
 
-def test_whoever_has_no_good_invite_or_was_removed_stays_outside(
-    machines: Machines, join: Attempt, tmp_path: Path
-) -> None:
+def test_whoever_has_no_good_invite_or_was_removed_stays_outside(machines, join, tmp_path):
     machines.config(pipeline__stages=2)
     host = machines.host("--machines", 1, "--address", "localhost", "--address", "127.0.0.1")
     host.wait_for("only this machine can use the invite")
@@ -82,16 +72,16 @@ def test_whoever_has_no_good_invite_or_was_removed_stays_outside(
 
 
 @pytest.mark.slow
-def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines: Machines) -> None:
+def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines):
     machines.config(
         pipeline__stages=2, train__steps=100_000, train__checkpoint_every=0, train__log_mb=0
     )  # without logs, the run waits for who left
     host = machines.host()
 
-    def asked(question: str, **more: str) -> dict[str, Any]:
+    def asked(question, **more):
         return ask(machines.run_folder, {"ask": question, **more})
 
-    def waits_for() -> str:
+    def waits_for():
         """For whom the run waits, once it does."""
         wait_until(lambda: asked("status")["state"] == "waiting")
         return str(asked("status")["waiting_for"])
@@ -114,7 +104,7 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines: Mach
     # Under load a dial may be answered too late, and the link then passes the host.
     assert link["way"] in ("direct", "relayed") and link["forward_bytes_per_s"] > 0
 
-    def told() -> dict[str, Any]:
+    def told():
         status = machines.run("ana", "status", "--json")
         assert status.wait() == 0, status.text()
         return dict(json.loads(status.text()))
@@ -153,8 +143,8 @@ def stage_files(home: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_a_peer_that_takes_a_stage_fetches_it_and_a_restarted_host_goes_on_bit_for_bit(
-    machines: Machines, make_settings: Callable[..., Settings], corpus: Corpus
-) -> None:
+    machines, make_settings, corpus
+):
     """A run that starts from weights, which are gone when its host and a peer are replaced."""
     narrow = {
         "boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"

@@ -45,11 +45,8 @@ from thinwire.run.protocol import (
     TryDoor,
 )
 from thinwire.run.status import member_handlers, status_from_plain
-from thinwire.settings import Settings
 from thinwire.wire import Door, Identity, Pipe, Route, Routes
 from waiting import PATIENCE, wait_until
-
-MakeSettings = Callable[..., Settings]
 
 
 def nowhere(name: str) -> Pipe:
@@ -68,9 +65,7 @@ def joined_peer(
 # Its stream to the host
 
 
-def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(tmp_path, monkeypatch):
     """However long an outage may be: it knows nothing of the stream that it had."""
     monkeypatch.setattr(join_module, "_OUTAGE_S", 3600.0)
     monkeypatch.setattr(join_module, "heeding", lambda handler: contextlib.nullcontext())
@@ -96,7 +91,7 @@ def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(
     again.listener.close()
 
 
-def test_a_peer_tries_the_addresses_of_its_invite(tmp_path: Path) -> None:
+def test_a_peer_tries_the_addresses_of_its_invite(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         shut = "{}:{}".format(*free.getsockname())
     with Door("127.0.0.1", 0) as door:
@@ -104,9 +99,7 @@ def test_a_peer_tries_the_addresses_of_its_invite(tmp_path: Path) -> None:
         routes = [Route(address, "direct", "ana.secret") for address in (door.address, shut)]
         peer = joined_peer(tmp_path, Routes(f"{'ab' * 8}/control", routes))
         said: list[Any] = []
-        peer._channel = SimpleNamespace(  # type: ignore[assignment]
-            send=lambda message, *about: said.append(message)
-        )
+        peer._channel = SimpleNamespace(send=lambda message, *about: said.append(message))
         peer._on_message(Envelope(TryDoor()))
         peer._due.get(timeout=PATIENCE)()
     (tried,) = said
@@ -116,7 +109,7 @@ def test_a_peer_tries_the_addresses_of_its_invite(tmp_path: Path) -> None:
 # What it decides itself
 
 
-def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings: MakeSettings) -> None:
+def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings):
     """Paths, device and threads are the peer's own; plugins only those that it allows."""
     plain = make_settings(run__out="/etc", run__device="cuda", run__threads=7).to_plain()
     own = own_settings(plain, Terms("cpu", 2), 1 << 30)
@@ -140,9 +133,7 @@ def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings: MakeS
         (JoinOptions(terms=Terms(data=Path("gone"))), "--data gone: there is no such file or"),
     ],
 )
-def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(
-    options: JoinOptions, said: str, tmp_path: Path
-) -> None:
+def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(options, said, tmp_path):
     invite = AuthorityBook(tmp_path / "book", "test").invite(("127.0.0.1:1",))
     with pytest.raises(ThinwireError, match=said):
         join(invite, replace(options, folder=tmp_path / "ben"), PlainDisplay(io.StringIO()))
@@ -158,17 +149,13 @@ def prepared(held: Holding, say: Callable[..., None] = lambda *_: None) -> Any:
 
 
 @pytest.mark.parametrize("stages", [[], [2], [0, 1, 2]])
-def test_stages_that_the_run_does_not_have_are_declined(
-    stages: list[int], tmp_path: Path, make_settings: MakeSettings
-) -> None:
+def test_stages_that_the_run_does_not_have_are_declined(stages, tmp_path, make_settings):
     with pytest.raises(ConfigError, match="stages that the run does not have"):
         Holding(Hold(stages, make_settings().to_plain(), False, "abc"), 1, Terms(), tmp_path)
 
 
 @pytest.mark.parametrize("key", ["template", "tokenizer", "valid_path"])
-def test_a_path_of_the_host_is_not_opened_here(
-    key: str, tmp_path: Path, make_settings: MakeSettings
-) -> None:
+def test_a_path_of_the_host_is_not_opened_here(key, tmp_path, make_settings):
     """A file that exists and one that does not give the same answer, which holds nothing of it."""
     secret = tmp_path / "secret.jsonl"
     secret.write_text('{% hunter2 %} {"text": ')
@@ -195,11 +182,11 @@ TEMPLATE = (
 
 
 def test_what_a_peer_names_itself_takes_the_place_of_the_hosts_paths(
-    tmp_path: Path, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, make_settings, monkeypatch
+):
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
 
-    def files_of(machine: str) -> list[Path]:
+    def files_of(machine):
         folder = tmp_path / machine
         folder.mkdir()
         (folder / "data.jsonl").write_text("\n".join(TALK % n for n in range(99)))
@@ -237,16 +224,15 @@ def test_what_a_peer_names_itself_takes_the_place_of_the_hosts_paths(
     ],
 )
 def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file(
-    error: Exception, told: str, tmp_path: Path, make_settings: MakeSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    def fail(*_: object) -> None:
+    error, told, tmp_path, make_settings, monkeypatch
+):
+    def fail(*_):
         raise error
 
     monkeypatch.setattr(Holding, "prepare", fail)
     said: list[tuple[Any, int]] = []
     peer = joined_peer(tmp_path, Routes("", "127.0.0.1:1"))
-    peer._channel = SimpleNamespace(  # type: ignore[assignment]
+    peer._channel = SimpleNamespace(
         send=lambda message, stage, generation: said.append((message, generation))
     )
     peer._on_message(Envelope(Hold([0], make_settings().to_plain(), False, ""), generation=4))
@@ -266,21 +252,17 @@ def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file
         (WireError("the neighbour has left"), "the neighbour has left"),
     ],
 )
-def test_what_a_stage_says_of_its_end_quotes_no_file_of_its_machine(
-    error: Exception, told: str
-) -> None:
+def test_what_a_stage_says_of_its_end_quotes_no_file_of_its_machine(error, told):
     said: list[Any] = []
     peer = SimpleNamespace(order=SimpleNamespace(host={"routes": []}), _links={}, say=said.append)
-    Peer.fail(peer, error)  # type: ignore[arg-type]
+    Peer.fail(peer, error)
     assert told in said[0].error and "hunter2" not in str(said[0]) and said[0].trace == ""
     peer.order.host = {}  # on the machine of its coordinator
-    Peer.fail(peer, error)  # type: ignore[arg-type]
+    Peer.fail(peer, error)
     assert str(error) in said[1].error
 
 
-def test_states_of_stages_that_others_hold_now_are_removed(
-    tmp_path: Path, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_of_stages_that_others_hold_now_are_removed(tmp_path, make_settings, monkeypatch):
     """A host that gives one stage after the other does not fill this disk."""
     monkeypatch.setattr(Holding, "start", lambda *_: None)
     peer, plain = joined_peer(tmp_path), make_settings().to_plain()
@@ -296,9 +278,7 @@ def test_states_of_stages_that_others_hold_now_are_removed(
 @pytest.mark.parametrize(
     ("left", "step", "stays"), [(True, 3, False), (False, 9, False), (False, 3, True)]
 )
-def test_a_peer_that_leaves_for_good_takes_its_part_of_the_run_along(
-    left: bool, step: int, stays: bool, tmp_path: Path
-) -> None:
+def test_a_peer_that_leaves_for_good_takes_its_part_of_the_run_along(left, step, stays, tmp_path):
     """It left, the run is complete, or the host ended and may come back."""
     fetched = tmp_path / "run" / "checkpoints" / "step-00000003" / "stage-0.safetensors"
     for path in (fetched, tmp_path / "identity.json"):
@@ -306,14 +286,14 @@ def test_a_peer_that_leaves_for_good_takes_its_part_of_the_run_along(
         path.write_bytes(b"x")
     peer = joined_peer(tmp_path)
     peer._is_leaving = left
-    peer.news = SimpleNamespace(step=step, steps=9)  # type: ignore[assignment]
+    peer.news = SimpleNamespace(step=step, steps=9)
     peer._clean_up()
     assert fetched.exists() == stays and (tmp_path / "identity.json").exists()
 
 
 def test_a_member_keeps_what_the_host_tells_it_and_says_what_it_knows_better(
-    tmp_path: Path, make_settings: MakeSettings
-) -> None:
+    tmp_path, make_settings
+):
     """Its folder holds then what its page and `thinwire status` show."""
     peer = joined_peer(tmp_path)
     invite: Any = SimpleNamespace(run_name="code", run_id="ab")

@@ -7,11 +7,11 @@ import socket
 
 import pytest
 
-from machines import Machines, assert_same_weights
+from machines import assert_same_weights
 from thinwire.engine.checkpoint import Checkpoint
 
 
-def test_three_peers_train_to_the_weights_of_a_run_on_one_machine(machines: Machines) -> None:
+def test_three_peers_train_to_the_weights_of_a_run_on_one_machine(machines):
     """Bit for bit, though no peer has the corpus, and none sees the disk of another."""
     config = machines.config(pipeline__stages=3, train__steps=4)
     host = machines.host()
@@ -46,9 +46,7 @@ SAVED = r"\[save\] +checkpoint of step \d+"
 LONG = {"train__steps": 100_000, "train__eval_every": 0, "link__outage": 3.0, "train__log_mb": 0}
 
 
-def test_a_run_with_fewer_machines_than_stages_trains_to_the_same_weights(
-    machines: Machines,
-) -> None:
+def test_a_run_with_fewer_machines_than_stages_trains_to_the_same_weights(machines):
     """One machine holds all three stages, and goes on with them after its host was started anew."""
     config = machines.config(pipeline__stages=3, train__steps=4)
     host = machines.host("--peers", 1, "--set", "train.steps=2")
@@ -67,9 +65,7 @@ def test_a_run_with_fewer_machines_than_stages_trains_to_the_same_weights(
 
 
 @pytest.mark.slow
-def test_a_peer_and_the_host_are_killed_and_another_machine_leads_the_run_on(
-    machines: Machines,
-) -> None:
+def test_a_peer_and_the_host_are_killed_and_another_machine_leads_the_run_on(machines):
     """Who is killed has its stage again, or a neighbour has; with another host, all begin at the
     last complete checkpoint. It has a copy of the run's folder, and peers know where it may be.
     """
@@ -116,7 +112,7 @@ def test_a_peer_and_the_host_are_killed_and_another_machine_leads_the_run_on(
     assert validated[0] == 0, "of the whole run, though its host was killed"
 
 
-def test_a_seat_passes_from_peer_to_peer_and_who_was_removed_stays_out(machines: Machines) -> None:
+def test_a_seat_passes_from_peer_to_peer_and_who_was_removed_stays_out(machines):
     """Without logs of what was sent, each time all stages begin at the last checkpoint."""
     machines.config(**LONG, train__checkpoint_every=5)
     host = machines.host()

@@ -6,12 +6,11 @@ import os
 import queue
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from thinwire.data import Corpus
 from thinwire.engine.reports import Step
 from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
 from thinwire.report import PlainDisplay
@@ -23,24 +22,18 @@ from thinwire.run.events import Command, Record, Said, StopAsked
 from thinwire.run.pacing import AT_ONCE, Pace
 from thinwire.run.peers import LocalPeers, heed, neighbours
 from thinwire.run.protocol import FROM_PEER, Finished, LinkDown, LinkUp, Order, Pulse
-from thinwire.settings import Settings
 from thinwire.train import train
 from thinwire.wire import memory_pair
 from waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
-def make_peers(
-    make_settings: Callable[..., Settings],
-    corpus: Corpus,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[..., LocalPeers]]:
+def make_peers(make_settings, corpus, tmp_path, monkeypatch):
     """Peers whose processes are ended with the test."""
     monkeypatch.setattr(coordinator_module, "SETTLE_SECONDS", 0.05)
     made: list[LocalPeers] = []
 
-    def make(resume: str = "", peers: int = 0, **changes: object) -> LocalPeers:
+    def make(resume="", peers=0, **changes):
         settings, folder = make_settings(**changes), tmp_path / "run"
         order = Order([], {}, settings.to_plain(), str(corpus.folder), str(folder), resume)
         made.append(LocalPeers(settings, folder, order, peers))
@@ -52,8 +45,8 @@ def make_peers(
 
 
 @pytest.fixture
-def coordinate(make_settings: Callable[..., Settings]) -> Callable[..., Coordinator]:
-    def make(**changes: object) -> Coordinator:
+def coordinate(make_settings):
+    def make(**changes):
         return Coordinator(make_settings(**changes).pipeline.stages, patience=1000.0)
 
     return make
@@ -68,7 +61,7 @@ def ignore(command: object) -> None:
     """For a run that ends before anything is to be kept."""
 
 
-def test_only_an_unforeseen_error_shows_its_log(tmp_path: Path) -> None:
+def test_only_an_unforeseen_error_shows_its_log(tmp_path):
     log = tmp_path / "stage-1.log"
     process = processes.StageProcess(socket.socketpair()[0], log)
     trace = "Traceback (most recent call last):\n  a line of ours\n"
@@ -78,7 +71,7 @@ def test_only_an_unforeseen_error_shows_its_log(tmp_path: Path) -> None:
     assert f"last lines of {log}" in text and "| Traceback" in text and "\x1b" not in text
 
 
-def test_stages_are_held_by_neighbours() -> None:
+def test_stages_are_held_by_neighbours():
     assert neighbours(4, 4) == [[0], [1], [2], [3]]
     assert neighbours(4, 1) == [[0, 1, 2, 3]]
     assert neighbours(5, 2) == [[0, 1], [2, 3, 4]]
@@ -88,8 +81,8 @@ def test_stages_are_held_by_neighbours() -> None:
 
 
 def test_stages_start_in_any_folder_and_account_for_every_byte(
-    make_peers: Callable, coordinate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_peers, coordinate, tmp_path, monkeypatch
+):
     """Real processes, in a folder whose files bear the names of modules."""
     for name in ("platform", "safetensors", "thinwire"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('taken from the wrong folder')\n")
@@ -123,9 +116,7 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(
     assert 2 * 64 < peers.control_bytes() < orders + hellos + 4 * 600
 
 
-def test_stages_in_fewer_processes_give_the_same_bits_and_send_less(
-    make_settings: Callable[..., Settings], tmp_path: Path
-) -> None:
+def test_stages_in_fewer_processes_give_the_same_bits_and_send_less(make_settings, tmp_path):
     """With codecs that remember and a basis that moves: all that crosses a cut is computed."""
     thin = {
         "boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2,
@@ -146,7 +137,7 @@ def test_stages_in_fewer_processes_give_the_same_bits_and_send_less(
     assert logs == ["stage-0.log", "stage-1-2.log"]
 
 
-def test_a_place_for_logs_that_is_none_is_named(make_peers: Callable, tmp_path: Path) -> None:
+def test_a_place_for_logs_that_is_none_is_named(make_peers, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "logs").write_text("a file where the folder should be")
     with pytest.raises(ConfigError, match=r"cannot create the folder .*/logs for the stages' logs"):
@@ -154,9 +145,7 @@ def test_a_place_for_logs_that_is_none_is_named(make_peers: Callable, tmp_path: 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
-def test_a_full_disk_under_the_logs_hides_no_reason(
-    make_peers: Callable, coordinate: Callable, tmp_path: Path
-) -> None:
+def test_a_full_disk_under_the_logs_hides_no_reason(make_peers, coordinate, tmp_path):
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
     (logs / "stage-0.log").symlink_to("/dev/full")
@@ -170,13 +159,7 @@ def test_a_full_disk_under_the_logs_hides_no_reason(
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("program", ["/bin/false", "/nowhere/python"])
-def test_a_stage_that_cannot_start_is_named(
-    program: str,
-    stages: int,
-    make_peers: Callable,
-    coordinate: Callable,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stage_that_cannot_start_is_named(program, stages, make_peers, coordinate, monkeypatch):
     """A real process that is dead before its order is written, and one that never was."""
     monkeypatch.setattr(processes.sys, "executable", program)
     peers = make_peers(pipeline__stages=stages)
@@ -185,7 +168,7 @@ def test_a_stage_that_cannot_start_is_named(
         lead(coordinate(pipeline__stages=stages), peers, ignore)
 
 
-def test_a_flood_of_messages_ends_with_its_own_stream() -> None:
+def test_a_flood_of_messages_ends_with_its_own_stream():
     """Without end it would keep the coordinator from hearing anyone else."""
     ours, theirs = memory_pair(limit=4)
     heard, lost = Hearing(2), queue.SimpleQueue[ThinwireError]()
@@ -205,16 +188,14 @@ def test_a_flood_of_messages_ends_with_its_own_stream() -> None:
     hear.close()
 
 
-def test_a_coordinator_that_was_suspended_takes_what_was_said_meanwhile_for_no_flood(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_coordinator_that_was_suspended_takes_what_was_said_meanwhile_for_no_flood(monkeypatch):
     pace, started = Pace("stage 1"), time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: started + 86_400.0)
     for _ in range(86_400):
         pace.count()
 
 
-def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end() -> None:
+def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end():
     """What waits to be heard is bounded, for each stage; notes of our own never wait."""
     ours, theirs = memory_pair(limit=4)
     heard = Hearing(2)

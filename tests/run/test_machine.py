@@ -1,7 +1,5 @@
 """What a machine has to give: measured here or in a process of its own, or listed in a file."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from thinwire.settings import Settings
 CPU = torch.device("cpu")
 
 
-def test_a_machine_is_measured_with_what_the_run_trains(tmp_path: Path) -> None:
+def test_a_machine_is_measured_with_what_the_run_trains(tmp_path):
     """Its rate with a block of the run and the threads that it gives; unknown without a run."""
     before = torch.get_num_threads()
     settings = Settings.from_plain({"run": {"threads": before + 1}, "model": {"preset": "tiny"}})
@@ -26,9 +24,7 @@ def test_a_machine_is_measured_with_what_the_run_trains(tmp_path: Path) -> None:
     assert unknown.tflops == 0 and "FLOP" not in unknown.describe()
 
 
-def test_a_process_of_its_own_tells_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_of_its_own_tells_the_same(tmp_path, monkeypatch):
     """As it measures a GPU, on whose memory it must leave nothing. It imports nothing from the
     current folder.
     """
@@ -49,9 +45,7 @@ def test_a_process_of_its_own_tells_the_same(
         ({"meminfo": "MemAvailable: 5 kB\n", "memory.max": "900", "memory.current": "200"}, 700),
     ],
 )
-def test_a_container_has_what_its_limit_leaves(
-    files: dict[str, str], free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_container_has_what_its_limit_leaves(files, free, tmp_path, monkeypatch):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
@@ -77,7 +71,7 @@ GOOD = 'name = "a"\ntflops = 1\nmemory_gb = 1\n'
         ("[[peer]", "is not valid TOML"),
     ],
 )
-def test_a_bad_file_is_named(text: str, named: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_named(text, named, tmp_path):
     path = tmp_path / "peers.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=named) as refusal:
@@ -85,7 +79,7 @@ def test_a_bad_file_is_named(text: str, named: str, tmp_path: Path) -> None:
     assert str(path) in str(refusal.value)
 
 
-def test_a_file_that_is_not_there_is_shown_how_to_write(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_shown_how_to_write(tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)does not exist: write it.*\[\[peer\]\]") as refusal:
         load_peers(tmp_path / "none.toml")
     shown = str(refusal.value).partition("such as\n")[2]

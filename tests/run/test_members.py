@@ -5,11 +5,10 @@ import os
 import random
 import string
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from hosting import House, Joined, hello, host_of
+from hosting import Joined, hello, host_of
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
@@ -39,12 +38,12 @@ from thinwire.wire import Pipe, dial
 from waiting import PATIENCE, wait_until
 
 
-def test_nobody_opens_the_stream_of_another_or_what_it_opens_for_its_stage(house: House) -> None:
+def test_nobody_opens_the_stream_of_another_or_what_it_opens_for_its_stage(house):
     house.enrol("ana")
     eve, streams, state = house.enrol("eve"), Streams(house.listener), stream_name("state", 0, 1)
     waiting = on_daemon_thread("ana", lambda: streams.accept(state, "ana", PATIENCE))
 
-    def refusal(name: str) -> str:
+    def refusal(name):
         with pytest.raises(WireError) as refused:
             dial(
                 house.listener.address, name, eve, host_of(eve), PATIENCE, MAX_MESSAGE,
@@ -61,10 +60,10 @@ def test_nobody_opens_the_stream_of_another_or_what_it_opens_for_its_stage(house
         waiting.result(PATIENCE)
 
 
-def test_a_connection_that_is_lost_and_comes_back_loses_nothing(house: House) -> None:
+def test_a_connection_that_is_lost_and_comes_back_loses_nothing(house):
     ana, count = house.join("ana"), 0
 
-    def talk() -> None:
+    def talk():
         nonlocal count
         for _ in range(5):
             ana.say(Pulse(count, "works"), 0)
@@ -105,11 +104,11 @@ class Deserted(Joined):
             write(message)
 
         if is_first:
-            pipe.write, pipe.close = lose, lambda grace=None: None  # type: ignore[method-assign]
+            pipe.write, pipe.close = lose, lambda grace=None: None
         return pipe
 
 
-def test_a_machine_that_connects_again_knows_of_a_loss_before_the_host(house: House) -> None:
+def test_a_machine_that_connects_again_knows_of_a_loss_before_the_host(house):
     ana = house.join("ana", Deserted)
     assert isinstance(ana, Deserted)
     ana.deserts = True
@@ -118,7 +117,7 @@ def test_a_machine_that_connects_again_knows_of_a_loss_before_the_host(house: Ho
     assert len(ana.connections) == 2 and not ana.lost.is_set()
 
 
-def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(house: House) -> None:
+def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(house):
     house.members._outage = 0.3
     ana = house.join("ana")
     ana.is_cut_off = True
@@ -132,8 +131,8 @@ def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(house: House) 
 
 @pytest.mark.parametrize("process", ["one", "two"])
 def test_a_stream_that_is_begun_anew_takes_the_place_of_one_that_is_lost(
-    process: str, house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    process, house, monkeypatch
+):
     """The host has not noticed the loss, and asks whether another process still answers."""
     monkeypatch.setattr(members_module, "ALIVE_SECONDS", 0.1)
     identity = house.enrol("ana")
@@ -151,8 +150,8 @@ def test_a_stream_that_is_begun_anew_takes_the_place_of_one_that_is_lost(
 
 
 def test_a_second_process_with_the_key_of_a_peer_is_refused_while_the_first_lives(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    house, monkeypatch
+):
     monkeypatch.setattr(members_module, "ALIVE_SECONDS", PATIENCE)
     notes: list[str] = []
     house.members.note = notes.append
@@ -177,7 +176,7 @@ def test_a_second_process_with_the_key_of_a_peer_is_refused_while_the_first_live
     assert not first.lost.is_set()
 
 
-def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House) -> None:
+def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house):
     ana = house.join("ana")
     house.members.kick("ana")
     ana.hears(Dismiss("the host removed this peer from the run", in_order=False))
@@ -187,7 +186,7 @@ def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House)
         Joined(house.listener.address, ana.identity)
 
 
-def test_who_declines_or_leaves_gets_no_stage_until_it_arrives_anew(house: House) -> None:
+def test_who_declines_or_leaves_gets_no_stage_until_it_arrives_anew(house):
     ana, ben = house.join("ana"), house.join("ben")
     ana.say(Declined("no\nroom"))
     ben.say(Leaving())
@@ -197,7 +196,7 @@ def test_who_declines_or_leaves_gets_no_stage_until_it_arrives_anew(house: House
     wait_until(lambda: house.here() == ["ana"])
 
 
-def test_a_peer_of_another_version_gets_no_stage_and_hears_why(house: House) -> None:
+def test_a_peer_of_another_version_gets_no_stage_and_hears_why(house):
     ana = Joined(house.listener.address, house.enrol("ana")).arrive("0.0.9")
     wait_until(lambda: house.unfit().get("ana"))
     why = house.unfit()["ana"]
@@ -210,7 +209,7 @@ def test_a_peer_of_another_version_gets_no_stage_and_hears_why(house: House) -> 
     ("arrives", "stage"), [(True, -1), (True, 0), (True, -7), (False, -1)],
     ids=["of itself", "of a stage that nobody asked for", "of nothing", "before its hello"],
 )  # fmt: skip
-def test_a_flood_costs_a_peer_its_stream(house: House, arrives: bool, stage: int) -> None:
+def test_a_flood_costs_a_peer_its_stream(house, arrives, stage):
     ada, bob = Joined(house.listener.address, house.enrol("ada")), house.join("bob")
     if arrives:
         ada.arrive()
@@ -226,10 +225,10 @@ def test_a_flood_costs_a_peer_its_stream(house: House, arrives: bool, stage: int
     assert house.here() == ["bob"]
 
 
-def test_a_machine_has_a_few_streams_at_a_time_however_it_drops_them(house: House) -> None:
+def test_a_machine_has_a_few_streams_at_a_time_however_it_drops_them(house):
     bob, ada = house.join("bob"), house.enrol("ada")
 
-    def answer() -> bytes | None:
+    def answer():
         name = peer_stream("ada")
         pipe = dial(house.listener.address, name, ada, host_of(ada), PATIENCE, MAX_MESSAGE)
         pipe.write(os.urandom(SESSION_BYTES))
@@ -253,9 +252,7 @@ class Deaf(Joined):
         threading.Event().wait()
 
 
-def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(house, monkeypatch):
     bound = 50
     monkeypatch.setattr(members_module, "MOST_UNTAKEN", bound)
     house.join("ana", Deaf)
@@ -271,9 +268,7 @@ def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(
     assert house.happened[-1] == ("ana", Gone("it takes nothing of what it is told"))
 
 
-def test_members_are_told_what_the_hosts_page_shows_but_not_where_others_are(
-    house: House, make_settings: Callable
-) -> None:
+def test_members_are_told_what_the_hosts_page_shows_but_not_where_others_are(house, make_settings):
     ana, _ = house.join("ana"), house.join("eve")
     console = house.console(Formation(seats=["eve", "ben"]), make_settings)
     house.book.kick("eve")
@@ -292,7 +287,7 @@ def test_members_are_told_what_the_hosts_page_shows_but_not_where_others_are(
     assert own.count("192.0.2.7") == 2 and "kicked" in own, "which the host itself is told"
 
 
-def test_a_kick_names_who_came_by_the_same_invite_and_removes_them_if_asked(house: House) -> None:
+def test_a_kick_names_who_came_by_the_same_invite_and_removes_them_if_asked(house):
     for name in ("ana", "ben", "eve"):
         house.enrol(name)
     kick = house.console(Formation(seats=["eve", "ben"])).handlers()["kick"]
@@ -304,7 +299,7 @@ def test_a_kick_names_who_came_by_the_same_invite_and_removes_them_if_asked(hous
     assert [peer.name for peer in house.book.peers() if not peer.kicked] == []
 
 
-def test_a_host_learns_from_its_peers_whether_others_reach_it(house: House) -> None:
+def test_a_host_learns_from_its_peers_whether_others_reach_it(house):
     ana, published = house.join("ana"), ("192.0.2.7:7600", "192.0.2.8:7600")
     settings = SimpleNamespace(run=SimpleNamespace(name="test"))
     outside = house.console(Formation(), lambda: settings, published).handlers()["outside"]

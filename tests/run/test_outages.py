@@ -4,9 +4,7 @@ import io
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,24 +14,21 @@ from thinwire.errors import StageError
 from thinwire.report import PlainDisplay
 from thinwire.run import peers as peers_module
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import Command, Event, Said
+from thinwire.run.events import Said
 from thinwire.run.protocol import Ready
-from thinwire.settings import Settings
 from thinwire.train import train
-
-Make = Callable[[int, str], Proxy]
 
 
 @pytest.fixture
-def detour(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Make], dict[int, Proxy]]]:
+def detour(monkeypatch):
     """Has every stage dial the one below through a proxy, which `make` builds; those, by cut."""
     proxies: dict[int, Proxy] = {}
 
-    def install(make: Make) -> dict[int, Proxy]:
+    def install(make):
         class Detoured(Coordinator):
             """Hears another address of each stage than the one where it listens."""
 
-            def on(self, event: Event, now: float) -> list[Command]:
+            def on(self, event, now):
                 match event:
                     case Said(stage, Ready(address=address) as ready) if address:
                         proxies[stage] = make(stage, address)
@@ -49,8 +44,8 @@ def detour(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Make], dict[in
 
 
 def test_a_run_whose_links_are_cut_again_and_again_is_the_same_bit_for_bit(
-    make_settings: Callable[..., Settings], detour: Callable, tmp_path: Path
-) -> None:
+    make_settings, detour, tmp_path
+):
     """Three stages; cuts come in mid-step, at counts of bytes, and once a link falls silent."""
     changes = {"pipeline__stages": 3, "train__steps": 8, "train__eval_every": 4}
     smooth = make_settings(run__name="smooth", **changes)
@@ -60,7 +55,7 @@ def test_a_run_whose_links_are_cut_again_and_again_is_the_same_bit_for_bit(
 
     silences: list[threading.Timer] = []
 
-    def silence(data: bytes) -> bytes:
+    def silence(data):
         """Once, for longer than keepalive takes to notice: the connections of then are given up."""
         if not silences and proxies[1].carried >= once // 2:
             silences.append(threading.Timer(12, proxies[1].speak))
@@ -87,12 +82,10 @@ def test_a_run_whose_links_are_cut_again_and_again_is_the_same_bit_for_bit(
     assert re.search(r"the link between stages 1 and 2 is back after \d+\.\d s", log.getvalue())
 
 
-def test_an_outage_beyond_the_limit_ends_the_run_and_names_the_link(
-    make_settings: Callable[..., Settings], detour: Callable
-) -> None:
+def test_an_outage_beyond_the_limit_ends_the_run_and_names_the_link(make_settings, detour):
     proxies = detour(lambda cut, address: Proxy(address))
 
-    def break_off() -> None:
+    def break_off():
         while 0 not in proxies or proxies[0].carried < 100_000:
             time.sleep(0.01)
         proxies[0].is_refusing = True
@@ -107,9 +100,7 @@ def test_an_outage_beyond_the_limit_ends_the_run_and_names_the_link(
 
 
 @pytest.mark.slow
-def test_without_an_outage_allowed_a_run_ends_at_the_first_loss(
-    make_settings: Callable[..., Settings], detour: Callable
-) -> None:
+def test_without_an_outage_allowed_a_run_ends_at_the_first_loss(make_settings, detour):
     detour(lambda cut, address: Proxy(address, [100_000]))
     settings = make_settings(train__steps=100_000, train__eval_every=0, link__outage=0.0)
     with pytest.raises(StageError, match=r"link cut-0 is broken: the other end is gone"):

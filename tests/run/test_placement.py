@@ -2,8 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,6 @@ from thinwire.run.machine import Machine
 from thinwire.run.placement import (
     MEMORY_SHARE,
     WORTH,
-    ChosenSplit,
     StageFigures,
     choose_split,
     links_of,
@@ -29,12 +26,11 @@ from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
 UNIT = 1e8  # FLOP/s: compute and links of the tiny run then matter alike
-MakeSettings = Callable[..., Settings]
 
 
 def peer(name: str, rate: float = 5.0, memory_mb: float = 100.0, **other: object) -> Machine:
     figures = {"mbps_up": 20.0, "mbps_down": 30.0, "latency_ms": 5.0, "reachable": True, **other}
-    return Machine(name, rate * UNIT / 1e12, memory_mb / 1e3, **figures)  # type: ignore[arg-type]
+    return Machine(name, rate * UNIT / 1e12, memory_mb / 1e3, **figures)
 
 
 def compositions(layers: int, stages: int) -> list[tuple[int, ...]]:
@@ -72,7 +68,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_as_good_as_trying_all(case: str, make_settings: MakeSettings) -> None:
+def test_it_is_as_good_as_trying_all(case, make_settings):
     settings = make_settings(model__layers=7, pipeline__stages=3)
     found = choose_split(settings, CASES[case])
     best = brute_force(settings, CASES[case])
@@ -82,7 +78,7 @@ def test_it_is_as_good_as_trying_all(case: str, make_settings: MakeSettings) -> 
 
 
 @pytest.mark.parametrize("spread", [1.0, 1.2])
-def test_equal_peers_train_as_one_machine_would(spread: float, make_settings: MakeSettings) -> None:
+def test_equal_peers_train_as_one_machine_would(spread, make_settings):
     """Two measurements of one machine differ a little: the settings must not follow them."""
     settings = make_settings(model__layers=7, model__vocab=900, pipeline__stages=3)
     split = choose_split(settings, [peer("a", 0.5), peer("b", 0.5 * spread), peer("c", 0.5)])
@@ -95,7 +91,7 @@ def test_equal_peers_train_as_one_machine_would(spread: float, make_settings: Ma
     assert f"note: pipeline.split = {list(split.faster[0])}" in split_text(split)
 
 
-def test_a_split_that_is_set_is_kept(make_settings: MakeSettings) -> None:
+def test_a_split_that_is_set_is_kept(make_settings):
     settings = make_settings(model__layers=6, pipeline__stages=3, pipeline__split=[1, 4, 1])
     split = choose_split(settings, [peer("a", 9), peer("b", 1), peer("c", 2)])
     assert split.counts == [1, 4, 1] and split.settings.hash == settings.hash
@@ -103,7 +99,7 @@ def test_a_split_that_is_set_is_kept(make_settings: MakeSettings) -> None:
     assert "pipeline.split is set" in split.why
 
 
-def test_where_nothing_fits_it_says_what_is_lacking(make_settings: MakeSettings) -> None:
+def test_where_nothing_fits_it_says_what_is_lacking(make_settings):
     settings = make_settings(model__layers=6, pipeline__stages=2)
     peers = [peer("a", memory_mb=0.7), peer("b", memory_mb=0.7)]
     with pytest.raises(ConfigError, match=r"no split fits.* it lacks .* more memory on"):
@@ -132,9 +128,7 @@ def test_where_nothing_fits_it_says_what_is_lacking(make_settings: MakeSettings)
     ],
     ids=["dense", "table", "reparam", "lora"],
 )  # fmt: skip
-def test_looked_up_figures_are_the_planners(
-    changes: dict[str, object], make_settings: MakeSettings
-) -> None:
+def test_looked_up_figures_are_the_planners(changes, make_settings):
     settings = make_settings(model__layers=6, pipeline__stages=3, **changes)
     machines = [peer(name, rate, mupdates=7.0) for name, rate in (("a", 3), ("b", 4), ("c", 5))]
     figures = StageFigures(settings, machines)
@@ -151,7 +145,7 @@ def test_looked_up_figures_are_the_planners(
         assert costs.backward == pytest.approx(planned.backward)
 
 
-def test_unconstrained_blocks_stay_on_the_last_stage(make_settings: MakeSettings) -> None:
+def test_unconstrained_blocks_stay_on_the_last_stage(make_settings):
     """Another split must not change what is trained."""
     settings = make_settings(
         model__layers=8, pipeline__stages=2, boundary__mode="reparam", boundary__rank=3,
@@ -162,10 +156,10 @@ def test_unconstrained_blocks_stay_on_the_last_stage(make_settings: MakeSettings
     assert split.settings.resolved().boundary == settings.boundary
 
 
-def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings: MakeSettings) -> None:
+def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings):
     """Two peers far away: more in flight hide the delay, as far as their memory goes."""
 
-    def chosen(window: int, memory_mb: float = 100.0) -> ChosenSplit:
+    def chosen(window, memory_mb=100.0):
         far = [peer(name, 50, memory_mb, latency_ms=50.0) for name in "ab"]
         settings = {"pipeline__microbatches": 16, "train__batch": 16, "pipeline__window": window}
         return choose_split(make_settings(**settings, model__context=64), far)
@@ -183,8 +177,7 @@ def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings: MakeSe
         chosen(-1, 0.01)
 
 
-def test_the_command(make_settings: MakeSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+def test_the_command(make_settings, tmp_path, capsys):
     config, listed = tmp_path / "run.toml", tmp_path / "peers.toml"
     config.write_text(to_toml(make_settings(model__layers=6)))
     listed.write_text(

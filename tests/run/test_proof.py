@@ -1,8 +1,6 @@
 """Which checkpoints are known to be good, and what is resumed when nobody says from where."""
 
 import io
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,14 +17,13 @@ from thinwire.run.checkpoints import (
     prune,
     read_proof,
 )
-from thinwire.settings import Settings
 from thinwire.train import train
 
 FACTS = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> dict[int, Path]:
+def saved(tmp_path):
     """Checkpoints of steps 2, 4 and 6 of a run in `tmp_path`."""
     return {
         step: commit(
@@ -52,9 +49,7 @@ def saved(tmp_path: Path) -> dict[int, Path]:
         (Proof(0), None, "there is no other"),
     ],
 )
-def test_the_newest_good_checkpoint_is_resumed(
-    proof: Proof | None, chosen: int | None, words: str, saved: dict[int, Path], tmp_path: Path
-) -> None:
+def test_the_newest_good_checkpoint_is_resumed(proof, chosen, words, saved, tmp_path):
     if proof is not None:
         proof.write(tmp_path)
         assert read_proof(tmp_path) == proof
@@ -66,9 +61,7 @@ def test_the_newest_good_checkpoint_is_resumed(
     assert (found.folder, notes) == (saved[6], []), "what is named is taken"
 
 
-def test_a_checkpoint_that_does_not_open_is_passed_over(
-    saved: dict[int, Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_does_not_open_is_passed_over(saved, tmp_path):
     """A lost file, and NaN: the run goes on from the one before, and says so."""
     nan = write_shard(partial_folder(tmp_path, 8), 0, {"w": torch.tensor([0.0, torch.nan])})
     ruined = commit(tmp_path, 8, [nan], FACTS, None)
@@ -88,24 +81,20 @@ def test_a_checkpoint_that_does_not_open_is_passed_over(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"step": "6", "ended": 0}'])
-def test_a_record_that_cannot_be_read_accuses_nobody(
-    content: str, saved: dict[int, Path], tmp_path: Path
-) -> None:
+def test_a_record_that_cannot_be_read_accuses_nobody(content, saved, tmp_path):
     (checkpoints_folder(tmp_path) / "proven.json").write_text(content)
     assert read_proof(tmp_path) is None
     assert is_proven(saved[6])
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_proven_checkpoint_is_never_pruned(
-    keep: int, saved: dict[int, Path], tmp_path: Path
-) -> None:
+def test_the_newest_proven_checkpoint_is_never_pruned(keep, saved, tmp_path):
     prune(tmp_path, keep, saved[6], Proof(3).newest(tmp_path))
     assert saved[2].exists() and saved[6].exists()
     assert saved[4].exists() == (keep > 1)
 
 
-def test_a_course_that_is_left_proves_nothing(saved: dict[int, Path], tmp_path: Path) -> None:
+def test_a_course_that_is_left_proves_nothing(saved, tmp_path):
     Proof(6).write(tmp_path)
     assert begin_proof(tmp_path, Checkpoint.open(saved[4])) == Proof(4)
     Proof(2).write(tmp_path)
@@ -116,8 +105,8 @@ def test_a_course_that_is_left_proves_nothing(saved: dict[int, Path], tmp_path: 
 
 @pytest.mark.parametrize(("delay", "proven"), [(0, 2), (1, 1)])
 def test_weights_are_proven_by_the_step_that_is_computed_with_them(
-    delay: int, proven: int, make_settings: Callable[..., Settings], tmp_path: Path
-) -> None:
+    delay, proven, make_settings, tmp_path
+):
     """With delayed updates that is not the next step, but the one after it."""
     changes = {"pipeline__stages": 1, "pipeline__delay": delay, "train__checkpoint_every": 1}
     train(make_settings(train__steps=3, **changes), PlainDisplay(io.StringIO()))

@@ -62,7 +62,6 @@ from thinwire.run.protocol import (
     LinkUp,
     LogLost,
     News,
-    OfStage,
     Order,
     PeerStatus,
     Progress,
@@ -183,7 +182,7 @@ def sent(message: Any, **changes: Any) -> bytes:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_every_message_arrives_as_it_was_sent_and_at_its_own_end(message: Any) -> None:
+def test_every_message_arrives_as_it_was_sent_and_at_its_own_end(message):
     said = Envelope(message, 3, 7)
     assert unpack(pack(said), kinds_for(message)) == said
     other = FROM_COORDINATOR if kinds_for(message) is FROM_PEER else FROM_PEER
@@ -191,13 +190,13 @@ def test_every_message_arrives_as_it_was_sent_and_at_its_own_end(message: Any) -
         unpack(pack(said), other)
 
 
-def test_every_kind_of_message_is_among_these() -> None:
+def test_every_kind_of_message_is_among_these():
     assert {type(message) for message in MESSAGES} == {
         *FROM_PEER.values(), *FROM_COORDINATOR.values()
     }  # fmt: skip
 
 
-def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond() -> None:
+def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond():
     """Eight microbatches of an inner stage took 4.8 kB: 16 kB a step of four stages."""
     rng = random.Random(0)
     spans, now = [], 12345.678
@@ -227,7 +226,7 @@ def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond() -> None:
         ("progress", {"timeline": {"spans": [1]}}, r"at `\$.progress.timeline"),
     ],
 )
-def test_what_a_page_shows_is_checked_too(part: str, change: dict[str, Any], words: str) -> None:
+def test_what_a_page_shows_is_checked_too(part, change, words):
     plain = msgspec.to_builtins(NEWS)
     plain[part] = {**plain[part], **change}
     payload = zlib.compress(msgspec.msgpack.encode(["RunNews", -1, 0, plain]))
@@ -235,7 +234,7 @@ def test_what_a_page_shows_is_checked_too(part: str, change: dict[str, Any], wor
         unpack(payload, FROM_COORDINATOR)
 
 
-def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:
+def test_losses_and_norms_may_be_infinite_and_are_exact():
     report = replace(STEP, loss=0.1 + 0.2, grad_norm=math.inf)
     assert unpack(pack(Envelope(report)), FROM_PEER).message == report
 
@@ -252,12 +251,12 @@ def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:
         ({"meters": {"cut-0": [["FORWARD", 1, -2]]}}, "a count is below 0"),
     ],
 )  # fmt: skip
-def test_a_wrong_field_is_named(change: dict[str, Any], words: str) -> None:
+def test_a_wrong_field_is_named(change, words):
     with pytest.raises(WireError, match="a Step message cannot be used: .*(" + words + ")"):
         unpack(sent(STEP, **change), FROM_PEER)
 
 
-def test_a_machine_that_no_host_could_compute_with_is_refused() -> None:
+def test_a_machine_that_no_host_could_compute_with_is_refused():
     hello = MESSAGES[0]
     for wrong in ({"tflops": math.nan}, {"mbps_up": 1e30}, {"memory_gb": -1.0}):
         with pytest.raises(WireError, match=r"a Hello message cannot be used: .*from 0 to 1e\+09"):
@@ -267,20 +266,20 @@ def test_a_machine_that_no_host_could_compute_with_is_refused() -> None:
 @pytest.mark.parametrize(
     "text", [b"", b"no", b"\xff", b"\x91" * 100_000, b"1" * 5000, msgspec.msgpack.encode(["Step"])]
 )
-def test_what_is_no_message_is_refused(text: bytes) -> None:
+def test_what_is_no_message_is_refused(text):
     for payload in (text, zlib.compress(text), zlib.compress(text)[:-1]):
         with pytest.raises(WireError, match="message cannot be used"):
             unpack(payload, FROM_PEER)
 
 
-def test_a_message_that_inflates_without_end_is_refused() -> None:
+def test_a_message_that_inflates_without_end_is_refused():
     with pytest.raises(WireError, match="longer than"):
         unpack(zlib.compress(b" " * (MOST_SAID + 1)), FROM_PEER)
     with pytest.raises(WireError, match="a ShardWritten message has"):
         pack(Envelope(replace(WRITTEN, shard=replace(SHARD, tensors=["t" * 20] * 60_000))))
 
 
-def test_mutated_messages_are_refused_or_read_but_never_crash() -> None:
+def test_mutated_messages_are_refused_or_read_but_never_crash():
     rng = random.Random(1)
     for _ in range(10_000):
         message = rng.choice(MESSAGES)
@@ -293,7 +292,7 @@ def test_mutated_messages_are_refused_or_read_but_never_crash() -> None:
             assert printable(str(error)) == str(error)
 
 
-def test_control_characters_of_a_peer_reach_nobody() -> None:
+def test_control_characters_of_a_peer_reach_nobody():
     error = "\x1b]0;title\x07line\nnext \x9b2J\u202eend"
     received = unpack(sent(FAILED, error=error, kind="\x1b[31m"), FROM_PEER).message
     assert received.error == "]0;titleline\nnext 2Jend"
@@ -305,7 +304,7 @@ def test_control_characters_of_a_peer_reach_nobody() -> None:
     assert len(long.error) < 5000 and long.error.endswith("(56000 more characters)")
 
 
-def test_a_report_holds_no_more_than_its_step_has() -> None:
+def test_a_report_holds_no_more_than_its_step_has():
     """It may wait for those of slower stages, and so may many others."""
     span = ("compute", "F0", 10.0, 10.25)
     PeerConduct(1, 2, microbatches=4).check(replace(STEP, spans=[span] * 104))
@@ -335,14 +334,14 @@ def test_a_report_holds_no_more_than_its_step_has() -> None:
         (replace(WRITTEN, shard=replace(SHARD, file="../x")), "of the file '../x'"),
     ],
 )
-def test_a_stage_can_speak_for_itself_alone(message: OfStage, words: str) -> None:
+def test_a_stage_can_speak_for_itself_alone(message, words):
     conduct = PeerConduct(1, 3)
     conduct.check(replace(STEP, step=2, meters=BOTH_METERS, loss=None))
     with pytest.raises(WireError, match=words):
         conduct.check(message)
 
 
-def test_a_stage_saw_non_finite_values_only_where_it_looks() -> None:
+def test_a_stage_saw_non_finite_values_only_where_it_looks():
     for stage, place in ((0, "input"), (1, "gradient"), (1, "norms")):
         seen = replace(STEP, loss=1.0 if stage else None, not_finite=place)
         with pytest.raises(WireError, match=f"non-finite values in '{place}'"):
@@ -350,12 +349,12 @@ def test_a_stage_saw_non_finite_values_only_where_it_looks() -> None:
     PeerConduct(1, 2).check(replace(STEP, not_finite="input"))
 
 
-def test_the_last_stage_reports_a_loss() -> None:
+def test_the_last_stage_reports_a_loss():
     with pytest.raises(WireError, match="without its loss"):
         PeerConduct(1, 2).check(replace(STEP, loss=None))
 
 
-def test_steps_are_reported_one_after_the_other() -> None:
+def test_steps_are_reported_one_after_the_other():
     conduct = PeerConduct(1, 2)
     conduct.check(STEP)
     conduct.check(replace(STEP, step=4))
@@ -364,7 +363,7 @@ def test_steps_are_reported_one_after_the_other() -> None:
             conduct.check(replace(STEP, step=wrong))
 
 
-def test_results_are_reported_once_and_for_the_step_that_was_done() -> None:
+def test_results_are_reported_once_and_for_the_step_that_was_done():
     """Else an enrolled peer could have the coordinator pile them up."""
     conduct = PeerConduct(0, 1)
     scored = Evaluation(3, 1.0, 0.1)
@@ -390,7 +389,7 @@ def test_results_are_reported_once_and_for_the_step_that_was_done() -> None:
         Frame(FrameKind.FORWARD),
     ],
 )
-def test_a_channel_convicts_who_sent_it_nonsense(frame: Frame) -> None:
+def test_a_channel_convicts_who_sent_it_nonsense(frame):
     ours, theirs = memory_pair()
     lost: list[ThinwireError] = []
     heard: list[Envelope] = []
@@ -406,7 +405,7 @@ def test_a_channel_convicts_who_sent_it_nonsense(frame: Frame) -> None:
     channel.close()
 
 
-def test_messages_of_two_peers_may_be_the_first_of_their_kind_at_once() -> None:
+def test_messages_of_two_peers_may_be_the_first_of_their_kind_at_once():
     """Where two threads first decode a type at once msgspec crashes: types are learnt at import."""
     lines = (
         "from thinwire.run.protocol import FROM_COORDINATOR, FROM_PEER\n"

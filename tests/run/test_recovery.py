@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from test_outages import detour  # noqa: F401
 from proxy import Proxy
 from thinwire.engine.checkpoint import checkpoints_folder, partial_folder, step_of
 from thinwire.report import PlainDisplay
-from thinwire.settings import Settings
 from thinwire.train import train
 
 pytestmark = pytest.mark.skipif(
@@ -98,12 +97,10 @@ class Disturbing(PlainDisplay):
 
 
 @pytest.fixture
-def undisturbed(
-    make_settings: Callable[..., Settings], run_in_threads: Callable, tmp_path: Path
-) -> Callable[..., Shards]:
+def undisturbed(make_settings, run_in_threads, tmp_path):
     """What the stages of an undisturbed run save after so many steps: weights and all else."""
 
-    def run(steps: int, **changes: Any) -> Shards:
+    def run(steps, **changes):
         folder = tmp_path / "undisturbed"
         # A run that ends as planned does not move its basis for steps that do not come.
         changes = {"train__steps": steps + 1, **changes, "train__checkpoint_every": steps}
@@ -125,19 +122,12 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.fixture
-def disturbed(
-    make_settings: Callable[..., Settings], undisturbed: Callable[..., Shards], tmp_path: Path
-) -> Callable[..., tuple[dict[str, Any], str]]:
+def disturbed(make_settings, undisturbed, tmp_path):
     """A run with processes to which something happens after these steps, and which is then asked to
     stop. It leaves what an undisturbed one of as many steps leaves. Its summary, and what it said.
     """
 
-    def run(
-        deeds: dict[int, Sequence[int]],
-        number: signal.Signals = signal.SIGKILL,
-        stops_with_the_last: bool = False,
-        **changes: Any,
-    ) -> tuple[dict[str, Any], str]:
+    def run(deeds, number=signal.SIGKILL, stops_with_the_last=False, **changes):
         folder = tmp_path / "test"
         display = Disturbing(folder, deeds, number, stops_with_the_last)
         summary = train(make_settings(**{**BASE, **LONG, **changes}), display)
@@ -184,9 +174,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize(("deeds", "changes"), KILLS)
-def test_a_run_whose_processes_are_killed_is_the_same_bit_for_bit(
-    deeds: dict[int, list[int]], changes: dict[str, Any], disturbed: Callable
-) -> None:
+def test_a_run_whose_processes_are_killed_is_the_same_bit_for_bit(deeds, changes, disturbed):
     summary, said = disturbed(deeds, **changes)
     validated = [step for step, _ in summary["valid_losses"]]
     assert validated == [*range(0, 8 * len(validated), 8)] and validated[-1] + 8 >= summary["steps"]
@@ -196,15 +184,15 @@ def test_a_run_whose_processes_are_killed_is_the_same_bit_for_bit(
 
 
 def test_stages_that_share_a_process_are_replaced_together_and_the_run_ends_by_itself(
-    make_settings: Callable[..., Settings],
-    detour: Callable,  # noqa: F811
-    undisturbed: Callable,
-    tmp_path: Path,
-) -> None:
+    make_settings,
+    detour,  # noqa: F811
+    undisturbed,
+    tmp_path,
+):
     """Killed by the path that their bytes take, so that they cannot be done before."""
     killed: list[int] = []
 
-    def kill(data: bytes) -> bytes:
+    def kill(data):
         if not killed and proxies[1].carried > 100_000:
             killed.append(processes_of(tmp_path / "test")[3])
             os.kill(killed[0], signal.SIGKILL)
@@ -217,15 +205,13 @@ def test_stages_that_share_a_process_are_replaced_together_and_the_run_ends_by_i
     assert_undisturbed(tmp_path / "test", undisturbed(24, train__steps=24))
 
 
-def test_a_stage_that_is_frozen_is_replaced(disturbed: Callable) -> None:
+def test_a_stage_that_is_frozen_is_replaced(disturbed):
     _, said = disturbed({5: [1]}, signal.SIGSTOP, pipeline__stages=2)
     assert "stage 1 got stuck at step" in said
     assert re.search(r"stage 1 is back after \d+\.\d s", said)
 
 
 @pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_run_that_stops_while_its_first_stage_dies_ends_where_all_agreed(
-    delay: int, disturbed: Callable
-) -> None:
+def test_a_run_that_stops_while_its_first_stage_dies_ends_where_all_agreed(delay, disturbed):
     """Whoever takes its place ends the run after the same step, if any stage has heard of that."""
     disturbed({4: [0]}, stops_with_the_last=True, pipeline__stages=2, pipeline__delay=delay)

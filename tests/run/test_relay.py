@@ -3,10 +3,8 @@
 import io
 import re
 import signal
-import socket
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +20,7 @@ NAME = "0123456789abcdef/cut-0@1"
 
 
 @pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def data(tmp_path, monkeypatch):
     monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "data"))
     return tmp_path / "data"
 
@@ -36,12 +34,12 @@ def start(tmp_path: Path, *arguments: str) -> tuple[Program, Relay]:
     return program, Relay.parse(found[1])
 
 
-def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path: Path, data: Path) -> None:
+def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path, data):
     program, relay = start(tmp_path)
     route = Route(relay.address, "relayed", relay.password)
 
-    def take(connection: socket.socket, home: str) -> Any:
-        def hello() -> None:
+    def take(connection, home):
+        def hello():
             with connection:
                 connection.sendall(b"hello")
 
@@ -71,7 +69,7 @@ def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path: Path, data: Path) ->
     assert "at most 20 Mbit/s for each run" in program.text()
 
 
-def test_what_is_no_relay_or_pass_is_refused_and_not_quoted(tmp_path: Path) -> None:
+def test_what_is_no_relay_or_pass_is_refused_and_not_quoted(tmp_path):
     path = tmp_path / "pass"
     for content in (None, b"", b"short", b"spaces in it", b"\xff" * 20):
         if content is not None:

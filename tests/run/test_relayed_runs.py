@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from machines import Machines
 from thinwire.wire import Door
 
 
 @pytest.mark.slow  # tests/wire has doors, routes and splices over sockets
-def test_a_host_and_peers_that_only_dial_out_train_by_a_relay(machines: Machines) -> None:
+def test_a_host_and_peers_that_only_dial_out_train_by_a_relay(machines):
     machines.config(pipeline__stages=2, train__steps=4)
     with Door("127.0.0.1", 0) as relay:
         relay.admit_any("open-sesame")

@@ -22,16 +22,7 @@ from thinwire.run.events import (
     Tell,
     Tick,
 )
-from thinwire.run.protocol import (
-    Await,
-    Connect,
-    Finished,
-    Leave,
-    Linked,
-    Pulse,
-    Relink,
-    Start,
-)
+from thinwire.run.protocol import Await, Connect, Finished, Leave, Linked, Pulse, Relink, Start
 
 FOUR = [[0], [1], [2], [3]]
 KILLED = "killed by SIGKILL"
@@ -66,9 +57,7 @@ def replaced(commands: list[Command]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("stage", "ends"), [(0, [(1, 0)]), (1, [(0, 0), (2, 1)]), (3, [(2, 2)])])
-def test_a_stage_that_dies_is_replaced_while_its_neighbours_wait(
-    stage: int, ends: list[tuple[int, int]]
-) -> None:
+def test_a_stage_that_dies_is_replaced_while_its_neighbours_wait(stage, ends):
     lead = training(steps=2)
     *told, note, replace = lead.on(Exited(stage, -9))
     assert told == [Tell(neighbour, Await(cut)) for neighbour, cut in ends]
@@ -92,7 +81,7 @@ def test_a_stage_that_dies_is_replaced_while_its_neighbours_wait(
     assert lead.coordinator.phase is Phase.TRAINING
 
 
-def test_each_step_is_recorded_once_and_meters_add_up() -> None:
+def test_each_step_is_recorded_once_and_meters_add_up():
     """What a lost process had moved was moved; so was what its successor sends beside it."""
     lead, recorded = training(), list[Command]()
     for number in range(4):
@@ -113,7 +102,7 @@ def test_each_step_is_recorded_once_and_meters_add_up() -> None:
     assert goodbye.report.meters["cut-2"]["sent"]["FORWARD"]["frames"] == 4 + 7
 
 
-def test_a_stage_that_dies_without_end_ends_the_run() -> None:
+def test_a_stage_that_dies_without_end_ends_the_run():
     lead = training(steps=1)
     for _ in range(MOST_DEATHS):
         assert replaced(lead.on(Exited(1, -9))) == [[1]]
@@ -122,7 +111,7 @@ def test_a_stage_that_dies_without_end_ends_the_run() -> None:
     assert str(end.error) == f"stage 1 died at step 1: {KILLED}"
 
 
-def test_a_stage_that_is_lost_before_its_last_part_has_arrived_writes_it_again() -> None:
+def test_a_stage_that_is_lost_before_its_last_part_has_arrived_writes_it_again():
     lead = training(steps=2, parts_travel=True)
     parts = [part(s, 2) for s in range(4)]
     for stage in range(4):
@@ -148,7 +137,7 @@ NO_FAULT: list[list[Event]] = [
 
 
 @pytest.mark.parametrize("events", NO_FAULT, ids=["exit", "lost", "unforeseen", "accused"])
-def test_who_fails_without_a_fault_is_replaced_after_a_moment(events: list[Event]) -> None:
+def test_who_fails_without_a_fault_is_replaced_after_a_moment(events):
     lead = training(steps=1)
     assert [lead.on(event) for event in events] == [[]]
     commands = lead.on(Tick(), SETTLE_SECONDS)
@@ -163,19 +152,19 @@ def test_who_fails_without_a_fault_is_replaced_after_a_moment(events: list[Event
         Said(2, failed("odd frame", "BreachError", convicts=(1,))),
     ],
 )
-def test_who_is_at_fault_or_would_fail_again_ends_the_run(event: Event) -> None:
+def test_who_is_at_fault_or_would_fail_again_ends_the_run(event):
     lead = training(steps=1)
     lead.on(event)
     assert "stage 1" in str(lead.ended(lead.on(Tick(), SETTLE_SECONDS)).error)
 
 
 @pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.LINKING])
-def test_a_death_before_training_ends_the_run(phase: Phase) -> None:
+def test_a_death_before_training_ends_the_run(phase):
     lead = Lead(stages=4, placement=FOUR).until(phase)
     assert KILLED in str(lead.ended(lead.on(Exited(1, -9))).error)
 
 
-def test_a_wait_for_a_new_process_is_no_stuck_run() -> None:
+def test_a_wait_for_a_new_process_is_no_stuck_run():
     """Until it speaks no time counts; then the others wait for it, and it works."""
     lead = training(steps=1)
     lead.on(Exited(1, -9))
@@ -189,7 +178,7 @@ def test_a_wait_for_a_new_process_is_no_stuck_run() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_process_that_is_stopped_is_replaced(stage: int) -> None:
+def test_a_process_that_is_stopped_is_replaced(stage):
     lead = training(steps=1)
     commands = lead.on(Stopped(stage))
     assert replaced(commands) == [[stage]]
@@ -198,7 +187,7 @@ def test_a_process_that_is_stopped_is_replaced(stage: int) -> None:
     assert alone.on(Stopped(stage)) == [], "where it cannot be replaced it may go on by itself"
 
 
-def test_two_neighbours_that_die_are_linked_to_each_other() -> None:
+def test_two_neighbours_that_die_are_linked_to_each_other():
     lead = training(steps=1)
     lead.on(Exited(1, -9))
     assert replaced(lead.on(Exited(2, -9))) == [[2]], "the first is not begun anew"

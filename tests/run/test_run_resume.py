@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,7 @@ def save(run: Path, settings: Settings, step: int = 2) -> Path:
     return commit(run, step, [shard], facts, None)
 
 
-def test_what_the_weights_mean_cannot_change_on_resume(
-    make_settings: Callable, tmp_path: Path
-) -> None:
+def test_what_the_weights_mean_cannot_change_on_resume(make_settings, tmp_path):
     """Everything else may."""
     saved = save(tmp_path, make_settings())
     fixed: dict[str, dict[str, Any]] = {
@@ -68,13 +65,7 @@ def test_what_the_weights_mean_cannot_change_on_resume(
         ({"run__precision": "fp32", "codec__forward": "fp32"}, {"pipeline__stages": 4}, False),
     ],
 )
-def test_a_split_anew_says_whether_it_is_exact(
-    before: dict[str, Any],
-    after: dict[str, Any],
-    noted: bool,
-    make_settings: Callable,
-    tmp_path: Path,
-) -> None:
+def test_a_split_anew_says_whether_it_is_exact(before, after, noted, make_settings, tmp_path):
     saved = save(tmp_path, make_settings(**before))
     stream = StringIO()
     open_resume(saved, make_settings(**before, **after), PlainDisplay(stream))
@@ -90,9 +81,7 @@ NARROW = {
 
 @pytest.mark.parametrize("narrow", NARROW.values(), ids=NARROW)
 @pytest.mark.parametrize("before", [{}, {"pipeline__split": [1, 3]}])
-def test_narrow_cuts_stay_where_the_model_learned_them(
-    before: dict[str, Any], narrow: dict[str, Any], make_settings: Callable, tmp_path: Path
-) -> None:
+def test_narrow_cuts_stay_where_the_model_learned_them(before, narrow, make_settings, tmp_path):
     """Refused before any process starts, and before anything in the folder changes."""
     narrow = {**narrow, "boundary__rank": 4}
     settings = make_settings(**narrow, **before)
@@ -117,9 +106,7 @@ def test_narrow_cuts_stay_where_the_model_learned_them(
     assert sorted(tmp_path.rglob("*")) == files
 
 
-def test_a_split_that_is_left_open_is_that_of_the_model(
-    make_settings: Callable, tmp_path: Path
-) -> None:
+def test_a_split_that_is_left_open_is_that_of_the_model(make_settings, tmp_path):
     """A hosted run was split by what its peers measured, which its run.toml does not say."""
     narrow = {"boundary__mode": "projected", "boundary__rank": 4}
     saved = make_settings(**narrow, pipeline__split=[1, 3])
@@ -131,13 +118,7 @@ def test_a_split_that_is_left_open_is_that_of_the_model(
 
 
 @pytest.mark.parametrize(("threads", "noted"), [(0, True), (1, False), (2, False)])
-def test_other_threads_on_resume_are_said(
-    threads: int,
-    noted: bool,
-    make_settings: Callable,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_threads_on_resume_are_said(threads, noted, make_settings, tmp_path, monkeypatch):
     """Shared out over more stages, a machine's cores are fewer for each, and round otherwise."""
     monkeypatch.setattr("thinwire.settings.tree.machine_cores", lambda: 4)
     saved = save(tmp_path, make_settings(run__threads=threads))
@@ -148,7 +129,7 @@ def test_other_threads_on_resume_are_said(
     assert ("run.threads = 2" in stream.getvalue()) == noted
 
 
-def test_codecs_that_remember_are_not_split_anew(make_settings: Callable, tmp_path: Path) -> None:
+def test_codecs_that_remember_are_not_split_anew(make_settings, tmp_path):
     remembering = {"codec__forward": "int8+ef21"}
     saved = save(tmp_path, make_settings(**remembering))
     open_resume(saved, make_settings(**remembering), silent())
@@ -165,7 +146,7 @@ def test_codecs_that_remember_are_not_split_anew(make_settings: Callable, tmp_pa
     assert "the learning rate was" in stream.getvalue()
 
 
-def test_a_folder_is_held_by_what_is_in_it(make_settings: Callable, tmp_path: Path) -> None:
+def test_a_folder_is_held_by_what_is_in_it(make_settings, tmp_path):
     folder = tmp_path / "run"
     partial = partial_folder(folder, 3)
     partial.mkdir(parents=True)
@@ -186,7 +167,7 @@ def test_a_folder_is_held_by_what_is_in_it(make_settings: Callable, tmp_path: Pa
         pass
 
 
-def test_a_resume_never_takes_over_another_run(make_settings: Callable, tmp_path: Path) -> None:
+def test_a_resume_never_takes_over_another_run(make_settings, tmp_path):
     theirs, ours, free = (tmp_path / name for name in ("A", "B", "C"))
     checkpoint = Checkpoint.open(save(theirs, make_settings()))
     save(ours, make_settings())
@@ -196,7 +177,7 @@ def test_a_resume_never_takes_over_another_run(make_settings: Callable, tmp_path
         pass
 
 
-def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
+def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
     """A real second process; killed, it leaves no lock behind."""
     pytest.importorskip("fcntl")
     program = (

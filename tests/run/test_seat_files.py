@@ -10,7 +10,6 @@ import pytest
 from safetensors.torch import load_file
 
 from thinwire.background import on_daemon_thread
-from thinwire.data import Corpus
 from thinwire.engine.checkpoint import MANIFEST, Checkpoint, partial_folder, sealed
 from thinwire.engine.state import most_shard_bytes
 from thinwire.errors import CheckpointError, WireError
@@ -23,7 +22,6 @@ from thinwire.run.transfer import (
     fetch_seat,
     serve_files,
 )
-from thinwire.settings import Settings
 from thinwire.wire import memory_pair
 
 EXACT = {
@@ -47,12 +45,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def trained(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> Callable[..., tuple[Settings, Any, Checkpoint]]:
+def trained(make_settings, run_in_threads, corpus, tmp_path):
     """A run of three stages, all of it, and its checkpoint of the middle."""
 
-    def train(**changes: Any) -> tuple[Settings, Any, Checkpoint]:
+    def train(**changes):
         settings = make_settings(**{**EXACT, **changes})
         outcome = run_in_threads(settings, folder=tmp_path / "host")
         folder = outcome.commit(tmp_path / "host", 3, corpus)
@@ -80,9 +76,7 @@ def restoring(seats: list[Path]) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_seats_go_on_bit_for_bit(
-    kind: str, trained: Callable, make_settings: Callable, run_in_threads: Callable, tmp_path: Path
-) -> None:
+def test_seats_go_on_bit_for_bit(kind, trained, make_settings, run_in_threads, tmp_path):
     """Each gets the file of its stage; in another split just the tensors of its blocks."""
     settings, whole, checkpoint = trained(**KINDS[kind])
     if kind == "another split":
@@ -112,7 +106,7 @@ def test_seats_go_on_bit_for_bit(
     assert not list(checkpoint.folder.parent.glob(".extracts-*"))
 
 
-def test_what_is_here_is_not_sent_again(trained: Callable, tmp_path: Path) -> None:
+def test_what_is_here_is_not_sent_again(trained, tmp_path):
     settings, _, checkpoint = trained()
     server, folder = SeatServer(checkpoint, settings), tmp_path / "peer"
     own = partial_folder(folder, 3)  # the machine that wrote this shard
@@ -131,16 +125,14 @@ def test_what_is_here_is_not_sent_again(trained: Callable, tmp_path: Path) -> No
     assert fetch(server, 2, folder)[1] == checkpoint.shards[2].bytes
 
 
-def test_a_lost_connection_loses_nothing_that_has_come(
-    trained: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_connection_loses_nothing_that_has_come(trained, tmp_path, monkeypatch):
     monkeypatch.setattr("thinwire.run.transfer.PIECE_BYTES", 1024)
     settings, _, checkpoint = trained()
     server, seen = SeatServer(checkpoint, settings), []
     here, there = memory_pair(1)
     on_daemon_thread("host", lambda: server.serve(here, (0,)))
 
-    def lose(done: int, total: int) -> None:
+    def lose(done, total):
         seen.append(total)
         if done >= 5 * 1024:
             here.close()
@@ -153,7 +145,7 @@ def test_a_lost_connection_loses_nothing_that_has_come(
     Checkpoint.open(path).verify()
 
 
-def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -> None:
+def test_a_seat_is_for_the_one_who_holds_it(trained, tmp_path):
     settings, _, checkpoint = trained()
     server = SeatServer(checkpoint, settings)
     here, there = memory_pair()
@@ -185,7 +177,7 @@ LIES: list[tuple[Callable[[Any], object], str]] = [
 ]
 
 
-def test_a_manifest_cannot_lead_a_peer_astray(trained: Callable, tmp_path: Path) -> None:
+def test_a_manifest_cannot_lead_a_peer_astray(trained, tmp_path):
     _, _, checkpoint = trained()
     before = {path for path in tmp_path.rglob("*") if "peer" not in path.parts}
     for change, words in LIES:
@@ -201,9 +193,7 @@ def test_a_manifest_cannot_lead_a_peer_astray(trained: Callable, tmp_path: Path)
     assert {path for path in tmp_path.rglob("*") if "peer" not in path.parts} == before
 
 
-def test_half_of_the_disk_stays_free(
-    trained: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_of_the_disk_stays_free(trained, tmp_path, monkeypatch):
     settings, _, checkpoint = trained()
     size, server = checkpoint.shards[0].bytes, SeatServer(checkpoint, settings)
     monkeypatch.setattr("thinwire.run.transfer.free_disk", lambda folder: 2 * size - 1)

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
+def host(tmp_path):
     host = Host(tmp_path / "host")
     yield host
     host.collector.close()
@@ -101,7 +100,7 @@ def arrived(host: Host, stage: int, step: int) -> str:
     return sha256_of(partial_folder(host.folder, step) / f"stage-{stage}.safetensors")
 
 
-def test_shards_of_two_machines_arrive(host: Host, tmp_path: Path) -> None:
+def test_shards_of_two_machines_arrive(host, tmp_path):
     shards = [write(tmp_path / f"member-{stage}", stage, 10) for stage in (0, 1)]
     for stage in (0, 1):
         host.join(f"peer-{stage}", ShardSender(tmp_path / f"member-{stage}"), [stage])
@@ -115,7 +114,7 @@ def test_shards_of_two_machines_arrive(host: Host, tmp_path: Path) -> None:
     assert max(host.progress) == (whole, whole)
 
 
-def test_of_those_that_wait_the_newest_goes_next(host: Host, tmp_path: Path) -> None:
+def test_of_those_that_wait_the_newest_goes_next(host, tmp_path):
     """Step 10 travels; 20 and 30 come due meanwhile; 40 only on one stage so far."""
     member = tmp_path / "member"
     for step in (10, 20, 30):
@@ -135,7 +134,7 @@ def test_of_those_that_wait_the_newest_goes_next(host: Host, tmp_path: Path) -> 
     assert host.wait(8)[6:] == [("lost", 0, 40, "disk full"), ("lost", 1, 40, "disk full")]
 
 
-def test_members_forget_what_is_of_no_more_use(host: Host, tmp_path: Path) -> None:
+def test_members_forget_what_is_of_no_more_use(host, tmp_path):
     """The host wants steps 20 and 40: the last one may be complete, those between never will be."""
     member = tmp_path / "member"
     for step in (10, 30, 50):
@@ -145,7 +144,7 @@ def test_members_forget_what_is_of_no_more_use(host: Host, tmp_path: Path) -> No
     there = host.join("peer", ShardSender(member), [0, 1])
     host.wait(4)
 
-    def left() -> list[int]:
+    def left():
         return sorted(int(folder.name[-2:]) for folder in member.glob("checkpoints/.partial-*"))
 
     wait_until(lambda: left() == [20, 40, 50])
@@ -156,7 +155,7 @@ def test_members_forget_what_is_of_no_more_use(host: Host, tmp_path: Path) -> No
     there.close()
 
 
-def test_what_a_stage_cannot_have_written_is_not_asked_for(host: Host, tmp_path: Path) -> None:
+def test_what_a_stage_cannot_have_written_is_not_asked_for(host, tmp_path):
     for step, (change, words) in enumerate(
         [
             ({"bytes": LIMIT + 1}, "4,194,305 bytes, but its state takes at most 4,194,304"),
@@ -171,7 +170,7 @@ def test_what_a_stage_cannot_have_written_is_not_asked_for(host: Host, tmp_path:
     assert not host.folder.exists(), "nothing is written for it"
 
 
-def test_a_shard_that_is_not_there_or_wrong_is_named(host: Host, tmp_path: Path) -> None:
+def test_a_shard_that_is_not_there_or_wrong_is_named(host, tmp_path):
     member = tmp_path / "member"
     host.written(member, 10)
     changed = partial_folder(member, 10) / "stage-0.safetensors"
@@ -185,7 +184,7 @@ def test_a_shard_that_is_not_there_or_wrong_is_named(host: Host, tmp_path: Path)
     assert "no such file of stage 0 and step 20" in host.wait(4)[2][3]
 
 
-def test_a_shard_counts_only_once_it_was_opened(host: Host, tmp_path: Path) -> None:
+def test_a_shard_counts_only_once_it_was_opened(host, tmp_path):
     """Its size and hash are right, and its content is not: the peer that sent it is named."""
     member = tmp_path / "member"
     host.objection = "it cannot be opened"
@@ -221,7 +220,7 @@ def pieces_sent(sender: ShardSender) -> int:
     return sender.meter.snapshot()["sent"].get("PIECE", {"frames": 0})["frames"]
 
 
-def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_path: Path) -> None:
+def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_path):
     member, pieces = tmp_path / "member", 8
     host = Host(tmp_path / "host")
     shards = host.written(member, 10, pieces * PIECE_BYTES)
@@ -244,7 +243,7 @@ def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_pat
     assert kept == 2 * pieces, "all of it was here"
 
 
-def test_a_checkpoint_of_which_nothing_comes_is_given_up(tmp_path: Path) -> None:
+def test_a_checkpoint_of_which_nothing_comes_is_given_up(tmp_path):
     host = Host(tmp_path / "host", patience=0.2)
     host.written(tmp_path / "member", 10)
     said = host.wait(2)
@@ -253,7 +252,7 @@ def test_a_checkpoint_of_which_nothing_comes_is_given_up(tmp_path: Path) -> None
     host.collector.close()
 
 
-def test_a_member_gives_nothing_but_its_shards(tmp_path: Path) -> None:
+def test_a_member_gives_nothing_but_its_shards(tmp_path):
     here, there = memory_pair()
     on_daemon_thread("member", lambda: ShardSender(tmp_path).serve(there))
     talk = Talk(here)
@@ -265,7 +264,7 @@ def test_a_member_gives_nothing_but_its_shards(tmp_path: Path) -> None:
     assert talk.hear(PATIENCE) is None, "it hangs up on nonsense"
 
 
-def test_a_host_that_says_nothing_of_shards_does_not_fill_the_disk(tmp_path: Path) -> None:
+def test_a_host_that_says_nothing_of_shards_does_not_fill_the_disk(tmp_path):
     sender = ShardSender(tmp_path)
     here, there = memory_pair()
     serving = on_daemon_thread("member", lambda: sender.serve(there))
@@ -296,9 +295,7 @@ class Held(Allowance):
         return 0.0
 
 
-def test_a_stage_that_changed_hands_is_fetched_over_one_connection_at_a_time(
-    host: Host, tmp_path: Path
-) -> None:
+def test_a_stage_that_changed_hands_is_fetched_over_one_connection_at_a_time(host, tmp_path):
     member, begun, ended = tmp_path / "member", threading.Event(), threading.Event()
     shards = host.written(member, 10, 8 * PIECE_BYTES)
     before, after = ShardSender(member, Held(begun, ended)), ShardSender(member)
@@ -312,7 +309,7 @@ def test_a_stage_that_changed_hands_is_fetched_over_one_connection_at_a_time(
 
 
 @pytest.mark.parametrize("why", ["given up", "the epoch is over"])
-def test_a_transfer_ends_with_the_wish_for_it(why: str, host: Host, tmp_path: Path) -> None:
+def test_a_transfer_ends_with_the_wish_for_it(why, host, tmp_path):
     member, begun, ended = tmp_path / "member", threading.Event(), threading.Event()
     host.written(member, 10, 8 * PIECE_BYTES)
 

@@ -10,16 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import toy_stages
-from simulated import (
-    Fault,
-    Leader,
-    Plan,
-    World,
-    WrongError,
-    failing,
-    reference,
-    simulate,
-)
+from simulated import Fault, Leader, Plan, World, WrongError, failing, reference, simulate
 from toy_stages import LinkEnd, Stage
 
 from thinwire.run.coordinator import Coordinator, Phase
@@ -31,22 +22,22 @@ from thinwire.wire.logged import Lacking
 SEEDS = 400  # the planted bugs below are found within fewer
 
 
-def test_seeds() -> None:
+def test_seeds():
     assert failing(range(SEEDS)) == {}
 
 
-def test_seeds_with_delayed_updates() -> None:
+def test_seeds_with_delayed_updates():
     assert failing(range(SEEDS // 4), delay=1) == {}
 
 
-def test_a_stop_that_was_decided_holds_for_who_begins_anew() -> None:
+def test_a_stop_that_was_decided_holds_for_who_begins_anew():
     """With delayed updates a first stage that came back took a later step for its last one."""
     assert failing([874, 1052], delay=1) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 1])
-def test_thousands_of_seeds(delay: int) -> None:
+def test_thousands_of_seeds(delay):
     assert failing(range(SEEDS, 3000), delay=delay) == {}
 
 
@@ -63,16 +54,14 @@ def _wrong_stops(delay: int) -> int:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_a_stop_is_the_same_whenever_the_first_stage_is_lost(delay: int) -> None:
+def test_a_stop_is_the_same_whenever_the_first_stage_is_lost(delay):
     assert _wrong_stops(delay) == 0
 
 
-def test_a_stop_that_is_noted_with_the_step_after_it_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stop_that_is_noted_with_the_step_after_it_is_found(monkeypatch):
     """The failing side: with delayed updates the last decision is not the one to stop."""
 
-    def decide(self: LinkState, number: int, stops: bool) -> None:
+    def decide(self, number, stops):
         if number >= self.decided:
             self.decided, self.stops = number, stops
 
@@ -80,7 +69,7 @@ def test_a_stop_that_is_noted_with_the_step_after_it_is_found(
     assert _wrong_stops(0) == 0 and _wrong_stops(1) > 0
 
 
-def test_a_seed_is_replayed_exactly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_is_replayed_exactly(capsys):
     stories = []
     for _ in range(2):
         simulate(14, tells=True)
@@ -91,7 +80,7 @@ def test_a_seed_is_replayed_exactly(capsys: pytest.CaptureFixture[str]) -> None:
 HOSTED = Plan(3, 3, 3, 8, 8, 9, "1f1b", True)
 
 
-def test_a_stand_by_shortens_the_wait_and_slows_nobody() -> None:
+def test_a_stand_by_shortens_the_wait_and_slows_nobody():
     calm, watched = (World(HOSTED, 0, spares=spares).run() for spares in (0, 2))
     assert watched.steps == calm.steps
     assert watched.seconds == pytest.approx(calm.seconds, abs=0.01), "nobody waits for one"
@@ -101,7 +90,7 @@ def test_a_stand_by_shortens_the_wait_and_slows_nobody() -> None:
     assert soon.seconds < slow.seconds - 0.5, "which it takes to build a process"
 
 
-def test_whoever_lies_is_replaced_by_its_stand_by_and_nobody_else_is() -> None:
+def test_whoever_lies_is_replaced_by_its_stand_by_and_nobody_else_is():
     world = World(HOSTED, 0, spares=3, liar="m1")
     outcome = world.run()
     assert (outcome.promoted, outcome.replaced) == (1, 0)
@@ -222,7 +211,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any], int]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_found(name, monkeypatch):
     where, what, how, seeds = MUTANTS[name]
     monkeypatch.setattr(where, what, how(getattr(where, what, None)), raising=False)
     assert any(simulate(seed)[1] for seed in range(seeds))

@@ -9,8 +9,6 @@ from leading import Lead, ready, step
 from test_hosted_recovery import Hosted
 from test_replacement import FOUR, link, report, texts, training
 
-from machines import Machines
-from thinwire.data import Corpus
 from thinwire.engine.reports import Audited
 from thinwire.run.coordinator import SETTLE_SECONDS
 from thinwire.run.events import (
@@ -51,7 +49,7 @@ def followed(
     return lead, told
 
 
-def test_a_process_that_follows_a_stage_is_fed_by_its_neighbours_and_then_starts() -> None:
+def test_a_process_that_follows_a_stage_is_fed_by_its_neighbours_and_then_starts():
     _, told = followed(1)
     own, below, above, start, note = told
     connect = Connect("at-0", [0, 0, 0], follower=1)
@@ -62,7 +60,7 @@ def test_a_process_that_follows_a_stage_is_fed_by_its_neighbours_and_then_starts
     assert texts([note]) == ["stage 1 has a stand-by, which follows it"]
 
 
-def test_whoever_follows_a_lost_stage_takes_its_place_at_once() -> None:
+def test_whoever_follows_a_lost_stage_takes_its_place_at_once():
     lead, _ = followed(1)
     *awaits, _, promote, below, above, own = lead.on(Exited(1, -9))
     assert awaits == [Tell(0, Await(0)), Tell(2, Await(1))] and promote == Promote([1])
@@ -76,7 +74,7 @@ def test_whoever_follows_a_lost_stage_takes_its_place_at_once() -> None:
     assert "stage 1 is back" in texts(report(lead, 2))[0]
 
 
-def test_one_that_follows_beside_a_lost_stage_is_fed_by_who_takes_its_place() -> None:
+def test_one_that_follows_beside_a_lost_stage_is_fed_by_who_takes_its_place():
     lead, _ = followed(1)
     assert lead.on(Exited(2, -9))[-2:] == [Replace([2]), TellFollower(1, Await(1))]
     *_, start, relink, feed = link(lead, 2)
@@ -89,7 +87,7 @@ def test_one_that_follows_beside_a_lost_stage_is_fed_by_who_takes_its_place() ->
     assert Promote([1]) in lead.on(Exited(1, -9))
 
 
-def test_one_that_is_not_fed_is_not_promoted() -> None:
+def test_one_that_is_not_fed_is_not_promoted():
     """It may be behind the checkpoint at which whoever is to feed it began."""
     lead, _ = followed(1)
     lead.on(Exited(2, -9))
@@ -103,7 +101,7 @@ def test_one_that_is_not_fed_is_not_promoted() -> None:
         assert Replace([1]) in lead.on(Exited(1, -9)), "that was of streams of before"
 
 
-def test_neighbours_that_are_lost_together_and_promoted_wait_for_each_other() -> None:
+def test_neighbours_that_are_lost_together_and_promoted_wait_for_each_other():
     """They were fed by those who are lost; and another that is lost may take long to be built."""
     lead, _ = followed(0)
     lead.on(FollowerSaid(1, ready(1)))
@@ -115,7 +113,7 @@ def test_neighbours_that_are_lost_together_and_promoted_wait_for_each_other() ->
         assert command in told
 
 
-def test_one_that_fails_or_is_lost_or_is_not_linked_is_not_promoted() -> None:
+def test_one_that_fails_or_is_lost_or_is_not_linked_is_not_promoted():
     for gone in (
         FollowerSaid(1, Failed("StageError", True, "no", "", [], [])),
         FollowerSaid(1, Ended(0, "")),
@@ -131,9 +129,7 @@ def test_one_that_fails_or_is_lost_or_is_not_linked_is_not_promoted() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(
-    delay: int, machines: Machines, corpus: Corpus
-) -> None:
+def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(delay, machines, corpus):
     changes = {"pipeline__stages": 2, "pipeline__delay": delay, "train__checkpoint_every": 20}
     hosted = Hosted(machines, "ana", "ben", "cleo", **changes)
     host, (spare,) = hosted.host, {*hosted.peers} - {*hosted.seats}
@@ -142,7 +138,7 @@ def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(
     assert found is not None
     stage = int(found[1])
 
-    def stands_by() -> bool:
+    def stands_by():
         held, state = hosted.held()[spare]
         return not held and bool(re.match(rf"stands by for stage .*{stage}", state))
 
@@ -154,7 +150,7 @@ def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(
     assert hosted.peers[spare].wait() == 0, hosted.peers[spare].text()
 
 
-def test_last_words_of_who_was_replaced_are_not_those_of_its_stand_by() -> None:
+def test_last_words_of_who_was_replaced_are_not_those_of_its_stand_by():
     lead, _ = followed(1)
     lead.on(Exited(1, -9))
     assert lead.say(1, step(1, 2, 4)) == lead.say(1, Audited(2, 4, 0.0, 0.0)) == []

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from trained import trained
 
 CPU = torch.device("cpu")
 Changes = dict[str, Any]
-Make = Callable[..., Settings]
 SUBSPACE: Changes = {"boundary__mode": "subspace", "boundary__rank": 6}
 REPARAM: Changes = {"boundary__mode": "reparam", "boundary__rank": 6}
 MOVED: Changes = {"boundary__basis_update_every": 2}
@@ -64,10 +62,7 @@ CLOSE: dict[str, tuple[Changes, Changes]] = {
 
 @pytest.mark.parametrize(("before", "after"), [*EXACT.values(), *CLOSE.values()],
                          ids=[*EXACT, *CLOSE])  # fmt: skip
-def test_a_new_run_begins_where_the_other_ended(
-    before: Changes, after: Changes, make_settings: Make, corpus: Corpus,
-    tmp_path: Path
-) -> None:  # fmt: skip
+def test_a_new_run_begins_where_the_other_ended(before, after, make_settings, corpus, tmp_path):
     source = trained(make_settings(**before, train__steps=3), corpus, tmp_path / "source")
     settings = make_settings(**after, train__init_from=str(source), run__seed=9)
     made = started(settings, corpus, tmp_path / "new")
@@ -95,10 +90,7 @@ GROWN: dict[str, tuple[Changes, Changes]] = {
 
 
 @pytest.mark.parametrize(("before", "after"), GROWN.values(), ids=GROWN)
-def test_a_vocabulary_grows_by_rows(
-    before: Changes, after: Changes, make_settings: Make, corpus: Corpus,
-    tmp_path: Path
-) -> None:  # fmt: skip
+def test_a_vocabulary_grows_by_rows(before, after, make_settings, corpus, tmp_path):
     """What the model says of old tokens stays; rows of new ones come from names and the seed."""
     source = trained(make_settings(**before, train__steps=3), corpus, tmp_path / "source")
     settings = make_settings(**after, train__init_from=str(source), model__vocab=310)
@@ -127,9 +119,7 @@ def saved_by_an_earlier_release(
     return Checkpoint.open(trained(settings, data, folder))
 
 
-def test_a_model_trained_on_text_learns_chat(
-    make_settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_trained_on_text_learns_chat(make_settings, tmp_path, monkeypatch):
     """Its tokenizer has the tokens of ChatML. One of an earlier release grows: as the error says"""
     own = make_settings(train__steps=2)
     source = trained(own, prepare_data(own, silent()), tmp_path / "source")
@@ -137,7 +127,7 @@ def test_a_model_trained_on_text_learns_chat(
     lines = [{"prompt": f"link {i}?", "completion": f"frame {i} of a link"} for i in range(30)]
     chats.write_text("\n".join(map(json.dumps, lines)))
 
-    def begun(source: Path, folder: str, **changes: Any) -> Checkpoint:
+    def begun(source, folder, **changes):
         settings = make_settings(
             **changes, train__init_from=str(source), data__source="chat", data__path=str(chats)
         )
@@ -156,9 +146,7 @@ def test_a_model_trained_on_text_learns_chat(
     assert grown.tensors(["lm_head.weight"])["lm_head.weight"].shape == (302, 32)
 
 
-def test_a_run_of_an_earlier_release_keeps_its_tokenizer(
-    make_settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_an_earlier_release_keeps_its_tokenizer(make_settings, tmp_path, monkeypatch):
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
     settings = make_settings(train__steps=2)
     old = saved_by_an_earlier_release(settings, tmp_path / "old", monkeypatch)
@@ -166,7 +154,7 @@ def test_a_run_of_an_earlier_release_keeps_its_tokenizer(
     assert prepare_data(settings, silent(), old).fingerprint == old.manifest["corpus"]
 
 
-def test_what_a_change_costs_is_said(make_settings: Make, corpus: Corpus, tmp_path: Path) -> None:
+def test_what_a_change_costs_is_said(make_settings, corpus, tmp_path):
     """Free weights do not fit into a subspace; a cut that the weights do not know starts anew; a
     projected model that loses its cuts is told, and never folded.
     """
@@ -185,12 +173,10 @@ def test_what_a_change_costs_is_said(make_settings: Make, corpus: Corpus, tmp_pa
         open_origin(make_settings(**SUBSPACE, train__init_from=str(tables)), silent())
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written(
-    make_settings: Make, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(make_settings, corpus, tmp_path):
     source = trained(make_settings(train__steps=2), corpus, tmp_path / "source")
 
-    def refused(error: type[Exception], match: str, **changes: Any) -> None:
+    def refused(error, match, **changes):
         settings = make_settings(**{"train__init_from": str(source), **changes})
         with pytest.raises(error, match=match):
             train(settings, silent())
@@ -216,9 +202,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     refused(CheckpointError, "altered")
 
 
-def test_adapters_start_beside_the_weights_of_another_run(
-    make_settings: Make, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_adapters_start_beside_the_weights_of_another_run(make_settings, corpus, tmp_path):
     """And never beside random ones; a run that starts from adapted weights has them merged."""
     lora: Changes = {"lora__rank": 3, "optim__lr": 0.05}
     source = trained(make_settings(), corpus, tmp_path / "source")
@@ -244,10 +228,7 @@ def test_adapters_start_beside_the_weights_of_another_run(
     assert loss_of(folded.folder, corpus) == pytest.approx(loss_of(held, corpus), abs=1e-10)
 
 
-def test_a_run_on_other_text_in_processes(
-    make_settings: Make, corpus: Corpus, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_a_run_on_other_text_in_processes(make_settings, corpus, tmp_path, monkeypatch):
     """The tokenizer comes along; the record says where; a resume needs the origin no more."""
     source = trained(make_settings(train__steps=2), corpus, tmp_path / "source")
     other = tmp_path / "other"

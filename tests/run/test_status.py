@@ -5,9 +5,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,7 +60,7 @@ REPORT = StatusReport(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A folder with a long path: longer than the name of a socket may be."""
     folder = tmp_path / ("a-long-name-" * 8) / "run"
     folder.mkdir(parents=True)
@@ -70,8 +68,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def control(folder: Path) -> Iterator[ControlSocket]:
-    def kick(request: dict[str, Any]) -> dict[str, Any]:
+def control(folder):
+    def kick(request):
         if request["peer"] != "ben":
             raise ConfigError(f"nobody called {request['peer']} has joined")
         return {"text": "ben was kicked"}
@@ -81,7 +79,7 @@ def control(folder: Path) -> Iterator[ControlSocket]:
         yield control
 
 
-def test_questions_are_answered(control: ControlSocket, folder: Path) -> None:
+def test_questions_are_answered(control, folder):
     assert stat.S_IMODE(control.path.stat().st_mode) == 0o600, "only its user may ask"
     assert is_alive(folder)
     assert status_from_plain(ask(folder, {"ask": "status"})) == REPORT
@@ -95,9 +93,7 @@ def test_questions_are_answered(control: ControlSocket, folder: Path) -> None:
         ask(folder, {"ask": "leave"})
 
 
-def test_nonsense_ends_one_connection_and_no_more(
-    control: ControlSocket, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nonsense_ends_one_connection_and_no_more(control, folder, monkeypatch):
     monkeypatch.chdir(folder)  # a socket's own name is short
     for said in (b"[1]\n", b"{" * 10_000 + b"\n", b"no end", b"x" * 3 * LONGEST_LINE):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
@@ -109,7 +105,7 @@ def test_nonsense_ends_one_connection_and_no_more(
     assert is_alive(folder) and ask(folder, {"ask": "status"})
 
 
-def test_what_a_killed_process_left_is_replaced(folder: Path) -> None:
+def test_what_a_killed_process_left_is_replaced(folder):
     first = ControlSocket(folder, {})
     os.link(first.path, folder / "kept")
     first.close()
@@ -125,7 +121,7 @@ def test_what_a_killed_process_left_is_replaced(folder: Path) -> None:
     assert (folder / FILE).read_text() == "mine"
 
 
-def test_a_report_in_words() -> None:
+def test_a_report_in_words():
     text = as_text(status_table(REPORT), width=120)
     for part in (
         "code (0123456789abcdef), seen from its host",
@@ -158,9 +154,7 @@ def run(*arguments: str) -> int:
     return 0
 
 
-def test_the_commands_on_a_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_on_a_host(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "data"))
     folder = tmp_path / "runs" / "code"
@@ -187,9 +181,7 @@ def test_the_commands_on_a_host(
         assert run("status", "run.toml") == 0
 
 
-def test_the_commands_on_a_peer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_on_a_peer(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "data"))
     folders = [tmp_path / "data" / "peers" / name for name in ("0123456789abcdef", "f" * 16)]
@@ -208,9 +200,7 @@ def test_the_commands_on_a_peer(
         assert capsys.readouterr().out == "leaving after this step\n"
 
 
-def test_a_local_run_under_way_is_shown_by_what_it_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_local_run_under_way_is_shown_by_what_it_has_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "data"))
     folder = Path("runs") / "mine"
@@ -239,12 +229,12 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def standing(clock: Clock) -> Standing:
+def standing(clock):
     return Standing("code", RUN_ID, _now=clock)
 
 
@@ -252,7 +242,7 @@ def news(step: int, loss: float = 2.5) -> StepRecord:
     return StepRecord(step, 100, loss, 0.1, 1.0, 50, 700.0, 0.5, 9.0, [], [])
 
 
-def test_a_wait_has_one_beginning_and_ends_with_a_step(standing: Standing, clock: Clock) -> None:
+def test_a_wait_has_one_beginning_and_ends_with_a_step(standing, clock):
     standing.waits("2 more peers")
     clock.now += 30
     standing.waits("1 more peer")
@@ -270,7 +260,7 @@ def test_a_wait_has_one_beginning_and_ends_with_a_step(standing: Standing, clock
     assert standing.report(1, [], []).loss is None, "JSON has no such number"
 
 
-def test_links_and_words_of_stages(standing: Standing, clock: Clock) -> None:
+def test_links_and_words_of_stages(standing, clock):
     seats = ["ana", "ben", "cleo"]
     standing.heard(1, Linked("direct"))
     standing.heard(2, Linked("relayed"))

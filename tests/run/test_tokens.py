@@ -1,8 +1,6 @@
 """A stage without the corpus gets the ids that it reads, and trains to the same bits."""
 
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,9 +42,7 @@ def greeted(settings: Settings, **change: Any) -> tuple[Pipe, FetchedCorpus]:
 
 
 @pytest.mark.parametrize("width", [2, 4])
-def test_ids_are_those_that_the_corpus_gives(
-    width: int, make_settings: Callable, corpus: Corpus
-) -> None:
+def test_ids_are_those_that_the_corpus_gives(width, make_settings, corpus):
     """Ids of a large vocabulary are wider."""
     settings = make_settings(pipeline__stages=1)
     corpus = Corpus(**{**vars(corpus), "train": corpus.train.astype(f"<u{width}")})
@@ -91,13 +87,8 @@ def test_ids_are_those_that_the_corpus_gives(
     ids=["dense", "narrow", "fixed", "shared"],
 )
 def test_a_run_without_the_corpus_trains_to_the_same_bits(
-    changes: dict[str, Any],
-    reads: list[Columns],
-    make_settings: Callable,
-    run_in_threads: Callable,
-    corpus: Corpus,
-    tmp_path: Path,
-) -> None:
+    changes, reads, make_settings, run_in_threads, corpus, tmp_path
+):
     settings = make_settings(pipeline__stages=3, run__precision="fp32", **changes)
     assert [columns_read(settings, stage) for stage in range(3)] == reads
     near = run_in_threads(settings)
@@ -115,9 +106,7 @@ def test_a_run_without_the_corpus_trains_to_the_same_bits(
         server.link.close()
 
 
-def test_a_wait_for_ids_is_known_as_one(
-    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_wait_for_ids_is_known_as_one(make_settings, run_in_threads, corpus, tmp_path):
     """It is no compute time, and a watchdog must not blame the stage for it."""
     settings = make_settings(pipeline__stages=3, train__steps=2)
     pairs = [joined(corpus, settings, stage) for stage in range(3)]
@@ -130,7 +119,7 @@ def test_a_wait_for_ids_is_known_as_one(
         server.link.close()
 
 
-def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus) -> None:
+def test_a_wait_ends_when_the_host_goes(make_settings, corpus):
     settings = make_settings(train__steps=50)
     server, far = joined(corpus, settings, 0)
     far.inputs((0, 0))
@@ -144,15 +133,9 @@ def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"id_bytes": 3}, "id_bytes"),
-        ({"config_hash": "other"}, "config_hash"),
-    ],
+    ("change", "words"), [({"id_bytes": 3}, "id_bytes"), ({"config_hash": "other"}, "config_hash")]
 )
-def test_what_the_host_says_is_checked(
-    change: dict[str, Any], words: str, make_settings: Callable
-) -> None:
+def test_what_the_host_says_is_checked(change, words, make_settings):
     settings = make_settings()
     with pytest.raises(WireError, match=words):
         greeted(settings, **change)
@@ -168,9 +151,7 @@ def test_what_the_host_says_is_checked(
         ({"weight_version": 9}, "among token ids"),
     ],
 )
-def test_ids_that_do_not_fit_are_refused(
-    frame: dict[str, Any], words: str, make_settings: Callable
-) -> None:
+def test_ids_that_do_not_fit_are_refused(frame, words, make_settings):
     settings = make_settings()
     here, far = greeted(settings)
     right = {"kind": FrameKind.TOKENS, "codec": 1, "shape": (2, 16), "payload": bytes(64)}
@@ -188,9 +169,7 @@ def test_ids_that_do_not_fit_are_refused(
         Frame(FrameKind.TOKENS, codec=1, payload=b"more"),
     ],
 )
-def test_what_is_no_request_ends_the_stream(
-    frame: Frame, make_settings: Callable, corpus: Corpus
-) -> None:
+def test_what_is_no_request_ends_the_stream(frame, make_settings, corpus):
     settings = make_settings()
     here, there = memory_pair()
     serving = on_daemon_thread("server", lambda: TokenServer(here, corpus, settings))

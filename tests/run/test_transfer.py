@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from thinwire.run.transfer import (
     PIECE_BYTES,
     SILENCE_S,
     Refusal,
-    SeatFiles,
     Talk,
     Want,
     give,
@@ -27,12 +25,10 @@ from thinwire.run.transfer import (
 from thinwire.wire import Frame, FrameKind, Pipe, memory_pair
 from thinwire.wire.door import Allowance
 
-MakeFile = Callable[[int], tuple[Path, Want]]
-
 
 @pytest.fixture
-def file(tmp_path: Path) -> MakeFile:
-    def make(size: int) -> tuple[Path, Want]:
+def file(tmp_path):
+    def make(size):
         path, content = tmp_path / "stage-1.safetensors", os.urandom(size)
         path.write_bytes(content)
         return path, Want(5, 1, hashlib.sha256(content).hexdigest(), size)
@@ -53,9 +49,7 @@ def pieces_sent(giver: Talk) -> dict[str, int]:
 
 @pytest.mark.parametrize("size", [1, PIECE_BYTES, 3 * PIECE_BYTES + 17])
 @pytest.mark.parametrize("have", [0, 1, PIECE_BYTES, 2 * PIECE_BYTES + 5, 3 * PIECE_BYTES + 17])
-def test_a_file_arrives_whole_from_where_it_stopped(
-    size: int, have: int, file: MakeFile, tmp_path: Path
-) -> None:
+def test_a_file_arrives_whole_from_where_it_stopped(size, have, file, tmp_path):
     here, there = memory_pair()
     path, want = file(size)
     part, done = tmp_path / "in" / "part", list[int]()
@@ -71,9 +65,7 @@ def test_a_file_arrives_whole_from_where_it_stopped(
         assert pieces_sent(giver)["payload_bytes"] == size - have + have % PIECE_BYTES
 
 
-def test_a_silent_connection_keeps_what_has_come(
-    file: MakeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_connection_keeps_what_has_come(file, tmp_path, monkeypatch):
     path, want = file(3 * PIECE_BYTES)
     part = tmp_path / "part"
     here, there = memory_pair()
@@ -93,7 +85,7 @@ def test_a_silent_connection_keeps_what_has_come(
     assert pieces_sent(giver)["frames"] == 2
 
 
-def test_a_wrong_hash_is_sent_again_once_and_then_named(file: MakeFile, tmp_path: Path) -> None:
+def test_a_wrong_hash_is_sent_again_once_and_then_named(file, tmp_path):
     path, want = file(PIECE_BYTES + 9)
     part = tmp_path / "part"
     part.write_bytes(bytes(PIECE_BYTES))  # of the right size so far, with other bits
@@ -108,9 +100,7 @@ def test_a_wrong_hash_is_sent_again_once_and_then_named(file: MakeFile, tmp_path
     assert not part.exists()
 
 
-def test_a_full_disk_is_known_before_anything_is_asked(
-    file: MakeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_known_before_anything_is_asked(file, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     talk = Talk(memory_pair()[0])
     with pytest.raises(CheckpointError, match=r"1,000 bytes do not fit into .*67,108,864 are free"):
@@ -132,13 +122,7 @@ def test_a_full_disk_is_known_before_anything_is_asked(
         (Frame(FrameKind.PIECE, payload=bytes(MOST_SAID + 1)), BreachError, "at most"),
     ],
 )
-def test_what_was_not_due_is_refused(
-    answer: Refusal | SeatFiles | Frame,
-    error: type[Exception],
-    words: str,
-    file: MakeFile,
-    tmp_path: Path,
-) -> None:
+def test_what_was_not_due_is_refused(answer, error, words, file, tmp_path):
     here, there = memory_pair()
     talk = Talk(there)
     talk.send(answer) if isinstance(answer, Frame) else talk.say(answer)
@@ -147,7 +131,7 @@ def test_what_was_not_due_is_refused(
 
 
 @pytest.mark.parametrize("change", [{"bytes": 11}, {"offset": 5}, {"offset": PIECE_BYTES}])
-def test_a_request_that_does_not_fit_is_refused(change: dict[str, int], file: MakeFile) -> None:
+def test_a_request_that_does_not_fit_is_refused(change, file):
     here, there = memory_pair()
     path, want = file(10)
     give(Talk(there), replace(want, **change), path)
@@ -158,9 +142,7 @@ def test_a_request_that_does_not_fit_is_refused(change: dict[str, int], file: Ma
     assert isinstance(answer, Refusal) and "No such file" in answer.reason
 
 
-def test_a_file_is_given_at_its_rate(
-    file: MakeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_given_at_its_rate(file, tmp_path, monkeypatch):
     """Which changes at any time, and is never so low that it passes for silence."""
     clock = SimpleNamespace(now=50.0, monotonic=lambda: clock.now)
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)

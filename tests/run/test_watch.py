@@ -36,7 +36,7 @@ class Wait:
 WAITS = {"stage_0": "waits for B0 of step 3", "stage_1": "waits for F0 of step 3"}
 
 
-def test_a_long_wait_is_told_each_time_that_it_has_doubled() -> None:
+def test_a_long_wait_is_told_each_time_that_it_has_doubled():
     told = Wait().let(99, **WAITS)
     assert [text.split(":")[0] for text in told] == [
         "no progress for 30 s", "no progress for 60 s",
@@ -52,12 +52,12 @@ def test_a_long_wait_is_told_each_time_that_it_has_doubled() -> None:
         (WAITS, "the stages wait for each other: .*waits for B0 .*waits for F0"),
     ],
 )
-def test_the_stage_that_is_stuck_is_named(doing: dict[str, str], words: str) -> None:
+def test_the_stage_that_is_stuck_is_named(doing, words):
     with pytest.raises(Stuck, match=words + r".*run\.patience \(now 100 s"):
         Wait().let(110, **doing)
 
 
-def test_a_wait_may_be_ten_times_the_longest_so_far() -> None:
+def test_a_wait_may_be_ten_times_the_longest_so_far():
     wait = Wait(patience=10.0)
     wait.watch.begin_training()
     wait.let(9, **WAITS)
@@ -67,25 +67,25 @@ def test_a_wait_may_be_ten_times_the_longest_so_far() -> None:
         wait.let(30, **WAITS)
 
 
-def test_a_stage_that_has_finished_is_not_waited_for() -> None:
+def test_a_stage_that_has_finished_is_not_waited_for():
     wait = Wait()
     wait.watch.dismiss(0)
     wait.watch.dismiss(1)
     assert wait.let(500) == []
 
 
-def test_without_patience_there_is_no_end_but_there_is_a_word() -> None:
+def test_without_patience_there_is_no_end_but_there_is_a_word():
     assert len(Wait(patience=0.0).let(5000, **WAITS)) == 8
 
 
-def test_time_that_the_coordinator_was_suspended_does_not_count() -> None:
+def test_time_that_the_coordinator_was_suspended_does_not_count():
     wait = Wait()
     wait.let(20, **WAITS)
     wait.now += 36_000
     assert wait.let(5, **WAITS) == []
 
 
-def test_a_stage_that_claims_to_work_while_all_others_wait_is_named() -> None:
+def test_a_stage_that_claims_to_work_while_all_others_wait_is_named():
     """Its pulses would be progress for ever."""
     wait, begun = Wait(), 1
     with pytest.raises(Stuck, match=r"stage 1 is stuck: .* says that it works, and no other stage"):
@@ -96,7 +96,7 @@ def test_a_stage_that_claims_to_work_while_all_others_wait_is_named() -> None:
     assert 100 <= wait.now <= 103
 
 
-def test_a_step_that_takes_far_longer_than_those_before_is_told_and_at_last_ends_the_run() -> None:
+def test_a_step_that_takes_far_longer_than_those_before_is_told_and_at_last_ends_the_run():
     wait, begun, told = Wait(patience=100.0), 1, []
     for _ in range(3):
         wait.let(20, **WAITS)
@@ -115,7 +115,7 @@ def test_a_step_that_takes_far_longer_than_those_before_is_told_and_at_last_ends
     assert "the longest so far took 20 s: stage 0 is busy" in told[0]
 
 
-def test_a_link_that_is_down_is_waited_for_as_long_as_it_may_be() -> None:
+def test_a_link_that_is_down_is_waited_for_as_long_as_it_may_be():
     """However short the patience: the link ends the run first, and says more."""
     wait = Wait(patience=10.0)
     wait.watch._outage = 60.0
@@ -127,8 +127,8 @@ def test_a_link_that_is_down_is_waited_for_as_long_as_it_may_be() -> None:
         wait.let(2, **WAITS)
 
 
-def test_a_stage_far_away_is_silent_only_if_it_was_not_so_before() -> None:
-    def silent(pulse_every: int) -> bool:
+def test_a_stage_far_away_is_silent_only_if_it_was_not_so_before():
+    def silent(pulse_every):
         wait = Wait(patience=1000.0)
         for _ in range(8):
             wait.let(pulse_every)
@@ -147,7 +147,7 @@ def silence(wait: Wait, seconds: int, every: int, who: str = "stage_0") -> dict[
     return wait.watch.frozen()
 
 
-def test_a_stage_is_frozen_after_several_of_its_own_pauses_and_never_where_nobody_speaks() -> None:
+def test_a_stage_is_frozen_after_several_of_its_own_pauses_and_never_where_nobody_speaks():
     wait = Wait(900.0)
     assert not silence(wait, 30, every=5)
     assert not silence(wait, 20, every=100) and wait.let(3, stage_0="works") == []

@@ -78,12 +78,7 @@ def test_impossible_settings_are_refused_with_a_way_out(arguments, message):
 
 @pytest.mark.parametrize(
     ("layers", "stages", "counts"),
-    [
-        (8, 4, [2, 2, 2, 2]),
-        (10, 4, [2, 3, 3, 2]),
-        (11, 4, [3, 3, 3, 2]),
-        (3, 3, [1, 1, 1]),
-    ],
+    [(8, 4, [2, 2, 2, 2]), (10, 4, [2, 3, 3, 2]), (11, 4, [3, 3, 3, 2]), (3, 3, [1, 1, 1])],
 )
 def test_an_even_split_spares_the_ends(layers, stages, counts):
     blocks = split_layers(layers, [], stages)

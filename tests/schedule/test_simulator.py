@@ -173,7 +173,7 @@ def test_what_cannot_be_simulated(changes, message):
 
 
 @pytest.mark.parametrize("frames", [1, 8])
-def test_rows_of_a_shared_embedding_are_handed_on_frame_by_frame(frames: int) -> None:
+def test_rows_of_a_shared_embedding_are_handed_on_frame_by_frame(frames):
     """Down three cuts and up again; a stage sends on what it has while the rest still comes."""
     size, rate = frames * ROW_FRAME_BYTES, 80.0
     free = Costs([0.0] * 4, [0.0] * 4, [0.0] * 4, [0] * 3, [0] * 3)

@@ -2,9 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,19 +10,14 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
-from thinwire.settings import (
-    GoneError,
-    Settings,
-    load_asked,
-    load_settings,
-)
+from thinwire.settings import GoneError, Settings, load_asked, load_settings
 from thinwire.settings.remarks import remarks
 from thinwire.typed import to_toml
 
 # --- the file ---
 
 
-def test_a_file_fills_the_settings_and_the_rest_is_default(tmp_path: Path) -> None:
+def test_a_file_fills_the_settings_and_the_rest_is_default(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[train]\nsteps = 7\nbatch = 24\n[run]\nname = "é"\n[optim]\nwarmup = 3\n')
     settings = load_settings(path, [])
@@ -33,16 +26,14 @@ def test_a_file_fills_the_settings_and_the_rest_is_default(tmp_path: Path) -> No
     assert settings.model == Settings().model.resolved()
 
 
-def test_a_missing_file_names_the_command_that_writes_one(tmp_path: Path) -> None:
+def test_a_missing_file_names_the_command_that_writes_one(tmp_path):
     with pytest.raises(
         ConfigError, match=r"nope.toml does not exist: .*`thinwire init .*nope.toml`"
     ):
         load_settings(tmp_path / "nope.toml", [])
 
 
-def test_the_folder_of_a_run_stands_for_its_config_and_for_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_a_run_stands_for_its_config_and_for_itself(tmp_path, monkeypatch):
     folder = tmp_path / "moved"
     folder.mkdir()
     (folder / "config.toml").write_text(
@@ -61,7 +52,7 @@ def test_the_folder_of_a_run_stands_for_its_config_and_for_itself(
     [b"[train\nsteps = 1", b"steps", b"[train]\nsteps = 1\nsteps = 2", b"x = 'a\n", b"\xff\xfe",
      b"[train]\nsteps = " + b"9" * 5000, b"x = " + b"[" * 100_000],
 )  # fmt: skip
-def test_broken_toml_is_refused_with_its_file(tmp_path: Path, text: bytes) -> None:
+def test_broken_toml_is_refused_with_its_file(tmp_path, text):
     path = tmp_path / "broken.toml"
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=r"broken.toml is not valid TOML"):
@@ -71,7 +62,7 @@ def test_broken_toml_is_refused_with_its_file(tmp_path: Path, text: bytes) -> No
 # --- overrides ---
 
 
-def test_overrides_win_over_the_file_and_the_last_one_over_all(tmp_path: Path) -> None:
+def test_overrides_win_over_the_file_and_the_last_one_over_all(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[train]\nsteps = 70\n[link]\nemulate = true\n")
     overrides = ["train.steps=80", " link.emulate = false ", "train.steps=1_90"]
@@ -94,7 +85,7 @@ CHANGES = [
 
 
 @pytest.fixture(params=["what init writes", "what a run leaves"])
-def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def written(request, tmp_path):
     """The files that our own commands write, both from the defaults."""
     asked = load_asked(None, [])
     path = tmp_path / "run.toml"
@@ -104,20 +95,18 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(changes) or "none")
-def test_a_file_we_wrote_can_be_changed_like_the_defaults(
-    written: Path, changes: list[str]
-) -> None:
+def test_a_file_we_wrote_can_be_changed_like_the_defaults(written, changes):
     assert load_settings(written, changes) == load_settings(None, changes)
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(changes) or "none")
-def test_relaxed_settings_mean_the_same_and_ordinary_ones_need_no_remark(changes) -> None:
+def test_relaxed_settings_mean_the_same_and_ordinary_ones_need_no_remark(changes):
     settings = load_settings(None, changes)
     assert settings.relaxed().resolved() == settings
     assert remarks(settings) == []
 
 
-def test_a_rank_left_to_the_ratio_follows_the_model() -> None:
+def test_a_rank_left_to_the_ratio_follows_the_model():
     asked = ["boundary.mode=projected", "boundary.ratio=12.5"]
     ranks = {"tiny": 10, "160m": 61, "8b": 327}
     for preset, rank in ranks.items():
@@ -131,13 +120,13 @@ def test_a_rank_left_to_the_ratio_follows_the_model() -> None:
     assert not remarks(load_settings(None, asked))
 
 
-def test_a_patience_shorter_than_an_outage_is_remarked() -> None:
+def test_a_patience_shorter_than_an_outage_is_remarked():
     for patience, is_short in (("20", True), ("60", False), ("0", False)):
         found = remarks(load_settings(None, [f"run.patience={patience}", "link.outage=60"]))
         assert any("run.patience = 20 is shorter than" in text for text in found) == is_short
 
 
-def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path: Path) -> None:
+def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[model]\ndim = 128\nlayers = 4\nheads = 12\n")
     with pytest.raises(ConfigError, match=r"contradicts .*run.toml, which sets model.layers = 4, "):
@@ -157,9 +146,7 @@ def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path: Path) -> None:
         (["data.path=x"], "data.path = 'x' has no effect without another data.source"),
     ],
 )
-def test_a_setting_that_does_nothing_or_changes_a_preset_is_told(
-    changes: list[str], remark: str
-) -> None:
+def test_a_setting_that_does_nothing_or_changes_a_preset_is_told(changes, remark):
     (found,) = remarks(load_settings(None, changes))
     assert found.startswith(remark)
 
@@ -173,7 +160,7 @@ def test_a_setting_that_does_nothing_or_changes_a_preset_is_told(
     st.floats(1e-300, 1e300),
     st.integers(-(2**62), 2**62),
 )
-def test_any_text_and_number_survives_writing(path: str, rate: float, seed: int) -> None:
+def test_any_text_and_number_survives_writing(path, rate, seed):
     values = {"data": {"path": path}, "optim": {"lr": rate}, "run": {"seed": seed}}
     settings = Settings.from_plain(values)
     assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings
@@ -209,7 +196,7 @@ def test_any_text_and_number_survives_writing(path: str, rate: float, seed: int)
     ],
     ids=lambda text: text[:24],
 )
-def test_numbers_and_paths_that_cannot_work_are_refused(override: str, message: str) -> None:
+def test_numbers_and_paths_that_cannot_work_are_refused(override, message):
     with pytest.raises(ConfigError, match=message):
         load_settings(None, [override])
 
@@ -217,9 +204,7 @@ def test_numbers_and_paths_that_cannot_work_are_refused(override: str, message: 
 # --- codecs ---
 
 
-def test_a_cut_has_the_codecs_that_it_names_and_else_those_of_all(
-    make_settings: Callable[..., Settings],
-) -> None:
+def test_a_cut_has_the_codecs_that_it_names_and_else_those_of_all(make_settings):
     settings = make_settings(
         pipeline__stages=4,
         codec__forward="bf16",
@@ -236,7 +221,7 @@ def test_a_cut_has_the_codecs_that_it_names_and_else_those_of_all(
     assert settings.hash != plain.hash
 
 
-def test_files_of_earlier_versions_are_read_where_what_has_gone_changed_nothing() -> None:
+def test_files_of_earlier_versions_are_read_where_what_has_gone_changed_nothing():
     old = {
         "model": {"classes": 0, "side": 0},
         "data": {"augment": True},
@@ -257,9 +242,7 @@ def test_files_of_earlier_versions_are_read_where_what_has_gone_changed_nothing(
         ("boundary", {"ranks": ["0: 3"]}),
     ],
 )
-def test_what_has_gone_is_refused_with_the_release_that_has_it(
-    section: str, keys: dict[str, Any]
-) -> None:
+def test_what_has_gone_is_refused_with_the_release_that_has_it(section, keys):
     key = list(keys)[-1]
     words = rf"{section}\.{key} .*release 0\.1\.0: pip install thinwire==0\.1\.0"
     with pytest.raises(GoneError, match=words):

@@ -1,19 +1,13 @@
 """Settings that cannot work are refused, each with what is wrong."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from thinwire.errors import ConfigError
-from thinwire.settings import Settings
 
 # The fixture's run has 4 layers, 2 stages, 4 microbatches and 4 steps of 8 sequences.
 
 
-def test_the_settings_below_are_one_change_away_from_a_good_run(
-    make_settings: Callable[..., Settings],
-) -> None:
+def test_the_settings_below_are_one_change_away_from_a_good_run(make_settings):
     make_settings()
     make_settings(boundary__rank=32)
     make_settings(pipeline__schedule="gpipe", pipeline__stages=4, pipeline__microbatches=1)
@@ -51,9 +45,7 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(
         ({"run__seed": 2**63}, "run.seed = 9223372036854775808 must fit into 64 bits"),
     ],
 )  # fmt: skip
-def test_settings_that_cannot_work_are_refused(
-    make_settings: Callable[..., Settings], changes: dict[str, Any], message: str
-) -> None:
+def test_settings_that_cannot_work_are_refused(make_settings, changes, message):
     with pytest.raises(ConfigError, match=message):
         make_settings(**changes)
 
@@ -63,18 +55,14 @@ def test_settings_that_cannot_work_are_refused(
     ["", " ", ".", "..", "/", "/abs", "../up", "a/", "a ", ".hidden", "a/../../b", "a/b", "a\0b",
      "a\nb", "x" * 101],
 )  # fmt: skip
-def test_run_names_that_are_no_folder_names_are_refused(
-    make_settings: Callable[..., Settings], name: str
-) -> None:
+def test_run_names_that_are_no_folder_names_are_refused(make_settings, name):
     with pytest.raises(ConfigError, match=r"run.name = .* must be the name of a folder"):
         make_settings(run__name=name)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", ["link__latency_ms", "optim__lr", "model__rope_theta"])
-def test_numbers_that_are_none_are_refused(
-    make_settings: Callable[..., Settings], place: str, value: float
-) -> None:
+def test_numbers_that_are_none_are_refused(make_settings, place, value):
     with pytest.raises(ConfigError, match=f"{place.replace('__', '.')} = (nan|-?inf) must be"):
         make_settings(**{place: value})
 
@@ -96,8 +84,6 @@ def test_numbers_that_are_none_are_refused(
         ),
     ],
 )
-def test_cuts_that_cannot_work_are_refused(
-    changes: dict, words: str, make_settings: Callable
-) -> None:
+def test_cuts_that_cannot_work_are_refused(changes, words, make_settings):
     with pytest.raises(ConfigError, match=words):
         make_settings(**{f"boundary__{k}": v for k, v in changes.items()})

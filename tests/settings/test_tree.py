@@ -2,16 +2,11 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from thinwire.settings import (
-    Settings,
-    machine_cores,
-    threads_per_stage,
-)
+from thinwire.settings import Settings, machine_cores, threads_per_stage
 from thinwire.settings.crossing import (
     MOST_LOGGED_STEPS,
     checkpoint_interval,
@@ -56,14 +51,14 @@ def other_value(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("section", "key"), KEYS, ids=lambda name: name)
-def test_the_hash_names_what_is_computed(section: str, key: str) -> None:
+def test_the_hash_names_what_is_computed(section, key):
     settings = Settings.from_plain({})
     changed = with_key(settings, section, key, other_value(getattr(
         getattr(settings, section), key)))  # fmt: skip
     assert (changed.hash == settings.hash) == ((section, key) in KEEPING | MACHINE)
 
 
-def test_every_setting_belongs_to_one_scope() -> None:
+def test_every_setting_belongs_to_one_scope():
     settings = Settings.from_plain({})
     scopes: tuple[Scope, ...] = ("result", "keeping", "machine")
     found = {
@@ -74,7 +69,7 @@ def test_every_setting_belongs_to_one_scope() -> None:
     assert found["result"] == set(KEYS) - KEEPING - MACHINE
 
 
-def test_the_hash_is_the_same_for_the_same_settings_said_otherwise() -> None:
+def test_the_hash_is_the_same_for_the_same_settings_said_otherwise():
     implicit = Settings.from_plain({})
     layers = implicit.model.layers
     explicit = Settings.from_plain({"model": {"layers": layers}, "optim": {"clip": 1}})
@@ -83,18 +78,14 @@ def test_the_hash_is_the_same_for_the_same_settings_said_otherwise() -> None:
 
 
 @pytest.mark.parametrize(("every", "wanted"), [(3, [3, 6, 8]), (0, [8]), (4, [4, 8]), (100, [8])])
-def test_checkpoints_and_validations_come_on_time_and_at_the_end(
-    make_settings: Callable[..., Settings], every: int, wanted: list[int]
-) -> None:
+def test_checkpoints_and_validations_come_on_time_and_at_the_end(make_settings, every, wanted):
     settings = make_settings(train__steps=8, train__checkpoint_every=every, train__eval_every=every)
     assert [done for done in range(1, 9) if checkpoint_steps(settings)(done)] == wanted
     assert [done for done in range(1, 9) if settings.is_evaluation_step(done)] == wanted
 
 
-def test_a_checkpoint_comes_before_the_log_of_what_stages_send_is_full(
-    make_settings: Callable[..., Settings],
-) -> None:
-    def interval(every: int, room: int, **changes: Any) -> int:
+def test_a_checkpoint_comes_before_the_log_of_what_stages_send_is_full(make_settings):
+    def interval(every, room, **changes):
         settings = make_settings(train__checkpoint_every=every, train__log_mb=room, **changes)
         return checkpoint_interval(settings)
 
@@ -117,9 +108,7 @@ def test_a_checkpoint_comes_before_the_log_of_what_stages_send_is_full(
 # --- this machine ---
 
 
-def test_stages_share_the_cores_that_are_ours(
-    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_share_the_cores_that_are_ours(make_settings, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
     assert machine_cores() == 6, "of 64 cores we may use 6"
@@ -133,7 +122,7 @@ def test_stages_share_the_cores_that_are_ours(
     assert machine_cores() == 64
 
 
-def test_written_settings_explain_every_key() -> None:
+def test_written_settings_explain_every_key():
     lines = to_toml(Settings.from_plain({})).splitlines()
     for section, key in KEYS:
         assert f"[{section}]" in lines

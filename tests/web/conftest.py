@@ -10,7 +10,7 @@ __all__ = ["finished", "host", "patience", "run_folder", "serve"]
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def patience(monkeypatch):
     """Who asks waits as long as any test does: by itself httpx gives up after five seconds."""
     for what in ("connect", "read", "write", "pool"):
         monkeypatch.setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, what, PATIENCE)

@@ -2,13 +2,11 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from webruns import STEPS, FakeHost, let_links_decide, step_record
+from webruns import STEPS, let_links_decide, step_record
 
 from thinwire.report import EvaluationRecord, MetricsWriter
 from thinwire.report.metrics import Story
@@ -20,7 +18,6 @@ from waiting import wait_until
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-Serve = Callable[..., WebServer]
 WAIT_MS = 60_000  # only ever reached by a test that fails
 
 pytestmark = pytest.mark.skipif(
@@ -30,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
         # A sandbox needs rights that a container's root does not have.
@@ -44,11 +41,11 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+def open_page(browser):
     """Open an address; a script that fails, and a request to elsewhere, fail the test."""
     contexts, wrong = [], list[str]()
 
-    def open_it(address: str, width: int = 1200, theme: str = "light") -> Any:
+    def open_it(address, width=1200, theme="light"):
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme)
         contexts.append(context)
         if theme == "light":
@@ -57,7 +54,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: wrong.append(str(error)))
 
-        def look(request: Any) -> None:
+        def look(request):
             if not request.url.startswith(("http://127.0.0.1:", "data:")):
                 wrong.append(request.url)
 
@@ -82,9 +79,7 @@ def points(page: Any) -> int:
     return int(page.evaluate("lossChart.plot ? lossChart.plot.data[0].length : 0"))
 
 
-def test_the_curve_draws_points_as_steps_arrive(
-    run_folder: Path, serve: Serve, open_page: Callable[..., Any]
-) -> None:
+def test_the_curve_draws_points_as_steps_arrive(run_folder, serve, open_page):
     page = open_page(serve(run_folder).address)
     until(page, f"lossChart.plot && lossChart.plot.data[0].length >= {STEPS}")
     before = points(page)
@@ -103,9 +98,7 @@ def test_the_curve_draws_points_as_steps_arrive(
     assert page.locator("#shares .row").count() == 2
 
 
-def test_a_peer_that_dies_turns_red_and_its_stage_moves(
-    run_folder: Path, serve: Serve, host: FakeHost, open_page: Callable[..., Any]
-) -> None:
+def test_a_peer_that_dies_turns_red_and_its_stage_moves(run_folder, serve, host, open_page):
     page = open_page(serve(run_folder).address)
     ben = page.locator("#pipeline .peer[data-peer=ben]")
     ben.wait_for()
@@ -127,9 +120,7 @@ def test_a_peer_that_dies_turns_red_and_its_stage_moves(
     assert page.locator("#spares .peer.away").inner_text().startswith("ben")
 
 
-def test_a_member_sees_the_whole_pipeline_and_may_do_nothing(
-    run_folder: Path, serve: Serve, host: FakeHost, open_page: Callable[..., Any]
-) -> None:
+def test_a_member_sees_the_whole_pipeline_and_may_do_nothing(run_folder, serve, host, open_page):
     host.role, host.peers[1] = "member", replace(host.peers[1], is_this_machine=True)
     page = open_page(serve(run_folder).address_with_token)
     page.locator("#pipeline .peer").nth(1).wait_for()
@@ -143,9 +134,7 @@ def test_a_member_sees_the_whole_pipeline_and_may_do_nothing(
     assert not page.locator("#invite-card").is_visible()
 
 
-def test_recipe_samples_and_what_dense_would_cost_are_shown(
-    run_folder: Path, serve: Serve, open_page: Callable[..., Any]
-) -> None:
+def test_recipe_samples_and_what_dense_would_cost_are_shown(run_folder, serve, open_page):
     (run_folder / "config.toml").write_text(
         to_toml(make_recipe("dense", ["pipeline.stages=2", "run.name=first"]).asked)
     )
@@ -168,9 +157,7 @@ def test_recipe_samples_and_what_dense_would_cost_are_shown(
     assert "emulated" in page.locator("#pipeline .link").inner_text()
 
 
-def test_the_owner_copies_the_invite_and_kicks_after_a_question(
-    run_folder: Path, serve: Serve, host: FakeHost, open_page: Callable[..., Any]
-) -> None:
+def test_the_owner_copies_the_invite_and_kicks_after_a_question(run_folder, serve, host, open_page):
     server = serve(run_folder)
     page = open_page(server.address_with_token)
     assert "token" not in page.url
@@ -194,9 +181,7 @@ def test_the_owner_copies_the_invite_and_kicks_after_a_question(
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_phone_has_no_sideways_scroll(
-    run_folder: Path, serve: Serve, host: FakeHost, open_page: Callable[..., Any], theme: str
-) -> None:
+def test_a_phone_has_no_sideways_scroll(run_folder, serve, host, open_page, theme):
     Story(run_folder).tell("note", "a-word-that-never-ends-" * 20)
     host.peers[0] = host.peer("a" * 63, [0])
     page = open_page(serve(run_folder).address_with_token, width=360, theme=theme)
@@ -207,9 +192,7 @@ def test_a_phone_has_no_sideways_scroll(
     assert (back == "rgb(14, 17, 22)") == (theme == "dark")
 
 
-def test_what_others_wrote_is_text(
-    run_folder: Path, serve: Serve, host: FakeHost, open_page: Callable[..., Any]
-) -> None:
+def test_what_others_wrote_is_text(run_folder, serve, host, open_page):
     script = "<img src=x onerror=alert(1)><script>window.hit = 1</script>"
     Story(run_folder).tell("note", script)
     host.peers[1] = host.peer(script, [1])
@@ -222,9 +205,7 @@ def test_what_others_wrote_is_text(
     assert blocked, "its own policy lets the page ask nobody else"
 
 
-def test_the_page_goes_on_when_its_host_is_started_again(
-    run_folder: Path, open_page: Callable[..., Any]
-) -> None:
+def test_the_page_goes_on_when_its_host_is_started_again(run_folder, open_page):
     from thinwire.web.page import make_page
 
     server = WebServer(lambda: make_page([run_folder]), "127.0.0.1:0", "t").start()

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from machines import Machines
 from thinwire.run.alive import FILE
 from thinwire.web.runs import RunView
 from waiting import PROCESS_PATIENCE, wait_until
@@ -21,19 +20,16 @@ def shown(folder: Path) -> dict[str, Any]:
     return {**parts, "losses": (view.curves.points(-1, 0, 0) or {}).get("loss")}
 
 
-def test_peers_see_the_run_as_its_host_does(
-    machines: Machines,
-    tmp_path: Path,
-) -> None:
+def test_peers_see_the_run_as_its_host_does(machines, tmp_path):
     """Peers, links, a typical step and what happened; but neither invites nor addresses."""
     machines.config(train__steps=100_000, train__eval_every=5, train__checkpoint_every=20)
     host = machines.host("--set", "run.name=test")
     peers = {name: machines.join(name, "--folder", tmp_path / name) for name in ("ana", "ben")}
 
-    def page(name: str) -> dict[str, Any]:
+    def page(name):
         return shown(tmp_path / name) if (tmp_path / name / FILE).exists() else {}
 
-    def is_whole(parts: dict[str, Any]) -> bool:
+    def is_whole(parts):
         state, events = parts.get("state") or {}, parts.get("events") or []
         links = state.get("links") or [{}]
         saved = any(event["kind"] == "save" for event in events)
@@ -41,7 +37,7 @@ def test_peers_see_the_run_as_its_host_does(
         return bool(told and parts["progress"] and parts["valid"] and saved)
 
     for name in peers:
-        wait_until(lambda name=name: is_whole(page(name)), PROCESS_PATIENCE)  # type: ignore[misc]
+        wait_until(lambda name=name: is_whole(page(name)), PROCESS_PATIENCE)
     member, whole = page("ana"), shown(machines.run_folder)  # the host's is the later one
     for parts in (whole, member):
         names = [peer["name"] for peer in parts["state"]["peers"]]

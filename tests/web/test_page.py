@@ -9,25 +9,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from webruns import STEPS, TOKEN, FakeHost, first_of, let_links_decide, messages, step_record
+from webruns import STEPS, TOKEN, first_of, let_links_decide, messages, step_record
 
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.report import EvaluationRecord, MetricsWriter, PlainDisplay
-from thinwire.report.metrics import (
-    EVENTS_FILE,
-    FILE_NAME,
-    line_of,
-    losses_of,
-    read_evaluations,
-)
+from thinwire.report.metrics import EVENTS_FILE, FILE_NAME, line_of, losses_of, read_evaluations
 from thinwire.run.record import read_progress
 from thinwire.schedule import Links, simulate
 from thinwire.settings import load_settings, make_recipe
@@ -37,7 +30,6 @@ from thinwire.web.runs import MOST_POINTS, RunView, compared
 from thinwire.web.sample import TOKENS
 from waiting import PROCESS_PATIENCE, wait_until
 
-Serve = Callable[..., Any]
 OWNER = {"headers": {"Authorization": f"Bearer {TOKEN}"}}
 
 
@@ -45,7 +37,7 @@ def steps_of(folder: Path) -> list[Any]:
     return [row for row in losses_of(folder) if not isinstance(row, EvaluationRecord)]
 
 
-def test_a_finished_run_shows_what_its_folder_holds(finished: Path, serve: Serve) -> None:
+def test_a_finished_run_shows_what_its_folder_holds(finished, serve):
     points, valid, events, state, progress, settings = first_of(
         serve(finished), "points", "valid", "events", "state", "progress", "settings"
     )
@@ -65,7 +57,7 @@ def test_a_finished_run_shows_what_its_folder_holds(finished: Path, serve: Serve
     assert 'forward = "int8"' in settings["text"]
 
 
-def test_the_plan_stands_beside_what_was_measured(run_folder: Path, serve: Serve) -> None:
+def test_the_plan_stands_beside_what_was_measured(run_folder, serve):
     let_links_decide(run_folder)
     (progress,) = first_of(serve(run_folder), "progress")
     (row,) = progress["planned"]
@@ -75,7 +67,7 @@ def test_the_plan_stands_beside_what_was_measured(run_folder: Path, serve: Serve
     assert 0 < thin < dense, "over slow links dense cuts take longer"
 
 
-def test_what_dense_cuts_would_cost_counts_both_directions(finished: Path) -> None:
+def test_what_dense_cuts_would_cost_counts_both_directions(finished):
     """A fast uplink into a slow downlink is slow: against the simulator itself."""
     settings, progress = load_settings(finished, []), read_progress(finished)
     assert progress is not None
@@ -92,14 +84,14 @@ def test_what_dense_cuts_would_cost_counts_both_directions(finished: Path) -> No
     assert "dense_step_seconds" not in compared(settings, unknown)
 
 
-def test_a_run_is_shown_by_the_name_of_its_recipe(run_folder: Path, serve: Serve) -> None:
+def test_a_run_is_shown_by_the_name_of_its_recipe(run_folder, serve):
     assert first_of(serve(run_folder), "settings")[0]["recipe"] == "", "int8 and int4, none of ours"
     text = to_toml(make_recipe("thin50", ["pipeline.stages=2"]).asked)
     (run_folder / "config.toml").write_text(text)
     assert first_of(serve(run_folder), "settings")[0]["recipe"] == "thin50"
 
 
-def test_steps_come_as_they_are_written(run_folder: Path, serve: Serve) -> None:
+def test_steps_come_as_they_are_written(run_folder, serve):
     server = serve(run_folder)
     with MetricsWriter(run_folder, resume_step=STEPS) as writer:
         writer.step(step_record(STEPS + 1))
@@ -115,7 +107,7 @@ def test_steps_come_as_they_are_written(run_folder: Path, serve: Serve) -> None:
     assert seen[2]["loss"] == [3.5]
 
 
-def test_a_resumed_run_takes_back_what_it_trains_again(run_folder: Path) -> None:
+def test_a_resumed_run_takes_back_what_it_trains_again(run_folder):
     view = RunView(run_folder)
     view.refresh()
     before = view.curves.generation
@@ -128,7 +120,7 @@ def test_a_resumed_run_takes_back_what_it_trains_again(run_folder: Path) -> None
     assert points["step"] == [1, 2, 3, 4] and points["loss"][-1] == 1.0
 
 
-def test_a_run_of_a_hundred_thousand_steps_is_thinned(tmp_path: Path) -> None:
+def test_a_run_of_a_hundred_thousand_steps_is_thinned(tmp_path):
     count = 100_000
     line = line_of("step", asdict(step_record(1)) | {"stages": [], "links": []})
     with (tmp_path / FILE_NAME).open("w") as file:
@@ -151,13 +143,11 @@ def test_a_run_of_a_hundred_thousand_steps_is_thinned(tmp_path: Path) -> None:
     ["/static/../page.py", "/static/%2e%2e/page.py", "/static/..%2fpage.py", "/metrics.jsonl",
      "/static/", "/authority/invite.txt", "/invite/7", "/kick/0"],
 )  # fmt: skip
-def test_nothing_else_of_the_disk_is_served(finished: Path, serve: Serve, path: str) -> None:
+def test_nothing_else_of_the_disk_is_served(finished, serve, path):
     assert httpx.get(serve(finished).address + path.lstrip("/"), **OWNER).status_code in (404, 405)
 
 
-def test_all_parts_of_the_page_are_there_and_none_is_elsewhere(
-    finished: Path, serve: Serve
-) -> None:
+def test_all_parts_of_the_page_are_there_and_none_is_elsewhere(finished, serve):
     from thinwire.web.page import STATIC
 
     server = serve(finished)
@@ -172,9 +162,7 @@ def test_all_parts_of_the_page_are_there_and_none_is_elsewhere(
             assert "https://" not in answer.text
 
 
-def test_only_the_owner_sees_the_invite_and_acts(
-    run_folder: Path, serve: Serve, host: FakeHost
-) -> None:
+def test_only_the_owner_sees_the_invite_and_acts(run_folder, serve, host):
     server = serve(run_folder)
     invite, kick = server.address + "invite/0", server.address + "kick/0"
     for answer in (
@@ -196,9 +184,7 @@ def test_only_the_owner_sees_the_invite_and_acts(
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"peer": "' + b"x" * 9000 + b'"}'])
-def test_what_is_no_request_is_refused(
-    run_folder: Path, serve: Serve, host: FakeHost, body: bytes
-) -> None:
+def test_what_is_no_request_is_refused(run_folder, serve, host, body):
     headers = OWNER["headers"] | {"Content-Type": "application/json"}
     answer = httpx.post(serve(run_folder).address + "kick/0", content=body, headers=headers)
     assert answer.status_code == 400 and host.asked == []
@@ -206,14 +192,12 @@ def test_what_is_no_request_is_refused(
     assert answer.status_code == 400 and host.asked == []
 
 
-def test_a_run_that_has_ended_invites_nobody(finished: Path, serve: Serve) -> None:
+def test_a_run_that_has_ended_invites_nobody(finished, serve):
     answer = httpx.get(serve(finished).address + "invite/0", **OWNER)
     assert answer.status_code == 400 and "no run is alive" in answer.json()["error"]
 
 
-def test_a_hosted_run_shows_its_peers_and_links(
-    run_folder: Path, serve: Serve, host: FakeHost
-) -> None:
+def test_a_hosted_run_shows_its_peers_and_links(run_folder, serve, host):
     host.peers[1] = host.peer("ben", [1], is_away=True)
     host.waiting_for = "a peer for stage 1"
     (state,) = first_of(serve(run_folder), "state")
@@ -225,12 +209,12 @@ def test_a_hosted_run_shows_its_peers_and_links(
     assert state["waiting_for"] == "a peer for stage 1"
 
 
-def test_a_run_without_a_last_word_is_silent(run_folder: Path) -> None:
+def test_a_run_without_a_last_word_is_silent(run_folder):
     lines = (run_folder / FILE_NAME).read_text().splitlines()[:-3]
     rows = (json.dumps(json.loads(line) | {"time": time.time() - 1e6}) for line in lines)
     (run_folder / FILE_NAME).write_text("\n".join([*rows, ""]))
 
-    def word(event: str, age: float, is_own: bool = False) -> str:
+    def word(event, age, is_own=False):
         row = {"kind": event, "text": "", "time": time.time() - age}
         (run_folder / EVENTS_FILE).write_text(json.dumps(row) + "\n")
         view = RunView(run_folder, is_own)
@@ -243,7 +227,7 @@ def test_a_run_without_a_last_word_is_silent(run_folder: Path) -> None:
     assert word("end", age=1e5) == "ended"
 
 
-def test_the_story_keeps_no_secret_and_no_end_of_a_run_that_was_refused(tmp_path: Path) -> None:
+def test_the_story_keeps_no_secret_and_no_end_of_a_run_that_was_refused(tmp_path):
     folder, lines = tmp_path / "run", io.StringIO()
     with pytest.raises(ConfigError), Followed(PlainDisplay(lines), "off", "host") as display:
         display.phase("config", "first line")
@@ -261,8 +245,8 @@ def test_the_story_keeps_no_secret_and_no_end_of_a_run_that_was_refused(tmp_path
     assert "thinwire join secret" in lines.getvalue()
 
 
-def test_the_address_of_a_page_is_printed_and_stays(tmp_path: Path) -> None:
-    def address(role: str, listen: str = "127.0.0.1:0") -> str:
+def test_the_address_of_a_page_is_printed_and_stays(tmp_path):
+    def address(role, listen="127.0.0.1:0"):
         lines = io.StringIO()
         with Followed(PlainDisplay(lines), listen, role) as display:
             display.opened(tmp_path)
@@ -279,7 +263,7 @@ def test_the_address_of_a_page_is_printed_and_stays(tmp_path: Path) -> None:
     assert "token" in address("train", "0.0.0.0:0")
 
 
-def test_watch_refuses_what_holds_no_run(tmp_path: Path, capsys: Any) -> None:
+def test_watch_refuses_what_holds_no_run(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(["watch", str(tmp_path)])
     assert end.value.code == 2 and "holds no run" in capsys.readouterr().err
@@ -290,7 +274,7 @@ def samples(folder: Path) -> list[str]:
     return [event["text"] for event in events if event["kind"] == "sample"]
 
 
-def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder: Path) -> None:
+def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder):
     """As `thinwire generate` does with that checkpoint, and others hear of it too."""
     shared: list[tuple[str, str]] = []
     with Followed(PlainDisplay(io.StringIO()), "off", "train", "stage link") as display:
@@ -305,7 +289,7 @@ def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder: Path) ->
     assert text == f"step {STEPS}: {done.stdout.decode().strip()}", done.stderr
 
 
-def test_a_text_that_is_being_written_ends_with_its_run(run_folder: Path) -> None:
+def test_a_text_that_is_being_written_ends_with_its_run(run_folder):
     with Followed(PlainDisplay(io.StringIO()), "off", "train", "stage link") as display:
         display.opened(run_folder)
         display.phase("save", f"checkpoint of step {STEPS}")
@@ -313,9 +297,7 @@ def test_a_text_that_is_being_written_ends_with_its_run(run_folder: Path) -> Non
     assert samples(run_folder) == []
 
 
-def test_train_saves_and_writes_a_text_at_a_validation(
-    thinwire: Callable, finished: Path, tmp_path: Path
-) -> None:
+def test_train_saves_and_writes_a_text_at_a_validation(thinwire, finished, tmp_path):
     """Though by its settings it saves at its end alone."""
     changes = [f"run.out={tmp_path}", "train.checkpoint_every=0", "train.steps=100000"]
     sets = [word for change in changes for word in ("--set", change)]
@@ -330,7 +312,7 @@ def test_train_saves_and_writes_a_text_at_a_validation(
     assert not list(story.parent.glob("checkpoints/.sample*"))
 
 
-def test_watch_serves_runs_until_it_is_ended(thinwire: Callable, finished: Path) -> None:
+def test_watch_serves_runs_until_it_is_ended(thinwire, finished):
     page = thinwire("watch", finished, finished, "--web", "127.0.0.1:0")
     page.wait_for(r"\?token=\S+\n")
     address = page.text().split(" at ")[1].split()[0]

@@ -4,7 +4,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -32,13 +31,13 @@ def make_app() -> App:
 
 
 @pytest.fixture
-def private() -> Iterator[WebServer]:
+def private():
     with WebServer(make_app, "127.0.0.1:0", TOKEN) as server:
         yield server
 
 
 @pytest.fixture
-def public() -> Iterator[WebServer]:
+def public():
     with WebServer(make_app, "0.0.0.0:0", TOKEN) as server:
         yield server
 
@@ -47,7 +46,7 @@ def local(server: WebServer) -> str:
     return f"http://127.0.0.1:{server.port}/"
 
 
-def test_a_private_server_answers_this_machine(private: WebServer) -> None:
+def test_a_private_server_answers_this_machine(private):
     answer = httpx.get(private.address)
     assert (answer.status_code, answer.text) == (200, "guest")
     assert answer.headers["content-security-policy"].startswith("default-src 'self'")
@@ -56,20 +55,20 @@ def test_a_private_server_answers_this_machine(private: WebServer) -> None:
     assert httpx.get(private.address, headers=named).status_code == 200
 
 
-def test_a_foreign_name_that_leads_here_is_refused(private: WebServer) -> None:
+def test_a_foreign_name_that_leads_here_is_refused(private):
     answer = httpx.get(private.address, headers={"Host": f"evil.example:{private.port}"})
     assert answer.status_code == 403 and "own machine" in answer.text
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1"])
-def test_a_page_of_another_site_is_refused(private: WebServer, origin: str) -> None:
+def test_a_page_of_another_site_is_refused(private, origin):
     headers = {"Origin": origin, "Authorization": f"Bearer {TOKEN}"}
     assert httpx.post(private.address, headers=headers).status_code == 403
     headers["Origin"] = private.address.rstrip("/")
     assert httpx.post(private.address, headers=headers).text == "owner"
 
 
-def test_elsewhere_a_request_shows_the_token(public: WebServer) -> None:
+def test_elsewhere_a_request_shows_the_token(public):
     answer = httpx.get(local(public))
     assert answer.status_code == 403 and "token" in answer.text
     assert httpx.get(local(public), params={"token": "wrong"}).status_code == 403
@@ -80,7 +79,7 @@ def test_elsewhere_a_request_shows_the_token(public: WebServer) -> None:
     assert httpx.get(local(public), headers=named).text == "owner"
 
 
-def test_a_browser_keeps_the_token_as_a_cookie(public: WebServer) -> None:
+def test_a_browser_keeps_the_token_as_a_cookie(public):
     with httpx.Client(headers={"Accept": "text/html"}) as browser:
         first = browser.get(local(public), params={"token": TOKEN, "x": "1"})
         assert (first.status_code, first.headers["location"]) == (303, "/?x=1")
@@ -91,7 +90,7 @@ def test_a_browser_keeps_the_token_as_a_cookie(public: WebServer) -> None:
     assert public.address_with_token == f"{public.address}?token={TOKEN}"
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken():
     with WebServer(make_app, "127.0.0.1:0") as first:
         with pytest.raises(ConfigError, match="in use by another process"):
             WebServer(make_app, f"127.0.0.1:{first.port}")
@@ -102,7 +101,7 @@ def test_a_port_that_is_taken() -> None:
         WebServer(make_app, "192.0.2.1:0")
 
 
-def test_closing_ends_answers_that_would_not_end_and_frees_the_port() -> None:
+def test_closing_ends_answers_that_would_not_end_and_frees_the_port():
     server = WebServer(make_app, "127.0.0.1:0").start()
     with httpx.stream("GET", server.address + "forever") as answer:
         assert next(answer.iter_text()) == "guest"
@@ -112,7 +111,7 @@ def test_closing_ends_answers_that_would_not_end_and_frees_the_port() -> None:
     socket.create_server(("127.0.0.1", server.port)).close()
 
 
-def test_who_listens_without_being_asked_imports_no_server() -> None:
+def test_who_listens_without_being_asked_imports_no_server():
     script = (
         "import sys\n"
         "from thinwire.web.server import WebServer\n"

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ STEPS = 6
 
 
 @pytest.fixture(scope="session")
-def finished(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(text_folder, tmp_path_factory):
     """The folder of a run of `thinwire train`; nobody writes there.
 
     One for all workers of the tests: who comes first makes it.
@@ -68,7 +68,7 @@ def _train(place: Path, text_folder: Path) -> None:
 
 
 @pytest.fixture
-def run_folder(finished: Path, tmp_path: Path) -> Path:
+def run_folder(finished, tmp_path):
     """A copy of it, elsewhere."""
     return Path(shutil.copytree(finished, tmp_path / "copied"))
 
@@ -83,11 +83,11 @@ def let_links_decide(folder: Path) -> None:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., WebServer]]:
+def serve():
     """Serve the page of folders."""
     servers: list[WebServer] = []
 
-    def start(*folders: Path, **options: Any) -> WebServer:
+    def start(*folders, **options):
         server = WebServer(lambda: make_page(folders, **options), "127.0.0.1:0", TOKEN)
         servers.append(server.start())
         return server
@@ -180,7 +180,7 @@ class FakeHost:
 
 
 @pytest.fixture
-def host(run_folder: Path) -> Iterator[FakeHost]:
+def host(run_folder):
     made = FakeHost(run_folder)
     yield made
     made.close()

@@ -1,6 +1,5 @@
 """Pipes of each kind, joined in this process, for the tests of the wire room."""
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,18 +11,18 @@ from waiting import PATIENCE
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
+def listener():
     listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
     yield listener
     listener.close()
 
 
 @pytest.fixture
-def connect(listener: Listener) -> Iterator[Callable[[str], tuple[Pipe, Pipe]]]:
+def connect(listener):
     """Dial the listener by a name; returns the accepted and the dialed end."""
     opened: list[Pipe] = []
 
-    def connect(name: str) -> tuple[Pipe, Pipe]:
+    def connect(name):
         with ThreadPoolExecutor(1) as pool:
             accepted = pool.submit(listener.accept, name, PATIENCE)
             dialed = dial(listener.address, name, PEER, HOST.fingerprint, PATIENCE, MAX_MESSAGE)
@@ -37,7 +36,7 @@ def connect(listener: Listener) -> Iterator[Callable[[str], tuple[Pipe, Pipe]]]:
 
 
 @pytest.fixture(params=["memory", "accepted first", "dialed first"])
-def pipes(request: pytest.FixtureRequest) -> tuple[Pipe, Pipe]:
+def pipes(request):
     """Two joined ends; over TLS the two sides differ, so each comes first once."""
     if request.param == "memory":
         return memory_pair()
@@ -46,7 +45,7 @@ def pipes(request: pytest.FixtureRequest) -> tuple[Pipe, Pipe]:
 
 
 @pytest.fixture
-def service() -> Iterator[Service]:
+def service():
     service = Service()
     yield service
     service.close()

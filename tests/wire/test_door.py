@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from knocking import RUN, TOKEN, Service, ask, knock, line
+from knocking import RUN, TOKEN, ask, knock, line
 
 from proxy import Proxy
 from thinwire.errors import AdmissionError, WireError
@@ -24,7 +24,7 @@ PATIENT = Limits(preamble_s=PATIENCE)  # with strangers that are slow
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
+def door():
     with Door("127.0.0.1", 0) as door:
         door.admit(RUN, TOKEN)
         yield door
@@ -38,9 +38,7 @@ def read_to_end(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
-def test_a_service_is_reached_and_each_direction_ends_by_itself(
-    door: Door, service: Service
-) -> None:
+def test_a_service_is_reached_and_each_direction_ends_by_itself(door, service):
     door.serve(f"{RUN}/control", service.take)
     caller = reach(door, "control")
     assert line(caller) == "ok"
@@ -67,7 +65,7 @@ def joined(door: Door) -> Iterator[tuple[socket.socket, socket.socket]]:
         yield caller, waiter
 
 
-def test_a_lost_end_ends_the_other(door: Door) -> None:
+def test_a_lost_end_ends_the_other(door):
     with joined(door) as (caller, served):
         served.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         served.close()  # as a process that is killed with bytes unread
@@ -89,12 +87,12 @@ def test_a_lost_end_ends_the_other(door: Door) -> None:
         ("steal", f"{RUN}/control", TOKEN, "the request is not one of reach, wait or ping"),
     ],
 )
-def test_refusals_say_why(door: Door, wish: str, name: str, token: str, reason: str) -> None:
+def test_refusals_say_why(door, wish, name, token, reason):
     answer = line(ask(door, wish, name, token))
     assert answer.startswith("no ") and reason in answer
 
 
-def test_a_proof_that_was_overheard_does_not_work_again(door: Door) -> None:
+def test_a_proof_that_was_overheard_does_not_work_again(door):
     first, second = knock(door), knock(door)
     nonce = line(first).split(" ")[2]
     request = f"ping {RUN}/door - {proof_of(TOKEN, nonce, 'ping', f'{RUN}/door')}\n".encode()
@@ -105,10 +103,10 @@ def test_a_proof_that_was_overheard_does_not_work_again(door: Door) -> None:
     assert "is not the right one" in line(second)
 
 
-def test_the_token_does_not_cross_the_network(door: Door) -> None:
+def test_the_token_does_not_cross_the_network(door):
     heard = bytearray()
 
-    def tap(data: bytes) -> bytes:
+    def tap(data):
         heard.extend(data)
         return data
 
@@ -118,7 +116,7 @@ def test_the_token_does_not_cross_the_network(door: Door) -> None:
     assert b"ping" in heard and TOKEN.encode() not in heard
 
 
-def test_a_request_that_is_too_long_or_too_slow_is_refused() -> None:
+def test_a_request_that_is_too_long_or_too_slow_is_refused():
     with Door("127.0.0.1", 0, PATIENT) as door:
         caller = knock(door)
         line(caller)
@@ -134,7 +132,7 @@ def test_a_request_that_is_too_long_or_too_slow_is_refused() -> None:
 
 
 @pytest.mark.parametrize("has_one_ended", [False, True])
-def test_joined_connections_without_a_byte_are_cut(has_one_ended: bool) -> None:
+def test_joined_connections_without_a_byte_are_cut(has_one_ended):
     with Door("127.0.0.1", 0, Limits(idle_s=0.2)) as door:
         door.admit(RUN, TOKEN)
         with joined(door) as (caller, served):
@@ -147,7 +145,7 @@ def test_joined_connections_without_a_byte_are_cut(has_one_ended: bool) -> None:
             wait_until(lambda: door.traffic()[RUN].connections == 0)
 
 
-def test_a_slow_reader_slows_the_sender_and_loses_nothing() -> None:
+def test_a_slow_reader_slows_the_sender_and_loses_nothing():
     with Door("127.0.0.1", 0, Limits(link_mbps=0)) as door:
         door.admit(RUN, TOKEN)
         with joined(door) as (caller, served):
@@ -165,7 +163,7 @@ def test_a_slow_reader_slows_the_sender_and_loses_nothing() -> None:
 @pytest.mark.parametrize(
     "limits", [{"connections": 2}, {"per_address": 2}, {"strangers": 2}], ids=str
 )
-def test_connections_are_bounded(limits: dict[str, int]) -> None:
+def test_connections_are_bounded(limits):
     with Door("127.0.0.1", 0, replace(PATIENT, **limits)) as door:
         door.admit(RUN, TOKEN)
         kept = [knock(door), knock(door)]
@@ -177,14 +175,14 @@ def test_connections_are_bounded(limits: dict[str, int]) -> None:
         ping(Route(door.address, token=TOKEN), f"{RUN}/door")
 
 
-def test_the_addresses_of_one_ipv6_line_count_as_one() -> None:
+def test_the_addresses_of_one_ipv6_line_count_as_one():
     assert home_of("192.0.2.7") == "192.0.2.7"
     assert home_of("::ffff:192.0.2.7") == "::ffff:192.0.2.7"
     assert home_of("2001:db8:1:2::a") == home_of("2001:db8:1:2:ffff::1%eth0") == "2001:db8:1:2::/64"
     assert home_of("2001:db8:1:3::a") != home_of("2001:db8:1:2::a")
 
 
-def test_a_door_on_all_addresses_sees_callers_as_they_are() -> None:
+def test_a_door_on_all_addresses_sees_callers_as_they_are():
     if not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
     with Door("::", 0) as door:
@@ -194,11 +192,11 @@ def test_a_door_on_all_addresses_sees_callers_as_they_are() -> None:
             assert seen.address.startswith(f"{host}:")
 
 
-def test_connections_of_a_run_and_of_one_member_are_bounded() -> None:
+def test_connections_of_a_run_and_of_one_member_are_bounded():
     with Door("127.0.0.1", 0, Limits(per_run=3, per_member=2)) as door:
         door.admit(RUN, "ana.x", "ben.y")
 
-        def wait(name: str, token: str) -> str:
+        def wait(name, token):
             held.append(ask(door, "wait", f"{RUN}/cut-{name}", token))
             return line(held[-1])
 
@@ -209,7 +207,7 @@ def test_connections_of_a_run_and_of_one_member_are_bounded() -> None:
         assert wait("d", "ben.y") == f"no run {RUN} has 3 connections here, the most"
 
 
-def test_waiting_is_bounded_by_address_and_in_time() -> None:
+def test_waiting_is_bounded_by_address_and_in_time():
     with Door("127.0.0.1", 0, Limits(per_address=1)) as relay:
         relay.admit_any("pass")
         waiting = ask(relay, "wait", f"{RUN}/cut-a", "pass")
@@ -224,10 +222,10 @@ def test_waiting_is_bounded_by_address_and_in_time() -> None:
         assert line(waiting) == "ok" and waiting.recv(1) == b"", "its time is over"
 
 
-def test_nobody_else_can_say_that_a_caller_was_struck_off(service: Service) -> None:
+def test_nobody_else_can_say_that_a_caller_was_struck_off(service):
     """Whoever is on the way could end a peer by that word."""
 
-    def answer(proof: str) -> None:
+    def answer(proof):
         with service.accept() as caller:
             caller.sendall(b"thinwire-door 3 abc\n")
             caller.recv(1000)
@@ -244,7 +242,7 @@ def test_nobody_else_can_say_that_a_caller_was_struck_off(service: Service) -> N
         assert refused.type is kind
 
 
-def test_the_latest_who_waits_is_called_and_the_oldest_gives_way() -> None:
+def test_the_latest_who_waits_is_called_and_the_oldest_gives_way():
     with Door("127.0.0.1", 0, Limits(waiting_per_name=2)) as door:
         door.admit(RUN, TOKEN)
         waiting = []
@@ -259,7 +257,7 @@ def test_the_latest_who_waits_is_called_and_the_oldest_gives_way() -> None:
         assert caller.recv(5) == b"hello"
 
 
-def test_one_who_waits_and_does_not_answer_is_passed_over() -> None:
+def test_one_who_waits_and_does_not_answer_is_passed_over():
     with Door("127.0.0.1", 0, Limits(answer_s=2.0)) as door:  # for the one that answers, too
         door.admit(RUN, TOKEN)
         alive, gone, silent = (ask(door, "wait", f"{RUN}/cut-a") for _ in range(3))
@@ -273,7 +271,7 @@ def test_one_who_waits_and_does_not_answer_is_passed_over() -> None:
         assert line(silent) == "call 127.0.0.1" and silent.recv(1) == b""
 
 
-def test_one_who_speaks_without_being_called_is_cut(door: Door) -> None:
+def test_one_who_speaks_without_being_called_is_cut(door):
     waiter = ask(door, "wait", f"{RUN}/cut-a")
     assert line(waiter) == "ok"
     waiter.sendall(b"+")
@@ -281,7 +279,7 @@ def test_one_who_speaks_without_being_called_is_cut(door: Door) -> None:
     assert "nobody waits for it" in line(reach(door, "cut-a"))
 
 
-def test_a_relay_admits_every_run_that_knows_its_pass() -> None:
+def test_a_relay_admits_every_run_that_knows_its_pass():
     with Door("127.0.0.1", 0, Limits(runs=2)) as relay:
         relay.admit_any("pass", mbps=5)
         waiter = ask(relay, "wait", f"{RUN}/cut-a", "pass")
@@ -300,9 +298,7 @@ def test_a_relay_admits_every_run_that_knows_its_pass() -> None:
 
 
 @pytest.mark.parametrize(("mbps", "link_mbps"), [(8.0, 0.0), (0.0, 8.0)])
-def test_what_passes_between_others_stays_below_the_bound(
-    service: Service, mbps: float, link_mbps: float
-) -> None:
+def test_what_passes_between_others_stays_below_the_bound(service, mbps, link_mbps):
     """Of the run, or where it has none, of each link."""
     with Door("127.0.0.1", 0, Limits(link_mbps=link_mbps)) as relay:
         relay.admit_any("pass", mbps=mbps)
@@ -322,15 +318,15 @@ def test_what_passes_between_others_stays_below_the_bound(
             served.close()
 
 
-def test_a_ping_tells_our_address_and_the_clocks(door: Door) -> None:
+def test_a_ping_tells_our_address_and_the_clocks(door):
     seen = ping(Route(door.address, token=TOKEN), f"{RUN}/door")
     assert seen.address.startswith("127.0.0.1:")
     assert abs(seen.ahead_s) <= seen.round_trip_s * 2 + 0.01
     assert ping(Route(door.address, token=TOKEN), f"{RUN}/door").address != seen.address
 
 
-def test_pings_of_what_is_no_door_say_so(service: Service) -> None:
-    def answer(said: bytes) -> None:
+def test_pings_of_what_is_no_door_say_so(service):
+    def answer(said):
         with service.accept() as caller:
             caller.sendall(said)
             with contextlib.suppress(ConnectionResetError):
@@ -351,7 +347,7 @@ def test_pings_of_what_is_no_door_say_so(service: Service) -> None:
         ping(Route(service.address), f"{RUN}/door")
 
 
-def test_a_port_in_use_and_addresses_that_are_none(door: Door) -> None:
+def test_a_port_in_use_and_addresses_that_are_none(door):
     with pytest.raises(WireError, match=r"port .*: Address already in use"):
         Door("127.0.0.1", door.port)
     assert split_address("[::1]:80") == ("::1", 80)
@@ -360,7 +356,7 @@ def test_a_port_in_use_and_addresses_that_are_none(door: Door) -> None:
             split_address(address)
 
 
-def test_closing_cuts_all_and_ends_every_thread(service: Service) -> None:
+def test_closing_cuts_all_and_ends_every_thread(service):
     before = set(threading.enumerate())
     door = Door("127.0.0.1", 0)
     door.admit(RUN, TOKEN)
@@ -382,7 +378,7 @@ def test_closing_cuts_all_and_ends_every_thread(service: Service) -> None:
         pass
 
 
-def test_two_who_dial_out_meet(door: Door, service: Service) -> None:
+def test_two_who_dial_out_meet(door, service):
     with Standby(f"{RUN}/cut-0@1", Route(door.address, token=TOKEN), service.take) as standby:
         wait_until(lambda: standby.waiting == 2)
         caller = reach(door, "cut-0@1")

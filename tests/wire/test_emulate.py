@@ -89,7 +89,7 @@ def test_impossible_delays_are_refused_by_the_name_of_their_setting(delays):
 
 
 @pytest.mark.parametrize(("up", "down"), [(8, 8), (8, 2), (4, 80), (0, 8), (8, 0)])
-def test_frames_leave_and_arrive_when_the_emulator_says(up: float, down: float) -> None:
+def test_frames_leave_and_arrive_when_the_emulator_says(up, down):
     """The emulator and the simulator are two programs with one model of a link."""
     costs = Costs([0.01, 0.01], [0.02, 0.02], [0.001, 0.001], [MEGABIT], [MEGABIT])
     played = simulate(build("gpipe", 2, 4), costs, Network(up, down, 0.025))

@@ -55,14 +55,14 @@ def test_header_is_laid_out_as_documented():
 
 
 @given(FRAMES)
-def test_decode_inverts_encode(frame: Frame):
+def test_decode_inverts_encode(frame):
     message = encode(frame)
     assert len(message) == HEADER_BYTES + len(frame.payload)
     assert decode(message, max_payload=200) == frame
 
 
 @given(st.sampled_from([b"", b"THWR\x01\x02"]), st.binary(max_size=300))
-def test_random_bytes_are_refused_with_and_without_the_right_magic(magic: bytes, rest: bytes):
+def test_random_bytes_are_refused_with_and_without_the_right_magic(magic, rest):
     with pytest.raises(WireError):
         decode(magic + rest, 1000)
 
@@ -148,7 +148,7 @@ def test_the_meter_counts_by_direction_and_kind_and_loses_nothing_between_thread
     snapshot = meter.snapshot()
     meter.count_sent(FrameKind.TALLY, 5)  # it does not follow later counts
 
-    def counts(frames: int, payload: int) -> dict[str, int]:
+    def counts(frames, payload):
         return {"frames": frames, "header_bytes": 64 * frames, "payload_bytes": payload}
 
     assert json.loads(json.dumps(snapshot)) == {

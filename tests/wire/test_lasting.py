@@ -100,7 +100,7 @@ class ByHand:
     def hear(self) -> tuple[int, int, bytes]:
         raw = self.connection.read()
         assert raw is not None
-        return (*HEAD.unpack_from(raw), raw[LASTING_BYTES:])  # type: ignore[return-value]
+        return (*HEAD.unpack_from(raw), raw[LASTING_BYTES:])
 
     def lose(self) -> None:
         self._theirs.is_lost = True
@@ -116,13 +116,13 @@ class ByHand:
 
 
 @pytest.fixture
-def keep_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_little(monkeypatch):
     monkeypatch.setattr(lasting, "MOST_KEPT", 20_000)
     monkeypatch.setattr(lasting, "ACKNOWLEDGE_BYTES", 5_000)
     monkeypatch.setattr(lasting, "LEAST_COUNTED", 300)
 
 
-def test_without_outages_it_is_a_pipe() -> None:
+def test_without_outages_it_is_a_pipe():
     left, right = join(Network())
     left.write(b"there")
     right.write(b"back")
@@ -139,15 +139,13 @@ def test_without_outages_it_is_a_pipe() -> None:
 
 @pytest.mark.usefixtures("keep_little")
 @pytest.mark.parametrize("seed", range(2))
-def test_every_message_comes_once_and_in_order_however_often_connections_are_lost(
-    seed: int,
-) -> None:
+def test_every_message_comes_once_and_in_order_however_often_connections_are_lost(seed):
     network, chance = Network(), random.Random(seed)
     ends = join(network)
     sizes = [chance.choice((1, 100, 5_000, 30_000)) for _ in range(300)]
     messages = [number.to_bytes(2, "big") + bytes(size) for number, size in enumerate(sizes)]
 
-    def send(pipe: Pipe, cuts: set[int]) -> None:
+    def send(pipe, cuts):
         for number, message in enumerate(messages):
             pipe.write(message)
             if number in cuts:  # these come however slow the thread is that cuts by the clock
@@ -176,7 +174,7 @@ def test_every_message_comes_once_and_in_order_however_often_connections_are_los
     assert network.connections > 3
 
 
-def test_a_bare_pipe_loses_messages_there() -> None:
+def test_a_bare_pipe_loses_messages_there():
     """What the numbers are for: the same cut on a bare connection loses what was on its way."""
     left, right = memory_pair()
     for number in range(10):
@@ -187,7 +185,7 @@ def test_a_bare_pipe_loses_messages_there() -> None:
 
 
 @pytest.mark.parametrize("have", [1, 3])
-def test_what_was_not_acknowledged_is_sent_again_and_no_more(have: int) -> None:
+def test_what_was_not_acknowledged_is_sent_again_and_no_more(have):
     """Of three messages the other end got `have`; its acknowledgements were lost."""
     other = ByHand()
     in_background(other.pipe.read)
@@ -201,7 +199,7 @@ def test_what_was_not_acknowledged_is_sent_again_and_no_more(have: int) -> None:
     assert heard == [*again, (LastingKind.DATA, 3, b"next")]
 
 
-def test_what_comes_twice_is_dropped() -> None:
+def test_what_comes_twice_is_dropped():
     other = ByHand()
     for number in (0, 1, 1, 0, 2):
         other.say(LastingKind.DATA, number, bytes([number]))
@@ -211,13 +209,13 @@ def test_what_comes_twice_is_dropped() -> None:
 
 
 @pytest.mark.usefixtures("keep_little")
-def test_a_writer_is_held_back_while_too_much_is_not_acknowledged() -> None:
+def test_a_writer_is_held_back_while_too_much_is_not_acknowledged():
     """Whoever reads and never acknowledges must not fill the memory of the other end."""
     other = ByHand()
     in_background(other.pipe.read)
     written = []
 
-    def write() -> None:
+    def write():
         for number in range(30):
             other.pipe.write(bytes(2000))
             written.append(number)
@@ -232,7 +230,7 @@ def test_a_writer_is_held_back_while_too_much_is_not_acknowledged() -> None:
     thread.join(PATIENCE)
 
 
-def test_a_writer_waits_during_an_outage_which_is_told_of_and_timed() -> None:
+def test_a_writer_waits_during_an_outage_which_is_told_of_and_timed():
     network, told = Network(), []
     left = LastingPipe(network.opener(0)(1), network.opener(0), PATIENCE, told.append, told.append)
     right = LastingPipe(network.opener(1)(1), network.opener(1), PATIENCE)
@@ -242,7 +240,7 @@ def test_a_writer_waits_during_an_outage_which_is_told_of_and_timed() -> None:
     network.cut()
     written = []
 
-    def write() -> None:
+    def write():
         for number in range(5):
             left.write(bytes([number]))
             written.append(number)
@@ -260,7 +258,7 @@ def test_a_writer_waits_during_an_outage_which_is_told_of_and_timed() -> None:
     assert reason == "the other end closed the connection" and seconds > 0.3
 
 
-def test_an_outage_beyond_the_limit_breaks_both_ends() -> None:
+def test_an_outage_beyond_the_limit_breaks_both_ends():
     network = Network()
     left, right = join(network, outage=0.5)
     network.is_down = True
@@ -274,8 +272,8 @@ def test_an_outage_beyond_the_limit_breaks_both_ends() -> None:
         end.close(None)
 
 
-def test_whoever_is_not_welcome_any_more_stops_trying() -> None:
-    def refused(timeout: float) -> Pipe:
+def test_whoever_is_not_welcome_any_more_stops_trying():
+    def refused(timeout):
         raise AdmissionError("'ada' is not welcome there")
 
     ours, theirs = memory_pair()
@@ -288,7 +286,7 @@ def test_whoever_is_not_welcome_any_more_stops_trying() -> None:
         pipe.read()
 
 
-def test_another_process_in_the_place_of_the_other_end_is_refused() -> None:
+def test_another_process_in_the_place_of_the_other_end_is_refused():
     """It has not got what was sent before, and would take the rest for the whole."""
     other = ByHand()
     in_background(lambda: other.reconnect(0, b"stranger"))
@@ -306,14 +304,14 @@ def test_another_process_in_the_place_of_the_other_end_is_refused() -> None:
         (HEAD.pack(LastingKind.HAVE, 3), "3 messages are acknowledged, but only 0"),
     ],
 )
-def test_nonsense_is_a_breach(raw: bytes, reason: str) -> None:
+def test_nonsense_is_a_breach(raw, reason):
     other = ByHand()
     other.connection.write(raw)
     with pytest.raises(BreachError, match=reason):
         other.pipe.read()
 
 
-def test_both_ends_may_close_at_once() -> None:
+def test_both_ends_may_close_at_once():
     for _ in range(20):
         ends = join(Network())
         for end in ends:
@@ -325,18 +323,18 @@ def test_both_ends_may_close_at_once() -> None:
         assert [end.outages for end in ends] == [0, 0], "neither waits for another connection"
 
 
-def test_whoever_still_writes_when_the_other_end_hangs_up_has_lost_no_connection() -> None:
+def test_whoever_still_writes_when_the_other_end_hangs_up_has_lost_no_connection():
     """The writer of a connection may notice first that the other end closed it in good order."""
     hung_up = threading.Event()
 
     class NoticedLate(Losable):
-        def write(self, message: bytes) -> None:
+        def write(self, message):
             if message[0] == LastingKind.END:
                 hung_up.set()
                 raise WireError("the pipe is closed")
             super().write(message)
 
-        def read(self) -> bytes | None:
+        def read(self):
             message = super().read()
             if message is None:
                 hung_up.wait(PATIENCE)
@@ -355,7 +353,7 @@ def test_whoever_still_writes_when_the_other_end_hangs_up_has_lost_no_connection
     assert pipe.outages == 0
 
 
-def test_a_connection_that_is_lost_with_the_last_word_is_opened_again() -> None:
+def test_a_connection_that_is_lost_with_the_last_word_is_opened_again():
     other = ByHand()
     closing = in_background(lambda: other.pipe.close(None))
     assert other.hear() == (LastingKind.END, 0, b"")
@@ -366,9 +364,7 @@ def test_a_connection_that_is_lost_with_the_last_word_is_opened_again() -> None:
     assert not closing.is_alive()
 
 
-def test_whoever_heard_the_last_word_waits_a_moment_for_the_other_to_know(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whoever_heard_the_last_word_waits_a_moment_for_the_other_to_know(monkeypatch):
     monkeypatch.setattr(lasting, "CLOSE_GRACE_S", PATIENCE)
     other = ByHand()
     other.say(LastingKind.END, 0)
@@ -385,7 +381,7 @@ def test_whoever_heard_the_last_word_waits_a_moment_for_the_other_to_know(
     assert other.pipe.read() is None, "it does not wait as long as for a link"
 
 
-def test_closing_during_an_outage_gives_up_after_its_grace() -> None:
+def test_closing_during_an_outage_gives_up_after_its_grace():
     network = Network()
     left, _right = join(network, outage=3600)
     network.is_down = True
@@ -394,22 +390,22 @@ def test_closing_during_an_outage_gives_up_after_its_grace() -> None:
     assert left.read() is None
 
 
-def test_what_it_adds_to_messages_is_what_the_page_says() -> None:
+def test_what_it_adds_to_messages_is_what_the_page_says():
     """docs/wire.md: 9 bytes a message, 17 to open each way, 9 to acknowledge 16 small ones."""
     written: list[int] = []
 
     class Counted(Pipe):
-        def __init__(self, pipe: Pipe) -> None:
+        def __init__(self, pipe):
             self.pipe = pipe
 
-        def write(self, message: bytes) -> None:
+        def write(self, message):
             written.append(len(message))
             self.pipe.write(message)
 
-        def read(self) -> bytes | None:
+        def read(self):
             return self.pipe.read()
 
-        def close(self, grace: float | None = 5.0) -> None:
+        def close(self, grace=5.0):
             self.pipe.close(grace)
 
     first = [Counted(end) for end in memory_pair()]

@@ -1,18 +1,17 @@
 """A pipe that lasts over real connections under TLS, which a proxy cuts."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from wiring import HOST, HOURLY, MAX_MESSAGE, PEER, in_background, read_all
 
 from proxy import Proxy
-from thinwire.wire import LastingPipe, Listener, Pipe, dial
+from thinwire.wire import LastingPipe, Listener, dial
 from waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
+def listener():
     """Neither end says that it lives: what is noticed, and told, is up to the pipes."""
     listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, HOURLY)
     yield listener
@@ -20,20 +19,20 @@ def listener() -> Iterator[Listener]:
 
 
 @pytest.fixture
-def path(listener: Listener) -> Iterator[Proxy]:
+def path(listener):
     proxy = Proxy(listener.address)
     yield proxy
     proxy.close()
 
 
 @pytest.fixture
-def over_tls(listener: Listener, path: Proxy) -> tuple[LastingPipe, LastingPipe]:
+def over_tls(listener, path):
     """The accepted and the dialed end, whose connections take the path."""
 
-    def accept(timeout: float) -> Pipe:
+    def accept(timeout):
         return listener.accept("peer", timeout, PEER.fingerprint, is_replaceable=True)
 
-    def call(timeout: float) -> Pipe:
+    def call(timeout):
         return dial(path.address, "peer", PEER, HOST.fingerprint, timeout, MAX_MESSAGE, HOURLY)
 
     with ThreadPoolExecutor(1) as pool:
@@ -47,9 +46,7 @@ def up_after(outages: int, *ends: LastingPipe) -> bool:
     return all(end.outages >= outages and end._connection for end in ends)
 
 
-def test_it_outlives_lost_connections_over_tls(
-    over_tls: tuple[LastingPipe, LastingPipe], path: Proxy
-) -> None:
+def test_it_outlives_lost_connections_over_tls(over_tls, path):
     accepted, dialed = over_tls
     with ThreadPoolExecutor(2) as pool:
         got = pool.submit(lambda: (read_all(accepted), accepted.close())[0])
@@ -66,9 +63,7 @@ def test_it_outlives_lost_connections_over_tls(
     assert min(accepted.outages, dialed.outages) >= 2
 
 
-def test_an_end_that_has_not_noticed_a_loss_is_told_by_the_next_dial(
-    over_tls: tuple[LastingPipe, LastingPipe], path: Proxy
-) -> None:
+def test_an_end_that_has_not_noticed_a_loss_is_told_by_the_next_dial(over_tls, path):
     """Until keepalive notices, which it does not here, the dialer would be refused."""
     accepted, dialed = over_tls
     in_background(lambda: read_all(dialed))

@@ -1,7 +1,6 @@
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from wiring import MAX_PAYLOAD, Recorder
@@ -58,7 +57,7 @@ class End:
 
 
 @pytest.fixture(params=NICS)
-def ends(request: pytest.FixtureRequest, pipes: tuple[Pipe, Pipe]) -> Iterator[tuple[End, End]]:
+def ends(request, pipes):
     both = End("0-1", pipes[0], NICS[request.param]()), End("1-0", pipes[1], NICS[request.param]())
     yield both
     for end in both:
@@ -66,7 +65,7 @@ def ends(request: pytest.FixtureRequest, pipes: tuple[Pipe, Pipe]) -> Iterator[t
 
 
 @pytest.fixture
-def direct_ends() -> Iterator[tuple[End, End]]:
+def direct_ends():
     here, there = memory_pair()
     both = End("0-1", here, None), End("1-0", there, None)
     yield both
@@ -156,7 +155,7 @@ def test_packing_runs_on_the_link_s_thread_in_queue_order(direct_ends):
     here, there = direct_ends
     packed: list[tuple[int, int]] = []
 
-    def pack(number: int) -> Frame:
+    def pack(number):
         packed.append((number, threading.get_ident()))
         return forward(number)
 
@@ -173,7 +172,7 @@ def test_packing_runs_on_the_link_s_thread_in_queue_order(direct_ends):
 def test_a_failure_in_packing_breaks_both_ends_once(ends):
     here, there = ends
 
-    def fail() -> Frame:
+    def fail():
         raise ZeroDivisionError("no such scale")
 
     here.link.send(fail)
@@ -237,20 +236,20 @@ def test_a_goodbye_that_is_read_only_after_a_failed_write_still_counts():
     class LatePipe(Pipe):
         """The write fails because the other end left; its goodbye is still to be read."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.failed = threading.Event()
             self.rest = [encode(Frame(FrameKind.BYE)), None]
 
-        def write(self, message: bytes) -> None:
+        def write(self, message):
             self.failed.set()
             raise WireError("the other end is gone")
 
-        def read(self) -> bytes | None:
+        def read(self):
             assert self.failed.wait(PATIENCE)
             time.sleep(0.05)
             return self.rest.pop(0)
 
-        def close(self, grace: float | None = None) -> None:
+        def close(self, grace=None):
             pass
 
     heard = Recorder()
@@ -335,7 +334,7 @@ def test_a_frame_that_its_receiver_refuses_is_the_sender_s_fault(error, reason, 
     near, far = memory_pair()
     heard = Recorder()
 
-    def refuse(frame: Frame) -> None:
+    def refuse(frame):
         raise error
 
     link = Link(far, Meter(), None, "1-0", MAX_PAYLOAD)

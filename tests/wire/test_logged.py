@@ -86,12 +86,12 @@ def goes_on_in_vain(side: Side, pipe: Pipe) -> None:
 
 
 @pytest.fixture(params=NICS)
-def nic(request: pytest.FixtureRequest) -> Callable[[], Nic | None]:
+def nic(request):
     return NICS[request.param]
 
 
 @pytest.fixture
-def pair(tmp_path: Path, nic: Callable[[], Nic | None]) -> tuple[Side, Side, Pipe]:
+def pair(tmp_path, nic):
     """A stage below, the stage above it and the pipe of that, which dies with it."""
     ours, theirs = memory_pair()
     below = Side(tmp_path / "below", ours, nic=nic())
@@ -125,9 +125,7 @@ def after_a_death(below: Side, above: Side, its_pipe: Pipe, new: Side) -> list[t
     return below.got()
 
 
-def test_a_new_process_gets_what_it_needs_and_the_other_end_nothing_twice(
-    pair: tuple[Side, Side, Pipe], tmp_path: Path, nic: Callable[[], Nic | None]
-) -> None:
+def test_a_new_process_gets_what_it_needs_and_the_other_end_nothing_twice(pair, tmp_path, nic):
     new = Side(tmp_path / "new", None, start=2, nic=nic())
     assert after_a_death(*pair, new) == frames_of(0, 1, 2, 3, 4)
     assert new.state.sent_again == 4, "it has what it needs to send that"
@@ -137,15 +135,13 @@ def test_a_new_process_gets_what_it_needs_and_the_other_end_nothing_twice(
 
 
 @pytest.mark.parametrize("error", [-1, 1])
-def test_a_wrong_count_of_what_arrived_would_show(
-    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_count_of_what_arrived_would_show(error, tmp_path, monkeypatch):
     """The failing side of the test above: a frame comes twice, or one is missing."""
     ours, theirs = memory_pair()
     below, above = Side(tmp_path / "below", ours), Side(tmp_path / "above", theirs)
     new, true = Side(tmp_path / "new", None, start=2), LinkState.position
 
-    def wrong(state: LinkState) -> Position:
+    def wrong(state):
         said = true(state)
         wrong = [(step, kind, n + error * (step == 3)) for step, kind, n in said.received]
         return Position(said.start, said.latest, wrong)
@@ -163,7 +159,7 @@ def test_a_wrong_count_of_what_arrived_would_show(
     assert (error < 0 and below.got().count((3, 0)) == 2) or missing == {(3, 1)}
 
 
-def test_who_is_lost_again_is_replaced_again(pair: tuple[Side, Side, Pipe], tmp_path: Path) -> None:
+def test_who_is_lost_again_is_replaced_again(pair, tmp_path):
     """Both in the middle of what is sent again, and before it has said where it stands."""
     below, above, its_pipe = pair
     nic = below.pipe._nic
@@ -193,9 +189,7 @@ def test_who_is_lost_again_is_replaced_again(pair: tuple[Side, Side, Pipe], tmp_
     assert third.got() == frames_of(*range(20))
 
 
-def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(
-    pair: tuple[Side, Side, Pipe], tmp_path: Path, nic: Callable[[], Nic | None]
-) -> None:
+def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(pair, tmp_path, nic):
     """Else it would end a link over which there is still something to say."""
     below, above, its_pipe = pair
     below.send(0, 1)
@@ -215,7 +209,7 @@ def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(
     assert not new.heard.errors
 
 
-def test_without_a_word_that_another_comes_a_loss_is_the_end(tmp_path: Path) -> None:
+def test_without_a_word_that_another_comes_a_loss_is_the_end(tmp_path):
     ours, theirs = memory_pair()
     below = Side(tmp_path / "below", ours)
     theirs.close()
@@ -223,9 +217,7 @@ def test_without_a_word_that_another_comes_a_loss_is_the_end(tmp_path: Path) -> 
     assert "closed it without a goodbye" in str(below.heard.errors[0])
 
 
-def test_what_is_sent_while_nobody_is_there_is_sent_to_who_comes(
-    pair: tuple[Side, Side, Pipe], tmp_path: Path, nic: Callable[[], Nic | None]
-) -> None:
+def test_what_is_sent_while_nobody_is_there_is_sent_to_who_comes(pair, tmp_path, nic):
     below, above, its_pipe = pair
     below.send(0)
     above.wait_for(MICROBATCHES)
@@ -240,7 +232,7 @@ def test_what_is_sent_while_nobody_is_there_is_sent_to_who_comes(
 
 
 @pytest.mark.parametrize("answer", [b"\xc1", b"\x93\x01\x02\x03", b"x" * (logged.MOST_SAID + 1)])
-def test_an_answer_that_is_no_position_is_refused(answer: bytes, tmp_path: Path) -> None:
+def test_an_answer_that_is_no_position_is_refused(answer, tmp_path):
     ours, theirs = memory_pair()
     theirs.write(answer)
     state = LinkState(FrameLog(tmp_path, 1 << 20))
@@ -253,9 +245,7 @@ def message(step: int, kind: FrameKind = FrameKind.FORWARD, size: int = 100) -> 
     return encode(Frame(kind, step=step, payload=bytes([step]) * size))
 
 
-def test_a_log_gives_back_what_it_was_given_and_forgets_what_is_safe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_gives_back_what_it_was_given_and_forgets_what_is_safe(tmp_path, monkeypatch):
     monkeypatch.setattr(logged, "SEGMENT_BYTES", 1000)
     (tmp_path / "000007.frames").write_bytes(b"of an earlier process")
     log = FrameLog(tmp_path, 1 << 20)
@@ -279,8 +269,8 @@ def test_a_log_gives_back_what_it_was_given_and_forgets_what_is_safe(
 
 @pytest.mark.parametrize("reason", ["limit", "disk"])
 def test_a_log_that_has_no_room_costs_no_training_and_helps_again_after_the_next_state(
-    reason: str, tmp_path: Path
-) -> None:
+    reason, tmp_path
+):
     full = tmp_path / "full"
     log = FrameLog(full, 1000 if reason == "limit" else 1 << 20)
     if reason == "disk":
@@ -300,7 +290,7 @@ def test_a_log_that_has_no_room_costs_no_training_and_helps_again_after_the_next
     assert [log.read(entry) for entry in state.go_on(Position(10, 0, {}))] == [message(10)]
 
 
-def test_what_both_ends_do_at_once_keeps_its_order(tmp_path: Path) -> None:
+def test_what_both_ends_do_at_once_keeps_its_order(tmp_path):
     """Frames are sent by one thread while another sends the log again."""
     ours, theirs = memory_pair()
     below, above = Side(tmp_path / "below", ours), Side(tmp_path / "above", theirs)
@@ -316,15 +306,13 @@ def test_what_both_ends_do_at_once_keeps_its_order(tmp_path: Path) -> None:
     assert new.got() == frames_of(*range(300))
 
 
-def test_a_follower_gets_what_another_gets_sends_nothing_and_takes_its_place(
-    tmp_path: Path,
-) -> None:
+def test_a_follower_gets_what_another_gets_sends_nothing_and_takes_its_place(tmp_path):
     ours, theirs = memory_pair()
     below, above = Side(tmp_path / "below", ours), Side(tmp_path / "above", theirs)
     below.send(0, 1)
     fed, follows = memory_pair()
 
-    def feed() -> None:
+    def feed():
         with contextlib.suppress(WireError):  # at the end of the test
             below.pipe.feed(fed)
 
@@ -359,7 +347,7 @@ def test_a_follower_gets_what_another_gets_sends_nothing_and_takes_its_place(
     feeding.join(PATIENCE)
 
 
-def test_a_follower_that_is_fed_no_more_says_so(tmp_path: Path) -> None:
+def test_a_follower_that_is_fed_no_more_says_so(tmp_path):
     ours, theirs = memory_pair()
     state = LinkState(FrameLog(tmp_path / "follower", 1 << 20), 0, is_new=True, follows=True)
     pipe = LoggedPipe(None, state)
@@ -372,7 +360,7 @@ def test_a_follower_that_is_fed_no_more_says_so(tmp_path: Path) -> None:
         pipe.read()
 
 
-def test_frames_are_left_out_by_kind_for_a_validation_may_be_cut_short(tmp_path: Path) -> None:
+def test_frames_are_left_out_by_kind_for_a_validation_may_be_cut_short(tmp_path):
     state = LinkState(FrameLog(tmp_path, 1 << 20), is_new=True)
     received = [(3, FrameKind.EVALUATE, 2), (3, FrameKind.FORWARD, 1)]
     assert state.go_on(Position(0, 2, received)) == []
@@ -382,7 +370,7 @@ def test_frames_are_left_out_by_kind_for_a_validation_may_be_cut_short(tmp_path:
     assert state.sent_again == 4, "the other end has all that it needs for the next step"
 
 
-def test_what_waits_on_the_uplink_is_not_sent_twice_when_the_log_was_lost(tmp_path: Path) -> None:
+def test_what_waits_on_the_uplink_is_not_sent_twice_when_the_log_was_lost(tmp_path):
     log = FrameLog(tmp_path, 2 * len(message(0)))
     state = LinkState(log)
     for step in (0, 0, 0, 1, 1):  # the third finds no room, and the log begins anew

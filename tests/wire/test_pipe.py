@@ -52,7 +52,7 @@ def test_a_full_pipe_holds_its_writer_until_there_is_room():
     here, there = memory_pair(limit=2)
     written = threading.Semaphore(0)
 
-    def write() -> None:
+    def write():
         for i in range(3):
             here.write(bytes([i]))
             written.release()

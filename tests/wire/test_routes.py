@@ -4,11 +4,11 @@ import contextlib
 import queue
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
-from knocking import RUN, TOKEN, Service, ask, knock, line
+from knocking import RUN, TOKEN, ask, knock, line
 from wiring import HOST, MAX_MESSAGE, PEER
 
 from proxy import Proxy
@@ -89,7 +89,7 @@ class Ends:
 
 
 @pytest.fixture
-def ends(listener: Listener) -> Iterator[Ends]:
+def ends(listener):
     ends = Ends(listener)
     yield ends
     ends.close()
@@ -112,7 +112,7 @@ def exchange(below: End, above: End, size: int = 200_000) -> None:
     assert above.read() == there
 
 
-def test_a_link_by_a_door_of_the_accepting_end(ends: Ends) -> None:
+def test_a_link_by_a_door_of_the_accepting_end(ends):
     door = ends.door()
     door.serve(NAME, ends.listener.take)
     routes = Routes(NAME, [direct(door.address)])
@@ -125,7 +125,7 @@ def test_a_link_by_a_door_of_the_accepting_end(ends: Ends) -> None:
     assert above.read() is None and below.read() is None
 
 
-def test_a_relayed_link_outlives_its_relay(ends: Ends) -> None:
+def test_a_relayed_link_outlives_its_relay(ends):
     relay = ends.door()
     standby = ends.wait_at(relay.address)
     routes = Routes(NAME, [relayed(relay.address)])
@@ -140,7 +140,7 @@ def test_a_relayed_link_outlives_its_relay(ends: Ends) -> None:
     wait_until(lambda: standby.trouble == "")
 
 
-def test_a_link_goes_from_relayed_to_direct_and_back(ends: Ends) -> None:
+def test_a_link_goes_from_relayed_to_direct_and_back(ends):
     relay, own = ends.door(), ends.door()
     ends.wait_at(relay.address)
     routes = Routes(NAME, [direct(own.address), relayed(relay.address)])
@@ -158,7 +158,7 @@ def test_a_link_goes_from_relayed_to_direct_and_back(ends: Ends) -> None:
     assert routes.in_use == relayed(relay.address)
 
 
-def test_a_route_that_swallows_dials_does_not_hold_up_the_next(ends: Ends) -> None:
+def test_a_route_that_swallows_dials_does_not_hold_up_the_next(ends):
     door = ends.door()
     door.serve(NAME, ends.listener.take)
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # connects, and never says a word
@@ -168,7 +168,7 @@ def test_a_route_that_swallows_dials_does_not_hold_up_the_next(ends: Ends) -> No
         assert routes.in_use == relayed(door.address)
 
 
-def test_where_no_route_works_each_says_why(ends: Ends) -> None:
+def test_where_no_route_works_each_says_why(ends):
     door = ends.door()
     wrong = Route(door.address, "relayed", "not the token")
     routes = Routes(NAME, [direct("127.0.0.1:1"), wrong, relayed(door.address)])
@@ -183,10 +183,10 @@ def test_where_no_route_works_each_says_why(ends: Ends) -> None:
         Routes(NAME, []).connect(1)
 
 
-def test_a_relay_sees_only_tls(ends: Ends) -> None:
+def test_a_relay_sees_only_tls(ends):
     seen = bytearray()
 
-    def tap(data: bytes) -> bytes:
+    def tap(data):
         seen.extend(data)
         return data
 
@@ -203,10 +203,10 @@ def test_a_relay_sees_only_tls(ends: Ends) -> None:
         assert plain not in seen
 
 
-def test_an_altered_byte_breaks_the_connection_and_not_the_message(ends: Ends) -> None:
+def test_an_altered_byte_breaks_the_connection_and_not_the_message(ends):
     passed, altered = 0, 0
 
-    def tap(data: bytes) -> bytes:
+    def tap(data):
         nonlocal passed, altered
         passed += len(data)
         if passed > 300_000 and not altered:
@@ -237,9 +237,7 @@ def test_an_altered_byte_breaks_the_connection_and_not_the_message(ends: Ends) -
         ("one word", "the request is not one of reach, wait or ping with a name and a proof"),
     ],
 )
-def test_only_the_holder_of_its_key_waits_in_the_hosts_place(
-    service: Service, thief: str, reason: str
-) -> None:
+def test_only_the_holder_of_its_key_waits_in_the_hosts_place(service, thief, reason):
     """Whoever was invited knows the pass, and that is not enough to take the host's calls."""
     run, other = HOST.fingerprint[:16], Identity.create("other")
     name = f"{run}/control"
@@ -273,7 +271,7 @@ def test_only_the_holder_of_its_key_waits_in_the_hosts_place(
                 assert served.recv(5) == b"hello"
 
 
-def test_a_standby_without_the_key_gets_no_calls(service: Service) -> None:
+def test_a_standby_without_the_key_gets_no_calls(service):
     name = f"{HOST.fingerprint[:16]}/enrol"
     with Door("127.0.0.1", 0) as relay:
         relay.admit_any(TOKEN)
@@ -283,7 +281,7 @@ def test_a_standby_without_the_key_gets_no_calls(service: Service) -> None:
             assert "nobody waits for it" in line(ask(relay, "reach", name))
 
 
-def test_a_signature_is_not_looked_at_before_the_token_is_right() -> None:
+def test_a_signature_is_not_looked_at_before_the_token_is_right():
     name = f"{HOST.fingerprint[:16]}/control"
     with Door("127.0.0.1", 0) as relay:
         relay.admit_any(TOKEN)

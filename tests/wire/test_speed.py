@@ -3,7 +3,6 @@
 import contextlib
 import select
 import socket
-from collections.abc import Iterator
 
 import pytest
 from wiring import HOST
@@ -17,12 +16,12 @@ RUN, TOKEN = "0123456789abcdef", "the run's token"
 
 
 @pytest.fixture
-def service() -> SpeedService:
+def service():
     return SpeedService()
 
 
 @pytest.fixture
-def door(service: SpeedService) -> Iterator[Door]:
+def door(service):
     with Door("127.0.0.1", 0) as door:
         door.admit(RUN, TOKEN)
         door.serve(f"{RUN}/speed", service.take)
@@ -33,13 +32,13 @@ def address(door: Door) -> str:
     return f"127.0.0.1:{door.port}"
 
 
-def test_a_link_is_measured_through_the_hosts_door(door: Door) -> None:
+def test_a_link_is_measured_through_the_hosts_door(door):
     rates = measure_link([Route(address(door), token=TOKEN)], RUN, seconds=0.1)
     assert rates.mbps_up > 0 and rates.mbps_down > 0
     assert 0 < rates.round_trip_s < PATIENCE
 
 
-def test_a_bounded_way_is_found_to_be_slow(service: SpeedService) -> None:
+def test_a_bounded_way_is_found_to_be_slow(service):
     """A relay that passes 8 Mbit/s: whoever receives takes the time, so buffers do not flatter."""
     with Door("127.0.0.1", 0) as relay:
         run = HOST.fingerprint[:16]
@@ -53,7 +52,7 @@ def test_a_bounded_way_is_found_to_be_slow(service: SpeedService) -> None:
     assert 0 < rates.mbps_up < 80 and 0 < rates.mbps_down < 80
 
 
-def test_why_nothing_can_be_measured_is_said(door: Door) -> None:
+def test_why_nothing_can_be_measured_is_said(door):
     with pytest.raises(WireError, match=r"could not be measured: .*not the right one"):
         measure_link([Route(address(door), token="another")], RUN)
     with pytest.raises(WireError, match="no route is known"):
@@ -71,19 +70,17 @@ def caller_of(service: SpeedService) -> socket.socket:
 
 
 @pytest.mark.parametrize("asked", [b"up 100\n", b"up nan\n", b"down -1\n", b"up\n", b"x" * 1000])
-def test_what_is_out_of_bounds_is_cut_off(asked: bytes, service: SpeedService) -> None:
+def test_what_is_out_of_bounds_is_cut_off(asked, service):
     with caller_of(service) as caller:
         caller.sendall(asked)
         with contextlib.suppress(ConnectionResetError):  # it may hang up with bytes unread
             assert caller.recv(100) == b""
 
 
-def test_only_a_few_are_served_at_a_time_and_one_burst_goes_after_the_other(
-    service: SpeedService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_few_are_served_at_a_time_and_one_burst_goes_after_the_other(service, monkeypatch):
     """Bursts that last until their caller hangs up, however slow this test is."""
 
-    def burst(caller: socket.socket, wish: str, seconds: float) -> None:
+    def burst(caller, wish, seconds):
         caller.settimeout(PATIENCE)
         caller.sendall(b"go\n")
         caller.recv(1)

@@ -35,7 +35,6 @@ from thinwire.wire import (
 from waiting import PATIENCE, wait_until
 
 HASTY = 3.0
-Connect = Callable[[str], tuple[Pipe, Pipe]]
 
 # Another process: dials (or listens, and is dialed), echoes every frame, and never closes.
 OTHER = """
@@ -80,11 +79,11 @@ def awaited(listener: Listener, name: str = "peer", dialer: str | None = None) -
 
 
 @pytest.fixture
-def spawn() -> Iterator[Callable[..., tuple[subprocess.Popen, Pipe]]]:
+def spawn():
     """Start the other process, and join it; it is killed at the end."""
     held = contextlib.ExitStack()
 
-    def spawn(we: str, silence: float, wait: bool = True) -> tuple[subprocess.Popen, Pipe]:
+    def spawn(we, silence, wait=True):
         order = {
             "identity": {"name": "peer", "key_pem": PEER.key_pem},
             "silence": silence,
@@ -318,7 +317,7 @@ def test_strangers_hold_few_descriptors_and_not_for_long(monkeypatch):
     listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
     host, port = listener.address.split(":")
 
-    def open_files() -> int:
+    def open_files():
         return len(os.listdir("/proc/self/fd"))
 
     before = open_files()
@@ -357,7 +356,7 @@ def test_a_writer_is_held_back_when_nobody_reads(connect):
     accepted, dialed = connect("peer")
     written, refused = [], threading.Event()
 
-    def write() -> None:
+    def write():
         try:
             while True:
                 dialed.write(bytes(1 << 20))
@@ -397,7 +396,7 @@ def test_below_the_meter_a_frame_costs_4_bytes_and_22_for_each_record(connect):
     accepted, dialed = connect("peer")
     (near, heard), (far, got) = start(dialed), start(accepted)
 
-    def sent_by_kernel() -> int:
+    def sent_by_kernel():
         info = dialed._tls.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         sent, again = (int.from_bytes(info[at : at + 8], sys.byteorder) for at in (200, 208))
         return sent - again

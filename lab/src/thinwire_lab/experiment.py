@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 NOT_IN_COMMAND = ("out", "json", "parallel", "minutes", "from_log")
 """Options that change no figure: the command in a report leaves them out."""
 _KINDS = {"int": int, "float": float}
-_MODULES = ("lossless", "optimizer", "bandwidth", "convergence", "codecs", "gap", "headline")
+_MODULES = ("lossless", "bandwidth", "convergence", "codecs", "gap", "headline")
 
 
 class StrictParser(argparse.ArgumentParser):

@@ -17,14 +17,7 @@ from thinwire.recipes import SHEETS
 from thinwire.settings.crossing import is_entropy_coded
 from thinwire_lab.decide import CAST_NOISE, gap_to_dense
 from thinwire_lab.experiment import Say, sheet, words
-from thinwire_lab.logs import (
-    Method,
-    dense_among,
-    grounds_of,
-    methods_of,
-    read_logs,
-    tokens_of,
-)
+from thinwire_lab.logs import Method, dense_among, grounds_of, methods_of, read_logs, tokens_of
 from thinwire_lab.outcome import Outcome, Row
 from thinwire_lab.plots import Line, Panel, short_name
 from thinwire_lab.pool import Trained

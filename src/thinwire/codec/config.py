@@ -29,12 +29,10 @@ class CodecConfig:
         "randk(share), lowrank(rank); append +ef, +ef-mixed, +ef21 or +aqsgd, and +zstd",
     )
     backward: str = option(
-        "bf16",
-        "codec of gradients: the same, and topk(shared), with the positions of forward",
+        "bf16", "codec of gradients: the same, and topk(shared), with the positions of forward"
     )
     rows: str = option(
-        "int4",
-        "boundary.anchor = embedding: codec of the embedding's rows and of their gradients",
+        "int4", "boundary.anchor = embedding: codec of the embedding's rows and of their gradients"
     )
     cuts: list[str] = option(  # noqa: RUF009 -- option makes a fresh list each time
         [], 'exceptions for single cuts, counted from 0, such as "2: forward=int8 backward=bf16"'

@@ -16,13 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thinwire.data.chat import (
-    Chat,
-    ChatTemplate,
-    Conversation,
-    NotAConversation,
-    conversation_of,
-)
+from thinwire.data.chat import Chat, ChatTemplate, Conversation, NotAConversation, conversation_of
 from thinwire.data.corpus import TokenChunk
 from thinwire.data.sources import SourceFile, SourceRecord, source_file, text_of, walk
 from thinwire.data.tokenizer import Tokenizer, interruptible, pieces_of

@@ -35,10 +35,7 @@ class DataConfig:
     )
     tokenizer: str = option("", "path of a tokenizer.json; empty = train one on the corpus")
     valid_fraction: float = option(
-        0.02,
-        "fraction of text or tokens held out for validation",
-        above=0,
-        below=1,
+        0.02, "fraction of text or tokens held out for validation", above=0, below=1
     )
     valid_path: str = option(
         "", "separate validation file or folder; replaces valid_fraction", scope="machine"
@@ -49,8 +46,7 @@ class DataConfig:
     split: str = option("train", "hf: the split to train on")
     valid_split: str = option("", "hf: the split to validate on; replaces valid_fraction")
     template: str = option(
-        "",
-        "chat: empty = the tokenizer's own, or chatml; tokenizer, chatml, or a Jinja file",
+        "", "chat: empty = the tokenizer's own, or chatml; tokenizer, chatml, or a Jinja file"
     )
     learn: str = option("answers", "chat: which tokens are learned", LEARN)
 

@@ -74,10 +74,7 @@ class Worker:
     """Holds a stage and trains it, once its links are attached."""
 
     def __init__(
-        self,
-        assignment: Assignment,
-        progress: Progress | None = None,
-        far: FarCorpus | None = None,
+        self, assignment: Assignment, progress: Progress | None = None, far: FarCorpus | None = None
     ):
         """`far` stands for the corpus where it is on another machine."""
         self.assignment = assignment

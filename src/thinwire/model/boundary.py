@@ -150,10 +150,7 @@ class ProjectedBoundary(SubspaceBoundary):
     roles: ClassVar = {"table": Role.TABLE, "widen": Role.MATRIX}
 
     def __init__(
-        self,
-        space: Space,
-        own_tables: bool = False,
-        table: tuple[int, int] | None = None,
+        self, space: Space, own_tables: bool = False, table: tuple[int, int] | None = None
     ):
         super().__init__(space, anchored=False)
         self.basis: nn.Parameter | None = None  # set where a model holds it among its tensors

@@ -69,12 +69,7 @@ class ModelConfig:
         least=0,
         most=10_000,
     )
-    dim: int = option(
-        0,
-        "width of the residual stream; 0 = the preset's",
-        least=0,
-        most=2**20,
-    )
+    dim: int = option(0, "width of the residual stream; 0 = the preset's", least=0, most=2**20)
     heads: int = option(0, "attention heads; 0 = the preset's", least=0, most=2**16)
     kv_heads: int = option(
         0, "key/value heads, shared by groups of heads (GQA); 0 = the preset's", least=0, most=2**16
@@ -87,9 +82,7 @@ class ModelConfig:
     )
     context: int = option(0, "tokens per training sequence; 0 = the preset's", least=0, most=2**24)
     embed_std: float = option(
-        0.0,
-        "standard deviation of the embedding at the start; 0 = 1 with muon, else 0.02",
-        least=0,
+        0.0, "standard deviation of the embedding at the start; 0 = 1 with muon, else 0.02", least=0
     )
     rope_theta: float = option(500000.0, "base of the rotary position encoding", above=0)
     norm_eps: float = option(1e-5, "epsilon of the RMS norms", above=0)
@@ -215,15 +208,10 @@ class BoundaryConfig:
         ("dense", *NARROW),
     )
     rank: int = option(
-        0,
-        "dimension of the subspace, less than model.dim; 0 = from ratio, or for dense",
-        least=0,
+        0, "dimension of the subspace, less than model.dim; 0 = from ratio, or for dense", least=0
     )
     ratio: float = option(
-        0.0,
-        "with rank = 0: the rank is model.dim / ratio, rounded down",
-        least=1,
-        auto=0,
+        0.0, "with rank = 0: the rank is model.dim / ratio, rounded down", least=1, auto=0
     )
     basis_seed: int = option(0, "seed of the basis and of the fixed token table")
     basis_update_every: int = option(
@@ -253,9 +241,7 @@ class BoundaryConfig:
         most=10**9,
     )
     table: int = option(
-        0,
-        "anchor = per-stage: width of the table, widened by a matrix; 0 = model.dim",
-        least=0,
+        0, "anchor = per-stage: width of the table, widened by a matrix; 0 = model.dim", least=0
     )
     bound: float = option(
         0.0,
@@ -432,16 +418,10 @@ class OptimConfig:
     """`[optim]`: the optimizer and its learning rate over the run."""
 
     name: str = option(
-        "adamw",
-        "adamw; muon (matrices of the blocks; adamw for the rest)",
-        ("adamw", "muon"),
+        "adamw", "adamw; muon (matrices of the blocks; adamw for the rest)", ("adamw", "muon")
     )
     lr: float = option(3e-3, "peak learning rate", above=0)
-    weight_decay: float = option(
-        0.1,
-        "decoupled weight decay of matrices",
-        least=0,
-    )
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0)
     warmup: int = option(
         -1, "steps of linear warmup; -1 = 20, or half of a shorter run", least=0, auto=-1
     )

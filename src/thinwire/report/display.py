@@ -87,10 +87,7 @@ class PlainDisplay(Display):
     """
 
     def __init__(
-        self,
-        stream: TextIO,
-        interval: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, stream: TextIO, interval: float = 2.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._stream = safe_stream(stream)
         self._interval = interval

@@ -120,10 +120,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        resume_step: int | None = None,
-        wandb: WandbLog | None = None,
+        self, folder: str | Path, resume_step: int | None = None, wandb: WandbLog | None = None
     ) -> None:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,10 +160,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     def evaluation(self, record: EvaluationRecord) -> None:
         """Append a validation."""
         self._append("evaluation", record)
-        scalars = {
-            "loss/valid": record.loss,
-            "loss/valid_bits_per_byte": record.bits_per_byte,
-        }
+        scalars = {"loss/valid": record.loss, "loss/valid_bits_per_byte": record.bits_per_byte}
         self._plot(scalars, record.step)
 
     def close(self) -> None:

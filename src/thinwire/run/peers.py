@@ -40,14 +40,7 @@ from thinwire.run.events import (
 )
 from thinwire.run.explosion import watch_losses
 from thinwire.run.processes import TRAINING, Forker, StageProcess, forks, start_processes
-from thinwire.run.protocol import (
-    FROM_PEER,
-    Envelope,
-    Failed,
-    Order,
-    ToStage,
-    with_ways,
-)
+from thinwire.run.protocol import FROM_PEER, Envelope, Failed, Order, ToStage, with_ways
 from thinwire.run.record import RunRecord
 from thinwire.settings import Settings
 from thinwire.wire import Identity, raise_descriptor_limit

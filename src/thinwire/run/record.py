@@ -15,12 +15,7 @@ from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
 from thinwire.engine.reports import Evaluation, Step
-from thinwire.errors import (
-    CheckpointError,
-    ConfigError,
-    StageError,
-    ThinwireError,
-)
+from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
 from thinwire.folders import replace_file
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline

@@ -199,10 +199,7 @@ def give(talk: Talk, want: Want, path: Path, rate: Allowance | None = None) -> N
 
 
 def take(
-    talk: Talk,
-    want: Want,
-    part: Path,
-    progress: Callable[[int], None] = lambda done: None,
+    talk: Talk, want: Want, part: Path, progress: Callable[[int], None] = lambda done: None
 ) -> None:
     """Complete `part` until it is the file that is wanted, with the right hash.
 

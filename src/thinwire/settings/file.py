@@ -73,8 +73,7 @@ def _read_place(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     name = path if path.suffix == ".toml" else "run.toml"  # else a run folder was meant
     return read_toml(
-        path,
-        f"give a settings file (`thinwire init {name}` writes one) or the folder of a run",
+        path, f"give a settings file (`thinwire init {name}` writes one) or the folder of a run"
     )
 
 

@@ -41,9 +41,7 @@ _USES = [
     _Use("train.audit_replaces", "train.audit", lambda s: s.train.audit),
     _Use("data.path", "another data.source", lambda s: s.data.source != "stdlib"),
     _Use(
-        "data.text_key",
-        'data.source = "text" or "hf"',
-        lambda s: s.data.source in ("text", "hf"),
+        "data.text_key", 'data.source = "text" or "hf"', lambda s: s.data.source in ("text", "hf")
     ),
     _Use(
         "data.valid_fraction",

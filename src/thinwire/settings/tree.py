@@ -42,9 +42,7 @@ class RunConfig:
         "auto", "device of the stages", ("auto", "cpu", "cuda", "mps"), scope="machine"
     )
     precision: str = option(
-        "fp32",
-        "fp32; bf16 (autocast, weights stay fp32); fp64 (for exact tests)",
-        PRECISIONS,
+        "fp32", "fp32; bf16 (autocast, weights stay fp32); fp64 (for exact tests)", PRECISIONS
     )
     threads: int = option(
         0,
@@ -70,9 +68,7 @@ class RunConfig:
         False, "compile the layers with torch.compile: slower start, faster steps on a GPU"
     )
     wandb: str = option(
-        "",
-        "project on Weights & Biases that gets the metrics too; empty = none",
-        scope="keeping",
+        "", "project on Weights & Biases that gets the metrics too; empty = none", scope="keeping"
     )
 
     @property
@@ -87,10 +83,7 @@ class TrainConfig:
 
     steps: int = option(200, "optimizer steps", least=1, most=10**9)
     batch: int = option(
-        16,
-        "global batch: sequences per step, over all microbatches",
-        least=1,
-        most=2**24,
+        16, "global batch: sequences per step, over all microbatches", least=1, most=2**24
     )
     init_from: str = option(
         "",
