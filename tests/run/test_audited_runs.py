@@ -9,7 +9,7 @@ from test_replacement import FOUR, report, texts
 
 from thinwire.engine.audit import DRIFTED
 from thinwire.engine.reports import Audited
-from thinwire.run.coordinator import Coordinator, Phase
+from thinwire.run.coordinator import Phase
 from thinwire.run.events import (
     Command,
     Doubt,
@@ -29,8 +29,7 @@ EQUAL, LIE = Audited(9, 40, 0.0, 0.0), Audited(9, 40, 0.05, 0.0, "gradient", 2)
 
 def audited(replaces: bool = False, follower: Ready | None = None) -> tuple[Lead, list[Command]]:
     """A run in which a process follows stage 1, and audits it."""
-    lead = Lead(stages=4)
-    lead.coordinator = Coordinator(4, 100.0, placement=FOUR, audits=True, audit_replaces=replaces)
+    lead = Lead(stages=4, placement=FOUR, audits=True, audit_replaces=replaces)
     lead.until(Phase.TRAINING)
     report(lead, 0)
     lead.on(FollowerSaid(1, follower or ready(1)))
@@ -42,7 +41,7 @@ def test_equal_bits_are_expected_of_machines_of_one_kind_alone(differs):
     versions = {"torch": "2", **({differs: "another"} if differs != "device" else {})}
     follower = Ready("at-1", "", "cuda" if differs == "device" else "cpu", versions)
     _, told = audited(follower=ready(1) if differs == "nothing" else follower)
-    (start, note) = told
+    start, note = told
     is_alike = differs == "nothing"
     assert start == TellFollower(1, Start(is_alike=is_alike))
     expected = "equal bits" if is_alike else "another kind of machine, small differences"
@@ -59,27 +58,23 @@ def test_what_agrees_is_no_news_and_a_difference_is():
     assert Promote([1]) in lead.on(Exited(1, -9)), "it still stands by"
 
 
-def test_who_is_found_to_lie_is_replaced_at_once_if_that_is_wished():
+def test_who_is_found_to_lie_is_replaced_at_once_if_that_is_wished_and_who_said_so_follows_it():
     lead, _ = audited(replaces=True)
+    assert lead.on(FollowerSaid(2, LIE)) == [], "it follows no stage"
     doubt, *rest = lead.on(FollowerSaid(1, LIE))
     assert doubt == Doubt(1, LIE, replaces=True)
     assert Promote([1]) in rest and Replace([1]) not in rest
     assert any("for it sent other values" in c.text for c in rest if isinstance(c, Say))
     assert lead.on(FollowerSaid(1, LIE)) == [], "it follows no more"
-
-
-def test_nobody_is_replaced_on_the_word_of_one_that_does_not_follow():
     lead, _ = audited(replaces=True)
-    assert lead.on(FollowerSaid(2, LIE)) == []
     lead.on(Exited(3, -9))
     assert lead.on(FollowerSaid(1, LIE)) == [], "others are being replaced"
 
 
 def test_one_that_has_drifted_away_begins_anew():
     lead, _ = audited()
-    close = Audited(9, 40, 0.9 * DRIFTED, 0.04)
+    close, far = (Audited(19, 80, share * DRIFTED, 0.04) for share in (0.9, 1.1))
     assert lead.on(FollowerSaid(1, close)) == []
-    far = Audited(19, 80, 1.1 * DRIFTED, 0.04)
     assert lead.on(FollowerSaid(1, far)) == [DropFollower([1])]
     assert Replace([1]) in lead.on(Exited(1, -9))
 
@@ -87,10 +82,9 @@ def test_one_that_has_drifted_away_begins_anew():
 def test_a_machine_that_scales_what_it_sends_is_named_and_replaced(machines):
     begins = machines.folder / "from"
     liar = {"PYTHONPATH": LYING, "THINWIRE_LIE": "scale", "THINWIRE_LIE_FROM": str(begins)}
-    changes = {"pipeline__stages": 2, "train__audit": True, "train__audit_replaces": True}
-    hosted = Hosted(machines, **changes)
-    for name, env in {"ana": None, "ben": liar}.items():
-        hosted.join(name, env)
+    hosted = Hosted(machines, pipeline__stages=2, train__audit=True, train__audit_replaces=True)
+    hosted.join("ana")
+    hosted.join("ben", liar)
     host = hosted.host
     host.wait_for(SAVED)
     stage = hosted.seats.index("ben")

@@ -4,13 +4,12 @@ import dataclasses
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 from leading import Lead, step
 
 from thinwire.engine.reports import Evaluation
-from thinwire.run.coordinator import Coordinator, Phase
+from thinwire.run.coordinator import Phase
 from thinwire.run.events import Command, Exploded, Recovered, Say, Tell
 from thinwire.run.explosion import LATEST, STRETCH, LossWatch
 from thinwire.run.protocol import Stop
@@ -79,14 +78,12 @@ def test_overfitting_and_what_is_not_finite_are_no_explosion():
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_run_stops_where_it_explodes_if_that_is_asked_for(stops):
-    lead = Lead()
-    lead.coordinator = Coordinator(2, 100.0, losses=LossWatch(stops))
-    lead.until(Phase.TRAINING)
+    lead = Lead(losses=LossWatch(stops)).until(Phase.TRAINING)
     for number, loss in enumerate((4.26, 71.0)):
         lead.say(0, step(0, number))
         lead.say(1, dataclasses.replace(step(1, number), loss=loss))
         said = lead.say(1, Evaluation(number + 1, loss, 1.0))
     assert isinstance(said[1], Exploded)
-    told: list[Any] = [Tell(stage, Stop()) for stage in (0, 1)]
+    told = [Tell(stage, Stop()) for stage in (0, 1)]
     assert said[2:-1] == (told if stops else []) and isinstance(said[-1], Say | Exploded)
     assert lead.coordinator.phase is (Phase.STOPPING if stops else Phase.TRAINING)
