@@ -1,7 +1,5 @@
 """The coordinator, driven by plain events: each phase, each failure, each request to stop."""
 
-from collections.abc import Iterable
-
 import pytest
 from leading import METERS, Lead, failed, part, step
 
@@ -12,7 +10,6 @@ from thinwire.run.events import (
     Away,
     Back,
     Begin,
-    Command,
     Commit,
     End,
     Exited,
@@ -54,19 +51,17 @@ def test_a_run_from_its_layers_to_the_last_goodbye():
     assert lead.all_say(Linked()) == [
         Tell(0, Start()), Tell(1, Start()), Begin(ready, {"torch": "2"}),
     ]  # fmt: skip
-    scored = Evaluation(0, 2.0, 0.1)
-    reports = [(1, scored), (0, step(0, 0)), (1, step(1, 0)), (0, Finished(METERS))]
-    for stage, report in reports:
+    goodbye, scored = Finished(METERS), Evaluation(0, 2.0, 0.1)
+    for stage, report in [(1, scored), (0, step(0, 0)), (1, step(1, 0)), (0, goodbye)]:
         assert lead.say(stage, report) == [Record(stage, report)]
-    goodbye = Finished(METERS)
-    leave = [Tell(0, Leave()), Tell(1, Leave())]
+    leave = Tell(0, Leave()), Tell(1, Leave())
     assert lead.say(1, goodbye) == [Record(1, goodbye), *leave, End()]
     assert lead.coordinator.is_over and not lead.coordinator.stop_asked
 
 
 def test_a_link_that_breaks_again_and_again_does_not_bury_the_rest():
     lead = Lead().until(Phase.TRAINING)
-    told: list[Command] = []
+    told = []
     for _ in range(100):
         told += lead.say(1, LinkDown(0, "it broke"), LinkUp(0, 0.1))
     notes = [command.text for command in told if isinstance(command, Say)]
@@ -88,26 +83,17 @@ def test_reports_that_run_ahead_without_end_are_refused():
     assert f"reported {MOST_AHEAD + 2} steps, but stage 0 only 1" in str(end.error)
 
 
-def test_a_control_stream_that_is_away_is_told_and_no_failure():
-    lead = Lead().until(Phase.TRAINING)
-    (away,) = lead.on(Away(1, "the connection was lost"))
-    (back,) = lead.on(Back(1, 2.5))
-    assert away == Say(
-        "the control stream of stage 1 is down: the connection was lost; it may come back"
-    )
-    assert back == Say("the control stream of stage 1 is back after 2.5 s; nothing was lost")
-    assert lead.coordinator.phase is Phase.TRAINING
-
-
 @pytest.mark.parametrize("phase", [Phase.LINKING, Phase.TRAINING, Phase.STOPPING])
 def test_an_outage_is_told_and_recorded_and_is_no_failure(phase):
     lead = Lead().until(phase)
-    between = "the link between stages 0 and 1"
-    assert lead.say(1, LinkDown(0, "it rains")) == [
-        Say(f"{between} is down: it rains; connecting again")
-    ]
+    link, stream = "the link between stages 0 and 1", "the control stream of stage 1"
+    (away,) = lead.on(Away(1, "the connection was lost"))
+    assert away == Say(f"{stream} is down: the connection was lost; it may come back")
+    assert lead.on(Back(1, 2.5)) == [Say(f"{stream} is back after 2.5 s; nothing was lost")]
+    (down,) = lead.say(1, LinkDown(0, "it rains"))
+    assert down == Say(f"{link} is down: it rains; connecting again")
     back, *kept = lead.say(1, LinkUp(0, 2.5))
-    assert back == Say(f"{between} is back after 2.5 s; nothing was lost")
+    assert back == Say(f"{link} is back after 2.5 s; nothing was lost")
     assert kept == ([] if phase is Phase.LINKING else [Record(1, LinkUp(0, 2.5))])
     assert lead.coordinator.phase is phase
     lead.say(0, LinkDown(0, "it is not its to tell"))
@@ -132,10 +118,12 @@ def test_a_request_to_stop_is_passed_on_and_a_second_one_leaves_at_once():
     assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
 
 
-def test_who_leaves_is_named_to_all_and_nobody_is_told_to_press_a_key():
-    *_, told = commands = Lead().until(Phase.TRAINING).on(StopAsked("ben"))
+def test_who_leaves_is_named_to_all_no_key_is_to_be_pressed_and_the_run_ends_in_good_order():
+    lead = Lead().until(Phase.TRAINING)
+    *_, told = commands = lead.on(StopAsked("ben"))
     assert told == Say("ben leaves: the run stops after this step, with a checkpoint")
     assert len([command for command in commands if isinstance(command, Say)]) == 1
+    assert lead.ended(lead.all_say(Finished(METERS))) == End()
 
 
 def test_a_late_request_to_stop_disturbs_nothing():
@@ -175,28 +163,16 @@ BREACH = Lost(1, "a 'step' message has no field 'loss'", in_breach=True)
         (Exited(1, 3), "stage 1 died at the start: exit code 3", (1, False, "")),
         (LOST, f"stage 1 was lost at the start: {LOST.error}", (1, False, "")),
         (BREACH, f"stage 1 broke the contract at the start: {BREACH.error}", (1, True, "")),
-        (
-            Said(1, failed("no such device", "ConfigError")),
-            "stage 1 failed at the start: no such device",
-            (1, True, ""),
-        ),
-        (
-            Said(1, failed("odd", "ValueError")),
-            "stage 1 failed at the start: odd",
-            (1, False, "a trace"),
-        ),
-        (
-            Said(1, failed("link cut-0 is broken", accuses=(0,))),
-            "stage 0 was lost at the start: stage 1 says: link cut-0 is broken",
-            (0, False, ""),
-        ),
-        (
-            Said(1, failed("odd frame", "BreachError", convicts=(0,))),
-            "stage 0 broke the contract at the start: stage 1 says: odd frame",
-            (0, True, ""),
-        ),
+        (Said(1, failed("no such device", "ConfigError")),
+         "stage 1 failed at the start: no such device", (1, True, "")),
+        (Said(1, failed("odd", "ValueError")),
+         "stage 1 failed at the start: odd", (1, False, "a trace")),
+        (Said(1, failed("link cut-0 is broken", accuses=(0,))),
+         "stage 0 was lost at the start: stage 1 says: link cut-0 is broken", (0, False, "")),
+        (Said(1, failed("odd frame", "BreachError", convicts=(0,))),
+         "stage 0 broke the contract at the start: stage 1 says: odd frame", (0, True, "")),
     ],
-)
+)  # fmt: skip
 def test_every_failure_ends_every_phase_with_the_stage_and_the_reason(event, words, culprit, phase):
     lead = Lead().until(phase)
     assert lead.on(event) == [], "a moment is left for a surer sign"
@@ -249,22 +225,14 @@ def test_a_message_that_is_not_due_is_its_sender_s_error(phase, said):
     assert found(end) == (1, True, "")
 
 
-def pulses(lead: Lead, seconds: float, doing: dict[int, str]) -> Iterable[Command]:
-    """Time goes by while stages say that they still do the same."""
-    for _ in range(round(seconds)):
-        for stage, what in doing.items():
-            yield from lead.on(Said(stage, Pulse(1, what)))
-        yield from lead.on(Tick(), 1.0)
-
-
 @pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING])
 def test_a_stage_that_falls_silent_is_told_of_and_ends_every_phase(phase):
     lead = Lead(patience=100.0).until(phase)
-    commands = list(pulses(lead, 101, {0: "waits for the others"}))
-    told = [command.text for command in commands if isinstance(command, Say)]
-    assert [text.split(":")[0] for text in told[:2]] == [
-        "no progress for 30 s", "no progress for 60 s",
-    ]  # fmt: skip
+    commands = []
+    for _ in range(101):
+        commands += lead.say(0, Pulse(1, "waits for the others")) + lead.on(Tick(), 1.0)
+    told = [command.text.split(":")[0] for command in commands if isinstance(command, Say)]
+    assert told[:2] == ["no progress for 30 s", "no progress for 60 s"]
     end = lead.ended(commands)
     assert str(end.error).startswith("stage 1 is stuck: no progress for 100 s")
     assert found(end) == (1, True, "")
@@ -289,12 +257,6 @@ def test_where_the_run_stands_is_told_at_any_time():
     assert len(lead.coordinator.reasons()) == 2, "who has finished is not waited for"
     for phase in set(Phase) - {Phase.COLLECTING}:  # which comes after another end
         assert phase.value in Lead().until(phase).coordinator.reasons()[0]
-
-
-def test_a_run_that_was_asked_to_stop_ends_in_good_order():
-    lead = Lead().until(Phase.STOPPING)
-    commands = lead.all_say(Finished(METERS))
-    assert lead.ended(commands) == End()
 
 
 def test_a_coordinator_that_was_suspended_blames_nobody_for_it():

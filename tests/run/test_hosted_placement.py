@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from hosting import House, Joined
-from leading import part, ready, step
+from leading import Lead, part, ready, step
 
+from thinwire.engine.reports import Step
 from thinwire.run import host as host_module
-from thinwire.run.coordinator import Coordinator
+from thinwire.run.coordinator import Phase
 from thinwire.run.events import (
     Commit,
     Event,
@@ -108,27 +109,21 @@ class Led:
         self.house, self.peers = house, peers
         self.coordinator: Any = SimpleNamespace(rest=lambda now: 0.02)
 
-    def next(self, kind: type[Event] = Event) -> Any:
+    def event(self) -> Event:
+        return self.peers.next_event(self.coordinator)
+
+    def next(self, kind: type[Event]) -> Any:
         """The next event of a kind."""
         found: list[Event] = []
-        wait_until(
-            lambda: (
-                found.append(self.peers.next_event(self.coordinator)) or isinstance(found[-1], kind)
-            )
-        )
+        wait_until(lambda: found.append(self.event()) or isinstance(found[-1], kind))
         return found[-1]
 
     def gives(self, name: str, stages: list[int]) -> None:
         """Wait until a member holds these stages."""
-
-        def holds() -> bool:
-            self.peers.next_event(self.coordinator)
-            return set(stages) <= {*self.peers._formation.held_by(name)}
-
-        wait_until(holds)
+        wait_until(lambda: self.event() and {*stages} <= {*self.peers._formation.held_by(name)})
 
     def is_quiet(self, seconds: float = 0.3) -> bool:
-        heard = [self.peers.next_event(self.coordinator) for _ in range(int(seconds / 0.02))]
+        heard = [self.event() for _ in range(int(seconds / 0.02))]
         return not any(isinstance(event, Lost | MoveAsked) for event in heard)
 
 
@@ -267,9 +262,7 @@ def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_
 def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_them(house, leads):
     joined = {name: house.join(name) for name in ("ana", "ben", "cleo", "dan")}
     with leads("ana", "ben", trains=True) as led:
-        wait_until(
-            lambda: bool(led.peers.next_event(led.coordinator)) and len(led.peers._standbys) == 2
-        )
+        wait_until(lambda: led.event() and len(led.peers._standbys) == 2)
         names = {stage: led.peers._standbys[stage,] for stage in (0, 1)}
         for stage in (0, 1):  # each end of one, then each end of the other
             led.peers.on_follower(TellFollower(stage, Connect("at", follower=stage + 1)))
@@ -286,30 +279,20 @@ def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_
 # What the coordinator makes of it
 
 
-class Run:
+@pytest.fixture
+def run():
     """A coordinator of two stages that train, whose parts of checkpoints travel."""
-
-    def __init__(self) -> None:
-        self.coordinator = Coordinator(2, 100.0, parts_travel=True, placement=[[0], [1]])
-        for message in (ready, lambda stage: Linked()):
-            self.say(*((stage, message(stage)) for stage in (0, 1)))
-
-    def say(self, *said: tuple[int, Any]) -> list[Any]:
-        return [c for stage, message in said for c in self.on(Said(stage, message))]
-
-    def on(self, event: Event) -> list[Any]:
-        return self.coordinator.on(event, 1000.0)
-
-    def replaced(self, stage: int) -> list[Any]:
-        """Another process is built, linked and started in the place of this stage."""
-        assert Replace([stage]) in self.on(Exited(stage, -9))
-        return self.say((stage, ready(stage)), (stage, Linked()))
+    return Lead(parts_travel=True, placement=[[0], [1]]).until(Phase.TRAINING)
 
 
-def test_a_move_is_no_death_however_often_it_comes():
-    run, move = Run(), MoveAsked([1], "stage 1 moves from ana to ben")
+def both(number: int) -> list[tuple[int, Step]]:
+    return [(stage, step(stage, number)) for stage in (0, 1)]
+
+
+def test_a_move_is_no_death_however_often_it_comes(run):
+    move = MoveAsked([1], "stage 1 moves from ana to ben")
     for number in range(5):
-        run.say((0, step(0, number)), (1, step(1, number)))
+        run.play(both(number))
         assert run.on(move) == [], "nobody follows it"
         for message in (ready(1), Linked()):
             run.on(FollowerSaid(1, message))
@@ -318,29 +301,27 @@ def test_a_move_is_no_death_however_often_it_comes():
         told = run.on(move)
         assert told[0] == Tell(0, Await(0)) and Promote([1]) in told
         assert run.on(move) == [], "not while it is on its way"
-        assert isinstance(run.say((1, Linked()))[-1].message, Start)
+        assert isinstance(run.say(1, Linked())[-1].message, Start)
     assert not run.coordinator.is_over
 
 
-def test_late_words_of_a_process_that_was_given_up_are_not_heard():
-    run = Run()
-    run.say((0, step(0, 0)), (1, step(1, 0)))
-    run.on(Exited(1, -9))
-    assert run.say((1, step(1, 1)), (1, Finished({}))) == []
-    assert isinstance(run.say((1, ready(1)), (1, Linked()))[-1].message, Start)
-    recorded = run.say((1, step(1, 0)), (1, step(1, 1)))
+def test_late_words_of_a_process_that_was_given_up_are_not_heard(run):
+    run.play(both(0))
+    assert Replace([1]) in run.on(Exited(1, -9))
+    assert run.say(1, step(1, 1), Finished({})) == []
+    assert isinstance(run.say(1, ready(1), Linked())[-1].message, Start)
+    recorded = run.say(1, step(1, 0), step(1, 1))
     assert [command.report.step for command in recorded if hasattr(command, "report")] == [1]
     assert not run.coordinator.is_over
 
 
-def test_a_part_that_another_machine_writes_anew_counts_as_it_was_written_there():
+def test_a_part_that_another_machine_writes_anew_counts_as_it_was_written_there(run):
     """Other machines may round differently; what is complete has the hashes of its files."""
-    run = Run()
-    run.say((0, step(0, 0)), (1, step(1, 0)), (0, part(0, 1)), (1, part(1, 1)))
-    run.replaced(1)
+    run.play([*both(0), (0, part(0, 1)), (1, part(1, 1))])
+    run.on(Exited(1, -9))
     anew = part(1, 1)
     anew.shard.tensors.append("another")
-    run.say((1, step(1, 0)), (1, anew))
-    told = [*run.on(PartArrived(0, 1)), *run.on(PartArrived(1, 1)), *run.say((1, step(1, 1)))]
+    run.say(1, ready(1), Linked(), step(1, 0), anew)
+    told = [*run.on(PartArrived(0, 1)), *run.on(PartArrived(1, 1)), *run.say(1, step(1, 1))]
     (commit,) = (command for command in told if isinstance(command, Commit))
     assert commit.parts[1] is anew
