@@ -11,43 +11,13 @@ from hosting import House, Joined
 from leading import Lead, part, ready, step
 
 from thinwire.engine.reports import Step
+from thinwire.run import events as ev
 from thinwire.run import host as host_module
+from thinwire.run import protocol as msg
 from thinwire.run.coordinator import Phase
-from thinwire.run.events import (
-    Commit,
-    Event,
-    Exited,
-    FollowerSaid,
-    Lost,
-    MoveAsked,
-    PartArrived,
-    Promote,
-    Replace,
-    Said,
-    StopAsked,
-    Tell,
-    TellFollower,
-    Tick,
-)  # fmt: skip
 from thinwire.run.formation import Formation, next_follower, next_holder
 from thinwire.run.host import HostedPeers
 from thinwire.run.machine import Machine
-from thinwire.run.protocol import (
-    Alive,
-    AskAlive,
-    Await,
-    Connect,
-    Finished,
-    Follow,
-    Follows,
-    Hold,
-    Leaving,
-    Linked,
-    Pulse,
-    Release,
-    Saved,
-    Start,
-)  # fmt: skip
 from waiting import PATIENCE, wait_until
 
 
@@ -109,12 +79,12 @@ class Led:
         self.house, self.peers = house, peers
         self.coordinator: Any = SimpleNamespace(rest=lambda now: 0.02)
 
-    def event(self) -> Event:
+    def event(self) -> ev.Event:
         return self.peers.next_event(self.coordinator)
 
-    def next(self, kind: type[Event]) -> Any:
+    def next(self, kind: type[ev.Event]) -> Any:
         """The next event of a kind."""
-        found: list[Event] = []
+        found: list[ev.Event] = []
         wait_until(lambda: found.append(self.event()) or isinstance(found[-1], kind))
         return found[-1]
 
@@ -124,7 +94,7 @@ class Led:
 
     def is_quiet(self, seconds: float = 0.3) -> bool:
         heard = [self.event() for _ in range(int(seconds / 0.02))]
-        return not any(isinstance(event, Lost | MoveAsked) for event in heard)
+        return not any(isinstance(event, ev.Lost | ev.MoveAsked) for event in heard)
 
 
 @pytest.fixture
@@ -147,23 +117,23 @@ def test_lost_stages_are_given_to_a_spare_and_the_old_holder_is_not_heard_any_mo
     ana, ben = house.join("ana"), house.join("ben")
     with leads("ana", "ben") as led:
         cleo = house.join("cleo")
-        ben.say(Pulse(1, "works"), 1)
-        assert led.next(Said) == Said(1, Pulse(1, "works"))
+        ben.say(msg.Pulse(1, "works"), 1)
+        assert led.next(ev.Said) == ev.Said(1, msg.Pulse(1, "works"))
         ben.is_cut_off = True
         ben.lose_connection()  # it lives, and cannot be reached
         led.peers.replace([1])
         led.gives("cleo", [1])
-        cleo.hears(Hold)
-        (hold,) = (said.message for said in cleo.heard if isinstance(said.message, Hold))
+        cleo.hears(msg.Hold)
+        (hold,) = (said.message for said in cleo.heard if isinstance(said.message, msg.Hold))
         assert (hold.stages, hold.began, hold.again) == ([1], 0, 1)
         ben.is_cut_off = False
-        ben.hears(Release("cleo holds stage 1 now", [1]))
-        ben.say(Pulse(2, "works"), 1)
-        cleo.say(Pulse(3, "works"), 1)
-        assert led.next(Said) == Said(1, Pulse(3, "works"))
-        led.peers.tell(1, Start())
-        cleo.hears(Start())
-        assert not any(said.message == Start() for said in ben.heard + ana.heard)
+        ben.hears(msg.Release("cleo holds stage 1 now", [1]))
+        ben.say(msg.Pulse(2, "works"), 1)
+        cleo.say(msg.Pulse(3, "works"), 1)
+        assert led.next(ev.Said) == ev.Said(1, msg.Pulse(3, "works"))
+        led.peers.tell(1, msg.Start())
+        cleo.hears(msg.Start())
+        assert not any(said.message == msg.Start() for said in ben.heard + ana.heard)
 
 
 def test_stages_of_who_does_not_answer_are_given_to_who_does(house, leads, monkeypatch):
@@ -175,7 +145,7 @@ def test_stages_of_who_does_not_answer_are_given_to_who_does(house, leads, monke
         ben._is_frozen = True
         led.peers.replace([1])
         led.gives("ana", [0, 1])
-        assert not any(isinstance(m, Hold) and m.again for m, *_ in ben.heard)
+        assert not any(isinstance(m, msg.Hold) and m.again for m, *_ in ben.heard)
 
 
 def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(house, leads, monkeypatch):
@@ -186,12 +156,12 @@ def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(house, leads,
     with leads("ana", "ben") as led:
         wait_until(lambda: "cleo" in house.here())
         house.members.kick("ben")
-        led.next(Lost)
+        led.next(ev.Lost)
         led.peers.replace([1])
-        ana.hears(AskAlive)
-        led.next(Tick)
+        ana.hears(msg.AskAlive)
+        led.next(ev.Tick)
         assert led.is_quiet() and led.peers._formation.seats == ["ana", "ben"]
-        cleo.say(Alive())
+        cleo.say(msg.Alive())
         led.gives("cleo", [1])
 
 
@@ -210,10 +180,10 @@ def test_who_cannot_be_reached_is_given_up_sooner_with_a_spare_and_never_without
         ben.lose_connection()
         wait_until(lambda: "ben" not in house.here())
         if log_mb:
-            lost = led.next(Lost)
+            lost = led.next(ev.Lost)
             assert lost.stage == 1 and "ben could not be reached for 0." in lost.error
         else:
-            led.next(Tick)
+            led.next(ev.Tick)
             assert led.is_quiet()
         ben.is_cut_off = False
 
@@ -222,19 +192,19 @@ def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(h
     house.join("ana")
     ben = house.join("ben")
     with leads("ana", "ben", trains=True) as led:
-        ben.say(Leaving())
-        assert led.next(Lost) == Lost(1, "ben leaves") and not led.peers.leaving
+        ben.say(msg.Leaving())
+        assert led.next(ev.Lost) == ev.Lost(1, "ben leaves") and not led.peers.leaving
     with leads("ana", "ben", trains=True) as led:
         led.peers.ask_to_stop()
-        assert led.next(StopAsked) == StopAsked("")
-        ben.say(Leaving())
+        assert led.next(ev.StopAsked) == ev.StopAsked("")
+        ben.say(msg.Leaving())
         wait_until(lambda: led.peers.leaving == "ben")
-        led.next(Tick)
+        led.next(ev.Tick)
         assert led.is_quiet(), "the run stops: whoever leaves stays until then"
     cleo = house.join("cleo")
     with leads("ana", "cleo", trains=True, train__log_mb=0) as led:
-        cleo.say(Leaving())
-        assert led.next(StopAsked) == StopAsked("cleo") and led.peers.leaving == "cleo"
+        cleo.say(msg.Leaving())
+        assert led.next(ev.StopAsked) == ev.StopAsked("cleo") and led.peers.leaving == "cleo"
 
 
 def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_holds_beside(
@@ -242,20 +212,20 @@ def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_
 ):
     ana, ben = house.join("ana"), house.join("ben")
     with leads("ana", "ben", trains=True) as led:
-        ben.say(Leaving())
-        led.next(Lost)
+        ben.say(msg.Leaving())
+        led.next(ev.Lost)
         led.peers.replace([1])
         led.gives("ana", [0, 1])
         house.join("cleo")
-        led.next(Tick)
+        led.next(ev.Tick)
         assert led.is_quiet(), "it waits for a checkpoint"
-        led.peers.tell(0, Saved(4))
-        assert led.next(MoveAsked) == MoveAsked([0], "stage 0 moves from ana to cleo")
+        led.peers.tell(0, msg.Saved(4))
+        assert led.next(ev.MoveAsked) == ev.MoveAsked([0], "stage 0 moves from ana to cleo")
         led.peers.replace([0])
         led.gives("cleo", [0])
         assert led.peers._formation.seats == ["cleo", "ana"]
-        ana.hears(Release("cleo holds stage 0 now", [0]))
-        led.peers.tell(0, Saved(8))
+        ana.hears(msg.Release("cleo holds stage 0 now", [0]))
+        led.peers.tell(0, msg.Saved(8))
         assert led.is_quiet(), "one group each"
 
 
@@ -265,14 +235,14 @@ def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_
         wait_until(lambda: led.event() and len(led.peers._standbys) == 2)
         names = {stage: led.peers._standbys[stage,] for stage in (0, 1)}
         for stage in (0, 1):  # each end of one, then each end of the other
-            led.peers.on_follower(TellFollower(stage, Connect("at", follower=stage + 1)))
+            led.peers.on_follower(ev.TellFollower(stage, msg.Connect("at", follower=stage + 1)))
         for stage in (0, 1):
-            led.peers.tell(1 - stage, Follow(0, Connect("", follower=stage + 1)))
+            led.peers.tell(1 - stage, msg.Follow(0, msg.Connect("", follower=stage + 1)))
         for stage, holder in ((0, "ben"), (1, "ana")):
-            for name, kind in ((names[stage], Connect), (holder, Follow)):
+            for name, kind in ((names[stage], msg.Connect), (holder, msg.Follow)):
                 joined[name].hears(kind)
-            own = next(m for m, *_ in joined[names[stage]].heard if isinstance(m, Connect))
-            fed = next(m for m, *_ in joined[holder].heard if isinstance(m, Follow))
+            own = next(m for m, *_ in joined[names[stage]].heard if isinstance(m, msg.Connect))
+            fed = next(m for m, *_ in joined[holder].heard if isinstance(m, msg.Follow))
             assert own.word and own.word == fed.connect.word
 
 
@@ -290,26 +260,26 @@ def both(number: int) -> list[tuple[int, Step]]:
 
 
 def test_a_move_is_no_death_however_often_it_comes(run):
-    move = MoveAsked([1], "stage 1 moves from ana to ben")
+    move = ev.MoveAsked([1], "stage 1 moves from ana to ben")
     for number in range(5):
         run.play(both(number))
         assert run.on(move) == [], "nobody follows it"
-        for message in (ready(1), Linked()):
-            run.on(FollowerSaid(1, message))
+        for message in (ready(1), msg.Linked()):
+            run.on(ev.FollowerSaid(1, message))
         assert run.on(move) == [], "who does may be far behind"
-        run.on(FollowerSaid(1, Follows(number)))
+        run.on(ev.FollowerSaid(1, msg.Follows(number)))
         told = run.on(move)
-        assert told[0] == Tell(0, Await(0)) and Promote([1]) in told
+        assert told[0] == ev.Tell(0, msg.Await(0)) and ev.Promote([1]) in told
         assert run.on(move) == [], "not while it is on its way"
-        assert isinstance(run.say(1, Linked())[-1].message, Start)
+        assert isinstance(run.say(1, msg.Linked())[-1].message, msg.Start)
     assert not run.coordinator.is_over
 
 
 def test_late_words_of_a_process_that_was_given_up_are_not_heard(run):
     run.play(both(0))
-    assert Replace([1]) in run.on(Exited(1, -9))
-    assert run.say(1, step(1, 1), Finished({})) == []
-    assert isinstance(run.say(1, ready(1), Linked())[-1].message, Start)
+    assert ev.Replace([1]) in run.on(ev.Exited(1, -9))
+    assert run.say(1, step(1, 1), msg.Finished({})) == []
+    assert isinstance(run.say(1, ready(1), msg.Linked())[-1].message, msg.Start)
     recorded = run.say(1, step(1, 0), step(1, 1))
     assert [command.report.step for command in recorded if hasattr(command, "report")] == [1]
     assert not run.coordinator.is_over
@@ -318,10 +288,10 @@ def test_late_words_of_a_process_that_was_given_up_are_not_heard(run):
 def test_a_part_that_another_machine_writes_anew_counts_as_it_was_written_there(run):
     """Other machines may round differently; what is complete has the hashes of its files."""
     run.play([*both(0), (0, part(0, 1)), (1, part(1, 1))])
-    run.on(Exited(1, -9))
+    run.on(ev.Exited(1, -9))
     anew = part(1, 1)
     anew.shard.tensors.append("another")
-    run.say(1, ready(1), Linked(), step(1, 0), anew)
-    told = [*run.on(PartArrived(0, 1)), *run.on(PartArrived(1, 1)), *run.say(1, step(1, 1))]
-    (commit,) = (command for command in told if isinstance(command, Commit))
+    run.say(1, ready(1), msg.Linked(), step(1, 0), anew)
+    told = [*run.on(ev.PartArrived(0, 1)), *run.on(ev.PartArrived(1, 1)), *run.say(1, step(1, 1))]
+    (commit,) = (command for command in told if isinstance(command, ev.Commit))
     assert commit.parts[1] is anew
