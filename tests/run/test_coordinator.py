@@ -70,13 +70,10 @@ def test_an_outage_is_told_and_recorded_and_is_no_failure(phase):
     assert "stage 0 broke the contract" in str(error) and "of cut 0" in str(error)
 
 
-@pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.LINKING])
-def test_before_training_a_request_to_stop_leaves_at_once(phase):
-    lead = Lead().until(phase)
-    assert isinstance(lead.ended(lead.on(ev.StopAsked())).error, Interrupted)
-
-
-def test_a_request_to_stop_is_passed_on_and_a_second_one_leaves_at_once():
+def test_a_request_to_stop_leaves_at_once_before_training_and_else_when_it_is_repeated():
+    for phase in (Phase.BUILDING, Phase.LINKING):
+        lead = Lead().until(phase)
+        assert isinstance(lead.ended(lead.on(ev.StopAsked())).error, Interrupted)
     lead = Lead().until(Phase.TRAINING)
     first, second, told, note = lead.on(ev.StopAsked())
     assert (first, second) == (ev.Tell(0, msg.Stop()), ev.Tell(1, msg.Stop()))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hosting import House, Joined
+from hosting import Joined
 from leading import Lead, part, ready, step
 
 from thinwire.engine.reports import Step
@@ -64,8 +64,7 @@ def test_lost_stages_go_to_who_had_them_a_spare_a_neighbour_or_anyone_with_the_m
 def test_a_machine_stands_by_for_as_many_stages_as_it_has_memory_and_time_for(
     stages, followed, here, chosen, make_settings
 ):
-    seats = ["ana", "ben", "cleo", "ben"]
-    split = [1, 4, 1, 1]
+    seats, split = ["ana", "ben", "cleo", "ben"], [1, 4, 1, 1]
     settings = make_settings(pipeline__stages=4, model__layers=7, pipeline__split=split)
     own = [Machine(name, 1.0, 8.0) for name in ("ana", "ben", "cleo")]
     others = [Machine(name, tflops, memory) for name, (memory, tflops) in here.items()]
@@ -75,16 +74,15 @@ def test_a_machine_stands_by_for_as_many_stages_as_it_has_memory_and_time_for(
 class Led:
     """Members that hold stages, and what their coordinator would hear."""
 
-    def __init__(self, house: House, peers: HostedPeers):
-        self.house, self.peers = house, peers
-        self.coordinator: Any = SimpleNamespace(rest=lambda now: 0.02)
+    def __init__(self, peers: HostedPeers):
+        self.peers = peers
 
     def event(self) -> ev.Event:
-        return self.peers.next_event(self.coordinator)
+        return self.peers.next_event(SimpleNamespace(rest=lambda now: 0.02))
 
     def next(self, kind: type[ev.Event]) -> Any:
         """The next event of a kind."""
-        found: list[ev.Event] = []
+        found = []
         wait_until(lambda: found.append(self.event()) or isinstance(found[-1], kind))
         return found[-1]
 
@@ -99,23 +97,25 @@ class Led:
 
 @pytest.fixture
 def leads(house, make_settings, corpus):
-    """A generation of members; while it does not train, nobody moves or stands by."""
+    """Members that hold stages; while they do not train, nobody moves or stands by."""
+    joined = {}
 
     @contextmanager
     def start(*seats, trains=False, **changes):
+        for name in seats:
+            joined[name] = joined.get(name) or house.join(name)
         settings = make_settings(pipeline__stages=len(seats), **changes)
         peers = house.peers(Formation(1, [*seats]), settings, corpus)
         peers.start()
         peers.is_training = trains
         with peers:
-            yield Led(house, peers)
+            yield Led(peers), *(joined[name] for name in seats)
 
     return start
 
 
 def test_lost_stages_are_given_to_a_spare_and_the_old_holder_is_not_heard_any_more(house, leads):
-    ana, ben = house.join("ana"), house.join("ben")
-    with leads("ana", "ben") as led:
+    with leads("ana", "ben") as (led, ana, ben):
         cleo = house.join("cleo")
         ben.say(msg.Pulse(1, "works"), 1)
         assert led.next(ev.Said) == ev.Said(1, msg.Pulse(1, "works"))
@@ -136,12 +136,10 @@ def test_lost_stages_are_given_to_a_spare_and_the_old_holder_is_not_heard_any_mo
         assert not any(said.message == msg.Start() for said in ben.heard + ana.heard)
 
 
-def test_stages_of_who_does_not_answer_are_given_to_who_does(house, leads, monkeypatch):
+def test_stages_of_who_does_not_answer_are_given_to_who_does(leads, monkeypatch):
     """A frozen machine's stream is open."""
     monkeypatch.setattr(host_module, "ANSWER_SECONDS", 0.2)
-    house.join("ana")
-    ben = house.join("ben")
-    with leads("ana", "ben") as led:
+    with leads("ana", "ben") as (led, _, ben):
         ben._is_frozen = True
         led.peers.replace([1])
         led.gives("ana", [0, 1])
@@ -150,10 +148,8 @@ def test_stages_of_who_does_not_answer_are_given_to_who_does(house, leads, monke
 
 def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(house, leads, monkeypatch):
     monkeypatch.setattr(host_module, "ANSWER_SECONDS", PATIENCE)
-    ana = house.join("ana")
-    house.join("ben")
-    cleo = Joined(house.listener.address, house.enrol("cleo"), is_frozen=True).arrive()
-    with leads("ana", "ben") as led:
+    with leads("ana", "ben") as (led, ana, _):
+        cleo = Joined(house.listener.address, house.enrol("cleo"), is_frozen=True).arrive()
         wait_until(lambda: "cleo" in house.here())
         house.members.kick("ben")
         led.next(ev.Lost)
@@ -171,9 +167,7 @@ def test_who_cannot_be_reached_is_given_up_sooner_with_a_spare_and_never_without
 ):
     monkeypatch.setattr(host_module, "SPARE_SECONDS", 0.1)
     monkeypatch.setattr(host_module, "NEIGHBOUR_SECONDS", 0.2)
-    house.join("ana")
-    ben = house.join("ben")
-    with leads("ana", "ben", train__log_mb=log_mb) as led:
+    with leads("ana", "ben", train__log_mb=log_mb) as (led, _, ben):
         if has_spare:
             house.join("cleo")
         ben.is_cut_off = True
@@ -188,21 +182,18 @@ def test_who_cannot_be_reached_is_given_up_sooner_with_a_spare_and_never_without
         ben.is_cut_off = False
 
 
-def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(house, leads):
-    house.join("ana")
-    ben = house.join("ben")
-    with leads("ana", "ben", trains=True) as led:
+def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(leads):
+    with leads("ana", "ben", trains=True) as (led, _, ben):
         ben.say(msg.Leaving())
         assert led.next(ev.Lost) == ev.Lost(1, "ben leaves") and not led.peers.leaving
-    with leads("ana", "ben", trains=True) as led:
+    with leads("ana", "ben", trains=True) as (led, _, ben):
         led.peers.ask_to_stop()
         assert led.next(ev.StopAsked) == ev.StopAsked("")
         ben.say(msg.Leaving())
         wait_until(lambda: led.peers.leaving == "ben")
         led.next(ev.Tick)
         assert led.is_quiet(), "the run stops: whoever leaves stays until then"
-    cleo = house.join("cleo")
-    with leads("ana", "cleo", trains=True, train__log_mb=0) as led:
+    with leads("ana", "cleo", trains=True, train__log_mb=0) as (led, _, cleo):
         cleo.say(msg.Leaving())
         assert led.next(ev.StopAsked) == ev.StopAsked("cleo") and led.peers.leaving == "cleo"
 
@@ -210,8 +201,7 @@ def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(h
 def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_holds_beside(
     house, leads
 ):
-    ana, ben = house.join("ana"), house.join("ben")
-    with leads("ana", "ben", trains=True) as led:
+    with leads("ana", "ben", trains=True) as (led, ana, ben):
         ben.say(msg.Leaving())
         led.next(ev.Lost)
         led.peers.replace([1])
@@ -230,8 +220,8 @@ def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_
 
 
 def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_them(house, leads):
-    joined = {name: house.join(name) for name in ("ana", "ben", "cleo", "dan")}
-    with leads("ana", "ben", trains=True) as led:
+    with leads("ana", "ben", trains=True) as (led, ana, ben):
+        joined = {"ana": ana, "ben": ben, "cleo": house.join("cleo"), "dan": house.join("dan")}
         wait_until(lambda: led.event() and len(led.peers._standbys) == 2)
         names = {stage: led.peers._standbys[stage,] for stage in (0, 1)}
         for stage in (0, 1):  # each end of one, then each end of the other
