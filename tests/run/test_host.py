@@ -205,21 +205,18 @@ def test_of_an_older_generation_nothing_is_heard_and_of_a_stage_never_held_it_co
     assert "which it never held" in house.unfit()["ana"]
 
 
-def test_declined_stages_end_a_generation_at_once_with_the_reason(house, leads):
+def test_stages_that_a_member_declines_or_is_not_there_for_are_lost_at_once_with_the_reason(
+    house, leads
+):
     house.join("ana")
     ben = house.join("ben")
-    with leads(Formation(1, ["ana", "ben", "ben"])) as peers:
+    house.enrol("cleo")
+    with leads(Formation(1, ["ana", "ben", "ben", "cleo"])) as peers:
+        assert peers.said.next(PATIENCE) == Lost(3, "cleo is away")
         ben.say(Declined("that is not the\ndata of this run"))
         why = "it cannot hold its stage: that is not the data of this run"
         assert [peers.said.next(PATIENCE) for _ in range(2)] == [Lost(1, why), Lost(2, why)]
-    assert house.here() == ["ana"]
-
-
-def test_a_member_that_is_away_when_it_is_to_hold_a_stage_is_lost(house, leads):
-    house.join("ana")
-    house.enrol("ben")
-    with leads(Formation(1, ["ana", "ben"])) as peers:
-        assert peers.said.next(PATIENCE) == Lost(1, "ben is away")
+        assert house.here() == ["ana"]
         house.members.kick("ana")
         assert peers.said.next(PATIENCE) == Lost(0, "the host removed it from the run")
 
