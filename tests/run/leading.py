@@ -1,8 +1,5 @@
 """What tests of the coordinator need: reports of stages, and a coordinator to tell them to."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 from thinwire.engine.checkpoint import Shard
 from thinwire.engine.reports import Meters, ShardWritten, StageCosts, Step, Versions
 from thinwire.run.coordinator import SETTLE_SECONDS, Coordinator, Phase
@@ -46,7 +43,7 @@ def ready(stage: int) -> Ready:
 class Lead:
     """A coordinator of some stages, with the time and all that it has asked for."""
 
-    def __init__(self, patience: float = 100.0, stages: int = 2, **options: Any):
+    def __init__(self, patience=100.0, stages=2, **options):
         self.now, self.stages = 1000.0, range(stages)
         self.coordinator = Coordinator(stages, patience, **options)
 
@@ -60,13 +57,13 @@ class Lead:
     def all_say(self, *messages: OfStage) -> list[Command]:
         return [command for stage in self.stages for command in self.say(stage, *messages)]
 
-    def play(self, script: Iterable[tuple[int, OfStage]]) -> list[Command]:
+    def play(self, script):
         """Each stage of a script says its message."""
         return [command for stage, message in script for command in self.say(stage, message)]
 
     def until(self, phase: Phase) -> "Lead":
         """Bring the run to a phase in the ordinary way."""
-        ways: dict[Phase, Callable[[], object]] = {
+        ways = {
             Phase.BUILDING: lambda: None,
             Phase.LINKING: lambda: [self.say(s, ready(s)) for s in self.stages],
             Phase.TRAINING: lambda: self.all_say(Linked()),

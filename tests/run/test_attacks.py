@@ -3,9 +3,7 @@ docs/guarantees.md has the table of all attacks and their tests.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -62,7 +60,8 @@ def test_who_was_removed_is_told_neither_word_nor_stage_of_what_follows(
         house.members.kick("ben")
         wait_until(lambda: "ben" not in house.here())
         peers.replace([1])
-        wait_until(lambda: peers.next_event(_SOON) and _heard(cleo, Hold))
+        soon = SimpleNamespace(rest=lambda now: 0.02)
+        wait_until(lambda: peers.next_event(soon) and _heard(cleo, Hold))
         peers.tell(0, Relink(0, Connect("", [1])))
         peers.tell(1, Start())
         ana.hears(Relink)
@@ -73,10 +72,7 @@ def test_who_was_removed_is_told_neither_word_nor_stage_of_what_follows(
         assert not _heard(ben, Start) and not _heard(ben, Relink)
 
 
-_SOON: Any = SimpleNamespace(rest=lambda now: 0.02)
-
-
-def _heard(joined: Any, kind: type) -> list[Any]:
+def _heard(joined, kind):
     return [said.message for said in joined.heard if isinstance(said.message, kind)]
 
 
@@ -86,7 +82,7 @@ def _heard(joined: Any, kind: type) -> list[Any]:
 class Cut:
     """The end of a cut whose other end is replaced, and what the new one says and gets."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         state = LinkState(FrameLog(folder, 1 << 20))
         here, self._gone = memory_pair()
         self.pipe = LoggedPipe(here, state)
@@ -98,7 +94,7 @@ class Cut:
         new = LinkState(FrameLog(folder / "new", 1), 0, True)
         self.honest = msgspec.to_builtins(new.position())
 
-    def go_on(self, **lies: Any) -> int:
+    def go_on(self, **lies):
         """How many frames of the log the other end gets, that says so."""
         here, there = memory_pair()
         there.write(msgspec.msgpack.encode({**self.honest, **lies}))

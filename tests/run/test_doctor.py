@@ -14,8 +14,6 @@ import thinwire
 from thinwire.cli import main
 from thinwire.run.admission import AuthorityBook, HostSays, Invite, identity_in, serve_enrolment
 from thinwire.run.doctor import (
-    Finding,
-    Findings,
     check_answer,
     check_clock,
     check_files,
@@ -54,13 +52,13 @@ def doctor(tmp_path):
     return lambda invite, listen="", folder=peer: examine(str(invite), folder, listen)
 
 
-def one(found: Findings, words: str) -> Finding:
+def one(found, words):
     """The only finding that has these words."""
     (finding,) = (finding for finding in found.all if words in finding.what)
     return finding
 
 
-def blocking(found: Findings) -> Finding:
+def blocking(found):
     """The only finding that keeps a machine out."""
     (finding,) = (finding for finding in found.all if finding.level == "blocks")
     return finding
@@ -71,11 +69,9 @@ def test_a_machine_that_can_join_is_told_so(host, doctor, tmp_path, monkeypatch,
     host.door.serve(f"{host.book.run_id}/speed", SpeedService().take)
     found = doctor(invite, "0.0.0.0:0")
     assert not found.is_blocked, found.text()
-    answers, reached = (
-        f"answers at {host.door.address}",
-        "can be reached from outside, at 127.0.0.1:",
-    )
-    for words in (f"the host {answers}", "would let this machine in", reached, "agree within 30 s"):
+    answers = f"the host answers at {host.door.address}"
+    reached = "can be reached from outside, at 127.0.0.1:"
+    for words in (answers, "would let this machine in", reached, "agree within 30 s"):
         assert one(found, words).level == "fine"
     assert "sees this machine as 127.0.0.1" in found.text() and "Mbit/s up" in found.text()
     busy = one(doctor(invite, host.door.address), "no door can be opened here")

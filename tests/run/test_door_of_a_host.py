@@ -1,24 +1,21 @@
 """What peers, invites and those who were removed may at the door of a host."""
 
 import contextlib
-import socket
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
-from thinwire.run.admission import AuthorityBook, Invite
+from thinwire.run.admission import AuthorityBook
 from thinwire.wire import Door, Identity, Route, Traffic
-from thinwire.wire.routes import Wish, call
+from thinwire.wire.routes import call
 from waiting import PATIENCE, wait_until
 
 
 class Host:
     """A book, and a door that asks it."""
 
-    def __init__(self, folder: Path, door: Door):
+    def __init__(self, folder, door):
         self.now = 1_800_000_000.0
         self.book = AuthorityBook(folder / "authority", "first", lambda: self.now)
         self.door = door
@@ -26,12 +23,12 @@ class Host:
         for name in ("enrol", "control"):
             door.serve(f"{self.book.run_id}/{name}", _hold)
 
-    def enrol(self, invite: Invite, name: str) -> Identity:
+    def enrol(self, invite, name):
         identity = Identity.create(name, self.book.identity.public)
         self.book.enrol(invite.invite_id, invite.secret, identity.public, name)
         return identity
 
-    def call(self, token: str, wish: Wish, service: str) -> socket.socket:
+    def call(self, token, wish, service):
         """The connection that somebody gets with a token; an error says why it gets none."""
         name = f"{self.book.run_id}/{service}"
         connection, _ = call(Route(self.door.address, token=token), wish, name, PATIENCE)
@@ -45,10 +42,10 @@ def host(tmp_path):
         yield Host(tmp_path, door)
 
 
-def _hold(connection: socket.socket, home: str) -> Any:
+def _hold(connection, home):
     """A service that says nothing, until its caller goes."""
 
-    def wait() -> None:
+    def wait():
         with connection, contextlib.suppress(OSError):
             connection.settimeout(PATIENCE)
             connection.recv(1)

@@ -4,9 +4,9 @@ import contextlib
 import json
 import socket
 import stat
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -136,18 +136,16 @@ def test_a_request_that_breaks_the_rules_ends_the_exchange(book, listener):
 
 
 def test_trouble_of_the_host_is_not_told_to_strangers(book, way, monkeypatch):
-    def fail():
-        raise ConfigError(f"cannot write {book.folder}/book.json: No space left on device")
-
+    full = ConfigError(f"cannot write {book.folder}/book.json: No space left on device")
     invite = invite_of(book)
-    monkeypatch.setattr(book, "_save", fail)
+    monkeypatch.setattr(book, "_save", Mock(side_effect=full))
     with pytest.raises(AdmissionError, match="cannot enrol peers at the moment") as refusal:
         enrol(way, invite, new_key())
     assert str(book.folder) not in str(refusal.value)
 
 
 @contextlib.contextmanager
-def host_door(book: AuthorityBook, listener: Listener, is_relayed: bool) -> Iterator[Invite]:
+def host_door(book, listener, is_relayed):
     """An invite to a host that is found by its own door, or waits at a relay."""
     with (
         Door("127.0.0.1", 0) as door,

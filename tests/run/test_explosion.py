@@ -10,20 +10,20 @@ from leading import Lead, step
 
 from thinwire.engine.reports import Evaluation
 from thinwire.run.coordinator import Phase
-from thinwire.run.events import Command, Exploded, Recovered, Say, Tell
+from thinwire.run.events import Exploded, Recovered, Say, Tell
 from thinwire.run.explosion import LATEST, STRETCH, LossWatch
 from thinwire.run.protocol import Stop
 
 LOGS = Path(__file__).parents[2] / "lab" / "src" / "thinwire_lab" / "logs"
 
 
-def trained(losses: list[float], watch: LossWatch) -> list[Command]:
+def trained(losses, watch):
     """What is said of these losses of training steps."""
     reports = (dataclasses.replace(step(1, n), loss=loss) for n, loss in enumerate(losses))
     return [said for report in reports for said in watch.hear(report)]
 
 
-def validated(losses: list[float], watch: LossWatch) -> list[Command]:
+def validated(losses, watch):
     return [s for n, loss in enumerate(losses) for s in watch.hear(Evaluation(n, loss, 1.0))]
 
 

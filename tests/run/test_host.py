@@ -1,6 +1,7 @@
 """A host's decisions: who holds which stage, whom it blames, and where neighbours meet."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from hosting import hello
@@ -137,15 +138,12 @@ def test_cuts_stay_where_the_model_learned_them_whoever_comes(
     write_formation(tmp_path / "test", Formation(epoch=1))
     splits = []
 
-    class Formed:
-        def __init__(self, settings, *arguments):
-            here = [peer("ana", 1e-6), peer("ben", 5e-5)]
-            splits.append(form(settings, here, arguments[-1]).counts)
+    def formed(settings, *arguments):
+        here = [peer("ana", 1e-6), peer("ben", 5e-5)]
+        splits.append(form(settings, here, arguments[-1]).counts)
+        return SimpleNamespace(run=dict)
 
-        def run(self):
-            return {}
-
-    monkeypatch.setattr(host_module, "_Hosting", Formed)
+    monkeypatch.setattr(host_module, "_Hosting", formed)
     monkeypatch.setattr(host_module, "prepare_data", lambda *_: corpus)
     host(make_settings(**changes), HostOptions(), PlainDisplay(io.StringIO()))
     assert splits == [kept]

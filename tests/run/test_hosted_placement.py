@@ -4,19 +4,16 @@ processes; test_hosted_recovery.py has them.
 
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hosting import Joined
 from leading import Lead, part, ready, step
 
-from thinwire.engine.reports import Step
 from thinwire.run import events as ev
 from thinwire.run import host as host_module
 from thinwire.run import protocol as msg
 from thinwire.run.coordinator import Phase
 from thinwire.run.formation import Formation, next_follower, next_holder
-from thinwire.run.host import HostedPeers
 from thinwire.run.machine import Machine
 from waiting import PATIENCE, wait_until
 
@@ -74,23 +71,23 @@ def test_a_machine_stands_by_for_as_many_stages_as_it_has_memory_and_time_for(
 class Led:
     """Members that hold stages, and what their coordinator would hear."""
 
-    def __init__(self, peers: HostedPeers):
+    def __init__(self, peers):
         self.peers = peers
 
-    def event(self) -> ev.Event:
+    def event(self):
         return self.peers.next_event(SimpleNamespace(rest=lambda now: 0.02))
 
-    def next(self, kind: type[ev.Event]) -> Any:
+    def next(self, kind):
         """The next event of a kind."""
         found = []
         wait_until(lambda: found.append(self.event()) or isinstance(found[-1], kind))
         return found[-1]
 
-    def gives(self, name: str, stages: list[int]) -> None:
+    def gives(self, name, stages):
         """Wait until a member holds these stages."""
         wait_until(lambda: self.event() and {*stages} <= {*self.peers._formation.held_by(name)})
 
-    def is_quiet(self, seconds: float = 0.3) -> bool:
+    def is_quiet(self, seconds=0.3):
         heard = [self.event() for _ in range(int(seconds / 0.02))]
         return not any(isinstance(event, ev.Lost | ev.MoveAsked) for event in heard)
 
@@ -245,7 +242,7 @@ def run():
     return Lead(parts_travel=True, placement=[[0], [1]]).until(Phase.TRAINING)
 
 
-def both(number: int) -> list[tuple[int, Step]]:
+def both(number):
     return [(stage, step(stage, number)) for stage in (0, 1)]
 
 

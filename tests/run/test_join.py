@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hosting import House
@@ -36,14 +35,14 @@ from thinwire.wire import Door, Identity, Route, Routes
 from waiting import PATIENCE, wait_until
 
 
-def joined_peer(folder: Path, way: Any = None, identity: Any = None) -> JoinedPeer:
+def joined_peer(folder, way=None, identity=None):
     machine = Machine(tflops=1.0, memory_gb=1.0, device="cpu")
     identity = identity or Identity.create("ana", Identity.create("host").public)
     display = PlainDisplay(io.StringIO())
     return JoinedPeer(Whereabouts(folder, way), identity, Terms(), machine, display)
 
 
-def answer(peer: JoinedPeer, message: Any, generation: int = 0) -> tuple[Any, ...]:
+def answer(peer, message, generation=0):
     """The one thing that a peer says to a message, with its stage and generation."""
     said = []
     peer._channel = SimpleNamespace(send=lambda *words: said.append(words))
@@ -130,7 +129,7 @@ def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(options,
 # What its stages need
 
 
-def prepared(held: Holding) -> Any:
+def prepared(held):
     def nowhere(name):
         raise AssertionError("nothing is to be fetched")
 

@@ -6,7 +6,6 @@ import os
 import queue
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ def make_peers(make_settings, corpus, tmp_path, monkeypatch):
         peers.__exit__()
 
 
-def lead(peers: LocalPeers, carry_out: Callable[..., None], stages: int = 2) -> None:
+def lead(peers, carry_out, stages=2):
     coordinator = Coordinator(stages, patience=1000.0)
     while not coordinator.is_over:
         heed(coordinator, peers, carry_out, peers.next_event(coordinator))
@@ -157,7 +156,7 @@ def test_a_stage_that_cannot_start_is_named(program, stages, make_peers, monkeyp
         lead(peers, ignore, stages)
 
 
-def flood(lost: Callable[..., None] = ignore) -> tuple[Hearing, Channel]:
+def flood(lost=ignore):
     """What a coordinator hears, and the end at which stage 1 talks to it."""
     ours, theirs = memory_pair(limit=4)
     heard = Hearing(2)
