@@ -13,17 +13,9 @@ from thinwire.errors import BreachError, WireError
 from thinwire.run.formation import Formation
 from thinwire.run.peer import Peer
 from thinwire.run.protocol import Connect, Hold, Relink, Start, stream_name
-from thinwire.wire import (
-    FrameLog,
-    Identity,
-    LinkState,
-    Listener,
-    LoggedPipe,
-    dial,
-    handshake,
-    memory_pair,
-)
+from thinwire.wire import Identity, Listener, dial, handshake, memory_pair
 from thinwire.wire.frame import Frame, FrameKind, encode
+from thinwire.wire.logged import FrameLog, LinkState, LoggedPipe
 from waiting import PATIENCE, wait_until
 
 # A member that was removed, and a stranger

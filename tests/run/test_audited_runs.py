@@ -17,7 +17,7 @@ LYING = str(Path(__file__).parents[2] / "lab/src/thinwire_lab/lying")
 EQUAL, LIE = Audited(9, 40, 0.0, 0.0), Audited(9, 40, 0.05, 0.0, "gradient", 2)
 
 
-def audited(replaces: bool = False, follower: Ready | None = None) -> tuple[Lead, list[ev.Command]]:
+def audited(replaces=False, follower=None):
     """A run in which a process follows stage 1, and audits it."""
     lead = Lead(stages=4, placement=FOUR, audits=True, audit_replaces=replaces)
     lead.until(Phase.TRAINING)
@@ -28,16 +28,14 @@ def audited(replaces: bool = False, follower: Ready | None = None) -> tuple[Lead
 
 @pytest.mark.parametrize("differs", ["nothing", "torch", "processor", "device"])
 def test_equal_bits_are_expected_of_machines_of_one_kind_alone(differs):
-    versions = {"torch": "2", **({differs: "another"} if differs != "device" else {})}
+    versions = {"torch": "2", **({} if differs in ("nothing", "device") else {differs: "another"})}
     follower = Ready("at-1", "", "cuda" if differs == "device" else "cpu", versions)
-    _, told = audited(follower=ready(1) if differs == "nothing" else follower)
-    start, note = told
+    _, (start, note) = audited(follower=follower)
     is_alike = differs == "nothing"
     assert start == ev.TellFollower(1, Start(is_alike=is_alike))
     expected = "equal bits" if is_alike else "another kind of machine, small differences"
-    assert texts([note]) == [
-        f"stage 1 has a stand-by, which follows it and compares what it sends; expected: {expected}"
-    ]
+    follows = "stage 1 has a stand-by, which follows it and compares what it sends"
+    assert texts([note]) == [f"{follows}; expected: {expected}"]
 
 
 def test_what_agrees_is_no_news_and_a_difference_is():

@@ -18,16 +18,7 @@ from thinwire.run.formation import (
     read_formation,
     write_formation,
 )  # fmt: skip
-from thinwire.run.host import (
-    DoorOf,
-    HostOptions,
-    Ways,
-    comparable,
-    form,
-    host,
-    probe,
-    who_is_left_out,
-)  # fmt: skip
+from thinwire.run.host import DoorOf, HostOptions, Ways, comparable, form, probe, who_is_left_out
 from thinwire.run.machine import Machine
 from thinwire.run.members import Member
 from thinwire.run.peers import StageFailedError
@@ -145,7 +136,7 @@ def test_cuts_stay_where_the_model_learned_them_whoever_comes(
 
     monkeypatch.setattr(host_module, "_Hosting", formed)
     monkeypatch.setattr(host_module, "prepare_data", lambda *_: corpus)
-    host(make_settings(**changes), HostOptions(), PlainDisplay(io.StringIO()))
+    host_module.host(make_settings(**changes), HostOptions(), PlainDisplay(io.StringIO()))
     assert splits == [kept]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -129,7 +128,7 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines):
     assert machines.run("ana", "status").wait() == NOT_ALIVE
 
 
-def stage_files(home: Path) -> dict[str, int]:
+def stage_files(home):
     """The files of states that a machine has fetched, with their sizes."""
     found = home.rglob("checkpoints/step-*/stage-*.safetensors")
     return {path.name: path.stat().st_size for path in found}

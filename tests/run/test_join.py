@@ -19,15 +19,7 @@ from thinwire.report.metrics import losses_of
 from thinwire.run import join as join_module
 from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook
-from thinwire.run.join import (
-    Holding,
-    JoinedPeer,
-    JoinOptions,
-    Terms,
-    Whereabouts,
-    join,
-    own_settings,
-)
+from thinwire.run.join import Holding, JoinedPeer, JoinOptions, Terms, Whereabouts, own_settings
 from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer
 from thinwire.run.status import member_handlers, status_from_plain
@@ -121,8 +113,9 @@ def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings):
 )
 def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(options, said, tmp_path):
     invite = AuthorityBook(tmp_path / "book", "test").invite(("127.0.0.1:1",))
+    options = replace(options, folder=tmp_path / "ben")
     with pytest.raises(ThinwireError, match=said):
-        join(invite, replace(options, folder=tmp_path / "ben"), PlainDisplay(io.StringIO()))
+        join_module.join(invite, options, PlainDisplay(io.StringIO()))
     assert not (tmp_path / "ben").exists()
 
 
