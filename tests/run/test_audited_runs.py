@@ -61,7 +61,7 @@ def test_who_is_found_to_lie_is_replaced_at_once_if_that_is_wished_and_who_said_
 
 def test_one_that_has_drifted_away_begins_anew():
     lead, _ = audited()
-    close, far = (Audited(19, 80, share * DRIFTED, 0.04) for share in (0.9, 1.1))
+    close, far = Audited(9, 40, 0.9 * DRIFTED, 0.04), Audited(19, 80, 1.1 * DRIFTED, 0.04)
     assert lead.on(ev.FollowerSaid(1, close)) == []
     assert lead.on(ev.FollowerSaid(1, far)) == [ev.DropFollower([1])]
     assert ev.Replace([1]) in lead.on(ev.Exited(1, -9))
