@@ -1,10 +1,7 @@
 """What tests of the coordinator need: reports of stages, and a coordinator to tell them to."""
 
-from collections.abc import Callable, Sequence
-
 from thinwire.engine.checkpoint import Shard
 from thinwire.engine.reports import Meters, ShardWritten, StageCosts, Step, Versions
-from thinwire.run.conduct import Course
 from thinwire.run.coordinator import SETTLE_SECONDS, Coordinator, Phase
 from thinwire.run.events import Command, End, Event, Exited, Said, StopAsked, Tick
 from thinwire.run.protocol import Failed, Linked, OfStage, Ready
@@ -20,12 +17,7 @@ def meters(stage: int, stages: int, frames: int = 0) -> Meters:
     return {f"cut-{cut}": {"sent": dict(sent), "received": {}} for cut in cuts}
 
 
-def failed(
-    error: str,
-    kind: str = "WireError",
-    accuses: tuple[int, ...] = (),
-    convicts: tuple[int, ...] = (),
-) -> Failed:
+def failed(error, kind="WireError", accuses=(), convicts=()) -> Failed:
     """What a peer sends before it leaves."""
     known = kind.endswith("Error") and kind != "ValueError"
     return Failed(kind, known, error, "" if known else "a trace", [*accuses], [*convicts])
@@ -33,20 +25,10 @@ def failed(
 
 def step(stage: int, number: int, stages: int = 2, frames: int = 0) -> Step:
     return Step(
-        step=number,
-        loss=1.0 if stage == stages - 1 else None,
-        lr=0.1,
-        grad_norm=1.0,
-        committed=True,
-        start=0.0,
-        end=1.0,
-        wait=0.0,
-        costs=StageCosts(0.1, 0.1, 0.1),
-        spans=[],
-        measures={},
-        meters=meters(stage, stages, frames),
-        dropped=0,
-    )
+        step=number, loss=1.0 if stage == stages - 1 else None, lr=0.1, grad_norm=1.0,
+        committed=True, start=0.0, end=1.0, wait=0.0, costs=StageCosts(0.1, 0.1, 0.1), spans=[],
+        measures={}, meters=meters(stage, stages, frames), dropped=0,
+    )  # fmt: skip
 
 
 def part(stage: int, number: int, memory: str = "") -> ShardWritten:
@@ -61,18 +43,9 @@ def ready(stage: int) -> Ready:
 class Lead:
     """A coordinator of some stages, with the time and all that it has asked for."""
 
-    def __init__(
-        self,
-        patience: float = 100.0,
-        parts_travel: bool = False,
-        course: Course | None = None,
-        stages: int = 2,
-        placement: Sequence[Sequence[int]] = (),
-    ):
+    def __init__(self, patience=100.0, stages=2, **options):
         self.now, self.stages = 1000.0, range(stages)
-        self.coordinator = Coordinator(
-            stages, patience, parts_travel=parts_travel, course=course, placement=placement
-        )
+        self.coordinator = Coordinator(stages, patience, **options)
 
     def on(self, event: Event, after: float = 0.0) -> list[Command]:
         self.now += after
@@ -84,9 +57,13 @@ class Lead:
     def all_say(self, *messages: OfStage) -> list[Command]:
         return [command for stage in self.stages for command in self.say(stage, *messages)]
 
+    def play(self, script):
+        """Each stage of a script says its message."""
+        return [command for stage, message in script for command in self.say(stage, message)]
+
     def until(self, phase: Phase) -> "Lead":
         """Bring the run to a phase in the ordinary way."""
-        ways: dict[Phase, Callable[[], object]] = {
+        ways = {
             Phase.BUILDING: lambda: None,
             Phase.LINKING: lambda: [self.say(s, ready(s)) for s in self.stages],
             Phase.TRAINING: lambda: self.all_say(Linked()),

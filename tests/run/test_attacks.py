@@ -2,10 +2,8 @@
 docs/guarantees.md has the table of all attacks and their tests.
 """
 
-import threading
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,18 +13,9 @@ from thinwire.errors import BreachError, WireError
 from thinwire.run.formation import Formation
 from thinwire.run.peer import Peer
 from thinwire.run.protocol import Connect, Hold, Relink, Start, stream_name
-from thinwire.wire import (
-    FrameLog,
-    Identity,
-    LinkState,
-    Listener,
-    LoggedPipe,
-    Pipe,
-    dial,
-    handshake,
-    memory_pair,
-)
+from thinwire.wire import Identity, Listener, dial, handshake, memory_pair
 from thinwire.wire.frame import Frame, FrameKind, encode
+from thinwire.wire.logged import FrameLog, LinkState, LoggedPipe
 from waiting import PATIENCE, wait_until
 
 # A member that was removed, and a stranger
@@ -36,22 +25,16 @@ def test_nobody_but_the_new_holder_opens_the_stream_of_a_cut():
     ana, cleo, removed = map(Identity.create, ("ana", "cleo", "removed"))
     name = stream_name("cut", 0, 1, again=1)
     listener = Listener(ana, "127.0.0.1", 0, 1 << 16)
-    opened: list[Pipe] = []
-    waiting = threading.Thread(
-        target=lambda: opened.append(listener.accept(name, PATIENCE, cleo.fingerprint))
-    )
-    waiting.start()
-    wait_until(lambda: name in listener._expected)
-    for tried in (name, stream_name("cut", 0, 1)):  # the name of now, and that of before
-        with pytest.raises(WireError, match=r"is expected from|is not expected"):
-            dial(
-                listener.address, tried, removed, ana.fingerprint, PATIENCE, 1 << 16,
-                tries_again=False,
-            )  # fmt: skip
-    assert not opened
-    dial(listener.address, name, cleo, ana.fingerprint, PATIENCE, 1 << 16)
-    waiting.join(PATIENCE)
-    assert opened
+    to_ana = ana.fingerprint, PATIENCE, 1 << 16
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(listener.accept, name, PATIENCE, cleo.fingerprint)
+        wait_until(lambda: name in listener._expected)
+        for tried in (name, stream_name("cut", 0, 1)):  # the name of now, and that of before
+            with pytest.raises(WireError, match=r"is expected from|is not expected"):
+                dial(listener.address, tried, removed, *to_ana, tries_again=False)
+        assert not opened.done()
+        dial(listener.address, name, cleo, *to_ana)
+        assert opened.result()
     listener.close()
 
 
@@ -69,7 +52,8 @@ def test_who_was_removed_is_told_neither_word_nor_stage_of_what_follows(
         house.members.kick("ben")
         wait_until(lambda: "ben" not in house.here())
         peers.replace([1])
-        wait_until(lambda: peers.next_event(_SOON) and _heard(cleo, Hold))
+        soon = SimpleNamespace(rest=lambda now: 0.02)
+        wait_until(lambda: peers.next_event(soon) and _heard(cleo, Hold))
         peers.tell(0, Relink(0, Connect("", [1])))
         peers.tell(1, Start())
         ana.hears(Relink)
@@ -80,10 +64,7 @@ def test_who_was_removed_is_told_neither_word_nor_stage_of_what_follows(
         assert not _heard(ben, Start) and not _heard(ben, Relink)
 
 
-_SOON: Any = SimpleNamespace(rest=lambda now: 0.02)
-
-
-def _heard(joined: Any, kind: type) -> list[Any]:
+def _heard(joined, kind):
     return [said.message for said in joined.heard if isinstance(said.message, kind)]
 
 
@@ -93,7 +74,7 @@ def _heard(joined: Any, kind: type) -> list[Any]:
 class Cut:
     """The end of a cut whose other end is replaced, and what the new one says and gets."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         state = LinkState(FrameLog(folder, 1 << 20))
         here, self._gone = memory_pair()
         self.pipe = LoggedPipe(here, state)
@@ -102,11 +83,10 @@ class Cut:
             self.pipe.keep(frame)
             self.pipe.write(frame)
         self.pipe.await_another()
-        self.honest = msgspec.to_builtins(
-            LinkState(FrameLog(folder / "new", 1), 0, True).position()
-        )
+        new = LinkState(FrameLog(folder / "new", 1), 0, True)
+        self.honest = msgspec.to_builtins(new.position())
 
-    def go_on(self, **lies: Any) -> int:
+    def go_on(self, **lies):
         """How many frames of the log the other end gets, that says so."""
         here, there = memory_pair()
         there.write(msgspec.msgpack.encode({**self.honest, **lies}))
@@ -116,9 +96,19 @@ class Cut:
         return len([*iter(there.read, None)])
 
 
-def test_an_honest_neighbour_gets_the_log(tmp_path):
-    assert Cut(tmp_path).go_on() == 4
-    assert Cut(tmp_path).go_on(start=2) == 2
+FAR = 1 << 60
+
+
+@pytest.mark.parametrize(
+    ("says", "frames"),
+    [({}, 4), ({"start": 2}, 2), ({"start": FAR}, 0), ({"latest": FAR}, 4), ({"decided": FAR}, 4)],
+    ids=str,
+)
+def test_a_neighbour_gets_the_log_and_less_if_it_claims_to_be_further_which_costs_nothing(
+    says, frames, tmp_path
+):
+    """What it does not ask for it lacks; the run names who does not go on (run/watch.py)."""
+    assert Cut(tmp_path).go_on(**says) == frames
 
 
 @pytest.mark.parametrize(
@@ -131,23 +121,14 @@ def test_a_position_that_cannot_be_is_its_sender_s_fault(lies, tmp_path):
         Cut(tmp_path).go_on(**lies)
 
 
-@pytest.mark.parametrize(
-    "lies", [{"start": 1 << 60}, {"latest": 1 << 60}, {"decided": 1 << 60}], ids=str
-)
-def test_who_claims_to_be_further_than_it_is_gets_less_and_costs_nothing(lies, tmp_path):
-    """What it does not ask for it lacks; the run names who does not go on (run/watch.py)."""
-    assert Cut(tmp_path).go_on(**lies) == (0 if "start" in lies else 4)
-
-
 def test_a_position_without_end_is_not_read(tmp_path):
     with pytest.raises(WireError, match="did not say where it stands"):
         Cut(tmp_path).go_on(padding="x" * (1 << 20))
 
 
 def test_who_lied_is_convicted_and_not_who_found_it():
-    said: list[Any] = []
-    order = SimpleNamespace(host={"routes": []})
-    peer: Any = SimpleNamespace(order=order, _links={}, say=said.append)
+    said, order = [], SimpleNamespace(host={"routes": []})
+    peer = SimpleNamespace(order=order, _links={}, say=said.append)
     Peer.fail(peer, BreachError("it stands at step -1"), [2])
     assert (said[0].convicts, said[0].accuses) == ([2], [])
 
@@ -168,12 +149,7 @@ def test_a_process_of_another_run_is_refused_before_a_frame_is_sent_again(
     mine = contract()
     for theirs in (contract(**change), contract(epoch=2), {**mine, "corpus": "another"}):
         here, there = memory_pair()
-        other = threading.Thread(target=_shake, args=(there, theirs))
-        other.start()
-        with pytest.raises(WireError, match="match"):
-            handshake(here, mine, mine, PATIENCE)
-        other.join(PATIENCE)
-
-
-def _shake(pipe: Pipe, contract: dict[str, Any]) -> None:
-    handshake(pipe, contract, {}, PATIENCE)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(handshake, there, theirs, {}, PATIENCE)
+            with pytest.raises(WireError, match="match"):
+                handshake(here, mine, mine, PATIENCE)

@@ -9,88 +9,70 @@ from test_replacement import FOUR, report, texts
 
 from thinwire.engine.audit import DRIFTED
 from thinwire.engine.reports import Audited
-from thinwire.run.coordinator import Coordinator, Phase
-from thinwire.run.events import (
-    Command,
-    Doubt,
-    DropFollower,
-    Exited,
-    FollowerSaid,
-    Promote,
-    Replace,
-    Say,
-    TellFollower,
-)
+from thinwire.run import events as ev
+from thinwire.run.coordinator import Phase
 from thinwire.run.protocol import Linked, Ready, Start
 
 LYING = str(Path(__file__).parents[2] / "lab/src/thinwire_lab/lying")
 EQUAL, LIE = Audited(9, 40, 0.0, 0.0), Audited(9, 40, 0.05, 0.0, "gradient", 2)
 
 
-def audited(replaces: bool = False, follower: Ready | None = None) -> tuple[Lead, list[Command]]:
+def audited(replaces=False, follower=None):
     """A run in which a process follows stage 1, and audits it."""
-    lead = Lead(stages=4)
-    lead.coordinator = Coordinator(4, 100.0, placement=FOUR, audits=True, audit_replaces=replaces)
+    lead = Lead(stages=4, placement=FOUR, audits=True, audit_replaces=replaces)
     lead.until(Phase.TRAINING)
     report(lead, 0)
-    lead.on(FollowerSaid(1, follower or ready(1)))
-    return lead, lead.on(FollowerSaid(1, Linked()))
+    lead.on(ev.FollowerSaid(1, follower or ready(1)))
+    return lead, lead.on(ev.FollowerSaid(1, Linked()))
 
 
 @pytest.mark.parametrize("differs", ["nothing", "torch", "processor", "device"])
 def test_equal_bits_are_expected_of_machines_of_one_kind_alone(differs):
-    versions = {"torch": "2", **({differs: "another"} if differs != "device" else {})}
+    versions = {"torch": "2", **({} if differs in ("nothing", "device") else {differs: "another"})}
     follower = Ready("at-1", "", "cuda" if differs == "device" else "cpu", versions)
-    _, told = audited(follower=ready(1) if differs == "nothing" else follower)
-    (start, note) = told
+    _, (start, note) = audited(follower=follower)
     is_alike = differs == "nothing"
-    assert start == TellFollower(1, Start(is_alike=is_alike))
+    assert start == ev.TellFollower(1, Start(is_alike=is_alike))
     expected = "equal bits" if is_alike else "another kind of machine, small differences"
-    assert texts([note]) == [
-        f"stage 1 has a stand-by, which follows it and compares what it sends; expected: {expected}"
-    ]
+    follows = "stage 1 has a stand-by, which follows it and compares what it sends"
+    assert texts([note]) == [f"{follows}; expected: {expected}"]
 
 
 def test_what_agrees_is_no_news_and_a_difference_is():
     lead, _ = audited()
-    assert lead.on(FollowerSaid(1, EQUAL)) == []
-    assert lead.on(FollowerSaid(1, LIE)) == [Doubt(1, LIE, replaces=False)]
-    assert lead.on(FollowerSaid(1, LIE)) == [], "once is enough"
-    assert Promote([1]) in lead.on(Exited(1, -9)), "it still stands by"
+    assert lead.on(ev.FollowerSaid(1, EQUAL)) == []
+    assert lead.on(ev.FollowerSaid(1, LIE)) == [ev.Doubt(1, LIE, replaces=False)]
+    assert lead.on(ev.FollowerSaid(1, LIE)) == [], "once is enough"
+    assert ev.Promote([1]) in lead.on(ev.Exited(1, -9)), "it still stands by"
 
 
-def test_who_is_found_to_lie_is_replaced_at_once_if_that_is_wished():
+def test_who_is_found_to_lie_is_replaced_at_once_if_that_is_wished_and_who_said_so_follows_it():
     lead, _ = audited(replaces=True)
-    doubt, *rest = lead.on(FollowerSaid(1, LIE))
-    assert doubt == Doubt(1, LIE, replaces=True)
-    assert Promote([1]) in rest and Replace([1]) not in rest
-    assert any("for it sent other values" in c.text for c in rest if isinstance(c, Say))
-    assert lead.on(FollowerSaid(1, LIE)) == [], "it follows no more"
-
-
-def test_nobody_is_replaced_on_the_word_of_one_that_does_not_follow():
+    assert lead.on(ev.FollowerSaid(2, LIE)) == [], "it follows no stage"
+    doubt, *rest = lead.on(ev.FollowerSaid(1, LIE))
+    assert doubt == ev.Doubt(1, LIE, replaces=True)
+    assert ev.Promote([1]) in rest and ev.Replace([1]) not in rest
+    assert any("for it sent other values" in c.text for c in rest if isinstance(c, ev.Say))
+    assert lead.on(ev.FollowerSaid(1, LIE)) == [], "it follows no more"
     lead, _ = audited(replaces=True)
-    assert lead.on(FollowerSaid(2, LIE)) == []
-    lead.on(Exited(3, -9))
-    assert lead.on(FollowerSaid(1, LIE)) == [], "others are being replaced"
+    lead.on(ev.Exited(3, -9))
+    assert lead.on(ev.FollowerSaid(1, LIE)) == [], "others are being replaced"
 
 
 def test_one_that_has_drifted_away_begins_anew():
     lead, _ = audited()
-    close = Audited(9, 40, 0.9 * DRIFTED, 0.04)
-    assert lead.on(FollowerSaid(1, close)) == []
-    far = Audited(19, 80, 1.1 * DRIFTED, 0.04)
-    assert lead.on(FollowerSaid(1, far)) == [DropFollower([1])]
-    assert Replace([1]) in lead.on(Exited(1, -9))
+    close, far = Audited(9, 40, 0.9 * DRIFTED, 0.04), Audited(19, 80, 1.1 * DRIFTED, 0.04)
+    assert lead.on(ev.FollowerSaid(1, close)) == []
+    assert lead.on(ev.FollowerSaid(1, far)) == [ev.DropFollower([1])]
+    assert ev.Replace([1]) in lead.on(ev.Exited(1, -9))
 
 
 def test_a_machine_that_scales_what_it_sends_is_named_and_replaced(machines):
     begins = machines.folder / "from"
     liar = {"PYTHONPATH": LYING, "THINWIRE_LIE": "scale", "THINWIRE_LIE_FROM": str(begins)}
-    changes = {"pipeline__stages": 2, "train__audit": True, "train__audit_replaces": True}
-    hosted = Hosted(machines, **changes)
-    for name, env in {"ana": None, "ben": liar}.items():
-        hosted.join(name, env)
+    hosted = Hosted(machines, pipeline__stages=2, train__audit=True, train__audit_replaces=True)
+    hosted.join("ana")
+    hosted.join("ben", liar)
     host = hosted.host
     host.wait_for(SAVED)
     stage = hosted.seats.index("ben")

@@ -1,7 +1,5 @@
 """Who is blamed: the stage that failed first, whatever its neighbours complain of."""
 
-from typing import Any
-
 import pytest
 from leading import failed
 
@@ -11,7 +9,7 @@ from thinwire.run.events import Exited, Lost, Said
 LOST = Lost(1, "link control of stage 1 is broken")
 
 
-def said(stage: int, *words: Any, **blames: tuple[int, ...]) -> Said:
+def said(stage, *words, **blames):
     return Said(stage, failed(*words, **blames))
 
 

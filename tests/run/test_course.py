@@ -11,6 +11,7 @@ from thinwire.run.events import Commit, End, StopAsked
 from thinwire.run.protocol import Finished, OfStage
 
 END = Finished(METERS)
+ENDS = [(1, END), (0, END)]
 Script = list[tuple[int, OfStage]]
 
 
@@ -32,10 +33,10 @@ def saved(number: int) -> Script:
 @pytest.mark.parametrize(
     ("script", "culprit", "deed"),
     [
-        ([*both(2), (1, END), (0, END)], 0, "it ended the run after step 3 of 6, and nobody had"),
+        (both(2) + ENDS, 0, "it ended the run after step 3 of 6, and nobody had"),
         (both(2) + saved(3), 0, "it had a checkpoint saved after step 3, where none is due"),
         (both(2, 3, 4), 0, "it had no checkpoint saved after step 4, where one is due"),
-        ([*both(2, 3), (1, END), (0, END)], 0, "it ended the run after step 4 of 6"),
+        (both(2, 3) + ENDS, 0, "it ended the run after step 4 of 6"),
         (both(2, 3) + saved(4) + both(4, 5) + [(0, END)], 0, "it had no checkpoint saved after"),
         (both(1), 1, "it reported step 2 after step 2 of 6"),
         (both(2, 3) + saved(4) + both(4, 5) + saved(6) + both(6), 1, "it reported step 7 after"),
@@ -47,43 +48,36 @@ def saved(number: int) -> Script:
 )
 def test_whoever_saves_or_ends_when_it_is_not_due_is_named(lead, script, culprit, deed):
     """The others follow the first stage, and what they say may be heard before what it says."""
-    commands = [command for stage, report in script for command in lead.say(stage, report)]
+    commands = lead.play(script)
     assert not [c for c in commands if isinstance(c, Commit) and c.step % 2], "that is not kept"
     end = lead.settled()
     assert end.culprit is not None and end.culprit.stage == culprit
     assert f"stage {culprit} broke the contract" in str(end.error) and deed in str(end.error)
 
 
-def test_a_run_to_its_last_step_is_in_order(lead):
-    script = both(2, 3) + saved(4) + both(4, 5) + saved(6) + [(1, END), (0, END)]
-    commands = [command for stage, report in script for command in lead.say(stage, report)]
-    assert [c.step for c in commands if isinstance(c, Commit)] == [4, 6]
-    assert lead.ended(commands) == End()
-
-
-def test_whoever_is_asked_to_stop_saves_and_ends(lead):
-    for stage, report in both(2):
-        lead.say(stage, report)
-    lead.on(StopAsked())
-    script = [*saved(3), (1, END), (0, END)]
-    commands = [command for stage, report in script for command in lead.say(stage, report)]
-    assert [c.step for c in commands if isinstance(c, Commit)] == [3]
+@pytest.mark.parametrize(
+    ("is_asked", "script", "kept"),
+    [(False, both(3) + saved(4) + both(4, 5) + saved(6), [4, 6]), (True, saved(3), [3])],
+)
+def test_a_run_to_its_last_step_is_in_order_and_so_is_one_that_is_asked_to_stop_and_saves(
+    lead, is_asked, script, kept
+):
+    commands = lead.play(both(2))
+    if is_asked:
+        lead.on(StopAsked())
+    commands += lead.play(script + ENDS)
+    assert [c.step for c in commands if isinstance(c, Commit)] == kept
     assert lead.ended(commands) == End()
 
 
 def test_whoever_is_asked_to_stop_and_does_not_save_is_named(lead):
     lead.on(StopAsked())
-    for stage, report in [*both(2), (1, END), (0, END)]:
-        lead.say(stage, report)
+    lead.play(both(2) + ENDS)
     assert "stage 0 broke the contract" in str(lead.settled().error)
 
 
 def test_steps_that_nobody_commits_end_a_run_without_a_checkpoint(make_settings):
     settings = make_settings(train__steps=9, train__checkpoint_every=2)
     lead = Lead(course=Course(settings, 0, 2)).until(Phase.TRAINING)
-    commands = []
-    for number in range(5):
-        for stage in (1, 0):
-            commands += lead.say(stage, replace(step(stage, number), committed=False))
-    commands += lead.all_say(END)
-    assert lead.ended(commands) == End()
+    steps = ((stage, replace(report, committed=False)) for stage, report in both(*range(5)))
+    assert lead.ended(lead.play([*steps, *ENDS])) == End()

@@ -6,7 +6,7 @@ import json
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,8 +14,6 @@ import thinwire
 from thinwire.cli import main
 from thinwire.run.admission import AuthorityBook, HostSays, Invite, identity_in, serve_enrolment
 from thinwire.run.doctor import (
-    Finding,
-    Findings,
     check_answer,
     check_clock,
     check_files,
@@ -28,27 +26,6 @@ from thinwire.wire.speed import SpeedService
 from waiting import PATIENCE, wait_until
 
 
-@dataclass
-class Host:
-    """A host as others see it: a door, and behind it the enrolment."""
-
-    book: AuthorityBook
-    listener: Listener
-    door: Door
-
-    def invite(self, *more: str, **options: object) -> Invite:
-        return self.book.invite([self.door.address, *more], **options)
-
-
-@pytest.fixture
-def host(tmp_path):
-    book = AuthorityBook(tmp_path / "authority", "first")
-    with Door("127.0.0.1", 0) as door, contextlib.closing(enrolling(book)) as listener:
-        door.admit_by(book.run_id, book.grant_of)
-        door.serve(f"{book.run_id}/enrol", listener.take)
-        yield Host(book, listener, door)
-
-
 def enrolling(book: AuthorityBook) -> Listener:
     listener = Listener(book.identity, None, 0, 1 << 16, who=book.name_of)
     serve_enrolment(listener, book)
@@ -56,20 +33,32 @@ def enrolling(book: AuthorityBook) -> Listener:
 
 
 @pytest.fixture
+def host(tmp_path):
+    """A host as others see it: a door, and behind it the enrolment."""
+    book = AuthorityBook(tmp_path / "authority", "first")
+
+    def invite(*more, **options):
+        return book.invite([door.address, *more], **options)
+
+    with Door("127.0.0.1", 0) as door, contextlib.closing(enrolling(book)) as listener:
+        door.admit_by(book.run_id, book.grant_of)
+        door.serve(f"{book.run_id}/enrol", listener.take)
+        yield SimpleNamespace(book=book, listener=listener, door=door, invite=invite)
+
+
+@pytest.fixture
 def doctor(tmp_path):
-    def run(invite, listen="", folder=tmp_path / "peer"):
-        return examine(str(invite), folder, listen)
-
-    return run
+    peer = tmp_path / "peer"
+    return lambda invite, listen="", folder=peer: examine(str(invite), folder, listen)
 
 
-def one(found: Findings, words: str) -> Finding:
+def one(found, words):
     """The only finding that has these words."""
     (finding,) = (finding for finding in found.all if words in finding.what)
     return finding
 
 
-def blocking(found: Findings) -> Finding:
+def blocking(found):
     """The only finding that keeps a machine out."""
     (finding,) = (finding for finding in found.all if finding.level == "blocks")
     return finding
@@ -80,12 +69,11 @@ def test_a_machine_that_can_join_is_told_so(host, doctor, tmp_path, monkeypatch,
     host.door.serve(f"{host.book.run_id}/speed", SpeedService().take)
     found = doctor(invite, "0.0.0.0:0")
     assert not found.is_blocked, found.text()
-    assert one(found, f"the host answers at {host.door.address}").level == "fine"
-    assert "sees this machine as 127.0.0.1" in found.text()
-    assert one(found, "would let this machine in").level == "fine"
-    assert one(found, "can be reached from outside, at 127.0.0.1:").level == "fine"
-    assert one(found, "agree within 30 s").level == "fine"
-    assert "Mbit/s up" in found.text()
+    answers = f"the host answers at {host.door.address}"
+    reached = "can be reached from outside, at 127.0.0.1:"
+    for words in (answers, "would let this machine in", reached, "agree within 30 s"):
+        assert one(found, words).level == "fine"
+    assert "sees this machine as 127.0.0.1" in found.text() and "Mbit/s up" in found.text()
     busy = one(doctor(invite, host.door.address), "no door can be opened here")
     assert busy.level == "note" and "--listen" in busy.fix, "the port is in use"
     # From the input neither the list of processes nor the history of a shell shows the invite.
@@ -93,9 +81,8 @@ def test_a_machine_that_can_join_is_told_so(host, doctor, tmp_path, monkeypatch,
     main(["doctor", "-", "--folder", str(tmp_path / "peer")])
     assert "would let this machine in" in capsys.readouterr().out
     assert host.book.peers() == [] and not (tmp_path / "peer").exists(), "it changes nothing"
-    assert identity_in(tmp_path / "peer", invite.to_service("enrol"), invite).name, (
-        "nor is it used up"
-    )
+    enrolled = identity_in(tmp_path / "peer", invite.to_service("enrol"), invite)
+    assert enrolled.name, "nor is it used up"
 
 
 def test_a_host_that_is_away_blocks(host, capsys, tmp_path):
@@ -107,11 +94,10 @@ def test_a_host_that_is_away_blocks(host, capsys, tmp_path):
     said = capsys.readouterr().out
     plain = json.loads(said)
     assert plain["blocked"] is True
-    first = plain["findings"][0]
+    first, expired, *_ = plain["findings"]
     assert (first["number"], first["level"]) == (1, "blocks")
     assert f"the host does not answer: {host.door.address}: Connection refused" in first["what"]
     assert f"forward TCP port {host.door.port}" in first["fix"]
-    expired = plain["findings"][1]
     assert expired["level"] == "note" and expired["what"] == "the invite expired 2h00m ago"
     assert invite.secret not in said and str(invite) not in said
 

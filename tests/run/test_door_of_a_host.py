@@ -1,44 +1,34 @@
 """What peers, invites and those who were removed may at the door of a host."""
 
 import contextlib
-import socket
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
-from thinwire.run.admission import AuthorityBook, Invite
+from thinwire.run.admission import AuthorityBook
 from thinwire.wire import Door, Identity, Route, Traffic
-from thinwire.wire.routes import Wish, call
+from thinwire.wire.routes import call
 from waiting import PATIENCE, wait_until
-
-
-class Clock:
-    now = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Host:
     """A book, and a door that asks it."""
 
-    def __init__(self, folder: Path, door: Door):
-        self.clock = Clock()
-        self.book = AuthorityBook(folder / "authority", "first", self.clock)
+    def __init__(self, folder, door):
+        self.now = 1_800_000_000.0
+        self.book = AuthorityBook(folder / "authority", "first", lambda: self.now)
         self.door = door
         door.admit_by(self.book.run_id, self.book.grant_of)
         for name in ("enrol", "control"):
             door.serve(f"{self.book.run_id}/{name}", _hold)
 
-    def enrol(self, invite: Invite, name: str) -> Identity:
+    def enrol(self, invite, name):
         identity = Identity.create(name, self.book.identity.public)
         self.book.enrol(invite.invite_id, invite.secret, identity.public, name)
         return identity
 
-    def call(self, token: str, wish: Wish, service: str) -> socket.socket:
+    def call(self, token, wish, service):
         """The connection that somebody gets with a token; an error says why it gets none."""
         name = f"{self.book.run_id}/{service}"
         connection, _ = call(Route(self.door.address, token=token), wish, name, PATIENCE)
@@ -52,10 +42,10 @@ def host(tmp_path):
         yield Host(tmp_path, door)
 
 
-def _hold(connection: socket.socket, home: str) -> Any:
+def _hold(connection, home):
     """A service that says nothing, until its caller goes."""
 
-    def wait() -> None:
+    def wait():
         with connection, contextlib.suppress(OSError):
             connection.settimeout(PATIENCE)
             connection.recv(1)
@@ -64,8 +54,7 @@ def _hold(connection: socket.socket, home: str) -> Any:
 
 
 def test_a_removed_peer_is_cut_off_from_the_door_and_others_stay(host):
-    ana = host.enrol(host.book.invite(["h:1"]), "ana")
-    ben = host.enrol(host.book.invite(["h:1"]), "ben")
+    ana, ben = (host.enrol(host.book.invite(["h:1"]), name) for name in ("ana", "ben"))
     assert ana.door_token == host.book.door_token("ana")
     held = [
         host.call(one.door_token, wish, name)
@@ -77,12 +66,8 @@ def test_a_removed_peer_is_cut_off_from_the_door_and_others_stay(host):
     for connection in held[:2]:
         with contextlib.suppress(ConnectionResetError):
             assert connection.recv(1) == b""
-    for wish, name in (
-        ("reach", "control"),
-        ("reach", "enrol"),
-        ("wait", "cut-0@2"),
-        ("ping", "x"),
-    ):
+    wishes = ("reach", "control"), ("reach", "enrol"), ("wait", "cut-0@2"), ("ping", "x")
+    for wish, name in wishes:
         with pytest.raises(AdmissionError, match="'ana' was removed from this run by its host"):
             host.call(ana.door_token, wish, name)
     forged = f"ben.{ana.door_token.partition('.')[2]}"
@@ -98,7 +83,7 @@ def test_an_invite_opens_the_enrolment_alone_and_only_while_it_is_good(host):
         with pytest.raises(WireError, match="this token opens enrol and speed alone"):
             host.call(invite.door_token, wish, name)
     host.enrol(invite, "eve")
-    host.clock.now += 61
+    host.now += 61
     with pytest.raises(AdmissionError, match="this invite expired at"):
         host.call(invite.door_token, "reach", "enrol")
     later = host.book.invite(["h:1"])

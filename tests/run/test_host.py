@@ -1,6 +1,7 @@
 """A host's decisions: who holds which stage, whom it blames, and where neighbours meet."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from hosting import hello
@@ -17,16 +18,7 @@ from thinwire.run.formation import (
     read_formation,
     write_formation,
 )  # fmt: skip
-from thinwire.run.host import (
-    DoorOf,
-    HostOptions,
-    Ways,
-    comparable,
-    form,
-    host,
-    probe,
-    who_is_left_out,
-)  # fmt: skip
+from thinwire.run.host import DoorOf, HostOptions, Ways, comparable, form, probe, who_is_left_out
 from thinwire.run.machine import Machine
 from thinwire.run.members import Member
 from thinwire.run.peers import StageFailedError
@@ -67,9 +59,8 @@ def test_peers_keep_their_stages_and_those_of_who_is_gone_go_to_others_or_to_nei
 def test_a_wait_says_for_whom_and_who_is_there_in_vain():
     assert lacking_peers([], 2, [], {}) == "waiting for 2 more peers"
     waits = lacking_peers(["ana", "ben"], 2, ["ben"], {"ben": "", "eve": "no room"})
-    assert waits == (
-        "waiting for 1 more peer (ana or another); here: ben; eve gets no stage: no room"
-    )
+    here = "here: ben; eve gets no stage: no room"
+    assert waits == f"waiting for 1 more peer (ana or another); {here}"
 
 
 def test_how_often_a_run_was_formed_survives(tmp_path):
@@ -91,8 +82,7 @@ def test_how_often_a_run_was_formed_survives(tmp_path):
 
 def peer(name: str, tflops: float, bf16: float = 0.0, memory_gb: float = 8.0) -> Machine:
     machine = Machine("", tflops, memory_gb, 50.0, 100.0, 5.0, bf16_tflops=bf16)
-    member = Member(name, hello=Hello({}, machine, "", ""))
-    return member.machine
+    return Member(name, hello=Hello({}, machine, "", "")).machine
 
 
 def test_stages_follow_the_rate_in_which_a_run_computes(make_settings):
@@ -139,17 +129,14 @@ def test_cuts_stay_where_the_model_learned_them_whoever_comes(
     write_formation(tmp_path / "test", Formation(epoch=1))
     splits = []
 
-    class Formed:
-        def __init__(self, settings, *arguments):
-            split = form(settings, [peer("ana", 1e-6), peer("ben", 5e-5)], arguments[-1])
-            splits.append(split.counts)
+    def formed(settings, *arguments):
+        here = [peer("ana", 1e-6), peer("ben", 5e-5)]
+        splits.append(form(settings, here, arguments[-1]).counts)
+        return SimpleNamespace(run=dict)
 
-        def run(self):
-            return {}
-
-    monkeypatch.setattr(host_module, "_Hosting", Formed)
+    monkeypatch.setattr(host_module, "_Hosting", formed)
     monkeypatch.setattr(host_module, "prepare_data", lambda *_: corpus)
-    host(make_settings(**changes), HostOptions(), PlainDisplay(io.StringIO()))
+    host_module.host(make_settings(**changes), HostOptions(), PlainDisplay(io.StringIO()))
     assert splits == [kept]
 
 
@@ -172,10 +159,9 @@ def leads(house, make_settings, corpus):
 def test_each_member_holds_its_stages_and_hears_what_is_for_them(house, leads):
     ana, ben = house.join("ana"), house.join("ben")
     with leads(Formation(3, ["ana", "ana", "ben"])) as peers:
-        ana.hears(Hold)
-        ben.hears(Hold)
-        assert [(said.message.stages, said.generation) for said in ana.heard] == [([0, 1], 3)]
-        assert [(said.message.stages, said.generation) for said in ben.heard] == [([2], 3)]
+        for joined, stages in ((ana, [0, 1]), (ben, [2])):
+            joined.hears(Hold)
+            assert [(m.stages, generation) for m, _, generation in joined.heard] == [(stages, 3)]
         peers.tell(1, Start())
         ana.hears(Start())
         assert ana.heard[-1] == (Start(), 1, 3)
@@ -191,22 +177,16 @@ def test_each_member_holds_its_stages_and_hears_what_is_for_them(house, leads):
         assert isinstance(away, Away) and isinstance(back, Back) and away.stage == back.stage == 2
 
 
-def test_a_message_of_an_older_generation_is_not_heard(house, leads):
-    ana = house.join("ana")
-    with leads(Formation(2, ["ana"])) as peers:
-        ana.say(Declined("no room"), generation=1)
-        ana.say(Pulse(1, "works"), 5, generation=1)
-        ana.say(Pulse(2, "works"), 0, generation=1)
-        ana.say(Pulse(3, "works"), 0, generation=2)
-        assert peers.said.next(PATIENCE) == Said(0, Pulse(3, "works"))
-    assert not ana.lost.is_set()
-
-
-def test_a_message_of_a_stage_that_a_member_does_not_hold_costs_its_stream(house, leads):
+def test_of_an_older_generation_nothing_is_heard_and_of_a_stage_never_held_it_costs_the_stream(
+    house, leads
+):
     ana = house.join("ana")
     house.join("ben")
-    with leads(Formation(1, ["ana", "ben"])) as peers:
-        ana.say(Pulse(1, "works"), 1)
+    with leads(Formation(2, ["ana", "ben"])) as peers:
+        ana.say(Declined("no room"), generation=1)
+        for begun, stage, generation in ((1, 5, 1), (2, 0, 1), (3, 0, 2), (4, 1, 2)):
+            ana.say(Pulse(begun, "works"), stage, generation)
+        assert peers.said.next(PATIENCE) == Said(0, Pulse(3, "works"))
         lost = peers.said.next(PATIENCE)
         assert isinstance(lost, Lost) and (lost.stage, lost.in_breach) == (0, True)
         assert "ana sent a message of stage 1, which it never held" in lost.error
@@ -214,21 +194,18 @@ def test_a_message_of_a_stage_that_a_member_does_not_hold_costs_its_stream(house
     assert "which it never held" in house.unfit()["ana"]
 
 
-def test_declined_stages_end_a_generation_at_once_with_the_reason(house, leads):
+def test_stages_that_a_member_declines_or_is_not_there_for_are_lost_at_once_with_the_reason(
+    house, leads
+):
     house.join("ana")
     ben = house.join("ben")
-    with leads(Formation(1, ["ana", "ben", "ben"])) as peers:
+    house.enrol("cleo")
+    with leads(Formation(1, ["ana", "ben", "ben", "cleo"])) as peers:
+        assert peers.said.next(PATIENCE) == Lost(3, "cleo is away")
         ben.say(Declined("that is not the\ndata of this run"))
         why = "it cannot hold its stage: that is not the data of this run"
         assert [peers.said.next(PATIENCE) for _ in range(2)] == [Lost(1, why), Lost(2, why)]
-    assert house.here() == ["ana"]
-
-
-def test_a_member_that_is_away_when_it_is_to_hold_a_stage_is_lost(house, leads):
-    house.join("ana")
-    house.enrol("ben")
-    with leads(Formation(1, ["ana", "ben"])) as peers:
-        assert peers.said.next(PATIENCE) == Lost(1, "ben is away")
+        assert house.here() == ["ana"]
         house.members.kick("ana")
         assert peers.said.next(PATIENCE) == Lost(0, "the host removed it from the run")
 
@@ -279,8 +256,8 @@ def test_a_peer_that_keeps_failing_is_set_aside_and_the_host_goes_on(
 
 def test_a_failure_that_no_peer_caused_ends_the_host_when_it_goes_on(hosting):
     error = StageError("the two ends of cut 0 no longer remember the same")
-    hosting._judge(error)
-    hosting._judge(error)
+    for _ in range(2):
+        hosting._judge(error)
     with pytest.raises(StageError, match="no longer remember"):
         hosting._judge(error)
 
@@ -300,13 +277,11 @@ def test_a_link_is_direct_where_either_end_can_be_reached():
     """All stages of a generation are told a word by which its links are called."""
     ways = make_ways()
     told = [ways.connect(stage, Connect("")) for stage in range(3)]
-    assert [[way.address for way in one.reach] for one in told] == [
-        [],
-        ["192.0.2.1:1", "127.0.0.1:2", "192.0.2.9:9"],
-        ["127.0.0.1:3", "192.0.2.9:9"],
-    ]
+    reach = [[way.address for way in one.reach] for one in told]
     wait = [[way.address for way in one.wait] for one in told]
-    assert wait == [["127.0.0.1:1", "192.0.2.9:9"], ["127.0.0.1:2", "192.0.2.9:9"], []]
+    own, relay = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"], "192.0.2.9:9"
+    assert reach == [[], ["192.0.2.1:1", own[1], relay], [own[2], relay]]
+    assert wait == [[own[0], relay], [own[1], relay], []]
     assert [one.reach[-1].token for one in told[1:]] == ["ben.secret", "cleo.secret"]
     assert {one.word for one in told} == {ways.word} != {make_ways().word}
     assert ways.word not in repr(ways) + repr(told)

@@ -4,49 +4,17 @@ processes; test_hosted_recovery.py has them.
 
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from hosting import House, Joined
-from leading import part, ready, step
+from hosting import Joined
+from leading import Lead, part, ready, step
 
+from thinwire.run import events as ev
 from thinwire.run import host as host_module
-from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import (
-    Commit,
-    Event,
-    Exited,
-    FollowerSaid,
-    Lost,
-    MoveAsked,
-    PartArrived,
-    Promote,
-    Replace,
-    Said,
-    StopAsked,
-    Tell,
-    TellFollower,
-    Tick,
-)  # fmt: skip
+from thinwire.run import protocol as msg
+from thinwire.run.coordinator import Phase
 from thinwire.run.formation import Formation, next_follower, next_holder
-from thinwire.run.host import HostedPeers
 from thinwire.run.machine import Machine
-from thinwire.run.protocol import (
-    Alive,
-    AskAlive,
-    Await,
-    Connect,
-    Finished,
-    Follow,
-    Follows,
-    Hold,
-    Leaving,
-    Linked,
-    Pulse,
-    Release,
-    Saved,
-    Start,
-)  # fmt: skip
 from waiting import PATIENCE, wait_until
 
 
@@ -93,8 +61,7 @@ def test_lost_stages_go_to_who_had_them_a_spare_a_neighbour_or_anyone_with_the_m
 def test_a_machine_stands_by_for_as_many_stages_as_it_has_memory_and_time_for(
     stages, followed, here, chosen, make_settings
 ):
-    seats = ["ana", "ben", "cleo", "ben"]
-    split = [1, 4, 1, 1]
+    seats, split = ["ana", "ben", "cleo", "ben"], [1, 4, 1, 1]
     settings = make_settings(pipeline__stages=4, model__layers=7, pipeline__split=split)
     own = [Machine(name, 1.0, 8.0) for name in ("ana", "ben", "cleo")]
     others = [Machine(name, tflops, memory) for name, (memory, tflops) in here.items()]
@@ -104,99 +71,90 @@ def test_a_machine_stands_by_for_as_many_stages_as_it_has_memory_and_time_for(
 class Led:
     """Members that hold stages, and what their coordinator would hear."""
 
-    def __init__(self, house: House, peers: HostedPeers):
-        self.house, self.peers = house, peers
-        self.coordinator: Any = SimpleNamespace(rest=lambda now: 0.02)
+    def __init__(self, peers):
+        self.peers = peers
 
-    def next(self, kind: type[Event] = Event) -> Any:
+    def event(self):
+        return self.peers.next_event(SimpleNamespace(rest=lambda now: 0.02))
+
+    def next(self, kind):
         """The next event of a kind."""
-        found: list[Event] = []
-        wait_until(
-            lambda: (
-                found.append(self.peers.next_event(self.coordinator)) or isinstance(found[-1], kind)
-            )
-        )
+        found = []
+        wait_until(lambda: found.append(self.event()) or isinstance(found[-1], kind))
         return found[-1]
 
-    def gives(self, name: str, stages: list[int]) -> None:
+    def gives(self, name, stages):
         """Wait until a member holds these stages."""
+        wait_until(lambda: self.event() and {*stages} <= {*self.peers._formation.held_by(name)})
 
-        def holds() -> bool:
-            self.peers.next_event(self.coordinator)
-            return set(stages) <= {*self.peers._formation.held_by(name)}
-
-        wait_until(holds)
-
-    def is_quiet(self, seconds: float = 0.3) -> bool:
-        heard = [self.peers.next_event(self.coordinator) for _ in range(int(seconds / 0.02))]
-        return not any(isinstance(event, Lost | MoveAsked) for event in heard)
+    def is_quiet(self, seconds=0.3):
+        heard = [self.event() for _ in range(int(seconds / 0.02))]
+        return not any(isinstance(event, ev.Lost | ev.MoveAsked) for event in heard)
 
 
 @pytest.fixture
 def leads(house, make_settings, corpus):
-    """A generation of members; while it does not train, nobody moves or stands by."""
+    """Members that hold stages; while they do not train, nobody moves or stands by."""
+    joined = {}
 
     @contextmanager
     def start(*seats, trains=False, **changes):
+        for name in seats:
+            joined[name] = joined.get(name) or house.join(name)
         settings = make_settings(pipeline__stages=len(seats), **changes)
         peers = house.peers(Formation(1, [*seats]), settings, corpus)
         peers.start()
         peers.is_training = trains
         with peers:
-            yield Led(house, peers)
+            yield Led(peers), *(joined[name] for name in seats)
 
     return start
 
 
 def test_lost_stages_are_given_to_a_spare_and_the_old_holder_is_not_heard_any_more(house, leads):
-    ana, ben = house.join("ana"), house.join("ben")
-    with leads("ana", "ben") as led:
+    with leads("ana", "ben") as (led, ana, ben):
         cleo = house.join("cleo")
-        ben.say(Pulse(1, "works"), 1)
-        assert led.next(Said) == Said(1, Pulse(1, "works"))
+        ben.say(msg.Pulse(1, "works"), 1)
+        assert led.next(ev.Said) == ev.Said(1, msg.Pulse(1, "works"))
         ben.is_cut_off = True
         ben.lose_connection()  # it lives, and cannot be reached
         led.peers.replace([1])
         led.gives("cleo", [1])
-        cleo.hears(Hold)
-        (hold,) = (said.message for said in cleo.heard if isinstance(said.message, Hold))
+        cleo.hears(msg.Hold)
+        (hold,) = (said.message for said in cleo.heard if isinstance(said.message, msg.Hold))
         assert (hold.stages, hold.began, hold.again) == ([1], 0, 1)
         ben.is_cut_off = False
-        ben.hears(Release("cleo holds stage 1 now", [1]))
-        ben.say(Pulse(2, "works"), 1)
-        cleo.say(Pulse(3, "works"), 1)
-        assert led.next(Said) == Said(1, Pulse(3, "works"))
-        led.peers.tell(1, Start())
-        cleo.hears(Start())
-        assert not any(said.message == Start() for said in ben.heard + ana.heard)
+        ben.hears(msg.Release("cleo holds stage 1 now", [1]))
+        ben.say(msg.Pulse(2, "works"), 1)
+        cleo.say(msg.Pulse(3, "works"), 1)
+        assert led.next(ev.Said) == ev.Said(1, msg.Pulse(3, "works"))
+        led.peers.tell(1, msg.Start())
+        cleo.hears(msg.Start())
+        assert not any(said.message == msg.Start() for said in ben.heard + ana.heard)
 
 
-def test_stages_of_who_does_not_answer_are_given_to_who_does(house, leads, monkeypatch):
+def test_stages_of_who_does_not_answer_are_given_to_who_does(leads, monkeypatch):
     """A frozen machine's stream is open."""
     monkeypatch.setattr(host_module, "ANSWER_SECONDS", 0.2)
-    house.join("ana")
-    ben = house.join("ben")
-    with leads("ana", "ben") as led:
+    with leads("ana", "ben") as (led, _, ben):
         ben._is_frozen = True
         led.peers.replace([1])
         led.gives("ana", [0, 1])
-        assert not any(isinstance(m, Hold) and m.again for m, *_ in ben.heard)
+        assert not any(isinstance(m, msg.Hold) and m.again for m, *_ in ben.heard)
 
 
 def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(house, leads, monkeypatch):
     monkeypatch.setattr(host_module, "ANSWER_SECONDS", PATIENCE)
-    ana = house.join("ana")
-    house.join("ben")
-    cleo = Joined(house.listener.address, house.enrol("cleo"), is_frozen=True).arrive()
-    with leads("ana", "ben") as led:
+    with leads("ana", "ben") as (led, ana, _):
+        cleo = Joined(house.listener.address, house.enrol("cleo"), is_frozen=True).arrive()
         wait_until(lambda: "cleo" in house.here())
         house.members.kick("ben")
-        led.next(Lost)
+        led.next(ev.Lost)
         led.peers.replace([1])
-        ana.hears(AskAlive)
-        led.next(Tick)
+        ana.hears(msg.AskAlive)
+        led.next(ev.Tick)
         assert led.is_quiet() and led.peers._formation.seats == ["ana", "ben"]
-        cleo.say(Alive())
+        cleo.say(msg.Alive())
         led.gives("cleo", [1])
 
 
@@ -206,141 +164,121 @@ def test_who_cannot_be_reached_is_given_up_sooner_with_a_spare_and_never_without
 ):
     monkeypatch.setattr(host_module, "SPARE_SECONDS", 0.1)
     monkeypatch.setattr(host_module, "NEIGHBOUR_SECONDS", 0.2)
-    house.join("ana")
-    ben = house.join("ben")
-    with leads("ana", "ben", train__log_mb=log_mb) as led:
+    with leads("ana", "ben", train__log_mb=log_mb) as (led, _, ben):
         if has_spare:
             house.join("cleo")
         ben.is_cut_off = True
         ben.lose_connection()
         wait_until(lambda: "ben" not in house.here())
         if log_mb:
-            lost = led.next(Lost)
+            lost = led.next(ev.Lost)
             assert lost.stage == 1 and "ben could not be reached for 0." in lost.error
         else:
-            led.next(Tick)
+            led.next(ev.Tick)
             assert led.is_quiet()
         ben.is_cut_off = False
 
 
-def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(house, leads):
-    house.join("ana")
-    ben = house.join("ben")
-    with leads("ana", "ben", trains=True) as led:
-        ben.say(Leaving())
-        assert led.next(Lost) == Lost(1, "ben leaves") and not led.peers.leaving
-    with leads("ana", "ben", trains=True) as led:
+def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(leads):
+    with leads("ana", "ben", trains=True) as (led, _, ben):
+        ben.say(msg.Leaving())
+        assert led.next(ev.Lost) == ev.Lost(1, "ben leaves") and not led.peers.leaving
+    with leads("ana", "ben", trains=True) as (led, _, ben):
         led.peers.ask_to_stop()
-        assert led.next(StopAsked) == StopAsked("")
-        ben.say(Leaving())
+        assert led.next(ev.StopAsked) == ev.StopAsked("")
+        ben.say(msg.Leaving())
         wait_until(lambda: led.peers.leaving == "ben")
-        led.next(Tick)
+        led.next(ev.Tick)
         assert led.is_quiet(), "the run stops: whoever leaves stays until then"
-    cleo = house.join("cleo")
-    with leads("ana", "cleo", trains=True, train__log_mb=0) as led:
-        cleo.say(Leaving())
-        assert led.next(StopAsked) == StopAsked("cleo") and led.peers.leaving == "cleo"
+    with leads("ana", "cleo", trains=True, train__log_mb=0) as (led, _, cleo):
+        cleo.say(msg.Leaving())
+        assert led.next(ev.StopAsked) == ev.StopAsked("cleo") and led.peers.leaving == "cleo"
 
 
 def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_holds_beside(
     house, leads
 ):
-    ana, ben = house.join("ana"), house.join("ben")
-    with leads("ana", "ben", trains=True) as led:
-        ben.say(Leaving())
-        led.next(Lost)
+    with leads("ana", "ben", trains=True) as (led, ana, ben):
+        ben.say(msg.Leaving())
+        led.next(ev.Lost)
         led.peers.replace([1])
         led.gives("ana", [0, 1])
         house.join("cleo")
-        led.next(Tick)
+        led.next(ev.Tick)
         assert led.is_quiet(), "it waits for a checkpoint"
-        led.peers.tell(0, Saved(4))
-        assert led.next(MoveAsked) == MoveAsked([0], "stage 0 moves from ana to cleo")
+        led.peers.tell(0, msg.Saved(4))
+        assert led.next(ev.MoveAsked) == ev.MoveAsked([0], "stage 0 moves from ana to cleo")
         led.peers.replace([0])
         led.gives("cleo", [0])
         assert led.peers._formation.seats == ["cleo", "ana"]
-        ana.hears(Release("cleo holds stage 0 now", [0]))
-        led.peers.tell(0, Saved(8))
+        ana.hears(msg.Release("cleo holds stage 0 now", [0]))
+        led.peers.tell(0, msg.Saved(8))
         assert led.is_quiet(), "one group each"
 
 
 def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_them(house, leads):
-    joined = {name: house.join(name) for name in ("ana", "ben", "cleo", "dan")}
-    with leads("ana", "ben", trains=True) as led:
-        wait_until(
-            lambda: bool(led.peers.next_event(led.coordinator)) and len(led.peers._standbys) == 2
-        )
+    with leads("ana", "ben", trains=True) as (led, ana, ben):
+        joined = {"ana": ana, "ben": ben, "cleo": house.join("cleo"), "dan": house.join("dan")}
+        wait_until(lambda: led.event() and len(led.peers._standbys) == 2)
         names = {stage: led.peers._standbys[stage,] for stage in (0, 1)}
         for stage in (0, 1):  # each end of one, then each end of the other
-            led.peers.on_follower(TellFollower(stage, Connect("at", follower=stage + 1)))
+            led.peers.on_follower(ev.TellFollower(stage, msg.Connect("at", follower=stage + 1)))
         for stage in (0, 1):
-            led.peers.tell(1 - stage, Follow(0, Connect("", follower=stage + 1)))
+            led.peers.tell(1 - stage, msg.Follow(0, msg.Connect("", follower=stage + 1)))
         for stage, holder in ((0, "ben"), (1, "ana")):
-            for name, kind in ((names[stage], Connect), (holder, Follow)):
+            for name, kind in ((names[stage], msg.Connect), (holder, msg.Follow)):
                 joined[name].hears(kind)
-            own = next(m for m, *_ in joined[names[stage]].heard if isinstance(m, Connect))
-            fed = next(m for m, *_ in joined[holder].heard if isinstance(m, Follow))
+            own = next(m for m, *_ in joined[names[stage]].heard if isinstance(m, msg.Connect))
+            fed = next(m for m, *_ in joined[holder].heard if isinstance(m, msg.Follow))
             assert own.word and own.word == fed.connect.word
 
 
 # What the coordinator makes of it
 
 
-class Run:
+@pytest.fixture
+def run():
     """A coordinator of two stages that train, whose parts of checkpoints travel."""
-
-    def __init__(self) -> None:
-        self.coordinator = Coordinator(2, 100.0, parts_travel=True, placement=[[0], [1]])
-        for message in (ready, lambda stage: Linked()):
-            self.say(*((stage, message(stage)) for stage in (0, 1)))
-
-    def say(self, *said: tuple[int, Any]) -> list[Any]:
-        return [c for stage, message in said for c in self.on(Said(stage, message))]
-
-    def on(self, event: Event) -> list[Any]:
-        return self.coordinator.on(event, 1000.0)
-
-    def replaced(self, stage: int) -> list[Any]:
-        """Another process is built, linked and started in the place of this stage."""
-        assert Replace([stage]) in self.on(Exited(stage, -9))
-        return self.say((stage, ready(stage)), (stage, Linked()))
+    return Lead(parts_travel=True, placement=[[0], [1]]).until(Phase.TRAINING)
 
 
-def test_a_move_is_no_death_however_often_it_comes():
-    run, move = Run(), MoveAsked([1], "stage 1 moves from ana to ben")
+def both(number):
+    return [(stage, step(stage, number)) for stage in (0, 1)]
+
+
+def test_a_move_is_no_death_however_often_it_comes(run):
+    move = ev.MoveAsked([1], "stage 1 moves from ana to ben")
     for number in range(5):
-        run.say((0, step(0, number)), (1, step(1, number)))
+        run.play(both(number))
         assert run.on(move) == [], "nobody follows it"
-        for message in (ready(1), Linked()):
-            run.on(FollowerSaid(1, message))
+        for message in (ready(1), msg.Linked()):
+            run.on(ev.FollowerSaid(1, message))
         assert run.on(move) == [], "who does may be far behind"
-        run.on(FollowerSaid(1, Follows(number)))
+        run.on(ev.FollowerSaid(1, msg.Follows(number)))
         told = run.on(move)
-        assert told[0] == Tell(0, Await(0)) and Promote([1]) in told
+        assert told[0] == ev.Tell(0, msg.Await(0)) and ev.Promote([1]) in told
         assert run.on(move) == [], "not while it is on its way"
-        assert isinstance(run.say((1, Linked()))[-1].message, Start)
+        assert isinstance(run.say(1, msg.Linked())[-1].message, msg.Start)
     assert not run.coordinator.is_over
 
 
-def test_late_words_of_a_process_that_was_given_up_are_not_heard():
-    run = Run()
-    run.say((0, step(0, 0)), (1, step(1, 0)))
-    run.on(Exited(1, -9))
-    assert run.say((1, step(1, 1)), (1, Finished({}))) == []
-    assert isinstance(run.say((1, ready(1)), (1, Linked()))[-1].message, Start)
-    recorded = run.say((1, step(1, 0)), (1, step(1, 1)))
+def test_late_words_of_a_process_that_was_given_up_are_not_heard(run):
+    run.play(both(0))
+    assert ev.Replace([1]) in run.on(ev.Exited(1, -9))
+    assert run.say(1, step(1, 1), msg.Finished({})) == []
+    assert isinstance(run.say(1, ready(1), msg.Linked())[-1].message, msg.Start)
+    recorded = run.say(1, step(1, 0), step(1, 1))
     assert [command.report.step for command in recorded if hasattr(command, "report")] == [1]
     assert not run.coordinator.is_over
 
 
-def test_a_part_that_another_machine_writes_anew_counts_as_it_was_written_there():
+def test_a_part_that_another_machine_writes_anew_counts_as_it_was_written_there(run):
     """Other machines may round differently; what is complete has the hashes of its files."""
-    run = Run()
-    run.say((0, step(0, 0)), (1, step(1, 0)), (0, part(0, 1)), (1, part(1, 1)))
-    run.replaced(1)
+    run.play([*both(0), (0, part(0, 1)), (1, part(1, 1))])
+    run.on(ev.Exited(1, -9))
     anew = part(1, 1)
     anew.shard.tensors.append("another")
-    run.say((1, step(1, 0)), (1, anew))
-    told = [*run.on(PartArrived(0, 1)), *run.on(PartArrived(1, 1)), *run.say((1, step(1, 1)))]
-    (commit,) = (command for command in told if isinstance(command, Commit))
+    run.say(1, ready(1), msg.Linked(), step(1, 0), anew)
+    told = [*run.on(ev.PartArrived(0, 1)), *run.on(ev.PartArrived(1, 1)), *run.say(1, step(1, 1))]
+    (commit,) = (command for command in told if isinstance(command, ev.Commit))
     assert commit.parts[1] is anew

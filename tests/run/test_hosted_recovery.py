@@ -4,20 +4,17 @@ trains a step again, and the weights end as those of an undisturbed run.
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
-from machines import Machine, Machines, assert_same_weights
-from thinwire.data import Corpus
+from machines import assert_same_weights
 from thinwire.run.alive import ask
 from thinwire.run.formation import read_formation
 from trained import trained
 from waiting import PROCESS_PATIENCE, wait_until
 
 # Steps without end, however slow others are to join.
-RUN: dict[str, Any] = {
+RUN = {
     "pipeline__stages": 3, "train__steps": 100_000, "train__eval_every": 0,
     "train__checkpoint_every": 10,
 }  # fmt: skip
@@ -27,17 +24,17 @@ SAVED = r"\[save\] +checkpoint of step \d+"
 class Hosted:
     """A host with members that hold one stage each; and what is to be true at the end."""
 
-    def __init__(self, machines: Machines, *names: str, **changes: object):
+    def __init__(self, machines, *names, **changes):
         self.machines, self.changes = machines, {**RUN, **changes}
         machines.config(**self.changes)
         self.host = machines.host()
-        self.peers: dict[str, Machine] = {}
+        self.peers = {}
         for name in names:
             self.join(name)
         if names:
             self.host.wait_for(SAVED)
 
-    def join(self, name: str, env: Mapping[str, str] | None = None) -> Machine:
+    def join(self, name, env=None):
         self.peers[name] = self.machines.join(name, env=env)
         return self.peers[name]
 
@@ -51,10 +48,6 @@ class Hosted:
         peers = ask(self.machines.run_folder, {"ask": "status"})["peers"]
         return {peer["name"]: (peer["stages"], peer["state"]) for peer in peers}
 
-    def _rows(self) -> list[dict[str, Any]]:
-        lines = (self.machines.run_folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]
-
     def has_spare(self, name: str) -> None:
         """Wait until a member is there that holds nothing."""
         wait_until(lambda: self.held().get(name, ([0], ""))[0] == [], PROCESS_PATIENCE)
@@ -62,7 +55,7 @@ class Hosted:
     def goes_on(self, stage: int) -> None:
         self.host.wait_for(rf"stage {stage} is back after [\d.]+ s; no other stage trained a step")
 
-    def ends_as_if_undisturbed(self, corpus: Corpus) -> None:
+    def ends_as_if_undisturbed(self, corpus):
         """Stop it: the weights are those of the chain in this process, each step came once, and
         there was one epoch.
         """
@@ -70,7 +63,8 @@ class Hosted:
         host.interrupt()
         assert host.wait() == 130, host.text()
         steps = json.loads((run / "summary.json").read_text())["steps"]
-        done = [row["step"] for row in self._rows() if row["kind"] == "step"]
+        rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        done = [row["step"] for row in rows if row["kind"] == "step"]
         assert done == [*range(1, steps + 1)]
         assert re.findall(r"epoch (\d+)", host.text()) == ["1"], "the run was not formed again"
         alone = self.machines.folder / "alone"

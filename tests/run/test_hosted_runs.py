@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,20 +20,21 @@ UNREACHED, REFUSED, NOT_ALIVE = 5, 8, 9
 
 
 @pytest.fixture
-def join(tmp_path, monkeypatch, capsys):
-    """Try to join from another home, in this process; the exit code and what was said."""
+def fails_to_join(tmp_path, monkeypatch, capsys):
+    """Tries to join from another home, in this process, and is refused; returns what was said."""
 
-    def attempt(text, home):
+    def attempt(invite, home, code, words):
         monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / home))
         with pytest.raises(SystemExit) as end:
-            main(["join", text, "--no-listen"])
-        said = capsys.readouterr()
-        return end.value.code, said.out + said.err
+            main(["join", str(invite), "--no-listen"])
+        said = "".join(capsys.readouterr())
+        assert end.value.code == code and words in said, said
+        return said
 
     return attempt
 
 
-def test_whoever_has_no_good_invite_or_was_removed_stays_outside(machines, join, tmp_path):
+def test_whoever_has_no_good_invite_or_was_removed_stays_outside(machines, fails_to_join, tmp_path):
     machines.config(pipeline__stages=2)
     host = machines.host("--machines", 1, "--address", "localhost", "--address", "127.0.0.1")
     host.wait_for("only this machine can use the invite")
@@ -45,27 +45,20 @@ def test_whoever_has_no_good_invite_or_was_removed_stays_outside(machines, join,
     assert names == ("localhost", "127.0.0.1") and ports[0] == ports[1], "that of the door"
     other = AuthorityBook(tmp_path / "another run", "test").invite(good.addresses[1:])
 
-    attempts = [join(str(other), "dan")]  # it leads to this host, whose run is another
-    assert attempts[-1][0] == UNREACHED
-    assert f"run {other.run_id} is not known at this door" in attempts[-1][1]
-
-    attempts.append(join(line[:60] + ("A" if line[60] != "A" else "B") + line[61:], "ben"))
-    assert attempts[-1][0] == REFUSED
-    assert "this invite cannot be used: it was altered or cut off" in attempts[-1][1]
-
+    altered = line[:60] + ("A" if line[60] != "A" else "B") + line[61:]
+    unusable = "this invite cannot be used: it was altered or cut off"
+    said = [  # the first leads to this host, whose run is another
+        fails_to_join(other, "dan", UNREACHED, f"run {other.run_id} is not known at this door"),
+        fails_to_join(altered, "ben", REFUSED, unusable),
+    ]
     ana = machines.join("ana")
     ana.wait_for("enrolled as ana")
-    attempts.append(join(line, "eve"))
-    assert attempts[-1][0] == REFUSED
-    assert "this invite was for one machine and has been used" in attempts[-1][1]
-
+    used = "this invite was for one machine and has been used"
+    said.append(fails_to_join(line, "eve", REFUSED, used))
     main(["kick", "ana", str(machines.run_folder)])
     assert ana.wait() == REFUSED, ana.text()
-    attempts.append(join(line, "ana/data"))  # with the key and the certificate that it has
-    assert attempts[-1][0] == REFUSED, attempts[-1]
-    assert "'ana'" in attempts[-1][1]
-
-    said = [ana.text(), *(text for _, text in attempts)]
+    # With the key and the certificate that it has.
+    said += [fails_to_join(line, "ana/data", REFUSED, "'ana'"), ana.text()]
     assert not [text for text in said if good.secret in text or line in text]
     peers = [peer.name for peer in AuthorityBook(machines.run_folder / "authority").peers()]
     assert peers == ["ana"]
@@ -135,7 +128,7 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines):
     assert machines.run("ana", "status").wait() == NOT_ALIVE
 
 
-def stage_files(home: Path) -> dict[str, int]:
+def stage_files(home):
     """The files of states that a machine has fetched, with their sizes."""
     found = home.rglob("checkpoints/step-*/stage-*.safetensors")
     return {path.name: path.stat().st_size for path in found}

@@ -5,11 +5,9 @@ import io
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hosting import House
@@ -19,47 +17,31 @@ from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, ou
 from thinwire.report import EvaluationRecord, PlainDisplay, StepRecord
 from thinwire.report.metrics import losses_of
 from thinwire.run import join as join_module
+from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook
-from thinwire.run.join import (
-    Holding,
-    JoinedPeer,
-    JoinOptions,
-    Terms,
-    Whereabouts,
-    join,
-    own_settings,
-)
+from thinwire.run.join import Holding, JoinedPeer, JoinOptions, Terms, Whereabouts, own_settings
 from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer
-from thinwire.run.protocol import (
-    Declined,
-    Envelope,
-    Hold,
-    LinkStatus,
-    News,
-    Order,
-    PeerStatus,
-    RunNews,
-    StatusReport,
-    Tried,
-    TryDoor,
-)
 from thinwire.run.status import member_handlers, status_from_plain
-from thinwire.wire import Door, Identity, Pipe, Route, Routes
+from thinwire.wire import Door, Identity, Route, Routes
 from waiting import PATIENCE, wait_until
 
 
-def nowhere(name: str) -> Pipe:
-    raise AssertionError("nothing is to be fetched")
-
-
-def joined_peer(
-    folder: Path, way: Any = None, identity: Any = None, shown: io.StringIO | None = None
-) -> JoinedPeer:
+def joined_peer(folder, way=None, identity=None):
     machine = Machine(tflops=1.0, memory_gb=1.0, device="cpu")
     identity = identity or Identity.create("ana", Identity.create("host").public)
-    display = PlainDisplay(shown or io.StringIO())
+    display = PlainDisplay(io.StringIO())
     return JoinedPeer(Whereabouts(folder, way), identity, Terms(), machine, display)
+
+
+def answer(peer, message, generation=0):
+    """The one thing that a peer says to a message, with its stage and generation."""
+    said = []
+    peer._channel = SimpleNamespace(send=lambda *words: said.append(words))
+    peer._on_message(msg.Envelope(message, generation=generation))
+    peer._due.get(timeout=PATIENCE)()
+    (only,) = said
+    return only
 
 
 # Its stream to the host
@@ -75,8 +57,8 @@ def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(tmp_path, monkeypa
     ending = threading.Thread(target=peer.run, daemon=True)
     ending.start()
     wait_until(house.here)
-    house.members.tell("ana", Hold([7], {}, False, ""), generation=1)
-    wait_until(lambda: isinstance(house.happened[-1][1].message, Declined))
+    house.members.tell("ana", msg.Hold([7], {}, False, ""), generation=1)
+    wait_until(lambda: isinstance(house.happened[-1][1].message, msg.Declined))
 
     house.listener.close()
     wait_until(lambda: peer.away_for)
@@ -84,7 +66,7 @@ def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(tmp_path, monkeypa
     way.routes = (Route(again.listener.address),)
     wait_until(again.here)
     wait_until(lambda: peer.away_for is None)
-    assert peer.held is None and again.members.tell("ana", News("back"))
+    assert peer.held is None and again.members.tell("ana", msg.News("back"))
     peer.leave()
     ending.join(PATIENCE)
     assert not ending.is_alive()
@@ -98,12 +80,8 @@ def test_a_peer_tries_the_addresses_of_its_invite(tmp_path):
         door.admit("ab" * 8, "ana.secret")
         routes = [Route(address, "direct", "ana.secret") for address in (door.address, shut)]
         peer = joined_peer(tmp_path, Routes(f"{'ab' * 8}/control", routes))
-        said: list[Any] = []
-        peer._channel = SimpleNamespace(send=lambda message, *about: said.append(message))
-        peer._on_message(Envelope(TryDoor()))
-        peer._due.get(timeout=PATIENCE)()
-    (tried,) = said
-    assert tried == Tried({door.address: "", shut: f"{shut}: Connection refused"})
+        tried, *_ = answer(peer, msg.TryDoor())
+    assert tried == msg.Tried({door.address: "", shut: f"{shut}: Connection refused"})
 
 
 # What it decides itself
@@ -135,23 +113,27 @@ def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings):
 )
 def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(options, said, tmp_path):
     invite = AuthorityBook(tmp_path / "book", "test").invite(("127.0.0.1:1",))
+    options = replace(options, folder=tmp_path / "ben")
     with pytest.raises(ThinwireError, match=said):
-        join(invite, replace(options, folder=tmp_path / "ben"), PlainDisplay(io.StringIO()))
+        join_module.join(invite, options, PlainDisplay(io.StringIO()))
     assert not (tmp_path / "ben").exists()
 
 
 # What its stages need
 
 
-def prepared(held: Holding, say: Callable[..., None] = lambda *_: None) -> Any:
-    dial = nowhere if not held.hold.resumes else (lambda name: None)
-    return held.prepare(dial, Identity.create("ana"), Routes("", "127.0.0.1:1"), say)
+def prepared(held):
+    def nowhere(name):
+        raise AssertionError("nothing is to be fetched")
+
+    way = Routes("", "127.0.0.1:1")
+    return held.prepare(nowhere, Identity.create("ana"), way, lambda *_: None)
 
 
 @pytest.mark.parametrize("stages", [[], [2], [0, 1, 2]])
 def test_stages_that_the_run_does_not_have_are_declined(stages, tmp_path, make_settings):
     with pytest.raises(ConfigError, match="stages that the run does not have"):
-        Holding(Hold(stages, make_settings().to_plain(), False, "abc"), 1, Terms(), tmp_path)
+        Holding(msg.Hold(stages, make_settings().to_plain(), False, "abc"), 1, Terms(), tmp_path)
 
 
 @pytest.mark.parametrize("key", ["template", "tokenizer", "valid_path"])
@@ -164,7 +146,7 @@ def test_a_path_of_the_host_is_not_opened_here(key, tmp_path, make_settings):
     answers = set()
     for path in (secret, tmp_path / "absent"):
         asked = make_settings(**{"data__source": "chat", f"data__{key}": str(path)})
-        held = Holding(Hold([0], asked.to_plain(), False, ""), 1, Terms(data=chat), tmp_path)
+        held = Holding(msg.Hold([0], asked.to_plain(), False, ""), 1, Terms(data=chat), tmp_path)
         assert held.settings.hash == asked.hash, "neighbours agree on it"
         assert held.settings.data.valid_path == ""
         with pytest.raises(DataError, match="leave out --data") as refused:
@@ -205,7 +187,7 @@ def test_what_a_peer_names_itself_takes_the_place_of_the_hosts_paths(
     for path in hosts:
         path.unlink()
     terms = Terms("cpu", 1, (), *files_of("peer"))
-    held = Holding(Hold([0], asked.to_plain(), False, seen), 1, terms, tmp_path)
+    held = Holding(msg.Hold([0], asked.to_plain(), False, seen), 1, terms, tmp_path)
     assert Path(prepared(held).corpus).is_relative_to(tmp_path / "cache")
     assert held.settings.hash == asked.hash and held.settings.train.init_from != "/etc"
 
@@ -217,12 +199,10 @@ def test_what_a_peer_names_itself_takes_the_place_of_the_hosts_paths(
     ("error", "told"),
     [
         (DataError("notes, line 7: hunter2"), "it says why there"),
-        (
-            UnicodeDecodeError("utf-8", b"hunter2", 0, 1, "hunter2"),
-            "an unexpected UnicodeDecodeError, which its terminal explains",
-        ),
+        (UnicodeDecodeError("utf-8", b"hunter2", 0, 1, "hunter2"),
+         "an unexpected UnicodeDecodeError, which its terminal explains"),
     ],
-)
+)  # fmt: skip
 def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file(
     error, told, tmp_path, make_settings, monkeypatch
 ):
@@ -230,15 +210,10 @@ def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file
         raise error
 
     monkeypatch.setattr(Holding, "prepare", fail)
-    said: list[tuple[Any, int]] = []
     peer = joined_peer(tmp_path, Routes("", "127.0.0.1:1"))
-    peer._channel = SimpleNamespace(
-        send=lambda message, stage, generation: said.append((message, generation))
-    )
-    peer._on_message(Envelope(Hold([0], make_settings().to_plain(), False, ""), generation=4))
-    peer._due.get(timeout=PATIENCE)()
-    ((declined, generation),) = said
-    assert isinstance(declined, Declined) and generation == 4 and peer.held is None
+    hold = msg.Hold([0], make_settings().to_plain(), False, "")
+    declined, _, generation = answer(peer, hold, generation=4)
+    assert isinstance(declined, msg.Declined) and generation == 4 and peer.held is None
     assert told in declined.reason and "hunter2" not in declined.reason
 
 
@@ -253,7 +228,7 @@ def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file
     ],
 )
 def test_what_a_stage_says_of_its_end_quotes_no_file_of_its_machine(error, told):
-    said: list[Any] = []
+    said = []
     peer = SimpleNamespace(order=SimpleNamespace(host={"routes": []}), _links={}, say=said.append)
     Peer.fail(peer, error)
     assert told in said[0].error and "hunter2" not in str(said[0]) and said[0].trace == ""
@@ -266,12 +241,12 @@ def test_states_of_stages_that_others_hold_now_are_removed(tmp_path, make_settin
     """A host that gives one stage after the other does not fill this disk."""
     monkeypatch.setattr(Holding, "start", lambda *_: None)
     peer, plain = joined_peer(tmp_path), make_settings().to_plain()
-    held = Holding(Hold([1], plain, True, ""), 1, Terms(), tmp_path)
+    held = Holding(msg.Hold([1], plain, True, ""), 1, Terms(), tmp_path)
     peer._holdings = [held]
     fetched = [tmp_path / "run" / "checkpoints" / f"step-00000003-{stage}" for stage in (0, 1)]
     for folder in fetched:
         folder.mkdir(parents=True)
-    peer._on_prepared(held, Order([1], {}, {}, "", ""))
+    peer._on_prepared(held, msg.Order([1], {}, {}, "", ""))
     assert [folder.exists() for folder in fetched] == [False, True]
 
 
@@ -296,19 +271,18 @@ def test_a_member_keeps_what_the_host_tells_it_and_says_what_it_knows_better(
 ):
     """Its folder holds then what its page and `thinwire status` show."""
     peer = joined_peer(tmp_path)
-    invite: Any = SimpleNamespace(run_name="code", run_id="ab")
-    status = member_handlers(peer, invite)["status"]
+    status = member_handlers(peer, SimpleNamespace(run_name="code", run_id="ab"))["status"]
     alone = status_from_plain(status({}))
     assert [one.name for one in alone.peers] == ["ana"] and alone.waiting_for == "a stage"
     step = StepRecord(3, 9, 2.5, 0.1, 1.0, 50, 700.0, 0.5, 9.0, [], [])
-    peers = [PeerStatus("ben", "computes F0", [0]), PeerStatus("ana", "old", [1])]
-    links = [LinkStatus(0, "ben", "ana", "direct", round_trip_ms=31.0)]
-    report = StatusReport(
+    peers = [msg.PeerStatus("ben", "computes F0", [0]), msg.PeerStatus("ana", "old", [1])]
+    links = [msg.LinkStatus(0, "ben", "ana", "direct", round_trip_ms=31.0)]
+    report = msg.StatusReport(
         "code", "ab", "host", "training", 10.0, step=3, peers=peers, links=links, last_checkpoint=2
     )
     for _ in range(2):  # the step is still the same
-        peer._on_message(Envelope(RunNews(report, step)))
-    peer._on_message(Envelope(EvaluationRecord(3, 2.25, None)))
+        peer._on_message(msg.Envelope(msg.RunNews(report, step)))
+    peer._on_message(msg.Envelope(EvaluationRecord(3, 2.25, None)))
     assert [row.step for row in losses_of(tmp_path)] == [3, 3], "a step and a validation"
     told = status_from_plain(status({}))
     assert (told.role, told.state, told.last_checkpoint) == ("member", "training", 2)

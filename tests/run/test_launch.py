@@ -6,19 +6,18 @@ import os
 import queue
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from thinwire.engine.reports import Step
-from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
+from thinwire.errors import BreachError, ConfigError, StageError, WireError
 from thinwire.report import PlainDisplay
 from thinwire.run import coordinator as coordinator_module
 from thinwire.run import processes
 from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import Command, Record, Said, StopAsked
+from thinwire.run.events import Record, Said, StopAsked
 from thinwire.run.pacing import AT_ONCE, Pace
 from thinwire.run.peers import LocalPeers, heed, neighbours
 from thinwire.run.protocol import FROM_PEER, Finished, LinkDown, LinkUp, Order, Pulse
@@ -31,7 +30,7 @@ from waiting import PATIENCE, wait_until
 def make_peers(make_settings, corpus, tmp_path, monkeypatch):
     """Peers whose processes are ended with the test."""
     monkeypatch.setattr(coordinator_module, "SETTLE_SECONDS", 0.05)
-    made: list[LocalPeers] = []
+    made = []
 
     def make(resume="", peers=0, **changes):
         settings, folder = make_settings(**changes), tmp_path / "run"
@@ -44,15 +43,8 @@ def make_peers(make_settings, corpus, tmp_path, monkeypatch):
         peers.__exit__()
 
 
-@pytest.fixture
-def coordinate(make_settings):
-    def make(**changes):
-        return Coordinator(make_settings(**changes).pipeline.stages, patience=1000.0)
-
-    return make
-
-
-def lead(coordinator: Coordinator, peers: LocalPeers, carry_out: Callable[..., None]) -> None:
+def lead(peers, carry_out, stages=2):
+    coordinator = Coordinator(stages, patience=1000.0)
     while not coordinator.is_over:
         heed(coordinator, peers, carry_out, peers.next_event(coordinator))
 
@@ -64,9 +56,9 @@ def ignore(command: object) -> None:
 def test_only_an_unforeseen_error_shows_its_log(tmp_path):
     log = tmp_path / "stage-1.log"
     process = processes.StageProcess(socket.socketpair()[0], log)
-    trace = "Traceback (most recent call last):\n  a line of ours\n"
+    trace = "Traceback (most recent call last):\n  a line\x1b[2J of ours\n"
     assert "its last output:\n  | Traceback" in process.last_lines(trace), "the log is lost"
-    log.write_text("Traceback (most recent call last):\n  a line\x1b[2J of ours\n")
+    log.write_text(trace)
     text = process.last_lines("")
     assert f"last lines of {log}" in text and "| Traceback" in text and "\x1b" not in text
 
@@ -80,9 +72,7 @@ def test_stages_are_held_by_neighbours():
             neighbours(4, peers)
 
 
-def test_stages_start_in_any_folder_and_account_for_every_byte(
-    make_peers, coordinate, tmp_path, monkeypatch
-):
+def test_stages_start_in_any_folder_and_account_for_every_byte(make_peers, tmp_path, monkeypatch):
     """Real processes, in a folder whose files bear the names of modules."""
     for name in ("platform", "safetensors", "thinwire"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('taken from the wrong folder')\n")
@@ -90,10 +80,9 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(
     path = os.environ.get("PYTHONPATH", "")
     absolute = [str(Path(p).absolute()) for p in path.split(os.pathsep) if p]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(absolute))
-    peers = make_peers(train__steps=2)
-    commands: list[Command] = []
+    peers, commands = make_peers(train__steps=2), []
     peers.start()
-    lead(coordinate(train__steps=2), peers, commands.append)
+    lead(peers, commands.append)
     reports = [(c.stage, c.report) for c in commands if isinstance(c, Record)]
     finished = {stage: r.meters for stage, r in reports if isinstance(r, Finished)}
     assert sorted(finished) == [0, 1]
@@ -145,35 +134,40 @@ def test_a_place_for_logs_that_is_none_is_named(make_peers, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
-def test_a_full_disk_under_the_logs_hides_no_reason(make_peers, coordinate, tmp_path):
+def test_a_full_disk_under_the_logs_hides_no_reason(make_peers, tmp_path):
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
     (logs / "stage-0.log").symlink_to("/dev/full")
     peers = make_peers(resume=str(tmp_path / "absent"), pipeline__stages=1)
     peers.start()
-    with pytest.raises(
-        StageError, match=r"failed at the start: there is no checkpoint at .*absent"
-    ):
-        lead(coordinate(pipeline__stages=1), peers, ignore)
+    absent = r"failed at the start: there is no checkpoint at .*absent"
+    with pytest.raises(StageError, match=absent):
+        lead(peers, ignore, stages=1)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("program", ["/bin/false", "/nowhere/python"])
-def test_a_stage_that_cannot_start_is_named(program, stages, make_peers, coordinate, monkeypatch):
+def test_a_stage_that_cannot_start_is_named(program, stages, make_peers, monkeypatch):
     """A real process that is dead before its order is written, and one that never was."""
     monkeypatch.setattr(processes.sys, "executable", program)
     peers = make_peers(pipeline__stages=stages)
     with pytest.raises(StageError, match=r"stage [01a]? ?(died at the start|cannot be started)"):
         peers.start()
-        lead(coordinate(pipeline__stages=stages), peers, ignore)
+        lead(peers, ignore, stages)
+
+
+def flood(lost=ignore):
+    """What a coordinator hears, and the end at which stage 1 talks to it."""
+    ours, theirs = memory_pair(limit=4)
+    heard = Hearing(2)
+    Channel(ours, "stage 1", FROM_PEER, lambda said: heard.hear(1, said.message), lost)
+    return heard, Channel(theirs, "flood", FROM_PEER, ignore, ignore)
 
 
 def test_a_flood_of_messages_ends_with_its_own_stream():
     """Without end it would keep the coordinator from hearing anyone else."""
-    ours, theirs = memory_pair(limit=4)
-    heard, lost = Hearing(2), queue.SimpleQueue[ThinwireError]()
-    hear = Channel(ours, "stage 1", FROM_PEER, lambda m: heard.hear(1, m.message), lost.put)
-    flooding, sent = Channel(theirs, "flood", FROM_PEER, ignore, ignore), 0
+    lost = queue.SimpleQueue()
+    heard, flooding = flood(lost.put)
     with contextlib.suppress(WireError):
         for sent in range(100 * AT_ONCE):
             flooding.send(LinkDown(0, "x") if sent % 2 else LinkUp(0, 0.1))
@@ -185,7 +179,6 @@ def test_a_flood_of_messages_ends_with_its_own_stream():
     assert isinstance(error, BreachError) and "stage 1 sent 5" in str(error)
     assert "at most 25 a second" in str(error)
     heard.hear(0, Pulse(1, "works"))  # another stage is heard as before
-    hear.close()
 
 
 def test_a_coordinator_that_was_suspended_takes_what_was_said_meanwhile_for_no_flood(monkeypatch):
@@ -197,11 +190,7 @@ def test_a_coordinator_that_was_suspended_takes_what_was_said_meanwhile_for_no_f
 
 def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end():
     """What waits to be heard is bounded, for each stage; notes of our own never wait."""
-    ours, theirs = memory_pair(limit=4)
-    heard = Hearing(2)
-    Channel(ours, "stage 1", FROM_PEER, lambda said: heard.hear(1, said.message), ignore)
-    flooding = Channel(theirs, "flood", FROM_PEER, ignore, ignore)
-    total = 4 * MOST_UNHEARD
+    (heard, flooding), total = flood(), 4 * MOST_UNHEARD
     for number in range(total):
         flooding.send(Pulse(number, "floods"))
     wait_until(lambda: heard._queue.qsize() >= MOST_UNHEARD)
@@ -209,6 +198,5 @@ def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end():
     assert heard._queue.qsize() == MOST_UNHEARD
     heard.note(StopAsked())
     events = [heard.next(PATIENCE) for _ in range(total + 1)]
-    begun = [e.message.begun for e in events if isinstance(e, Said)]
-    assert begun == list(range(total))
+    assert [e.message.begun for e in events if isinstance(e, Said)] == [*range(total)]
     assert StopAsked() in events
