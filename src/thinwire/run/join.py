@@ -48,6 +48,7 @@ from thinwire.folders import claimed
 from thinwire.paths import cache_folder, peer_folder
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, line_of
+from thinwire.run import protocol as msg
 from thinwire.run.admission import Invite, identity_in
 from thinwire.run.alive import ControlSocket
 from thinwire.run.channel import Channel
@@ -56,34 +57,6 @@ from thinwire.run.members import SESSION_BYTES
 from thinwire.run.peer import versions
 from thinwire.run.peers import StagesHere
 from thinwire.run.processes import StageProcess, start_processes
-from thinwire.run.protocol import (
-    FROM_COORDINATOR,
-    MAX_MESSAGE,
-    OF_NO_STAGE,
-    SETTINGS,
-    Alive,
-    AskAlive,
-    Declined,
-    Dismiss,
-    Ended,
-    Envelope,
-    Hello,
-    Hold,
-    Leaving,
-    News,
-    OfPeer,
-    OfStage,
-    Order,
-    Pulse,
-    Release,
-    RunNews,
-    StatusReport,
-    Tried,
-    TryDoor,
-    peer_stream,
-    store_name,
-    stream_name,
-)
 from thinwire.run.record import write_progress
 from thinwire.run.signals import Interrupted, heeding
 from thinwire.run.status import member_handlers
@@ -236,7 +209,9 @@ def _measured(
     """What this machine can give; what a host that cannot be reached now must say is left open."""
     whom, settings = fingerprint_of(identity.host), None
     with contextlib.suppress(WireError, ValueError, ConfigError):  # of which a Hold will say more
-        stream = dial(host, SETTINGS, identity, whom, DIAL_SECONDS, MAX_MESSAGE, tries_again=False)
+        stream = dial(
+            host, msg.SETTINGS, identity, whom, DIAL_SECONDS, msg.MAX_MESSAGE, tries_again=False
+        )
         with contextlib.closing(stream):
             asked = msgspec.json.decode(stream.read() or b"", type=dict[str, Any])
         settings = own_settings(asked, terms, free_disk(folder))
@@ -319,7 +294,7 @@ Say = Callable[[str, int, int], None]
 class Holding:
     """Stages of one generation on this machine, from the word to hold them to the process's end."""
 
-    def __init__(self, hold: Hold, generation: int, terms: Terms, folder: Path):
+    def __init__(self, hold: msg.Hold, generation: int, terms: Terms, folder: Path):
         self.hold, self.generation, self.stages = hold, generation, hold.stages
         self.settings = own_settings(hold.settings, terms, free_disk(folder))
         if not self.stages or not set(self.stages) <= set(range(self.settings.pipeline.stages)):
@@ -341,11 +316,11 @@ class Holding:
 
     def prepare(
         self, dial_host: Callable[[str], Pipe], identity: Identity, host: Routes, say: Say
-    ) -> Order:
+    ) -> msg.Order:
         """Have all that the stages need on this machine; takes time, and may be given up."""
         corpus = self._own_corpus(say)
         resume = self._fetch(dial_host, say) if self.hold.resumes else None
-        return Order(
+        return msg.Order(
             stages=self.stages,
             identity=dataclasses.asdict(identity),
             settings=self.settings.to_plain(),
@@ -369,7 +344,7 @@ class Holding:
 
     def start(
         self,
-        order: Order,
+        order: msg.Order,
         on_said: Callable[[int, Any], None],
         on_exit: Callable[[list[int], int], None],
     ) -> None:
@@ -399,7 +374,7 @@ class Holding:
 
     def _fetch(self, dial_host: Callable[[str], Pipe], say: Say) -> Path:
         """Fetch the stages' part of the checkpoint; a lost connection is opened again."""
-        name = stream_name("state", self.stages[0], self.generation, self.hold.again)
+        name = msg.stream_name("state", self.stages[0], self.generation, self.hold.again)
         most = STATE_MARGIN * sum(most_shard_bytes(self.settings, stage) for stage in self.stages)
         plugins, moved_at = self._terms.plugins, time.monotonic()
 
@@ -433,7 +408,7 @@ class JoinedPeer:
         self._place, self._terms, self.identity = place, terms, identity
         self.machine, self._display = machine, display
         self.news: StepRecord | None = None  # the latest step of the run
-        self.report: StatusReport | None = None  # how the host said that the run stands
+        self.report: msg.StatusReport | None = None  # how the host said that the run stands
         self._holdings: list[Holding] = []  # of one generation, each with a process of its own
         self.seatless_since = time.time()
         self._due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -493,7 +468,7 @@ class JoinedPeer:
     def _dial(self, name: str, timeout: float = DIAL_SECONDS) -> Pipe:
         """A stream of this name to the host."""
         whom = fingerprint_of(self.identity.host)
-        return dial(self._place.host, name, self.identity, whom, timeout, MAX_MESSAGE)
+        return dial(self._place.host, name, self.identity, whom, timeout, msg.MAX_MESSAGE)
 
     def _keep_in_touch(self) -> None:
         """On a thread of its own: have a stream to the host, again and again."""
@@ -510,7 +485,7 @@ class JoinedPeer:
             time.sleep(_PAUSE_S / 2)
 
     def _connect(self, session: bytes, timeout: float) -> Pipe:
-        pipe = self._dial(peer_stream(self.identity.name), timeout)
+        pipe = self._dial(msg.peer_stream(self.identity.name), timeout)
         pipe.write(session)  # which stream this goes on with
         return pipe
 
@@ -518,9 +493,9 @@ class JoinedPeer:
         """Pass on what the host says until the stream is over."""
         lost = threading.Event()
 
-        def hear(said: Envelope) -> None:
-            if isinstance(said.message, AskAlive):  # at once, whatever this peer does
-                channel.send(Alive())
+        def hear(said: msg.Envelope) -> None:
+            if isinstance(said.message, msg.AskAlive):  # at once, whatever this peer does
+                channel.send(msg.Alive())
             else:
                 self._due.put(partial(self._on_message, said))
 
@@ -536,9 +511,9 @@ class JoinedPeer:
             on_down=lambda why: self._due.put(partial(self._note_loss, f"{LOST} ({why})")),
             on_up=lambda seconds: self._due.put(partial(self._on_connected, channel)),
         )
-        channel = Channel(pipe, "host", FROM_COORDINATOR, hear, on_lost, on_lost)
+        channel = Channel(pipe, "host", msg.FROM_COORDINATOR, hear, on_lost, on_lost)
         channel.send(
-            Hello(
+            msg.Hello(
                 versions(),
                 self.machine,
                 self._place.door,
@@ -552,14 +527,14 @@ class JoinedPeer:
         self._due.put(partial(self._on_lost, channel, LOST))
 
     def _say(
-        self, message: OfPeer | OfStage, stage: int = OF_NO_STAGE, generation: int = 0
+        self, message: msg.OfPeer | msg.OfStage, stage: int = msg.OF_NO_STAGE, generation: int = 0
     ) -> None:
         channel = self._channel
         if channel is not None:
             with contextlib.suppress(ThinwireError):  # what is lost shows by itself
                 channel.send(message, stage, generation)
 
-    def _say_of(self, holding: Holding, stage: int, message: OfStage) -> None:
+    def _say_of(self, holding: Holding, stage: int, message: msg.OfStage) -> None:
         """Pass on what a stage says; on any thread."""
         if holding in self._holdings:
             self._say(message, stage, holding.generation)
@@ -568,26 +543,26 @@ class JoinedPeer:
 
     # What happens
 
-    def _on_message(self, said: Envelope) -> None:
+    def _on_message(self, said: msg.Envelope) -> None:
         message, stage, generation = said
-        if stage != OF_NO_STAGE:
+        if stage != msg.OF_NO_STAGE:
             for held in self._holdings:
                 if held.generation == generation and stage in held.stages and held.here is not None:
                     with contextlib.suppress(ThinwireError):  # its exit shows by itself
                         held.here.channel.send(message, stage)
             return
         match message:
-            case Hold():
+            case msg.Hold():
                 self._hold(message, generation)
-            case Release(stages=stages):
+            case msg.Release(stages=stages):
                 self._let_go(generation, stages)
                 if self._is_leaving and not self._holdings:
                     self._end("left the run", in_order=True)
-            case TryDoor():
+            case msg.TryDoor():
                 self._begin(self._try_door)
-            case Dismiss(reason, in_order):
+            case msg.Dismiss(reason, in_order):
                 self._end(printable(reason), in_order)
-            case News(text, kind):
+            case msg.News(text, kind):
                 self._display.phase(printable(kind, 10), printable(text))
             case StepRecord():
                 self.news = message
@@ -595,10 +570,10 @@ class JoinedPeer:
             case EvaluationRecord():
                 self._display.evaluation(message)
                 self._keep("evaluation", message)
-            case RunNews():
+            case msg.RunNews():
                 self._on_run_news(message)
 
-    def _on_run_news(self, news: RunNews) -> None:
+    def _on_run_news(self, news: msg.RunNews) -> None:
         """Have this machine's folder hold what the host's does, for whoever looks at it."""
         known = self.report.step if self.report else 0
         self.report = news.report.arrived(time.time())
@@ -620,7 +595,7 @@ class JoinedPeer:
             self._display.phase("join", f"the host is back after {away:.0f} s")
             self._lost_at = None
         if self._is_leaving:
-            self._say(Leaving())
+            self._say(msg.Leaving())
 
     def _note_loss(self, reason: str) -> None:
         if self._lost_at is None:
@@ -639,7 +614,7 @@ class JoinedPeer:
         if self._is_leaving:
             self._end("left the run", in_order=True)
 
-    def _hold(self, hold: Hold, generation: int) -> None:
+    def _hold(self, hold: msg.Hold, generation: int) -> None:
         if any(held.generation != generation for held in self._holdings):
             self._let_go()
         self._let_go(generation, hold.stages)
@@ -655,7 +630,7 @@ class JoinedPeer:
             (self._place.folder / CONFIG).write_text(text)
         if not self._serves_shards:  # from here on: before, another process may be this peer
             self._serves_shards = True
-            dial_store = partial(self._dial, store_name(self.identity.name))
+            dial_store = partial(self._dial, msg.store_name(self.identity.name))
             self._begin(self._shards.keep_serving, dial_store)
         self._place.admit(hold.links)
         counts = [len(blocks) for blocks in holding.settings.split()]
@@ -676,7 +651,7 @@ class JoinedPeer:
                 said = time.monotonic()
                 self._due.put(partial(self._on_progress, holding, what, done, total))
 
-        result: Order | ThinwireError
+        result: msg.Order | ThinwireError
         try:
             result = holding.prepare(self._dial, self.identity, self._place.host, say)
         except ThinwireError as error:
@@ -691,9 +666,9 @@ class JoinedPeer:
         if held in self._holdings:
             self._display.progress(what, done, total, "B")
             for stage in held.stages:
-                self._say_of(held, stage, Pulse(done, f"{what}: {done:,} of {total:,} bytes"))
+                self._say_of(held, stage, msg.Pulse(done, f"{what}: {done:,} of {total:,} bytes"))
 
-    def _on_prepared(self, held: Holding, result: Order | ThinwireError) -> None:
+    def _on_prepared(self, held: Holding, result: msg.Order | ThinwireError) -> None:
         if held not in self._holdings:
             return  # it was taken away meanwhile
         if isinstance(result, ThinwireError):
@@ -716,7 +691,7 @@ class JoinedPeer:
             f"this machine cannot hold its stage: {error}. Mend that, then end this command "
             "(Ctrl-C) and join again"
         )
-        self._say(Declined(outward(error), stages), generation=generation)
+        self._say(msg.Declined(outward(error), stages), generation=generation)
         self._let_go(generation, stages)
 
     def _on_exit(self, held: Holding, stages: list[int], code: int) -> None:
@@ -730,7 +705,7 @@ class JoinedPeer:
             where = f"its log is in {process.log.parent}"
             self._display.note(f"the process of stage {which} ended: {said}\n{where}")
         for stage in stages:
-            self._say_of(held, stage, Ended.by(code, SEE_LOG if code else ""))
+            self._say_of(held, stage, msg.Ended.by(code, SEE_LOG if code else ""))
 
     def _let_go(self, generation: int | None = None, stages: Collection[int] = ()) -> None:
         """End what this machine does for the run, or for these stages of a generation."""
@@ -756,11 +731,11 @@ class JoinedPeer:
             route.address: "" if isinstance(seen, Seen) else str(seen)
             for route, seen in found.items()
         }
-        self._due.put(partial(self._say, Tried(answers)))
+        self._due.put(partial(self._say, msg.Tried(answers)))
 
     def _leave(self) -> None:
         self._is_leaving = True
-        self._say(Leaving())
+        self._say(msg.Leaving())
         codes = [held.exit_code for held in self._holdings]
         is_running = any(held.is_running for held in self._holdings)
         has_finished = bool(codes) and all(code == 0 for code in codes)

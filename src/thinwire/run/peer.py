@@ -39,37 +39,8 @@ from thinwire.engine.trace import Progress
 from thinwire.engine.worker import Assignment, Worker, remedy
 from thinwire.errors import BreachError, ThinwireError, WireError, outward
 from thinwire.report.stream import SafeStream
+from thinwire.run import protocol as msg
 from thinwire.run.channel import Channel, SocketPipe
-from thinwire.run.protocol import (
-    FROM_COORDINATOR,
-    MAX_MESSAGE,
-    OF_NO_STAGE,
-    OF_NO_STEP,
-    Await,
-    Connect,
-    Envelope,
-    Failed,
-    Finished,
-    Follow,
-    Follows,
-    Leave,
-    LinkDown,
-    Linked,
-    LinkUp,
-    LogLost,
-    OfStage,
-    Order,
-    Pulse,
-    Ready,
-    Relink,
-    Saved,
-    Start,
-    Stop,
-    TakeOver,
-    last_decision,
-    other_end,
-    stream_name,
-)
 from thinwire.run.tokens import FetchedCorpus
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
@@ -145,16 +116,18 @@ Inner = dict[int, tuple[Pipe, Pipe]]
 class Peer:
     """The life of one stage: built, linked to the neighbours, trained, goodbye."""
 
-    def __init__(self, order: Order, inner: Inner, stage: int, say: Callable[[OfStage], None]):
+    def __init__(
+        self, order: msg.Order, inner: Inner, stage: int, say: Callable[[msg.OfStage], None]
+    ):
         self.order, self.identity, self._inner = order, Identity(**order.identity), inner
         self.stage, self._say = stage, say
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.hear = self._inbox.put
         self._links: dict[int, Link] = {}  # by the neighbouring stage
         self._logged: dict[int, LoggedPipe] = {}  # by cut: where the other end may be replaced
-        self._relinks: dict[int, Relink | None] = {}  # by cut: the latest that counts
+        self._relinks: dict[int, msg.Relink | None] = {}  # by cut: the latest that counts
         self._down_since = 0.0  # of the connection to the stage below
-        self._is_new = self.order.began != OF_NO_STEP  # takes the place of one that was lost
+        self._is_new = self.order.began != msg.OF_NO_STEP  # takes the place of one that was lost
         self._listener: Listener | None = None  # for the stage above
         self._routes: Routes | None = None  # to the stage below, on another machine
         # For the stage above, on another machine, and for whoever follows that.
@@ -181,7 +154,7 @@ class Peer:
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
         worker.run(below, above, self.say)
         known = [(logged.state.decided, logged.state.stops) for logged in self._logged.values()]
-        self._leave(may_leave.wait, last_decision([(worker.decided, worker.stops), *known]))
+        self._leave(may_leave.wait, msg.last_decision([(worker.decided, worker.stops), *known]))
 
     def receive(self, wanted: type[MessageT]) -> MessageT:
         """The next message for this stage, which must be of the wanted type."""
@@ -192,7 +165,7 @@ class Peer:
             )
         return message
 
-    def _introduce(self, worker: Linkable) -> Connect:
+    def _introduce(self, worker: Linkable) -> msg.Connect:
         """Say that the stage is built, and hear where its neighbours are."""
         self._progress.begin("waits for the other stages to be built")
         if self.stage < worker.last and self.stage not in self._inner:
@@ -200,28 +173,30 @@ class Peer:
                 self.identity, worker.settings.link.listen, 0, worker.max_payload() + 64
             )
         address = self._listener.address if self._listener else ""
-        self.say(Ready(address, **worker.describe(), versions=versions(), again=self.order.again))
-        return self.receive(Connect)
+        self.say(
+            msg.Ready(address, **worker.describe(), versions=versions(), again=self.order.again)
+        )
+        return self.receive(msg.Connect)
 
-    def _link(self, worker: Linkable, connect: Connect) -> None:
+    def _link(self, worker: Linkable, connect: msg.Connect) -> None:
         """Link to the neighbours, and wait for the start."""
         self._progress.begin("waits for its neighbours to link")
         self._join(worker, connect)
         self.say(self._linked())
-        start = self.receive(Start)
+        start = self.receive(msg.Start)
         self._decide(worker, start)
         if isinstance(worker, Worker) and self._follows and worker.settings.train.audit:
             self._audit = Audit(worker.sent_over(), start.is_alike, self._say)
             for logged in self._logged.values():
                 logged.audit = self._audit
 
-    def _linked(self) -> Linked:
+    def _linked(self) -> msg.Linked:
         """That this stage is linked, and the last decision that its neighbours know."""
         known = [logged.state.theirs for logged in self._logged.values()]
         heard = [(theirs.decided, theirs.stops) for theirs in known if theirs is not None]
-        return Linked(self._way_below(), *last_decision(heard))
+        return msg.Linked(self._way_below(), *msg.last_decision(heard))
 
-    def _decide(self, worker: Linkable, start: Start) -> None:
+    def _decide(self, worker: Linkable, start: msg.Start) -> None:
         """Note the last known decision of the first stage: it is not made anew."""
         for logged in self._logged.values():
             logged.state.decide(start.decided, start.stops)
@@ -233,7 +208,7 @@ class Peer:
     ) -> None:
         """Say what the links have moved, and goodbye; and wait until nobody needs this stage."""
         fed = sum(logged.fed_bytes for logged in self._logged.values())
-        self.say(Finished(meters_of(self._links.values()), fed, *decided))
+        self.say(msg.Finished(meters_of(self._links.values()), fed, *decided))
         self._progress.begin("waits for the other stages to finish")
         wait()
         if self._listener:
@@ -258,24 +233,24 @@ class Peer:
         at_fault = [stage for stage, link in self._links.items() if link.other_end_at_fault]
         accused, convicted = [*{*lost, *accuses}] if is_wire else [], [*{*at_fault, *convicts}]
         with suppress(ThinwireError):  # whoever started this sees the exit code and the log
-            self.say(Failed(type(error).__name__, known, told, trace, accused, convicted))
+            self.say(msg.Failed(type(error).__name__, known, told, trace, accused, convicted))
 
     def _far_corpus(self, settings: Settings) -> FetchedCorpus | None:
         """The corpus on the coordinator's machine, where there is none on this one."""
         if self.order.corpus:
             return None
-        name = stream_name("tokens", self.stage, self.order.generation, self.order.again)
+        name = msg.stream_name("tokens", self.stage, self.order.generation, self.order.again)
         routes = Routes(self.order.service, self.order.host)
         host = fingerprint_of(self.identity.host)
 
         def call(timeout: float) -> Pipe:
-            return dial(routes, name, self.identity, host, timeout, MAX_MESSAGE)
+            return dial(routes, name, self.identity, host, timeout, msg.MAX_MESSAGE)
 
         first, outage = call(JOIN_SECONDS), settings.link.outage
         pipe = LastingPipe(first, call, outage) if outage else first
         return FetchedCorpus(pipe, settings, self.stage)
 
-    def _join(self, worker: Linkable, connect: Connect) -> None:
+    def _join(self, worker: Linkable, connect: msg.Connect) -> None:
         """Dial the stage below, accept the stage above, and agree with both on the contract."""
         nic = worker.settings.link.nic(seed=worker.settings.run.seed * 1000 + self.stage)
         for neighbour in (self.stage - 1, self.stage + 1):
@@ -291,11 +266,11 @@ class Peer:
                 pipe = self._logged_pipe(worker, pipe, cut, nic, meter)
             self._links[neighbour] = Link(pipe, meter, card, f"cut-{cut}", worker.max_payload())
 
-    def _open(self, worker: Linkable, neighbour: int, connect: Connect) -> Pipe:
+    def _open(self, worker: Linkable, neighbour: int, connect: msg.Connect) -> Pipe:
         """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
         cut, key, feeds = min(self.stage, neighbour), connect.seats[neighbour], connect.follower
         again = connect.links[cut] if connect.links else 0
-        name = stream_name("cut", cut, self.order.generation, again)
+        name = msg.stream_name("cut", cut, self.order.generation, again)
         name = f"{name}.f{feeds}" if feeds else name
         outage, limit = worker.settings.link.outage, worker.max_payload() + 64
         listener, at_doors = self._listener, f"{connect.run}/{name}.{connect.word}"
@@ -323,11 +298,11 @@ class Peer:
     def _on_down(self, reason: str) -> None:
         """The connection to the stage below is lost."""
         self._down_since = self._down_since or time.monotonic()
-        self._mention(LinkDown(self.stage - 1, reason))
+        self._mention(msg.LinkDown(self.stage - 1, reason))
 
     def _on_up(self, seconds: float) -> None:
         self._down_since = 0.0
-        self._mention(LinkUp(self.stage - 1, seconds, self._way_below()))
+        self._mention(msg.LinkUp(self.stage - 1, seconds, self._way_below()))
 
     def _logged_pipe(
         self, worker: Linkable, pipe: Pipe, cut: int, nic: Nic | None, meter: Meter
@@ -348,10 +323,10 @@ class Peer:
             logged.go_on(pipe)
         return logged
 
-    def _feed(self, worker: Worker, message: Follow) -> None:
+    def _feed(self, worker: Worker, message: msg.Follow) -> None:
         """On a thread of its own: send what is logged to a process that follows a neighbour."""
         cut = message.cut
-        neighbour = other_end(cut, self.stage)
+        neighbour = msg.other_end(cut, self.stage)
         try:
             pipe = self._open(worker, neighbour, message.connect)
             try:
@@ -362,7 +337,7 @@ class Peer:
         except WireError as error:  # whoever leads sees that it is lost
             print(f"the follower of stage {neighbour} is fed no more: {error}", file=sys.stderr)
 
-    def _take_over(self, worker: Worker, message: TakeOver) -> None:
+    def _take_over(self, worker: Worker, message: msg.TakeOver) -> None:
         """On a thread of its own: take the place of the stage that this one followed."""
         for relink in message.relinks:
             self._relinks[relink.cut] = relink
@@ -380,22 +355,24 @@ class Peer:
             while self._unsaid:
                 self._say(self._unsaid.popleft())
 
-    def say(self, message: OfStage) -> None:
+    def say(self, message: msg.OfStage) -> None:
         """Tell the coordinator; a stage that follows another keeps its results to itself."""
         with self._saying:  # in order, also while it speaks up
-            if self._follows and isinstance(message, Report | Finished | LinkDown | LinkUp):
+            if self._follows and isinstance(
+                message, Report | msg.Finished | msg.LinkDown | msg.LinkUp
+            ):
                 self._unsaid.append(message)
                 if isinstance(message, ShardWritten | ShardFailed):
-                    self._say(Follows(message.step))
+                    self._say(msg.Follows(message.step))
             else:
                 self._say(message)
 
-    def _relink(self, worker: Worker, message: Relink) -> bool:
+    def _relink(self, worker: Worker, message: msg.Relink) -> bool:
         """On a thread of its own: go on with another process at the other end of a cut; False if
         that cannot be, which it has said.
         """
         cut = message.cut
-        logged, neighbour = self._logged[cut], other_end(cut, self.stage)
+        logged, neighbour = self._logged[cut], msg.other_end(cut, self.stage)
         try:
             pipe = self._open(worker, neighbour, message.connect)
             self._agree(worker, pipe, cut, self._links[neighbour].meter, at_start=False)
@@ -406,7 +383,7 @@ class Peer:
                 self._on_up(time.monotonic() - self._down_since)
             if number := message.connect.follower:
                 logged.follow(pipe)
-                self._say(Linked(follower=number))
+                self._say(msg.Linked(follower=number))
             else:
                 logged.go_on(pipe)
         except WireError as error:
@@ -420,7 +397,7 @@ class Peer:
         route = self._routes.in_use if self._routes else None
         return route.kind if route else ""
 
-    def _mention(self, message: LinkDown | LinkUp) -> None:
+    def _mention(self, message: msg.LinkDown | msg.LinkUp) -> None:
         with suppress(WireError):  # the coordinator is gone: that shows elsewhere
             self.say(message)
 
@@ -439,11 +416,11 @@ class Peer:
             try:
                 around = (self._links.get(self.stage + side) for side in (-1, 1))
                 trips = [link.pipe.round_trip() if link else 0.0 for link in around]
-                self.say(Pulse(self._progress.begun, self._progress.doing, *trips))
+                self.say(msg.Pulse(self._progress.begun, self._progress.doing, *trips))
                 troubles = [logged.state.log.trouble for logged in [*self._logged.values()]]
                 if has_log and any(troubles):
                     has_log = False
-                    self.say(LogLost(max(troubles)))
+                    self.say(msg.LogLost(max(troubles)))
             except WireError:
                 return
             time.sleep(pulse_seconds(patience))
@@ -452,9 +429,9 @@ class Peer:
         """Hear what the coordinator says while the stage trains."""
         while True:
             match self._inbox.get():
-                case Stop():
+                case msg.Stop():
                     worker.stop_requested.set()
-                case Saved(step):
+                case msg.Saved(step):
                     for logged in self._logged.values():
                         logged.trim(step)
                     with self._saying:  # the stage has reported all that came before
@@ -462,20 +439,20 @@ class Peer:
                         self._unsaid = collections.deque(due, MOST_UNSAID)
                     if self._audit is not None:
                         self._say(self._audit.standing())
-                case Await(cut) if cut in self._logged:
+                case msg.Await(cut) if cut in self._logged:
                     self._relinks[cut] = None
                     self._logged[cut].await_another()
-                case Relink(cut=cut) as relink if cut in self._logged:
+                case msg.Relink(cut=cut) as relink if cut in self._logged:
                     self._relinks[cut] = relink
                     on_daemon_thread("thinwire relink", partial(self._relink, worker, relink))
-                case Follow(cut=cut) as follow if cut in self._logged:
+                case msg.Follow(cut=cut) as follow if cut in self._logged:
                     on_daemon_thread("thinwire feed", partial(self._feed, worker, follow))
-                case TakeOver() as take_over:
+                case msg.TakeOver() as take_over:
                     on_daemon_thread("thinwire", partial(self._take_over, worker, take_over))
-                case Start() as start:
+                case msg.Start() as start:
                     self._decide(worker, start)
                     self._speak_up()
-                case Leave():
+                case msg.Leave():
                     may_leave.set()
 
 
@@ -494,12 +471,12 @@ def live_as(kind: type[Peer]) -> NoReturn:
 
 def _live(kind: type[Peer], pipe: Pipe) -> int:
     """Be the stages of the order that comes first, to their end; returns the exit code."""
-    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[msg.Order] = queue.SimpleQueue()
     ended: queue.SimpleQueue[tuple[Peer, BaseException | None]] = queue.SimpleQueue()
     peers: dict[int, Peer] = {}
 
-    def hear(said: Envelope) -> None:
-        if said.stage == OF_NO_STAGE:
+    def hear(said: msg.Envelope) -> None:
+        if said.stage == msg.OF_NO_STAGE:
             orders.put(said.message)
         else:
             peers[said.stage].hear(said.message)
@@ -514,7 +491,7 @@ def _live(kind: type[Peer], pipe: Pipe) -> int:
         except BaseException as error:
             ended.put((peer, error))
 
-    channel = Channel(pipe, "control", FROM_COORDINATOR, hear, leave, leave)
+    channel = Channel(pipe, "control", msg.FROM_COORDINATOR, hear, leave, leave)
     order = orders.get()
     inner = {stage: memory_pair() for stage in order.stages[:-1]}
     for stage in order.stages:

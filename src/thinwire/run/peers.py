@@ -18,26 +18,10 @@ from typing import Any
 
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
+from thinwire.run import events as ev
 from thinwire.run.channel import Channel, Hearing, SocketPipe
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import (
-    Begin,
-    Command,
-    Commit,
-    Completed,
-    End,
-    Event,
-    Exited,
-    Given,
-    Lost,
-    OfFollower,
-    Replace,
-    StopAsked,
-    Stopped,
-    Suspect,
-    Tell,
-)
 from thinwire.run.explosion import watch_losses
 from thinwire.run.processes import TRAINING, Forker, StageProcess, forks, start_processes
 from thinwire.run.protocol import FROM_PEER, Envelope, Failed, Order, ToStage, with_ways
@@ -53,7 +37,7 @@ EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
 class StageFailedError(StageError):
     """A run ended because of one stage; `culprit` says which, and what shows it."""
 
-    def __init__(self, text: str, culprit: Suspect):
+    def __init__(self, text: str, culprit: ev.Suspect):
         super().__init__(text)
         self.culprit = culprit
 
@@ -85,15 +69,15 @@ def coordinator_of(
 
 def lead(coordinator: Coordinator, peers: "Peers", record: RunRecord) -> None:
     """Lead a run from its start to its end, and record it; raises the error that ends it."""
-    completed: list[Event] = []  # heard before anything else: others may be replaced from it
+    completed: list[ev.Event] = []  # heard before anything else: others may be replaced from it
 
-    def carry_out(command: Command) -> None:
+    def carry_out(command: ev.Command) -> None:
         record.carry_out(command)
-        if isinstance(command, Begin):
+        if isinstance(command, ev.Begin):
             peers.on_begin()
-        if isinstance(command, Commit) and command.step not in record.checkpoints.failed:
+        if isinstance(command, ev.Commit) and command.step not in record.checkpoints.failed:
             peers.saved = record.checkpoints.latest
-            completed.append(Completed(command.step))
+            completed.append(ev.Completed(command.step))
 
     peers.start()
     try:
@@ -105,25 +89,28 @@ def lead(coordinator: Coordinator, peers: "Peers", record: RunRecord) -> None:
 
 
 def heed(
-    coordinator: Coordinator, peers: "Peers", carry_out: Callable[[Command], None], event: Event
+    coordinator: Coordinator,
+    peers: "Peers",
+    carry_out: Callable[[ev.Command], None],
+    event: ev.Event,
 ) -> None:
     """Do what the coordinator says to one event; raises the error with which it ends the run.
     Commands that are not for peers go to `carry_out`.
     """
     for command in coordinator.on(event, time.monotonic()):
         match command:
-            case Tell(stage, message):
+            case ev.Tell(stage, message):
                 with contextlib.suppress(WireError):  # a peer that is gone shows as an event
                     peers.tell(stage, message)
-            case End(error, culprit):
+            case ev.End(error, culprit):
                 if culprit is not None:
                     raise StageFailedError(f"{error}{peers.last_words(culprit)}", culprit)
                 if error is not None:
                     raise error
                 peers.wait_for_exits()
-            case Replace(stages):
+            case ev.Replace(stages):
                 peers.replace(stages)
-            case OfFollower():
+            case ev.OfFollower():
                 peers.on_follower(command)
             case _:
                 carry_out(command)
@@ -152,7 +139,7 @@ class Peers(contextlib.AbstractContextManager[Any]):
     def on_begin(self) -> None:
         """All stages train from now on."""
 
-    def on_follower(self, command: OfFollower) -> None:
+    def on_follower(self, command: ev.OfFollower) -> None:
         """Do something about a process that follows stages; where there are none, nothing is."""
 
     @abstractmethod
@@ -160,20 +147,20 @@ class Peers(contextlib.AbstractContextManager[Any]):
         """Let stages that have said goodbye end by themselves."""
 
     @abstractmethod
-    def last_words(self, culprit: Suspect) -> str:
+    def last_words(self, culprit: ev.Suspect) -> str:
         """What the log of a stage says of its end, as lines that go behind an error."""
 
     @abstractmethod
     def control_bytes(self) -> int:
         """Every byte of the streams of messages so far, both ways, frame headers included."""
 
-    def next_event(self, coordinator: Coordinator) -> Event:
+    def next_event(self, coordinator: Coordinator) -> ev.Event:
         """What happens next, or a Tick when the coordinator needs one."""
         return self.said.next(coordinator.rest(time.monotonic()))
 
     def ask_to_stop(self, who: str = "") -> None:
         """Ask the run to end; safe in a signal handler, for it only queues a note."""
-        self.said.note(StopAsked(who))
+        self.said.note(ev.StopAsked(who))
 
 
 def neighbours(stages: int, peers: int) -> list[list[int]]:
@@ -302,9 +289,9 @@ class LocalPeers(Peers):
         order = dataclasses.replace(order, resume=resume, began=self._began)
         (process,) = start_processes([self._log(order)], self._module, self._forker)
         self._here[place] = self._attended(order, process)
-        self.said.note(Given(stages))
+        self.said.note(ev.Given(stages))
 
-    def next_event(self, coordinator: Coordinator) -> Event:
+    def next_event(self, coordinator: Coordinator) -> ev.Event:
         if time.monotonic() >= self._looked_at + 1.0:
             self._looked_at = time.monotonic()
             for here in self._here:
@@ -312,7 +299,7 @@ class LocalPeers(Peers):
                 self._stopped[process] = (self._stopped[process] + 1) * process.is_stopped()
                 if self._stopped[process] > STOPPED_SECONDS:
                     self._stopped[process] = 0
-                    self.said.note(Stopped(here.stages[0]))
+                    self.said.note(ev.Stopped(here.stages[0]))
         return super().next_event(coordinator)
 
     def tell(self, stage: int, message: ToStage) -> None:
@@ -325,7 +312,7 @@ class LocalPeers(Peers):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 here.process.wait(max(0.1, deadline - time.monotonic()))
 
-    def last_words(self, culprit: Suspect) -> str:
+    def last_words(self, culprit: ev.Suspect) -> str:
         process = self._with(culprit.stage).process
         # A known error explains itself: then this only says where the log is.
         log = f"its log is {process.log}"
@@ -343,10 +330,10 @@ class LocalPeers(Peers):
     def _attended(self, order: Order, process: StageProcess) -> StagesHere:
         def on_lost(error: ThinwireError) -> None:
             for stage in order.stages:
-                self.said.note(Lost(stage, str(error), isinstance(error, BreachError)))
+                self.said.note(ev.Lost(stage, str(error), isinstance(error, BreachError)))
 
         def on_exit(stages: list[int], code: int) -> None:
             for stage in stages:
-                self.said.note(Exited(stage, code))
+                self.said.note(ev.Exited(stage, code))
 
         return StagesHere(order, process, self.said.hear, on_lost, on_exit)
