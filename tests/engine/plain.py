@@ -13,6 +13,21 @@ from thinwire.settings import Settings
 TOLERANCE = 1e-10
 
 
+def order_of(settings: Settings, corpus: Corpus) -> Order:
+    train, pipeline = settings.train, settings.pipeline
+    shape = settings.model.context, train.batch, pipeline.microbatches
+    return Order(corpus.train, *shape, settings.run.seed, corpus.train_learned)
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """A linear warm-up, then a cosine to a tenth."""
+    optim = settings.optim
+    if step < optim.warmup:
+        return optim.lr * (step + 1) / optim.warmup
+    progress = (step - optim.warmup) / (settings.train.steps - optim.warmup)
+    return optim.lr * (0.1 + 0.45 * (1 + np.cos(np.pi * progress)))
+
+
 def plain_loop(
     settings: Settings, corpus: Corpus, delay: int = 0, refused: int = -1
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -31,14 +46,10 @@ def plain_loop(
         [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}],
         betas=(0.9, 0.95),
     )
-    train = settings.train
-    microbatches, seed = settings.pipeline.microbatches, settings.run.seed
     before = copy.deepcopy(model)
-    order = Order(
-        corpus.train, settings.model.context, train.batch, microbatches, seed, corpus.train_learned
-    )
+    order = order_of(settings, corpus)
     losses = []
-    for step in range(train.steps):
+    for step in range(settings.train.steps):
         parts = [order.microbatch(step, m) for m in range(settings.pipeline.microbatches)]
         total, count = torch.zeros((), dtype=torch.float64), 0
         for computed, some in ((before, parts[:delay]), (model, parts[delay:])):
@@ -59,12 +70,7 @@ def plain_loop(
         if step == refused:
             continue
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optim.clip)
-        warmup, lr = settings.optim.warmup, settings.optim.lr
-        progress = (step - warmup) / (train.steps - warmup)
-        scale = (
-            (step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1 + np.cos(np.pi * progress))
-        )
         for group in optimizer.param_groups:
-            group["lr"] = lr * scale
+            group["lr"] = learning_rate(settings, step)
         optimizer.step()
     return losses, model.global_parameters()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import CPU, EXACT, are_equal
 from test_narrow import MODES
 from test_verdict import poison
 
@@ -12,26 +13,20 @@ from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
 from thinwire_lab.chain import Chain
 
-CPU = torch.device("cpu")
-EXACT = {"run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32"}
-DELAYED = ["projected-own-tables"]
+DELAYED = {**EXACT, "pipeline__delay": 1}
 CASES: dict[str, dict[str, Any]] = {
     "dense": EXACT,
     "lossy": {**EXACT, "codec__forward": "int8", "codec__backward": "int4"},
     "remembering": {**EXACT, "codec__forward": "topk(0.2)+ef21"},
     "bf16": {"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"},
     "muon": {**EXACT, "optim__name": "muon"},
-    "delayed": {**EXACT, "pipeline__delay": 1, "pipeline__microbatches": 4},
-    "delayed-muon": {**EXACT, "pipeline__delay": 1, "optim__name": "muon"},
-    "delayed-lossy": {
-        "pipeline__delay": 1,
-        "run__precision": "bf16",
-        "codec__forward": "topk(0.2)+ef21",
-        "codec__backward": "int4",
-    },
-    **{f"delayed-{mode}": {**EXACT, "pipeline__delay": 1, **MODES[mode]} for mode in DELAYED},
+    "delayed": {**DELAYED, "pipeline__microbatches": 4},
+    "delayed-muon": {**DELAYED, "optim__name": "muon"},
+    "delayed-lossy": {**DELAYED, "run__precision": "bf16", "codec__forward": "topk(0.2)+ef21",
+                      "codec__backward": "int4"},
+    "delayed-projected-own-tables": {**DELAYED, **MODES["projected-own-tables"]},
     **{mode: {**EXACT, **MODES[mode]} for mode in MODES if "moving" in mode or "own" in mode},
-}
+}  # fmt: skip
 
 
 def trained(settings: Settings, feed: Feed, refused: set[int] | None = None) -> Any:
@@ -59,9 +54,7 @@ def assert_same(outcome: Any, chain: tuple) -> None:
     updates = [worker.update.latest for worker in outcome.workers]
     theirs = state([update.stage for update in updates], updates)
     for ours, others in zip((weights, moments), theirs, strict=True):
-        assert ours.keys() == others.keys()
-        for name, tensor in ours.items():
-            assert torch.equal(tensor, others[name]), name
+        assert are_equal(ours, others)
     assert outcome.valid_losses()[-1] == valid
 
 

@@ -8,22 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import EXACT, narrow
 from safetensors.torch import load_file
 from torch import Tensor
 
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.engine.state import ShardCheck, most_shard_bytes
 
-SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
-EMBEDDING = {
-    **SUBSPACE,
-    "boundary__anchor": "embedding",
-    "boundary__row_tokens": 1,
-    "codec__rows": "fp32",
-    "run__precision": "fp32",
-    "codec__forward": "fp32",
-    "codec__backward": "fp32",
-}
+EMBEDDING = {**narrow("subspace", anchor="embedding", row_tokens=1), **EXACT, "codec__rows": "fp32"}
 
 
 def objections(outcome: Any, settings: Any, data: Any, folder: Path) -> list[str]:
@@ -40,8 +32,8 @@ def objections(outcome: Any, settings: Any, data: Any, folder: Path) -> list[str
     "changes",
     [
         {"run__precision": "bf16", "lora__rank": 3, "optim__name": "muon"},
-        {**SUBSPACE, "boundary__basis_update_every": 4},
-        {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"},
+        narrow("subspace", basis_update_every=4),
+        narrow("projected", anchor="per-stage"),
         EMBEDDING,
         {"codec__forward": "topk(0.2)+ef21", "codec__backward": "lowrank(2)+ef-mixed"},
         {"codec__forward": "int8+aqsgd", "codec__backward": "lowrank(2)", "train__batch": 160},

@@ -5,17 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import EXACT, trained_chain
 from test_narrow import EMBEDDING, MODES
 from torch import Tensor
 
-from thinwire.engine.feed import Feed
 from thinwire.engine.source import Snapshot
 from thinwire.engine.state import StageState
 from thinwire.errors import CheckpointError
 from thinwire.settings import Settings
 from thinwire_lab.chain import Chain
 
-EXACT = {"run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32"}
 MEMORY = {"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(0.2)+ef"}
 CASES: dict[str, dict[str, Any]] = {
     "dense": EXACT,
@@ -65,7 +64,7 @@ def test_fresh_stages_go_on_from_states_in_memory(case, make_settings, run_in_th
 @pytest.fixture
 def chain(make_settings, corpus):
     settings = make_settings(pipeline__stages=3, train__steps=6, **CASES["moving and remembering"])
-    return Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    return trained_chain(settings, corpus, 0)
 
 
 def states_of(chain: Chain) -> list[StageState]:
