@@ -3,9 +3,10 @@
 import itertools
 
 import pytest
-from engine_runs import EXACT, commit_all
+from engine_runs import commit_all
 from remembering import ByExample, Delta
 
+from settings_values import EXACT
 from thinwire.codec import parse
 
 

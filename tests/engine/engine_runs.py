@@ -13,13 +13,6 @@ from thinwire.settings import Settings
 from thinwire_lab.chain import Chain
 
 CPU = torch.device("cpu")
-EXACT = {"run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32"}
-
-
-def narrow(mode: str, **changes: Any) -> dict[str, Any]:
-    """A boundary of six dimensions; other keys of its section."""
-    own = {"mode": mode, "rank": 6, **changes}
-    return {f"boundary__{key}": value for key, value in own.items()}
 
 
 def built(settings: Settings) -> tuple[StageBuilder, list[Stage]]:

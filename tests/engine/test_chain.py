@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import CPU, EXACT, are_equal
+from engine_runs import CPU, are_equal
 from test_narrow import MODES
 from test_verdict import poison
 
+from settings_values import EXACT
 from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
 from thinwire_lab.chain import Chain

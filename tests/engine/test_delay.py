@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import assert_same_course, narrow, trained_chain
+from engine_runs import assert_same_course, trained_chain
 from plain import TOLERANCE, plain_loop
 from stopping import stop_in_the_first_step
 
+from settings_values import narrow
 from thinwire.data import Corpus
 from thinwire.engine.state import BEFORE, names_for_stage, shard_like
 from thinwire.errors import ConfigError, WireError

@@ -1,9 +1,10 @@
 """The pipeline computes what one process computes, whatever the split, schedule and window."""
 
 import pytest
-from engine_runs import EXACT, assert_same_course, narrow
+from engine_runs import assert_same_course
 from plain import TOLERANCE, plain_loop
 
+from settings_values import EXACT, narrow
 from thinwire.data import Corpus
 from thinwire.settings import Settings
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from engine_runs import narrow
 
+from settings_values import narrow
 from thinwire.engine.trace import is_finite
 from thinwire.engine.worker import Worker
 from thinwire.errors import WireError

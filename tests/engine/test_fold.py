@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import CPU, narrow, trained_chain
+from engine_runs import CPU, trained_chain
 
+from settings_values import narrow
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.joined import Joined
 from thinwire.engine.keeper import BASIS

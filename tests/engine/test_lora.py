@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import CPU, EXACT, are_equal, assert_same_course, trained_chain
+from engine_runs import CPU, are_equal, assert_same_course, trained_chain
 from test_chain import assert_same, trained
 from test_narrow import MODES
 
+from settings_values import EXACT
 from thinwire.engine.conversion import merged
 from thinwire.engine.feed import Feed
 from thinwire.engine.joined import Joined

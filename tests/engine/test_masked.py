@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from engine_runs import CPU, narrow, trained_chain
+from engine_runs import CPU, trained_chain
 from plain import TOLERANCE, plain_loop
 from torch.nn import functional as F
 
 from masks import with_masks
+from settings_values import narrow
 from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus, Order, Validation
 from thinwire.engine.feed import Feed

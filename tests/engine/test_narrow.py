@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from engine_runs import EXACT, assert_same_course, built, narrow
+from engine_runs import assert_same_course, built
 from plain import learning_rate, order_of
 from test_verdict import poison
 
+from settings_values import EXACT, narrow
 from thinwire.data import Corpus
 from thinwire.errors import WireError
 from thinwire.model import token_loss

@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 import torch
-from engine_runs import built, narrow
+from engine_runs import built
 from torch import Tensor
 from torch.nn import functional as F
 
+from settings_values import narrow
 from thinwire.errors import ConfigError
 from thinwire.model import Stage
 from thinwire.model.stage import with_ends

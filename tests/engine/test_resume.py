@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_runs import EXACT, assert_same_course, narrow
+from engine_runs import assert_same_course
 from safetensors.torch import load_file, save_file
 from stopping import stop_in_the_first_step
 
+from settings_values import EXACT, narrow
 from thinwire.engine.checkpoint import Checkpoint, sealed
 from thinwire.engine.reports import ShardFailed
 from thinwire.errors import CheckpointError

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import CPU, EXACT, built, trained_chain
+from engine_runs import CPU, built, trained_chain
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from settings_values import EXACT
 from thinwire.engine.build import autocast_for, weights_rounded_once
 from thinwire.settings import Settings
 

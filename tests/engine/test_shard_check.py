@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import EXACT, narrow
 from safetensors.torch import load_file
 from torch import Tensor
 
+from settings_values import EXACT, narrow
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.engine.state import ShardCheck, most_shard_bytes
 

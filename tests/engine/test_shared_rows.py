@@ -8,10 +8,11 @@ import math
 
 import pytest
 import torch
-from engine_runs import CPU, EXACT, built, narrow, trained_chain
+from engine_runs import CPU, built, trained_chain
 from plain import learning_rate, order_of
 from torch import Tensor
 
+from settings_values import EXACT, narrow
 from thinwire.codec import Leg
 from thinwire.data import Corpus
 from thinwire.engine import rows

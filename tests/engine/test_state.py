@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import EXACT, trained_chain
+from engine_runs import trained_chain
 from test_narrow import EMBEDDING, MODES
 from torch import Tensor
 
+from settings_values import EXACT
 from thinwire.engine.source import Snapshot
 from thinwire.engine.state import StageState
 from thinwire.errors import CheckpointError

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engine_runs import EXACT, are_equal, built
+from engine_runs import are_equal, built
 
+from settings_values import EXACT
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import StageError
 from thinwire.run.checkpoints import divergence
