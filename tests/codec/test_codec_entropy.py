@@ -5,13 +5,12 @@ import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import normal
+from tensors import CPU, normal
 
 from thinwire.codec import Cast, Leg, Place, TensorSpec, cross, parse_codec, spec_of
 from thinwire.codec.entropy import Zstd
 from thinwire.errors import WireError
 
-CPU = torch.device("cpu")
 FORWARD = Place(Leg.FORWARD, step=3, microbatch=1)
 BACKWARD = Place(Leg.BACKWARD, step=3, microbatch=1)
 INNER = ("fp32", "bf16", "fp8", "int2", "int4", "int5(group=4)", "int8(tensor)", "step(3)",

@@ -8,7 +8,7 @@ import torch
 import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tensors import normal
+from tensors import CPU, normal, round_trip
 from torch import Tensor
 
 from thinwire.codec import (
@@ -35,7 +35,6 @@ from thinwire.codec.quantize import (
 )
 from thinwire.errors import ConfigError
 
-CPU = torch.device("cpu")
 FORWARD = Place(Leg.FORWARD, step=3, microbatch=1)
 BACKWARD = Place(Leg.BACKWARD, step=3, microbatch=1)
 BITS = range(2, 9)
@@ -55,10 +54,6 @@ finite = st.floats(-(2.0**100), 2.0**100, width=32)
 rows = st.integers(1, 13).flatmap(
     lambda width: st.lists(st.lists(finite, min_size=width, max_size=width), max_size=4)
 )
-
-
-def round_trip(codec: Codec, tensor: Tensor, place: Place = FORWARD) -> Tensor:
-    return codec.unpack(bytes(codec.pack(tensor, place)), spec_of(tensor), place)
 
 
 # Casts
