@@ -116,10 +116,8 @@ def test_a_folder_does_not_run_the_plugins_that_it_names(
 ):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "strange_plugin.py").write_text("")
-    text = (run_folder / "config.toml").read_text()
-    (run_folder / "config.toml").write_text(
-        text.replace("plugins = []", 'plugins = ["strange_plugin"]')
-    )
+    config = run_folder / "config.toml"
+    config.write_text(config.read_text().replace("plugins = []", 'plugins = ["strange_plugin"]'))
     for command in ("train", "plan"):
         assert exit_code(command, run_folder) == 2
         assert "--allow-plugins" in capsys.readouterr().err
@@ -176,10 +174,8 @@ def test_an_interrupted_demo_does_not_start_its_second_arm(training, tmp_path):
 
 
 def test_commands_that_compute_nothing_do_not_wait_for_torch(tmp_path):
-    lines = [
-        "--help", "lab --help", "lab codecs --help", "completion bash",
-        "init b.toml --set model.preset=8b --set train.steps=9",
-    ]  # fmt: skip
+    lines = ["--help", "lab --help", "lab codecs --help", "completion bash",
+             "init b.toml --set model.preset=8b --set train.steps=9"]  # fmt: skip
     program = (
         "import sys\nfrom thinwire.cli import main\n"
         f"for line in {lines}:\n"

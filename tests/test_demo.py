@@ -16,13 +16,8 @@ QUICK = (
 
 
 def summary(loss: float, tokens: int, training: float, sent: int, ratio: float) -> dict[str, Any]:
-    return {
-        "final_valid_loss": loss,
-        "tokens": tokens,
-        "seconds": {"training": training},
-        "bytes_sent": {"total": sent},
-        "ratio_vs_bf16": ratio,
-    }
+    return {"final_valid_loss": loss, "tokens": tokens, "seconds": {"training": training},
+            "bytes_sent": {"total": sent}, "ratio_vs_bf16": ratio}  # fmt: skip
 
 
 def test_the_conclusion_says_bytes_time_and_loss_with_their_direction():
@@ -62,9 +57,7 @@ def test_the_demo_trains_both_arms_and_shows_them_side_by_side(tmp_path, text_fo
               "data.valid_fraction=0.1")  # fmt: skip
     main(["demo", *(word for key in (*QUICK, *places) for word in ("--set", key))])
     shown = capsys.readouterr().out
-    assert [path.name for path in sorted(tmp_path.iterdir())] == sorted(
-        f"demo-{a}" for a in RECIPES
-    )
+    assert {path.name for path in tmp_path.iterdir()} == {f"demo-{arm}" for arm in RECIPES}
     assert re.search(r"sent .*, the dense run .*: 2\dx fewer bytes", shown)
     assert re.search(r"\n  dense bf16 .* tokens/s\n  projected .* tokens/s\n", shown)
     assert (tmp_path / "demo-thin" / "plots" / "compare.png").stat().st_size > 0

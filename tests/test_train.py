@@ -76,10 +76,8 @@ class Replay:
     def __init__(self, outcome: Any):
         stages = range(len(outcome.workers))
         ready = [Ready("", **worker.describe()) for worker in outcome.workers]
-        self.first: list[Event] = [
-            *(Said(stage, ready[stage]) for stage in stages),
-            *(Said(stage, Linked()) for stage in stages),
-        ]
+        linked = [Linked() for _ in stages]
+        self.first = [Said(s, said[s]) for said in (ready, linked) for s in stages]
         self.script: list[tuple[int, Report]] = [
             (stage, report)
             for step in range(-1, 9)
@@ -93,15 +91,13 @@ class Replay:
         self.asked = 0
         self._events: Iterator[Event] | None = None
 
-    def start(self) -> None:
-        """They have been."""
+    def start(self, *_: Any) -> None:
+        """They have been, did, and have heard it all before; there are no processes."""
 
-    def on_begin(self) -> None:
-        """They did."""
+    on_begin = tell = wait_for_exits = start
 
     def next_event(self, coordinator: Coordinator) -> Event:
-        if self._events is None:
-            self._events = self._all_events()
+        self._events = self._events or self._all_events()
         return next(self._events)
 
     def _all_events(self) -> Iterator[Event]:
@@ -112,12 +108,6 @@ class Replay:
                 yield self.notes.pop()
             yield Said(stage, report)
         yield from self.goodbyes
-
-    def tell(self, stage: int, message: Any) -> None:
-        """They have heard it all before."""
-
-    def wait_for_exits(self) -> None:
-        """There are no processes."""
 
     def control_bytes(self) -> int:
         return 1000 * len(self.script)
@@ -297,10 +287,8 @@ def test_a_run_that_ends_badly_points_to_the_last_good_weights(kind, step, value
     run.follow()
     with pytest.raises(StageError, match="not finite") as caught:
         run.finish()
-    way = (
-        f"{good}. Resume from there with" if good else "no good checkpoint exists. Start a new run"
-    )
-    assert way in str(caught.value)
+    none = "no good checkpoint exists. Start a new run"
+    assert (f"{good}. Resume from there with" if good else none) in str(caught.value)
     assert json.loads((run.folder / "summary.json").read_text())["interrupted"] is False
 
 
@@ -362,12 +350,9 @@ def test_a_run_goes_on_in_its_own_folder(make_settings, tmp_path):
     assert (summary["first_step"], summary["steps"]) == (1, 2)
     assert [step for step, _ in summary["valid_losses"]] == [0, 1, 2], "of the whole run"
     assert Path(summary["paths"]["logs"]).is_dir()
-    left = sorted(path.name for path in checkpoints_folder(folder).iterdir())
-    assert left == [
-        "abandoned-step-00000002", "abandoned-step-00000003", "proven.json",
-        "step-00000001",  # beyond train.keep = 1: no step was trained from the newer one yet
-        "step-00000002",
-    ]  # fmt: skip
+    # One beyond train.keep = 1: no step was trained from the newer one yet.
+    abandoned = ["abandoned-step-00000002", "abandoned-step-00000003"]
+    assert kept(folder) == [*abandoned, "step-00000001", "step-00000002"]
     assert "abandoned-step-00000003" in stream.getvalue()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert [r["step"] for r in map(json.loads, lines) if r["kind"] == "step"] == [1, 2]
