@@ -1,7 +1,6 @@
 """The demo: its two arms, and the lines that a newcomer repeats to a friend."""
 
 import re
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ QUICK = (
 )
 
 
-def summary(loss: float, tokens: int, training: float, sent: int, ratio: float) -> dict[str, Any]:
+def summary(loss: float, tokens: int, training: float, sent: int, ratio: float):
     return {"final_valid_loss": loss, "tokens": tokens, "seconds": {"training": training},
             "bytes_sent": {"total": sent}, "ratio_vs_bf16": ratio}  # fmt: skip
 
@@ -27,9 +26,6 @@ def test_the_conclusion_says_bytes_time_and_loss_with_their_direction():
     assert "5.0 MB" in fewer and "120.0 MB" in fewer and "26x fewer" in fewer
     assert "90,000 tokens in 30" in faster and "3.5x faster" in faster
     assert "4.25" in lower and "4.50" in lower and "lower, and sooner" in lower
-
-
-def test_a_thin_run_that_is_worse_is_called_worse():
     thin = summary(5.0, 60_000, 70.0, 5_000_000, 26.0)
     dense = summary(4.0, 60_000, 35.0, 120_000_000, 1.0)
     _, slower, higher = conclusion({"thin": thin, "dense": dense})

@@ -4,7 +4,6 @@ import json
 import math
 import pickle
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ def meter(**frames: int) -> Moved:
     return {"sent": {**sent, "total": count(sum(frames.values()))}, "received": {"total": count(0)}}
 
 
-def report(stage: int, step: int, seconds: float, **changes: Any) -> Step:
+def report(stage: int, step: int, seconds: float, **changes) -> Step:
     """What one of two stages says of a step of four microbatches."""
     done = 4 * (step + 1)
     passes, end = ("FORWARD", "VERDICT") if stage == 0 else ("BACKWARD", "TALLY")
@@ -43,7 +42,7 @@ def report(stage: int, step: int, seconds: float, **changes: Any) -> Step:
     return Step(**{**usual, **changes})
 
 
-def follow(ledger: Ledger, durations: list[float], **changes: list[Any]) -> Ledger:
+def follow(ledger: Ledger, durations: list[float], **changes) -> Ledger:
     """File the steps of these durations; `changes` holds a value per step, for all stages."""
     for step, seconds in enumerate(durations):
         own = {key: values[step] for key, values in changes.items()}

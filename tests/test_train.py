@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -73,7 +72,7 @@ def test_a_cpu_that_emulates_bf16_is_named(supported, make_settings, tmp_path, m
 class Replay:
     """Peers that are done already: they say again what real stages reported."""
 
-    def __init__(self, outcome: Any):
+    def __init__(self, outcome):
         stages = range(len(outcome.workers))
         ready = [Ready("", **worker.describe()) for worker in outcome.workers]
         linked = [Linked() for _ in stages]
@@ -91,7 +90,7 @@ class Replay:
         self.asked = 0
         self._events: Iterator[Event] | None = None
 
-    def start(self, *_: Any) -> None:
+    def start(self, *_) -> None:
         """They have been, did, and have heard it all before; there are no processes."""
 
     on_begin = tell = wait_for_exits = start
@@ -120,7 +119,7 @@ class Replay:
 class Run:
     """A run about to be led, its record, and what is shown of it."""
 
-    def __init__(self, settings: Any, folder: Path, corpus: Corpus, peers: Replay):
+    def __init__(self, settings, folder: Path, corpus: Corpus, peers: Replay):
         self.stream = StringIO()
         self.folder, self.peers = folder, peers
         self.coordinator = Coordinator(settings.pipeline.stages, 100.0)
@@ -130,16 +129,16 @@ class Run:
     def follow(self) -> None:
         lead(self.coordinator, self.peers, self.record)
 
-    def finish(self, started: float = 0.0, draws: bool = False) -> dict[str, Any]:
+    def finish(self, started: float = 0.0, draws: bool = False):
         if not draws:  # which takes a second
             self.record.hurry()
         return self.record.finish(self.peers.control_bytes(), self.coordinator.stop_asked, started)
 
-    def stopping(self) -> Any:
+    def stopping(self):
         return stopping(self.peers.ask_to_stop, self.record)
 
 
-TOLD: dict[str, tuple[Any, Path]] = {}  # what stages reported, and what they wrote
+TOLD = {}  # what stages reported, and what they wrote
 
 
 @pytest.fixture
@@ -207,7 +206,7 @@ def test_metrics_on_a_full_disk_cost_no_run(replay):
         elif metrics.missing == 3:
             metrics._file = disks[0]
 
-    disks: list[Any] = []
+    disks = []
     peers.before_each = fill_the_disk
     run.follow()
     assert run.finish()["steps"] == 4
@@ -259,7 +258,7 @@ def test_a_checkpoint_lost_at_the_end_is_an_error_after_the_summary(planned, rep
     assert kept(run.folder) == ["step-00000002"]
 
 
-def spoil(peers: Replay, kind: type, step: int, **values: Any) -> None:
+def spoil(peers: Replay, kind: type, step: int, **values) -> None:
     """Have the stages report these values from `step` on; the loss where there is one."""
 
     def spoiled(report: Report) -> Report:

@@ -68,18 +68,12 @@ def test_what_does_not_fit_is_refused(values, message):
 
 @pytest.mark.parametrize(
     ("cls", "key", "text", "value"),
-    [
-        (Engine, "power", "12", 12),
-        (Train, "speed", "3e-4", 3e-4),
-        (Train, "whistle", "true", True),
-        (Train, "name", "a,b=c", "a,b=c"),
-        (Engine, "gears", "1,2,3", [1, 2, 3]),
-        (Engine, "gears", "[1, 2, 3]", [1, 2, 3]),
-        (Engine, "gears", "", []),
-        (Freight, "cars", "a=f(1,2), b", ["a=f(1,2)", "b"]),
-        (Freight, "cars", "['a, b', \"c\"]", ["a, b", "c"]),
-    ],
-)
+    [(Engine, "power", "12", 12), (Train, "speed", "3e-4", 3e-4), (Train, "whistle", "true", True),
+     (Train, "name", "a,b=c", "a,b=c"), (Engine, "gears", "1,2,3", [1, 2, 3]),
+     (Engine, "gears", "[1, 2, 3]", [1, 2, 3]), (Engine, "gears", "", []),
+     (Freight, "cars", "a=f(1,2), b", ["a=f(1,2)", "b"]),
+     (Freight, "cars", "['a, b', \"c\"]", ["a, b", "c"])],
+)  # fmt: skip
 def test_text_is_read_as_the_type_of_its_key(cls, key, text, value):
     read = parse_literal(text, cls, key, f"here.{key}")
     assert read == value and type(read) is type(value)

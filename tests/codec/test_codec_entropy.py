@@ -20,12 +20,8 @@ quick = settings(deadline=None, max_examples=40, derandomize=True)
 
 
 @quick
-@given(
-    st.sampled_from(INNER),
-    st.lists(st.integers(0, 6), max_size=4).map(tuple),
-    st.sampled_from((FORWARD, BACKWARD)),
-    st.integers(1, 5),
-)
+@given(st.sampled_from(INNER), st.lists(st.integers(0, 6), max_size=4).map(tuple),
+       st.sampled_from((FORWARD, BACKWARD)), st.integers(1, 5))  # fmt: skip
 def test_what_arrives_is_what_the_inner_codec_delivers(name, shape, place, level):
     sent = normal(shape, 0)
     plain = parse_codec(name)

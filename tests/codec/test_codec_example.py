@@ -4,7 +4,6 @@ import math
 import sys
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -78,7 +77,7 @@ def test_what_it_promises_holds(shape, seed):
             codec.unpack(payload[:-1], spec, PLACE)
 
 
-def checkpoint_of(settings: dict[str, Any], run: Path) -> Path:
+def checkpoint_of(settings, run: Path) -> Path:
     """One without tensors, with these settings."""
     facts = {"weight_version": 0, "basis_version": 0, "corpus": "none", "settings": settings}
     partial_folder(run, 1).mkdir(parents=True)

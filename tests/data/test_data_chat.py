@@ -2,7 +2,6 @@
 
 import json
 import resource
-from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +70,7 @@ def with_source(tokenizer: Tokenizer, source: str) -> Chat:
     return Chat(tokenizer, ChatTemplate(source, "test", config))
 
 
-def learned_text(chat: Chat, messages: list[dict[str, Any]], **options: Any) -> str:
+def learned_text(chat: Chat, messages, **options) -> str:
     (encoded,) = chat.encode_all([Conversation(messages, **options)], learn_all=False)
     return chat.tokenizer.decode(encoded.ids[encoded.learned == 1])
 

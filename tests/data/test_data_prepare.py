@@ -81,12 +81,8 @@ def test_changed_content_of_the_same_size_and_time_is_noticed(text_folder, made,
 def test_whatever_decides_the_ids_makes_another_corpus(text_folder, made, tmp_path):
     Tokenizer.train(["other text"], 260).save(tmp_path / "t.json")
     config = text_config(text_folder)
-    corpora = [
-        made(config),
-        made(config, VOCAB - 1),
-        made(replace(config, valid_fraction=0.6)),
-        made(replace(config, tokenizer=str(tmp_path / "t.json"))),
-    ]
+    corpora = [made(config), made(config, VOCAB - 1), made(replace(config, valid_fraction=0.6)),
+               made(replace(config, tokenizer=str(tmp_path / "t.json")))]  # fmt: skip
     (text_folder / "new.txt").write_text("one more document\n")
     corpora.append(made(config))
     assert len({corpus.folder for corpus in corpora}) == 5

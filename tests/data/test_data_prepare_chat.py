@@ -4,7 +4,6 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,19 +16,19 @@ from thinwire.errors import ConfigError, DataError
 VOCAB = 400
 
 
-def talk(number: int) -> dict[str, Any]:
+def talk(number: int):
     said = (("system", "Be brief."), ("user", f"What is {number} and {number}?"),
             ("assistant", f"It is {2 * number}."), ("user", "Sure?"),
             ("assistant", "Yes."))  # fmt: skip
     return {"messages": [{"role": role, "content": content} for role, content in said]}
 
 
-def written(path: Path, records: list[Any]) -> str:
+def written(path: Path, records) -> str:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
 
-def config_of(path: Path, **changes: Any) -> DataConfig:
+def config_of(path: Path, **changes) -> DataConfig:
     return DataConfig(source="chat", path=str(path), valid_fraction=0.2, **changes)
 
 

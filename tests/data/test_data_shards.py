@@ -104,7 +104,7 @@ def test_truncated_missing_and_empty_sources(tmp_path):
     refused("the corpus is empty", find_shards(str(tmp_path)).scan, lambda done: None)
 
 
-def test_token_shards_with_and_without_validation(tmp_path, cache):
+def test_token_shards_with_and_without_validation_or_with_that_of_another_place(tmp_path, cache):
     write_raw(tmp_path / "both" / "train.bin", [1, 2, 3])
     write_raw(tmp_path / "both" / "val.bin", [4])
     write_raw(tmp_path / "one.bin", range(100))
@@ -117,11 +117,6 @@ def test_token_shards_with_and_without_validation(tmp_path, cache):
     corpus = prepare(replace(config, path=str(tmp_path / "one.bin")), 100, cache)
     assert corpus.train.tolist() == list(range(90))
     assert corpus.valid.tolist() == list(range(90, 100))
-
-
-def test_token_shards_to_validate_on_may_lie_elsewhere(tmp_path, cache):
-    write_raw(tmp_path / "both" / "train.bin", [1, 2, 3])
-    write_raw(tmp_path / "both" / "val.bin", [4])
     write_raw(tmp_path / "other.bin", [5, 6])
     both, other = str(tmp_path / "both"), str(tmp_path / "other.bin")
     for path, valid_path, train, valid in [

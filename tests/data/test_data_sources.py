@@ -50,19 +50,13 @@ def test_every_kind_is_read_packed_or_not(tmp_path, packing):
     assert consumed == sorted(consumed) and consumed[-1] == sum(file.size for file in files)
 
 
-def test_txt_is_split_at_separator_lines(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text(
-        "one\n<|endoftext|>\ntwo <|endoftext|> two\n<|endoftext|>\n\n<|endoftext|>\nlast"
-    )
-    assert texts(path) == ["one\n", "two <|endoftext|> two\n", "last"]
-
-
-def test_byte_order_mark_and_white_space_are_no_content(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
-    (tmp_path / "b.txt").write_bytes(b" \n\n")
-    (tmp_path / "c.txt").write_bytes(b"")
+def test_separator_lines_byte_order_marks_and_white_space_are_no_content(tmp_path):
+    for name, content in (("a", b"\xef\xbb\xbfhello"), ("b", b" \n\n"), ("c", b"")):
+        (tmp_path / f"{name}.txt").write_bytes(content)
     assert texts(tmp_path) == ["hello"]
+    end, path = "<|endoftext|>", tmp_path / "d.txt"
+    path.write_text(f"one\n{end}\ntwo {end} two\n{end}\n\n{end}\nlast")
+    assert texts(path) == ["one\n", f"two {end} two\n", "last"]
 
 
 @pytest.fixture
@@ -189,13 +183,10 @@ def test_stdlib_has_the_library_and_not_its_tests():
 def test_folder_is_read_recursively_in_path_order(tmp_path):
     """Packed files count; hidden ones and other kinds do not."""
     write(tmp_path, "b.txt", "a/z.md", "a/b/c.py", "a.txt", "a-b.jsonl", "x.parquet", "w.tokens")
-    write(
-        tmp_path, "y.jsonl.GZ", "z.py.zst", "d.zst", "e.json", "f.txt.bz2", ".git/b.txt", ".h.txt"
-    )
-    assert names(tmp_path) == [
-        "a/b/c.py", "a/z.md", "a-b.jsonl", "a.txt", "b.txt", "w.tokens", "x.parquet", "y.jsonl.GZ",
-        "z.py.zst",
-    ]  # fmt: skip
+    write(tmp_path, "y.jsonl.GZ", "z.py.zst", "d.zst", "e.json", "f.txt.bz2")
+    write(tmp_path, ".git/b.txt", ".h.txt")
+    read = "a/b/c.py a/z.md a-b.jsonl a.txt b.txt w.tokens x.parquet y.jsonl.GZ z.py.zst"
+    assert names(tmp_path) == read.split()
     assert kind_and_packing("B.JSONL.gz") == (".jsonl", ".gz")
 
 

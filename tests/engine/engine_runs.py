@@ -45,6 +45,12 @@ def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
     )
 
 
+def furthest(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two sets of weights."""
+    assert first.keys() == second.keys()
+    return max((first[name] - weight).abs().max().item() for name, weight in second.items())
+
+
 def assert_same_course(resumed: Any, whole: Any, step: int = 0) -> None:
     """From this step on, the losses and the last weights of the other run, bit for bit."""
     assert resumed.losses() == whole.losses()[step:]

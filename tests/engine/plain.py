@@ -1,6 +1,7 @@
 """What a pipeline is compared with: a training loop as anybody would write it."""
 
 import copy
+import math
 
 import numpy as np
 import torch
@@ -26,6 +27,31 @@ def learning_rate(settings: Settings, step: int) -> float:
         return optim.lr * (step + 1) / optim.warmup
     progress = (step - optim.warmup) / (settings.train.steps - optim.warmup)
     return optim.lr * (0.1 + 0.45 * (1 + np.cos(np.pi * progress)))
+
+
+def moments_of(parameters: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
+    return {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in parameters.items()}
+
+
+@torch.no_grad()
+def update_by_hand(
+    parameters: dict, moments: dict, axes: dict[str, int], settings: Settings, step: int
+) -> None:
+    """Clipping and AdamW, written out; squares of what is held have their mean along an axis."""
+    optim, lr = settings.optim, learning_rate(settings, step)
+    norm = math.sqrt(sum(float((p.grad**2).sum()) for p in parameters.values()))
+    clip = min(1.0, optim.clip / (norm + 1e-6))
+    for name, p in parameters.items():
+        g, (mean, square) = p.grad * clip, moments[name]
+        second = g**2
+        if name in axes:
+            second = second.mean(axes[name], keepdim=True).expand_as(second)
+        mean.mul_(0.9).add_(0.1 * g)
+        square.mul_(0.95).add_(0.05 * second)
+        decay = optim.weight_decay if p.ndim > 1 else 0.0
+        scale = (square / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
+        p.mul_(1 - lr * decay).sub_(lr * mean / (1 - 0.9 ** (step + 1)) / scale)
+        p.grad = None
 
 
 def plain_loop(

@@ -1,7 +1,6 @@
 """Audits: what a stage sent against what the process that follows it computes."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +54,7 @@ class Audition:
         kind = FrameKind.BACKWARD
         return Frame(kind, 1, step, microbatch, shape=SPEC.shape, payload=payload)
 
-    def play(self, follower: Any, stage: Any, steps: range = range(STEPS)) -> None:
+    def play(self, follower, stage, steps: range = range(STEPS)) -> None:
         """Both compute the same tensors, each in its own way; now this comes first, now that."""
         for step in steps:
             for microbatch in range(MICROBATCHES):

@@ -1,7 +1,6 @@
 """The chain in one process trains what the pipeline trains, bit for bit."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from thinwire.settings import Settings
 from thinwire_lab.chain import Chain
 
 DELAYED = {**EXACT, "pipeline__delay": 1}
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "dense": EXACT,
     "lossy": {**EXACT, "codec__forward": "int8", "codec__backward": "int4"},
     "remembering": {**EXACT, "codec__forward": "topk(0.2)+ef21"},
@@ -30,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def trained(settings: Settings, feed: Feed, refused: set[int] | None = None) -> Any:
+def trained(settings: Settings, feed: Feed, refused: set[int] | None = None):
     """What a chain and its steps give: losses, weights with statistics, moments, the last score."""
     chain = Chain(settings, feed)
     for index, stage in enumerate(chain.stages):
@@ -49,7 +48,7 @@ def state(stages: list, updates: list) -> tuple[dict, dict]:
     return weights, moments
 
 
-def assert_same(outcome: Any, chain: tuple) -> None:
+def assert_same(outcome, chain: tuple) -> None:
     losses, weights, moments, valid = chain
     assert outcome.losses() == losses
     updates = [worker.update.latest for worker in outcome.workers]

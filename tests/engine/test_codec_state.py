@@ -2,8 +2,6 @@
 
 import re
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from engine_runs import are_equal, assert_same_course
@@ -22,7 +20,7 @@ from thinwire.wire import Frame, FrameKind, handshake, memory_pair
 from waiting import PATIENCE
 
 
-def codec_states(outcome: Any) -> dict[str, Tensor]:
+def codec_states(outcome) -> dict[str, Tensor]:
     return {
         name: tensor
         for worker in outcome.workers
@@ -31,7 +29,7 @@ def codec_states(outcome: Any) -> dict[str, Tensor]:
     }
 
 
-def agreements(outcome: Any) -> dict[int, list[dict[str, dict[str, str]]]]:
+def agreements(outcome) -> dict[int, list[dict[str, dict[str, str]]]]:
     return {s: [r.agreements for r in reports] for s, reports in outcome.shards().items()}
 
 
@@ -51,7 +49,7 @@ def neighbour_first(monkeypatch: pytest.MonkeyPatch) -> None:
         if frame.kind is FrameKind.FORWARD:
             event(port.stage, frame.step).set()
 
-    def late(worker: Worker, done: int, report: Any) -> None:
+    def late(worker: Worker, done: int, report) -> None:
         if worker.index > 0 and done < worker.settings.train.steps:
             assert event(worker.index, done).wait(PATIENCE), "the neighbour does not go ahead"
         save(worker, done, report)
@@ -117,10 +115,10 @@ def test_a_refused_step_is_remembered_alike_on_both_ends(settings_with, saved_ru
 # --- the ends agree, or the run ends ---
 
 
-def disturb(stage: int, leg: Leg, at_step: int) -> Callable[[Any], None]:
+def disturb(stage: int, leg: Leg, at_step: int):
     """Change what one end of the first cut remembers, before a step."""
 
-    def prepare(worker: Any) -> None:
+    def prepare(worker) -> None:
         if worker.index != stage:
             return
         begin = worker.update.begin
@@ -150,11 +148,11 @@ def test_ends_that_differ_are_found_at_the_next_checkpoint(
     assert re.match(words, disagreement(5, seen[5]))
 
 
-def shake_hands(lower: dict[str, Any], upper: dict[str, Any]) -> list[WireError]:
+def shake_hands(lower, upper) -> list[WireError]:
     """Both sides of a handshake; the objections there were."""
     objections: list[WireError] = []
 
-    def side(pipe: Any, contract: dict[str, Any]) -> None:
+    def side(pipe, contract) -> None:
         try:
             handshake(pipe, contract, contract, 5)
         except WireError as error:
@@ -213,7 +211,8 @@ def test_a_cut_elsewhere_has_no_memory_and_says_so(saved, settings_with, resumed
 
 
 def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(saved, settings_with, resumed):
-    finer = settings_with(pipeline__stages=3, pipeline__split=[1, 1, 2])
+    split = {"pipeline__stages": 3, "pipeline__split": [1, 1, 2]}
+    finer = settings_with(**split)
     notes = check_memory(finer, Checkpoint.open(saved))
     assert [note.partition(" and ")[0] for note in notes] == [
         f"delta is new on the {leg.value} leg of cut 0" for leg in Leg
@@ -226,9 +225,7 @@ def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(saved, setti
         stop_in_the_first_step(worker)
 
     resumed(finer, saved, look)
-    partly = settings_with(
-        pipeline__stages=3, pipeline__split=[1, 1, 2], codec__cuts=["0: forward=fp32 backward=fp32"]
-    )
+    partly = settings_with(**split, codec__cuts=["0: forward=fp32 backward=fp32"])
     assert check_memory(partly, Checkpoint.open(saved)) == []
 
 

@@ -2,19 +2,17 @@
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from engine_runs import assert_same_course, trained_chain
+from engine_runs import assert_same_course, furthest, trained_chain
 from plain import TOLERANCE, plain_loop
 from stopping import stop_in_the_first_step
 
 from settings_values import narrow
 from thinwire.data import Corpus
 from thinwire.engine.state import BEFORE, names_for_stage, shard_like
-from thinwire.errors import ConfigError, WireError
+from thinwire.errors import WireError
 from thinwire.settings import Settings
 from thinwire_lab.chain import Chain
 
@@ -42,12 +40,6 @@ def weights_of(chain: Chain) -> dict[str, torch.Tensor]:
     return {name: p for stage in chain.stages for name, p in stage.global_parameters().items()}
 
 
-def furthest(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> float:
-    """The largest difference between two sets of weights."""
-    assert found.keys() == weights.keys()
-    return max((found[name] - weight).abs().max().item() for name, weight in weights.items())
-
-
 @pytest.mark.parametrize(("stages", "delay"), [(1, 4), (3, 4), (3, 1)])
 @pytest.mark.parametrize("refused", [-1, 0, 2])
 def test_a_chain_is_a_plain_loop_of_delayed_updates(stages, delay, refused, delayed, corpus):
@@ -69,10 +61,10 @@ def test_without_delay_training_differs(delayed, corpus):
         assert furthest(weights_of(chain), weights) > 1e-6
 
 
-def spoil(step: int) -> Callable[[Any], None]:
+def spoil(step: int):
     """Spoil the gradients of one step on the last stage."""
 
-    def prepare(worker: Any) -> None:
+    def prepare(worker) -> None:
         update = worker.update.of_step(step)
         norms, begin = update.squared_norms, update.begin
         now = {"step": -1}
@@ -198,20 +190,6 @@ def test_a_run_goes_on_with_and_without_delay(delayed, saved_run, resumed):
         assert again.valid_losses()[0] == whole.valid_losses()[1], "the same weights"
         assert (again.losses()[0] == whole.losses()[3]) == (delay == 0)
         assert again.losses()[1] != whole.losses()[4]
-
-
-@pytest.mark.parametrize(
-    ("changes", "remedy"),
-    [
-        ({"pipeline__schedule": "gpipe"}, "1f1b"),
-        (narrow("subspace", anchor="embedding"), "thin32"),
-        (narrow("subspace", basis_update_every=5), "update_every = 0"),
-    ],
-)
-def test_what_cannot_be_delayed_is_refused(changes, remedy, delayed):
-    with pytest.raises(ConfigError, match=r"pipeline.delay = 1") as refused:
-        delayed(**changes)
-    assert remedy in str(refused.value)
 
 
 def test_a_shard_has_the_weights_before_the_last_update(delayed, run_in_threads):

@@ -1,7 +1,5 @@
 """Folded weights compute what the trained model computes; what does not fold says so."""
 
-from typing import Any
-
 import pytest
 import torch
 from engine_runs import CPU, trained_chain
@@ -19,7 +17,7 @@ NARROW = {mode: narrow(mode) for mode in ("subspace", "reparam")}
 MOVES = {"boundary__basis_update_every": 2}
 LORA = {"lora__rank": 3, "lora__alpha": 6.0}
 HELD = {"boundary__free_layers": 0}
-FOLDING: dict[str, dict[str, Any]] = {
+FOLDING = {
     "dense": {},
     "projected-without-cuts": {**narrow("projected", anchor="per-stage"), "pipeline__stages": 1},
     **NARROW,
@@ -42,7 +40,7 @@ def logits_of(model: Joined) -> torch.Tensor:
         return model.logits(IDS, compressed=False)
 
 
-def plain_model(folded: Folded, source: Any = None) -> Joined:
+def plain_model(folded: Folded, source=None) -> Joined:
     """Dense, with these weights, or with those of another source."""
     plain = Joined(folded.settings, CPU)
     for stage in plain.stages:

@@ -1,11 +1,9 @@
 """Narrow boundaries in the pipeline: every mode equals one process, exactly resumed, or refused."""
 
-import math
-
 import pytest
 import torch
-from engine_runs import assert_same_course, built
-from plain import learning_rate, order_of
+from engine_runs import assert_same_course, built, furthest
+from plain import moments_of, order_of, update_by_hand
 from test_verdict import poison
 
 from settings_values import EXACT, narrow
@@ -37,15 +35,14 @@ EMBEDDING = {
 def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dict]:
     """One process, one graph: stages chained by autograd, and an Adam written out by hand."""
     torch.set_num_threads(1)
-    boundary, optim = settings.boundary, settings.optim
+    boundary = settings.boundary
     builder, stages = built(settings)
     parameters = {n: p for stage in stages for n, p in stage.global_parameters().items()}
     axes = {}
     if boundary.mode == "subspace":
         axes = {h.name: h.axis for s in stages for h in s.held_parameters()}
     basis = builder.space.basis_DK
-    mean = {n: torch.zeros_like(p) for n, p in parameters.items()}
-    square = {n: torch.zeros_like(p) for n, p in parameters.items()}
+    moments = moments_of(parameters)
     order = order_of(settings, corpus)
     watched = stages[-1].names[-2 - boundary.free_layers]
     losses = []
@@ -71,28 +68,14 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
             for name, axis in axes.items():
                 grad = parameters[name].grad
                 parameters[name].grad = inside @ grad if axis == 0 else grad @ inside
-            norm = math.sqrt(sum(float((p.grad**2).sum()) for p in parameters.values()))
-            clip = min(1.0, optim.clip / (norm + 1e-6))
-            lr = learning_rate(settings, step)
-            for name, p in parameters.items():
-                g = p.grad * clip
-                second = g**2
-                if name in axes:
-                    second = second.mean(axes[name], keepdim=True).expand_as(second)
-                mean[name] = 0.9 * mean[name] + 0.1 * g
-                square[name] = 0.95 * square[name] + 0.05 * second
-                decay = optim.weight_decay if p.ndim > 1 else 0.0
-                unbiased = mean[name] / (1 - 0.9 ** (step + 1))
-                scale = (square[name] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
-                p.mul_(1 - lr * decay).sub_(lr * unbiased / scale)
-                p.grad = None
+            update_by_hand(parameters, moments, axes, settings, step)
             every, is_last_step = boundary.basis_update_every, step + 1 == settings.train.steps
             if every and (step + 1) % every == 0 and not is_last_step:
-                move(stages, basis, gradients, boundary.basis_rate, parameters, mean, axes)
+                move(stages, basis, gradients, boundary.basis_rate, parameters, moments, axes)
     return losses, parameters
 
 
-def move(stages, basis, gradients, rate, parameters, mean, axes) -> None:
+def move(stages, basis, gradients, rate, parameters, moments, axes) -> None:
     """The Grassmann step from its formula, and everything that follows the basis."""
     flat = torch.cat([g.flatten(0, 1) for g in gradients])
     covariance = flat.T @ flat
@@ -104,11 +87,11 @@ def move(stages, basis, gradients, rate, parameters, mean, axes) -> None:
     basis.copy_(new)
     inside = new @ new.T
     for name, axis in axes.items():
-        for tensor in (parameters[name].data, mean[name]):
+        for tensor in (parameters[name].data, moments[name][0]):
             tensor.copy_(inside @ tensor if axis == 0 else tensor @ inside)
     for stage in stages:
         for name, layer in stage.reparametrised().items():
-            for tensor in (parameters[name].data, mean[name]):
+            for tensor in (parameters[name].data, moments[name][0]):
                 turn = new.T @ old
                 tensor.copy_(turn @ tensor if layer.axis == 0 else tensor @ turn.T)
 
@@ -120,8 +103,7 @@ def test_pipeline_equals_one_process(mode, stages, make_settings, run_in_threads
     outcome = run_in_threads(settings)
     losses, parameters = plain_training(settings, corpus)
     assert outcome.losses() == pytest.approx(losses, abs=1e-10)
-    for name, weight in outcome.weights().items():
-        assert (weight - parameters[name]).abs().max().item() < 1e-9, name
+    assert furthest(outcome.weights(), parameters) < 1e-9
 
 
 @pytest.mark.parametrize("mode", [m for m in (*MOVING, *EMBEDDING) if "projected" not in m])
@@ -179,18 +161,15 @@ def total(counted: dict[str, int]) -> int:
 def test_moves_are_measured_and_versioned(make_settings, run_in_threads):
     settings = make_settings(pipeline__stages=4, train__steps=5, **MODES["subspace-moving"])
     outcome = run_in_threads(settings)
-    last = [r.measures for r in outcome.steps(-1)]
-    moved = [m for m in last if "energy_before" in m]
+    moved = [r.measures for r in outcome.steps(-1) if "energy_before" in r.measures]
     assert len(moved) == 2
     for measures in moved:
         assert measures["energy_after"] > measures["energy_before"]
-        assert measures["largest_angle"] > 0
-        assert measures["orthonormality_error"] < 1e-12
+        assert measures["largest_angle"] > 0 and measures["orthonormality_error"] < 1e-12
     assert [w.builder.space.version for w in outcome.workers] == [2] * 4
     bases = [w.builder.space.basis_DK for w in outcome.workers]
     assert all(torch.equal(b, bases[0]) for b in bases)
-    steps = outcome.steps(1)
-    sent = steps[-1].meters["cut-0"]["sent"]
+    sent = outcome.steps(1)[-1].meters["cut-0"]["sent"]
     assert sent["BASIS"]["payload_bytes"] == 2 * 8 * 32 * 6  # two moves of 32 x 6 in float64
 
 
@@ -203,12 +182,8 @@ def test_a_stage_with_another_basis_version_is_refused(make_settings, run_in_thr
 
 
 def test_a_move_of_a_refused_step_is_neither_made_nor_reported(make_settings, run_in_threads):
-    def prepare(worker):
-        if worker.index == 0:
-            poison(0, {1})(worker)
-
     settings = make_settings(train__steps=3, **MODES["subspace-moving"])
-    outcome = run_in_threads(settings, prepare_worker=prepare)
+    outcome = run_in_threads(settings, prepare_worker=poison(0, {1}))
     assert [w.builder.space.version for w in outcome.workers] == [0, 0]
     assert not any("energy_after" in report.measures for report in outcome.steps(-1))
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from settings_values import narrow
-from thinwire.errors import ConfigError
 from thinwire.model import Stage
 from thinwire.model.stage import with_ends
 
@@ -197,10 +196,3 @@ def test_a_bound_hides_no_gradient_that_is_not_finite(projected, ids_BT):
     weights_BT[1, 5] = torch.inf
     for gradient in gradients_at_cuts(stages, ids_BT, weights_BT):
         assert not bool(torch.isfinite(gradient).all())
-
-
-def test_other_cuts_refuse_a_bound(make_settings):
-    for mode in ("dense", "subspace"):
-        rank = {} if mode == "dense" else {"boundary__rank": 4}
-        with pytest.raises(ConfigError, match=r"boundary\.bound"):
-            make_settings(boundary__mode=mode, boundary__bound=4.0, pipeline__stages=3, **rank)

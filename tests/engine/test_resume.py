@@ -48,24 +48,11 @@ def test_interrupted_run_stops_on_every_stage_and_goes_on(exact, saved_run, resu
     assert_same_course(resumed(settings, saved[1]), whole, 1)
 
 
-def damaged(folder: Path) -> None:
-    path = folder / "stage-1.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-
-
-def truncated(folder: Path) -> None:
-    path = folder / "stage-0.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def lacking(folder: Path) -> None:
-    (folder / "stage-1.safetensors").unlink()
-
-
-def other_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{}")
+HARMS = [
+    ("stage-1.safetensors", lambda old: old[:-5] + bytes([old[-5] ^ 1]) + old[-4:], "is altered"),
+    ("stage-0.safetensors", lambda old: old[:-100], "is truncated"),
+    ("tokenizer.json", lambda old: b"{}", "is altered"),
+]
 
 
 def test_a_checkpoint_that_is_harmed_or_of_another_shape_is_refused(
@@ -73,16 +60,14 @@ def test_a_checkpoint_that_is_harmed_or_of_another_shape_is_refused(
 ):
     folder = saved_run(exact(train__checkpoint_every=6))[1][6]
     Checkpoint.open(folder).verify()
-    for harm, words in (
-        (damaged, "stage-1.safetensors is altered"),
-        (truncated, "stage-0.safetensors is truncated"),
-        (lacking, "has no file stage-1.safetensors"),
-        (other_tokenizer, "tokenizer.json is altered"),
-    ):
-        copy = shutil.copytree(folder, tmp_path / harm.__name__)
-        harm(copy)
-        with pytest.raises(CheckpointError, match=words):
+    for number, (name, change, words) in enumerate(HARMS):
+        copy = shutil.copytree(folder, tmp_path / f"copy-{number}")
+        (copy / name).write_bytes(change((copy / name).read_bytes()))
+        with pytest.raises(CheckpointError, match=f"{name} {words}"):
             Checkpoint.open(copy).verify()
+    (copy / "stage-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no file stage-1\.safetensors"):
+        Checkpoint.open(copy).verify()
     for changes, words in (({"model__layers": 5}, "9 tensors are missing"),
                            ({"model__ffn": 64}, "has shape")):  # fmt: skip
         with pytest.raises(CheckpointError, match=words):

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ class Roundings(TorchDispatchMode):
         super().__init__()
         self.of: Counter[int] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
             self.of[args[0].data_ptr()] += 1
         return func(*args, **(kwargs or {}))
@@ -36,7 +35,7 @@ def bf16(make_settings):
     return make_settings(**{**EXACT, "run__precision": "bf16"}, **single)
 
 
-def gradients(settings: Settings, keep: Any) -> tuple[list[Tensor], Counter[int], list[int]]:
+def gradients(settings: Settings, keep) -> tuple[list[Tensor], Counter[int], list[int]]:
     """All microbatches forward, then backward, as in a pipeline: they are in flight together."""
     _, (stage,) = built(settings)
     generator = torch.Generator().manual_seed(0)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from thinwire.model import LoraConfig
 from thinwire.model.adapter import is_adapter
 
 LORA = {"lora__rank": 3, "lora__alpha": 6.0, "optim__lr": 0.05}
-MODES: dict[str, dict[str, Any]] = {
+MODES = {
     "dense": {"lora__targets": ["q_proj", "o_proj", "down_proj"]},
     "subspace": narrow("subspace"),
     "reparam": narrow("reparam"),

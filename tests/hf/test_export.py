@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import moving
 import pytest
@@ -24,14 +23,10 @@ from thinwire.hf.verify import verify
 from thinwire.inference import Model
 
 SUBSPACE = narrow("subspace")
-FOLDING = {
-    "dense": {},
-    "subspace": SUBSPACE,
-    "reparam": narrow("reparam"),
-    "one-key-head": {"model__kv_heads": 1},
-    "heads-of-qwen": {"model__qk_norm": True, "model__head_dim": 12},
-    "moving": narrow("reparam", basis_update_every=2),
-}
+FOLDING = {"dense": {}, "subspace": SUBSPACE, "reparam": narrow("reparam"),
+           "one-key-head": {"model__kv_heads": 1},
+           "heads-of-qwen": {"model__qk_norm": True, "model__head_dim": 12},
+           "moving": narrow("reparam", basis_update_every=2)}  # fmt: skip
 WITH_CUTS = {
     "moving": narrow("projected", basis_update_every=2),
     "own-tables": narrow("projected", anchor="per-stage"),
@@ -39,7 +34,7 @@ WITH_CUTS = {
 }
 
 
-def exported(place: Path, **wanted: Any) -> tuple[Path, str]:
+def exported(place: Path, **wanted) -> tuple[Path, str]:
     folder = place.parents[2] / "exported"
     return folder, moving.exported(place, folder, **wanted)
 
@@ -151,7 +146,7 @@ def test_adapters_are_merged(boundary, trained):
     assert "LoRA of rank 3" in (folder / "README.md").read_text()
 
 
-def refused(error: type[ThinwireError], match: str, place: Path, **wanted: Any) -> None:
+def refused(error: type[ThinwireError], match: str, place: Path, **wanted) -> None:
     parent = place.parents[2]
     before = sorted(parent.rglob("*"))
     with pytest.raises(error, match=match):

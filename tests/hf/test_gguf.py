@@ -1,7 +1,6 @@
 """A GGUF file, written with the library of that format, becomes the model that it was made from."""
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -21,7 +20,7 @@ NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
          "mlp.down_proj": "ffn_down"}  # fmt: skip
 
 
-def write_gguf(path: Path, model: Any, extra: str = "") -> None:
+def write_gguf(path: Path, model, extra: str = "") -> None:
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -56,7 +55,7 @@ def theirs(name: str) -> str:
     return f"{NAMES[inner]}.{weight}"
 
 
-def turned(name: str, tensor: torch.Tensor, config: Any) -> np.ndarray:
+def turned(name: str, tensor: torch.Tensor, config) -> np.ndarray:
     """The format keeps the two channels of a rotation side by side."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     count = heads.get(name.split(".")[-2])

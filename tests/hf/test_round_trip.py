@@ -9,13 +9,9 @@ from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
 from thinwire.inference import Model
 
-MODES = {
-    "dense": {},
-    "qwen2": {"model__qkv_bias": True},
-    "qwen3": {"model__qk_norm": True, "model__head_dim": 12},
-    "subspace": narrow("subspace"),
-    "reparam": narrow("reparam"),
-}
+MODES = {"dense": {}, "qwen2": {"model__qkv_bias": True},
+         "qwen3": {"model__qk_norm": True, "model__head_dim": 12}, "subspace": narrow("subspace"),
+         "reparam": narrow("reparam")}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", MODES)
