@@ -13,7 +13,6 @@ from thinwire.data import Corpus, DataConfig, Tokenizer
 from thinwire.data import corpus as prepared_module
 from thinwire.data.chat import CHATML, ChatTemplate
 from thinwire.data.tokenizer import RESERVED
-from thinwire.errors import DataError
 
 VOCAB = 300
 
@@ -171,12 +170,12 @@ def test_text_to_validate_on_may_lie_elsewhere(text_folder, valid_folder, made, 
 
 def test_nothing_to_validate_on(text_folder, tmp_path, made):
     (tmp_path / "blank.txt").write_text(" \n")
-    with pytest.raises(DataError, match=r"no text to validate on in .*blank\.txt"):
-        made(text_config(text_folder, valid_path=str(tmp_path / "blank.txt")))
-    with pytest.raises(DataError, match=r"data\.valid_path = none does not exist"):
-        made(text_config(text_folder, valid_path="none"))
-    with pytest.raises(DataError, match=r"all of it is in data\.valid_path as well"):
-        made(text_config(text_folder, valid_path=str(text_folder)))
+    for path, words in (
+        (tmp_path / "blank.txt", r"no text to validate on in .*blank\.txt"),
+        ("none", r"data\.valid_path = none does not exist"),
+        (text_folder, r"all of it is in data\.valid_path as well"),
+    ):
+        refused(words, made, text_config(text_folder, valid_path=str(path)))
 
 
 def test_tokenizer_never_sees_validation_text(tmp_path, made, text_of):

@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-from engine_runs import commit_all
 from remembering import ByExample, Delta
 
 from settings_values import EXACT
@@ -20,7 +19,6 @@ def known(monkeypatch):
 @pytest.fixture
 def settings_with(known, make_settings):
     """Six float32 steps, saved in the middle, with a codec that remembers in both legs."""
-
     own = {**EXACT, "codec__forward": "delta", "codec__backward": "delta", "train__steps": 6}
     return lambda **changes: make_settings(**{**own, "train__checkpoint_every": 3, **changes})
 
@@ -31,7 +29,8 @@ def saved_run(run_in_threads, corpus, tmp_path):
 
     def run(settings, folder="run", **how):
         outcome = run_in_threads(settings, folder=tmp_path / folder, **how)
-        return outcome, commit_all(outcome, tmp_path / folder, corpus)
+        saved = {s: outcome.commit(tmp_path / folder, s, corpus) for s in outcome.shards()}
+        return outcome, saved
 
     return run
 

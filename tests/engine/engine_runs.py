@@ -1,6 +1,5 @@
-"""Settings, trained chains and comparisons that many tests of the engine share."""
+"""Built stages, trained chains and comparisons that many tests of the engine share."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +30,6 @@ def trained_chain(settings: Settings, corpus: Corpus, steps: int | None = None) 
     for step in range(settings.train.steps if steps is None else steps):
         chain.train_step(step)
     return chain
-
-
-def commit_all(outcome: Any, folder: Path, corpus: Corpus) -> dict[int, Path]:
-    """What the coordinator does once all stages have written their part."""
-    return {step: outcome.commit(folder, step, corpus) for step in outcome.shards()}
 
 
 def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:

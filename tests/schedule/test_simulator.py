@@ -41,15 +41,19 @@ def lane(simulation, stage, name):
     return [s for s in simulation.spans if s.stage == stage and s.lane == name]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 5), (2, 2), (3, 7), (4, 8), (6, 6)])
-def test_free_links_leave_only_the_pipeline_bubble(name, stages, microbatches):
+@pytest.mark.parametrize(("name", "delayed"), [("gpipe", False), ("1f1b", False), ("1f1b", True)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 5), (2, 2), (3, 7), (4, 8), (6, 12)])
+def test_free_links_leave_only_the_bubble_of_the_pipeline_and_none_with_delay(
+    name, delayed, stages, microbatches
+):
     """Of one stage: the sum of its work."""
-    step = simulate(build(name, stages, microbatches), costs(stages))
-    expected = (microbatches + stages - 1) * 3.0 + 0.5
+    schedule = build(name, stages, microbatches, delay=microbatches if delayed else 0)
+    step = simulate(schedule, costs(stages))
+    work = microbatches * 3.0 + 0.5
+    expected = work + (0 if delayed else (stages - 1) * 3.0)
     assert step.step_seconds == pytest.approx(expected)
-    assert step.bubble_fraction == pytest.approx(1 - (microbatches * 3.0 + 0.5) / expected)
-    assert step.bound == "compute of stage 0" or stages > 1
+    assert step.bubble_fraction == pytest.approx(1 - work / expected)
+    assert step.bound == "compute of stage 0" or (stages > 1 and not delayed)
 
 
 def test_one_microbatch_crosses_and_returns():
@@ -180,15 +184,6 @@ def test_rows_of_a_shared_embedding_are_handed_on_frame_by_frame(frames):
 
 
 # --- delayed updates ---
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (3, 7), (4, 8), (6, 12)])
-def test_with_delay_free_links_leave_no_bubble(stages, microbatches):
-    schedule = build("1f1b", stages, microbatches, delay=microbatches)
-    step = simulate(schedule, costs(stages))
-    assert step.step_seconds == pytest.approx(microbatches * 3.0 + 0.5)
-    assert step.bubble_fraction == pytest.approx(0.0)
-    assert step.bound == "compute of stage 0"
 
 
 @pytest.mark.parametrize(
