@@ -23,6 +23,7 @@ from thinwire.wire import HEADER_BYTES
 
 VARIANTS = [
     *BY_TOKEN,
+    {**BY_TOKEN[-1], "boundary__table": 0},
     {"codec__forward": "randk(0.5)", "codec__cuts": ["1: forward=int4(tensor)"]},
 ]
 
