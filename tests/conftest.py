@@ -232,14 +232,10 @@ def config(make_settings, tmp_path):
     """Write a run.toml for a small run in processes."""
 
     def write(**changes):
-        defaults: dict[str, object] = {
-            "run__precision": "fp32",
-            "codec__forward": "bf16",
-            "codec__backward": "bf16",
-            "link__emulate": True,
-            "link__latency_ms": 2.0,
-            "train__checkpoint_every": 2,
-        }
+        defaults: dict[str, object] = {"run__precision": "fp32", "codec__forward": "bf16",
+                                       "codec__backward": "bf16", "link__emulate": True,
+                                       "link__latency_ms": 2.0,
+                                       "train__checkpoint_every": 2}  # fmt: skip
         settings = make_settings(**{**defaults, **changes})
         path = tmp_path / "run.toml"
         path.write_text(to_toml(settings))

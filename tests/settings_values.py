@@ -5,15 +5,16 @@ from typing import Any
 
 from thinwire.settings import Settings
 
-TINY_MODEL = {
-    "layers": 4,
-    "dim": 32,
-    "heads": 4,
-    "kv_heads": 2,
-    "ffn": 48,
-    "vocab": 300,
-    "context": 16,
-}
+TINY_MODEL = {"layers": 4, "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 300,
+              "context": 16}  # fmt: skip
+
+EXACT = {"run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32"}
+
+
+def narrow(mode: str, **changes: Any) -> dict[str, Any]:
+    """A boundary of six dimensions; other keys of its section."""
+    own = {"mode": mode, "rank": 6, **changes}
+    return {f"boundary__{key}": value for key, value in own.items()}
 
 
 def write_texts(folder: Path) -> Path:

@@ -34,14 +34,9 @@ FLOORS = [
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Rooms of one floor know nothing of each other, but for these.
-NEIGHBOURS = {
-    "arguments": {"errors"},
-    "typed": {"errors"},
-    "paths": {"errors"},
-    "folders": {"errors"},
-    "lazy": {"errors"},
-    "cli": {"completion", "demo", "cli_host", "cli_model"},
-}
+NEIGHBOURS = {"arguments": {"errors"}, "typed": {"errors"}, "paths": {"errors"},
+              "folders": {"errors"}, "lazy": {"errors"},
+              "cli": {"completion", "demo", "cli_host", "cli_model"}}  # fmt: skip
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_ATTRIBUTES = {"torch.load", "torch.save", "builtins.eval", "builtins.exec"}
@@ -162,19 +157,13 @@ def test_rooms_import_only_downward():
 
 @pytest.mark.parametrize(
     ("module", "source", "reason"),
-    [
-        ("thinwire.codec.quantize", "from thinwire import engine", "engine is above codec"),
-        ("thinwire.wire.link", "from thinwire.codec import Codec", "wire and codec share a floor"),
-        (
-            "thinwire.run.coordinator",
-            "def f():\n    import thinwire.cluster",
-            "cluster is above run",
-        ),
-        ("thinwire.data.order", "from .. import errors", "write the whole name"),
-        ("thinwire.run.host", "import thinwire.attic", "attic is on no floor"),
-        ("thinwire", "from thinwire.errors import WireError", "imports no room"),
-    ],
-)
+    [("thinwire.codec.quantize", "from thinwire import engine", "engine is above codec"),
+     ("thinwire.wire.link", "from thinwire.codec import Codec", "wire and codec share a floor"),
+     ("thinwire.run.coordinator", "def f():\n    import thinwire.cluster", "cluster is above run"),
+     ("thinwire.data.order", "from .. import errors", "write the whole name"),
+     ("thinwire.run.host", "import thinwire.attic", "attic is on no floor"),
+     ("thinwire", "from thinwire.errors import WireError", "imports no room")],
+)  # fmt: skip
 def test_an_import_upward_or_sideways_is_refused(module, source, reason):
     (line,) = objections(module, source)
     assert line.startswith(f"{module} imports ") and line.endswith(reason)
@@ -212,14 +201,10 @@ def test_nothing_that_arrives_is_ever_executed():
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "import pickle",
-        "import torch\nw = torch.load('x', weights_only=True)",
-        "from torch import load",
-        "y = eval('1 + 1')",
-        "import numpy as np\nnp.load('x', allow_pickle=True)",
-        "run([sys.executable, '-m', 'torch'])",
-    ],
-)
+    ["import pickle", "import torch\nw = torch.load('x', weights_only=True)",
+     "from torch import load", "y = eval('1 + 1')",
+     "import numpy as np\nnp.load('x', allow_pickle=True)",
+     "run([sys.executable, '-m', 'torch'])"],
+)  # fmt: skip
 def test_what_could_execute_is_found(source):
     assert dangers(source)

@@ -47,9 +47,18 @@ def exit_code(*arguments: object) -> int:
         (["generate", "x", "--seed", "-999999999999999999999"], "is too large"),
         (["generate", "x", "--top-p", "1.5"], "'1.5' must be a number above 0 and at most 1"),
         (["plan", "x", "--tflops", "0"], "--tflops: '0' must be a number above 0"),
+        (["serve", "x", "--port", "70000"], "at most 65535"),
+        (["serve", "x", "--pipeline", "--parallel", "2"], "leave out --parallel or --pipeline"),
+        (["generate", "x", "--no-emulation"], "is about the links of --pipeline"),
+        (["generate", "x", "--pipeline", "--compression", "off"], "leave out one of the two"),
+        (["eval", "x", "--lm-eval", " , "], "needs the name of a task"),
+        (["eval", "x", "--lm-eval", "piqa", "--data", "y"], "leave out --data"),
+        (["eval", "x", "--lm-eval", "piqa", "--batches", "3"], "leave out --data"),
+        (["eval", "x", "--limit", "3"], "--limit and --tasks-folder"),
+        (["eval", "x", "--tasks-folder", "y"], "--limit and --tasks-folder"),
     ],
 )
-def test_values_out_of_range_are_refused(arguments, words, capsys):
+def test_values_out_of_range_and_options_that_contradict_are_refused(arguments, words, capsys):
     assert exit_code(*arguments) == 2
     text = capsys.readouterr().err
     assert words in text and "Traceback" not in text
@@ -116,10 +125,8 @@ def test_a_folder_does_not_run_the_plugins_that_it_names(
 ):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "strange_plugin.py").write_text("")
-    text = (run_folder / "config.toml").read_text()
-    (run_folder / "config.toml").write_text(
-        text.replace("plugins = []", 'plugins = ["strange_plugin"]')
-    )
+    config = run_folder / "config.toml"
+    config.write_text(config.read_text().replace("plugins = []", 'plugins = ["strange_plugin"]'))
     for command in ("train", "plan"):
         assert exit_code(command, run_folder) == 2
         assert "--allow-plugins" in capsys.readouterr().err
@@ -176,10 +183,8 @@ def test_an_interrupted_demo_does_not_start_its_second_arm(training, tmp_path):
 
 
 def test_commands_that_compute_nothing_do_not_wait_for_torch(tmp_path):
-    lines = [
-        "--help", "lab --help", "lab codecs --help", "completion bash",
-        "init b.toml --set model.preset=8b --set train.steps=9",
-    ]  # fmt: skip
+    lines = ["--help", "lab --help", "lab codecs --help", "completion bash",
+             "init b.toml --set model.preset=8b --set train.steps=9"]  # fmt: skip
     program = (
         "import sys\nfrom thinwire.cli import main\n"
         f"for line in {lines}:\n"

@@ -18,15 +18,8 @@ from thinwire.settings import apply_override, load_settings
 
 ROOT = Path(__file__).parent.parent
 # What the page sets itself stays as it is, but for the steps.
-SHORT = {
-    "model.context": 32,
-    "pipeline.stages": 2,
-    "pipeline.microbatches": 2,
-    "train.batch": 4,
-    "optim.warmup": -1,
-    "train.eval_every": 0,
-    "train.eval_batches": 1,
-}
+SHORT = {"model.context": 32, "pipeline.stages": 2, "pipeline.microbatches": 2, "train.batch": 4,
+         "optim.warmup": -1, "train.eval_every": 0, "train.eval_batches": 1}  # fmt: skip
 OF_FOUR_STAGES = ("codec.cuts=",)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = re.compile(r"(?:thinwire|\.)\[([\w,]+)\]")
@@ -58,13 +51,8 @@ def perform(tmp_path, capsys):
         environment = {**os.environ, **variables}
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         program = {"thinwire": [sys.executable, "-m", "thinwire"], "python": [sys.executable]}
-        finished = subprocess.run(
-            [*program.get(words[0], words[:1]), *words[1:]],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        finished = subprocess.run([*program.get(words[0], words[:1]), *words[1:]], cwd=tmp_path,
+                                  env=environment, capture_output=True, text=True)  # fmt: skip
         output = finished.stdout + finished.stderr
         assert finished.returncode == 0, f"{' '.join(words)}\n{output}"
         return output

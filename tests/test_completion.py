@@ -23,18 +23,14 @@ def completions(*words: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("words", "some"),
-    [
-        ([""], ["train", "plan", "lab", "completion"]),
-        (["--ver"], ["--version"]),
-        (["train", "--re"], ["--resume"]),
-        (["train", "run.toml", "--set", "boundary.r"], ["boundary.rank="]),
-        (["eval", "runs/x", "--device", "c"], ["cpu", "cuda"]),
-        (["lab", "con"], ["convergence"]),
-        (["lab", "codecs", "--ta"], ["--task"]),
-        (["lab", "codecs", "--task", ""], ["cifar", "lm"]),
-    ],
+    [([""], ["train", "plan", "lab", "completion"]), (["--ver"], ["--version"]),
+     (["train", "--re"], ["--resume"]),
+     (["train", "run.toml", "--set", "boundary.r"], ["boundary.rank="]),
+     (["eval", "runs/x", "--device", "c"], ["cpu", "cuda"]), (["lab", "con"], ["convergence"]),
+     (["lab", "codecs", "--ta"], ["--task"]),
+     (["lab", "codecs", "--task", ""], ["cifar", "lm"])],
     ids=lambda words: " ".join(words),
-)
+)  # fmt: skip
 def test_bash_completes(words, some):
     found = completions(*words)
     assert set(some) <= set(found)

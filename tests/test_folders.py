@@ -17,11 +17,15 @@ from thinwire.folders import (
 )
 
 
-def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path):
+def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
+    path = tmp_path / "sub" / "a.json"
+    replace_file(path, b"one")
+    replace_file(path, b"two")
+    assert path.read_bytes() == b"two" and list(path.parent.iterdir()) == [path]
     (tmp_path / "folder" / "content").mkdir(parents=True)
     with pytest.raises(OSError):
         replace_file(tmp_path / "folder", b"no file can take the place of a folder")
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "sub"}
 
 
 def test_a_private_file_is_its_user_s_alone_from_the_first_byte(tmp_path, monkeypatch):
@@ -90,14 +94,6 @@ def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path, monkeypatch):
         replace_folder(partial, tmp_path / "made")
     assert (tmp_path / "made" / "a.txt").read_text() == "one"
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
-
-
-def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path):
-    path = tmp_path / "sub" / "a.json"
-    replace_file(path, b"one")
-    replace_file(path, b"two")
-    assert path.read_bytes() == b"two"
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_lock_has_one_holder(tmp_path):

@@ -28,13 +28,9 @@ OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_CONFI
 def run(*words: object, cwd: Path | None = None) -> str:
     """What a command prints; it sees nothing of our sources through PYTHONPATH."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    finished = subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env={**environment, **OFFLINE},
-        capture_output=True,
-        text=True,
-    )
+    finished = subprocess.run([str(word) for word in words], cwd=cwd,
+                              env={**environment, **OFFLINE}, capture_output=True,
+                              text=True)  # fmt: skip
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
@@ -94,14 +90,8 @@ def test_the_source_distribution_holds_tests_and_pages(built):
         packed = {
             PurePosixPath(name).relative_to(f"thinwire-{VERSION}") for name in sdist.getnames()
         }
-    patterns = (
-        "tests/**/*.py",
-        "docs/*.md",
-        "lab/**/*.py",
-        "lab/**/*.jsonl",
-        "examples/*.py",
-        "tools/*.py",
-    )
+    patterns = ("tests/**/*.py", "docs/*.md", "lab/**/*.py", "lab/**/*.jsonl", "examples/*.py",
+                "tools/*.py")  # fmt: skip
     for pattern in patterns:
         wanted = {PurePosixPath(path.relative_to(ROOT).as_posix()) for path in ROOT.glob(pattern)}
         assert wanted and wanted <= packed, pattern

@@ -3,12 +3,12 @@
 import itertools
 import json
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from settings_values import narrow
 from thinwire.codec import Leg, Place, parse_codec
 from thinwire.engine.build import StageBuilder, Weights, stage_weights
 from thinwire.model import architecture
@@ -32,24 +32,19 @@ from thinwire.settings.crossing import (
 from thinwire.wire import Frame, FrameKind, encode
 
 RATE = 5e9  # FLOP/s: compute and links of the tiny run then matter alike
-MakeSettings = Callable[..., Settings]
 
 
-def slow_link(make_settings: MakeSettings, **changes: object) -> Settings:
+@pytest.fixture
+def slow_link(make_settings):
     link = {"link__emulate": True, "link__mbps_up": 20.0, "link__mbps_down": 30.0,
             "link__latency_ms": 5.0}  # fmt: skip
-    return make_settings(**{**link, **changes})
+    return lambda **changes: make_settings(**{**link, **changes})
 
 
-NARROW = {"boundary__mode": "projected", "boundary__rank": 5}
-
-
-@pytest.mark.parametrize(
-    "boundary", [{}, NARROW, {"boundary__mode": "subspace", "boundary__rank": 3}]
-)
-def test_what_crosses_is_known_from_the_settings_alone(boundary, make_settings, monkeypatch):
+@pytest.mark.parametrize("boundary", [{}, narrow("projected"), narrow("subspace", rank=3)])
+def test_what_crosses_is_known_from_the_settings_alone(boundary, slow_link, monkeypatch):
     """A plan derives no basis: of a large model that takes minutes, and it is not needed."""
-    settings = slow_link(make_settings, pipeline__stages=4, **boundary)
+    settings = slow_link(pipeline__stages=4, **boundary)
     builder = StageBuilder(settings, torch.device("cpu"))
     ids = torch.zeros(settings.microbatch_size, settings.model.context, dtype=torch.long)
     z = ids
@@ -70,15 +65,12 @@ def test_what_crosses_is_known_from_the_settings_alone(boundary, make_settings, 
 @pytest.mark.parametrize("backward", ["fp64", "fp16"])
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_frame_bytes_are_those_of_real_frames(make_settings, forward, backward, microbatches):
-    settings = make_settings(
-        codec__forward=forward, codec__backward=backward, pipeline__microbatches=microbatches
-    )
+    codecs = {"codec__forward": forward, "codec__backward": backward}
+    settings = make_settings(pipeline__microbatches=microbatches, **codecs)
     shape = (8 // microbatches, settings.model.context, settings.model.dim)
     sizes = []
-    for name, kind, leg in (
-        (forward, FrameKind.FORWARD, Leg.FORWARD),
-        (backward, FrameKind.BACKWARD, Leg.BACKWARD),
-    ):
+    for name, kind, leg in ((forward, FrameKind.FORWARD, Leg.FORWARD),
+                            (backward, FrameKind.BACKWARD, Leg.BACKWARD)):  # fmt: skip
         codec = parse_codec(name)
         payload = codec.pack(torch.zeros(shape), Place(leg, 0, 0))
         sizes.append(len(encode(Frame(kind, codec=codec.tag, shape=shape, payload=payload))))
@@ -87,36 +79,26 @@ def test_frame_bytes_are_those_of_real_frames(make_settings, forward, backward, 
     assert (costs.forward_bytes, costs.backward_bytes) == ([sizes[0]], [sizes[1]])
 
 
-def test_each_cut_is_planned_with_its_own_codecs(make_settings):
-    settings = slow_link(
-        make_settings,
-        pipeline__stages=3,
-        codec__forward="bf16",
-        codec__backward="fp32",
-        codec__cuts=["1: forward=fp64"],
-    )
+def test_each_cut_is_planned_with_its_own_codecs(slow_link):
+    codecs = {"codec__forward": "bf16", "codec__backward": "fp32"}
+    settings = slow_link(pipeline__stages=3, codec__cuts=["1: forward=fp64"], **codecs)
     elements = settings.microbatch_size * settings.model.context * settings.model.dim
     sizes = [(2 * elements + 64, 4 * elements + 64), (8 * elements + 64, 4 * elements + 64)]
     assert [frame_bytes(settings, cut) for cut in range(2)] == sizes
     plan = make_plan(settings, RATE)
-    assert (plan.costs.forward_bytes, plan.costs.backward_bytes) == tuple(
-        map(list, zip(*sizes, strict=True))
-    )
+    planned = zip(plan.costs.forward_bytes, plan.costs.backward_bytes, strict=True)
+    assert [*planned] == sizes
     text = plan_text(plan)
     assert "cut 0, per microbatch" in text and "cut 1, per microbatch" in text
     assert "each cut" not in text and "at most" not in text
     rows = plan_to_plain(plan)["cuts"]
     assert [(row["forward_bytes"], row["backward_bytes"]) for row in rows] == sizes
-    packed = plan_text(make_plan(slow_link(make_settings, codec__forward="int4+zstd"), RATE))
-    assert "each cut, per microbatch: at most " in packed
-    stepped = plan_text(make_plan(slow_link(make_settings, codec__forward="step(3)+zstd"), RATE))
-    assert "each cut, per microbatch: about " in stepped
-    kinds = {
-        name: plan_to_plain(make_plan(slow_link(make_settings, codec__forward=name), RATE))["cuts"]
-        for name in ("int4", "int4+zstd", "step(3)+zstd")
-    }
-    assert [rows[0]["bytes_are"] for rows in kinds.values()] == ["exact", "limits", "expected"]
-    alike = plan_text(make_plan(slow_link(make_settings, pipeline__stages=3), RATE))
+    for name, kind, word in (("int4", "exact", ""), ("int4+zstd", "limits", "at most "),
+                             ("step(3)+zstd", "expected", "about ")):  # fmt: skip
+        of_all = make_plan(slow_link(codec__forward=name), RATE)
+        assert plan_to_plain(of_all)["cuts"][0]["bytes_are"] == kind
+        assert f"each cut, per microbatch: {word}" in plan_text(of_all)
+    alike = plan_text(make_plan(slow_link(pipeline__stages=3), RATE))
     assert "each cut, per microbatch" in alike and "cut 0" not in alike
 
 
@@ -125,16 +107,20 @@ def test_each_cut_is_planned_with_its_own_codecs(make_settings):
     [("tiny", [4]), ("tiny", [1, 3]), ("mini", [3, 1, 2, 2]), ("8b", [8, 8, 8, 8])],
 )
 def test_the_stages_hold_all_parameters_once(preset, split):
-    settings = Settings.from_plain(
-        {"model": {"preset": preset}, "pipeline": {"stages": len(split), "split": split}}
-    )
+    pipeline = {"stages": len(split), "split": split}
+    settings = Settings.from_plain({"model": {"preset": preset}, "pipeline": pipeline})
     counts = [stage_weights(settings, stage).count for stage in range(len(split))]
     assert sum(counts) == architecture(settings.model).parameter_count()
     assert make_plan(settings, 1e15).parameters == counts
 
 
+def matrix_flops(counter: FlopCounterMode) -> int:
+    """By torch's own counter; attention apart, whose kernels torch counts unevenly."""
+    counted = counter.get_flop_counts()["Global"]
+    return sum(n for op, n in counted.items() if "attention" not in str(op))
+
+
 def test_flops_are_those_that_torch_counts(make_settings):
-    """The matrices by torch's own counter; attention apart, whose kernels torch counts unevenly."""
     model = make_settings().model
     blocks = range(2, model.layers)
     sequences, context = 2, model.context
@@ -142,8 +128,7 @@ def test_flops_are_those_that_torch_counts(make_settings):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         for plan in architecture(model).stage_layers(blocks):
             x_BTD = plan.make()(x_BTD)
-    counted = counter.get_flop_counts()["Global"]
-    matrices = sum(n for op, n in counted.items() if "attention" not in str(op))
+    matrices = matrix_flops(counter)
     tokens = sequences * context
     attention = len(blocks) * 2 * tokens * context * model.dim  # two products, half of it masked
     family = architecture(model)
@@ -166,20 +151,17 @@ def test_flops_are_those_that_torch_counts(make_settings):
     ],
 )
 def test_a_worse_link_never_plans_a_faster_step(
-    make_settings, schedule, stages, key, from_best_to_worst
+    slow_link, schedule, stages, key, from_best_to_worst
 ):
-    seconds = [
-        make_plan(
-            slow_link(make_settings, pipeline__schedule=schedule, pipeline__stages=stages,
-                      **{key: value}), RATE).simulation.step_seconds
-        for value in from_best_to_worst
-    ]  # fmt: skip
+    own = {"pipeline__schedule": schedule, "pipeline__stages": stages}
+    settings = [slow_link(**own, **{key: value}) for value in from_best_to_worst]
+    seconds = [make_plan(each, RATE).simulation.step_seconds for each in settings]
     assert all(b >= a * (1 - 1e-12) for a, b in itertools.pairwise(seconds))
     assert seconds[-1] > seconds[0], "the link does enter the estimate"
 
 
-def test_the_text_answers_what_a_person_asks_and_says_from_what(make_settings):
-    settings = slow_link(make_settings)
+def test_the_text_answers_what_a_person_asks_and_says_from_what(slow_link):
+    settings = slow_link()
     plan = make_plan(settings, 2e12)
     text = plan_text(plan)
     assert text.startswith("An estimate: nothing is trained.")
@@ -199,8 +181,8 @@ def test_the_text_answers_what_a_person_asks_and_says_from_what(make_settings):
     assert text.count("<- this run") == 1
 
 
-def test_the_plan_for_programs_is_json(make_settings):
-    settings = slow_link(make_settings)
+def test_the_plan_for_programs_is_json(slow_link):
+    settings = slow_link()
     plain = plan_to_plain(make_plan(settings, RATE))
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
     assert plain["config_hash"] == settings.hash
@@ -254,8 +236,8 @@ def test_a_slow_last_stage_gets_a_split_suggested(make_settings):
     assert "times as long as any other, and no split would be faster" in stuck
 
 
-def test_very_many_microbatches_are_planned_in_a_few_lines(make_settings):
-    settings = slow_link(make_settings, pipeline__microbatches=64, train__batch=64)
+def test_very_many_microbatches_are_planned_in_a_few_lines(slow_link):
+    settings = slow_link(pipeline__microbatches=64, train__batch=64)
     plan = make_plan(settings, RATE)
     assert len(plan.windows) <= 12
     assert len(plan_text(plan)) < 5000 and "slots are left out" in plan_text(plan)
@@ -300,7 +282,6 @@ def test_a_plan_says_what_delayed_updates_bring(make_settings):
 
 
 def test_frozen_matrices_have_no_gradient_to_compute(make_settings):
-    """By torch's own counter; attention apart, whose kernels torch counts unevenly."""
     settings = make_settings(lora__rank=2)
     model, blocks = settings.model, range(2, 4)
     stage = StageBuilder(settings, torch.device("cpu")).build(1)
@@ -308,8 +289,7 @@ def test_frozen_matrices_have_no_gradient_to_compute(make_settings):
     output = stage(x_BTD)
     with FlopCounterMode(display=False) as counter:
         output.sum().backward()
-    counted = counter.get_flop_counts()["Global"]
-    matrices = sum(n for op, n in counted.items() if "attention" not in str(op))
+    matrices = matrix_flops(counter)
     tokens = x_BTD.shape[:2].numel()
     adapters = 2 * 2 * tokens * sum(p.numel() for p in stage.parameters() if p.requires_grad)
     family = architecture(model)
@@ -329,10 +309,10 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings):
 
     assert memory(0) == 4 * weight_bytes, "weight, gradient and AdamW's two moments"
     assert memory(0, optim__name="muon") == 3 * weight_bytes
-    rounded = memory(0, run__precision="bf16", codec__forward="bf16", codec__backward="bf16")
+    lossy = {"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"}
+    rounded = memory(0, **lossy)
     assert rounded == parameters * (4 * 4 + 2), "float32, and one copy of the weights in bfloat16"
     assert memory(0, pipeline__delay=1) == 6 * weight_bytes, "weights and gradients twice"
-    lossy = {"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"}
     assert memory(0, pipeline__delay=1, **lossy) == parameters * (6 * 4 + 2 * 2)
     one = memory(1) - memory(0)
     assert one > 0 and memory(3) - memory(0) == 3 * one
@@ -341,9 +321,9 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings):
     assert with_recompute == 2 * kept, "the input of each of the two blocks"
 
 
-def test_rows_of_a_shared_embedding_are_counted(make_settings):
-    shared = {"boundary__mode": "subspace", "boundary__rank": 5, "boundary__anchor": "embedding"}
-    settings = slow_link(make_settings, **shared, codec__rows="fp64", boundary__row_steps=10)
+def test_rows_of_a_shared_embedding_are_counted(slow_link):
+    shared = narrow("subspace", anchor="embedding")
+    settings = slow_link(**shared, codec__rows="fp64", boundary__row_steps=10)
     size = row_bytes(settings)
     rows = (size - 64) // (8 * 32)
     assert size == 64 + 8 * 32 * rows and 300 / 10 < rows < 60  # all take turns, few come often
@@ -353,7 +333,7 @@ def test_rows_of_a_shared_embedding_are_counted(make_settings):
     assert told["row_bytes"] == size
     per_token = size / settings.tokens_per_step
     assert f"for rows of the embedding ({per_token:,.1f} bytes per token)" in plan_text(plan)
-    fixed = slow_link(make_settings, **{**shared, "boundary__anchor": "fixed"})
+    fixed = slow_link(**{**shared, "boundary__anchor": "fixed"})
     assert row_bytes(fixed) == 0 and "embedding" not in plan_text(make_plan(fixed, RATE))
     frames = sum(frame_bytes(settings)) / settings.tokens_per_microbatch
     assert bytes_per_token(settings) == pytest.approx(frames + 2 * per_token)
@@ -364,10 +344,9 @@ def test_rows_of_a_shared_embedding_are_counted(make_settings):
     "changes",
     [
         {},
-        {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2,
-         "codec__backward": "int4+ef"},
-        {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "embedding",
-         "boundary__row_tokens": 20, "boundary__row_steps": 5, "codec__rows": "fp64"},
+        {**narrow("subspace", basis_update_every=2), "codec__backward": "int4+ef"},
+        {**narrow("subspace", anchor="embedding", row_tokens=20, row_steps=5),
+         "codec__rows": "fp64"},
     ],
     ids=["dense", "a basis that moves", "rows of the embedding"],
 )  # fmt: skip

@@ -166,15 +166,12 @@ def refused(cache, tmp_path, monkeypatch, capfd):
 def test_bad_settings_are_refused(refused, config, tmp_path):
     path = config()
     for override, words in [
-        ("model.dimm=64", 'did you mean "dim"?'),
-        ("modle.dim=64", 'did you mean "model"?'),
-        ("pipeline.stages=9", "the model has 4 layers"),
-        ("pipeline.microbatches=1", "microbatch"),
+        ("model.dimm=64", 'did you mean "dim"?'), ("modle.dim=64", 'did you mean "model"?'),
+        ("pipeline.stages=9", "the model has 4 layers"), ("pipeline.microbatches=1", "microbatch"),
         ("codec.forward=bf61", 'did you mean "bf16"?'),
         ("train.steps=many", "cannot read 'many' as an integer"),
-        ("data.path=/nowhere/at/all", "/nowhere/at/all"),
-        ("train.batch=4000000", "train"),
-    ]:
+        ("data.path=/nowhere/at/all", "/nowhere/at/all"), ("train.batch=4000000", "train"),
+    ]:  # fmt: skip
         code = 3 if override.startswith(("data", "train.batch")) else 2
         refused(["train", path, "--set", override], code, words)
     assert not (tmp_path / "test" / "metrics.jsonl").exists()

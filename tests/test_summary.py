@@ -4,7 +4,6 @@ import json
 import math
 import pickle
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -26,35 +25,24 @@ def meter(**frames: int) -> Moved:
     return {"sent": {**sent, "total": count(sum(frames.values()))}, "received": {"total": count(0)}}
 
 
-def report(stage: int, step: int, seconds: float, **changes: Any) -> Step:
+def report(stage: int, step: int, seconds: float, **changes) -> Step:
     """What one of two stages says of a step of four microbatches."""
     done = 4 * (step + 1)
-    kinds = {"FORWARD": done, "VERDICT": step + 1} if stage == 0 else {
-        "BACKWARD": done, "TALLY": step + 1}  # fmt: skip
+    passes, end = ("FORWARD", "VERDICT") if stage == 0 else ("BACKWARD", "TALLY")
+    kinds = {passes: done, end: step + 1}
     start = 100.0 + 10 * step
-    usual = Step(
-        step=step,
-        loss=5.0 - 0.01 * step,
-        lr=0.1,
-        grad_norm=1.0,
-        committed=True,
-        start=start,
-        end=start + seconds,
-        wait=seconds / 8,
-        costs=StageCosts(seconds / 16, seconds / 16 * (1 + stage), seconds / 16),
-        spans=[
-            ("compute", "F0", start, start + seconds / 2),
-            ("compute", "norm", start, start),
-            ("send", "F0>", start, start + seconds / (4 + 4 * stage)),
-        ],
-        measures={},
-        meters={"cut-0": meter(**kinds, EVALUATE=7, HELLO=1)},
-        dropped=0,
-    )
-    return replace(usual, **changes)
+    spans = [("compute", "F0", start, start + seconds / 2), ("compute", "norm", start, start),
+             ("send", "F0>", start, start + seconds / (4 + 4 * stage))]  # fmt: skip
+    usual = {
+        "step": step, "loss": 5.0 - 0.01 * step, "lr": 0.1, "grad_norm": 1.0, "committed": True,
+        "start": start, "end": start + seconds, "wait": seconds / 8, "spans": spans,
+        "costs": StageCosts(seconds / 16, seconds / 16 * (1 + stage), seconds / 16),
+        "meters": {"cut-0": meter(**kinds, EVALUATE=7, HELLO=1)}, "measures": {}, "dropped": 0,
+    }  # fmt: skip
+    return Step(**{**usual, **changes})
 
 
-def follow(ledger: Ledger, durations: list[float], **changes: list[Any]) -> Ledger:
+def follow(ledger: Ledger, durations: list[float], **changes) -> Ledger:
     """File the steps of these durations; `changes` holds a value per step, for all stages."""
     for step, seconds in enumerate(durations):
         own = {key: values[step] for key, values in changes.items()}
@@ -66,13 +54,10 @@ def follow(ledger: Ledger, durations: list[float], **changes: list[Any]) -> Ledg
 
 @pytest.fixture
 def make_ledger(make_settings):
-    def make(**changes):
-        values = {"link__emulate": True, "link__mbps_up": 8.0, "train__steps": 1000}
-        values |= {"train__eval_every": 0, **changes}
-        about = [Ready("", "0..1", "cpu"), Ready("", "2..3", "cpu")]
-        return Ledger(make_settings(**values), about, first_step=0)
-
-    return make
+    usual = {"link__emulate": True, "link__mbps_up": 8.0, "train__steps": 1000}
+    usual |= {"train__eval_every": 0}
+    about = [Ready("", "0..1", "cpu"), Ready("", "2..3", "cpu")]
+    return lambda **changes: Ledger(make_settings(**{**usual, **changes}), about, first_step=0)
 
 
 def test_a_summary_of_known_steps(make_ledger):
@@ -89,9 +74,8 @@ def test_a_summary_of_known_steps(make_ledger):
     assert costs["forward_bytes"] == [FRAME * (4 * 5 + 5) // 20]
     first, second = summary["time_shares"]
     assert first.pop("wait_for").keys() == {"neighbour", "link", "basis", "verdict"}
-    assert first == pytest.approx(
-        {"stage": 0, "compute": 1 / 2, "wait": 1 / 8, "update": 1 / 16, "other": 5 / 16}
-    )
+    shares = {"stage": 0, "compute": 1 / 2, "wait": 1 / 8, "update": 1 / 16, "other": 5 / 16}
+    assert first == pytest.approx(shares)
     assert second["compute"] == pytest.approx(3 / 4)
     assert summary["bubble_fraction"] == pytest.approx(1 - (1 / 2 + 3 / 4) / 2 - 1 / 16)
     busy = FRAME * 25 / 5 * 8e-6 / (8.0 * 3.0)
@@ -168,14 +152,10 @@ def test_a_run_that_was_formed_again_is_summed_up_as_a_whole(make_ledger):
 
 def test_an_uplink_carries_what_a_stage_sends_both_ways(make_settings):
     """The display of a step, each cut and the summary say the same of the stage in the middle."""
-    settings = make_settings(
-        pipeline__stages=3, link__emulate=True, link__mbps_up=8.0, train__eval_every=0
-    )
-    sent = [
-        {"cut-0": meter(FORWARD=20)},
-        {"cut-0": meter(BACKWARD=10), "cut-1": meter(FORWARD=20)},
-        {"cut-1": meter(BACKWARD=10)},
-    ]
+    links = {"link__emulate": True, "link__mbps_up": 8.0}
+    settings = make_settings(pipeline__stages=3, train__eval_every=0, **links)
+    up, down = meter(FORWARD=20), meter(BACKWARD=10)
+    sent = [{"cut-0": up}, {"cut-0": down, "cut-1": up}, {"cut-1": down}]
 
     def busy(ledger):
         for stage, meters in enumerate(sent):
@@ -217,10 +197,8 @@ def test_the_bubble_of_plan_and_summary_is_one_thing(make_settings):
         ledger = Ledger(settings, [Ready("", "", "cpu")] * 2, first_step=0)
         for stage in (1, 0):
             ours = [s for s in step.spans if s.stage == stage and s.lane == "compute"]
-            took = {
-                kind: sum(s.end - s.start for s in ours if s.label[0] == kind) for kind in "FBU"
-            }
-            measured = StageCosts(took["F"] / 4, took["B"] / 4, took["U"])
+            F, B, U = (sum(s.end - s.start for s in ours if s.label[0] == kind) for kind in "FBU")
+            measured = StageCosts(F / 4, B / 4, U)
             ledger.add_step(stage, report(stage, 0, step.step_seconds, costs=measured, spans=[]))
         summary = ledger.summary({}, 1.0)
         assert summary["bubble_fraction"] == pytest.approx(step.bubble_fraction)

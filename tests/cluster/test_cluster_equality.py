@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from settings_values import TINY_MODEL, with_changes
+from settings_values import TINY_MODEL, narrow, with_changes
 from thinwire.data import Corpus
 from thinwire.engine.checkpoint import partial_folder
 from thinwire.engine.feed import Feed
@@ -22,8 +22,7 @@ from thinwire_lab.chain import Chain
 
 STEPS = 3
 LOSSY = {"codec__forward": "int8", "codec__backward": "int4"}
-TABLES = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"}
-NARROW = {**TABLES, "boundary__anchor": "none"}
+TABLES, NARROW = (narrow("projected", anchor=anchor) for anchor in ("per-stage", "none"))
 EIGHT = {"pipeline__stages": 8, "model__layers": 8}
 
 
@@ -38,20 +37,16 @@ class Case:
 
 
 CASES = {
-    "dense": Case({"pipeline__schedule": "gpipe"}),
-    "lossy": Case({**LOSSY, "optim__name": "muon"}),
-    "subspace": Case(
-        {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2}
-    ),
+    "dense": Case({"pipeline__schedule": "gpipe"}), "lossy": Case({**LOSSY, "optim__name": "muon"}),
+    "subspace": Case(narrow("subspace", basis_update_every=2)),
     "tables": Case({**TABLES, **LOSSY, "pipeline__schedule": "gpipe"}),
     "remembering": Case({"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(shared)"}),
     "bf16": Case({"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"}),
     "interleaved": Case({**EIGHT, **TABLES, **LOSSY}, "interleaved"),
     "zero-bubble": Case({**EIGHT, **NARROW, **LOSSY}, "zero-bubble"),
-    "zbv": Case({**EIGHT, **NARROW, **LOSSY}, "zbv"),
-    "masked": Case(LOSSY, is_masked=True),
+    "zbv": Case({**EIGHT, **NARROW, **LOSSY}, "zbv"), "masked": Case(LOSSY, is_masked=True),
     "replicas": Case({"pipeline__stages": 2}, replicas=2),
-}
+}  # fmt: skip
 QUICK = ("lossy", "tables", "interleaved", "zbv", "replicas")
 """Of these one launch is in every run of the suite; the others are played by `make bench`."""
 

@@ -37,16 +37,12 @@ def torchrun(*words: object, ranks: int = 2, cwd: Path, cache: Path) -> subproce
     return subprocess.Popen(
         command,
         cwd=cwd,
-        env={
-            **os.environ,
-            "THINWIRE_CACHE": str(cache),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": paths,
-        },
+        env={**os.environ, "THINWIRE_CACHE": str(cache), "OMP_NUM_THREADS": "1",
+             "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
+    )  # fmt: skip
 
 
 def metrics(folder: Path, kind: str) -> list[dict]:

@@ -5,11 +5,19 @@ from torch import Tensor
 
 from thinwire.codec import Codec, Leg, Place, spec_of
 
+CPU = torch.device("cpu")
 PLACE = Place(Leg.FORWARD, step=3, microbatch=1, seed=5)
 
 
+def sent(sender: Codec, receiver: Codec, tensor: Tensor, place: Place) -> Tensor:
+    """What the receiving end makes of the bytes, of which there are no more than agreed."""
+    payload = bytes(sender.pack(tensor, place))
+    assert len(payload) <= receiver.payload_limit(tuple(tensor.shape))
+    return receiver.unpack(payload, spec_of(tensor), place)
+
+
 def round_trip(codec: Codec, tensor: Tensor, place: Place = PLACE) -> Tensor:
-    return codec.unpack(bytes(codec.pack(tensor, place)), spec_of(tensor), place)
+    return sent(codec, codec, tensor, place)
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,7 +1,6 @@
 """AQ-SGD: a memory of every training example, equal on both ends, bounded and kept in a file."""
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Codec, Leg, Place, Surroundings, TensorSpec, spec_of
+from thinwire.codec import Leg, Place, Surroundings, TensorSpec, spec_of
 from thinwire.codec.entropy import Zstd
 from thinwire.codec.feedback import AQSGD, ExampleMemory, bytes_needed
 from thinwire.codec.lowrank import LowRank
@@ -19,16 +18,11 @@ from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, TopK
 from thinwire.errors import ConfigError
 
-CPU = torch.device("cpu")
+CPU = tensors.CPU
 EXAMPLES, ROW = 7, (4, 6)
 ENOUGH = Surroundings(EXAMPLES, limit_bytes=10**6)
-INNERS: dict[str, Callable[[], Codec]] = {
-    "topk": lambda: TopK(0.2),
-    "randk": lambda: RandK(0.2),
-    "lowrank": lambda: LowRank(1),
-    "int": lambda: Integer(4),
-    "zstd": lambda: Zstd(Integer(4)),
-}
+INNERS = {"topk": lambda: TopK(0.2), "randk": lambda: RandK(0.2), "lowrank": lambda: LowRank(1),
+          "int": lambda: Integer(4), "zstd": lambda: Zstd(Integer(4))}  # fmt: skip
 
 seeds = st.integers(0, 2**32)
 dtypes = st.sampled_from((torch.float32, torch.float64, torch.bfloat16))
@@ -62,9 +56,7 @@ class Ends:
             end.prepare(TensorSpec((3, *ROW), dtype, CPU), surroundings)
 
     def send(self, tensor: Tensor, place: Place) -> Tensor:
-        payload = bytes(self.sender.pack(tensor, place))
-        assert len(payload) <= self.receiver.payload_limit(tuple(tensor.shape))
-        return self.receiver.unpack(payload, spec_of(tensor), place)
+        return tensors.sent(self.sender, self.receiver, tensor, place)
 
     def states(self) -> list[dict[str, Tensor]]:
         return [end.state_tensors() for end in (self.sender, self.receiver)]

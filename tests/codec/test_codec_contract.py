@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tensors import normal
+from tensors import normal, sent
 from torch import Tensor
 
 from thinwire.codec import Codec, Leg, Place, Surroundings, TensorSpec, parse_codec, spec_of
@@ -27,10 +27,6 @@ def made(name: str, tensor: Tensor) -> Codec:
 def at(number: int, tensor: Tensor, training: bool = True) -> Place:
     examples = tuple(range(tensor.shape[0])) if tensor.ndim else None
     return Place(Leg.FORWARD, number, 0, training=training, examples=examples)
-
-
-def sent(sender: Codec, receiver: Codec, tensor: Tensor, place: Place) -> Tensor:
-    return receiver.unpack(bytes(sender.pack(tensor, place)), spec_of(tensor), place)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

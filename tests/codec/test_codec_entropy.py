@@ -5,13 +5,12 @@ import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import normal
+from tensors import CPU, normal
 
 from thinwire.codec import Cast, Leg, Place, TensorSpec, cross, parse_codec, spec_of
 from thinwire.codec.entropy import Zstd
 from thinwire.errors import WireError
 
-CPU = torch.device("cpu")
 FORWARD = Place(Leg.FORWARD, step=3, microbatch=1)
 BACKWARD = Place(Leg.BACKWARD, step=3, microbatch=1)
 INNER = ("fp32", "bf16", "fp8", "int2", "int4", "int5(group=4)", "int8(tensor)", "step(3)",
@@ -21,12 +20,8 @@ quick = settings(deadline=None, max_examples=40, derandomize=True)
 
 
 @quick
-@given(
-    st.sampled_from(INNER),
-    st.lists(st.integers(0, 6), max_size=4).map(tuple),
-    st.sampled_from((FORWARD, BACKWARD)),
-    st.integers(1, 5),
-)
+@given(st.sampled_from(INNER), st.lists(st.integers(0, 6), max_size=4).map(tuple),
+       st.sampled_from((FORWARD, BACKWARD)), st.integers(1, 5))  # fmt: skip
 def test_what_arrives_is_what_the_inner_codec_delivers(name, shape, place, level):
     sent = normal(shape, 0)
     plain = parse_codec(name)

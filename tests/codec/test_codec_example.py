@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.codec import Leg, Place, TensorSpec, cross, parse_codec
+from thinwire.codec import Leg, Place, cross, parse_codec, spec_of
 from thinwire.codec.parse import _CODECS
 from thinwire.engine.checkpoint import Checkpoint, partial_folder
 from thinwire.errors import CheckpointError, ConfigError, WireError
@@ -64,7 +64,7 @@ def test_what_it_promises_holds(shape, seed):
     codec = sign_codec.Sign()
     sent = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     payload = bytes(codec.pack(sent, PLACE))
-    spec = TensorSpec(shape, torch.float32, torch.device("cpu"))
+    spec = spec_of(sent)
     got = codec.unpack(payload, spec, PLACE)
     count = math.prod(shape)
     tokens = math.prod(shape[:-1]) if count else 0
@@ -77,11 +77,16 @@ def test_what_it_promises_holds(shape, seed):
             codec.unpack(payload[:-1], spec, PLACE)
 
 
+def checkpoint_of(settings, run: Path) -> Path:
+    """One without tensors, with these settings."""
+    facts = {"weight_version": 0, "basis_version": 0, "corpus": "none", "settings": settings}
+    partial_folder(run, 1).mkdir(parents=True)
+    return commit(run, 1, [], facts, None)
+
+
 def test_a_checkpoint_whose_plugin_is_missing_says_which(make_settings, tmp_path, monkeypatch):
     made = make_settings(codec__backward="sign", codec__plugins=["sign_codec"]).to_plain()
-    facts = {"weight_version": 0, "basis_version": 0, "corpus": "none", "settings": made}
-    partial_folder(tmp_path, 1).mkdir(parents=True)
-    folder = commit(tmp_path, 1, [], facts, None)
+    folder = checkpoint_of(made, tmp_path)
     assert Checkpoint.open(folder, allow_plugins=True).settings.codec.backward == "sign"
     monkeypatch.delitem(sys.modules, "sign_codec")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(EXAMPLES)])
@@ -99,9 +104,7 @@ def test_a_checkpoint_runs_no_code_unless_it_is_allowed(make_settings, tmp_path,
     monkeypatch.syspath_prepend(tmp_path)
     plain = make_settings().to_plain()
     plain["codec"]["plugins"] = ["stranger"]
-    facts = {"weight_version": 0, "basis_version": 0, "corpus": "none", "settings": plain}
-    partial_folder(tmp_path, 1).mkdir(parents=True)
-    folder = commit(tmp_path, 1, [], facts, None)
+    folder = checkpoint_of(plain, tmp_path)
     for refused in (
         lambda: Checkpoint.open(folder).settings,
         lambda: Checkpoint.open(folder, trusted_plugins=["another"]).settings,

@@ -20,16 +20,8 @@ from thinwire.codec.sparse import RandK, TopK
 from thinwire.errors import ConfigError
 
 SHAPE = (3, 6, 8)
-BUDGETED: dict[str, Callable[[], Codec]] = {
-    "topk": lambda: TopK(0.2),
-    "randk": lambda: RandK(0.2),
-    "lowrank": lambda: LowRank(2),
-}
-INNERS: dict[str, Callable[[], Codec]] = {
-    **BUDGETED,
-    "int": lambda: Integer(4),
-    "fp16": lambda: Cast("fp16"),
-}
+BUDGETED = {"topk": lambda: TopK(0.2), "randk": lambda: RandK(0.2), "lowrank": lambda: LowRank(2)}
+INNERS = {**BUDGETED, "int": lambda: Integer(4), "fp16": lambda: Cast("fp16")}
 SENDERS = (ErrorFeedback, MixedErrorFeedback)
 WRAPPERS = (*SENDERS, EF21)
 PAIRS = [
@@ -113,8 +105,7 @@ def test_ef21_agrees_between_unlike_devices(inner, devices):
 def test_feedback_delivers_a_constant_tensor_in_the_end(wrapper, inner):
     """Without feedback these codecs never would: what they leave out, they leave out for ever."""
     sent, ends, plain = normal(0), ends_of((wrapper, inner)), INNERS[inner]()
-    arrived = torch.zeros(SHAPE)
-    rounds = 60
+    arrived, rounds = torch.zeros(SHAPE), 60
     for number in range(rounds):
         place = Place(Leg.FORWARD, number, 0)
         got = ends.send(sent, place)
@@ -142,12 +133,10 @@ def test_another_shape_or_type_is_refused(wrapper):
 
 def test_mixed_feedback_spends_half_on_the_error():
     codec, place = MixedErrorFeedback(TopK(0.25)), Place(Leg.FORWARD, 0, 0)
-    half = TopK(0.125).payload_limit(SHAPE)
-    assert len(codec.pack(normal(0), place)) == 2 * half
-    one_shape = (4, 1)
-    assert codec.payload_limit(one_shape) == 2 * TopK(0.125).payload_limit(one_shape)
-    drawn = MixedErrorFeedback(RandK(0.25))
-    buffer = torch.ones(1000)
+    half, one_shape = TopK(0.125), (4, 1)
+    assert len(codec.pack(normal(0), place)) == 2 * half.payload_limit(SHAPE)
+    assert codec.payload_limit(one_shape) == 2 * half.payload_limit(one_shape)
+    drawn, buffer = MixedErrorFeedback(RandK(0.25)), torch.ones(1000)
     drawn.load_state_tensors({"buffer": buffer})
     arrived = drawn.decode(drawn.encode(torch.ones(1000), place), spec_of(buffer), place)
     assert arrived.sum() == 250

@@ -8,20 +8,10 @@ import torch
 import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tensors import normal
+from tensors import CPU, normal, round_trip
 from torch import Tensor
 
-from thinwire.codec import (
-    Cast,
-    Codec,
-    Leg,
-    Place,
-    Surroundings,
-    TensorSpec,
-    cross,
-    parse_codec,
-    spec_of,
-)
+from thinwire.codec import Cast, Leg, Place, Surroundings, TensorSpec, cross, parse_codec, spec_of
 from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
 from thinwire.codec.quantize import (
     FORMATS,
@@ -35,7 +25,6 @@ from thinwire.codec.quantize import (
 )
 from thinwire.errors import ConfigError
 
-CPU = torch.device("cpu")
 FORWARD = Place(Leg.FORWARD, step=3, microbatch=1)
 BACKWARD = Place(Leg.BACKWARD, step=3, microbatch=1)
 BITS = range(2, 9)
@@ -55,10 +44,6 @@ finite = st.floats(-(2.0**100), 2.0**100, width=32)
 rows = st.integers(1, 13).flatmap(
     lambda width: st.lists(st.lists(finite, min_size=width, max_size=width), max_size=4)
 )
-
-
-def round_trip(codec: Codec, tensor: Tensor, place: Place = FORWARD) -> Tensor:
-    return codec.unpack(bytes(codec.pack(tensor, place)), spec_of(tensor), place)
 
 
 # Casts
@@ -122,7 +107,7 @@ def test_tags_name_the_codec_for_ever():
 # All quantizers
 
 
-def steps_of(codec: Codec, tensor: Tensor, place: Place) -> Tensor:
+def steps_of(codec, tensor: Tensor, place: Place) -> Tensor:
     """The distance of neighbouring levels for every element, read off the payload."""
     first = codec.encode(tensor, place)[0].double()
     if isinstance(codec, TensorInteger | StepCodec):
@@ -133,7 +118,7 @@ def steps_of(codec: Codec, tensor: Tensor, place: Place) -> Tensor:
     return per_row.reshape(tensor.shape)
 
 
-def float32_term(codec: Codec, sent: Tensor) -> Tensor:
+def float32_term(codec, sent: Tensor) -> Tensor:
     """What float32's own rounding may add to an error, as the docs have it."""
     x = sent.double()
     if isinstance(codec, StepCodec):
@@ -143,7 +128,7 @@ def float32_term(codec: Codec, sent: Tensor) -> Tensor:
     return 2.0**-20 * x.abs().amax(-1, keepdim=True).expand(x.shape)
 
 
-def is_within_bound(codec: Codec, sent: Tensor, place: Place) -> bool:
+def is_within_bound(codec, sent: Tensor, place: Place) -> bool:
     """Half a step forward, a whole one backward, and float32's own rounding; rotated: by length.
 
     Of an eight-bit float half a unit in the last of three places, or half of the smallest step.
@@ -309,7 +294,7 @@ def test_turning_codes_back_is_exact():
 # Multiples of one step for a whole tensor
 
 
-def step_of(codec: Codec, tensor: Tensor) -> float:
+def step_of(codec, tensor: Tensor) -> float:
     return float(codec.encode(tensor, FORWARD)[0])
 
 
@@ -319,7 +304,7 @@ def entropy(symbols: Tensor) -> float:
     return float(-(share * share.log2()).sum())
 
 
-def symbols_of(codec: Codec, tensor: Tensor) -> Tensor:
+def symbols_of(codec, tensor: Tensor) -> Tensor:
     """As they arrive: 2**15 is zero."""
     parts = codec.encode(tensor, FORWARD)
     return (codec.decode(parts, spec_of(tensor), FORWARD) / parts[0]).round().int() + 2**15
@@ -349,9 +334,7 @@ def test_symbols_are_sent_in_two_planes_of_bytes_about_what_rows_have_in_common(
     step = torch.frombuffer(bytearray(payload[:4]), dtype=torch.float32).item()
     symbols = [[round(x / step) for x in row] for row in sent.tolist()]
     means = [(sum(column) + 1) // 3 for column in zip(*symbols, strict=True)]
-    rests = [
-        symbol - mean + 136 for row in symbols for symbol, mean in zip(row, means, strict=True)
-    ]
+    rests = [s - mean + 136 for row in symbols for s, mean in zip(row, means, strict=True)]
     planes = bytes(r % 256 for r in rests) + bytes(r // 256 % 256 for r in rests)
     common = b"".join(m.to_bytes(2, "little", signed=True) for m in means)
     assert payload[4:] == common + b"\0" + planes

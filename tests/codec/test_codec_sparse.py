@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import PLACE, normal, round_trip
+from tensors import CPU, PLACE, normal, round_trip, sent
 from torch import Tensor
 
 from thinwire.codec import Codec, Leg, Place
@@ -16,7 +16,6 @@ from thinwire.codec.feedback import EF21, ErrorFeedback
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks, drawn
 from thinwire.errors import WireError
 
-CPU = torch.device("cpu")
 BACK = Place(Leg.BACKWARD, step=3, microbatch=1, seed=5)
 SHARES = (0.004, 0.03, 0.1, 0.25, 0.5, 1.0)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -139,15 +138,10 @@ def test_randk_draws_anew_at_every_place_and_alike_on_both_ends():
     sent = torch.ones(1000)
     masks = {
         tuple(round_trip(RandK(0.1), sent, place).tolist())
-        for place in (
-            PLACE,
-            BACK,
-            Place(Leg.FORWARD, 4, 1, seed=5),
-            Place(Leg.FORWARD, 3, 2, seed=5),
-            Place(Leg.FORWARD, 3, 1, cut=1, seed=5),
-            Place(Leg.FORWARD, 3, 1, seed=6),
-        )
-    }
+        for place in (PLACE, BACK, Place(Leg.FORWARD, 4, 1, seed=5),
+                      Place(Leg.FORWARD, 3, 2, seed=5), Place(Leg.FORWARD, 3, 1, cut=1, seed=5),
+                      Place(Leg.FORWARD, 3, 1, seed=6))
+    }  # fmt: skip
     assert len(masks) == 6
     assert torch.equal(round_trip(RandK(0.1), sent), round_trip(RandK(0.1), sent))
     assert round_trip(RandK(0.1), sent).sum() == 100
@@ -178,18 +172,11 @@ class Boundary:
             bind_masks(codec, back)
 
     def send(self, codecs: tuple[Codec, Codec], tensor: Tensor, place: Place) -> Tensor:
-        sender, receiver = codecs
-        payload = bytes(sender.pack(tensor, place))
-        assert len(payload) <= receiver.payload_limit(tuple(tensor.shape))
-        return receiver.unpack(payload, spec_of(tensor), place)
+        return sent(*codecs, tensor, place)
 
 
-FORWARDS = {
-    "topk": lambda: TopK(0.2),
-    "randk": lambda: RandK(0.2),
-    "ef": lambda: ErrorFeedback(TopK(0.2)),
-    "ef21": lambda: EF21(TopK(0.2)),
-}
+FORWARDS = {"topk": lambda: TopK(0.2), "randk": lambda: RandK(0.2),
+            "ef": lambda: ErrorFeedback(TopK(0.2)), "ef21": lambda: EF21(TopK(0.2))}  # fmt: skip
 BACKWARDS = {
     "plain": SharedMask,
     "ef": lambda: ErrorFeedback(SharedMask()),
@@ -203,11 +190,8 @@ def test_gradients_come_back_where_activations_went(way, back):
     boundary = Boundary(FORWARDS[way], BACKWARDS[back])
     for step in range(3):
         for microbatch in range(4):
-            boundary.send(
-                boundary.forward,
-                normal((2, 5, 8), microbatch),
-                Place(Leg.FORWARD, step, microbatch),
-            )
+            activation, place = normal((2, 5, 8), microbatch), Place(Leg.FORWARD, step, microbatch)
+            boundary.send(boundary.forward, activation, place)
         for microbatch in (1, 0, 3, 2):
             place = Place(Leg.BACKWARD, step, microbatch)
             gradient = normal((2, 5, 8), 9)
@@ -217,31 +201,27 @@ def test_gradients_come_back_where_activations_went(way, back):
                 rounded = gradient.to(torch.bfloat16).float()
                 assert torch.count_nonzero(got) == 16
                 assert torch.equal(got, torch.where(got != 0, rounded, 0))
-        assert [len(sparse_in(codec).masks) for codec in boundary.forward] == [0, 0]
-
-
-def sparse_in(codec: Codec) -> TopK | RandK:
-    return next(inner for _, inner in codec.walk() if isinstance(inner, TopK | RandK))
+        inner = [inner for codec in boundary.forward for _, inner in codec.walk()]
+        assert [len(one.masks) for one in inner if isinstance(one, TopK | RandK)] == [0, 0]
 
 
 def test_a_gradient_that_is_not_finite_stays_so_where_it_is_left_out():
     boundary = Boundary(FORWARDS["topk"])
-    activation, gradient = torch.arange(40.0), torch.zeros(40)
+    gradient = torch.zeros(40)
     gradient[0] = math.nan
-    assert boundary.send(boundary.forward, activation, PLACE)[0] == 0
+    assert boundary.send(boundary.forward, torch.arange(40.0), PLACE)[0] == 0
     assert not boundary.send(boundary.backward, gradient, BACK).isfinite().all()
 
 
 def test_a_gradient_without_its_activation_is_an_error():
-    boundary = Boundary(FORWARDS["topk"])
+    boundary, ones = Boundary(FORWARDS["topk"]), torch.ones(40)
     with pytest.raises(WireError, match=r"no mask for step 3, microbatch 1: topk\(0.2\) sent"):
-        boundary.backward[0].pack(torch.ones(40), BACK)
+        boundary.backward[0].pack(ones, BACK)
     with pytest.raises(WireError, match="no mask"):
-        boundary.backward[1].unpack(bytes(16), spec_of(torch.ones(40)), BACK)
-    evaluation = Place(Leg.FORWARD, 3, 1, training=False)
-    boundary.send(boundary.forward, torch.ones(40), evaluation)
+        boundary.backward[1].unpack(bytes(16), spec_of(ones), BACK)
+    boundary.send(boundary.forward, ones, Place(Leg.FORWARD, 3, 1, training=False))
     with pytest.raises(WireError, match="no mask"):
-        boundary.backward[0].pack(torch.ones(40), BACK)
+        boundary.backward[0].pack(ones, BACK)
 
 
 def test_masks_that_nobody_asks_for_do_not_pile_up():

@@ -2,6 +2,8 @@ import random
 
 import pytest
 
+from thinwire.data import prepare
+
 WORDS = """
 amber bridge canal delta engine forest garden harbor island jungle kettle lantern
 """
@@ -33,3 +35,10 @@ def text_folder(tmp_path):
 @pytest.fixture
 def cache(tmp_path):
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def made(cache, request):
+    """Prepares a corpus for the vocabulary of the test's file, in a cache of the test's own."""
+    usual = request.module.VOCAB
+    return lambda config, vocab=usual, *rest: prepare(config, vocab, cache, *rest)

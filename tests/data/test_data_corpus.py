@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+from refusing import refused
 
 from thinwire.data import Corpus, Tokenizer
 from thinwire.data.corpus import TokenChunk, write_corpus
@@ -74,13 +75,10 @@ def test_damaged_file_is_refused(folder, name, damage):
 )
 def test_unusable_manifest_is_refused(folder, content):
     (folder / "manifest.json").write_text(content)
-    with pytest.raises(DataError, match="delete the folder"):
-        Corpus.open(folder)
+    refused("delete the folder", Corpus.open, folder)
     (folder / "manifest.json").unlink()
-    with pytest.raises(DataError, match="damaged"):
-        Corpus.open(folder)
-    with pytest.raises(DataError, match="no prepared data at"):
-        Corpus.open(folder / "none")
+    refused("damaged", Corpus.open, folder)
+    refused("no prepared data at", Corpus.open, folder / "none")
 
 
 def test_failure_half_way_leaves_nothing(cache):
@@ -90,8 +88,7 @@ def test_failure_half_way_leaves_nothing(cache):
 
     with pytest.raises(KeyError):
         write_corpus(cache / "key", "text", 10, chunks(), None)
-    with pytest.raises(DataError, match="no tokens for valid"):
-        write(cache / "key", [1, 2], [])
+    refused("no tokens for valid", write, cache / "key", [1, 2], [])
     assert list(cache.iterdir()) == []
 
 
@@ -110,5 +107,4 @@ def test_two_runs_at_once_agree_on_one_folder(cache):
 def test_edited_manifest_is_refused(folder, change):
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | change))
-    with pytest.raises(DataError, match="fingerprint"):
-        Corpus.open(folder)
+    refused("fingerprint", Corpus.open, folder)

@@ -4,36 +4,31 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from refusing import refused
 
-from thinwire.data import Corpus, DataConfig, Tokenizer, prepare
+from thinwire.data import Corpus, DataConfig, Tokenizer
 from thinwire.data.chat import CHATML_TOKENS, Chat
 from thinwire.errors import ConfigError, DataError
 
 VOCAB = 400
 
 
-def talk(number: int) -> dict[str, Any]:
-    return {
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": f"What is {number} and {number}?"},
-            {"role": "assistant", "content": f"It is {2 * number}."},
-            {"role": "user", "content": "Sure?"},
-            {"role": "assistant", "content": "Yes."},
-        ]
-    }
+def talk(number: int):
+    said = (("system", "Be brief."), ("user", f"What is {number} and {number}?"),
+            ("assistant", f"It is {2 * number}."), ("user", "Sure?"),
+            ("assistant", "Yes."))  # fmt: skip
+    return {"messages": [{"role": role, "content": content} for role, content in said]}
 
 
-def written(path: Path, records: list[Any]) -> str:
+def written(path: Path, records) -> str:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
 
-def config_of(path: Path, **changes: Any) -> DataConfig:
+def config_of(path: Path, **changes) -> DataConfig:
     return DataConfig(source="chat", path=str(path), valid_fraction=0.2, **changes)
 
 
@@ -50,8 +45,8 @@ def learned(corpus: Corpus, side: str) -> str:
     return corpus.tokenizer().decode(ids[mask == 1])
 
 
-def test_answers_are_learned_and_the_rest_is_read(chats, cache):
-    corpus = prepare(config_of(chats), VOCAB, cache)
+def test_answers_are_learned_and_the_rest_is_read(chats, made):
+    corpus = made(config_of(chats))
     tokenizer = corpus.tokenizer()
     said = learned(corpus, "train") + learned(corpus, "valid")
     expected = [text for i in range(30) for text in (f"It is {2 * i}.", "Yes.")]
@@ -72,11 +67,11 @@ def test_answers_are_learned_and_the_rest_is_read(chats, cache):
     assert np.isin(tokenizer.id_of("<|im_end|>"), corpus.train[corpus.train_learned == 1])
 
 
-def test_the_same_conversations_in_any_form_are_the_same_corpus(chats, cache, tmp_path):
-    first = prepare(config_of(chats), VOCAB, cache)
+def test_the_same_conversations_in_any_form_are_the_same_corpus(chats, made, tmp_path):
+    first = made(config_of(chats))
     lines = (chats / "a.jsonl").read_bytes()
-    packed, listed, table, shared = (tmp_path / name for name in ("p", "l", "t", "s"))
-    for folder in (packed, listed, table, shared):
+    folders = packed, listed, table, shared = [tmp_path / name for name in ("p", "l", "t", "s")]
+    for folder in folders:
         folder.mkdir()
     (packed / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     (listed / "a.json").write_text(json.dumps([talk(i) for i in range(30)], indent=1))
@@ -90,26 +85,25 @@ def test_the_same_conversations_in_any_form_are_the_same_corpus(chats, cache, tm
                            for m in talk(i)["messages"]]}
         for i in range(30)
     ])  # fmt: skip
-    for folder in (packed, listed, table, shared):
-        assert prepare(config_of(folder), VOCAB, cache).fingerprint == first.fingerprint, folder
+    for folder in folders:
+        assert made(config_of(folder)).fingerprint == first.fingerprint, folder
 
 
-def test_forms_are_said_and_conversations_without_an_answer_left_out(chats, cache, tmp_path):
+def test_forms_are_said_and_conversations_without_an_answer_left_out(chats, made, tmp_path):
     asked = {"messages": [{"role": "user", "content": "Anybody there?"}]}
     empty = {"prompt": "Say nothing.", "completion": " "}
     mixed = [{"instruction": f"Say {i}.", "input": "", "output": f"{i}"} for i in range(4)]
     mixed += [{"prompt": f"Count {i}", "completion": f"{i} {i}"} for i in range(3)]
     written(chats / "b.jsonl", [asked, *mixed, empty])
-    corpus = prepare(config_of(chats), VOCAB, cache)
+    corpus = made(config_of(chats))
     assert corpus.documents == 37
     assert "30 messages, 4 Alpaca, 3 prompt and completion" in corpus.notes[0]
     assert corpus.notes[1].startswith("2 conversations without an answer")
     only = written(tmp_path / "only.jsonl", [asked, empty])
-    with pytest.raises(DataError, match=r"no conversation to learn from: 2 without an answer"):
-        prepare(config_of(Path(only)), VOCAB, cache)
+    refused(r"no conversation to learn from: 2 without an answer", made, config_of(Path(only)))
 
 
-def test_the_template_of_a_tokenizer_is_used_and_kept(chats, cache, tmp_path):
+def test_the_template_of_a_tokenizer_is_used_and_kept(chats, made, tmp_path):
     given = Tokenizer.train(["What is 1 and 2? It is 3. Sure? Yes."], 290, ["<|eot|>"])
     given.save(tmp_path / "tokenizer.json")
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot|>{% endfor %}" \
@@ -117,34 +111,31 @@ def test_the_template_of_a_tokenizer_is_used_and_kept(chats, cache, tmp_path):
     own = {"chat_template": source, "eos_token": "<|eot|>", "model_max_length": 512}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
     config = config_of(chats, tokenizer=str(tmp_path / "tokenizer.json"))
-    corpus = prepare(config, VOCAB, cache)
+    corpus = made(config)
     assert set(learned(corpus, "valid").split("<|eot|>")) >= {" Yes."}
-    kept = json.loads((corpus.folder / "tokenizer_config.json").read_text())
-    assert kept == own
+    assert json.loads((corpus.folder / "tokenizer_config.json").read_text()) == own
     chat = Chat.open(corpus.folder)
     ids = chat.prompt_ids([{"role": "user", "content": "Sure?"}])
     assert chat.tokenizer.decode(ids) == "user: Sure?<|eot|>assistant: "
     assert given.id_of("<|eot|>") in chat.end_ids
     other = {**own, "chat_template": source.replace(": ", " - ")}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(other))
-    assert prepare(config, VOCAB, cache).fingerprint != corpus.fingerprint
-    chatml = prepare(replace(config, template="chatml"), VOCAB, cache)
+    assert made(config).fingerprint != corpus.fingerprint
+    chatml = made(replace(config, template="chatml"))
     assert chatml.vocab == given.vocab_size + 2
     assert chatml.tokenizer().id_of(CHATML_TOKENS[0]) == given.vocab_size
 
 
-def test_a_tokenizer_without_room_for_the_template_is_refused(chats, cache, tmp_path):
+def test_a_tokenizer_without_room_for_the_template_is_refused(chats, made, tmp_path):
     Tokenizer.train(["some text"], 300).save(tmp_path / "t.json")
     size = Tokenizer.load(tmp_path / "t.json").vocab_size
     config = config_of(chats, tokenizer=str(tmp_path / "t.json"))
-    with pytest.raises(DataError, match=rf"<\|im_start\|>, <\|im_end\|>.* at least {size + 2}"):
-        prepare(config, size, cache)
+    refused(rf"<\|im_start\|>, <\|im_end\|>.* at least {size + 2}", made, config, size)
     with pytest.raises(DataError, match=r"no chat template is beside the tokenizer"):
-        prepare(replace(config, template="tokenizer"), VOCAB, cache)
+        made(replace(config, template="tokenizer"))
     with pytest.raises(DataError, match=r"cannot read .*gone.jinja"):
-        prepare(replace(config, template=str(tmp_path / "gone.jinja")), VOCAB, cache)
-    with pytest.raises(DataError, match=r"at least 259 \(256 bytes and .*<\|im_end\|>\)"):
-        prepare(config_of(chats), 258, cache)
+        made(replace(config, template=str(tmp_path / "gone.jinja")))
+    refused(r"at least 259 \(256 bytes and .*<\|im_end\|>\)", made, config_of(chats), 258)
 
 
 @pytest.mark.parametrize(
@@ -156,35 +147,30 @@ def test_a_tokenizer_without_room_for_the_template_is_refused(chats, cache, tmp_
         ('{"messages": [{"role": "wizard", "content": "x"}]}', r"the role 'wizard'; known: "),
     ],
 )
-def test_records_that_cannot_be_used_are_named(line, words, chats, cache):
+def test_records_that_cannot_be_used_are_named(line, words, chats, cache, made):
     (chats / "b.jsonl").write_text(line + "\n")
-    with pytest.raises(DataError, match=words):
-        prepare(config_of(chats), VOCAB, cache)
+    refused(words, made, config_of(chats))
     assert not list(cache.glob("*/manifest.json"))
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path, cache):
+def test_files_that_cannot_be_used_are_named(tmp_path, made):
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match=r"no chat to read under .*only \.txt; supported: \.jsonl"):
-        prepare(config_of(tmp_path), VOCAB, cache)
-    with pytest.raises(DataError, match=r"not a kind of file that can be read as chat"):
-        prepare(config_of(tmp_path / "a.txt"), VOCAB, cache)
+    refused(r"no chat to read under .*only \.txt; supported: \.jsonl", made, config_of(tmp_path))
+    refused(r"not a kind of file that can be read as chat", made, config_of(tmp_path / "a.txt"))
     written(tmp_path / "one.jsonl", [talk(1)])
-    with pytest.raises(DataError, match="a single conversation"):
-        prepare(config_of(tmp_path / "one.jsonl"), VOCAB, cache)
+    refused("a single conversation", made, config_of(tmp_path / "one.jsonl"))
     (tmp_path / "none.jsonl").write_text("")
-    with pytest.raises(DataError, match="there are no records"):
-        prepare(config_of(tmp_path / "none.jsonl"), VOCAB, cache)
+    refused("there are no records", made, config_of(tmp_path / "none.jsonl"))
 
 
-def test_a_text_corpus_keeps_the_template_of_its_tokenizer(text_folder, cache, tmp_path):
+def test_a_text_corpus_keeps_the_template_of_its_tokenizer(text_folder, made, tmp_path):
     Tokenizer.train(["some text"], 300).save(tmp_path / "tokenizer.json")
     config = DataConfig(source="text", path=str(text_folder), valid_fraction=0.2,
                         tokenizer=str(tmp_path / "tokenizer.json"))  # fmt: skip
-    before = prepare(config, VOCAB, cache)
+    before = made(config)
     assert before.template() is None
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    after = prepare(config, VOCAB, cache)
+    after = made(config)
     assert after.template().source == "{{ messages }}"
     assert after.fingerprint == before.fingerprint
 
@@ -199,33 +185,33 @@ def offline(monkeypatch, tmp_path):
     return datasets
 
 
-def test_datasets_of_hugging_face(chats, cache, tmp_path, offline):
-    ours = prepare(config_of(chats), VOCAB, cache)
+def test_datasets_of_hugging_face(chats, made, tmp_path, offline):
+    ours = made(config_of(chats))
     offline.disable_progress_bars()
-    made = offline.Dataset.from_list([talk(i) for i in range(30)])
+    rows = offline.Dataset.from_list([talk(i) for i in range(30)])
     held = offline.Dataset.from_list([talk(i) for i in range(100, 104)])
-    made.save_to_disk(tmp_path / "saved")
-    offline.DatasetDict({"train": made, "test": held}).save_to_disk(tmp_path / "both")
+    rows.save_to_disk(tmp_path / "saved")
+    offline.DatasetDict({"train": rows, "test": held}).save_to_disk(tmp_path / "both")
     for name in ("parquet", "json"):
         (tmp_path / name).mkdir()
-    made.to_parquet(tmp_path / "parquet" / "train-0.parquet")
-    made.to_json(tmp_path / "json" / "train.jsonl")
+    rows.to_parquet(tmp_path / "parquet" / "train-0.parquet")
+    rows.to_json(tmp_path / "json" / "train.jsonl")
     for name in ("saved", "both", "parquet", "json"):
         config = DataConfig(source="hf", path=str(tmp_path / name), valid_fraction=0.2)
-        corpus = prepare(config, VOCAB, cache)
+        corpus = made(config)
         assert corpus.fingerprint == ours.fingerprint, name
         assert "30 messages" in corpus.notes[0]
     config = replace(config, path=str(tmp_path / "both"), valid_split="test")
-    assert learned(prepare(config, VOCAB, cache), "valid").count("It is 20") == 4
+    assert learned(made(config), "valid").count("It is 20") == 4
     with pytest.raises(DataError, match=r'no split "dev"; it has train, test: set data\.split'):
-        prepare(replace(config, split="dev"), VOCAB, cache)
+        made(replace(config, split="dev"))
     with pytest.raises(ConfigError, match=r"use valid_split"):
-        prepare(replace(config, valid_path="x"), VOCAB, cache)
+        made(replace(config, valid_path="x"))
     with pytest.raises(DataError, match=r"cannot be read: .*dev.*check data\.path and data\.split"):
-        prepare(replace(config, path=str(tmp_path / "json"), split="dev"), VOCAB, cache)
+        made(replace(config, path=str(tmp_path / "json"), split="dev"))
 
 
-def test_texts_of_hugging_face_and_what_changes_them(cache, tmp_path, offline, text_of):
+def test_texts_of_hugging_face_and_what_changes_them(made, tmp_path, offline, text_of):
     folder = tmp_path / "texts"
     folder.mkdir()
 
@@ -233,13 +219,13 @@ def test_texts_of_hugging_face_and_what_changes_them(cache, tmp_path, offline, t
         rows = [{"prompt": "unused", "body": text_of(i)} for i in range(first, first + 20)]
         written(folder / "train.jsonl", rows)
         config = DataConfig(source="hf", path=str(folder), text_key="body", valid_fraction=0.2)
-        return prepare(config, VOCAB, cache)
+        return made(config)
 
     one, other = corpus_of(0), corpus_of(20)
     assert one.train_learned is None and one.fingerprint != other.fingerprint
     assert corpus_of(0).fingerprint == one.fingerprint
     with pytest.raises(DataError, match=r'needs an object with the key "text".*data\.text_key'):
-        prepare(DataConfig(source="hf", path=str(folder)), VOCAB, cache)
+        made(DataConfig(source="hf", path=str(folder)))
 
 
 @pytest.mark.parametrize(
@@ -251,6 +237,5 @@ def test_texts_of_hugging_face_and_what_changes_them(cache, tmp_path, offline, t
         ("nobody/nothing@main:part", r"cannot be read: .*reach"),
     ],
 )
-def test_datasets_that_cannot_be_had(path, words, cache, offline):
-    with pytest.raises(DataError, match=words):
-        prepare(DataConfig(source="hf", path=path), VOCAB, cache)
+def test_datasets_that_cannot_be_had(path, words, made, offline):
+    refused(words, made, DataConfig(source="hf", path=path))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusing import refused
 from test_data_prepare import Recorder
 
 from thinwire.data import DataConfig, Tokenizer, prepare
@@ -69,8 +70,7 @@ def test_the_cut_moves_to_the_nearest_end_of_text(tmp_path):
     ids[890] = 50256
     assert cut(ids, end_of_text=None) == 891, "the layout's own"
     assert cut([1, 1], 0.001) == 1
-    with pytest.raises(DataError, match="1 tokens cannot be split"):
-        cut([1], 0.5)
+    refused("1 tokens cannot be split", cut, [1], 0.5)
 
 
 @pytest.mark.parametrize(
@@ -85,33 +85,26 @@ def test_the_cut_moves_to_the_nearest_end_of_text(tmp_path):
 def test_bad_header_is_refused_with_its_values(tmp_path, arguments, complaint):
     ids = np.ones(500, dtype=np.uint16)
     path = write_with_header(tmp_path / "bad.bin", ids, **arguments)
-    with pytest.raises(DataError, match=rf"bad\.bin.*{complaint}"):
-        find_shards(str(path))
+    refused(rf"bad\.bin.*{complaint}", find_shards, str(path))
 
 
 def test_truncated_missing_and_empty_sources(tmp_path):
     path = write_with_header(tmp_path / "bad.bin", [1, 2, 3])
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(DataError, match=r"bad\.bin is truncated within its header"):
-        find_shards(str(path))
+    refused(r"bad\.bin is truncated within its header", find_shards, str(path))
     path.write_bytes(b"abc")
-    with pytest.raises(DataError, match=r"bad\.bin .* odd size of 3 bytes"):
-        find_shards(str(path))
+    refused(r"bad\.bin .* odd size of 3 bytes", find_shards, str(path))
     path.unlink()
-    with pytest.raises(DataError, match="does not exist"):
-        find_shards(str(path))
-    with pytest.raises(DataError, match=r"no \.bin token shards"):
-        find_shards(str(tmp_path))
+    refused("does not exist", find_shards, str(path))
+    refused(r"no \.bin token shards", find_shards, str(tmp_path))
     write_raw(tmp_path / "val.bin", [1])
-    with pytest.raises(DataError, match=r"no training shards .* only val\.bin"):
-        find_shards(str(tmp_path))
+    refused(r"no training shards .* only val\.bin", find_shards, str(tmp_path))
     write_raw(tmp_path / "train.bin", [])
     (tmp_path / "val.bin").unlink()
-    with pytest.raises(DataError, match="the corpus is empty"):
-        find_shards(str(tmp_path)).scan(lambda done: None)
+    refused("the corpus is empty", find_shards(str(tmp_path)).scan, lambda done: None)
 
 
-def test_token_shards_with_and_without_validation(tmp_path, cache):
+def test_token_shards_with_and_without_validation_or_with_that_of_another_place(tmp_path, cache):
     write_raw(tmp_path / "both" / "train.bin", [1, 2, 3])
     write_raw(tmp_path / "both" / "val.bin", [4])
     write_raw(tmp_path / "one.bin", range(100))
@@ -124,11 +117,6 @@ def test_token_shards_with_and_without_validation(tmp_path, cache):
     corpus = prepare(replace(config, path=str(tmp_path / "one.bin")), 100, cache)
     assert corpus.train.tolist() == list(range(90))
     assert corpus.valid.tolist() == list(range(90, 100))
-
-
-def test_token_shards_to_validate_on_may_lie_elsewhere(tmp_path, cache):
-    write_raw(tmp_path / "both" / "train.bin", [1, 2, 3])
-    write_raw(tmp_path / "both" / "val.bin", [4])
     write_raw(tmp_path / "other.bin", [5, 6])
     both, other = str(tmp_path / "both"), str(tmp_path / "other.bin")
     for path, valid_path, train, valid in [
@@ -146,20 +134,15 @@ def test_token_shards_to_validate_on_may_lie_elsewhere(tmp_path, cache):
 def test_token_shards_that_change_between_scan_and_copy(tmp_path, cache, change):
     shard = tmp_path / "one.bin"
     write_raw(shard, range(300))
-    ids = {
-        "larger ids": [60_000] * 300,
-        "other ids": range(300, 0, -1),
-        "shorter": range(5),
-        "longer": [7, *range(300)],
-    }
+    ids = {"larger ids": [60_000] * 300, "other ids": range(300, 0, -1), "shorter": range(5),
+           "longer": [7, *range(300)]}  # fmt: skip
 
     def meddle(phase, done, total):
         if phase == "reading":
             write_raw(shard, ids[change])
 
     config = DataConfig(source="tokens", path=str(shard), valid_fraction=0.1)
-    with pytest.raises(DataError, match="changed while it was being read"):
-        prepare(config, 301, cache, meddle)
+    refused("changed while it was being read", prepare, config, 301, cache, meddle)
     assert not [path for path in cache.iterdir() if path.name != "seen"]
 
 
@@ -169,12 +152,10 @@ def test_shard_ids_beyond_the_vocabulary(tmp_path, cache, monkeypatch):
     write_raw(tmp_path / "s" / "a_train_2.bin", [1, 4095, 4096])
     config = DataConfig(source="tokens", path=str(tmp_path / "s"))
     complaint = r"token id 4096, model\.vocab is 4096: set model\.vocab to at least 4097"
-    with pytest.raises(DataError, match=rf"a_train_2\.bin holds {complaint}"):
-        prepare(config, 4096, cache)
+    refused(rf"a_train_2\.bin holds {complaint}", prepare, config, 4096, cache)
     assert prepare(config, 4097, cache).vocab == 4097
     with pytest.raises(DataError, match=complaint):  # now that a larger model has prepared it
         prepare(config, 4096, cache)
     Tokenizer.train(["text"], 257).save(tmp_path / "t.json")
     other = replace(config, tokenizer=str(tmp_path / "t.json"))
-    with pytest.raises(DataError, match=r"token id 4096, but the tokenizer .* has 257 entries"):
-        prepare(other, 5000, cache)
+    refused(r"token id 4096, but the tokenizer .* has 257 entries", prepare, other, 5000, cache)

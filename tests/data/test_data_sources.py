@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from refusing import refused
 
 from thinwire.data import sources
 from thinwire.data.sources import kind_and_packing, read_records, stdlib_files, text_files, text_of
@@ -49,19 +50,13 @@ def test_every_kind_is_read_packed_or_not(tmp_path, packing):
     assert consumed == sorted(consumed) and consumed[-1] == sum(file.size for file in files)
 
 
-def test_txt_is_split_at_separator_lines(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text(
-        "one\n<|endoftext|>\ntwo <|endoftext|> two\n<|endoftext|>\n\n<|endoftext|>\nlast"
-    )
-    assert texts(path) == ["one\n", "two <|endoftext|> two\n", "last"]
-
-
-def test_byte_order_mark_and_white_space_are_no_content(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
-    (tmp_path / "b.txt").write_bytes(b" \n\n")
-    (tmp_path / "c.txt").write_bytes(b"")
+def test_separator_lines_byte_order_marks_and_white_space_are_no_content(tmp_path):
+    for name, content in (("a", b"\xef\xbb\xbfhello"), ("b", b" \n\n"), ("c", b"")):
+        (tmp_path / f"{name}.txt").write_bytes(content)
     assert texts(tmp_path) == ["hello"]
+    end, path = "<|endoftext|>", tmp_path / "d.txt"
+    path.write_text(f"one\n{end}\ntwo {end} two\n{end}\n\n{end}\nlast")
+    assert texts(path) == ["one\n", f"two {end} two\n", "last"]
 
 
 @pytest.fixture
@@ -93,15 +88,13 @@ def test_damaged_archive_is_named(tmp_path, packing, damage):
     whole = PACK[packing](bytes(range(33, 123)) * 1000)
     path = tmp_path / f"broken.txt{packing}"
     path.write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"no archive at all")
-    with pytest.raises(DataError, match=r"cannot read .*broken\.txt"):
-        texts(path)
+    refused(r"cannot read .*broken\.txt", texts, path)
 
 
 def test_text_that_is_not_utf8_is_named_or_skipped(tmp_path):
     (tmp_path / "a.txt").write_bytes("café".encode("latin-1"))
     (tmp_path / "b.txt").write_text("fine")
-    with pytest.raises(DataError, match=r"a\.txt is not UTF-8"):
-        texts(tmp_path)
+    refused(r"a\.txt is not UTF-8", texts, tmp_path)
     files = text_files(str(tmp_path))
     found = read_records(files, "text", skip_undecodable=True)
     assert [record.values for record in found] == [{"text": "fine"}]
@@ -121,8 +114,7 @@ def test_text_that_is_not_utf8_is_named_or_skipped(tmp_path):
 def test_bad_json_line_is_named_with_its_number(tmp_path, line, complaint):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
-    with pytest.raises(DataError, match=rf"a\.jsonl, line 3: .*{complaint}"):
-        texts(path)
+    refused(rf"a\.jsonl, line 3: .*{complaint}", texts, path)
 
 
 @pytest.mark.parametrize(("packing", "megabytes"), [(".gz", 20), (".xz", 20), (".zst", 200)])
@@ -132,8 +124,7 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path, packing, megabyt
     path.write_bytes(PACK[packing](bytes(megabytes << 20)))
     tracemalloc.start()
     try:
-        with pytest.raises(DataError, match=r"bomb\.txt.*500 times .*decompress it first"):
-            texts(path)
+        refused(r"bomb\.txt.*500 times .*decompress it first", texts, path)
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()
@@ -145,8 +136,7 @@ def test_a_parquet_file_that_repeats_one_text_without_measure_is_refused(tmp_pat
     path.write_bytes(parquet_bytes(tmp_path, {"text": ["x" * 1000] * 20_000}))
     assert len(texts(path)) == 20_000
     monkeypatch.setattr(sources, "ALWAYS_ALLOWED_BYTES", 1_500_000)
-    with pytest.raises(DataError, match=r"a\.parquet .* unpacks to more than"):
-        texts(path)
+    refused(r"a\.parquet .* unpacks to more than", texts, path)
 
 
 def test_one_document_has_a_limit_but_a_file_has_none(tmp_path, monkeypatch):
@@ -156,21 +146,17 @@ def test_one_document_has_a_limit_but_a_file_has_none(tmp_path, monkeypatch):
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
     assert len(texts(path)) == 20
     path.write_bytes(gzip.compress(("\n".join(lines) + "\n" + " " * 5000).encode()))
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz, line 21: one document of more than"):
-        texts(path)
+    refused(r"a\.jsonl\.gz, line 21: one document of more than", texts, path)
     (tmp_path / "b.parquet").write_bytes(parquet_bytes(tmp_path, {"text": ["a", "x" * 1001]}))
-    with pytest.raises(DataError, match=r"b\.parquet, row 2: one document of more than"):
-        texts(tmp_path / "b.parquet")
+    refused(r"b\.parquet, row 2: one document of more than", texts, tmp_path / "b.parquet")
 
 
 def test_parquet_that_cannot_be_read(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
     path.write_bytes(parquet_bytes(tmp_path, {"content": ["a"]}))
-    with pytest.raises(DataError, match=r'a\.parquet has no column "text".*content'):
-        texts(path)
+    refused(r'a\.parquet has no column "text".*content', texts, path)
     path.write_bytes(parquet_bytes(tmp_path, {"text": [1, 2]}))
-    with pytest.raises(DataError, match=r"a\.parquet, row 1: .* holds a number"):
-        texts(path)
+    refused(r"a\.parquet, row 1: .* holds a number", texts, path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingPackageError, match=r"a\.parquet needs .*'thinwire\[data\]'"):
         texts(path)
@@ -197,13 +183,10 @@ def test_stdlib_has_the_library_and_not_its_tests():
 def test_folder_is_read_recursively_in_path_order(tmp_path):
     """Packed files count; hidden ones and other kinds do not."""
     write(tmp_path, "b.txt", "a/z.md", "a/b/c.py", "a.txt", "a-b.jsonl", "x.parquet", "w.tokens")
-    write(
-        tmp_path, "y.jsonl.GZ", "z.py.zst", "d.zst", "e.json", "f.txt.bz2", ".git/b.txt", ".h.txt"
-    )
-    assert names(tmp_path) == [
-        "a/b/c.py", "a/z.md", "a-b.jsonl", "a.txt", "b.txt", "w.tokens", "x.parquet", "y.jsonl.GZ",
-        "z.py.zst",
-    ]  # fmt: skip
+    write(tmp_path, "y.jsonl.GZ", "z.py.zst", "d.zst", "e.json", "f.txt.bz2")
+    write(tmp_path, ".git/b.txt", ".h.txt")
+    read = "a/b/c.py a/z.md a-b.jsonl a.txt b.txt w.tokens x.parquet y.jsonl.GZ z.py.zst"
+    assert names(tmp_path) == read.split()
     assert kind_and_packing("B.JSONL.gz") == (".jsonl", ".gz")
 
 
@@ -217,29 +200,22 @@ def test_links_to_files_and_folders_are_followed(tmp_path):
 def test_links_and_pipes_that_lead_nowhere_are_named(tmp_path):
     write(tmp_path, "a/b/c.txt")
     (tmp_path / "a" / "b" / "up").symlink_to(tmp_path / "a")
-    with pytest.raises(DataError, match=r"b/up is a symbolic link .* loop"):
-        text_files(str(tmp_path))
+    refused(r"b/up is a symbolic link .* loop", text_files, str(tmp_path))
     for name, target in (("self.txt", "self.txt"), ("gone.txt", "nowhere")):
         (tmp_path / name).symlink_to(tmp_path / target)
-        with pytest.raises(DataError, match=rf"cannot read .*{name}"):
-            text_files(str(tmp_path / name))
+        refused(rf"cannot read .*{name}", text_files, str(tmp_path / name))
     folder = tmp_path / "broken"
     folder.mkdir()
     (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"cannot read .*gone\.txt"):
-        text_files(str(folder))
+    refused(r"cannot read .*gone\.txt", text_files, str(folder))
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(DataError, match=r"pipe\.txt is not a regular file"):  # not waited for
         text_files(str(tmp_path / "pipe.txt"))
 
 
 def test_paths_without_anything_to_read(tmp_path):
-    with pytest.raises(DataError, match=r"nothing.* does not exist"):
-        text_files(str(tmp_path / "nothing"))
-    with pytest.raises(DataError, match=r"needs data\.path"):
-        text_files("")
+    refused(r"nothing.* does not exist", text_files, str(tmp_path / "nothing"))
+    refused(r"needs data\.path", text_files, "")
     write(tmp_path, "a.pdf", "b.html")
-    with pytest.raises(DataError, match=r"only \.html, \.pdf; supported: \.txt"):
-        text_files(str(tmp_path))
-    with pytest.raises(DataError, match=r"a\.pdf is not a kind"):
-        text_files(str(tmp_path / "a.pdf"))
+    refused(r"only \.html, \.pdf; supported: \.txt", text_files, str(tmp_path))
+    refused(r"a\.pdf is not a kind", text_files, str(tmp_path / "a.pdf"))

@@ -3,9 +3,9 @@ from collections.abc import Iterable, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusing import refused
 
 from thinwire.data.split import DocumentHash, ValidationSplit
-from thinwire.errors import DataError
 
 documents = st.lists(st.text(min_size=1), min_size=1, max_size=30)
 
@@ -92,10 +92,8 @@ def test_documents_given_for_validation_and_their_copies_do_not_train():
 
 def test_empty_corpus_and_single_character():
     for others in ([], ["a"]):
-        with pytest.raises(DataError, match="the corpus is empty"):
-            sides([], 0.5, others)
-    with pytest.raises(DataError, match="one character"):
-        sides(["x"], 0.5)
+        refused("the corpus is empty", sides, [], 0.5, others)
+    refused("one character", sides, ["x"], 0.5)
 
 
 def test_a_larger_corpus_keeps_each_document_on_its_side():

@@ -1,6 +1,7 @@
 """What a pipeline is compared with: a training loop as anybody would write it."""
 
 import copy
+import math
 
 import numpy as np
 import torch
@@ -11,6 +12,46 @@ from thinwire.model import Stage, architecture
 from thinwire.settings import Settings
 
 TOLERANCE = 1e-10
+
+
+def order_of(settings: Settings, corpus: Corpus) -> Order:
+    train, pipeline = settings.train, settings.pipeline
+    shape = settings.model.context, train.batch, pipeline.microbatches
+    return Order(corpus.train, *shape, settings.run.seed, corpus.train_learned)
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """A linear warm-up, then a cosine to a tenth."""
+    optim = settings.optim
+    if step < optim.warmup:
+        return optim.lr * (step + 1) / optim.warmup
+    progress = (step - optim.warmup) / (settings.train.steps - optim.warmup)
+    return optim.lr * (0.1 + 0.45 * (1 + np.cos(np.pi * progress)))
+
+
+def moments_of(parameters: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
+    return {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in parameters.items()}
+
+
+@torch.no_grad()
+def update_by_hand(
+    parameters: dict, moments: dict, axes: dict[str, int], settings: Settings, step: int
+) -> None:
+    """Clipping and AdamW, written out; squares of what is held have their mean along an axis."""
+    optim, lr = settings.optim, learning_rate(settings, step)
+    norm = math.sqrt(sum(float((p.grad**2).sum()) for p in parameters.values()))
+    clip = min(1.0, optim.clip / (norm + 1e-6))
+    for name, p in parameters.items():
+        g, (mean, square) = p.grad * clip, moments[name]
+        second = g**2
+        if name in axes:
+            second = second.mean(axes[name], keepdim=True).expand_as(second)
+        mean.mul_(0.9).add_(0.1 * g)
+        square.mul_(0.95).add_(0.05 * second)
+        decay = optim.weight_decay if p.ndim > 1 else 0.0
+        scale = (square / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
+        p.mul_(1 - lr * decay).sub_(lr * mean / (1 - 0.9 ** (step + 1)) / scale)
+        p.grad = None
 
 
 def plain_loop(
@@ -31,14 +72,10 @@ def plain_loop(
         [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}],
         betas=(0.9, 0.95),
     )
-    train = settings.train
-    microbatches, seed = settings.pipeline.microbatches, settings.run.seed
     before = copy.deepcopy(model)
-    order = Order(
-        corpus.train, settings.model.context, train.batch, microbatches, seed, corpus.train_learned
-    )
+    order = order_of(settings, corpus)
     losses = []
-    for step in range(train.steps):
+    for step in range(settings.train.steps):
         parts = [order.microbatch(step, m) for m in range(settings.pipeline.microbatches)]
         total, count = torch.zeros((), dtype=torch.float64), 0
         for computed, some in ((before, parts[:delay]), (model, parts[delay:])):
@@ -59,12 +96,7 @@ def plain_loop(
         if step == refused:
             continue
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optim.clip)
-        warmup, lr = settings.optim.warmup, settings.optim.lr
-        progress = (step - warmup) / (train.steps - warmup)
-        scale = (
-            (step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1 + np.cos(np.pi * progress))
-        )
         for group in optimizer.param_groups:
-            group["lr"] = lr * scale
+            group["lr"] = learning_rate(settings, step)
         optimizer.step()
     return losses, model.global_parameters()

@@ -3,19 +3,8 @@
 import hashlib
 
 import torch
-from torch import Tensor
 
-from thinwire.codec import (
-    Layout,
-    Part,
-    Parts,
-    Place,
-    Shape,
-    Stateful,
-    Surroundings,
-    TensorSpec,
-    elements,
-)
+from thinwire.codec import Part, Stateful, elements
 
 
 class Delta(Stateful):
@@ -23,43 +12,43 @@ class Delta(Stateful):
 
     name = "delta"
 
-    def __init__(self) -> None:
-        self.last: Tensor | None = None
-        self.places: list[Place] = []
-        self.prepared: tuple[TensorSpec, Surroundings] | None = None
+    def __init__(self):
+        self.last = None
+        self.places = []
+        self.prepared = None
 
-    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+    def prepare(self, spec, surroundings):
         self.prepared = spec, surroundings
 
-    def layout(self, shape: Shape, place: Place) -> Layout:
+    def layout(self, shape, place):
         return (Part(torch.bfloat16, elements(shape)),)
 
-    def encode(self, tensor: Tensor, place: Place) -> Parts:
+    def encode(self, tensor, place):
         last = torch.zeros_like(tensor) if self.last is None else self.last
         change = (tensor - last).bfloat16()
         self._move(last + change, place)
         return (change.reshape(-1),)
 
-    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+    def decode(self, parts, spec, place):
         last = torch.zeros(spec.shape, dtype=spec.dtype) if self.last is None else self.last
         now = last + parts[0].reshape(spec.shape)
         self._move(now, place)
         return now.clone()
 
-    def _move(self, now: Tensor, place: Place) -> None:
+    def _move(self, now, place):
         self.places.append(place)
         if place.training:
             self.last = now
 
-    def fingerprint(self) -> str:
+    def fingerprint(self):
         if self.last is None:
             return ""
         return hashlib.sha256(self.last.numpy().tobytes()).hexdigest()[:12]
 
-    def own_state(self) -> dict[str, Tensor]:
+    def own_state(self):
         return {} if self.last is None else {"last": self.last}
 
-    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
+    def load_own_state(self, tensors):
         assert self.prepared is not None
         wanted, found = self.prepared[0].shape, tuple(tensors["last"].shape)
         if found != wanted:

@@ -1,7 +1,6 @@
 """Audits: what a stage sent against what the process that follows it computes."""
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from thinwire.wire import logged as wire
 
 SPEC = TensorSpec((2, 8, 16), torch.float32, torch.device("cpu"))
 MICROBATCHES, STEPS = 4, 20
-Change = Callable[[Tensor, int], Tensor]
 
 
 def honest(tensor: Tensor, step: int) -> Tensor:
@@ -56,21 +54,25 @@ class Audition:
         kind = FrameKind.BACKWARD
         return Frame(kind, 1, step, microbatch, shape=SPEC.shape, payload=payload)
 
-    def play(self, follower: Change, stage: Change, steps: range = range(STEPS)) -> None:
+    def play(self, follower, stage, steps: range = range(STEPS)) -> None:
         """Both compute the same tensors, each in its own way; now this comes first, now that."""
         for step in steps:
             for microbatch in range(MICROBATCHES):
                 tensor = torch.randn(SPEC.shape)
                 mine = self.frame(follower(tensor, step), step, microbatch)
-                theirs = encode(self.frame(stage(tensor, step), step, microbatch))
-                witness = wire.witness_of(theirs)
-                assert witness is not None
+                theirs = self.frame(stage(tensor, step), step, microbatch)
                 halves = [
                     lambda mine=mine: self.audit.computed(mine),
-                    lambda witness=witness: self.audit.witnessed(decode(witness, 1 << 20)),
+                    lambda theirs=theirs: self.witness(theirs),
                 ]
                 for half in halves if microbatch % 2 else reversed(halves):
                     half()
+
+    def witness(self, frame: Frame) -> None:
+        """What a neighbour says that the stage has sent."""
+        witness = wire.witness_of(encode(frame))
+        assert witness is not None
+        self.audit.witnessed(decode(witness, 1 << 20))
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int4(group=64)", "topk(0.1)+ef21"])
@@ -83,12 +85,9 @@ def test_equal_bits_are_no_news_and_all_tensors_count(codec):
 
 @pytest.mark.parametrize(
     "lie, codec",
-    [
-        *((lie, codec) for lie in (scaled, noise) for codec in ("fp32", "topk(0.1)+ef21")),
-        (skipped_update, "bf16"),
-        (rounding, "fp32"),
-    ],
-)
+    [*((lie, codec) for lie in (scaled, noise) for codec in ("fp32", "topk(0.1)+ef21")),
+     (skipped_update, "bf16"), (rounding, "fp32")],
+)  # fmt: skip
 def test_one_other_bit_is_told_at_once_and_once_where_machines_are_alike(lie, codec):
     one = Audition(codec)
     one.play(honest, honest)
@@ -142,9 +141,7 @@ def test_what_waits_for_its_counterpart_is_bounded(monkeypatch):
     for step in range(100):
         one.audit.computed(one.frame(tensor, step, 0))
     for step in range(100):
-        witness = wire.witness_of(encode(one.frame(2 * tensor, step, 0)))
-        assert witness is not None
-        one.audit.witnessed(decode(witness, 1 << 20))
+        one.witness(one.frame(2 * tensor, step, 0))
     (told,) = one.told
     assert told.step == 90, "the oldest were dropped"
 

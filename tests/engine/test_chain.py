@@ -1,40 +1,35 @@
 """The chain in one process trains what the pipeline trains, bit for bit."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from engine_runs import CPU, are_equal
 from test_narrow import MODES
 from test_verdict import poison
 
+from settings_values import EXACT
 from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
 from thinwire_lab.chain import Chain
 
-CPU = torch.device("cpu")
-EXACT = {"run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32"}
-DELAYED = ["projected-own-tables"]
-CASES: dict[str, dict[str, Any]] = {
+DELAYED = {**EXACT, "pipeline__delay": 1}
+CASES = {
     "dense": EXACT,
     "lossy": {**EXACT, "codec__forward": "int8", "codec__backward": "int4"},
     "remembering": {**EXACT, "codec__forward": "topk(0.2)+ef21"},
     "bf16": {"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"},
     "muon": {**EXACT, "optim__name": "muon"},
-    "delayed": {**EXACT, "pipeline__delay": 1, "pipeline__microbatches": 4},
-    "delayed-muon": {**EXACT, "pipeline__delay": 1, "optim__name": "muon"},
-    "delayed-lossy": {
-        "pipeline__delay": 1,
-        "run__precision": "bf16",
-        "codec__forward": "topk(0.2)+ef21",
-        "codec__backward": "int4",
-    },
-    **{f"delayed-{mode}": {**EXACT, "pipeline__delay": 1, **MODES[mode]} for mode in DELAYED},
+    "delayed": {**DELAYED, "pipeline__microbatches": 4},
+    "delayed-muon": {**DELAYED, "optim__name": "muon"},
+    "delayed-lossy": {**DELAYED, "run__precision": "bf16", "codec__forward": "topk(0.2)+ef21",
+                      "codec__backward": "int4"},
+    "delayed-projected-own-tables": {**DELAYED, **MODES["projected-own-tables"]},
     **{mode: {**EXACT, **MODES[mode]} for mode in MODES if "moving" in mode or "own" in mode},
-}
+}  # fmt: skip
 
 
-def trained(settings: Settings, feed: Feed, refused: set[int] | None = None) -> Any:
+def trained(settings: Settings, feed: Feed, refused: set[int] | None = None):
     """What a chain and its steps give: losses, weights with statistics, moments, the last score."""
     chain = Chain(settings, feed)
     for index, stage in enumerate(chain.stages):
@@ -53,15 +48,13 @@ def state(stages: list, updates: list) -> tuple[dict, dict]:
     return weights, moments
 
 
-def assert_same(outcome: Any, chain: tuple) -> None:
+def assert_same(outcome, chain: tuple) -> None:
     losses, weights, moments, valid = chain
     assert outcome.losses() == losses
     updates = [worker.update.latest for worker in outcome.workers]
     theirs = state([update.stage for update in updates], updates)
     for ours, others in zip((weights, moments), theirs, strict=True):
-        assert ours.keys() == others.keys()
-        for name, tensor in ours.items():
-            assert torch.equal(tensor, others[name]), name
+        assert are_equal(ours, others)
     assert outcome.valid_losses()[-1] == valid
 
 

@@ -2,14 +2,11 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from thinwire.data import Tokenizer
 from thinwire.engine.checkpoint import (
     Checkpoint,
     checkpoints_folder,
@@ -21,19 +18,22 @@ from thinwire.engine.checkpoint import (
 from thinwire.errors import CheckpointError
 from thinwire.run.checkpoints import commit, discard_partial, prune, set_aside_later
 
-FACTS: dict[str, Any] = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
+FACTS = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
 
 
-def save(
-    run: Path,
-    step: int,
-    value: float = 0.0,
-    facts: dict[str, Any] = FACTS,
-    tokenizer: Tokenizer | None = None,
-) -> Path:
+def save(run: Path, step: int, value: float = 0.0, facts=FACTS, tokenizer=None):
     """A complete checkpoint of one tensor."""
     shard = write_shard(partial_folder(run, step), 0, {"w": torch.full((2,), value)})
     return commit(run, step, [shard], facts, tokenizer)
+
+
+def altered(folder: Path, change, seal: bool = True) -> Path:
+    """The manifest says something else, and has the hash of that, or not."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(sealed(manifest) if seal else manifest))
+    return path
 
 
 def names(run: Path) -> list[str]:
@@ -69,12 +69,8 @@ def test_later_checkpoints_are_set_aside_and_kept(tmp_path):
     assert Checkpoint.open(tmp_path).step == 4
     save(tmp_path, 6, 7.0)
     set_aside_later(tmp_path, 4)  # abandoned once more: the first one stays as it is
-    assert names(tmp_path) == [
-        "abandoned-step-00000006",
-        "abandoned-step-00000006-2",
-        "step-00000002",
-        "step-00000004",
-    ]
+    assert names(tmp_path) == ["abandoned-step-00000006", "abandoned-step-00000006-2",
+                               "step-00000002", "step-00000004"]  # fmt: skip
     kept = Checkpoint.open(checkpoints_folder(tmp_path) / "abandoned-step-00000006")
     assert kept.tensors(["w"])["w"][0] == 6.0
     assert set_aside_later(tmp_path, 4) == []
@@ -109,9 +105,8 @@ def test_leftovers_are_removed_by_step_or_all(tmp_path):
         (checkpoints_folder(tmp_path) / name).mkdir()
     killed = [tmp_path / ".epochs.json.123", checkpoints_folder(tmp_path) / ".proven.json.4567"]
     discard_partial(tmp_path, 4)
-    assert names(tmp_path) == [
-        ".partial-step-00000002", ".replaced-step-00000001", "step-00000001"
-    ]  # fmt: skip
+    left = [".partial-step-00000002", ".replaced-step-00000001", "step-00000001"]
+    assert names(tmp_path) == left
     for path in killed:
         path.write_text("{")
     discard_partial(tmp_path)
@@ -119,15 +114,15 @@ def test_leftovers_are_removed_by_step_or_all(tmp_path):
     assert not any(path.exists() for path in killed)
 
 
-def without(key: str) -> Callable[[dict[str, Any]], None]:
+def without(key: str):
     return lambda manifest: manifest.pop(key)
 
 
-def put(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+def put(key: str, value):
     return lambda manifest: manifest.update({key: value})
 
 
-def put_shard(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+def put_shard(key: str, value):
     return lambda manifest: manifest["shards"][0].update({key: value})
 
 
@@ -136,6 +131,9 @@ def put_shard(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     [
         (without("settings"), "missing required field `settings`"),
         (without("weight_version"), "missing required field `weight_version`"),
+        (without("manifest_sha256"), "does not match its hash"),
+        (lambda manifest: put("format", 1)(manifest) or without("manifest_sha256")(manifest),
+         "format 1, this thinwire reads format 2"),
         (put("step", -2), r">= 0 - at `\$.step`"),
         (put("shards", {}), r"at `\$.shards`"),
         (put("tokenizer_sha256", 5), r"at `\$.tokenizer_sha256`"),
@@ -144,12 +142,9 @@ def put_shard(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (put_shard("more", 1), "does not match its hash"),
         (lambda manifest: manifest["shards"][0].pop("sha256"), "sha256"),
     ],
-)
+)  # fmt: skip
 def test_each_fact_of_a_manifest_is_checked(harm, words, tmp_path):
-    path = save(tmp_path, 1) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    harm(manifest)
-    path.write_text(json.dumps(manifest))
+    path = altered(save(tmp_path, 1), harm, seal=False)
     with pytest.raises(CheckpointError, match=words) as caught:
         Checkpoint.open(tmp_path)
     assert str(path) in str(caught.value)
@@ -157,9 +152,7 @@ def test_each_fact_of_a_manifest_is_checked(harm, words, tmp_path):
 
 def test_tensors_listed_but_absent_are_refused(tmp_path):
     folder = save(tmp_path, 1)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["shards"][0]["tensors"].append("ghost")
-    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
+    altered(folder, lambda manifest: manifest["shards"][0]["tensors"].append("ghost"))
     checkpoint = Checkpoint.open(folder)
     with pytest.raises(CheckpointError, match="other tensors than the manifest lists"):
         checkpoint.verify()
@@ -172,9 +165,7 @@ def test_tensors_listed_but_absent_are_refused(tmp_path):
 
 def test_settings_of_another_version_name_the_manifest(tmp_path):
     folder = save(tmp_path, 1)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["settings"] = {"model": {"wings": 2}}
-    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
+    altered(folder, put("settings", {"model": {"wings": 2}}))
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be used.*wings"):
         _ = Checkpoint.open(folder).settings
 
@@ -196,19 +187,6 @@ def test_a_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path):
         passed += 1
         assert found.manifest == content, f"byte {place} of the manifest changed what it says"
     assert passed < len(whole) / 50, "only white space and the like may differ"
-
-
-def test_no_format_does_without_the_hash_of_a_manifest(tmp_path):
-    folder = save(tmp_path, 1)
-    Checkpoint.open(folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest.pop("manifest_sha256")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="does not match its hash"):
-        Checkpoint.open(folder)
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
-    with pytest.raises(CheckpointError, match="format 1, this thinwire reads format 2"):
-        Checkpoint.open(folder)
 
 
 def test_settings_that_came_later_mean_what_they_meant_when_it_was_written(tmp_path):

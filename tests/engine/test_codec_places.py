@@ -1,14 +1,13 @@
 """What codecs are told, one codec per cut, and one process that computes the same."""
 
 import pytest
-import torch
+from engine_runs import CPU, trained_chain
 from stopping import stop_in_the_first_step
 
 from thinwire.codec import Leg
 from thinwire.data import Order
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
-from thinwire_lab.chain import Chain
 
 # --- places ---
 
@@ -16,14 +15,9 @@ from thinwire_lab.chain import Chain
 def test_places_name_the_cut_the_seed_the_examples_and_whether_it_is_training(
     settings_with, run_in_threads, corpus
 ):
-    settings = settings_with(
-        pipeline__stages=3,
-        run__seed=7,
-        codec__forward="by-example",
-        codec__cuts=["1: forward=delta"],
-        train__steps=400,
-        train__eval_every=0,
-    )
+    settings = settings_with(pipeline__stages=3, run__seed=7, codec__forward="by-example",
+                             codec__cuts=["1: forward=delta"], train__steps=400,
+                             train__eval_every=0)  # fmt: skip
     outcome = run_in_threads(settings, prepare_worker=stop_in_the_first_step)
     order = Order(corpus.train, settings.model.context, 8, 4, 7)
     below, middle, above = outcome.workers
@@ -44,21 +38,17 @@ def test_places_name_the_cut_the_seed_the_examples_and_whether_it_is_training(
 
 
 def test_examples_that_never_come_back_are_not_remembered(settings_with, corpus):
-    cpu = torch.device("cpu")
-    windows = Feed(corpus, settings_with(), cpu).example_count
+    windows = Feed(corpus, settings_with(), CPU).example_count
     once = windows // 8
     for leg in ("forward", "backward"):
         changes = {f"codec__{leg}": "by-example"}
-        Feed(corpus, settings_with(train__steps=once + 1, **changes), cpu)
+        Feed(corpus, settings_with(train__steps=once + 1, **changes), CPU)
         with pytest.raises(ConfigError, match=rf"none does: train.steps = {once} .* each once"):
-            Feed(corpus, settings_with(train__steps=once, **changes), cpu)
-        Feed(corpus, settings_with(train__steps=once, pipeline__stages=1, **changes), cpu)
+            Feed(corpus, settings_with(train__steps=once, **changes), CPU)
+        Feed(corpus, settings_with(train__steps=once, pipeline__stages=1, **changes), CPU)
     one_cut = {"pipeline__stages": 3, "codec__cuts": ["1: backward=by-example"]}
     with pytest.raises(ConfigError, match="by-example remembers each training example"):
-        Feed(corpus, settings_with(train__steps=once, **one_cut), cpu)
-
-
-# --- one codec per cut ---
+        Feed(corpus, settings_with(train__steps=once, **one_cut), CPU)
 
 
 # --- one process computes the same ---
@@ -72,20 +62,13 @@ def test_a_chain_remembers_as_the_pipeline_does(
     schedule, forward, backward, settings_with, run_in_threads, corpus
 ):
     """Losses, validations and bytes."""
-    settings = settings_with(
-        run__precision="fp64",
-        pipeline__schedule=schedule,
-        pipeline__stages=3,
-        codec__forward=forward,
-        codec__backward=backward,
-        codec__cuts=["1: forward=bf16"],
-        train__steps=4,
-        train__eval_every=2,
-    )
+    settings = settings_with(run__precision="fp64", pipeline__schedule=schedule, pipeline__stages=3,
+                             codec__forward=forward, codec__backward=backward,
+                             codec__cuts=["1: forward=bf16"], train__steps=4,
+                             train__eval_every=2)  # fmt: skip
     outcome = run_in_threads(settings)
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    chain, losses = trained_chain(settings, corpus, 0), []
     valid = [chain.evaluate()]
-    losses = []
     for step in range(4):
         losses.append(chain.train_step(step))
         if step % 2:

@@ -2,13 +2,10 @@
 
 import re
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
+from engine_runs import are_equal, assert_same_course
 from stopping import stop_in_the_first_step
-from test_resume import commit_all
 from test_verdict import poison
 from torch import Tensor
 
@@ -23,7 +20,7 @@ from thinwire.wire import Frame, FrameKind, handshake, memory_pair
 from waiting import PATIENCE
 
 
-def codec_states(outcome: Any) -> dict[str, Tensor]:
+def codec_states(outcome) -> dict[str, Tensor]:
     return {
         name: tensor
         for worker in outcome.workers
@@ -32,7 +29,7 @@ def codec_states(outcome: Any) -> dict[str, Tensor]:
     }
 
 
-def agreements(outcome: Any) -> dict[int, list[dict[str, dict[str, str]]]]:
+def agreements(outcome) -> dict[int, list[dict[str, dict[str, str]]]]:
     return {s: [r.agreements for r in reports] for s, reports in outcome.shards().items()}
 
 
@@ -52,7 +49,7 @@ def neighbour_first(monkeypatch: pytest.MonkeyPatch) -> None:
         if frame.kind is FrameKind.FORWARD:
             event(port.stage, frame.step).set()
 
-    def late(worker: Worker, done: int, report: Any) -> None:
+    def late(worker: Worker, done: int, report) -> None:
         if worker.index > 0 and done < worker.settings.train.steps:
             assert event(worker.index, done).wait(PATIENCE), "the neighbour does not go ahead"
         save(worker, done, report)
@@ -76,78 +73,52 @@ SEVERAL_EPOCHS = {"train__batch": 128}  # a corpus of 503 examples comes back af
     ],
 )
 def test_resumed_equals_uninterrupted(
-    schedule,
-    stages,
-    forward,
-    backward,
-    changes,
-    settings_with,
-    run_in_threads,
-    corpus,
-    tmp_path,
-    monkeypatch,
+    schedule, stages, forward, backward, changes, settings_with, saved_run, resumed, monkeypatch
 ):
     """Also where a neighbour has sent activations of the next step before a stage is saved."""
-    settings = settings_with(
-        pipeline__schedule=schedule,
-        pipeline__stages=stages,
-        codec__forward=forward,
-        codec__backward=backward,
-        **changes,
-    )
+    codecs = {"codec__forward": forward, "codec__backward": backward, **changes}
+    settings = settings_with(pipeline__schedule=schedule, pipeline__stages=stages, **codecs)
     neighbour_first(monkeypatch)
-    whole = run_in_threads(settings)
-    middle = commit_all(whole, tmp_path / "run", corpus)[3]
-    resumed = run_in_threads(settings, resume=middle, folder=tmp_path / "resumed")
-    assert resumed.losses() == whole.losses()[3:]
-    assert resumed.valid_losses()[1:] == whole.valid_losses()[2:]
-    weights, states = resumed.weights(), codec_states(resumed)
-    assert all(torch.equal(weights[name], weight) for name, weight in whole.weights().items())
-    expected = codec_states(whole)
-    assert expected.keys() == states.keys() and len(expected) >= 2 * (stages - 1)
-    assert all(torch.equal(states[name], state) for name, state in expected.items())
-    assert agreements(resumed)[6] == agreements(whole)[6]
+    whole, saved = saved_run(settings)
+    again = resumed(settings, saved[3])
+    assert_same_course(again, whole, 3)
+    assert again.valid_losses()[1:] == whole.valid_losses()[2:]
+    assert are_equal(codec_states(again), codec_states(whole))
+    assert len(codec_states(whole)) >= 2 * (stages - 1)
+    assert agreements(again)[6] == agreements(whole)[6]
     for step, seen in agreements(whole).items():
         assert disagreement(step, seen) == ""
 
 
-def test_what_codecs_remember_matters(settings_with, run_in_threads, corpus, tmp_path):
+def test_what_codecs_remember_matters(settings_with, saved_run, resumed):
     """The failing side: weights and optimizer alone do not continue the run."""
-    settings = settings_with()
-    whole = run_in_threads(settings)
-    middle = commit_all(whole, tmp_path / "run", corpus)[3]
+    whole, saved = saved_run(settings_with())
 
     def forget(worker):
         for end in worker._ends():
             for codec in end.codecs.values():
                 codec.last = None
 
-    forgetful = run_in_threads(
-        settings, resume=middle, folder=tmp_path / "other", prepare_worker=forget
-    )
+    forgetful = resumed(settings_with(), saved[3], forget)
     assert forgetful.losses() != whole.losses()[3:]
 
 
-def test_a_refused_step_is_remembered_alike_on_both_ends(
-    settings_with, run_in_threads, corpus, tmp_path
-):
+def test_a_refused_step_is_remembered_alike_on_both_ends(settings_with, saved_run, resumed):
     settings = settings_with(train__checkpoint_every=2)
-    whole = run_in_threads(settings, prepare_worker=poison(0, {0}))
+    whole, saved = saved_run(settings, prepare_worker=poison(0, {0}))
     assert [r.committed for r in whole.steps(0)][:2] == [False, True]
     for step, stages in agreements(whole).items():
         assert disagreement(step, stages) == ""
-    middle = commit_all(whole, tmp_path / "run", corpus)[2]
-    resumed = run_in_threads(settings, resume=middle, folder=tmp_path / "resumed")
-    assert resumed.losses() == whole.losses()[2:]
+    assert resumed(settings, saved[2]).losses() == whole.losses()[2:]
 
 
 # --- the ends agree, or the run ends ---
 
 
-def disturb(stage: int, leg: Leg, at_step: int) -> Callable[[Any], None]:
+def disturb(stage: int, leg: Leg, at_step: int):
     """Change what one end of the first cut remembers, before a step."""
 
-    def prepare(worker: Any) -> None:
+    def prepare(worker) -> None:
         if worker.index != stage:
             return
         begin = worker.update.begin
@@ -177,11 +148,11 @@ def test_ends_that_differ_are_found_at_the_next_checkpoint(
     assert re.match(words, disagreement(5, seen[5]))
 
 
-def shake_hands(lower: dict[str, Any], upper: dict[str, Any]) -> list[WireError]:
+def shake_hands(lower, upper) -> list[WireError]:
     """Both sides of a handshake; the objections there were."""
     objections: list[WireError] = []
 
-    def side(pipe: Any, contract: dict[str, Any]) -> None:
+    def side(pipe, contract) -> None:
         try:
             handshake(pipe, contract, contract, 5)
         except WireError as error:
@@ -196,10 +167,10 @@ def shake_hands(lower: dict[str, Any], upper: dict[str, Any]) -> list[WireError]
 
 
 def test_ends_that_differ_after_a_load_do_not_shake_hands(
-    settings_with, run_in_threads, corpus, tmp_path
+    settings_with, saved_run, corpus, tmp_path
 ):
     settings = settings_with(pipeline__stages=3)
-    middle = commit_all(run_in_threads(settings), tmp_path / "run", corpus)[3]
+    middle = saved_run(settings)[1][3]
     workers = [
         Worker(Assignment(settings, stage, corpus.folder, tmp_path / "other", middle))
         for stage in range(3)
@@ -220,13 +191,11 @@ def test_ends_that_differ_after_a_load_do_not_shake_hands(
 
 
 @pytest.fixture
-def saved(settings_with, run_in_threads, corpus, tmp_path):
-    settings = settings_with(train__steps=2, train__checkpoint_every=1)
-    outcome = run_in_threads(settings, folder=tmp_path / "saved")
-    return commit_all(outcome, tmp_path / "saved", corpus)[1]
+def saved(settings_with, saved_run):
+    return saved_run(settings_with(train__steps=2, train__checkpoint_every=1))[1][1]
 
 
-def test_a_cut_elsewhere_has_no_memory_and_says_so(saved, settings_with, run_in_threads, tmp_path):
+def test_a_cut_elsewhere_has_no_memory_and_says_so(saved, settings_with, resumed):
     elsewhere = settings_with(pipeline__split=[1, 3])
     words = r"the memory of delta on .* before block 2, but .* \[1, 3\] blocks, and had \[2, 2\]"
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -238,13 +207,12 @@ def test_a_cut_elsewhere_has_no_memory_and_says_so(saved, settings_with, run_in_
         f"the memory of delta on the {leg.value} leg of the cut before block 2 is dropped"
         for leg in Leg
     ]
-    run_in_threads(forgetful, resume=saved, folder=tmp_path / "other")
+    resumed(forgetful, saved)
 
 
-def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(
-    saved, settings_with, run_in_threads, tmp_path
-):
-    finer = settings_with(pipeline__stages=3, pipeline__split=[1, 1, 2])
+def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(saved, settings_with, resumed):
+    split = {"pipeline__stages": 3, "pipeline__split": [1, 1, 2]}
+    finer = settings_with(**split)
     notes = check_memory(finer, Checkpoint.open(saved))
     assert [note.partition(" and ")[0] for note in notes] == [
         f"delta is new on the {leg.value} leg of cut 0" for leg in Leg
@@ -256,34 +224,23 @@ def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(
                 assert (codec.last is None) == (end.cut == 0)
         stop_in_the_first_step(worker)
 
-    run_in_threads(finer, resume=saved, folder=tmp_path / "other", prepare_worker=look)
-    partly = settings_with(
-        pipeline__stages=3, pipeline__split=[1, 1, 2], codec__cuts=["0: forward=fp32 backward=fp32"]
-    )
+    resumed(finer, saved, look)
+    partly = settings_with(**split, codec__cuts=["0: forward=fp32 backward=fp32"])
     assert check_memory(partly, Checkpoint.open(saved)) == []
 
 
-def test_memory_of_another_shape_is_refused(saved, settings_with, run_in_threads, tmp_path):
+def test_memory_of_another_shape_is_refused(saved, settings_with, resumed):
     with pytest.raises(CheckpointError, match=r"does not fit this run: last has shape \(2, 16, 32"):
-        run_in_threads(
-            settings_with(pipeline__microbatches=2), resume=saved, folder=tmp_path / "other"
-        )
+        resumed(settings_with(pipeline__microbatches=2), saved)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_fewer_stages_do_not_drop_a_memory_in_silence(
-    stages, settings_with, run_in_threads, corpus, tmp_path
-):
+def test_fewer_stages_do_not_drop_a_memory_in_silence(stages, settings_with, saved_run):
     """The cut in the middle stays, with its memory; those on either side would lose theirs."""
-    before = settings_with(
-        pipeline__stages=4, codec__forward="int8+ef21", codec__backward="fp32",
-        train__steps=1, optim__warmup=1,
-    )  # fmt: skip
-    outcome = run_in_threads(before, folder=tmp_path / "before")
-    folder = commit_all(outcome, tmp_path / "before", corpus)[1]
-    fewer = settings_with(
-        pipeline__stages=stages, codec__forward="int8+ef21", codec__backward="fp32"
-    )
+    codecs = {"codec__forward": "int8+ef21", "codec__backward": "fp32"}
+    before = settings_with(pipeline__stages=4, train__steps=1, optim__warmup=1, **codecs)
+    folder = saved_run(before)[1][1]
+    fewer = settings_with(pipeline__stages=stages, **codecs)
     gone = "1, 3" if stages == 2 else "1, 2, 3"
     with pytest.raises(CheckpointError, match=f"ef21 on .* leg .* before block {gone}, but this"):
         check_memory(fewer, Checkpoint.open(folder))

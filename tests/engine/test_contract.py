@@ -2,7 +2,6 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from thinwire.errors import WireError
 from thinwire.wire import handshake, memory_pair
 
 
-def refusal(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+def refusal(mine, theirs) -> str:
     """What the end with the first contract says of the second; nothing if they match."""
     here, there = memory_pair()
     with ThreadPoolExecutor(1) as pool:

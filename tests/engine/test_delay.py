@@ -2,23 +2,19 @@
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from engine_runs import assert_same_course, furthest, trained_chain
 from plain import TOLERANCE, plain_loop
 from stopping import stop_in_the_first_step
-from test_resume import commit_all
 
+from settings_values import narrow
 from thinwire.data import Corpus
-from thinwire.engine.feed import Feed
 from thinwire.engine.state import BEFORE, names_for_stage, shard_like
-from thinwire.errors import ConfigError, WireError
+from thinwire.errors import WireError
 from thinwire.settings import Settings
 from thinwire_lab.chain import Chain
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -29,7 +25,7 @@ def delayed(make_settings):
 
 def chain_of(settings: Settings, corpus: Corpus, refused: int = -1) -> tuple[Chain, list[float]]:
     """A chain and the losses of its steps; the gradients of one step are spoiled."""
-    chain, losses = Chain(settings, Feed(corpus, settings, CPU)), []
+    chain, losses = trained_chain(settings, corpus, 0), []
     for step in range(settings.train.steps):
         if step == refused:
             update = chain.updates[0].of_step(step)
@@ -42,12 +38,6 @@ def chain_of(settings: Settings, corpus: Corpus, refused: int = -1) -> tuple[Cha
 
 def weights_of(chain: Chain) -> dict[str, torch.Tensor]:
     return {name: p for stage in chain.stages for name, p in stage.global_parameters().items()}
-
-
-def furthest(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> float:
-    """The largest difference between two sets of weights."""
-    assert found.keys() == weights.keys()
-    return max((found[name] - weight).abs().max().item() for name, weight in weights.items())
 
 
 @pytest.mark.parametrize(("stages", "delay"), [(1, 4), (3, 4), (3, 1)])
@@ -65,21 +55,16 @@ def test_without_delay_training_differs(delayed, corpus):
     settings = delayed(pipeline__stages=2, train__steps=3)
     chain, found = chain_of(settings, corpus)
     for other in (0, 2):
-        _begins_alike(*plain_loop(settings, corpus, delay=other), found, chain)
+        losses, weights = plain_loop(settings, corpus, delay=other)
+        assert found[0] == pytest.approx(losses[0], abs=TOLERANCE)
+        assert min(abs(a - b) for a, b in zip(found[1:], losses[1:], strict=True)) > 1e-6
+        assert furthest(weights_of(chain), weights) > 1e-6
 
 
-def _begins_alike(
-    losses: list[float], weights: dict[str, torch.Tensor], found: list[float], chain: Chain
-) -> None:
-    assert found[0] == pytest.approx(losses[0], abs=TOLERANCE)
-    assert min(abs(a - b) for a, b in zip(found[1:], losses[1:], strict=True)) > 1e-6
-    assert furthest(weights_of(chain), weights) > 1e-6
-
-
-def spoil(step: int) -> Callable[[Any], None]:
+def spoil(step: int):
     """Spoil the gradients of one step on the last stage."""
 
-    def prepare(worker: Any) -> None:
+    def prepare(worker) -> None:
         update = worker.update.of_step(step)
         norms, begin = update.squared_norms, update.begin
         now = {"step": -1}
@@ -149,53 +134,39 @@ def test_stages_overlap_steps(delayed, run_in_threads):
 @pytest.mark.parametrize(
     ("case", "before", "after"), [("adamw", 2, 4), ("muon", 4, 1), ("remembering", 3, 3)]
 )
-def test_resumed_equals_uninterrupted(
-    case, before, after, delayed, run_in_threads, corpus, tmp_path
-):
+def test_resumed_equals_uninterrupted(case, before, after, delayed, saved_run, resumed):
     changes = {"train__steps": 8, "train__checkpoint_every": 3, "train__eval_every": 4}
     if case == "muon":
         changes |= {"optim__name": "muon"}
     if case == "remembering":
-        changes |= {"codec__forward": "topk(0.2)+ef21", "boundary__mode": "projected"}
-        changes |= {"boundary__rank": 6, "boundary__anchor": "per-stage"}
-    settings = delayed(pipeline__stages=before, **changes)
-    whole = run_in_threads(settings)
-    written = commit_all(whole, tmp_path / "run", corpus)
+        changes |= {"codec__forward": "topk(0.2)+ef21", **narrow("projected", anchor="per-stage")}
+    whole, written = saved_run(delayed(pipeline__stages=before, **changes))
     assert [*written] == [3, 6, 8]
     for step in (3, 6):
         assert {part.versions.weight_version for part in whole.shards()[step]} == {step}
-        resumed = run_in_threads(
-            delayed(pipeline__stages=after, **changes),
-            resume=written[step],
-            folder=tmp_path / f"resumed-{step}",
-        )
-        assert resumed.losses() == whole.losses()[step:]
-        assert furthest(resumed.weights(), whole.weights()) == 0
+        again = resumed(delayed(pipeline__stages=after, **changes), written[step])
+        assert_same_course(again, whole, step)
 
 
-def test_the_weights_before_the_last_update_matter(delayed, run_in_threads, corpus, tmp_path):
+def test_the_weights_before_the_last_update_matter(delayed, saved_run, resumed):
     """The failing side: with the latest weights alone the next step is another."""
     settings = delayed(train__steps=6, train__checkpoint_every=3)
-    whole = run_in_threads(settings)
-    middle = commit_all(whole, tmp_path / "run", corpus)[3]
+    whole, saved = saved_run(settings)
 
     def forget(worker):
         worker.update.latest.restore_twin({})
         worker.update.latest.twin.version -= 1
 
-    other = run_in_threads(settings, middle, forget, folder=tmp_path / "other")
+    other = resumed(settings, saved[3], forget)
     assert abs(other.losses()[0] - whole.losses()[3]) > 1e-6
 
 
-def test_a_stop_takes_effect_a_step_later_and_resumes(delayed, run_in_threads, corpus, tmp_path):
+def test_a_stop_takes_effect_a_step_later_and_resumes(delayed, saved_run, resumed):
     settings = delayed(pipeline__stages=4, train__steps=6, train__eval_every=0)
-    whole = run_in_threads(settings, folder=tmp_path / "whole")
-    stopped = run_in_threads(settings, prepare_worker=stop_in_the_first_step)
+    whole, _ = saved_run(settings, "whole")
+    stopped, saved = saved_run(settings, prepare_worker=stop_in_the_first_step)
     assert [len(stopped.steps(stage)) for stage in range(4)] == [2] * 4
-    after_two = commit_all(stopped, tmp_path / "run", corpus)[2]
-    resumed = run_in_threads(settings, resume=after_two, folder=tmp_path / "resumed")
-    assert resumed.losses() == whole.losses()[2:]
-    assert furthest(resumed.weights(), whole.weights()) == 0
+    assert_same_course(resumed(settings, saved[2]), whole, 2)
 
 
 def test_a_stage_with_other_weights_is_found_by_their_version(delayed, run_in_threads):
@@ -203,41 +174,22 @@ def test_a_stage_with_other_weights_is_found_by_their_version(delayed, run_in_th
         if worker.index == 1:  # computes as if updates were not delayed
             worker.update.of_step = lambda step: worker.update.latest
 
-    with pytest.raises(
-        WireError, match=r"made with weight version \d .* this stage is at weight version \d"
-    ):
+    words = r"made with weight version \d .* this stage is at weight version \d"
+    with pytest.raises(WireError, match=words):
         run_in_threads(delayed(train__steps=4, train__eval_every=0), prepare_worker=prepare)
 
 
-def test_a_run_goes_on_with_and_without_delay(delayed, run_in_threads, corpus, tmp_path):
+def test_a_run_goes_on_with_and_without_delay(delayed, saved_run, resumed):
     """From the latest weights: the next step without delay is computed with them, and so is the one
     after it with delay, for which there is no other version.
     """
     changes = {"train__steps": 6, "train__checkpoint_every": 3, "train__eval_every": 3}
     for delay in (0, 1):
-        settings = delayed(pipeline__delay=delay, **changes)
-        folder = tmp_path / f"from-{delay}"
-        whole = run_in_threads(settings, folder=folder)
-        middle = commit_all(whole, folder, corpus)[3]
-        other = delayed(pipeline__delay=1 - delay, **changes)
-        resumed = run_in_threads(other, resume=middle, folder=tmp_path / f"to-{1 - delay}")
-        assert resumed.valid_losses()[0] == whole.valid_losses()[1], "the same weights"
-        assert (resumed.losses()[0] == whole.losses()[3]) == (delay == 0)
-        assert resumed.losses()[1] != whole.losses()[4]
-
-
-@pytest.mark.parametrize(
-    ("changes", "remedy"),
-    [
-        ({"pipeline__schedule": "gpipe"}, "1f1b"),
-        ({"boundary__mode": "subspace", "boundary__anchor": "embedding"}, "thin32"),
-        ({"boundary__mode": "subspace", "boundary__basis_update_every": 5}, "update_every = 0"),
-    ],
-)
-def test_what_cannot_be_delayed_is_refused(changes, remedy, delayed):
-    with pytest.raises(ConfigError, match=r"pipeline.delay = 1") as refused:
-        delayed(**{"boundary__rank": 8, **changes} if "boundary__mode" in changes else changes)
-    assert remedy in str(refused.value)
+        whole, saved = saved_run(delayed(pipeline__delay=delay, **changes), f"from-{delay}")
+        again = resumed(delayed(pipeline__delay=1 - delay, **changes), saved[3])
+        assert again.valid_losses()[0] == whole.valid_losses()[1], "the same weights"
+        assert (again.losses()[0] == whole.losses()[3]) == (delay == 0)
+        assert again.losses()[1] != whole.losses()[4]
 
 
 def test_a_shard_has_the_weights_before_the_last_update(delayed, run_in_threads):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from settings_values import narrow
 from thinwire.engine.trace import is_finite
 from thinwire.engine.worker import Worker
 from thinwire.errors import WireError
@@ -75,9 +76,7 @@ def test_a_basis_that_is_not_finite_is_refused_in_its_senders_name(make_settings
             keeper = worker.update.keeper
             keeper.propose = lambda: keeper.space.basis_DK * math.nan
 
-    settings = make_settings(
-        boundary__mode="subspace", boundary__rank=6, boundary__basis_update_every=2
-    )
+    settings = make_settings(**narrow("subspace", basis_update_every=2))
     with pytest.raises(WireError, match="stage 1 sent a basis that is not finite after step 2"):
         run_in_threads(settings, prepare_worker=prepare)
 

@@ -1,49 +1,31 @@
 """Folded weights compute what the trained model computes; what does not fold says so."""
 
-from typing import Any
-
 import pytest
 import torch
+from engine_runs import CPU, trained_chain
 
-from thinwire.data import Corpus
+from settings_values import narrow
 from thinwire.engine.conversion import Folded, why_not_folded
-from thinwire.engine.feed import Feed
 from thinwire.engine.joined import Joined
 from thinwire.engine.keeper import BASIS
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError
-from thinwire.settings import Settings
 from thinwire_lab.chain import Chain
 
-NARROW = {
-    "subspace": {"boundary__mode": "subspace", "boundary__rank": 6},
-    "reparam": {"boundary__mode": "reparam", "boundary__rank": 6},
-}
+NARROW = {mode: narrow(mode) for mode in ("subspace", "reparam")}
 MOVES = {"boundary__basis_update_every": 2}
 LORA = {"lora__rank": 3, "lora__alpha": 6.0}
 HELD = {"boundary__free_layers": 0}
-FOLDING: dict[str, dict[str, Any]] = {
+FOLDING = {
     "dense": {},
-    "projected-without-cuts": {
-        "boundary__mode": "projected",
-        "boundary__rank": 6,
-        "boundary__anchor": "per-stage",
-        "pipeline__stages": 1,
-    },
+    "projected-without-cuts": {**narrow("projected", anchor="per-stage"), "pipeline__stages": 1},
     **NARROW,
     **{f"{mode}-moving": {**changes, **MOVES} for mode, changes in NARROW.items()},
     **{f"{mode}-lora": {**changes, **LORA} for mode, changes in {"dense": {}, **NARROW}.items()},
     **{f"{mode}-all-held": {**changes, **HELD} for mode, changes in NARROW.items()},
 }
 IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
-
-
-def trained(settings: Settings, corpus: Corpus) -> Chain:
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
-    for step in range(settings.train.steps):
-        chain.train_step(step)
-    return chain
 
 
 def state_of(chain: Chain) -> Snapshot:
@@ -58,17 +40,18 @@ def logits_of(model: Joined) -> torch.Tensor:
         return model.logits(IDS, compressed=False)
 
 
-def plain_model(folded: Folded) -> Joined:
-    plain = Joined(folded.settings, torch.device("cpu"))
+def plain_model(folded: Folded, source=None) -> Joined:
+    """Dense, with these weights, or with those of another source."""
+    plain = Joined(folded.settings, CPU)
     for stage in plain.stages:
-        restore_weights(stage, None, folded)
+        restore_weights(stage, None, source or folded)
     return plain
 
 
 @pytest.mark.parametrize("changes", FOLDING.values(), ids=FOLDING)
 def test_folded_weights_compute_what_the_trained_model_computes(changes, make_settings, corpus):
     settings = make_settings(**{"pipeline__stages": 4, "train__steps": 3, **changes})
-    chain = trained(settings, corpus)
+    chain = trained_chain(settings, corpus)
     folded = Folded(state_of(chain))
     assert folded.settings.boundary.mode == "dense"
     plain = plain_model(folded)
@@ -81,16 +64,14 @@ def test_folded_weights_compute_what_the_trained_model_computes(changes, make_se
 def test_weights_of_a_narrow_model_mean_something_else_before_they_are_folded(
     make_settings, corpus
 ):
-    chain = trained(make_settings(**NARROW["subspace"]), corpus)
-    plain = Joined(Folded(state_of(chain)).settings, torch.device("cpu"))
-    for stage in plain.stages:
-        restore_weights(stage, None, state_of(chain))
+    chain = trained_chain(make_settings(**NARROW["subspace"]), corpus)
+    plain = plain_model(Folded(state_of(chain)), state_of(chain))
     assert (logits_of(plain) - logits_of(chain)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("mode", NARROW)
 def test_a_basis_that_has_moved_is_the_one_that_folds(mode, make_settings, corpus):
-    chain = trained(make_settings(**NARROW[mode], **MOVES), corpus)
+    chain = trained_chain(make_settings(**NARROW[mode], **MOVES), corpus)
     state = state_of(chain)
     without = {name: t for name, t in state.tensors(state.names()).items() if name != BASIS}
     other = Folded(Snapshot(without, state.settings, state.step, state.versions))
@@ -108,7 +89,7 @@ def test_a_basis_that_has_moved_is_the_one_that_folds(mode, make_settings, corpu
     ],
 )
 def test_a_projected_model_does_not_fold_and_says_which_recipe_would(changes, part, make_settings):
-    settings = make_settings(boundary__mode="projected", boundary__rank=6, **changes)
+    settings = make_settings(**narrow("projected"), **changes)
     assert part in why_not_folded(settings)
     with pytest.raises(CheckpointError, match=r"does not fold.*exact32"):
         Folded(Snapshot({}, settings, 0, Versions(0, 0)))

@@ -1,33 +1,29 @@
 """LoRA: adapters are trained beside frozen weights, in the pipeline as in one process."""
 
-from typing import Any
-
 import pytest
 import torch
-from test_chain import CPU, EXACT, assert_same, trained
+from engine_runs import CPU, are_equal, assert_same_course, trained_chain
+from test_chain import assert_same, trained
 from test_narrow import MODES
-from test_resume import commit_all, exact
 
+from settings_values import EXACT
 from thinwire.engine.conversion import merged
 from thinwire.engine.feed import Feed
 from thinwire.engine.joined import Joined
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
 from thinwire.engine.step_end import StageUpdate
-from thinwire.errors import ConfigError
 from thinwire.model.adapter import is_adapter
 from thinwire_lab.chain import Chain
 
 LORA = {"lora__rank": 3, "lora__alpha": 6.0}
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "dense": EXACT,
     "muon": {**EXACT, "optim__name": "muon"},
     "bf16": {"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"},
-    **{
-        mode: {**EXACT, **MODES[mode]}
-        for mode in ("subspace", "reparam", "projected-moving", "projected-narrow-table")
-    },
-}
+    **{m: {**EXACT, **MODES[m]}
+       for m in ("subspace", "reparam", "projected-moving", "projected-narrow-table")},
+}  # fmt: skip
 
 
 def parameters(chain: Chain) -> dict[str, torch.Tensor]:
@@ -47,11 +43,8 @@ def test_adapters_learn_and_all_else_stays(case, make_settings, run_in_threads, 
     changed = {name for name in start if not torch.equal(start[name], weights[name])}
     due = {name for name in start if is_adapter(name) or name.startswith("boundary.")}
     assert changed == due and len(due) >= 4 * 7 * 2
-    kept = {
-        name.rpartition("/")[0]
-        for w in outcome.workers
-        for name in w.update.optimizer.state_tensors()
-    }
+    moments = (name for w in outcome.workers for name in w.update.optimizer.state_tensors())
+    kept = {name.rpartition("/")[0] for name in moments}
     assert kept == due, "moments are kept of what is trained, and of nothing else"
 
 
@@ -69,8 +62,7 @@ def test_a_fresh_adapter_changes_nothing_and_does_not_depend_on_the_split(
         chain = Chain(settings)
         assert torch.equal(chain.logits(ids), Chain(plain).logits(ids))
         starts.append(parameters(chain))
-    assert starts[0].keys() == starts[1].keys()
-    assert all(torch.equal(tensor, starts[1][name]) for name, tensor in starts[0].items())
+    assert are_equal(*starts)
     frozen = {p.dtype for name, p in starts[0].items() if name.endswith("proj.weight")}
     assert frozen == {torch.bfloat16 if precision == "bf16" else torch.float32}
     downs = [p for name, p in starts[0].items() if ".lora_A." in name]
@@ -78,20 +70,12 @@ def test_a_fresh_adapter_changes_nothing_and_does_not_depend_on_the_split(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resumed_equals_uninterrupted(optimizer, make_settings, run_in_threads, corpus, tmp_path):
+def test_resumed_equals_uninterrupted(optimizer, make_settings, saved_run, resumed):
     """Split anew, and with layers recomputed in the backward pass, which changes no bit either."""
-    settings = exact(make_settings, pipeline__stages=3, optim__name=optimizer, **LORA)
-    whole = run_in_threads(settings)
-    middle = commit_all(whole, tmp_path / "run", corpus)[3]
-    resumed = run_in_threads(
-        exact(make_settings, pipeline__stages=2, optim__name=optimizer, pipeline__recompute=True,
-              **LORA),
-        resume=middle,
-        folder=tmp_path / "resumed",
-    )  # fmt: skip
-    assert resumed.losses() == whole.losses()[3:]
-    weights = resumed.weights()
-    assert all(torch.equal(weights[name], weight) for name, weight in whole.weights().items())
+    changes = {**EXACT, "optim__name": optimizer, "train__checkpoint_every": 3, **LORA}
+    whole, saved = saved_run(make_settings(pipeline__stages=3, train__steps=6, **changes))
+    other = make_settings(pipeline__recompute=True, train__steps=6, **changes)
+    assert_same_course(resumed(other, saved[3]), whole, 3)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -106,7 +90,7 @@ def test_a_step_at_full_rank_is_a_step_of_the_matrix_itself(frozen, make_setting
     )
     weights = []
     for settings in (full, lora):
-        chain = Chain(settings, Feed(corpus, settings, CPU))
+        chain = trained_chain(settings, corpus, 0)
         found = parameters(chain)
         with torch.no_grad():
             for name, parameter in found.items():
@@ -138,12 +122,11 @@ def test_a_step_at_full_rank_is_a_step_of_the_matrix_itself(frozen, make_setting
 def test_an_adapter_of_a_writer_stays_in_the_subspace(mode, optimizer, make_settings, corpus):
     """So the cut stays exact: what a stage sends is all of what it has."""
     settings = make_settings(**MODES[mode], optim__name=optimizer, **LORA)
-    feed = Feed(corpus, settings, CPU)
-    chain = Chain(settings, feed)
+    chain = trained_chain(settings, corpus, 0)
     before = chain.evaluate()
     for step in range(3):
         chain.train_step(step)
-    ids = feed.training(0, 0).inputs
+    ids = chain.feed.training(0, 0).inputs
     x = ids
     for layer in chain.stages[0].layers:
         x = layer(x)
@@ -162,9 +145,7 @@ def test_an_adapter_of_a_writer_stays_in_the_subspace(mode, optimizer, make_sett
 def test_merged_weights_compute_what_weights_and_adapters_do(merging, make_settings, corpus):
     """Of a projected model too, which does not fold; the failing side forgets the adapters."""
     settings = make_settings(**MODES["projected-narrow-table"], **LORA)
-    chain = Chain(settings, Feed(corpus, settings, CPU))
-    for step in range(3):
-        chain.train_step(step)
+    chain = trained_chain(settings, corpus, 3)
     state = Snapshot(parameters(chain), settings, 3, Versions(3, 0))
     source = merged(state)
     assert not any(map(is_adapter, source.names())) and source.settings.lora.rank == 0
@@ -174,17 +155,3 @@ def test_merged_weights_compute_what_weights_and_adapters_do(merging, make_setti
     ids = chain.feed.training(0, 0).inputs
     difference = (plain.logits(ids) - chain.logits(ids)).abs().max().item()
     assert difference < 1e-10 if merging else difference > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"lora__targets": ["q_prj"]}, 'lora.targets\\[0\\] = "q_prj" is not allowed; did you'),
-        ({"lora__targets": ["q_proj", "q_proj"]}, "twice"),
-        ({"lora__targets": []}, "lora.targets is empty"),
-        (MODES["subspace-moving"], "basis_update_every = 2 cannot work with lora.rank = 3"),
-    ],
-)
-def test_what_cannot_work_is_refused(changes, words, make_settings):
-    with pytest.raises(ConfigError, match=words):
-        make_settings(**{**LORA, **changes})

@@ -2,20 +2,18 @@
 
 import numpy as np
 import pytest
-import torch
+from engine_runs import CPU, furthest, trained_chain
 from plain import TOLERANCE, plain_loop
 from torch.nn import functional as F
 
 from masks import with_masks
+from settings_values import narrow
 from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus, Order, Validation
 from thinwire.engine.feed import Feed
 from thinwire.errors import DataError, WireError
 from thinwire.run.tokens import FetchedCorpus, TokenServer
 from thinwire.wire import Frame, FrameKind, encode, handshake, memory_pair
-from thinwire_lab.chain import Chain
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +39,16 @@ def test_a_masked_run_equals_a_plain_loop(
         reference["losses"], reference["weights"] = plain_loop(settings, masked)
     outcome = run_in_threads(settings, data=masked.folder)
     assert outcome.losses() == pytest.approx(reference["losses"], abs=TOLERANCE)
-    for name, weight in outcome.weights().items():
-        assert (weight - reference["weights"][name]).abs().max() < TOLERANCE, name
+    assert furthest(outcome.weights(), reference["weights"]) < TOLERANCE
     if stages == 2:
-        chain = Chain(settings, Feed(masked, settings, CPU))
+        chain = trained_chain(settings, masked, 0)
         assert [chain.train_step(step) for step in range(4)] == outcome.losses()
         assert chain.evaluate() == outcome.valid_losses()[-1]
 
 
 def test_the_mean_of_microbatch_means_is_another_number(make_settings, masked):
     """The failing side: what a step's loss would be if every microbatch weighed the same."""
-    settings = make_settings()
-    chain = Chain(settings, Feed(masked, settings, CPU))
+    chain = trained_chain(make_settings(), masked, 0)
     batches = [chain.feed.training(0, number) for number in range(4)]
     means = [chain.loss(chain.logits(b.inputs), b.targets).item() for b in batches]
     counts = [int((batch.targets != -100).sum()) for batch in batches]
@@ -66,9 +62,7 @@ def test_the_mean_of_microbatch_means_is_another_number(make_settings, masked):
 def test_stages_without_the_corpus_train_to_the_same_bits(
     anchor, make_settings, run_in_threads, masked, tmp_path
 ):
-    settings = make_settings(
-        pipeline__stages=3, boundary__mode="projected", boundary__rank=6, boundary__anchor=anchor
-    )
+    settings = make_settings(pipeline__stages=3, **narrow("projected", anchor=anchor))
     near = run_in_threads(settings, data=masked.folder)
     pairs = [joined(masked, settings, stage) for stage in range(3)]
     far = run_in_threads(settings, data=tmp_path, far=lambda stage: pairs[stage][1])
@@ -108,9 +102,8 @@ def test_masks_that_cannot_be_are_refused(bits, count, words, make_settings):
 
 
 def test_a_validation_scores_learned_tokens_alone(make_settings, masked):
-    settings = make_settings(train__eval_batches=0)
-    feed = Feed(masked, settings, CPU)
-    chain = Chain(settings, feed)
+    chain = trained_chain(make_settings(train__eval_batches=0), masked, 0)
+    feed = chain.feed
     total = count = 0.0
     for number in range(feed.validation_count):
         batch = feed.validation(number)

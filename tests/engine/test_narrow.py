@@ -1,60 +1,32 @@
 """Narrow boundaries in the pipeline: every mode equals one process, exactly resumed, or refused."""
 
-import math
-
 import pytest
 import torch
-from test_resume import commit_all
+from engine_runs import assert_same_course, built, furthest
+from plain import moments_of, order_of, update_by_hand
 from test_verdict import poison
 
-from thinwire.data import Corpus, Order
-from thinwire.engine.build import StageBuilder
+from settings_values import EXACT, narrow
+from thinwire.data import Corpus
 from thinwire.errors import WireError
 from thinwire.model import token_loss
 from thinwire.settings import Settings
 from thinwire.settings.crossing import frame_bytes, wire_shape
 from thinwire.wire import HEADER_BYTES
 
+MOVING = {
+    f"{mode}{name}": narrow(mode, **changes)
+    for mode in ("subspace", "reparam", "projected")
+    for name, changes in (("", {}), ("-moving", {"basis_update_every": 2}))
+}
 MODES = {
-    "subspace": {"boundary__mode": "subspace", "boundary__rank": 6},
-    "subspace-moving": {
-        "boundary__mode": "subspace",
-        "boundary__rank": 6,
-        "boundary__basis_update_every": 2,
-    },
-    "reparam": {"boundary__mode": "reparam", "boundary__rank": 6},
-    "reparam-moving": {
-        "boundary__mode": "reparam",
-        "boundary__rank": 6,
-        "boundary__basis_update_every": 2,
-    },
-    "projected": {"boundary__mode": "projected", "boundary__rank": 6},
-    "projected-moving": {
-        "boundary__mode": "projected",
-        "boundary__rank": 6,
-        "boundary__basis_update_every": 2,
-    },
-    "projected-narrow-table": {
-        "boundary__mode": "projected",
-        "boundary__rank": 6,
-        "boundary__anchor": "per-stage",
-        "boundary__table": 3,
-    },
-    "projected-own-tables": {
-        "boundary__mode": "projected",
-        "boundary__rank": 6,
-        "boundary__anchor": "per-stage",
-    },
+    **MOVING,
+    "projected-narrow-table": narrow("projected", anchor="per-stage", table=3),
+    "projected-own-tables": narrow("projected", anchor="per-stage"),
 }
 
 EMBEDDING = {
-    f"{mode}-embedding": {
-        "boundary__mode": mode,
-        "boundary__rank": 6,
-        "boundary__anchor": "embedding",
-        "boundary__row_tokens": 20,
-        "boundary__row_steps": 5,
-    }
+    f"{mode}-embedding": narrow(mode, anchor="embedding", row_tokens=20, row_steps=5)
     for mode in ("subspace", "reparam")
 }
 """Whose rows have updates of their own: tests/engine/test_shared_rows.py has the plain loop."""
@@ -63,20 +35,15 @@ EMBEDDING = {
 def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dict]:
     """One process, one graph: stages chained by autograd, and an Adam written out by hand."""
     torch.set_num_threads(1)
-    boundary, optim = settings.boundary, settings.optim
-    builder = StageBuilder(settings, torch.device("cpu"))
-    stages = [builder.build(i) for i in range(settings.pipeline.stages)]
-    for stage in stages:
-        builder.initialise(stage)
+    boundary = settings.boundary
+    builder, stages = built(settings)
     parameters = {n: p for stage in stages for n, p in stage.global_parameters().items()}
     axes = {}
     if boundary.mode == "subspace":
         axes = {h.name: h.axis for s in stages for h in s.held_parameters()}
     basis = builder.space.basis_DK
-    mean = {n: torch.zeros_like(p) for n, p in parameters.items()}
-    square = {n: torch.zeros_like(p) for n, p in parameters.items()}
-    order = Order(corpus.train, settings.model.context, settings.train.batch,
-                  settings.pipeline.microbatches, settings.run.seed)  # fmt: skip
+    moments = moments_of(parameters)
+    order = order_of(settings, corpus)
     watched = stages[-1].names[-2 - boundary.free_layers]
     losses = []
     for step in range(settings.train.steps):
@@ -101,33 +68,14 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
             for name, axis in axes.items():
                 grad = parameters[name].grad
                 parameters[name].grad = inside @ grad if axis == 0 else grad @ inside
-            norm = math.sqrt(sum(float((p.grad**2).sum()) for p in parameters.values()))
-            clip = min(1.0, optim.clip / (norm + 1e-6))
-            progress = (step - optim.warmup) / (settings.train.steps - optim.warmup)
-            lr = optim.lr * (
-                (step + 1) / optim.warmup
-                if step < optim.warmup
-                else 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
-            )
-            for name, p in parameters.items():
-                g = p.grad * clip
-                second = g**2
-                if name in axes:
-                    second = second.mean(axes[name], keepdim=True).expand_as(second)
-                mean[name] = 0.9 * mean[name] + 0.1 * g
-                square[name] = 0.95 * square[name] + 0.05 * second
-                decay = optim.weight_decay if p.ndim > 1 else 0.0
-                unbiased = mean[name] / (1 - 0.9 ** (step + 1))
-                scale = (square[name] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
-                p.mul_(1 - lr * decay).sub_(lr * unbiased / scale)
-                p.grad = None
+            update_by_hand(parameters, moments, axes, settings, step)
             every, is_last_step = boundary.basis_update_every, step + 1 == settings.train.steps
             if every and (step + 1) % every == 0 and not is_last_step:
-                move(stages, basis, gradients, boundary.basis_rate, parameters, mean, axes)
+                move(stages, basis, gradients, boundary.basis_rate, parameters, moments, axes)
     return losses, parameters
 
 
-def move(stages, basis, gradients, rate, parameters, mean, axes) -> None:
+def move(stages, basis, gradients, rate, parameters, moments, axes) -> None:
     """The Grassmann step from its formula, and everything that follows the basis."""
     flat = torch.cat([g.flatten(0, 1) for g in gradients])
     covariance = flat.T @ flat
@@ -139,11 +87,11 @@ def move(stages, basis, gradients, rate, parameters, mean, axes) -> None:
     basis.copy_(new)
     inside = new @ new.T
     for name, axis in axes.items():
-        for tensor in (parameters[name].data, mean[name]):
+        for tensor in (parameters[name].data, moments[name][0]):
             tensor.copy_(inside @ tensor if axis == 0 else tensor @ inside)
     for stage in stages:
         for name, layer in stage.reparametrised().items():
-            for tensor in (parameters[name].data, mean[name]):
+            for tensor in (parameters[name].data, moments[name][0]):
                 turn = new.T @ old
                 tensor.copy_(turn @ tensor if layer.axis == 0 else tensor @ turn.T)
 
@@ -155,56 +103,41 @@ def test_pipeline_equals_one_process(mode, stages, make_settings, run_in_threads
     outcome = run_in_threads(settings)
     losses, parameters = plain_training(settings, corpus)
     assert outcome.losses() == pytest.approx(losses, abs=1e-10)
-    for name, weight in outcome.weights().items():
-        assert (weight - parameters[name]).abs().max().item() < 1e-9, name
+    assert furthest(outcome.weights(), parameters) < 1e-9
 
 
-@pytest.mark.parametrize(
-    "mode", ["subspace", "subspace-moving", "reparam", "reparam-moving", *EMBEDDING]
-)
+@pytest.mark.parametrize("mode", [m for m in (*MOVING, *EMBEDDING) if "projected" not in m])
 def test_constrained_modes_do_not_depend_on_the_split(mode, make_settings, run_in_threads):
     """The cut loses nothing: 1, 2 and 4 stages agree to rounding in float64."""
     changes = (MODES | EMBEDDING)[mode] | {"codec__rows": "fp64"}
-    runs = [
-        run_in_threads(make_settings(pipeline__stages=n, boundary__free_layers=1, **changes))
-        for n in (1, 2, 4)
-    ]
+    runs = []
+    for stages in (1, 2, 4):
+        settings = make_settings(pipeline__stages=stages, boundary__free_layers=1, **changes)
+        runs.append(run_in_threads(settings))
     for other in runs[1:]:
         assert other.losses() == pytest.approx(runs[0].losses(), abs=1e-10)
 
 
 def test_projected_cuts_lose_something(make_settings, run_in_threads):
     """The failing side: with free weights the number of cuts changes the result."""
-    runs = [
-        run_in_threads(make_settings(pipeline__stages=n, **MODES["projected"])) for n in (1, 2, 4)
-    ]
+    settings = [make_settings(pipeline__stages=n, **MODES["projected"]) for n in (1, 2, 4)]
+    runs = [run_in_threads(each) for each in settings]
     assert abs(runs[0].losses()[0] - runs[1].losses()[0]) > 1e-4
     assert abs(runs[1].losses()[0] - runs[2].losses()[0]) > 1e-4
 
 
 @pytest.mark.parametrize("mode", [*MODES, *EMBEDDING])
-def test_resume_is_bitwise_across_a_move(mode, make_settings, run_in_threads, corpus, tmp_path):
+def test_resume_is_bitwise_across_a_move(mode, make_settings, saved_run, resumed):
     """Checkpoints before, at and after a move of the basis, gathered gradients included; so are
     those of rows that are not due yet.
     """
-    changes = {
-        **(MODES | EMBEDDING)[mode],
-        "train__steps": 7,
-        "train__checkpoint_every": 1,
-        "run__precision": "fp32",
-        "codec__forward": "fp32",
-        "codec__backward": "fp32",
-    }
+    changes = {**(MODES | EMBEDDING)[mode], **EXACT, "train__checkpoint_every": 1}
     if "moving" in mode:
         changes["boundary__basis_update_every"] = 3
-    settings = make_settings(**changes)
-    whole = run_in_threads(settings)
-    saved = commit_all(whole, tmp_path / "run", corpus)
+    settings = make_settings(train__steps=7, **changes)
+    whole, saved = saved_run(settings)
     for step in (2, 3, 4):
-        resumed = run_in_threads(settings, resume=saved[step], folder=tmp_path / f"from-{step}")
-        assert resumed.losses() == whole.losses()[step:], step
-        weights = resumed.weights()
-        assert all(torch.equal(weights[n], w) for n, w in whole.weights().items())
+        assert_same_course(resumed(settings, saved[step]), whole, step)
 
 
 def test_each_cut_sends_its_rank_as_planned(make_settings, run_in_threads):
@@ -228,18 +161,15 @@ def total(counted: dict[str, int]) -> int:
 def test_moves_are_measured_and_versioned(make_settings, run_in_threads):
     settings = make_settings(pipeline__stages=4, train__steps=5, **MODES["subspace-moving"])
     outcome = run_in_threads(settings)
-    last = [r.measures for r in outcome.steps(-1)]
-    moved = [m for m in last if "energy_before" in m]
+    moved = [r.measures for r in outcome.steps(-1) if "energy_before" in r.measures]
     assert len(moved) == 2
     for measures in moved:
         assert measures["energy_after"] > measures["energy_before"]
-        assert measures["largest_angle"] > 0
-        assert measures["orthonormality_error"] < 1e-12
+        assert measures["largest_angle"] > 0 and measures["orthonormality_error"] < 1e-12
     assert [w.builder.space.version for w in outcome.workers] == [2] * 4
     bases = [w.builder.space.basis_DK for w in outcome.workers]
     assert all(torch.equal(b, bases[0]) for b in bases)
-    steps = outcome.steps(1)
-    sent = steps[-1].meters["cut-0"]["sent"]
+    sent = outcome.steps(1)[-1].meters["cut-0"]["sent"]
     assert sent["BASIS"]["payload_bytes"] == 2 * 8 * 32 * 6  # two moves of 32 x 6 in float64
 
 
@@ -252,47 +182,28 @@ def test_a_stage_with_another_basis_version_is_refused(make_settings, run_in_thr
 
 
 def test_a_move_of_a_refused_step_is_neither_made_nor_reported(make_settings, run_in_threads):
-    def prepare(worker):
-        if worker.index == 0:
-            poison(0, {1})(worker)
-
-    outcome = run_in_threads(
-        make_settings(train__steps=3, **MODES["subspace-moving"]), prepare_worker=prepare
-    )
+    settings = make_settings(train__steps=3, **MODES["subspace-moving"])
+    outcome = run_in_threads(settings, prepare_worker=poison(0, {1}))
     assert [w.builder.space.version for w in outcome.workers] == [0, 0]
-    measures = [r.measures for r in outcome.steps(-1)]
-    assert not any("energy_after" in found for found in measures)
+    assert not any("energy_after" in report.measures for report in outcome.steps(-1))
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if "moving" in mode])
 def test_a_run_that_ends_at_a_move_goes_on_as_the_longer_run(
-    mode, make_settings, run_in_threads, corpus, tmp_path
+    mode, make_settings, saved_run, resumed
 ):
     """Four steps end where the second move is due: seven steps make it, and so does who goes on."""
-    changes = {
-        **MODES[mode],
-        "run__precision": "fp32",
-        "codec__forward": "fp32",
-        "codec__backward": "fp32",
-        "optim__schedule": "constant",
-        "train__checkpoint_every": 1,
-    }
+    changes = {**MODES[mode], **EXACT, "optim__schedule": "constant", "train__checkpoint_every": 1}
     longer = make_settings(train__steps=7, **changes)
-    whole = run_in_threads(longer, folder=tmp_path / "whole")
-    shorter = make_settings(train__steps=4, **changes)
-    ended = run_in_threads(shorter, folder=tmp_path / "ended")
+    whole, _ = saved_run(longer, "whole")
+    ended, saved = saved_run(make_settings(train__steps=4, **changes), "ended")
     assert [w.builder.space.version for w in ended.workers] == [1, 1], "the last was not made"
-    saved = commit_all(ended, tmp_path / "ended", corpus)[4]
-    more = make_settings(train__steps=7, pipeline__stages=2, **changes)
-    extended = run_in_threads(more, resume=saved, folder=tmp_path / "extended")
-    assert extended.losses() == whole.losses()[4:]
-    weights = extended.weights()
-    assert all(torch.equal(weights[n], w) for n, w in whole.weights().items())
+    extended = resumed(longer, saved[4])
+    assert_same_course(extended, whole, 4)
     for first, second in zip(extended.workers, whole.workers, strict=True):
         assert torch.equal(first.builder.space.basis_DK, second.builder.space.basis_DK)
         assert first.builder.space.version == second.builder.space.version == 3
-    reported = [r.measures for r in extended.steps(-1)]
-    moves = [r.measures for r in whole.steps(-1)]
+    reported, moves = ([r.measures for r in run.steps(-1)] for run in (extended, whole))
     assert reported[0]["energy_after"] == moves[3]["energy_after"], "the move that was left"
 
 
@@ -302,19 +213,12 @@ def test_the_jump_of_a_move_is_that_of_the_same_batch(
     mode, codec, make_settings, run_in_threads, tmp_path
 ):
     """A run that ends where the move is due validates before it, and a longer run after it."""
-    changes = {
-        **MODES[mode],
-        "pipeline__stages": 3,
-        "codec__forward": codec,
-        "optim__schedule": "constant",
-        "train__eval_batches": 1,
-    }
+    changes = {**MODES[mode], "pipeline__stages": 3, "codec__forward": codec,
+               "optim__schedule": "constant", "train__eval_batches": 1}  # fmt: skip
     before = run_in_threads(make_settings(train__steps=2, **changes), folder=tmp_path / "before")
-    after = run_in_threads(
-        make_settings(train__steps=3, train__eval_every=2, **changes), folder=tmp_path / "after"
-    )
-    reports = after.steps(-1)
-    moved = [r.measures for r in reports if "loss_jump" in r.measures]
+    longer = make_settings(train__steps=3, train__eval_every=2, **changes)
+    after = run_in_threads(longer, folder=tmp_path / "after")
+    moved = [r.measures for r in after.steps(-1) if "loss_jump" in r.measures]
     assert len(moved) == 1 and "energy_after" in moved[0]
     assert moved[0]["loss_jump"] == after.valid_losses()[1] - before.valid_losses()[-1] != 0.0
     sent = after.steps(0)[-1].meters["cut-0"]["sent"]

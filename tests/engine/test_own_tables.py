@@ -4,39 +4,22 @@ import itertools
 
 import pytest
 import torch
+from engine_runs import built
 from torch import Tensor
 from torch.nn import functional as F
 
-from thinwire.engine.build import StageBuilder
-from thinwire.errors import ConfigError
+from settings_values import narrow
 from thinwire.model import Stage
 from thinwire.model.stage import with_ends
-from thinwire.settings import Settings
 
 RANK = 6
 
 
-def built(settings: Settings) -> list[Stage]:
-    builder = StageBuilder(settings, torch.device("cpu"))
-    stages = [builder.build(index) for index in range(settings.pipeline.stages)]
-    for stage in stages:
-        builder.initialise(stage)
-    return stages
-
-
 @pytest.fixture
 def projected(make_settings):
-    def make(anchor, rank=RANK, **changes):
-        return built(
-            make_settings(
-                boundary__mode="projected",
-                boundary__rank=rank,
-                boundary__anchor=anchor,
-                pipeline__stages=3,
-                model__layers=6,
-                **changes,
-            )
-        )
+    def make(rank=RANK, **changes):
+        own = {**narrow("projected", rank=rank, anchor="per-stage"), "pipeline__stages": 3}
+        return built(make_settings(**own, model__layers=6, **changes))[1]
 
     return make
 
@@ -63,7 +46,7 @@ def fill_tables(stages: list[Stage]) -> list[Tensor]:
 
 def test_the_stream_is_what_a_plain_loop_makes_of_it(projected, ids_BT):
     """Logits and the gradient of every table, without a stage or a boundary."""
-    stages = projected("per-stage")
+    stages = projected()
     tables = fill_tables(stages)
     embedding, *blocks = stages[0].layers
     basis_DK = stages[0].outgoing.basis_DK
@@ -89,7 +72,7 @@ def test_the_stream_is_what_a_plain_loop_makes_of_it(projected, ids_BT):
 
 def test_nothing_that_all_stages_know_crosses(projected, ids_BT):
     """Where no block writes, the coordinates are zero; a block's writing crosses."""
-    stages = projected("per-stage")
+    stages = projected()
     fill_tables(stages)
     z = stages[0](ids_BT, ids_BT)
     assert bool(z.any())
@@ -106,8 +89,8 @@ def test_nothing_that_all_stages_know_crosses(projected, ids_BT):
 def test_at_full_rank_with_one_table_for_all_it_is_the_dense_model(
     projected, make_settings, ids_BT
 ):
-    dense = built(make_settings(pipeline__stages=3, model__layers=6))
-    stages = projected("per-stage", rank=32)
+    _, dense = built(make_settings(pipeline__stages=3, model__layers=6))
+    stages = projected(rank=32)
     expected = through(dense, ids_BT)
     assert (through(stages, ids_BT) - expected).abs().max() > 1e-3, "tables still differ"
     for stage in stages[1:]:
@@ -119,7 +102,7 @@ def test_at_full_rank_with_one_table_for_all_it_is_the_dense_model(
 def test_recomputation_and_compiled_layers_change_nothing(table, projected, ids_BT):
     found = []
     for recompute, compiled in itertools.product((False, True), repeat=2):
-        stages = projected("per-stage", boundary__table=table, pipeline__recompute=recompute)
+        stages = projected(boundary__table=table, pipeline__recompute=recompute)
         fill_tables(stages)
         if compiled:
             for stage in stages:
@@ -190,7 +173,7 @@ def test_a_bound_is_what_a_plain_loop_over_layers_and_tokens_makes_of_the_gradie
     """One token has most of the loss, and four have none: at both cuts, in float64."""
     weights_BT = torch.ones(2, 16, dtype=torch.float64)
     weights_BT[1, 5], weights_BT[0, 12:] = 1e4, 0  # no token sees what comes behind it
-    free, bound = projected("per-stage"), projected("per-stage", boundary__bound=2.0)
+    free, bound = projected(), projected(boundary__bound=2.0)
     for stages in (free, bound):
         fill_tables(stages)
     wanted, met = bounded_by_hand(free, ids_BT, weights_BT, everywhere=True)
@@ -208,15 +191,8 @@ def test_a_bound_is_what_a_plain_loop_over_layers_and_tokens_makes_of_the_gradie
 
 def test_a_bound_hides_no_gradient_that_is_not_finite(projected, ids_BT):
     """The step must still be refused."""
-    stages = projected("per-stage", boundary__bound=2.0)
+    stages = projected(boundary__bound=2.0)
     weights_BT = torch.ones(2, 16, dtype=torch.float64)
     weights_BT[1, 5] = torch.inf
     for gradient in gradients_at_cuts(stages, ids_BT, weights_BT):
         assert not bool(torch.isfinite(gradient).all())
-
-
-def test_other_cuts_refuse_a_bound(make_settings):
-    for mode in ("dense", "subspace"):
-        rank = {} if mode == "dense" else {"boundary__rank": 4}
-        with pytest.raises(ConfigError, match=r"boundary\.bound"):
-            make_settings(boundary__mode=mode, boundary__bound=4.0, pipeline__stages=3, **rank)

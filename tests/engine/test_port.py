@@ -4,12 +4,12 @@ import math
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from thinwire.codec import Leg, Place, TensorSpec, parse_codec
+from thinwire.codec import Codec, Leg, Place, TensorSpec, parse_codec
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
@@ -56,13 +56,50 @@ class Pair:
         spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"))
         return Port(link, stage, CutEnd(codecs, spec, microbatches=MICROBATCHES), mailbox, due)
 
+    def forward(self, step: int, microbatch: int) -> None:
+        tensor = torch.randn(SHAPE)
+        self.sender.send_tensor(FrameKind.FORWARD, tensor, step, microbatch, MADE_WITH)
+
+    def take(self, step: int, microbatch: int) -> torch.Tensor:
+        return self.receiver.take_tensor(FrameKind.FORWARD, step, microbatch, MADE_WITH)
+
+    def answer(self, microbatch: int) -> None:
+        tensor = torch.randn(SHAPE)
+        self.receiver.send_tensor(FrameKind.BACKWARD, tensor, 0, microbatch, MADE_WITH)
+
+    def refuses(self, words: str, error: type[WireError] = BreachError) -> None:
+        """What came was refused, with these words."""
+        with pytest.raises(error, match=words):
+            self.mailbox.take(("never",))
+
+    def send_validation(self, sent: Callable[[int], None]) -> threading.Thread:
+        """Sends all batches of a validation from a thread of its own."""
+
+        def send_all() -> None:
+            for number in range(VALIDATION_BATCHES):
+                tensor = torch.randn(SHAPE)
+                self.sender.send_tensor(FrameKind.EVALUATE, tensor, 0, number, MADE_WITH)
+                sent(number)
+
+        thread = threading.Thread(target=send_all, daemon=True)
+        thread.start()
+        return thread
+
+    def take_validation(self) -> Iterator[int]:
+        """Takes all batches; how many wait after each."""
+        for number in range(VALIDATION_BATCHES):
+            self.receiver.take_tensor(FrameKind.EVALUATE, 0, number, MADE_WITH)
+            yield len(self.mailbox._items)
+
 
 def test_a_tensor_crosses():
     pair = Pair(first_step=3)
     tensor = torch.randn(SHAPE)
     pair.sender.send_tensor(FrameKind.FORWARD, tensor, 3, 1, MADE_WITH)
-    received = pair.receiver.take_tensor(FrameKind.FORWARD, 3, 1, MADE_WITH)
-    assert torch.equal(received, tensor.bfloat16().float())
+    assert torch.equal(pair.take(3, 1), tensor.bfloat16().float())
+
+
+PACKED = {"kind": FrameKind.FORWARD, "codec": parse_codec("bf16").tag}
 
 
 @pytest.mark.parametrize(
@@ -72,44 +109,32 @@ def test_a_tensor_crosses():
         (Frame(FrameKind.BACKWARD), "unexpected BACKWARD"),
         (Frame(FrameKind.BASIS), "unexpected BASIS"),  # it comes from above alone
         (Frame(FrameKind.HELLO), "unexpected HELLO"),
+        (Frame(**PACKED, shape=(2, 4, 9), payload=bytes(144)), "has shape"),
+        (Frame(**PACKED, shape=SHAPE, payload=bytes(130)), "at most 128"),
+        (Frame(**PACKED, shape=SHAPE, payload=bytes(126)), "126 arrived"),
     ],
 )
 def test_frames_outside_the_contract_break_the_link(frame, words):
+    """Shape and size are checked before unpacking."""
     pair = Pair()
     pair.raw.send(frame)
-    with pytest.raises(WireError, match=words):
-        pair.mailbox.take(("never",))
-
-
-def test_shape_and_size_are_checked_before_unpacking():
-    tag = parse_codec("bf16").tag
-    for frame, words in [
-        (Frame(FrameKind.FORWARD, shape=(2, 4, 9), codec=tag, payload=bytes(144)), "has shape"),
-        (Frame(FrameKind.FORWARD, shape=SHAPE, codec=tag, payload=bytes(130)), "at most 128"),
-        (Frame(FrameKind.FORWARD, shape=SHAPE, codec=tag, payload=bytes(126)), "126 arrived"),
-    ]:
-        pair = Pair()
-        pair.raw.send(frame)
-        with pytest.raises(WireError, match=words):
-            pair.mailbox.take(("never",))
+    pair.refuses(words, WireError)
 
 
 def test_ends_with_other_codecs_notice():
     pair = Pair(sender_codec="fp32")
-    pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, 0, MADE_WITH)
+    pair.forward(0, 0)
     with pytest.raises(WireError, match="codecs differ"):
-        pair.receiver.take_tensor(FrameKind.FORWARD, 0, 0, MADE_WITH)
+        pair.take(0, 0)
 
 
 def test_a_neighbour_that_leaves_wakes_who_waits():
     pair = Pair()
-    pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, 0, MADE_WITH)
+    pair.forward(0, 0)
     pair.sender.link.close()
-    pair.receiver.take_tensor(
-        FrameKind.FORWARD, 0, 0, MADE_WITH
-    )  # what was sent before still counts
+    pair.take(0, 0)  # what was sent before still counts
     with pytest.raises(WireError, match="left the run"):
-        pair.receiver.take_tensor(FrameKind.FORWARD, 0, 1, MADE_WITH)
+        pair.take(0, 1)
 
 
 # --- codecs that remember ---
@@ -127,11 +152,7 @@ class Remembering(Pair):
 
     def frame(self, step: int, microbatch: int, kind: FrameKind = FrameKind.FORWARD) -> Frame:
         place = Place(Leg.FORWARD, step, microbatch, training=kind is FrameKind.FORWARD)
-        payload = bytes(self.codec.pack(torch.randn(SHAPE), place))
-        tag = self.codec.tag
-        return Frame(
-            kind, step=step, microbatch=microbatch, codec=tag, shape=SHAPE, payload=payload
-        )
+        return packed(self.codec, kind, place)
 
     def send(self, frame: Frame) -> None:
         """Send a frame, and let everything before it arrive."""
@@ -174,8 +195,7 @@ def test_a_tensor_is_remembered_once(is_held):
     pair.send(frame)
     before = pair.remembered()
     pair.raw.send(frame)
-    with pytest.raises(WireError, match="FORWARD of step 4, microbatch 0 arrived twice"):
-        pair.mailbox.take(("never",))
+    pair.refuses("FORWARD of step 4, microbatch 0 arrived twice", WireError)
     assert pair.remembered() == before
 
 
@@ -186,56 +206,48 @@ def test_a_step_that_is_not_due_is_refused(step):
     pair.send(pair.frame(4, 0))
     before = pair.remembered()
     pair.raw.send(pair.frame(step, 1))
-    with pytest.raises(
-        WireError, match=f"step {step}, microbatch 1 belongs neither to the current step"
-    ):
-        pair.mailbox.take(("never",))
+    words = f"step {step}, microbatch 1 belongs neither to the current step"
+    pair.refuses(words, WireError)
     assert pair.remembered() == before
 
 
 # --- bounds: a frame that is not due is the sender's error ---
 
 
+def packed(codec: Codec, kind: FrameKind, place: Place) -> Frame:
+    payload = bytes(codec.pack(torch.randn(SHAPE), place))
+    own = {"step": place.step, "microbatch": place.microbatch, "codec": codec.tag}
+    return Frame(kind, shape=SHAPE, payload=payload, **own)
+
+
 def tensor_frame(kind: FrameKind, step: int, microbatch: int = 0) -> Frame:
-    codec = parse_codec("bf16")
-    payload = bytes(codec.pack(torch.randn(SHAPE), Place(Leg.FORWARD, step, microbatch)))
-    return Frame(
-        kind, step=step, microbatch=microbatch, codec=codec.tag, shape=SHAPE, payload=payload
-    )
+    return packed(parse_codec("bf16"), kind, Place(Leg.FORWARD, step, microbatch))
 
 
-def verdict_frame(step: int, microbatch: int = 0, kind: FrameKind = FrameKind.VERDICT) -> Frame:
+def verdict_frame(step: int, kind: FrameKind = FrameKind.VERDICT, **own: int) -> Frame:
     payload = Verdict(1.0, True, False, False).to_bytes()
-    return Frame(kind, step=step, microbatch=microbatch, payload=payload)
+    return Frame(kind, step=step, payload=payload, **own)
+
+
+def rows_frame(step: int, number: int) -> Frame:
+    return Frame(FrameKind.ROWS, step=step, microbatch=number, payload=bytes(8))
 
 
 @pytest.mark.parametrize(
     "frame",
-    [
-        tensor_frame(FrameKind.FORWARD, 4),
-        tensor_frame(FrameKind.FORWARD, 7),
-        tensor_frame(FrameKind.EVALUATE, 5),
-        tensor_frame(FrameKind.EVALUATE, 6, 1),
-        tensor_frame(FrameKind.PROBE, 4),
-        tensor_frame(FrameKind.PROBE, 5, 2),
-        verdict_frame(4),
-        verdict_frame(5, microbatch=1),
-        verdict_frame(5, kind=FrameKind.VALIDATED),
-        Frame(FrameKind.ROWS, step=7, microbatch=FROM_BELOW, payload=bytes(8)),
-        Frame(FrameKind.ROWS, step=5, microbatch=FROM_ABOVE, payload=bytes(8)),
-        Frame(FrameKind.ROWS, step=5, microbatch=row_number(3, FROM_BELOW), payload=bytes(8)),
-        Frame(
-            FrameKind.VERDICT, sender=2, step=5, payload=Verdict(1.0, True, False, False).to_bytes()
-        ),
-    ],
+    [tensor_frame(FrameKind.FORWARD, 4), tensor_frame(FrameKind.FORWARD, 7),
+     tensor_frame(FrameKind.EVALUATE, 5), tensor_frame(FrameKind.EVALUATE, 6, 1),
+     tensor_frame(FrameKind.PROBE, 4), tensor_frame(FrameKind.PROBE, 5, 2),
+     verdict_frame(4), verdict_frame(5, microbatch=1), verdict_frame(5, FrameKind.VALIDATED),
+     verdict_frame(5, sender=2), rows_frame(7, FROM_BELOW), rows_frame(5, FROM_ABOVE),
+     rows_frame(5, row_number(3, FROM_BELOW))],
     ids=lambda frame: f"{frame.kind.name} {frame.step} {frame.microbatch}",
-)
+)  # fmt: skip
 def test_a_frame_that_is_not_due_convicts_its_sender(frame):
     pair = Pair(first_step=5)
     pair.receiver.open_step(5)
     pair.raw.send(frame)
-    with pytest.raises(BreachError, match=f"{frame.kind.name} of step {frame.step}"):
-        pair.mailbox.take(("never",))
+    pair.refuses(f"{frame.kind.name} of step {frame.step}")
     assert pair.other.other_end_at_fault and not pair.other.other_end_lost
     assert pair.mailbox._items == {}
 
@@ -253,8 +265,7 @@ def test_nothing_comes_twice(frame):
     pair.raw.send(frame)
     pair.mailbox.take((frame.kind, 5, frame.microbatch))
     pair.raw.send(frame)
-    with pytest.raises(BreachError, match=f"{frame.kind.name} of step 5, .* arrived twice"):
-        pair.mailbox.take(("never",))
+    pair.refuses(f"{frame.kind.name} of step 5, .* arrived twice")
     assert pair.mailbox._items == {}
 
 
@@ -279,18 +290,15 @@ def test_a_neighbour_that_does_not_keep_the_window_is_refused():
     pair.receiver.open_step(0)
     pair.sender.open_step(0)
     for microbatch in range(MICROBATCHES):
-        pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, microbatch, MADE_WITH)
-        pair.receiver.take_tensor(FrameKind.FORWARD, 0, microbatch, MADE_WITH)
+        pair.forward(0, microbatch)
+        pair.take(0, microbatch)
         if microbatch < MICROBATCHES - 1:
-            pair.receiver.send_tensor(
-                FrameKind.BACKWARD, torch.randn(SHAPE), 0, microbatch, MADE_WITH
-            )
+            pair.answer(microbatch)
             pair.sender.take_tensor(FrameKind.BACKWARD, 0, microbatch, MADE_WITH)
     pair.raw.send(tensor_frame(FrameKind.FORWARD, 1, 0))  # a step ahead: not beyond the window
     pair.mailbox.take((FrameKind.FORWARD, 1, 0))
     pair.raw.send(tensor_frame(FrameKind.FORWARD, 1, 1))
-    with pytest.raises(BreachError, match="beyond the window: it is due after 1 gradients, and 0"):
-        pair.mailbox.take(("never",))
+    pair.refuses("beyond the window: it is due after 1 gradients, and 0")
 
 
 def test_with_delay_the_window_reaches_into_the_next_step_and_no_further():
@@ -298,20 +306,16 @@ def test_with_delay_the_window_reaches_into_the_next_step_and_no_further():
     for port in (pair.receiver, pair.sender):
         port.open_step(0)
 
-    def answer(microbatch):
-        pair.receiver.send_tensor(FrameKind.BACKWARD, torch.randn(SHAPE), 0, microbatch, MADE_WITH)
-
     for step, microbatch, answered in ((0, 0, None), (0, 1, 0), (0, 2, 1), (1, 0, None)):
-        pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), step, microbatch, MADE_WITH)
-        pair.receiver.take_tensor(FrameKind.FORWARD, step, microbatch, MADE_WITH)
+        pair.forward(step, microbatch)
+        pair.take(step, microbatch)
         if answered is not None:
-            answer(answered)
+            pair.answer(answered)
     pair.receiver.open_step(1)  # while the last gradient of step 0 is still to come
-    pair.raw.send(Frame(FrameKind.VERDICT, payload=Verdict(1.0, True, False, False).to_bytes()))
+    pair.raw.send(verdict_frame(0))
     pair.receiver.take_message(FrameKind.VERDICT, 0)
     pair.raw.send(tensor_frame(FrameKind.FORWARD, 1, 1))
-    with pytest.raises(BreachError, match="beyond the window"):
-        pair.mailbox.take(("never",))
+    pair.refuses("beyond the window")
 
 
 def test_the_stage_above_cannot_be_a_step_ahead():
@@ -361,17 +365,8 @@ def test_validation_frames_wait_for_a_slow_uplink_and_for_a_slow_stage():
     pair = Pair(nic=lambda: Nic(mbps_up=0.1, mbps_down=0, latency_ms=0))  # 15 ms a frame
     handed_over: list[float] = []
 
-    def send_all():
-        for number in range(VALIDATION_BATCHES):
-            pair.sender.send_tensor(FrameKind.EVALUATE, torch.randn(SHAPE), 0, number, MADE_WITH)
-            handed_over.append(time.monotonic())
-
-    thread = threading.Thread(target=send_all, daemon=True)
-    thread.start()
-    most_waiting = 0
-    for number in range(VALIDATION_BATCHES):
-        pair.receiver.take_tensor(FrameKind.EVALUATE, 0, number, MADE_WITH)
-        most_waiting = max(most_waiting, len(pair.mailbox._items))
+    thread = pair.send_validation(lambda _: handed_over.append(time.monotonic()))
+    most_waiting = max(pair.take_validation())
     thread.join(PATIENCE)
     assert len(handed_over) == VALIDATION_BATCHES
     # Seen from the uplink, whatever the receiver's thread was doing: before a frame is handed
@@ -391,19 +386,12 @@ def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(ni
     pair.raw.pipe._limit = 2  # as little as a transport holds
     sent: list[int] = []
 
-    def send_all():
-        for number in range(VALIDATION_BATCHES):
-            pair.sender.send_tensor(FrameKind.EVALUATE, torch.randn(SHAPE), 0, number, MADE_WITH)
-            sent.append(number)
-
-    thread = threading.Thread(target=send_all, daemon=True)
-    thread.start()
+    thread = pair.send_validation(sent.append)
     wait_until(lambda: len(pair.mailbox._items) >= EVALUATION_WINDOW)
     thread.join(0.5)  # unhindered, the others would have come in this time
     assert len(pair.mailbox._items) == EVALUATION_WINDOW
     assert len(sent) < VALIDATION_BATCHES - 5
-    for number in range(VALIDATION_BATCHES):
-        pair.receiver.take_tensor(FrameKind.EVALUATE, 0, number, MADE_WITH)
+    assert len([*pair.take_validation()]) == VALIDATION_BATCHES
     thread.join(PATIENCE)
     assert not thread.is_alive()
 

@@ -2,19 +2,17 @@
 
 import contextlib
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
+from engine_runs import CPU, built, trained_chain
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thinwire.engine.build import StageBuilder, autocast_for, weights_rounded_once
-from thinwire.engine.feed import Feed
+from settings_values import EXACT
+from thinwire.engine.build import autocast_for, weights_rounded_once
 from thinwire.settings import Settings
-from thinwire_lab.chain import Chain
 
-CPU = torch.device("cpu")
 MICROBATCHES = 4
 
 
@@ -25,7 +23,7 @@ class Roundings(TorchDispatchMode):
         super().__init__()
         self.of: Counter[int] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
             self.of[args[0].data_ptr()] += 1
         return func(*args, **(kwargs or {}))
@@ -33,21 +31,13 @@ class Roundings(TorchDispatchMode):
 
 @pytest.fixture
 def bf16(make_settings):
-    return make_settings(
-        run__precision="bf16",
-        codec__forward="fp32",
-        codec__backward="fp32",
-        pipeline__stages=1,
-        pipeline__microbatches=MICROBATCHES,
-        train__steps=3,
-    )
+    single = {"pipeline__stages": 1, "pipeline__microbatches": MICROBATCHES, "train__steps": 3}
+    return make_settings(**{**EXACT, "run__precision": "bf16"}, **single)
 
 
-def gradients(settings: Settings, keep: Any) -> tuple[list[Tensor], Counter[int], list[int]]:
+def gradients(settings: Settings, keep) -> tuple[list[Tensor], Counter[int], list[int]]:
     """All microbatches forward, then backward, as in a pipeline: they are in flight together."""
-    builder = StageBuilder(settings, CPU)
-    stage = builder.build(0)
-    builder.initialise(stage)
+    _, (stage,) = built(settings)
     generator = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(settings.model.vocab, (MICROBATCHES, 2, 16), generator=generator)
     autocast = autocast_for("bf16", CPU)
@@ -77,7 +67,7 @@ def test_a_step_begins_with_the_weights_of_the_last_update(bf16, corpus, monkeyp
     for forgets in (False, True):
         if forgets:
             monkeypatch.setattr("thinwire_lab.chain.weights_rounded_once", contextlib.nullcontext)
-        chain = Chain(bf16, Feed(corpus, bf16, CPU))
+        chain = trained_chain(bf16, corpus, 0)
         losses = [chain.train_step(step) for step in range(3)]
         weights = [p.detach() for stage in chain.stages for p in stage.parameters()]
         trained.append((losses, weights))

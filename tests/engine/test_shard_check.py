@@ -2,31 +2,23 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from settings_values import EXACT, narrow
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.engine.state import ShardCheck, most_shard_bytes
 
-SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
-EMBEDDING = {
-    **SUBSPACE,
-    "boundary__anchor": "embedding",
-    "boundary__row_tokens": 1,
-    "codec__rows": "fp32",
-    "run__precision": "fp32",
-    "codec__forward": "fp32",
-    "codec__backward": "fp32",
-}
+EMBEDDING = {**narrow("subspace", anchor="embedding", row_tokens=1), **EXACT, "codec__rows": "fp32"}
 
 
-def objections(outcome: Any, settings: Any, data: Any, folder: Path) -> list[str]:
+def objections(outcome, settings, data, folder: Path) -> list[str]:
     """What is said of all that the stages of a run have saved."""
     check = ShardCheck(settings, data, folder / "scratch")
     return [
@@ -40,13 +32,11 @@ def objections(outcome: Any, settings: Any, data: Any, folder: Path) -> list[str
     "changes",
     [
         {"run__precision": "bf16", "lora__rank": 3, "optim__name": "muon"},
-        {**SUBSPACE, "boundary__basis_update_every": 4},
-        {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"},
-        EMBEDDING,
-        {"codec__forward": "topk(0.2)+ef21", "codec__backward": "lowrank(2)+ef-mixed"},
+        narrow("subspace", basis_update_every=4), narrow("projected", anchor="per-stage"),
+        EMBEDDING, {"codec__forward": "topk(0.2)+ef21", "codec__backward": "lowrank(2)+ef-mixed"},
         {"codec__forward": "int8+aqsgd", "codec__backward": "lowrank(2)", "train__batch": 160},
     ],
-)
+)  # fmt: skip
 def test_what_stages_save_passes(changes, make_settings, run_in_threads, corpus, tmp_path):
     settings = make_settings(pipeline__stages=3, train__checkpoint_every=3, **changes)
     outcome = run_in_threads(settings)
@@ -58,56 +48,41 @@ def test_what_stages_save_passes(changes, make_settings, run_in_threads, corpus,
             assert size <= limit < 100 * size + examples, "none is larger, nor much smaller"
 
 
-def weight(tensors: dict[str, Tensor]) -> str:
-    """The first that is neither a moment nor a codec's memory."""
-    return min(name for name in tensors if "/" not in name)
+KINDS = {"weight": re.compile("[^/]+"), "moment": re.compile(".*exp_avg"),
+         "memory": re.compile("codec/.*")}  # fmt: skip
 
 
-def drop_weight(tensors: dict[str, Tensor]) -> None:
-    tensors.pop(weight(tensors))
+def first(tensors: dict[str, Tensor], kind: str) -> str:
+    return min(name for name in tensors if KINDS[kind].fullmatch(name))
 
 
-def drop_moments(tensors: dict[str, Tensor]) -> None:
-    for name in [name for name in tensors if name.startswith("optimizer/")]:
-        tensors.pop(name)
+def changed(kind: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    """Changes the first tensor of a kind."""
+
+    def harm(tensors: dict[str, Tensor]) -> None:
+        name = first(tensors, kind)
+        tensors[name] = change(tensors[name])
+
+    return harm
 
 
-def add_of_another_stage(tensors: dict[str, Tensor]) -> None:
-    tensors["embedding.weight"] = torch.zeros(2, 2)
+def with_last(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: torch.cat([tensor.view(-1)[:-1], torch.tensor([value])]).view_as(tensor)
 
 
-def halve(tensors: dict[str, Tensor]) -> None:
-    name = min(name for name in tensors if name.endswith("exp_avg"))
-    tensors[name] = tensors[name].float()
-
-
-def narrow_memory(tensors: dict[str, Tensor]) -> None:
-    name = next(name for name in tensors if name.startswith("codec/"))
-    tensors[name] = tensors[name][:1]
-
-
-def other_memory(tensors: dict[str, Tensor]) -> None:
-    name = next(name for name in tensors if name.startswith("codec/"))
-    tensors[name] = tensors[name] + 1
-
-
-def spoil(value: float) -> Callable[[dict[str, Tensor]], None]:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[weight(tensors)].view(-1)[-1] = value
-
-    return change
-
-
-HARMS: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
-    "a weight is missing": (drop_weight, "1 tensors are missing, such as"),
-    "no moments": (drop_moments, "tensors are missing, such as optimizer/"),
-    "one too many": (add_of_another_stage, "1 tensors that its stage does not save, such as embed"),
-    "another type": (halve, "is torch.float32 of shape"),
-    "a memory of another shape": (narrow_memory, "does not fit this run"),
-    "a memory of another course": (other_memory, "do not remember what its stage reported"),
-    "NaN": (spoil(float("nan")), "has values that are not finite"),
-    "infinity": (spoil(float("inf")), "has values that are not finite"),
-}
+HARMS = {
+    "a weight is missing": (lambda t: t.pop(first(t, "weight")), "1 tensors are missing, such as"),
+    "no moments": (lambda t: [t.pop(name) for name in [*t] if name.startswith("optimizer/")],
+                   "tensors are missing, such as optimizer/"),
+    "one too many": (lambda t: t.update({"embedding.weight": torch.zeros(2, 2)}),
+                     "1 tensors that its stage does not save, such as embed"),
+    "another type": (changed("moment", Tensor.float), "is torch.float32 of shape"),
+    "a memory of another shape": (changed("memory", lambda m: m[:1]), "does not fit this run"),
+    "a memory of another course": (changed("memory", lambda m: m + 1),
+                                   "do not remember what its stage reported"),
+    "NaN": (changed("weight", with_last(float("nan"))), "has values that are not finite"),
+    "infinity": (changed("weight", with_last(float("inf"))), "has values that are not finite"),
+}  # fmt: skip
 
 
 def test_all_else_is_refused(make_settings, run_in_threads, corpus, tmp_path):

@@ -8,63 +8,45 @@ import math
 
 import pytest
 import torch
-from test_resume import commit_all
+from engine_runs import CPU, built, furthest, trained_chain
+from plain import learning_rate, moments_of, order_of, update_by_hand
 from torch import Tensor
 
-from thinwire.data import Corpus, Order
+from settings_values import EXACT, narrow
+from thinwire.codec import Leg
+from thinwire.data import Corpus
 from thinwire.engine import rows
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.conversion import Folded
-from thinwire.engine.feed import Feed
 from thinwire.engine.rows import SharedRows
 from thinwire.engine.source import Snapshot
-from thinwire.errors import ConfigError
 from thinwire.model import Stage, fixed_table, token_loss
 from thinwire.settings import Settings
 from thinwire.settings.crossing import row_bytes
 from thinwire.wire import HEADER_BYTES
-from thinwire_lab.chain import Chain
 
-SHARED = {
-    "boundary__mode": "subspace",
-    "boundary__rank": 6,
-    "boundary__anchor": "embedding",
-    "boundary__row_tokens": 20,
-    "boundary__row_steps": 5,
-    "train__steps": 7,
-}
+SHARED = {**narrow("subspace", anchor="embedding", row_tokens=20, row_steps=5), "train__steps": 7,
+          "pipeline__stages": 4, "codec__rows": "fp64"}  # fmt: skip
 EMBEDDING = "model.embed_tokens.weight"
 START = "1a4db81442d5ec89"  # the first bytes of the hash of what seed 0 draws
 
 
 @pytest.fixture
 def settings_for(make_settings):
-    def make(**changes):
-        return make_settings(**(SHARED | {"pipeline__stages": 4, "codec__rows": "fp64"} | changes))
-
-    return make
+    return lambda **changes: make_settings(**(SHARED | changes))
 
 
 def copies(stages: list[Stage]) -> list[Tensor]:
     return [stage.embedding_copy().detach() for stage in stages]
 
 
-def trained_chain(settings: Settings, corpus: Corpus, steps: int) -> Chain:
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
-    for step in range(steps):
-        chain.train_step(step)
-    return chain
-
-
 def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dict[str, Tensor]]:
     """One plain model: the writers below the last cut stay in S, and rows wait by hand."""
     torch.set_num_threads(1)
     boundary, optim, steps = settings.boundary, settings.optim, settings.train.steps
-    builder = StageBuilder(settings, torch.device("cpu"))
-    held = {h.name for i in range(4) for h in builder.build(i).held_parameters()}
-    whole = settings_of_one_stage(settings)
-    model = StageBuilder(whole, torch.device("cpu")).build(0)
-    StageBuilder(whole, torch.device("cpu")).initialise(model)
+    builder, stages = built(settings)
+    held = {h.name: 0 for stage in stages for h in stage.held_parameters()}
+    _, (model,) = built(settings_of_one_stage(settings))
     with torch.no_grad():  # which all machines draw alike
         model.embedding_copy().copy_(
             fixed_table(*model.embedding_copy().shape, settings.run.seed, settings.model.embed_std)
@@ -74,11 +56,10 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
     with torch.no_grad():
         for name in held:
             parameters[name].copy_(inside_DD @ parameters[name])
-    moments = {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in parameters.items()}
+    moments = moments_of(parameters)
     embedding = parameters.pop(EMBEDDING)
     waiting, seen, last = torch.zeros_like(embedding), [0] * len(embedding), [0] * len(embedding)
-    order = Order(corpus.train, settings.model.context, settings.train.batch,
-                  settings.pipeline.microbatches, settings.run.seed)  # fmt: skip
+    order = order_of(settings, corpus)
     losses = []
     for step in range(steps):
         total = 0.0
@@ -91,26 +72,11 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
             for token in batch.inputs_BT.flatten().tolist():
                 seen[token] += 1
         losses.append(total)
-        progress = (step - optim.warmup) / (steps - optim.warmup)
-        lr = optim.lr * (
-            (step + 1) / optim.warmup
-            if step < optim.warmup
-            else 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
-        )
+        lr = learning_rate(settings, step)
         with torch.no_grad():
             for name in held:
                 parameters[name].grad = inside_DD @ parameters[name].grad
-            norm = math.sqrt(sum(float((p.grad**2).sum()) for p in parameters.values()))
-            clip = min(1.0, optim.clip / (norm + 1e-6))
-            for name, p in parameters.items():
-                g, (mean, square) = p.grad * clip, moments[name]
-                second = (g**2).mean(0, keepdim=True).expand_as(g) if name in held else g**2
-                mean.mul_(0.9).add_(0.1 * g)
-                square.mul_(0.95).add_(0.05 * second)
-                decay = optim.weight_decay if p.ndim > 1 else 0.0
-                scale = (square / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
-                p.mul_(1 - lr * decay).sub_(lr * mean / (1 - 0.9 ** (step + 1)) / scale)
-                p.grad = None
+            update_by_hand(parameters, moments, held, settings, step)
             waiting += embedding.grad
             embedding.grad = None
             for row in range(len(embedding)):
@@ -154,8 +120,7 @@ def test_a_pipeline_trains_what_a_plain_model_with_waiting_rows_trains(
     losses, weights = plain_training(settings, corpus)
     outcome = run_in_threads(settings_for(pipeline__stages=stages, boundary__free_layers=1))
     assert outcome.losses() == pytest.approx(losses, abs=1e-10)
-    for name, weight in outcome.weights().items():
-        assert (weight - weights[name]).abs().max().item() < 1e-9, name
+    assert furthest(outcome.weights(), weights) < 1e-9
     for copy in copies([worker.stage for worker in outcome.workers]):
         assert (copy - weights[EMBEDDING]).abs().max().item() < 1e-9
 
@@ -163,19 +128,16 @@ def test_a_pipeline_trains_what_a_plain_model_with_waiting_rows_trains(
 def test_copies_stay_equal_to_the_bit_and_the_chain_trains_the_same(
     settings_for, run_in_threads, corpus
 ):
-    settings = settings_for(codec__rows="int4", run__precision="fp32",
-                            codec__forward="int8", codec__backward="int4")  # fmt: skip
+    lossy = {"codec__forward": "int8", "codec__backward": "int4", "codec__rows": "int4"}
+    settings = settings_for(**EXACT | lossy)
     outcome = run_in_threads(settings)
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    chain = trained_chain(settings, corpus, 0)
     losses = [chain.train_step(step) for step in range(settings.train.steps)]
     assert outcome.losses() == losses
     first, *others = copies([worker.stage for worker in outcome.workers])
     for copy in (*others, *copies(chain.stages)):
         assert torch.equal(copy, first)
-    start = StageBuilder(settings, torch.device("cpu"))
-    stage = start.build(0)
-    start.initialise(stage)
-    assert not torch.equal(stage.embedding_copy(), first)
+    assert not torch.equal(built(settings)[1][0].embedding_copy(), first)
 
 
 @pytest.mark.parametrize("mode", ["subspace", "reparam"])
@@ -193,7 +155,7 @@ def test_at_every_step_it_is_a_plain_model_as_long_as_copies_are_equal(
     chain = trained_chain(settings, corpus, 3)
     weights = {n: p for stage in chain.stages for n, p in stage.owned_parameters().items()}
     folded = Folded(Snapshot(weights, settings, 3, chain.updates[0].versions))
-    plain = StageBuilder(settings_of_one_stage(settings), torch.device("cpu")).build(0)
+    plain = StageBuilder(settings_of_one_stage(settings), CPU).build(0)
     with torch.no_grad():
         for name, parameter in plain.global_parameters().items():
             parameter.copy_(folded.tensors([name])[name])
@@ -203,26 +165,19 @@ def test_at_every_step_it_is_a_plain_model_as_long_as_copies_are_equal(
 
 
 def test_a_run_goes_on_in_another_split_with_all_that_waits(
-    settings_for, run_in_threads, corpus, tmp_path
+    settings_for, saved_run, resumed, monkeypatch
 ):
-    """The first stage takes over the gradients of stages that are no more."""
+    """The first stage takes over the gradients of stages that are no more. The failing side:
+    without the gradients that waited a resumed run is another one.
+    """
     settings = settings_for(train__checkpoint_every=1, boundary__free_layers=1)
-    whole = run_in_threads(settings)
-    saved = commit_all(whole, tmp_path / "run", corpus)
+    whole, saved = saved_run(settings)
     for stages in (1, 2, 3):
         other = settings_for(pipeline__stages=stages, boundary__free_layers=1)
-        resumed = run_in_threads(other, resume=saved[3], folder=tmp_path / f"in-{stages}")
-        assert resumed.losses() == pytest.approx(whole.losses()[3:], abs=1e-10)
-
-
-def test_what_waits_matters(settings_for, run_in_threads, corpus, tmp_path, monkeypatch):
-    """The failing side: without the gradients that waited a resumed run is another one."""
-    settings = settings_for(train__checkpoint_every=1)
-    whole = run_in_threads(settings)
-    saved = commit_all(whole, tmp_path / "run", corpus)
+        assert resumed(other, saved[3]).losses() == pytest.approx(whole.losses()[3:], abs=1e-10)
     monkeypatch.setattr(SharedRows, "load", lambda own, source: None)
-    resumed = run_in_threads(settings, resume=saved[3], folder=tmp_path / "other")
-    assert resumed.losses()[-1] != pytest.approx(whole.losses()[-1], abs=1e-10)
+    forgetful = resumed(settings, saved[3]).losses()
+    assert forgetful[-1] != pytest.approx(whole.losses()[-1], abs=1e-10)
 
 
 def test_a_refused_step_changes_nothing(settings_for, corpus):
@@ -247,17 +202,13 @@ def test_a_refused_step_changes_nothing(settings_for, corpus):
 def test_all_bytes_of_rows_are_counted_and_no_more_than_planned(
     settings_for, run_in_threads, corpus
 ):
-    settings = settings_for(codec__rows="int4", run__precision="fp32",
-                            codec__forward="fp32", codec__backward="fp32")  # fmt: skip
+    settings = settings_for(**EXACT, codec__rows="int4")
     outcome = run_in_threads(settings)
     chain = trained_chain(settings, corpus, settings.train.steps)
     up = sum(sent_rows(outcome.steps(cut)[-1].meters[f"cut-{cut}"]) for cut in range(3))
     down = sum(sent_rows(outcome.steps(cut + 1)[-1].meters[f"cut-{cut}"]) for cut in range(3))
     assert up == down > 0
-    assert {leg.value: size for leg, size in chain.row_bytes.items()} == {
-        "forward": up,
-        "backward": down,
-    }
+    assert chain.row_bytes == {Leg.FORWARD: up, Leg.BACKWARD: down}
     assert up / 3 <= settings.train.steps * row_bytes(settings)
 
 
@@ -273,9 +224,8 @@ def test_gradients_that_are_not_finite_never_wait(settings_for, corpus):
     before = [update.rows.state_tensors() for update in chain.updates]
     before = [{name: tensor.clone() for name, tensor in state.items()} for state in before]
     copy_VD = chain.stages[2].embedding_copy()
-    hook = copy_VD.register_hook(
-        lambda gradient: gradient.index_fill(0, torch.tensor([7]), math.inf)
-    )
+    spoilt = torch.tensor([7])
+    hook = copy_VD.register_hook(lambda grad: grad.index_fill(0, spoilt, math.inf))
     chain.train_step(1)
     assert [update.version for update in chain.updates] == [1] * 4
     for update, state in zip(chain.updates, before, strict=True):
@@ -288,30 +238,7 @@ def test_gradients_that_are_not_finite_never_wait(settings_for, corpus):
 
 def test_the_start_of_the_embedding_is_the_same_on_every_machine(settings_for):
     """Machines of different kinds draw their own copies: torch's normal numbers would differ."""
-    settings = settings_for(run__precision="fp32", codec__forward="fp32", codec__backward="fp32",
-                            codec__rows="fp32", model__embed_std=0.3)  # fmt: skip
-    builder = StageBuilder(settings, torch.device("cpu"))
-    for index in range(4):
-        stage = builder.build(index)
-        builder.initialise(stage)
+    for stage in built(settings_for(**EXACT, codec__rows="fp32", model__embed_std=0.3))[1]:
         table_VD = stage.embedding_copy().detach()
         assert hashlib.sha256(table_VD.numpy().tobytes()).hexdigest()[:16] == START
         assert table_VD.std().item() == pytest.approx(0.3, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"boundary__mode": "projected"}, 'cannot work with boundary.mode = "projected"'),
-        ({"boundary__basis_update_every": 5}, "basis_update_every cannot work"),
-        ({"lora__rank": 2}, "leaves the embedding frozen"),
-        ({"codec__rows": "int4+zstd"}, "can neither remember nor vary in size"),
-        ({"codec__rows": "topk(0.1)+ef21"}, "can neither remember nor vary in size"),
-        ({"codec__rows": "int9"}, "codec.rows"),
-        ({"boundary__row_tokens": 0}, "row_tokens"),
-        ({"boundary__anchor": "per-stage"}, 'set it to "auto" or "embedding"'),
-    ],
-)
-def test_what_cannot_work_is_refused(changes, message, settings_for):
-    with pytest.raises(ConfigError, match=message):
-        settings_for(**changes)

@@ -1,11 +1,14 @@
 """A step is committed on all stages or on none."""
 
+import itertools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
+from engine_runs import are_equal, built
 
+from settings_values import EXACT
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import StageError
 from thinwire.run.checkpoints import divergence
@@ -32,8 +35,10 @@ def poison(stage: int, calls: set[int]) -> Callable:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_one_nan_anywhere_refuses_the_step_everywhere(stage, make_settings, run_in_threads):
-    settings = make_settings(pipeline__stages=4)
+    """Nor does it leave a checkpoint: what may be lost already must not push an earlier one out."""
+    settings = make_settings(pipeline__stages=4, train__checkpoint_every=1)
     outcome = run_in_threads(settings, prepare_worker=poison(stage, {1}))
+    assert sorted(outcome.shards()) == [1, 3, 4]
     for stage in range(len(outcome.workers)):
         assert [r.committed for r in outcome.steps(stage)] == [True, False, True, True]
     assert all(math.isfinite(loss) for loss in outcome.losses())
@@ -43,25 +48,8 @@ def test_one_nan_anywhere_refuses_the_step_everywhere(stage, make_settings, run_
 def test_a_refused_step_changes_no_weight(make_settings, run_in_threads):
     settings = make_settings(pipeline__stages=2, train__steps=2)
     refused = run_in_threads(settings, prepare_worker=poison(0, {0, 1}))
-    untouched = {
-        name: parameter.detach().clone()
-        for worker in refused.workers
-        for name, parameter in _fresh(worker).items()
-    }
-    assert all(torch.equal(w, untouched[name]) for name, w in refused.weights().items())
-
-
-def _fresh(worker) -> dict:
-    stage = worker.builder.build(worker.index)
-    worker.builder.initialise(stage)
-    return stage.global_parameters()
-
-
-def test_a_refused_step_leaves_no_checkpoint(make_settings, run_in_threads):
-    """What may be lost already must not push an earlier checkpoint out."""
-    settings = make_settings(train__checkpoint_every=1)
-    outcome = run_in_threads(settings, prepare_worker=poison(1, {1}))
-    assert sorted(outcome.shards()) == [1, 3, 4]
+    untouched = [stage.global_parameters().items() for stage in built(settings)[1]]
+    assert are_equal(refused.weights(), dict(itertools.chain(*untouched)))
 
 
 def test_a_stop_during_a_refused_step_leaves_no_checkpoint(make_settings, run_in_threads):
@@ -107,10 +95,7 @@ def test_an_infinite_second_moment_ends_the_run(make_settings, run_in_threads, t
             head = worker.stage.global_parameters()["lm_head.weight"]
             head.register_hook(lambda gradient: gradient * 1e25)
 
-    settings = make_settings(
-        run__precision="fp32", codec__forward="fp32", codec__backward="fp32", optim__clip=0.0,
-        train__checkpoint_every=1,
-    )  # fmt: skip
+    settings = make_settings(**EXACT, optim__clip=0.0, train__checkpoint_every=1)
     expected = r"state lm_head.weight/exp_avg_sq is not finite after step 1: .* optim\.clip"
     with pytest.raises(StageError, match=expected):
         run_in_threads(settings, prepare_worker=prepare, folder=tmp_path / "run")
@@ -123,7 +108,6 @@ def test_a_run_that_stays_lost_ends(make_settings, run_in_threads):
     assert len(outcome.losses()) == PATIENCE
     assert outcome.shards() == {}
     assert "lower optim.lr" in str(divergence(PATIENCE, 5, None, ""))
-    assert "row, up to step 5: it began here; no good" in str(
-        divergence(PATIENCE, 5, None, "it began here")
-    )
+    began = str(divergence(PATIENCE, 5, None, "it began here"))
+    assert "row, up to step 5: it began here; no good" in began
     assert divergence(PATIENCE - 1, 5, None, "") is None

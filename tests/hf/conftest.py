@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from settings_values import EXACT
 from thinwire.engine.checkpoint import partial_folder, write_shard
 
 
@@ -21,8 +22,7 @@ def trained(make_settings, run_in_threads, corpus, tmp_path, keep):
     """The checkpoint of a run in four stages, after three steps in float32."""
 
     def make(with_tokenizer=True, is_ruined=False, **changes):
-        exact = {"codec__forward": "fp32", "codec__backward": "fp32", "run__precision": "fp32"}
-        settings = make_settings(**{"pipeline__stages": 4, "train__steps": 3, **exact, **changes})
+        settings = make_settings(**{"pipeline__stages": 4, "train__steps": 3, **EXACT, **changes})
 
         def train(run):
             outcome = run_in_threads(settings, folder=run)

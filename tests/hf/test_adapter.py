@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import shutil
-from typing import Any
 
 import pytest
 import torch
+from moving import IDS
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from settings_values import narrow
 from thinwire.cli import main
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
@@ -19,12 +20,11 @@ from thinwire.inference import Model
 from thinwire.model import LoraConfig
 from thinwire.model.adapter import is_adapter
 
-IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
 LORA = {"lora__rank": 3, "lora__alpha": 6.0, "optim__lr": 0.05}
-MODES: dict[str, dict[str, Any]] = {
+MODES = {
     "dense": {"lora__targets": ["q_proj", "o_proj", "down_proj"]},
-    "subspace": {"boundary__mode": "subspace", "boundary__rank": 6},
-    "reparam": {"boundary__mode": "reparam", "boundary__rank": 6},
+    "subspace": narrow("subspace"),
+    "reparam": narrow("reparam"),
 }
 
 
@@ -46,9 +46,8 @@ def test_peft_opens_it(changes, trained, tmp_path):
     main(["export", str(place), "--adapter", str(folder), "--base", "models/base"])
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "models/base" and config["r"] == 3
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "adapter_config.json", "adapter_model.safetensors",
-    ]  # fmt: skip
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
     base = base_of(Checkpoint.open(place))
     with torch.no_grad():
         ours = Model(place, "cpu", compression=False)(IDS)
@@ -66,9 +65,8 @@ def test_what_has_no_adapter_of_its_own_is_refused(trained, tmp_path, capsys):
             main(["export", str(place), str(folder), *options])
         return capsys.readouterr().err
 
-    cuts = {"boundary__mode": "projected", "boundary__rank": 6, "pipeline__stages": 2}
-    narrow = trained(**LORA, **cuts)
-    assert "were trained together with its cuts" in refused(narrow, "--adapter")
+    with_cuts = trained(**LORA, **narrow("projected"), pipeline__stages=2)
+    assert "were trained together with its cuts" in refused(with_cuts, "--adapter")
     shutil.rmtree(tmp_path / "run")
     plain = trained(pipeline__stages=1)
     assert "has no adapters (lora.rank = 0)" in refused(plain, "--adapter")

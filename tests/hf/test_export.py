@@ -3,48 +3,40 @@
 import json
 import shutil
 import sys
-from io import StringIO
 from pathlib import Path
-from typing import Any
 
+import moving
 import pytest
 import torch
+from moving import IDS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from settings_values import narrow
 from thinwire.cli import main
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
 from thinwire.errors import CheckpointError, ConfigError, MissingPackageError, ThinwireError
-from thinwire.hf.export import Wanted, export
 from thinwire.hf.folder import write_json, write_model
 from thinwire.hf.modeling import ThinwireForCausalLM
 from thinwire.hf.tokenizer import TokenizerFiles
 from thinwire.hf.verify import verify
 from thinwire.inference import Model
-from thinwire.report import PlainDisplay
 
-IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
-SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
-PROJECTED = {"boundary__mode": "projected", "boundary__rank": 6}
-FOLDING = {
-    "dense": {},
-    "subspace": SUBSPACE,
-    "reparam": {"boundary__mode": "reparam", "boundary__rank": 6},
-    "one-key-head": {"model__kv_heads": 1},
-    "heads-of-qwen": {"model__qk_norm": True, "model__head_dim": 12},
-    "moving": {**SUBSPACE, "boundary__mode": "reparam", "boundary__basis_update_every": 2},
-}
+SUBSPACE = narrow("subspace")
+FOLDING = {"dense": {}, "subspace": SUBSPACE, "reparam": narrow("reparam"),
+           "one-key-head": {"model__kv_heads": 1},
+           "heads-of-qwen": {"model__qk_norm": True, "model__head_dim": 12},
+           "moving": narrow("reparam", basis_update_every=2)}  # fmt: skip
 WITH_CUTS = {
-    "moving": {**PROJECTED, "boundary__basis_update_every": 2},
-    "own-tables": {**PROJECTED, "boundary__anchor": "per-stage"},
-    "own-narrow-tables": {**PROJECTED, "boundary__anchor": "per-stage", "boundary__table": 3},
+    "moving": narrow("projected", basis_update_every=2),
+    "own-tables": narrow("projected", anchor="per-stage"),
+    "own-narrow-tables": narrow("projected", anchor="per-stage", table=3),
 }
 
 
-def exported(place: Path, **wanted: Any) -> tuple[Path, str]:
-    folder, said = place.parents[2] / "exported", StringIO()
-    export(Checkpoint.open(place), Wanted(folder, **wanted), PlainDisplay(said))
-    return folder, said.getvalue()
+def exported(place: Path, **wanted) -> tuple[Path, str]:
+    folder = place.parents[2] / "exported"
+    return folder, moving.exported(place, folder, **wanted)
 
 
 def difference(folder: Path, place: Path, dtype: torch.dtype = torch.float32) -> float:
@@ -72,11 +64,8 @@ def test_a_model_with_cuts_opens_with_the_registered_class(changes, trained):
     assert type(model) is ThinwireForCausalLM
     assert difference(folder, place) < 1e-5
     assert "exact32" in said and "import thinwire.hf" in said
-    prompt = IDS[:, :5]
-    texts = [
-        model.generate(prompt, do_sample=False, max_new_tokens=8, use_cache=cached)
-        for cached in (True, False)
-    ]
+    how = {"do_sample": False, "max_new_tokens": 8}
+    texts = [model.generate(IDS[:, :5], use_cache=cached, **how) for cached in (True, False)]
     assert torch.equal(*texts)
 
 
@@ -157,7 +146,7 @@ def test_adapters_are_merged(boundary, trained):
     assert "LoRA of rank 3" in (folder / "README.md").read_text()
 
 
-def refused(error: type[ThinwireError], match: str, place: Path, **wanted: Any) -> None:
+def refused(error: type[ThinwireError], match: str, place: Path, **wanted) -> None:
     parent = place.parents[2]
     before = sorted(parent.rglob("*"))
     with pytest.raises(error, match=match):

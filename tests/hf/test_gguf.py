@@ -1,7 +1,6 @@
 """A GGUF file, written with the library of that format, becomes the model that it was made from."""
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -13,23 +12,14 @@ from thinwire.errors import ConfigError
 from thinwire.hf.importer import opened, plan_import, write_import
 from thinwire.inference import Model
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+         "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+         "mlp.down_proj": "ffn_down"}  # fmt: skip
 
 
-def write_gguf(path: Path, model: Any, extra: str = "") -> None:
+def write_gguf(path: Path, model, extra: str = "") -> None:
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -64,7 +54,7 @@ def theirs(name: str) -> str:
     return f"{NAMES[inner]}.{weight}"
 
 
-def turned(name: str, tensor: torch.Tensor, config: Any) -> np.ndarray:
+def turned(name: str, tensor: torch.Tensor, config) -> np.ndarray:
     """The format keeps the two channels of a rotation side by side."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     count = heads.get(name.split(".")[-2])
@@ -91,8 +81,6 @@ def test_a_gguf_file_is_the_model_that_it_was_made_from(tmp_path):
 def test_scaled_positions_that_transformers_would_drop_are_refused(tmp_path):
     model = make_folder(tmp_path / "theirs", "llama")
     write_gguf(tmp_path / "scaled.gguf", model, extra="rope_freqs.weight")
-    with (
-        pytest.raises(ConfigError, match=r"scaled rotary positions \(rope_freqs.weight\)"),
-        opened(str(tmp_path / "scaled.gguf")),
-    ):
+    words = r"scaled rotary positions \(rope_freqs.weight\)"
+    with pytest.raises(ConfigError, match=words), opened(str(tmp_path / "scaled.gguf")):
         pass

@@ -1,34 +1,29 @@
 """The registered class as a user of transformers meets it."""
 
-from io import StringIO
-
 import pytest
 import torch
+from moving import exported
 from transformers import AutoModelForCausalLM, pipeline
 
+from settings_values import narrow
 from thinwire.codec import PluginError
-from thinwire.engine.checkpoint import Checkpoint
 from thinwire.hf.cuts import settings_of
-from thinwire.hf.export import Wanted, export
-from thinwire.report import PlainDisplay
 from thinwire.settings import Settings
 
 
 @pytest.fixture
 def folder(trained, tmp_path):
-    place = trained(boundary__mode="projected", boundary__rank=6, boundary__anchor="per-stage")
-    wanted = Wanted(tmp_path / "exported", verify=False)
-    export(Checkpoint.open(place), wanted, PlainDisplay(StringIO()))
-    return wanted.folder
+    place = trained(**narrow("projected", anchor="per-stage"))
+    exported(place, tmp_path / "exported", verify=False)
+    return tmp_path / "exported"
 
 
 def test_it_says_losses_batches_and_what_it_cannot_do(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[7, 3, 11, 250, 9], [31, 8, 77, 5, 2]])
     output = model(ids, labels=ids)
-    expected = torch.nn.functional.cross_entropy(
-        output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-    )
+    shifted = output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    expected = torch.nn.functional.cross_entropy(*shifted)
     assert output.loss.item() == pytest.approx(expected.item(), abs=1e-6)
     output.loss.backward()
     assert model.get_input_embeddings().weight.grad is not None

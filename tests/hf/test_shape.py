@@ -5,7 +5,6 @@ float32, gradients in float64 (where their norms, which round to float32, are ex
 """
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -18,15 +17,13 @@ from thinwire.hf.shape import config_of, is_tied, shape_of
 from thinwire.model import ModelConfig, Stage, architecture
 
 SIZES = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 40, "vocab": 61, "context": 64}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {"rope_theta": 700.0, "norm_eps": 1e-3},
-    "all heads": {"kv_heads": 4},
-    "one key head": {"heads": 8, "kv_heads": 1},
-    "wide heads": {"head_dim": 12},
+SHAPES = {
+    "llama": {"rope_theta": 700.0, "norm_eps": 1e-3}, "all heads": {"kv_heads": 4},
+    "one key head": {"heads": 8, "kv_heads": 1}, "wide heads": {"head_dim": 12},
     "llama3": {"rope_scaling": "llama3(factor=8, low=1, high=4, context=32)", "rope_theta": 1e3},
     "qwen2": {"qkv_bias": True, "norm_eps": 1e-6},
     "qwen3": {"qk_norm": True, "head_dim": 16, "rope_theta": 1e6},
-}
+}  # fmt: skip
 
 
 def model_of(shape: str) -> ModelConfig:

@@ -12,32 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from thinwire.data import Tokenizer
 
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
-STRETCHED = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "tied": {"tie_word_embeddings": True},
-    "all heads": {"num_key_value_heads": 4},
-    "llama3": {"rope_parameters": STRETCHED, "head_dim": 12},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-}
+SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+         "initializer_range": 0.3}  # fmt: skip
+STRETCHED = {"rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0,
+             "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {"llama": {}, "tied": {"tie_word_embeddings": True},
+                                    "all heads": {"num_key_value_heads": 4},
+                                    "llama3": {"rope_parameters": STRETCHED, "head_dim": 12},
+                                    "qwen2": {}, "qwen3": {"head_dim": 16}}  # fmt: skip
 
 
 @functools.cache

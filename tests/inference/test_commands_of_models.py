@@ -63,21 +63,6 @@ def test_a_long_prompt_is_cut_and_that_is_said(chatting, capsys):
     assert out.startswith(prompt) and "the model sees the last 128" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["generate", "x", "--no-emulation"], "is about the links of --pipeline"),
-        (["generate", "x", "--pipeline", "--compression", "off"], "leave out one of the two"),
-        (["serve", "x", "--port", "70000"], "at most 65535"),
-        (["serve", "x", "--pipeline", "--parallel", "2"], "leave out --parallel or --pipeline"),
-    ],
-)
-def test_options_that_contradict_are_refused(arguments, words, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code not in (0, 1) and words in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_ctrl_c_closes_a_server_in_good_order(chatting, tmp_path):
     program = Program(["serve", str(chatting()), "--port", "0"], tmp_path, tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from variants import BY_TOKEN
 
 from thinwire.errors import ConfigError
 from thinwire.inference import Model, Sampling
@@ -15,8 +16,12 @@ from thinwire.report import PlainDisplay
 from thinwire.report.metrics import without_nan
 
 
+def display() -> PlainDisplay:
+    return PlainDisplay(StringIO())
+
+
 def measured(folder: Path, compression: bool) -> float:
-    found = Model(folder, "cpu", compression).evaluate(PlainDisplay(StringIO()))
+    found = Model(folder, "cpu", compression).evaluate(display())
     assert found["compression"] == ("on" if compression else "off")
     return found["valid_loss"]
 
@@ -29,28 +34,12 @@ def test_compression_on_is_what_training_measured(trained):
     assert text.startswith("stage ") and len(text) > len("stage ")
 
 
-CACHED = [
-    {"codec__forward": "fp64"},
-    {"codec__forward": "int8(group=8)+ef21", "boundary__mode": "subspace", "boundary__rank": 12},
-    {"codec__forward": "fp8+zstd", "boundary__mode": "reparam", "boundary__rank": 12},
-    {
-        "codec__forward": "bf16",
-        "boundary__mode": "projected",
-        "boundary__rank": 12,
-        "boundary__anchor": "per-stage",
-        "boundary__table": 5,
-    },
-    {
-        "codec__forward": "fp64",
-        "model__head_dim": 6,
-        "model__qkv_bias": True,
-        "model__qk_norm": True,
-        "model__rope_scaling": "llama3(factor=8,low=1,high=4,context=8)",
-    },
-]
+SHAPED = {"codec__forward": "fp64", "model__head_dim": 6, "model__qkv_bias": True,
+          "model__qk_norm": True,
+          "model__rope_scaling": "llama3(factor=8,low=1,high=4,context=8)"}  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", CACHED)
+@pytest.mark.parametrize("changes", [*BY_TOKEN, SHAPED])
 def test_a_cache_changes_no_logit_and_no_token(changes, trained):
     """Also when the window is full, twice: the context is 16, and 26 tokens are chosen."""
     folder, _ = trained(**changes)
@@ -66,10 +55,8 @@ def test_a_cache_changes_no_logit_and_no_token(changes, trained):
     tolerance = 1e-10 if changes["codec__forward"] == "fp64" else 1e-2
     assert (torch.cat(parts, 1) - whole).abs().max().item() < tolerance
     for temperature in (0.0, 0.9):
-        texts = [
-            model.generate("stage link ", 26, temperature, 0, 3, cache=cache)
-            for cache in (True, False)
-        ]
+        given = "stage link ", 26, temperature, 0, 3
+        texts = [model.generate(*given, cache=cache) for cache in (True, False)]
         assert texts[0] == texts[1] and len(texts[0]) > len("stage link ")
 
 
@@ -106,14 +93,10 @@ def test_an_empty_prompt_begins_a_text_and_one_that_is_no_text_is_refused(chatti
 
 
 def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(chatting):
-    found = Model(chatting(factor=1e5), "cpu").evaluate(PlainDisplay(StringIO()))
+    found = Model(chatting(factor=1e5), "cpu").evaluate(display())
     assert 710 < found["valid_loss"] < math.inf
     assert found["perplexity"] == math.inf
     assert json.loads(json.dumps(without_nan(found), allow_nan=False))["perplexity"] is None
-
-
-def display() -> PlainDisplay:
-    return PlainDisplay(StringIO())
 
 
 def plain_loss(model: Model, ids: list[int]) -> float:

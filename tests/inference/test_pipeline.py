@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from variants import BY_TOKEN
 
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import CheckpointError, StageError, WireError
@@ -21,13 +22,10 @@ from thinwire.run.protocol import Read
 from thinwire.wire import HEADER_BYTES
 
 VARIANTS = [
-    {"codec__forward": "fp64"},
-    {"codec__forward": "int8(group=8)+ef21", "boundary__mode": "subspace", "boundary__rank": 12},
-    {"codec__forward": "fp8+zstd", "boundary__mode": "reparam", "boundary__rank": 12},
-    {"codec__forward": "bf16", "boundary__mode": "projected", "boundary__rank": 12,
-     "boundary__anchor": "per-stage"},
+    *BY_TOKEN,
+    {**BY_TOKEN[-1], "boundary__table": 0},
     {"codec__forward": "randk(0.5)", "codec__cuts": ["1: forward=int4(tensor)"]},
-]  # fmt: skip
+]
 
 
 def stages_of(folder: Path) -> list[TextStage]:

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -31,7 +30,7 @@ class Served:
         self.socket = server._socket
         self.client = httpx.Client(base_url=server.address, timeout=60, trust_env=False)
 
-    def ask(self, path: str, body: Any) -> tuple[int, Any]:
+    def ask(self, path: str, body):
         """The status and the JSON of an answer, or its events."""
         text = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
@@ -82,7 +81,7 @@ def server(chatting):
         yield found
 
 
-def events(answer: httpx.Response) -> list[Any]:
+def events(answer: httpx.Response):
     lines = answer.text.split("\n\n")
     assert lines.pop() == "" and lines.pop() == "data: [DONE]"
     assert all(line.startswith("data: ") for line in lines)
@@ -106,9 +105,8 @@ def test_a_completion_is_what_the_model_writes(server):
     wanted = model.write(model.encode("stage "), 12, Sampling(0.9, 0, 0.8, 5))
     text = "".join(wanted)
     assert status == 200 and whole["object"] == "text_completion" and text
-    assert whole["choices"] == [
-        {"index": 0, "text": text, "logprobs": None, "finish_reason": wanted.ended_by}
-    ]
+    ended = {"logprobs": None, "finish_reason": wanted.ended_by}
+    assert whole["choices"] == [{"index": 0, "text": text, **ended}]
     prompt = len(model.encode("stage "))
     assert whole["usage"] == {"prompt_tokens": prompt, "completion_tokens": wanted.count,
                               "total_tokens": prompt + wanted.count}  # fmt: skip

@@ -108,10 +108,7 @@ def test_a_window_begins_anew_when_it_is_full():
     for new in range(3, 8):
         seen.append((next(cached), next(plain)))
         ids.append(new)
-    assert [first for first, _ in seen] == [
-        ([0, 1, 2], True), ([3], False), ([3, 4], True), ([5], False), ([6], False),
-    ]  # fmt: skip
-    assert [whole for _, (whole, _) in seen] == [
-        [0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5], [3, 4, 5, 6],
-    ]  # fmt: skip
-    assert all(is_new for _, (_, is_new) in seen), "without a cache there is no past"
+    parts = [([0, 1, 2], True), ([3], False), ([3, 4], True), ([5], False), ([6], False)]
+    assert [first for first, _ in seen] == parts
+    windows = [[0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5], [3, 4, 5, 6]]
+    assert [whole for _, whole in seen] == [(window, True) for window in windows], "no past"

@@ -10,14 +10,13 @@ from thinwire.model import OptimConfig, learning_rate, rate_change
 
 PEAK = 0.5
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
-schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 def rate(schedule: str, step: int, warmup: int = 10, steps: int = 110) -> float:
     return learning_rate(OptimConfig(lr=PEAK, warmup=warmup, schedule=schedule), step, steps)
 
 
-@schedules
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_warmup_climbs_evenly_to_the_peak(schedule):
     climb = [rate(schedule, step) for step in range(10)]
     assert climb == pytest.approx([PEAK * (step + 1) / 10 for step in range(10)])

@@ -1,7 +1,5 @@
 """Adapters are those of the peft library: the same outputs and gradients on the same weights."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -37,7 +35,7 @@ def name_here(theirs: str) -> str:
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], None], ids=["two", "all"])
 def test_outputs_and_gradients_are_those_of_peft(targets, make_settings):
-    changes: dict[str, Any] = {"lora__targets": targets} if targets else {}
+    changes = {"lora__targets": targets} if targets else {}
     settings = make_settings(lora__rank=RANK, lora__alpha=ALPHA, pipeline__stages=3, **changes)
     chain = Chain(settings)
     ours = {n: p for stage in chain.stages for n, p in stage.global_parameters().items()}

@@ -8,20 +8,14 @@ import torch
 from thinwire.errors import ConfigError
 from thinwire.model import PRESETS, ModelConfig, Stage, architecture
 
-presets = pytest.mark.parametrize("preset", PRESETS)
 
-
-def counted(preset: str) -> int:
-    return architecture(ModelConfig(preset=preset).resolved()).parameter_count()
-
-
-@presets
+@pytest.mark.parametrize("preset", PRESETS)
 def test_the_count_is_that_of_a_llama_with_an_untied_head(preset):
     config = ModelConfig(preset=preset).resolved()
     attention = 2 * config.dim**2 + 2 * config.dim * config.kv_heads * config.head_dim
     block = attention + 3 * config.dim * config.ffn + 2 * config.dim
     ends = 2 * config.vocab * config.dim + config.dim
-    assert counted(preset) == config.layers * block + ends
+    assert architecture(config).parameter_count() == config.layers * block + ends
 
 
 @pytest.mark.parametrize(
@@ -32,9 +26,15 @@ def test_the_count_is_that_of_a_llama_with_an_untied_head(preset):
         ({"dim": 20}, "even"),  # heads of width 5: no pairs to turn
         ({"kv_heads": 3}, "model.heads = 4 must be a multiple of model.kv_heads = 3"),
         ({"kv_heads": 8}, "model.heads = 4 must be a multiple of model.kv_heads = 8"),
+        ({"rope_scaling": "linear(2)"},
+         r'must be empty or look like "llama3\(factor=8, low=1, high=4, context=8192'),
+        ({"rope_scaling": "llama3(factor=8, low=4, high=4, context=8192)"}, "low below high"),
+        ({"rope_scaling": "llama3(factor=1e999, low=1, high=4, context=8192)"},
+         "factor of at least 1"),
+        ({"rope_scaling": "llama3(factor=8, low=1, high=4, context=0)"}, "a context"),
     ],
-)
-def test_heads_that_do_not_divide_are_refused(changes, message):
+)  # fmt: skip
+def test_heads_that_do_not_divide_and_scaling_that_cannot_be_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**changes).resolved()
     ModelConfig().resolved()
@@ -92,17 +92,3 @@ def test_what_a_block_keeps_for_its_backward_is_told_before(changes):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         block(torch.randn(2, 8, 64, requires_grad=True))
     assert family.kept_bytes(range(1), 2, 4, 4) == pytest.approx(sum(kept.values()), rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("linear(2)", r'must be empty or look like "llama3\(factor=8, low=1, high=4, context=8192'),
-        ("llama3(factor=8, low=4, high=4, context=8192)", "low below high"),
-        ("llama3(factor=1e999, low=1, high=4, context=8192)", "factor of at least 1"),
-        ("llama3(factor=8, low=1, high=4, context=0)", "a context"),
-    ],
-)
-def test_rope_scaling_that_cannot_be_is_refused(text, message):
-    with pytest.raises(ConfigError, match=message):
-        ModelConfig(rope_scaling=text).resolved()

@@ -12,17 +12,13 @@ from thinwire.model import OptimConfig, Role, StageOptimizer
 
 Parameters = dict[str, nn.Parameter]
 
-SHAPES = {
-    "model.embed_tokens.weight": (12, 8),
-    "model.layers.0.input_layernorm.weight": (8,),
-    "model.layers.0.self_attn.q_proj.weight": (8, 8),
-    "model.layers.0.mlp.up_proj.weight": (10, 8),
-    "model.layers.1.input_layernorm.weight": (8,),
-    "model.layers.1.self_attn.q_proj.weight": (8, 8),
-    "model.layers.1.mlp.down_proj.weight": (8, 10),
-    "model.norm.weight": (8,),
-    "lm_head.weight": (12, 8),
-}
+SHAPES = {"model.embed_tokens.weight": (12, 8), "model.layers.0.input_layernorm.weight": (8,),
+          "model.layers.0.self_attn.q_proj.weight": (8, 8),
+          "model.layers.0.mlp.up_proj.weight": (10, 8),
+          "model.layers.1.input_layernorm.weight": (8,),
+          "model.layers.1.self_attn.q_proj.weight": (8, 8),
+          "model.layers.1.mlp.down_proj.weight": (8, 10), "model.norm.weight": (8,),
+          "lm_head.weight": (12, 8)}  # fmt: skip
 NAMES = list(SHAPES)
 GAINS = {name for name, shape in SHAPES.items() if len(shape) == 1}
 BLOCK_MATRICES = {name for name in SHAPES if name.startswith("model.layers.") and name not in GAINS}
@@ -32,12 +28,8 @@ ROLES = {
     "lm_head.weight": Role.HEAD,
 }
 # Groupings of the same parameters: one stage, two, two cut elsewhere, one for each parameter.
-GROUPINGS = {
-    "whole": [NAMES],
-    "halves": [NAMES[:4], NAMES[4:]],
-    "uneven": [NAMES[:1], NAMES[1:]],
-    "singles": [[name] for name in NAMES],
-}
+GROUPINGS = {"whole": [NAMES], "halves": [NAMES[:4], NAMES[4:]], "uneven": [NAMES[:1], NAMES[1:]],
+             "singles": [[name] for name in NAMES]}  # fmt: skip
 EQUAL = {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0}
 optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 
@@ -151,9 +143,8 @@ def test_rates_are_shares_of_one(optimizer):
     shares = {"matrix_lr": 2.0, "table_lr": 3.0, "head_lr": 5.0}
     moved = {}
     for chosen in (EQUAL, shares):
-        ensemble = Ensemble(
-            "halves", OptimConfig(name=optimizer, weight_decay=0.0, **chosen), torch.float64
-        )
+        config = OptimConfig(name=optimizer, weight_decay=0.0, **chosen)
+        ensemble = Ensemble("halves", config, torch.float64)
         before = ensemble.weights()
         ensemble.train(range(1))
         moved[chosen is shares] = {n: w - before[n] for n, w in ensemble.weights().items()}

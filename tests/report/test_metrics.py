@@ -8,7 +8,6 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,7 +38,7 @@ def limited_to(size):
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows(folder: Path):
     """What the file holds: JSON, which has neither NaN nor infinity."""
 
     def refuse(constant: str) -> None:

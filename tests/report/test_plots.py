@@ -87,13 +87,8 @@ def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path, make_record):
 def test_every_span_is_a_bar_at_its_place():
     bars = bars_of(steps_figure([timeline()]))
     assert {name: len(group) for name, group in bars.items()} == {
-        "wait": 3,
-        "forward": 3,
-        "send forward": 3,
-        "backward": 3,
-        "send backward": 3,
-        "update": 1,
-    }
+        "wait": 3, "forward": 3, "send forward": 3, "backward": 3, "send backward": 3, "update": 1,
+    }  # fmt: skip
     assert [(x, width) for x, width, _ in bars["forward"]] == [(0, 1), (1, 1), (2, 1)]
     assert bars["update"][0][:2] == (9, 1)
     compute_rows = {y for _, _, y in bars["forward"]}

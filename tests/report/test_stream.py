@@ -19,9 +19,7 @@ def pipe():
     stream.close()
 
 
-def arrived(
-    safe: SafeStream, reading: int, stream: TextIO, writer: threading.Thread | None = None
-) -> str:
+def arrived(safe: SafeStream, reading: int, stream: TextIO) -> str:
     """All that a reader gets who begins to read now, to the end of the stream."""
     got: list[bytes] = []
 
@@ -31,8 +29,6 @@ def arrived(
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    if writer is not None:
-        writer.join(30)
     safe.finish(None)
     stream.close()
     reader.join(30)

@@ -9,56 +9,31 @@ from thinwire.report.table import saving
 
 @pytest.fixture
 def summary():
+    cuts = [
+        {"cut": b, "forward_bytes_per_token": 132.4 + b, "backward_bytes_per_token": 264.8 - b,
+         "bf16_bytes_per_token": 2048.0, "ratio_vs_bf16": 10.31 + b,
+         "link_utilisation": 0.83 if b == 0 else math.nan}
+        for b in range(2)
+    ]  # fmt: skip
+    waits = {"neighbour": 0.2, "link": 0.05, "basis": 0.0, "verdict": 0.04}
+    shares = [
+        {"stage": stage, "compute": 0.61 - 0.1 * stage, "update": 0.06, "wait": 0.29,
+         "wait_for": waits, "other": 0.04 + 0.1 * stage}
+        for stage in range(2)
+    ]  # fmt: skip
     return {
-        "final_train_loss": 3.31234,
-        "final_train_loss_steps": 10,
-        "last_train_loss": 3.2,
-        "final_valid_loss": 3.4567,
-        "valid_losses": [[0, 10.8123], [100, 4.2], [200, 3.4567]],
-        "tokens_per_s": 3412.3,
-        "steps": 200,
-        "steps_run": 200,
-        "steps_planned": 200,
+        "final_train_loss": 3.31234, "final_train_loss_steps": 10, "last_train_loss": 3.2,
+        "final_valid_loss": 3.4567, "valid_losses": [[0, 10.8123], [100, 4.2], [200, 3.4567]],
+        "valid_tokens": 65_536, "tokens_per_s": 3412.3,
+        "steps": 200, "steps_run": 200, "steps_planned": 200, "first_step": 0, "epochs": 1,
         "timed": {"steps": 194, "tokens_per_step": 4096, "seconds": 232.9, "which": "steady"},
-        "cuts": [
-            {
-                "cut": b,
-                "forward_bytes_per_token": 132.4 + b,
-                "backward_bytes_per_token": 264.8 - b,
-                "bf16_bytes_per_token": 2048.0,
-                "ratio_vs_bf16": 10.31 + b,
-                "link_utilisation": 0.83 if b == 0 else math.nan,
-            }
-            for b in range(2)
-        ],
-        "ratio_vs_bf16": 15.47,
-        "link_utilisation": 0.71,
-        "bubble_fraction": 0.27,
-        "simulated_bubble_fraction": 0.21,
-        "step_seconds_median": 1.2345,
-        "simulated_step_seconds": 1.1,
-        "time_shares": [
-            {
-                "stage": stage,
-                "compute": 0.61 - 0.1 * stage,
-                "update": 0.06,
-                "wait": 0.29,
-                "wait_for": {"neighbour": 0.2, "link": 0.05, "basis": 0.0, "verdict": 0.04},
-                "other": 0.04 + 0.1 * stage,
-            }
-            for stage in range(2)
-        ],
-        "config_hash": "a1b2c3d4",
-        "valid_tokens": 65_536,
-        "seed": 17,
-        "total_seconds": 252.3,
+        "cuts": cuts, "ratio_vs_bf16": 15.47, "link_utilisation": 0.71,
+        "bubble_fraction": 0.27, "simulated_bubble_fraction": 0.21,
+        "step_seconds_median": 1.2345, "simulated_step_seconds": 1.1, "time_shares": shares,
+        "config_hash": "a1b2c3d4", "seed": 17, "total_seconds": 252.3,
         "seconds": {"start": 9.5, "training": 238.1, "validation": 3.2, "waiting": 0, "other": 1.5},
-        "first_step": 0,
-        "epochs": 1,
-        "bytes_sent": None,
-        "control_bytes": 0,
-        "space": None,
-    }
+        "bytes_sent": None, "control_bytes": 0, "space": None,
+    }  # fmt: skip
 
 
 def line_with(text, start):
@@ -94,24 +69,17 @@ def test_summary_has_the_numbers(summary):
         "settings": "hash a1b2c3d4, seed 17",
     }.items():
         assert fact(text, name) == told
-    assert line_with(text, "0     0, 1").split()[3:] == [
-        "132.4", "264.8", "2,048.0", "10.3x", "fewer", "83", "%",
-    ]  # fmt: skip
+    cut = "132.4 264.8 2,048.0 10.3x fewer 83 %"
+    assert line_with(text, "0     0, 1").split()[3:] == cut.split()
     assert line_with(text, "1     1, 2").split()[-4:] == ["2,048.0", "11.3x", "fewer", "-"]
-    assert line_with(text, "0      ").replace(" %", "").split() == [
-        "0", "61", "6", "20", "5", "4", "4",
-    ]  # fmt: skip
+    shares = line_with(text, "0      ").replace(" %", "").split()
+    assert shares == ["0", "61", "6", "20", "5", "4", "4"]
     assert "basis" not in text, "no stage waited for one"
 
 
 def test_a_resumed_run_counts_its_own_steps(summary):
-    short = summary | {
-        "steps": 24,
-        "steps_run": 4,
-        "steps_planned": 24,
-        "final_train_loss_steps": 4,
-        "first_step": 20,
-    }
+    short = summary | {"steps": 24, "steps_run": 4, "steps_planned": 24,
+                       "final_train_loss_steps": 4, "first_step": 20}  # fmt: skip
     text = as_text(summary_table(short))
     assert fact(text, "steps") == "24 of 24; 4 in this run, which resumed at step 20"
     assert "(mean of the last 4 steps)" in fact(text, "training loss")
@@ -123,8 +91,7 @@ def test_a_run_that_was_formed_again_says_so(summary):
     seconds = {"start": 10.0, "training": 90.0, "validation": 2.0, "waiting": 40.0, "other": 8.0}
     again = {"steps_run": 209, "epochs": 3, "total_seconds": 150.0}
     text = as_text(summary_table(summary | again | {"seconds": seconds}), width=200)
-    steps = "200 of 200; 9 trained twice, since a peer was lost after them"
-    assert fact(text, "steps") == steps
+    assert fact(text, "steps") == "200 of 200; 9 trained twice, since a peer was lost after them"
     assert fact(text, "epochs").startswith("3: the run was formed again")
     assert "40.0 s waiting for peers, 8.00 s saving and ending" in fact(text, "time")
 
@@ -168,9 +135,8 @@ def test_every_byte_is_in_the_summary_with_those_of_validations(summary):
     kinds = {"FORWARD": 3_000_000, "EVALUATE": 400_000, "PROBE": 60_000, "VALIDATED": 40_000}
     sent = {"by_kind": {**kinds, "BYE": 64}, "total": 3_500_064}
     text = as_text(summary_table(summary | {"bytes_sent": sent}))
-    assert line_with(text, "bytes sent").endswith(
-        "3.5 MB between stages, 500.0 kB of it for validations"
-    )
+    told = "3.5 MB between stages, 500.0 kB of it for validations"
+    assert line_with(text, "bytes sent").endswith(told)
     quiet = {"by_kind": {}, "total": 0}
     text = as_text(summary_table(summary | {"bytes_sent": quiet}))
     assert "0 B between stages, 0 B of it" in line_with(text, "bytes sent")
@@ -180,10 +146,9 @@ def test_comparison_has_a_row_per_run(summary):
     slow = summary | {"tokens_per_s": 100.0, "final_valid_loss": 3.3, "ratio_vs_bf16": 1.0}
     unknown = dict.fromkeys(("tokens_per_s", "final_valid_loss", "ratio_vs_bf16")) | {"cuts": []}
     text = as_text(comparison_table({"thin": summary, "dense": slow, "unknown": unknown}))
-    assert line_with(text, "thin").split() == [
-        "thin", "3.4567", "3,412", "133.4", "264.8", "15.5x", "fewer", "81.4",
-    ]  # fmt: skip
-    assert line_with(text, "dense").split() == [
-        "dense", "3.3000", "100", "133.4", "264.8", "no", "saving", "2,777.8",
-    ]  # fmt: skip
-    assert line_with(text, "unknown").split() == ["unknown"] + ["-"] * 6
+    for row in (
+        "thin 3.4567 3,412 133.4 264.8 15.5x fewer 81.4",
+        "dense 3.3000 100 133.4 264.8 no saving 2,777.8",
+        "unknown - - - - - -",
+    ):
+        assert line_with(text, row.split()[0]).split() == row.split()

@@ -41,21 +41,19 @@ def lane(simulation, stage, name):
     return [s for s in simulation.spans if s.stage == stage and s.lane == name]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_one_stage_is_the_sum_of_its_work(name):
-    step = simulate(build(name, 1, 5), costs(1))
-    assert step.step_seconds == pytest.approx(5 * 3.0 + 0.5)
-    assert step.bubble_fraction == pytest.approx(0.0)
-    assert step.bound == "compute of stage 0"
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (3, 7), (4, 8), (6, 6)])
-def test_free_links_leave_only_the_pipeline_bubble(name, stages, microbatches):
-    step = simulate(build(name, stages, microbatches), costs(stages))
-    expected = (microbatches + stages - 1) * 3.0 + 0.5
+@pytest.mark.parametrize(("name", "delayed"), [("gpipe", False), ("1f1b", False), ("1f1b", True)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 5), (2, 2), (3, 7), (4, 8), (6, 12)])
+def test_free_links_leave_only_the_bubble_of_the_pipeline_and_none_with_delay(
+    name, delayed, stages, microbatches
+):
+    """Of one stage: the sum of its work."""
+    schedule = build(name, stages, microbatches, delay=microbatches if delayed else 0)
+    step = simulate(schedule, costs(stages))
+    work = microbatches * 3.0 + 0.5
+    expected = work + (0 if delayed else (stages - 1) * 3.0)
     assert step.step_seconds == pytest.approx(expected)
-    assert step.bubble_fraction == pytest.approx(1 - (microbatches * 3.0 + 0.5) / expected)
+    assert step.bubble_fraction == pytest.approx(1 - work / expected)
+    assert step.bound == "compute of stage 0" or (stages > 1 and not delayed)
 
 
 def test_one_microbatch_crosses_and_returns():
@@ -72,9 +70,8 @@ def test_link_bound_1f1b_uses_both_directions_at_once():
     network = Network(MBPS, MBPS, latency_s=0.1)
     step = simulate(build("1f1b", 2, 20, 20), costs(2, 0, 0, 0.5, BYTES), network)
     assert step.step_seconds == pytest.approx(21 * TRANSFER + CONTROL + 2 * 0.1 + 0.5)
-    assert step.uplink_utilisation[0] == pytest.approx(
-        (20 * TRANSFER + CONTROL) / step.step_seconds
-    )
+    busy = (20 * TRANSFER + CONTROL) / step.step_seconds
+    assert step.uplink_utilisation[0] == pytest.approx(busy)
     assert step.bound == "uplink of stage 0"
 
 
@@ -107,10 +104,8 @@ def test_latency_bound_one_microbatch_at_a_time():
 )
 def test_where_nothing_is_busy_the_longest_chain_names_the_limit(network, cores, bound):
     """On two cores stages wait for each other's compute: a short delay does not decide."""
-    sizes = costs(4, size=BYTES * 6) if bound == "links" else costs(4)
-    step = simulate(
-        build("1f1b", 4, 4, window=1 if bound == "links" else 4), sizes, network, cores=cores
-    )
+    sizes, window = (costs(4, size=BYTES * 6), 1) if bound == "links" else (costs(4), 4)
+    step = simulate(build("1f1b", 4, 4, window), sizes, network, cores=cores)
     assert step.bound == bound
     assert sum(step.chain.values()) == pytest.approx(step.step_seconds)
     assert (step.chain["shared"] > 0) == (cores is not None and bound != "latency")
@@ -191,15 +186,6 @@ def test_rows_of_a_shared_embedding_are_handed_on_frame_by_frame(frames):
 # --- delayed updates ---
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (3, 7), (4, 8), (6, 12)])
-def test_with_delay_free_links_leave_no_bubble(stages, microbatches):
-    schedule = build("1f1b", stages, microbatches, delay=microbatches)
-    step = simulate(schedule, costs(stages))
-    assert step.step_seconds == pytest.approx(microbatches * 3.0 + 0.5)
-    assert step.bubble_fraction == pytest.approx(0.0)
-    assert step.bound == "compute of stage 0"
-
-
 @pytest.mark.parametrize(
     ("microbatches", "window", "delay", "expected"),
     [
@@ -271,10 +257,8 @@ def test_with_delay_no_step_is_longer_where_the_window_is_that_of_1f1b(pipeline,
     """A smaller window has stages wait for each other in a circle, and an update that is longer
     than all else holds up what would be sent: then it may be.
     """
-    schedule, costs = (
-        pipeline[0],
-        dataclasses.replace(pipeline[1], update=[0.0] * pipeline[0].stages),
-    )
+    schedule = pipeline[0]
+    costs = dataclasses.replace(pipeline[1], update=[0.0] * schedule.stages)
     count = schedule.microbatches, max(schedule.window, schedule.stages)
     drained, delayed = (build("1f1b", schedule.stages, *count, delay) for delay in (0, count[0]))
     network = Network(up, down, latency)

@@ -27,9 +27,8 @@ def test_a_file_fills_the_settings_and_the_rest_is_default(tmp_path):
 
 
 def test_a_missing_file_names_the_command_that_writes_one(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"nope.toml does not exist: .*`thinwire init .*nope.toml`"
-    ):
+    words = r"nope.toml does not exist: .*`thinwire init .*nope.toml`"
+    with pytest.raises(ConfigError, match=words):
         load_settings(tmp_path / "nope.toml", [])
 
 
@@ -95,13 +94,10 @@ def written(request, tmp_path):
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(changes) or "none")
-def test_a_file_we_wrote_can_be_changed_like_the_defaults(written, changes):
-    assert load_settings(written, changes) == load_settings(None, changes)
-
-
-@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(changes) or "none")
-def test_relaxed_settings_mean_the_same_and_ordinary_ones_need_no_remark(changes):
+def test_settings_we_wrote_or_relaxed_mean_the_same_and_need_no_remark(written, changes):
+    """A file of ours can be changed like the defaults."""
     settings = load_settings(None, changes)
+    assert load_settings(written, changes) == settings
     assert settings.relaxed().resolved() == settings
     assert remarks(settings) == []
 
@@ -171,31 +167,20 @@ def test_any_text_and_number_survives_writing(path, rate, seed):
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [
-        ("model.dim=" + "9" * 30, "model.dim = 9+ must fit into 64 bits"),
-        ("model.dim=" + "9" * 5000, r"model.dim: cannot read '9+\.\.\. \(5,002 char"),
-        (
-            "model.vocab=99999999",
-            "model.vocab = 99999999 must be at least 0 and at most 16,777,216",
-        ),
-        ("train.batch=9999999999", "train.batch = 9999999999 must be at least 1 and at most"),
-        (
-            "pipeline.microbatches=8000000",
-            "pipeline.microbatches = 8000000 must be .* at most 4,096",
-        ),
-        ("pipeline.microbatches=4096", "do not divide into pipeline.microbatches = 4096"),
-        ("run.threads=100000", "run.threads = 100000 must be at least 0 and at most 1,024"),
-        ("link.latency_ms=1e13", "link.latency_ms"),
-        (
-            "link.mbps_up=1e-9",
-            "link.mbps_up = 1e-09 must be at least 0.001, or 0 .*; 0 = unlimited",
-        ),
-        ("run.out=~no-such-user/x", "run.out = ~no-such-user/x names an unknown home"),
-        ("run.name=" + "漢" * 70, "it takes 210 bytes"),
-        ("codec.plugins=" + "[" * 100_000, r"codec.plugins: cannot read '\[+\.\.\."),
-    ],
+    [("model.dim=" + "9" * 30, "model.dim = 9+ must fit into 64 bits"),
+     ("model.dim=" + "9" * 5000, r"model.dim: cannot read '9+\.\.\. \(5,002 char"),
+     ("model.vocab=99999999", "model.vocab = 99999999 must be at least 0 and at most 16,777,216"),
+     ("train.batch=9999999999", "train.batch = 9999999999 must be at least 1 and at most"),
+     ("pipeline.microbatches=8000000", "pipeline.microbatches = 8000000 must be .* at most 4,096"),
+     ("pipeline.microbatches=4096", "do not divide into pipeline.microbatches = 4096"),
+     ("run.threads=100000", "run.threads = 100000 must be at least 0 and at most 1,024"),
+     ("link.latency_ms=1e13", "link.latency_ms"),
+     ("link.mbps_up=1e-9", "link.mbps_up = 1e-09 must be at least 0.001, or 0 .*; 0 = unlimited"),
+     ("run.out=~no-such-user/x", "run.out = ~no-such-user/x names an unknown home"),
+     ("run.name=" + "漢" * 70, "it takes 210 bytes"),
+     ("codec.plugins=" + "[" * 100_000, r"codec.plugins: cannot read '\[+\.\.\.")],
     ids=lambda text: text[:24],
-)
+)  # fmt: skip
 def test_numbers_and_paths_that_cannot_work_are_refused(override, message):
     with pytest.raises(ConfigError, match=message):
         load_settings(None, [override])
@@ -205,20 +190,15 @@ def test_numbers_and_paths_that_cannot_work_are_refused(override, message):
 
 
 def test_a_cut_has_the_codecs_that_it_names_and_else_those_of_all(make_settings):
-    settings = make_settings(
-        pipeline__stages=4,
-        codec__forward="bf16",
-        codec__backward="fp32",
-        codec__cuts=["2: backward=int4(group=8, hadamard)+ef forward=fp64", " 0 :  forward=fp32 "],
-    )
+    usual = {"pipeline__stages": 4, "codec__forward": "bf16", "codec__backward": "fp32"}
+    cuts = ["2: backward=int4(group=8, hadamard)+ef forward=fp64", " 0 :  forward=fp32 "]
+    settings = make_settings(codec__cuts=cuts, **usual)
     found = [settings.codec.names(cut) for cut in range(3)]
-    assert found == [
-        ("fp32", "fp32"), ("bf16", "fp32"), ("fp64", "int4(group=8, hadamard)+ef"),
-    ]  # fmt: skip
+    own = "fp64", "int4(group=8, hadamard)+ef"
+    assert found == [("fp32", "fp32"), ("bf16", "fp32"), own]
     assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings
     assert Settings.from_plain(json.loads(json.dumps(settings.to_plain()))) == settings
-    plain = make_settings(pipeline__stages=4, codec__forward="bf16", codec__backward="fp32")
-    assert settings.hash != plain.hash
+    assert settings.hash != make_settings(**usual).hash
 
 
 def test_files_of_earlier_versions_are_read_where_what_has_gone_changed_nothing():
@@ -233,15 +213,11 @@ def test_files_of_earlier_versions_are_read_where_what_has_gone_changed_nothing(
 
 @pytest.mark.parametrize(
     ("section", "keys"),
-    [
-        ("model", {"side": 32}),
-        ("boundary", {"mode": "projected", "rank": 6, "anchor": "trainable"}),
-        ("boundary", {"mode": "projected", "rank": 6, "anchor": "fixed"}),
-        ("boundary", {"mode": "projected", "rank": 6, "basis": "per-cut"}),
-        ("boundary", {"learn": True}),
-        ("boundary", {"ranks": ["0: 3"]}),
-    ],
-)
+    [("model", {"side": 32}), ("boundary", {"mode": "projected", "rank": 6, "anchor": "trainable"}),
+     ("boundary", {"mode": "projected", "rank": 6, "anchor": "fixed"}),
+     ("boundary", {"mode": "projected", "rank": 6, "basis": "per-cut"}),
+     ("boundary", {"learn": True}), ("boundary", {"ranks": ["0: 3"]})],
+)  # fmt: skip
 def test_what_has_gone_is_refused_with_the_release_that_has_it(section, keys):
     key = list(keys)[-1]
     words = rf"{section}\.{key} .*release 0\.1\.0: pip install thinwire==0\.1\.0"

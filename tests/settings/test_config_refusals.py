@@ -16,6 +16,12 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(make_settings):
     make_settings(run__name="my run-2.v1_b")
 
 
+NO_NAMES = ("", " ", ".", "..", "/", "/abs", "../up", "a/", "a ", ".hidden", "a/../../b", "a/b",
+            "a\0b", "a\nb", "x" * 101)  # fmt: skip
+NUMBERS = ("link__latency_ms", "optim__lr", "model__rope_theta")
+NONE = [float("nan"), float("inf"), -float("inf")]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -43,6 +49,14 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(make_settings):
         ({"codec__cuts": ["0: backward=topk(shared)"]}, "topk or randk sent forward"),
         ({"codec__plugins": ["no_such"]}, 'importing "no_such" failed: ModuleNot.*PYTHONPATH'),
         ({"run__seed": 2**63}, "run.seed = 9223372036854775808 must fit into 64 bits"),
+        *(({"run__name": name}, "run.name = .* must be the name of a folder") for name in NO_NAMES),
+        *(({key: value}, f"{key.replace('__', '.')} = (nan|-?inf) must be")
+          for key in NUMBERS for value in NONE),
+        ({"pipeline__delay": 1, "pipeline__schedule": "gpipe"}, "pipeline.delay = 1.*1f1b"),
+        ({"lora__rank": 3, "lora__targets": ["q_prj"]},
+         'lora.targets\\[0\\] = "q_prj" is not allowed; did you'),
+        ({"lora__rank": 3, "lora__targets": ["q_proj", "q_proj"]}, "twice"),
+        ({"lora__rank": 3, "lora__targets": []}, "lora.targets is empty"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(make_settings, changes, message):
@@ -50,21 +64,8 @@ def test_settings_that_cannot_work_are_refused(make_settings, changes, message):
         make_settings(**changes)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", " ", ".", "..", "/", "/abs", "../up", "a/", "a ", ".hidden", "a/../../b", "a/b", "a\0b",
-     "a\nb", "x" * 101],
-)  # fmt: skip
-def test_run_names_that_are_no_folder_names_are_refused(make_settings, name):
-    with pytest.raises(ConfigError, match=r"run.name = .* must be the name of a folder"):
-        make_settings(run__name=name)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("place", ["link__latency_ms", "optim__lr", "model__rope_theta"])
-def test_numbers_that_are_none_are_refused(make_settings, place, value):
-    with pytest.raises(ConfigError, match=f"{place.replace('__', '.')} = (nan|-?inf) must be"):
-        make_settings(**{place: value})
+AUTO = 'set it to "auto" or "embedding"'
+SHARED = {"mode": "subspace", "rank": 6, "anchor": "embedding"}
 
 
 @pytest.mark.parametrize(
@@ -73,17 +74,30 @@ def test_numbers_that_are_none_are_refused(make_settings, place, value):
         ({"mode": "subspace", "rank": 32}, "nothing is saved"),
         ({"mode": "dense", "anchor": "per-stage"}, "no basis"),
         ({"mode": "dense", "rank": 7}, "7 .*32 channels.*leave it at 0"),
-        ({"mode": "reparam", "rank": 4, "anchor": "per-stage"}, 'set it to "auto" or "embedding"'),
+        ({"mode": "dense", "bound": 4.0}, r"boundary\.bound"),
+        ({"mode": "subspace", "rank": 4, "bound": 4.0}, r"boundary\.bound"),
+        ({"mode": "reparam", "rank": 4, "anchor": "per-stage"}, AUTO),
         ({"mode": "subspace", "rank": 4, "free_layers": 3}, "only the 2 blocks of the last"),
         ({"mode": "projected", "rank": 4, "free_layers": 1}, "all its weights are free"),
         ({"mode": "projected", "rank": 4, "anchor": "embedding"}, "write outside the basis too"),
         ({"mode": "projected", "rank": 4, "table": 8}, "no meaning without boundary.anchor"),
-        (
-            {"mode": "projected", "rank": 4, "anchor": "per-stage", "table": 4096},
-            "must lie between 1 and model.dim",
-        ),
+        ({"mode": "projected", "rank": 4, "anchor": "per-stage", "table": 4096},
+         "must lie between 1 and model.dim"),
+        (SHARED | {"mode": "projected"}, 'cannot work with boundary.mode = "projected"'),
+        (SHARED | {"basis_update_every": 5}, "basis_update_every cannot work"),
+        (SHARED | {"row_tokens": 0}, "row_tokens"),
+        (SHARED | {"anchor": "per-stage"}, AUTO),
+        (SHARED | {"lora__rank": 2}, "leaves the embedding frozen"),
+        (SHARED | {"codec__rows": "int4+zstd"}, "can neither remember nor vary in size"),
+        (SHARED | {"codec__rows": "topk(0.1)+ef21"}, "can neither remember nor vary in size"),
+        (SHARED | {"codec__rows": "int9"}, "codec.rows"),
+        (SHARED | {"pipeline__delay": 1}, "pipeline.delay = 1.*thin32"),
+        ({"mode": "subspace", "rank": 8, "basis_update_every": 5, "pipeline__delay": 1},
+         "pipeline.delay = 1.*update_every = 0"),
+        ({"mode": "subspace", "rank": 6, "basis_update_every": 2, "lora__rank": 3},
+         "basis_update_every = 2 cannot work with lora.rank = 3"),
     ],
-)
+)  # fmt: skip
 def test_cuts_that_cannot_work_are_refused(changes, words, make_settings):
     with pytest.raises(ConfigError, match=words):
-        make_settings(**{f"boundary__{k}": v for k, v in changes.items()})
+        make_settings(**{k if "__" in k else f"boundary__{k}": v for k, v in changes.items()})

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from typing import Any
 
 import pytest
 
@@ -34,12 +33,12 @@ KEYS = [
 ]
 
 
-def with_key(settings: Settings, section: str, key: str, value: Any) -> Settings:
+def with_key(settings: Settings, section: str, key: str, value) -> Settings:
     changed = dataclasses.replace(getattr(settings, section), **{key: value})
     return dataclasses.replace(settings, **{section: changed})
 
 
-def other_value(value: Any) -> Any:
+def other_value(value):
     if isinstance(value, bool):
         return not value
     if isinstance(value, list):
