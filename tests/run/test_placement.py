@@ -118,16 +118,12 @@ def test_where_nothing_fits_it_says_what_is_lacking(make_settings):
         choose_split(make_settings(pipeline__stages=3), peers)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"boundary__mode": "projected", "boundary__rank": 5, "boundary__anchor": "per-stage"},
-        {"boundary__mode": "reparam", "boundary__rank": 3, "boundary__free_layers": 1},
-        {"lora__rank": 2, "run__precision": "bf16"},
-    ],
-    ids=["dense", "table", "reparam", "lora"],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {},
+    {"boundary__mode": "projected", "boundary__rank": 5, "boundary__anchor": "per-stage"},
+    {"boundary__mode": "reparam", "boundary__rank": 3, "boundary__free_layers": 1},
+    {"lora__rank": 2, "run__precision": "bf16"},
+], ids=["dense", "table", "reparam", "lora"])  # fmt: skip
 def test_looked_up_figures_are_the_planners(changes, make_settings):
     settings = make_settings(model__layers=6, pipeline__stages=3, **changes)
     machines = [peer(name, rate, mupdates=7.0) for name, rate in (("a", 3), ("b", 4), ("c", 5))]

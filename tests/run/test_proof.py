@@ -37,18 +37,15 @@ def saved(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("proof", "chosen", "words"),
-    [
-        (None, None, ""),  # written before there were proofs
-        (Proof(6), None, ""),
-        (Proof(5), 4, "--resume"),
-        (Proof(4), 4, "--resume"),
-        (Proof(2, ended=6), None, ""),  # nothing followed it, and nothing was wrong with it
-        (Proof(2, ended=4), 4, "--resume"),
-        (Proof(0), None, "there is no other"),
-    ],
-)
+@pytest.mark.parametrize(("proof", "chosen", "words"), [
+    (None, None, ""),  # written before there were proofs
+    (Proof(6), None, ""),
+    (Proof(5), 4, "--resume"),
+    (Proof(4), 4, "--resume"),
+    (Proof(2, ended=6), None, ""),  # nothing followed it, and nothing was wrong with it
+    (Proof(2, ended=4), 4, "--resume"),
+    (Proof(0), None, "there is no other"),
+])  # fmt: skip
 def test_the_newest_good_checkpoint_is_resumed(proof, chosen, words, saved, tmp_path):
     if proof is not None:
         proof.write(tmp_path)

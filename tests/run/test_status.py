@@ -14,18 +14,10 @@ from thinwire.cli import main
 from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
 from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter, StepRecord
+from thinwire.run import protocol as pr
 from thinwire.run.alive import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.checkpoints import claim_folder
 from thinwire.run.machine import Machine
-from thinwire.run.protocol import (
-    LinkDown,
-    Linked,
-    LinkStatus,
-    LinkUp,
-    PeerStatus,
-    Pulse,
-    StatusReport,
-)
 from thinwire.run.status import Standing, status_from_plain, status_table
 
 NOW = 1_800_000_000.0
@@ -33,7 +25,7 @@ NOW = 1_800_000_000.0
 
 RUN_ID = "0123456789abcdef"
 
-REPORT = StatusReport(
+REPORT = pr.StatusReport(
     run="code",
     run_id=RUN_ID,
     role="host",
@@ -48,13 +40,13 @@ REPORT = StatusReport(
     waiting_since=NOW - 192,
     last_checkpoint=100,
     peers=[
-        PeerStatus(
+        pr.PeerStatus(
             "ana", "training", [0], "0..5", NOW - 2,
             machine=Machine("ana", 45.5, 24.0, 40.0, 200.0, 15.5, device="cuda (NVIDIA H200)"),
         ),
-        PeerStatus("ben", "away", last_word=NOW - 192),
+        pr.PeerStatus("ben", "away", last_word=NOW - 192),
     ],
-    links=[LinkStatus(0, "ana", "ben", "relayed", 1.5e6, 0.0), LinkStatus(1, "ben", "carl")],
+    links=[pr.LinkStatus(0, "ana", "ben", "relayed", 1.5e6, 0.0), pr.LinkStatus(1, "ben", "carl")],
     notes=["carl was kicked"],
 )  # fmt: skip
 
@@ -139,8 +131,10 @@ def test_a_report_in_words():
     ):
         assert part in text
     assert text.index("ana") < text.index("ben")
-    bad = PeerStatus("ana\x1b[2J", "busy\x1b]0;x\x07", [0], machine=Machine(device="\x1b[31mgpu"))
-    text = as_text(status_table(StatusReport("r", "0", "host", "training", NOW, peers=[bad])))
+    bad = pr.PeerStatus(
+        "ana\x1b[2J", "busy\x1b]0;x\x07", [0], machine=Machine(device="\x1b[31mgpu")
+    )
+    text = as_text(status_table(pr.StatusReport("r", "0", "host", "training", NOW, peers=[bad])))
     assert "\x1b" not in text and "\x07" not in text, "a terminal would obey"
 
 
@@ -262,12 +256,12 @@ def test_a_wait_has_one_beginning_and_ends_with_a_step(standing, clock):
 
 def test_links_and_words_of_stages(standing, clock):
     seats = ["ana", "ben", "cleo"]
-    standing.heard(1, Linked("direct"))
-    standing.heard(2, Linked("relayed"))
+    standing.heard(1, pr.Linked("direct"))
+    standing.heard(2, pr.Linked("relayed"))
     links = [LinkRecord(1, 3000, 1000, 0.5)]
     standing.stepped(StepRecord(1, 9, 2.5, 0.1, 1.0, 50, 700.0, 2.0, 9.0, [], links))
     clock.now += 5
-    standing.heard(1, Pulse(3, "computes F0 of step 2"))
+    standing.heard(1, pr.Pulse(3, "computes F0 of step 2"))
     assert standing.word_of(1) == (1005.0, "computes F0 of step 2")
     assert standing.word_of(0) == (0.0, "")
     costs = StageCosts(0.1, 0.1, 0.1)  # pulses come every few seconds, steps may come more often
@@ -276,21 +270,21 @@ def test_links_and_words_of_stages(standing, clock):
     first, second = standing.report(1, seats, []).links
     assert (first.below, first.above, first.way) == ("ana", "ben", "direct")
     assert (second.way, second.forward_bytes_per_s) == ("relayed", 1500.0)
-    standing.heard(1, LinkDown(0, "no answer"))
+    standing.heard(1, pr.LinkDown(0, "no answer"))
     clock.now += 9
     report = standing.report(1, seats, [])
     assert report.waiting_for == "the link between ana and ben, which is down (no answer)"
     assert report.waiting_since == 1005.0 and report.links[0].way == ""
-    standing.heard(1, LinkUp(0, 9.0, "relayed"))
+    standing.heard(1, pr.LinkUp(0, 9.0, "relayed"))
     report = standing.report(1, seats, [])
     assert report.waiting_for == "" and report.links[0].way == "relayed", "the way may change"
-    standing.heard(0, Pulse(4, "", trip_above=0.0001))  # to the door of its own machine
-    standing.heard(1, Pulse(4, "", 0.03, 0.02))  # to that door, and to where it meets cleo
-    standing.heard(2, Pulse(4, "", trip_below=0.05))
+    standing.heard(0, pr.Pulse(4, "", trip_above=0.0001))  # to the door of its own machine
+    standing.heard(1, pr.Pulse(4, "", 0.03, 0.02))  # to that door, and to where it meets cleo
+    standing.heard(2, pr.Pulse(4, "", trip_below=0.05))
     trips = [link.round_trip_ms for link in standing.report(1, seats, []).links]
     assert trips == pytest.approx([30.1, 70.0])
-    standing.heard(2, Pulse(4, "", trip_below=1e308))
-    standing.heard(1, Pulse(4, "", trip_above=1e308))
+    standing.heard(2, pr.Pulse(4, "", trip_below=1e308))
+    standing.heard(1, pr.Pulse(4, "", trip_above=1e308))
     assert standing.report(1, seats, []).links[1].round_trip_ms == 0.0, "JSON has no such number"
     standing.forms()
     assert standing.report(2, seats, []).links[0].way == "", "nothing of an earlier epoch stays"

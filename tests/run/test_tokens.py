@@ -76,16 +76,12 @@ def test_ids_are_those_that_the_corpus_gives(width, make_settings, corpus):
     server.link.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "reads"),
-    [
-        ({}, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
-        (NARROW, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
-        (FIXED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
-        (SHARED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
-    ],
-    ids=["dense", "narrow", "fixed", "shared"],
-)
+@pytest.mark.parametrize(("changes", "reads"), [
+    ({}, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
+    (NARROW, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
+    (FIXED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
+    (SHARED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
+], ids=["dense", "narrow", "fixed", "shared"])  # fmt: skip
 def test_a_run_without_the_corpus_trains_to_the_same_bits(
     changes, reads, make_settings, run_in_threads, corpus, tmp_path
 ):
@@ -141,16 +137,13 @@ def test_what_the_host_says_is_checked(change, words, make_settings):
         greeted(settings, **change)
 
 
-@pytest.mark.parametrize(
-    ("frame", "words"),
-    [
-        ({"shape": (2, 15)}, "came"),
-        ({"payload": b"\0" * 62}, "62 bytes"),
-        ({"payload": b"\xff" * 64}, "token id 65535 came, but model.vocab = 300"),
-        ({"kind": FrameKind.PIECE}, "PIECE frame"),
-        ({"weight_version": 9}, "among token ids"),
-    ],
-)
+@pytest.mark.parametrize(("frame", "words"), [
+    ({"shape": (2, 15)}, "came"),
+    ({"payload": b"\0" * 62}, "62 bytes"),
+    ({"payload": b"\xff" * 64}, "token id 65535 came, but model.vocab = 300"),
+    ({"kind": FrameKind.PIECE}, "PIECE frame"),
+    ({"weight_version": 9}, "among token ids"),
+])  # fmt: skip
 def test_ids_that_do_not_fit_are_refused(frame, words, make_settings):
     settings = make_settings()
     here, far = greeted(settings)
@@ -160,15 +153,12 @@ def test_ids_that_do_not_fit_are_refused(frame, words, make_settings):
         far.inputs((0, 0))
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        Frame(FrameKind.TOKENS, step=4, codec=1),
-        Frame(FrameKind.TOKENS, microbatch=4, codec=1),
-        Frame(FrameKind.TOKENS, microbatch=2, weight_version=1, codec=1),
-        Frame(FrameKind.TOKENS, codec=1, payload=b"more"),
-    ],
-)
+@pytest.mark.parametrize("frame", [
+    Frame(FrameKind.TOKENS, step=4, codec=1),
+    Frame(FrameKind.TOKENS, microbatch=4, codec=1),
+    Frame(FrameKind.TOKENS, microbatch=2, weight_version=1, codec=1),
+    Frame(FrameKind.TOKENS, codec=1, payload=b"more"),
+])  # fmt: skip
 def test_what_is_no_request_ends_the_stream(frame, make_settings, corpus):
     settings = make_settings()
     here, there = memory_pair()

@@ -44,14 +44,11 @@ def test_a_long_wait_is_told_each_time_that_it_has_doubled():
     assert "stage 1 waits for F0 of step 3, for 30 s" in told[0] and "silent" not in told[0]
 
 
-@pytest.mark.parametrize(
-    ("doing", "words"),
-    [
-        ({"stage_0": "waits for B0 of step 3"}, r"stage 1 is stuck: .* silent for"),
-        ({**WAITS, "stage_0": "computes B0 of step 3"}, "stage 0 is stuck: .* 0 computes B0"),
-        (WAITS, "the stages wait for each other: .*waits for B0 .*waits for F0"),
-    ],
-)
+@pytest.mark.parametrize(("doing", "words"), [
+    ({"stage_0": "waits for B0 of step 3"}, r"stage 1 is stuck: .* silent for"),
+    ({**WAITS, "stage_0": "computes B0 of step 3"}, "stage 0 is stuck: .* 0 computes B0"),
+    (WAITS, "the stages wait for each other: .*waits for B0 .*waits for F0"),
+])  # fmt: skip
 def test_the_stage_that_is_stuck_is_named(doing, words):
     with pytest.raises(Stuck, match=words + r".*run\.patience \(now 100 s"):
         Wait().let(110, **doing)

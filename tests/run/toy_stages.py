@@ -14,19 +14,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 from thinwire.codec import Leg
+from thinwire.engine import reports as rp
 from thinwire.engine.checkpoint import Shard
 from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port, decision_number
-from thinwire.engine.reports import (
-    Audited,
-    Evaluation,
-    Meters,
-    Report,
-    ShardFailed,
-    ShardWritten,
-    StageCosts,
-    Step,
-    Versions,
-)
 from thinwire.engine.step_end import Verdict, global_norm, pack_tally, unpack_tally
 from thinwire.engine.worker import PATIENCE as MISSES
 from thinwire.errors import BreachError, WireError
@@ -694,9 +684,9 @@ class Stage:
             self.say(self._unsaid.popleft())
 
     def say(self, message: Any) -> None:
-        if self.follows and isinstance(message, Report | pr.Finished | pr.LinkDown | pr.LinkUp):
+        if self.follows and isinstance(message, rp.Report | pr.Finished | pr.LinkDown | pr.LinkUp):
             self._unsaid.append(message)
-            if isinstance(message, ShardWritten | ShardFailed):
+            if isinstance(message, rp.ShardWritten | rp.ShardFailed):
                 self.process.say(self.index, pr.Follows(message.step))
         else:
             self.process.say(self.index, message)
@@ -705,7 +695,7 @@ class Stage:
         """Stands for Audit, which knows who lies: here that is said by the simulator."""
         holder = self.process.leader.processes[self.index].member
         if self.follows and holder == self.world.liar:
-            self.say(Audited(step, 1, 0.05, 0.0, "gradient", 0))
+            self.say(rp.Audited(step, 1, 0.05, 0.0, "gradient", 0))
 
     def mention(self, is_down: bool) -> None:
         """The connection to the stage below is lost, or there is another."""
@@ -722,7 +712,7 @@ class Stage:
         blind: Any = SimpleNamespace(look=lambda *_: None, note=lambda *_: None)
         return Port(cast(Any, end), self.index, toy, self.mailbox, due, blind)
 
-    def _meters(self) -> Meters:
+    def _meters(self) -> rp.Meters:
         return {end.name: {"sent": {}, "received": {}} for end in self.ends.values()}
 
     # As engine/worker.py, runner.py and step_end.py
@@ -778,7 +768,7 @@ class Stage:
         if is_forward and number == self.plan.delay:  # the update of the step before is made
             now.later = self.state.version, self.state.weights
         version, weights = (now.version, now.weights) if number < self.plan.delay else now.later
-        versions = Versions(version, 0)
+        versions = rp.Versions(version, 0)
         kind = FrameKind.FORWARD if is_forward else FrameKind.BACKWARD
         source, to = (self.below, self.above) if is_forward else (self.above, self.below)
         given = mix(step, number)
@@ -851,7 +841,7 @@ class Stage:
         return self.stops and number == self.decided
 
     def validate(self, step: int) -> Life:
-        versions, score, done = Versions(self.state.version, 0), 0, 0
+        versions, score, done = rp.Versions(self.state.version, 0), 0, 0
         for number in range(VALIDATION):
             given: Any = Toy(number)
             if self.below is not None:
@@ -869,13 +859,13 @@ class Stage:
         decided = Verdict(0.0, False, False, self._stops_at(FrameKind.VALIDATED, step))
         verdict = yield from self._pass_up(FrameKind.VALIDATED, step, decided)
         if self.index == self.last and done == VALIDATION:
-            self.say(Evaluation(step, float(score), 0.1))
+            self.say(rp.Evaluation(step, float(score), 0.1))
         return verdict.stop
 
     def save(self, step: int) -> Life:
         yield from self.work(f"saves step {step}", self.world.speeds.save)
         if self.process.disk_full:
-            self.say(ShardFailed(step, "no space left on device"))
+            self.say(rp.ShardFailed(step, "no space left on device"))
             return
         self.world.shards[step, self.index] = self.state.copy()
         self.world.disks[self.process.member, self.index] = step, self.world.speeds.fetch
@@ -883,7 +873,7 @@ class Stage:
         agreements: dict[str, dict[str, str]] = {}
         for (cut, leg), seen in self.state.memory.items():
             agreements.setdefault(str(cut), {})[leg.value] = str(seen)
-        self.say(ShardWritten(step, Versions(self.state.version, 0), shard, agreements))
+        self.say(rp.ShardWritten(step, rp.Versions(self.state.version, 0), shard, agreements))
 
     def _await(
         self, kind: FrameKind, step: int, number: int = 0, other: FrameKind | None = None
@@ -897,11 +887,13 @@ class Stage:
         for end in self.ends.values():
             end.pump()
 
-    def _report(self, step: int, verdict: Verdict, loss: int) -> Step:
+    def _report(self, step: int, verdict: Verdict, loss: int) -> rp.Step:
         own_loss = float(loss) if self.index == self.last else None
         measures = {"weights": float(self.state.weights)}
         facts = (step, own_loss, 0.1, verdict.grad_norm, verdict.commit, 0.0, 1.0, 0.0)
-        return Step(*facts, StageCosts(0, 0, 0), [], measures, self._meters(), self.mailbox.dropped)
+        return rp.Step(
+            *facts, rp.StageCosts(0, 0, 0), [], measures, self._meters(), self.mailbox.dropped
+        )
 
 
 class Process:

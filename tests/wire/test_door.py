@@ -74,19 +74,16 @@ def test_a_lost_end_ends_the_other(door):
         wait_until(lambda: door.traffic()[RUN].connections == 0)
 
 
-@pytest.mark.parametrize(
-    ("wish", "name", "token", "reason"),
-    [
-        ("reach", f"{RUN}/control", "another", f"the token shown for run {RUN} is not the right"),
-        ("wait", f"{RUN}/cut-0@1", "", f"the token shown for run {RUN} is not the right one"),
-        ("ping", f"{RUN}/door", "another", f"the token shown for run {RUN} is not the right one"),
-        ("reach", f"{OTHER_RUN}/control", TOKEN, f"run {OTHER_RUN} is not known at this door"),
-        ("reach", f"{RUN}/cut-9@1", TOKEN, f"{RUN}/cut-9@1 is not served here, and nobody waits"),
-        ("reach", "control", TOKEN, "'control' is not a name at a door: it is 16 hexadecimal"),
-        ("reach", f"{RUN}/../etc", TOKEN, "is not a name at a door"),
-        ("steal", f"{RUN}/control", TOKEN, "the request is not one of reach, wait or ping"),
-    ],
-)
+@pytest.mark.parametrize(("wish", "name", "token", "reason"), [
+    ("reach", f"{RUN}/control", "another", f"the token shown for run {RUN} is not the right"),
+    ("wait", f"{RUN}/cut-0@1", "", f"the token shown for run {RUN} is not the right one"),
+    ("ping", f"{RUN}/door", "another", f"the token shown for run {RUN} is not the right one"),
+    ("reach", f"{OTHER_RUN}/control", TOKEN, f"run {OTHER_RUN} is not known at this door"),
+    ("reach", f"{RUN}/cut-9@1", TOKEN, f"{RUN}/cut-9@1 is not served here, and nobody waits"),
+    ("reach", "control", TOKEN, "'control' is not a name at a door: it is 16 hexadecimal"),
+    ("reach", f"{RUN}/../etc", TOKEN, "is not a name at a door"),
+    ("steal", f"{RUN}/control", TOKEN, "the request is not one of reach, wait or ping"),
+])  # fmt: skip
 def test_refusals_say_why(door, wish, name, token, reason):
     answer = line(ask(door, wish, name, token))
     assert answer.startswith("no ") and reason in answer

@@ -36,15 +36,12 @@ def test_two_senders_into_one_host_share_its_downlink():
     assert delivered == [pytest.approx(0.125), pytest.approx(0.25)]
 
 
-@pytest.mark.parametrize(
-    ("down", "arrivals", "delivered"),
-    [
-        (0, [1.0, 0.25], [1.0, 0.25]),  # unlimited: nobody waits for another sender
-        # The first byte comes at 0.0, the last at 0.125; passing the downlink takes 0.5.
-        (2, [0.125, 0.25], [0.5, 1.0]),
-        (800, [3.0], [3.0]),  # not before the last byte
-    ],
-)
+@pytest.mark.parametrize(("down", "arrivals", "delivered"), [
+    (0, [1.0, 0.25], [1.0, 0.25]),  # unlimited: nobody waits for another sender
+    # The first byte comes at 0.0, the last at 0.125; passing the downlink takes 0.5.
+    (2, [0.125, 0.25], [0.5, 1.0]),
+    (800, [3.0], [3.0]),  # not before the last byte
+])  # fmt: skip
 def test_the_downlink_decides_where_it_is_slower(down, arrivals, delivered):
     receiver = Nic(mbps_up=8, mbps_down=down, latency_ms=0)
     assert [receiver.reserve_down(MEGABIT, at) for at in arrivals] == pytest.approx(delivered)

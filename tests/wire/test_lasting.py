@@ -294,16 +294,13 @@ def test_another_process_in_the_place_of_the_other_end_is_refused():
         other.pipe.read()
 
 
-@pytest.mark.parametrize(
-    ("raw", "reason"),
-    [
-        (b"x", "shorter than a header"),
-        (HEAD.pack(LastingKind.DATA, 7) + b"x", "message 7 arrived, but 0 was due"),
-        (HEAD.pack(9, 0), "message 0 arrived, but 0 was due"),
-        (HEAD.pack(LastingKind.OPEN, 0), "message 0 arrived, but 0 was due"),
-        (HEAD.pack(LastingKind.HAVE, 3), "3 messages are acknowledged, but only 0"),
-    ],
-)
+@pytest.mark.parametrize(("raw", "reason"), [
+    (b"x", "shorter than a header"),
+    (HEAD.pack(LastingKind.DATA, 7) + b"x", "message 7 arrived, but 0 was due"),
+    (HEAD.pack(9, 0), "message 0 arrived, but 0 was due"),
+    (HEAD.pack(LastingKind.OPEN, 0), "message 0 arrived, but 0 was due"),
+    (HEAD.pack(LastingKind.HAVE, 3), "3 messages are acknowledged, but only 0"),
+])  # fmt: skip
 def test_nonsense_is_a_breach(raw, reason):
     other = ByHand()
     other.connection.write(raw)

@@ -192,14 +192,11 @@ def test_a_failure_in_packing_breaks_both_ends_once(ends):
     assert there.heard.frames == [] and there.heard.ends == 0
 
 
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        (b"GET / HTTP/1.1\r\n" * 5, "magic"),
-        (b"short", "length"),
-        (encode(forward(1, MAX_PAYLOAD + 1)), f"at most {MAX_PAYLOAD} are accepted"),
-    ],
-)
+@pytest.mark.parametrize(("message", "reason"), [
+    (b"GET / HTTP/1.1\r\n" * 5, "magic"),
+    (b"short", "length"),
+    (encode(forward(1, MAX_PAYLOAD + 1)), f"at most {MAX_PAYLOAD} are accepted"),
+])  # fmt: skip
 def test_a_malformed_message_breaks_the_link(message, reason):
     here, there = memory_pair()
     end = End("1-0", there, NICS["direct"]())
@@ -323,13 +320,10 @@ def test_room_is_waited_for_until_frames_have_left_the_uplink(frames):
     here.link.close()
 
 
-@pytest.mark.parametrize(
-    ("error", "reason", "is_breach"),
-    [
-        (KeyError("microbatch 7"), "handling a frame failed: KeyError('microbatch 7')", False),
-        (WireError("no such microbatch"), "no such microbatch", True),
-    ],
-)
+@pytest.mark.parametrize(("error", "reason", "is_breach"), [
+    (KeyError("microbatch 7"), "handling a frame failed: KeyError('microbatch 7')", False),
+    (WireError("no such microbatch"), "no such microbatch", True),
+])  # fmt: skip
 def test_a_frame_that_its_receiver_refuses_is_the_sender_s_fault(error, reason, is_breach):
     near, far = memory_pair()
     heard = Recorder()

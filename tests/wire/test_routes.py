@@ -224,19 +224,16 @@ def test_an_altered_byte_breaks_the_connection_and_not_the_message(ends):
     assert altered == 1 and above.outages() == 1
 
 
-@pytest.mark.parametrize(
-    ("thief", "reason"),
-    [
-        ("without the key", "only the host of run {run} may wait for {run}/control: the request"),
-        ("another key", "the key shown is not the one of the host of run {run}"),
-        ("another nonce", "the key shown has not signed this request"),
-        ("another name", "the key shown has not signed this request"),
-        ("another token", "the key shown has not signed this request"),
-        ("another's signature", "the key shown has not signed this request"),
-        ("no key", "a public key cannot be read"),
-        ("one word", "the request is not one of reach, wait or ping with a name and a proof"),
-    ],
-)
+@pytest.mark.parametrize(("thief", "reason"), [
+    ("without the key", "only the host of run {run} may wait for {run}/control: the request"),
+    ("another key", "the key shown is not the one of the host of run {run}"),
+    ("another nonce", "the key shown has not signed this request"),
+    ("another name", "the key shown has not signed this request"),
+    ("another token", "the key shown has not signed this request"),
+    ("another's signature", "the key shown has not signed this request"),
+    ("no key", "a public key cannot be read"),
+    ("one word", "the request is not one of reach, wait or ping with a name and a proof"),
+])  # fmt: skip
 def test_only_the_holder_of_its_key_waits_in_the_hosts_place(service, thief, reason):
     """Whoever was invited knows the pass, and that is not enough to take the host's calls."""
     run, other = HOST.fingerprint[:16], Identity.create("other")
