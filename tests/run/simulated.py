@@ -752,7 +752,7 @@ def goodput(steps: int = 500, deaths: float = 0.01) -> None:
         (16_384, 8, (0.006, 0.006, 0.006, 0.018), 0.01),
         (524_288, 32, (0.052, 0.052, 0.052, 0.147), 0.08),
     ]:
-        plan = Plan(4, 4, microbatches, steps, 50, steps + 1, "1f1b", True, OPEN, compute)
+        plan = Plan(4, 4, microbatches, steps, 50, steps + 1, "1f1b", True, 0, OPEN, compute)
         keeps = FOR_FOLLOWERS // int(uplink * 1e7) * (HEADER_BYTES + 8)
         rest = 0.5, 6.0, 80.0, 80.0, 300.0, STANDBY_PAUSE, 0.0, keeps
         figures = Speeds(uplink, 0.025, compute, *rest)
