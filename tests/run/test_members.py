@@ -8,7 +8,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from hosting import Joined, hello, host_of
+from hosting import House, Joined, hello, host_of
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
@@ -79,6 +79,13 @@ def test_a_connection_that_is_lost_and_comes_back_loses_nothing(house):
     assert len(ana.connections) >= 3 and house.here() == ["ana"]
 
 
+def works(house: House, joined: Joined) -> None:
+    """What this machine says is heard."""
+    joined.say(pr.Pulse(1, "works"), 0)
+    said = joined.identity.name, pr.Envelope(pr.Pulse(1, "works"), 0, 1)
+    wait_until(lambda: said in house.happened)
+
+
 class Deserted(Joined):
     """A machine whose connection is lost at its end, and not at the host's."""
 
@@ -99,10 +106,8 @@ class Deserted(Joined):
 
 def test_a_machine_that_connects_again_knows_of_a_loss_before_the_host(house):
     ana = house.join("ana", Deserted)
-    assert isinstance(ana, Deserted)
     ana.deserts = True
-    ana.say(pr.Pulse(1, "works"), 0)
-    wait_until(lambda: ("ana", pr.Envelope(pr.Pulse(1, "works"), 0, 1)) in house.happened)
+    works(house, ana)
     assert len(ana.connections) == 2 and not ana.lost.is_set()
 
 
@@ -160,8 +165,7 @@ def test_a_second_process_with_the_key_of_a_peer_is_refused_while_the_first_live
     assert notes == [
         "two processes join with the key of ana: place one stays, place two was refused"
     ]
-    first.say(pr.Pulse(1, "works"), 0)
-    wait_until(lambda: ("ana", pr.Envelope(pr.Pulse(1, "works"), 0, 1)) in house.happened)
+    works(house, first)
     assert not first.lost.is_set()
 
 
@@ -175,23 +179,20 @@ def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house):
         Joined(house.listener.address, ana.identity)
 
 
-def test_who_declines_or_leaves_gets_no_stage_until_it_arrives_anew(house):
+def test_who_declines_leaves_or_has_another_version_gets_no_stage_until_it_arrives_anew(house):
     ana, ben = house.join("ana"), house.join("ben")
     ana.say(pr.Declined("no\nroom"))
     ben.say(pr.Leaving())
     wait_until(lambda: not house.here())
     assert house.unfit() == {"ana": "no room", "ben": ""}
+    old = Joined(house.listener.address, house.enrol("old")).arrive("0.0.9")
+    wait_until(lambda: house.unfit().get("old"))
+    why = house.unfit()["old"]
+    assert "it runs thinwire 0.0.9" in why and "install the same version there" in why
+    old.hears(pr.News(f"this machine gets no stage: {why}"))
+    assert house.here() == []
     ana.arrive()
     wait_until(lambda: house.here() == ["ana"])
-
-
-def test_a_peer_of_another_version_gets_no_stage_and_hears_why(house):
-    ana = Joined(house.listener.address, house.enrol("ana")).arrive("0.0.9")
-    wait_until(lambda: house.unfit().get("ana"))
-    why = house.unfit()["ana"]
-    assert "it runs thinwire 0.0.9" in why and "install the same version there" in why
-    ana.hears(pr.News(f"this machine gets no stage: {why}"))
-    assert house.here() == []
 
 
 @pytest.mark.parametrize(
@@ -209,8 +210,7 @@ def test_a_flood_costs_a_peer_its_stream(house, arrives, stage):
     assert ada.lost.wait(PATIENCE)
     if arrives:
         wait_until(lambda: "peer 'ada' sent 5" in house.unfit()["ada"])
-    bob.say(pr.Pulse(1, "works"), 0)
-    wait_until(lambda: ("bob", pr.Envelope(pr.Pulse(1, "works"), 0, 1)) in house.happened)
+    works(house, bob)
     assert house.here() == ["bob"]
 
 

@@ -17,23 +17,17 @@ from thinwire.run import transfer as tr
 from thinwire.wire import memory_pair
 
 EXACT = {
-    "run__precision": "fp32",
-    "codec__forward": "fp32",
-    "codec__backward": "fp32",
-    "pipeline__stages": 3,
-    "train__steps": 6,
-    "train__checkpoint_every": 3,
-}
+    "run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32",
+    "pipeline__stages": 3, "train__steps": 6, "train__checkpoint_every": 3,
+}  # fmt: skip
 MOST = 10**6
 KINDS: dict[str, dict[str, Any]] = {
     "another split": {},
     "remembering": {"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(0.2)+ef"},
     "subspace, moving": {
-        "boundary__mode": "subspace",
-        "boundary__rank": 6,
-        "boundary__basis_update_every": 2,
+        "boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2,
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -62,13 +56,6 @@ def fetch(server: tr.SeatServer, stage: int, folder: Path, **options: Any) -> tu
     return path, after - before
 
 
-def restoring(seats: list[Path]) -> Callable[[Any], None]:
-    def restore(worker: Any) -> None:
-        worker.state.restore(Checkpoint.open(seats[worker.index]))
-
-    return restore
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_seats_go_on_bit_for_bit(kind, trained, make_settings, run_in_threads, tmp_path):
     """Each gets the file of its stage; in another split just the tensors of its blocks."""
@@ -90,7 +77,11 @@ def test_seats_go_on_bit_for_bit(kind, trained, make_settings, run_in_threads, t
             assert list(ours) == ["space/basis"], "of another stage just the basis"
             assert ours["space/basis"].equal(theirs["space/basis"])
     assert total < 1.2 * sum(shard.bytes for shard in checkpoint.shards), "each tensor once"
-    resumed = run_in_threads(settings, prepare_worker=restoring(seats), folder=tmp_path / "again")
+
+    def restore(worker):
+        worker.state.restore(Checkpoint.open(seats[worker.index]))
+
+    resumed = run_in_threads(settings, prepare_worker=restore, folder=tmp_path / "again")
     if kind == "another split":
         whole = run_in_threads(settings, resume=checkpoint.folder, folder=tmp_path / "other")
     assert resumed.losses() == whole.losses()[-3:]
@@ -159,16 +150,12 @@ LIES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m["shards"].append(m["shards"][0]), "names a file twice"),
     (lambda m: m.update(step="../../evil"), r"\$\.step"),
     (lambda m: m.pop("settings"), "cannot be used"),
-    (
-        lambda m: m["settings"]["codec"].update(plugins=["evil"]),
-        "names plugins, which are code: evil.*--allow-plugin",
-    ),
+    (lambda m: m["settings"]["codec"].update(plugins=["evil"]),
+     "names plugins, which are code: evil.*--allow-plugin"),
     (lambda m: m.update(weight_version=-1), "is damaged"),
-    (
-        lambda m: m["shards"][0].update(bytes=MOST + 1),
-        "takes at most 1,000,000 with the settings of this run",
-    ),
-]
+    (lambda m: m["shards"][0].update(bytes=MOST + 1),
+     "takes at most 1,000,000 with the settings of this run"),
+]  # fmt: skip
 
 
 def test_a_manifest_cannot_lead_a_peer_astray(trained, tmp_path):

@@ -33,13 +33,9 @@ class Host:
         self.progress: list[tuple[int, int]] = []
         self._changed = threading.Condition()
         self.collector = tr.ShardCollector(
-            folder,
-            [LIMIT, LIMIT],
-            lambda stage, written, path: self.objection,
-            self._note,
-            patience,
-            on_progress=lambda done, total: self.progress.append((done, total)),
-        )
+            folder, [LIMIT, LIMIT], lambda stage, written, path: self.objection, self._note,
+            patience, on_progress=lambda done, total: self.progress.append((done, total)),
+        )  # fmt: skip
 
     def _note(self, event: Any) -> None:
         what = type(event).__name__.removeprefix("Part").lower()

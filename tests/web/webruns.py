@@ -124,20 +124,13 @@ def first_of(server: WebServer, *kinds: str, run: int = 0, **more: Any) -> list[
 def step_record(step: int, steps: int = 1000, loss: float = 4.0, stages: int = 2) -> StepRecord:
     """A believable step."""
     return StepRecord(
-        step=step,
-        steps=steps,
-        loss=loss,
-        lr=1e-3,
-        grad_norm=1.0,
-        tokens=step * 128,
-        tokens_per_s=900.0,
-        step_seconds=0.14,
-        eta_seconds=0.14 * (steps - step),
+        step=step, steps=steps, loss=loss, lr=1e-3, grad_norm=1.0, tokens=step * 128,
+        tokens_per_s=900.0, step_seconds=0.14, eta_seconds=0.14 * (steps - step),
         stages=[
             StageRecord(s, f"{2 * s}..{2 * s + 1}", 0.1, 0.03, 0.01, "cpu") for s in range(stages)
         ],
         links=[LinkRecord(c, 1000, 600, 0.3) for c in range(stages - 1)],
-    )
+    )  # fmt: skip
 
 
 class FakeHost:

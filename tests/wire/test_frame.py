@@ -15,28 +15,14 @@ from thinwire.wire.lasting import LastingKind
 
 U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 FRAMES = st.builds(
-    Frame,
-    kind=st.sampled_from(FrameKind),
-    sender=U16,
-    step=U64,
-    microbatch=U32,
-    weight_version=U32,
-    basis_version=U32,
-    codec=U32,
-    shape=st.lists(U32, max_size=4).map(tuple),
+    Frame, kind=st.sampled_from(FrameKind), sender=U16, step=U64, microbatch=U32,
+    weight_version=U32, basis_version=U32, codec=U32, shape=st.lists(U32, max_size=4).map(tuple),
     payload=st.binary(max_size=200),
-)
+)  # fmt: skip
 EXAMPLE = Frame(
-    kind=FrameKind.BACKWARD,
-    sender=3,
-    step=1_000_000_007,
-    microbatch=11,
-    weight_version=12,
-    basis_version=13,
-    codec=0xC0DEC,
-    shape=(2, 5),
-    payload=b"thin wires carry far",
-)
+    kind=FrameKind.BACKWARD, sender=3, step=1_000_000_007, microbatch=11, weight_version=12,
+    basis_version=13, codec=0xC0DEC, shape=(2, 5), payload=b"thin wires carry far",
+)  # fmt: skip
 
 
 def resealed(message: bytes, offset: int, replacement: bytes) -> bytes:
@@ -110,16 +96,9 @@ def test_the_example_of_the_format_page_is_true():
     page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
     rows = re.findall(r"^[0-9a-f]0  ((?:[0-9a-f]{2} ?)+)$", page, re.MULTILINE)
     example = Frame(
-        kind=FrameKind.FORWARD,
-        sender=1,
-        step=300,
-        microbatch=2,
-        weight_version=300,
-        basis_version=4,
-        codec=42,
-        shape=(1, 2, 4),
-        payload=bytes(range(8)),
-    )
+        kind=FrameKind.FORWARD, sender=1, step=300, microbatch=2, weight_version=300,
+        basis_version=4, codec=42, shape=(1, 2, 4), payload=bytes(range(8)),
+    )  # fmt: skip
     assert bytes.fromhex("".join(rows)) == encode(example)
 
 

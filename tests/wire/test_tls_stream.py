@@ -75,22 +75,18 @@ def spawn():
 
     def spawn(we, silence, wait=True):
         order = {
-            "identity": {"name": "peer", "key_pem": PEER.key_pem},
-            "silence": silence,
-            "wait": wait,
+            "identity": {"name": "peer", "key_pem": PEER.key_pem}, "silence": silence, "wait": wait,
             "whom": HOST.fingerprint,
-        }
+        }  # fmt: skip
         if we == "listen":
             listener = wire.Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, silence)
             held.callback(listener.close)
             order["address"] = listener.address
         process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(OTHER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", textwrap.dedent(OTHER)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        )  # fmt: skip
         held.callback(process.communicate)
         held.callback(process.kill)
         process.stdin.write(json.dumps(order) + "\n")
