@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wiring import in_background, read_all
+from wiring import Passed, in_background, read_all
 
 from thinwire.errors import AdmissionError, BreachError, WireError
 from thinwire.wire import LastingPipe, Pipe, lasting, memory_pair
@@ -47,31 +47,21 @@ class Network:
             end.close()
 
 
-def join(network: Network, outage: float = PATIENCE) -> tuple[LastingPipe, LastingPipe]:
-    left, right = (
-        LastingPipe(network.opener(side)(1), network.opener(side), outage) for side in (0, 1)
-    )
-    return left, right
+def join(network: Network, outage: float = PATIENCE) -> list[LastingPipe]:
+    openers = [network.opener(side) for side in (0, 1)]
+    return [LastingPipe(opener(1), opener, outage) for opener in openers]
 
 
-class Losable(Pipe):
+class Losable(Passed):
     """The end of a connection that can be lost, where one in memory only ends in good order."""
 
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
-        self.is_lost = False
-
-    def write(self, message: bytes) -> None:
-        self._pipe.write(message)
+    is_lost = False
 
     def read(self) -> bytes | None:
-        message = self._pipe.read()
+        message = super().read()
         if message is None and self.is_lost:
             raise WireError("the connection was lost")
         return message
-
-    def close(self, grace: float | None = 5.0) -> None:
-        self._pipe.close(grace)
 
 
 class ByHand:
@@ -324,7 +314,7 @@ def test_whoever_still_writes_when_the_other_end_hangs_up_has_lost_no_connection
     """The writer of a connection may notice first that the other end closed it in good order."""
     hung_up = threading.Event()
 
-    class NoticedLate(Losable):
+    class NoticedLate(Passed):
         def write(self, message):
             if message[0] == LastingKind.END:
                 hung_up.set()
@@ -391,19 +381,10 @@ def test_what_it_adds_to_messages_is_what_the_page_says():
     """docs/wire.md: 9 bytes a message, 17 to open each way, 9 to acknowledge 16 small ones."""
     written: list[int] = []
 
-    class Counted(Pipe):
-        def __init__(self, pipe):
-            self.pipe = pipe
-
+    class Counted(Passed):
         def write(self, message):
             written.append(len(message))
-            self.pipe.write(message)
-
-        def read(self):
-            return self.pipe.read()
-
-        def close(self, grace=5.0):
-            self.pipe.close(grace)
+            super().write(message)
 
     first = [Counted(end) for end in memory_pair()]
     left, right = (LastingPipe(end, lambda timeout: first[0], PATIENCE) for end in first)

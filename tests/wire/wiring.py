@@ -43,6 +43,22 @@ class Recorder:
             assert self._changed.wait_for(condition, PATIENCE), vars(self)
 
 
+class Passed(Pipe):
+    """A pipe that does what another does, for tests that change some of that."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    def write(self, message: bytes) -> None:
+        self._pipe.write(message)
+
+    def read(self) -> bytes | None:
+        return self._pipe.read()
+
+    def close(self, grace: float | None = 5.0) -> None:
+        self._pipe.close(grace)
+
+
 def in_background(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
