@@ -126,12 +126,7 @@ def test_a_proof_that_was_overheard_does_not_work_again(door):
 
 def test_the_token_does_not_cross_the_network(door):
     heard = bytearray()
-
-    def tap(data):
-        heard.extend(data)
-        return data
-
-    path = Proxy(door.address, tap=tap)
+    path = Proxy(door.address, tap=lambda data: heard.extend(data) or data)
     ping(Route(path.address, token=TOKEN), f"{RUN}/door")
     path.close()
     assert b"ping" in heard and TOKEN.encode() not in heard
