@@ -124,9 +124,7 @@ def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(house):
 
 
 @pytest.mark.parametrize("process", ["one", "two"])
-def test_a_stream_that_is_begun_anew_takes_the_place_of_one_that_is_lost(
-    process, house, monkeypatch
-):
+def test_a_stream_begun_anew_takes_the_place_of_one_that_is_lost(process, house, monkeypatch):
     """The host has not noticed the loss, and asks whether another process still answers."""
     monkeypatch.setattr(members_module, "ALIVE_SECONDS", 0.1)
     identity = house.enrol("ana")
@@ -143,9 +141,7 @@ def test_a_stream_that_is_begun_anew_takes_the_place_of_one_that_is_lost(
     again.hears(pr.News("?"))
 
 
-def test_a_second_process_with_the_key_of_a_peer_is_refused_while_the_first_lives(
-    house, monkeypatch
-):
+def test_a_second_process_with_a_peers_key_is_refused_while_the_first_lives(house, monkeypatch):
     monkeypatch.setattr(members_module, "ALIVE_SECONDS", PATIENCE)
     notes: list[str] = []
     house.members.note = notes.append

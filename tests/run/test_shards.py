@@ -182,24 +182,18 @@ def test_a_shard_counts_only_once_it_was_opened(host, tmp_path):
     assert list(tr.incoming_folder(host.folder).iterdir()) == []
 
 
-class Cut(Pipe):
+def cut_after(messages: int, pipe: Pipe) -> Pipe:
     """A pipe that breaks after some messages."""
+    left, whole = iter(range(messages)), pipe.write
 
-    def __init__(self, pipe: Pipe, messages: int):
-        self._pipe, self._left = pipe, messages
-
-    def write(self, message: bytes) -> None:
-        self._left -= 1
-        if self._left < 0:
-            self._pipe.close()
+    def write(message: bytes) -> None:
+        if next(left, None) is None:
+            pipe.close()
             raise WireError("the connection was lost")
-        self._pipe.write(message)
+        whole(message)
 
-    def read(self) -> bytes | None:
-        return self._pipe.read()
-
-    def close(self, grace: float | None = None) -> None:
-        self._pipe.close()
+    pipe.write = write
+    return pipe
 
 
 def pieces_sent(sender: tr.ShardSender) -> int:
@@ -212,7 +206,7 @@ def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_pat
     shards = host.written(member, 10, pieces * tr.PIECE_BYTES)
     sender = tr.ShardSender(member)
     here, there = memory_pair(1)
-    on_daemon_thread("member", lambda: sender.serve(Cut(there, 5)))
+    on_daemon_thread("member", lambda: sender.serve(cut_after(5, there)))
     host.collector.collect_from("peer", [0], here)  # returns when the connection is lost
     assert host.said == [] and pieces_sent(sender) == 6
     host.collector.close()
@@ -271,24 +265,24 @@ def test_a_host_that_says_nothing_of_shards_does_not_fill_the_disk(tmp_path):
 class Held(Allowance):
     """Lets nothing pass until a moment."""
 
-    def __init__(self, begun: threading.Event, ended: threading.Event):
+    def __init__(self):
         super().__init__(1.0)
-        self._begun, self._ended = begun, ended
+        self.begun, self.ended = threading.Event(), threading.Event()
 
     def book(self, count: int, now: float) -> float:
-        self._begun.set()
-        self._ended.wait(PATIENCE)
+        self.begun.set()
+        self.ended.wait(PATIENCE)
         return 0.0
 
 
 def test_a_stage_that_changed_hands_is_fetched_over_one_connection_at_a_time(host, tmp_path):
-    member, begun, ended = tmp_path / "member", threading.Event(), threading.Event()
+    member, rate = tmp_path / "member", Held()
     shards = host.written(member, 10, 8 * tr.PIECE_BYTES)
-    before, after = tr.ShardSender(member, Held(begun, ended)), tr.ShardSender(member)
+    before, after = tr.ShardSender(member, rate), tr.ShardSender(member)
     host.join("ana", before, [0])
-    assert begun.wait(PATIENCE)
+    assert rate.begun.wait(PATIENCE)
     host.join("ben", after, [0, 1])
-    ended.set()
+    rate.ended.set()
     assert sorted(host.wait(2)) == [("arrived", 0, 10), ("arrived", 1, 10)]
     assert [arrived(host, stage, 10) for stage in (0, 1)] == [shard.sha256 for shard in shards]
     assert pieces_sent(before) + pieces_sent(after) == 16, "nothing was sent twice"
@@ -296,17 +290,14 @@ def test_a_stage_that_changed_hands_is_fetched_over_one_connection_at_a_time(hos
 
 @pytest.mark.parametrize("why", ["given up", "the epoch is over"])
 def test_a_transfer_ends_with_the_wish_for_it(why, host, tmp_path):
-    member, begun, ended = tmp_path / "member", threading.Event(), threading.Event()
+    member, rate = tmp_path / "member", Held()
     host.written(member, 10, 8 * tr.PIECE_BYTES)
-
-    sender, here = tr.ShardSender(member, Held(begun, ended)), memory_pair(2)
-    serving = on_daemon_thread("member", lambda: sender.serve(here[1]))
-    fetching = on_daemon_thread(
-        "host", lambda: host.collector.collect_from("peer", [0, 1], here[0])
-    )
-    assert begun.wait(PATIENCE)
+    sender, (here, there) = tr.ShardSender(member, rate), memory_pair(2)
+    serving = on_daemon_thread("member", lambda: sender.serve(there))
+    fetching = on_daemon_thread("host", lambda: host.collector.collect_from("peer", [0, 1], here))
+    assert rate.begun.wait(PATIENCE)
     host.collector.give_up(10, why) if why == "given up" else host.collector.close()
-    ended.set()
+    rate.ended.set()
     fetching.result(PATIENCE)
     with pytest.raises(WireError):
         serving.result(PATIENCE)

@@ -7,7 +7,7 @@ import re
 import pytest
 from leading import Lead, ready, step
 from test_hosted_recovery import Hosted
-from test_replacement import FOUR, link, report, texts, training
+from test_replacement import link, report, texts, training
 
 from thinwire.engine.reports import Audited
 from thinwire.run import events as ev
@@ -16,11 +16,9 @@ from thinwire.run.coordinator import SETTLE_SECONDS
 from waiting import wait_until
 
 
-def followed(
-    *stages: int, placement: list[list[int]] = FOUR, steps: int = 2
-) -> tuple[Lead, list[ev.Command]]:
+def followed(*stages: int) -> tuple[Lead, list[ev.Command]]:
     """A run of four stages in which a process follows these, which share one."""
-    lead = training(placement, steps)
+    lead = training(steps=2)
     told = [command for s in stages for command in lead.on(ev.FollowerSaid(s, ready(s)))]
     for stage in stages:
         told += lead.on(ev.FollowerSaid(stage, pr.Linked()))

@@ -31,13 +31,10 @@ TABLES: Changes = {**PROJECTED, "boundary__anchor": "per-stage"}
 MUON: Changes = {"optim__name": "muon"}
 
 
-def started(
-    settings: Settings, corpus: Corpus, folder: Path, stream: StringIO | None = None
-) -> Checkpoint:
+def started(settings: Settings, corpus: Corpus, folder: Path, stream: Any = None) -> Checkpoint:
     """The first checkpoint of a run that starts from weights."""
     display = PlainDisplay(stream or StringIO())
     origin = open_origin(settings, display)
-    assert origin is not None
     return make_start(origin, adopted(settings, origin.settings), folder, corpus, display)
 
 
@@ -108,9 +105,7 @@ def test_a_vocabulary_grows_by_rows(before, after, make_settings, corpus, tmp_pa
     assert all(made.tensors([n])[n].equal(again.tensors([n])[n]) for n in names)
 
 
-def saved_by_an_earlier_release(
-    settings: Settings, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Checkpoint:
+def saved_by_an_earlier_release(settings: Settings, folder: Path, monkeypatch: Any) -> Checkpoint:
     """A checkpoint whose tokenizer has all of the vocabulary for text."""
     with monkeypatch.context() as earlier:
         earlier.setattr(sys.modules["thinwire.data.prepare"], "RESERVED", ())

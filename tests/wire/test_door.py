@@ -57,9 +57,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_service_or_one_who_waits_is_reached_and_each_direction_ends_by_itself(
-    waits, door, service
-):
+def test_services_and_who_waits_are_reached_and_each_direction_ends_by_itself(waits, door, service):
     with contextlib.ExitStack() as held:
         if waits:
             standby = Standby(f"{RUN}/cut-x", Route(door.address, token=TOKEN), service.take)

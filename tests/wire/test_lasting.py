@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wiring import Passed, in_background, read_all
+from wiring import Passed, in_background, read_all, writing
 
 from thinwire.errors import AdmissionError, BreachError, WireError
 from thinwire.wire import LastingPipe, Pipe, lasting, memory_pair
@@ -203,14 +203,7 @@ def test_a_writer_is_held_back_while_too_much_is_not_acknowledged():
     """Whoever reads and never acknowledges must not fill the memory of the other end."""
     other = ByHand()
     in_background(other.pipe.read)
-    written = []
-
-    def write():
-        for number in range(30):
-            other.pipe.write(bytes(2000))
-            written.append(number)
-
-    thread = in_background(write)
+    thread, written = writing(other.pipe, [bytes(2000)] * 30)
     wait_until(lambda: len(written) == 10)
     time.sleep(0.2)
     assert len(written) == 10, "ten messages of 2,009 bytes are all that may be kept"
@@ -228,15 +221,8 @@ def test_a_writer_waits_during_an_outage_which_is_told_of_and_timed():
     assert right.read() == b"before" and not told
     network.is_down = True
     network.cut()
-    written = []
-
-    def write():
-        for number in range(5):
-            left.write(bytes([number]))
-            written.append(number)
-
     in_background(left.read)
-    thread = in_background(write)
+    thread, written = writing(left, [bytes([number]) for number in range(5)])
     wait_until(lambda: told)
     time.sleep(0.3)
     assert len(written) <= 1

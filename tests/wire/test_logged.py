@@ -273,9 +273,7 @@ def test_a_log_gives_back_what_it_was_given_and_forgets_what_is_safe(tmp_path, m
 
 
 @pytest.mark.parametrize("reason", ["limit", "disk"])
-def test_a_log_that_has_no_room_costs_no_training_and_helps_again_after_the_next_state(
-    reason, tmp_path
-):
+def test_a_log_without_room_costs_no_training_and_helps_again_after_a_state(reason, tmp_path):
     full = tmp_path / "full"
     log = FrameLog(full, 1000 if reason == "limit" else 1 << 20)
     if reason == "disk":

@@ -1,6 +1,7 @@
 """Streams over TLS: both ends proven by their keys, losses noticed, strangers few."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -9,13 +10,13 @@ import ssl
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from wiring import HOST, HOURLY, MAX_MESSAGE, MAX_PAYLOAD, PEER, Recorder
+from wiring import HOST, HOURLY, MAX_MESSAGE, MAX_PAYLOAD, PEER, Recorder, writing
 
 from proxy import Proxy
 from thinwire import wire
@@ -57,9 +58,7 @@ def refusal(address: str, *others: object, **named: object) -> WireError:
 
 
 @contextlib.contextmanager
-def awaited(
-    listener: wire.Listener, name: str = "peer", dialer: str | None = None
-) -> Iterator[Future]:
+def awaited(listener: wire.Listener, name: str = "peer", dialer: Any = None) -> Iterator[Future]:
     """A stream of this name is expected, and must come in the end."""
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, name, PATIENCE, dialer)
@@ -291,12 +290,11 @@ def test_the_right_signature_of_a_stranger_written_by_hand_counts(listener):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors in /proc")
-def test_strangers_hold_few_descriptors_and_not_for_long(monkeypatch):
+def test_strangers_hold_few_descriptors_and_not_for_long(listener, monkeypatch):
     """Idle connections stayed for two minutes, each a descriptor: 1,100 stopped checkpoints."""
     wire.raise_descriptor_limit()
     monkeypatch.setattr(wire.stream, "HANDSHAKE_S", 1.0)
     monkeypatch.setattr(wire.stream, "MOST_STRANGERS", 40)
-    listener = wire.Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
     host, port = listener.address.split(":")
 
     def open_files():
@@ -319,9 +317,8 @@ def test_strangers_hold_few_descriptors_and_not_for_long(monkeypatch):
     dialed.close()
 
 
-def test_a_stranger_that_drips_has_no_more_time_than_others(monkeypatch):
+def test_a_stranger_that_drips_has_no_more_time_than_others(listener, monkeypatch):
     monkeypatch.setattr(wire.stream, "HANDSHAKE_S", 0.5)
-    listener = wire.Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
     talk, read, _ = greet(listener.address)
     read()
     began = time.monotonic()
@@ -331,22 +328,11 @@ def test_a_stranger_that_drips_has_no_more_time_than_others(monkeypatch):
             talk.sendall(b"x")
             time.sleep(0.05)
     assert time.monotonic() - began < PATIENCE
-    listener.close()
 
 
 def test_a_writer_is_held_back_when_nobody_reads(connect):
     accepted, dialed = connect("peer")
-    written, refused = [], threading.Event()
-
-    def write():
-        try:
-            while True:
-                dialed.write(bytes(1 << 20))
-                written.append(1)
-        except WireError:
-            refused.set()
-
-    threading.Thread(target=write, daemon=True).start()
+    writer, written = writing(dialed, itertools.repeat(bytes(1 << 20)))
     wait_until(lambda: written)
     time.sleep(0.5)  # unhindered, it would write hundreds in this time
     assert len(written) < 50
@@ -354,7 +340,8 @@ def test_a_writer_is_held_back_when_nobody_reads(connect):
         ended = pool.submit(dialed.read)
         accepted.close()
         assert ended.result(PATIENCE) is None
-    assert refused.wait(PATIENCE)
+    writer.join(PATIENCE)
+    assert not writer.is_alive(), "it was refused"
 
 
 def test_closing_the_listener_ends_waits_and_breaks_what_is_open(connect, listener):
