@@ -97,12 +97,8 @@ def test_narrow_cuts_stay_where_the_model_learned_them(before, narrow, make_sett
     saved = save(tmp_path / "test", settings)
     assert open_resume(saved, settings, silent()).folder == saved
     files = sorted(tmp_path.rglob("*"))
-    others: list[dict[str, Any]] = [
-        {"pipeline__stages": 4},
-        {"pipeline__split": [3, 1]},
-        {"pipeline__stages": 3, "pipeline__split": [1, 1, 2]},
-    ]
-    for other in others:
+    three = {"pipeline__stages": 3, "pipeline__split": [1, 1, 2]}
+    for other in (FOUR, {"pipeline__split": [3, 1]}, three):
         changed = make_settings(**narrow, **other)
         if changed.split() == settings.split():
             continue

@@ -25,8 +25,8 @@ def followed(*stages: int) -> tuple[Lead, list[ev.Command]]:
     return lead, told
 
 
-def test_a_process_that_follows_a_stage_is_fed_by_its_neighbours_and_then_starts():
-    _, told = followed(1)
+def test_who_follows_a_stage_is_fed_by_its_neighbours_and_takes_its_place_at_once():
+    lead, told = followed(1)
     own, below, above, start, note = told
     connect = pr.Connect("at-0", [0, 0, 0], follower=1)
     assert own == ev.TellFollower(1, connect)
@@ -34,10 +34,6 @@ def test_a_process_that_follows_a_stage_is_fed_by_its_neighbours_and_then_starts
     assert above == ev.Tell(2, pr.Follow(1, pr.Connect("at-1", [0, 0, 0], follower=1)))
     assert start == ev.TellFollower(1, pr.Start())
     assert texts([note]) == ["stage 1 has a stand-by, which follows it"]
-
-
-def test_whoever_follows_a_lost_stage_takes_its_place_at_once():
-    lead, _ = followed(1)
     *awaits, _, promote, below, above, own = lead.on(ev.Exited(1, -9))
     assert awaits == [ev.Tell(0, pr.Await(0)), ev.Tell(2, pr.Await(1))] and promote == ev.Promote(
         [1]
@@ -46,10 +42,12 @@ def test_whoever_follows_a_lost_stage_takes_its_place_at_once():
     assert above == ev.Tell(2, pr.Relink(1, pr.Connect("at-1", [1, 1, 0])))
     relinks = [pr.Relink(cut, pr.Connect("at-0", [1, 1, 0])) for cut in (0, 1)]
     assert own == ev.Tell(1, pr.TakeOver(relinks)), "it keeps what it has computed"
+    last = lead.say(1, step(1, 2, 4)) + lead.say(1, Audited(2, 4, 0.0, 0.0))
+    assert last == [], "last words of who was replaced are not those of its stand-by"
     (start,) = lead.say(1, pr.Linked())
     assert isinstance(start, ev.Tell) and isinstance(start.message, pr.Start)
     assert lead.say(1, step(1, 1, 4)) == [], "the lost one had said that"
-    assert "stage 1 is back" in texts(report(lead, 2))[0]
+    assert "stage 1 is back" in texts(report(lead, 2))[0], "it says so itself"
 
 
 def test_one_that_follows_beside_a_lost_stage_is_fed_by_who_takes_its_place():
@@ -132,11 +130,3 @@ def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(delay, m
     hosted.goes_on(stage)
     hosted.ends_as_if_undisturbed(corpus)
     assert hosted.peers[spare].wait() == 0, hosted.peers[spare].text()
-
-
-def test_last_words_of_who_was_replaced_are_not_those_of_its_stand_by():
-    lead, _ = followed(1)
-    lead.on(ev.Exited(1, -9))
-    assert lead.say(1, step(1, 2, 4)) == lead.say(1, Audited(2, 4, 0.0, 0.0)) == []
-    lead.say(1, pr.Linked())
-    assert "stage 1 is back" in texts(report(lead, 2))[0], "it says so itself"

@@ -76,7 +76,6 @@ def run_folder(finished, tmp_path):
 def let_links_decide(folder: Path) -> None:
     """Have the record of a run say that its links take longest, whatever this machine did."""
     progress, quick = read_progress(folder), [1e-4, 1e-4]
-    assert progress is not None
     costs = replace(progress.measured_costs, forward=quick, backward=quick, update=quick)
     links = Links([1.0, 1.0], [1.0, 1.0], [0.002])
     write_progress(folder, replace(progress, measured_costs=costs, links=links))
