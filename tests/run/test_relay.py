@@ -29,9 +29,7 @@ def start(tmp_path: Path, *arguments: str) -> tuple[Program, Relay]:
     words = ["relay", "--listen", "127.0.0.1:0", *arguments]
     program = Program(words, tmp_path, tmp_path)
     program.wait_for(r"--relay \S+\n")
-    found = re.search(r"--relay (\S+)\n", program.text())
-    assert found
-    return program, Relay.parse(found[1])
+    return program, Relay.parse(re.search(r"--relay (\S+)\n", program.text())[1])
 
 
 def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path, data):

@@ -116,9 +116,7 @@ def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(delay, m
     hosted = Hosted(machines, "ana", "ben", "cleo", **changes)
     host, (spare,) = hosted.host, {*hosted.peers} - {*hosted.seats}
     host.wait_for(r"stage \d has a stand-by, which follows it")
-    found = re.search(r"stage (\d) has a stand-by", host.text())
-    assert found is not None
-    stage = int(found[1])
+    stage = int(re.search(r"stage (\d) has a stand-by", host.text())[1])
 
     def stands_by():
         held, state = hosted.held()[spare]

@@ -139,7 +139,9 @@ class FakeHost:
         self.peers = [self.peer("ana", [0]), self.peer("ben", [1]), self.peer("carl", [])]
         self.asked: list[dict[str, Any]] = []
         self.role, self.state, self.waiting_for = "host", "training", ""
-        handlers = {"status": self._status, "kick": self._kick, "invite": self._invite}
+        removed = lambda asked: self._note(asked, f"{asked['peer']} was removed")  # noqa: E731
+        invited = lambda asked: self._note(asked, "thinwire join another")  # noqa: E731
+        handlers = {"status": self._status, "kick": removed, "invite": invited}
         self._socket = ControlSocket(folder, handlers)
         (folder / "authority").mkdir(exist_ok=True)
         (folder / "authority" / "invite.txt").write_text("thinwire join abc-secret\n")
@@ -162,13 +164,9 @@ class FakeHost:
             peers=self.peers, links=links,
         ).to_plain()  # fmt: skip
 
-    def _kick(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _note(self, request: dict[str, Any], answer: str) -> dict[str, Any]:
         self.asked.append(request)
-        return {"text": f"{request['peer']} was removed"}
-
-    def _invite(self, request: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append(request)
-        return {"text": "thinwire join another"}
+        return {"text": answer}
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from thinwire.errors import WireError
 from thinwire.wire import HEADER_BYTES, Frame, FrameKind, Meter, decode, encode
 from thinwire.wire.lasting import LastingKind
 
+PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 FRAMES = st.builds(
     Frame, kind=st.sampled_from(FrameKind), sender=U16, step=U64, microbatch=U32,
@@ -93,8 +94,7 @@ def test_each_malformed_field_is_named_although_the_checksum_fits(offset, replac
 
 
 def test_the_example_of_the_format_page_is_true():
-    page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
-    rows = re.findall(r"^[0-9a-f]0  ((?:[0-9a-f]{2} ?)+)$", page, re.MULTILINE)
+    rows = re.findall(r"^[0-9a-f]0  ((?:[0-9a-f]{2} ?)+)$", PAGE, re.MULTILINE)
     example = Frame(
         kind=FrameKind.FORWARD, sender=1, step=300, microbatch=2, weight_version=300,
         basis_version=4, codec=42, shape=(1, 2, 4), payload=bytes(range(8)),
@@ -102,13 +102,11 @@ def test_the_example_of_the_format_page_is_true():
     assert bytes.fromhex("".join(rows)) == encode(example)
 
 
-@pytest.mark.parametrize(
-    ("section", "kinds"),
-    [("The frame", FrameKind), ("Links that break and come back", LastingKind)],
-)
+@pytest.mark.parametrize(("section", "kinds"), [
+    ("The frame", FrameKind), ("Links that break and come back", LastingKind),
+])  # fmt: skip
 def test_the_format_page_lists_every_kind(section, kinds):
-    page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
-    (text,) = re.findall(rf"^## {section}$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    (text,) = re.findall(rf"^## {section}$(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
     listed = dict(re.findall(r"^\| (\d+) \| ([A-Z]+) \|", text, re.MULTILINE))
     assert listed == {str(int(kind)): kind.name for kind in kinds}
 

@@ -89,7 +89,6 @@ class ByHand:
 
     def hear(self) -> tuple[int, int, bytes]:
         raw = self.connection.read()
-        assert raw is not None
         return (*HEAD.unpack_from(raw), raw[LASTING_BYTES:])
 
     def lose(self) -> None:
