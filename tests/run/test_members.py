@@ -30,10 +30,8 @@ def test_nobody_opens_the_stream_of_another_or_what_it_opens_for_its_stage(house
 
     def refusal(name):
         with pytest.raises(WireError) as refused:
-            dial(
-                house.listener.address, name, eve, host_of(eve), PATIENCE, pr.MAX_MESSAGE,
-                tries_again=False,
-            )  # fmt: skip
+            rest = host_of(eve), PATIENCE, pr.MAX_MESSAGE
+            dial(house.listener.address, name, eve, *rest, tries_again=False)
         return str(refused.value)
 
     for name in (pr.peer_stream("ana"), state):
@@ -150,17 +148,14 @@ def test_a_second_process_with_a_peers_key_is_refused_while_the_first_lives(hous
     wait_until(house.here)
     second = Joined(house.listener.address, identity, "two").arrive()
     assert second.lost.wait(PATIENCE)
-    assert [m for m, *_ in second.heard] == [
-        pr.Dismiss(
-            "ana takes part in this run already (place one; this is place two): end that one "
-            "first, or join as a further peer with another --folder and --name",
-            in_order=False,
-        )
-    ]
+    why = (
+        "ana takes part in this run already (place one; this is place two): end that one "
+        "first, or join as a further peer with another --folder and --name"
+    )
+    assert [m for m, *_ in second.heard] == [pr.Dismiss(why, in_order=False)]
     wait_until(lambda: notes)
-    assert notes == [
-        "two processes join with the key of ana: place one stays, place two was refused"
-    ]
+    said = "two processes join with the key of ana: place one stays, place two was refused"
+    assert notes == [said]
     works(house, first)
     assert not first.lost.is_set()
 

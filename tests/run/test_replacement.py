@@ -45,10 +45,8 @@ def test_a_stage_that_dies_is_replaced_while_its_neighbours_wait(stage, ends):
     lead = training(steps=2)
     *told, note, replace = lead.on(ev.Exited(stage, -9))
     assert told == [ev.Tell(neighbour, Await(cut)) for neighbour, cut in ends]
-    assert replace == ev.Replace([stage]) and texts([note]) == [
-        f"stage {stage} died at step 2: {KILLED}; another process takes its place, and the rest "
-        "waits"
-    ]  # fmt: skip
+    said = f"stage {stage} died at step 2: {KILLED}; another process takes its place, and the rest"
+    assert replace == ev.Replace([stage]) and texts([note]) == [f"{said} waits"]
     again = [int(cut in (stage - 1, stage)) for cut in range(3)]  # links that are opened anew
     below = {s: f"at-{s - 1}" if s else "" for s in range(4)}
     assert lead.say(stage, ready(stage)) == [
@@ -58,9 +56,8 @@ def test_a_stage_that_dies_is_replaced_while_its_neighbours_wait(stage, ends):
     assert lead.say(stage, Linked()) == [ev.Tell(stage, Start(4))]
     assert report(lead, 0, stage) == report(lead, 1, stage) == [], "it was heard before"
     back, recorded = report(lead, 2, stage)
-    assert texts([back]) == [
-        f"stage {stage} is back after 0.0 s; no other stage trained a step again"
-    ]
+    said = f"stage {stage} is back after 0.0 s; no other stage trained a step again"
+    assert texts([back]) == [said]
     assert isinstance(recorded, ev.Record) and recorded.report.step == 2
     assert lead.coordinator.phase is Phase.TRAINING
 

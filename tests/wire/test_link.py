@@ -189,23 +189,17 @@ def test_a_malformed_message_breaks_the_link(message, reason):
     assert end.meter.received_bytes() == 0
 
 
-def test_a_link_that_ended_takes_no_more_frames(direct_ends):
+def test_a_link_that_ended_takes_no_more_frames_and_those_queued_before_are_no_fault(direct_ends):
     here, there = direct_ends
+    there.pipe.open_gate.clear()
+    for number in range(5):
+        there.link.send(forward(number))
     here.link.close()
     with pytest.raises(WireError, match="it was closed here"):
         here.link.send(forward(1))
     there.heard.wait(lambda: there.heard.ends)
     with pytest.raises(WireError, match="the other end said goodbye"):
         there.link.send(forward(1))
-
-
-def test_frames_queued_behind_the_other_end_s_goodbye_are_no_fault(direct_ends):
-    here, there = direct_ends
-    there.pipe.open_gate.clear()
-    for number in range(5):
-        there.link.send(forward(number))
-    here.link.close()
-    there.heard.wait(lambda: there.heard.ends)
     there.pipe.open_gate.set()
     there.link.close()
     assert there.heard.errors == []
