@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 from toy_stages import ANSWER, OUTAGE, PATIENCE, LinkEnd, Plan, Process, Speeds, State, Wire, mix
@@ -45,6 +45,7 @@ from thinwire.wire.frame import HEADER_BYTES
 FOREVER = float("inf")
 IDLE, ENDLESS = 20.0, 400.0  # seconds without any work, and without a new step, if all is well
 START = (Phase.BUILDING, Phase.LINKING)
+OF_FOLLOWERS = (pr.Ready, pr.Linked, pr.Failed, pr.Follows, Audited)
 
 
 class WrongError(Exception):
@@ -76,16 +77,11 @@ class Leader:
     def __init__(self, world: "World", began: int):
         plan, self.world, self.began = world.plan, world, began
         self.groups = neighbours(plan.stages, plan.processes)
+        course = Course(plan, began, plan.stages) if plan.hosted else None
         self.coordinator = Coordinator(
-            plan.stages,
-            world.speeds.patience,
-            parts_travel=plan.hosted,
-            outage=OUTAGE,
-            course=Course(cast(Any, plan), began, plan.stages) if plan.hosted else None,
-            placement=self.groups,
-            audits=bool(world.liar),
-            audit_replaces=True,
-        )
+            plan.stages, world.speeds.patience, parts_travel=plan.hosted, outage=OUTAGE,
+            course=course, placement=self.groups, audits=bool(world.liar), audit_replaces=True,
+        )  # fmt: skip
         self.is_over, self.told, self.told_at, self.completed = False, 0, 0.0, 0
         self.recorded: list[int] = [began] * plan.stages
         self.scored: set[int] = set()
@@ -120,9 +116,7 @@ class Leader:
             return
         if process is not None and self.standbys.get(tuple(process.group)) is process:
             match event:
-                case ev.Said(
-                    stage, pr.Ready() | pr.Linked() | pr.Failed() | pr.Follows() | Audited() as said
-                ):
+                case ev.Said(stage, said) if isinstance(said, OF_FOLLOWERS):
                     event = ev.FollowerSaid(stage, said)
                 case ev.Exited(stage, code):
                     event = ev.FollowerSaid(stage, pr.Ended.by(code, ""))
@@ -144,9 +138,7 @@ class Leader:
         if self.is_over or self.world.leader is not self:
             return
         self._heard_at = self.world.now
-        if not isinstance(event, ev.Tick) and not isinstance(
-            getattr(event, "message", 0), pr.Pulse
-        ):
+        if not isinstance(getattr(event, "message", event), ev.Tick | pr.Pulse):
             self.world.note("coordinator hears %s", event)
         for command in self.coordinator.on(event, self.world.now):
             self._carry_out(command)
@@ -235,8 +227,7 @@ class Leader:
         return [Machine(name=n, memory_gb=8.0, tflops=1.0) for n in names if n not in unable]
 
     def _next_holder(self, stages: list[int], machines: list[Machine]) -> str | None:
-        plan: Any = self.world.plan
-        return formation.next_holder(stages, self.seats, machines, plan)
+        return formation.next_holder(stages, self.seats, machines, self.world.plan)
 
     def _find_holder(self, stages: list[int], lost: Process) -> None:
         """Another process in the place of a lost one: on the machine that the host would choose."""
@@ -253,8 +244,8 @@ class Leader:
             self.world.after(0.5, self._find_holder, stages, lost)
             return
         counted = [self._standby_of(stage) or name for stage, name in enumerate(self.seats)]
-        own, plan = [m for m in self._here() if m.name == member], cast(Any, self.world.plan)
-        has_room = formation.next_holder(stages, counted, own, plan) is not None
+        own = [m for m in self._here() if m.name == member]
+        has_room = formation.next_holder(stages, counted, own, self.world.plan) is not None
         for group, process in [*self.standbys.items()]:
             if process.member == member and ([*group] == stages or not has_room):
                 self._drop_standby(group)
@@ -298,7 +289,7 @@ class Leader:
             return -self.seats.count(name), rates.setdefault(name, self.world.random.random())
 
         stages = min(left, key=turn)
-        plan: Any = self.world.plan
+        plan = self.world.plan
         followed = {s: process.member for group, process in self.standbys.items() for s in group}
         member = formation.next_follower(stages, self.seats, followed, self._here(), plan)
         if member is None:
@@ -387,17 +378,9 @@ class Fault:
 class World:
     """A run on a virtual clock, and all that must hold of it."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        seed: int,
-        faults: Sequence[Fault] = (),
-        speeds: Speeds = Speeds(),  # noqa: B008 - it is frozen
-        spares: int = 0,
-        liar: str = "",
-        tells: bool = False,
-        expected: "Outcome | None" = None,
-    ):
+    def __init__(self, plan: Plan, seed: int, faults: Sequence[Fault] = (),
+                 speeds: Speeds = Speeds(), spares: int = 0, liar: str = "",  # noqa: B008 - frozen
+                 tells: bool = False, expected: Outcome | None = None):  # fmt: skip
         """`spares`: members that hold nothing at first; `liar`: one that sends what it did not
         compute, as those find who follow it; `expected`: what the run is to leave.
         """
@@ -506,10 +489,9 @@ class World:
                 raise WrongError(f"step {report.step} of stage {stage} computed something else")
             self.new_at = self.now
             if stage == 0 and self.random.random() < self.speeds.deaths:
-                kind, where = self.plan.hosted and "vanish", self.random.randrange(self.plan.stages)
-                self.after(
-                    self.random.random(), self._befall, Fault(0.0, kind or "kill", where, 60.0)
-                )
+                kind, stages = "vanish" if self.plan.hosted else "kill", self.plan.stages
+                fault = Fault(0.0, kind, self.random.randrange(stages), 60.0)
+                self.after(self.random.random(), self._befall, fault)
         elif isinstance(report, Evaluation):
             if report.step in leader.scored:
                 raise WrongError(f"the validation of step {report.step} is recorded twice")
@@ -745,9 +727,7 @@ def simulate(seed: int, tells: bool = False, delay: int = 0) -> tuple[Outcome, s
     except Exception as error:  # also of the code under test
         wrong = f"{type(error).__name__}: {error}"
     if tells:
-        rest = [
-            (name, value) for name, value in others.items() if name not in ("faults", "expected")
-        ]
+        rest = [item for item in others.items() if item[0] not in ("faults", "expected")]
         print(f"seed {seed}: {plan} {rest}", *others["faults"], *world.story, sep="\n")
     return world.outcome, wrong
 
@@ -772,11 +752,10 @@ def goodput(steps: int = 500, deaths: float = 0.01) -> None:
         (16_384, 8, (0.006, 0.006, 0.006, 0.018), 0.01),
         (524_288, 32, (0.052, 0.052, 0.052, 0.147), 0.08),
     ]:
-        plan = Plan(4, 4, microbatches, steps, 50, steps + 1, "1f1b", True, OPEN, compute)
+        plan = Plan(4, 4, microbatches, steps, 50, steps + 1, "1f1b", True, 0, OPEN, compute)
         keeps = FOR_FOLLOWERS // int(uplink * 1e7) * (HEADER_BYTES + 8)
-        figures = Speeds(
-            uplink, 0.025, compute, 0.5, 6.0, 80.0, 80.0, 300.0, STANDBY_PAUSE, 0.0, keeps
-        )
+        rest = 0.5, 6.0, 80.0, 80.0, 300.0, STANDBY_PAUSE, 0.0, keeps
+        figures = Speeds(uplink, 0.025, compute, *rest)
         here = replace(plan, hosted=False), replace(figures, fetch=0.0)
         undisturbed = World(plan, 0, speeds=figures).run().trained
         print(f"steps of {tokens:,} tokens, {undisturbed / steps:.2f} s each", flush=True)

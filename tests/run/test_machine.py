@@ -37,14 +37,11 @@ def test_a_process_of_its_own_tells_the_same(tmp_path, monkeypatch):
     assert found.device.startswith("cpu (") and found.tflops > 1e-6
 
 
-@pytest.mark.parametrize(
-    ("files", "free"),
-    [
-        ({"meminfo": "MemTotal: 9 kB\nMemAvailable: 5 kB\n"}, 5 * 1024),
-        ({"meminfo": "MemAvailable: 5 kB\n", "memory.max": "max", "memory.current": "1"}, 5 * 1024),
-        ({"meminfo": "MemAvailable: 5 kB\n", "memory.max": "900", "memory.current": "200"}, 700),
-    ],
-)
+@pytest.mark.parametrize(("files", "free"), [
+    ({"meminfo": "MemTotal: 9 kB\nMemAvailable: 5 kB\n"}, 5 * 1024),
+    ({"meminfo": "MemAvailable: 5 kB\n", "memory.max": "max", "memory.current": "1"}, 5 * 1024),
+    ({"meminfo": "MemAvailable: 5 kB\n", "memory.max": "900", "memory.current": "200"}, 700),
+])  # fmt: skip
 def test_a_container_has_what_its_limit_leaves(files, free, tmp_path, monkeypatch):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -58,19 +55,16 @@ def test_a_container_has_what_its_limit_leaves(files, free, tmp_path, monkeypatc
 GOOD = 'name = "a"\ntflops = 1\nmemory_gb = 1\n'
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("", "lists no peers"),
-        ("[[peers]]\n", 'unknown key "peers"; did you mean "peer"'),
-        (f"[[peer]]\n{GOOD}[[peer]]\n{GOOD}", 'two peers are called "a"'),
-        ('[[peer]]\nname = "a"\nmemory_gb = 1', r"peer\[0\] lacks tflops"),
-        (f"[[peer]]\n{GOOD}mbps = 3", r'unknown key.*peer\[0\]\.mbps".*did you mean "mbps_up"'),
-        (f"[[peer]]\n{GOOD}mbps_up = -3", "mbps_up = -3.0 must be at least 0"),
-        (f'[[peer]]\n{GOOD}reachable = "yes"', "reachable must be true or false"),
-        ("[[peer]", "is not valid TOML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "named"), [
+    ("", "lists no peers"),
+    ("[[peers]]\n", 'unknown key "peers"; did you mean "peer"'),
+    (f"[[peer]]\n{GOOD}[[peer]]\n{GOOD}", 'two peers are called "a"'),
+    ('[[peer]]\nname = "a"\nmemory_gb = 1', r"peer\[0\] lacks tflops"),
+    (f"[[peer]]\n{GOOD}mbps = 3", r'unknown key.*peer\[0\]\.mbps".*did you mean "mbps_up"'),
+    (f"[[peer]]\n{GOOD}mbps_up = -3", "mbps_up = -3.0 must be at least 0"),
+    (f'[[peer]]\n{GOOD}reachable = "yes"', "reachable must be true or false"),
+    ("[[peer]", "is not valid TOML"),
+])  # fmt: skip
 def test_a_bad_file_is_named(text, named, tmp_path):
     path = tmp_path / "peers.toml"
     path.write_text(text)

@@ -8,53 +8,38 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from hosting import Joined, hello, host_of
+from hosting import House, Joined, hello, host_of
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
 from thinwire.run import members as members_module
+from thinwire.run import protocol as pr
 from thinwire.run.doctor import check_outside
 from thinwire.run.formation import Formation
 from thinwire.run.host import Streams
 from thinwire.run.members import MOST_STREAMS, SESSION_BYTES, Down, Gone, Up
 from thinwire.run.pacing import AT_ONCE
-from thinwire.run.protocol import (
-    MAX_MESSAGE,
-    Alive,
-    Declined,
-    Dismiss,
-    Envelope,
-    Leaving,
-    LinkDown,
-    News,
-    Pulse,
-    RunNews,
-    Tried,
-    TryDoor,
-    peer_stream,
-    stream_name,
-)
 from thinwire.wire import Pipe, dial
 from waiting import PATIENCE, wait_until
 
 
 def test_nobody_opens_the_stream_of_another_or_what_it_opens_for_its_stage(house):
     house.enrol("ana")
-    eve, streams, state = house.enrol("eve"), Streams(house.listener), stream_name("state", 0, 1)
+    eve, streams, state = house.enrol("eve"), Streams(house.listener), pr.stream_name("state", 0, 1)
     waiting = on_daemon_thread("ana", lambda: streams.accept(state, "ana", PATIENCE))
 
     def refusal(name):
         with pytest.raises(WireError) as refused:
-            dial(
-                house.listener.address, name, eve, host_of(eve), PATIENCE, MAX_MESSAGE,
-                tries_again=False,
-            )  # fmt: skip
+            rest = host_of(eve), PATIENCE, pr.MAX_MESSAGE
+            dial(house.listener.address, name, eve, *rest, tries_again=False)
         return str(refused.value)
 
-    for name in (peer_stream("ana"), state):
+    for name in (pr.peer_stream("ana"), state):
         # between two looks whether the generation is over, nobody is expected for a moment
         wait_until(lambda name=name: "is expected from ana, not from eve" in refusal(name))
-    wait_until(lambda: "'state-1@1' is not expected there" in refusal(stream_name("state", 1, 1)))
+    wait_until(
+        lambda: "'state-1@1' is not expected there" in refusal(pr.stream_name("state", 1, 1))
+    )
     streams.close()
     with pytest.raises(WireError, match="nobody waits for 'state-0@1' any more"):
         waiting.result(PATIENCE)
@@ -66,8 +51,8 @@ def test_a_connection_that_is_lost_and_comes_back_loses_nothing(house):
     def talk():
         nonlocal count
         for _ in range(5):
-            ana.say(Pulse(count, "works"), 0)
-            assert house.members.tell("ana", News(str(count)))
+            ana.say(pr.Pulse(count, "works"), 0)
+            assert house.members.tell("ana", pr.News(str(count)))
             count += 1
 
     talk()
@@ -78,16 +63,25 @@ def test_a_connection_that_is_lost_and_comes_back_loses_nothing(house):
         wait_until(lambda n=outage: sum(isinstance(w, Down) for _, w in house.happened) == n)
         talk()
         ana.is_cut_off = False
-        wait_until(lambda: ("ana", Envelope(Pulse(count - 1, "works"), 0, 1)) in house.happened)
+        wait_until(
+            lambda: ("ana", pr.Envelope(pr.Pulse(count - 1, "works"), 0, 1)) in house.happened
+        )
         talk()
     wait_until(lambda: len(house.happened) == 1 + count + 4)
-    said = [what for _, what in house.happened if isinstance(what, Envelope)]
-    assert said[1:] == [Envelope(Pulse(n, "works"), 0, 1) for n in range(count)]
-    streams = [type(what) for _, what in house.happened if not isinstance(what, Envelope)]
+    said = [what for _, what in house.happened if isinstance(what, pr.Envelope)]
+    assert said[1:] == [pr.Envelope(pr.Pulse(n, "works"), 0, 1) for n in range(count)]
+    streams = [type(what) for _, what in house.happened if not isinstance(what, pr.Envelope)]
     assert streams == [Down, Up, Down, Up]
-    ana.hears(News(str(count - 1)))
-    assert [m for m, *_ in ana.heard] == [News(str(n)) for n in range(count)]
+    ana.hears(pr.News(str(count - 1)))
+    assert [m for m, *_ in ana.heard] == [pr.News(str(n)) for n in range(count)]
     assert len(ana.connections) >= 3 and house.here() == ["ana"]
+
+
+def works(house: House, joined: Joined) -> None:
+    """What this machine says is heard."""
+    joined.say(pr.Pulse(1, "works"), 0)
+    said = joined.identity.name, pr.Envelope(pr.Pulse(1, "works"), 0, 1)
+    wait_until(lambda: said in house.happened)
 
 
 class Deserted(Joined):
@@ -110,10 +104,8 @@ class Deserted(Joined):
 
 def test_a_machine_that_connects_again_knows_of_a_loss_before_the_host(house):
     ana = house.join("ana", Deserted)
-    assert isinstance(ana, Deserted)
     ana.deserts = True
-    ana.say(Pulse(1, "works"), 0)
-    wait_until(lambda: ("ana", Envelope(Pulse(1, "works"), 0, 1)) in house.happened)
+    works(house, ana)
     assert len(ana.connections) == 2 and not ana.lost.is_set()
 
 
@@ -124,15 +116,13 @@ def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(house):
     ana.lose_connection()
     wait_until(lambda: isinstance(house.happened[-1][1], Gone))
     assert "the connection was down for 0.3 s" in house.happened[-1][1].reason
-    assert house.here() == [] and not house.members.tell("ana", News("?"))
+    assert house.here() == [] and not house.members.tell("ana", pr.News("?"))
     ana.is_cut_off = False
     assert ana.lost.wait(PATIENCE), "the host knows nothing of its stream any more"
 
 
 @pytest.mark.parametrize("process", ["one", "two"])
-def test_a_stream_that_is_begun_anew_takes_the_place_of_one_that_is_lost(
-    process, house, monkeypatch
-):
+def test_a_stream_begun_anew_takes_the_place_of_one_that_is_lost(process, house, monkeypatch):
     """The host has not noticed the loss, and asks whether another process still answers."""
     monkeypatch.setattr(members_module, "ALIVE_SECONDS", 0.1)
     identity = house.enrol("ana")
@@ -143,15 +133,13 @@ def test_a_stream_that_is_begun_anew_takes_the_place_of_one_that_is_lost(
     assert first.lost.wait(PATIENCE)
     wait_until(lambda: len(house.happened) == 2)
     assert [what for _, what in house.happened] == [
-        Gone("it was started anew"), Envelope(hello(process=process), -1, 0)
+        Gone("it was started anew"), pr.Envelope(hello(process=process), -1, 0)
     ]  # fmt: skip
-    assert house.members.tell("ana", News("?"))
-    again.hears(News("?"))
+    assert house.members.tell("ana", pr.News("?"))
+    again.hears(pr.News("?"))
 
 
-def test_a_second_process_with_the_key_of_a_peer_is_refused_while_the_first_lives(
-    house, monkeypatch
-):
+def test_a_second_process_with_a_peers_key_is_refused_while_the_first_lives(house, monkeypatch):
     monkeypatch.setattr(members_module, "ALIVE_SECONDS", PATIENCE)
     notes: list[str] = []
     house.members.note = notes.append
@@ -160,49 +148,42 @@ def test_a_second_process_with_the_key_of_a_peer_is_refused_while_the_first_live
     wait_until(house.here)
     second = Joined(house.listener.address, identity, "two").arrive()
     assert second.lost.wait(PATIENCE)
-    assert [m for m, *_ in second.heard] == [
-        Dismiss(
-            "ana takes part in this run already (place one; this is place two): end that one "
-            "first, or join as a further peer with another --folder and --name",
-            in_order=False,
-        )
-    ]
+    why = (
+        "ana takes part in this run already (place one; this is place two): end that one "
+        "first, or join as a further peer with another --folder and --name"
+    )
+    assert [m for m, *_ in second.heard] == [pr.Dismiss(why, in_order=False)]
     wait_until(lambda: notes)
-    assert notes == [
-        "two processes join with the key of ana: place one stays, place two was refused"
-    ]
-    first.say(Pulse(1, "works"), 0)
-    wait_until(lambda: ("ana", Envelope(Pulse(1, "works"), 0, 1)) in house.happened)
+    said = "two processes join with the key of ana: place one stays, place two was refused"
+    assert notes == [said]
+    works(house, first)
     assert not first.lost.is_set()
 
 
 def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house):
     ana = house.join("ana")
     house.members.kick("ana")
-    ana.hears(Dismiss("the host removed this peer from the run", in_order=False))
+    ana.hears(pr.Dismiss("the host removed this peer from the run", in_order=False))
     assert house.happened[-1] == ("ana", Gone("the host removed it from the run"))
     assert house.members.all() == []
     with pytest.raises(AdmissionError, match="is not welcome there"):
         Joined(house.listener.address, ana.identity)
 
 
-def test_who_declines_or_leaves_gets_no_stage_until_it_arrives_anew(house):
+def test_who_declines_leaves_or_has_another_version_gets_no_stage_until_it_arrives_anew(house):
     ana, ben = house.join("ana"), house.join("ben")
-    ana.say(Declined("no\nroom"))
-    ben.say(Leaving())
+    ana.say(pr.Declined("no\nroom"))
+    ben.say(pr.Leaving())
     wait_until(lambda: not house.here())
     assert house.unfit() == {"ana": "no room", "ben": ""}
+    old = Joined(house.listener.address, house.enrol("old")).arrive("0.0.9")
+    wait_until(lambda: house.unfit().get("old"))
+    why = house.unfit()["old"]
+    assert "it runs thinwire 0.0.9" in why and "install the same version there" in why
+    old.hears(pr.News(f"this machine gets no stage: {why}"))
+    assert house.here() == []
     ana.arrive()
     wait_until(lambda: house.here() == ["ana"])
-
-
-def test_a_peer_of_another_version_gets_no_stage_and_hears_why(house):
-    ana = Joined(house.listener.address, house.enrol("ana")).arrive("0.0.9")
-    wait_until(lambda: house.unfit().get("ana"))
-    why = house.unfit()["ana"]
-    assert "it runs thinwire 0.0.9" in why and "install the same version there" in why
-    ana.hears(News(f"this machine gets no stage: {why}"))
-    assert house.here() == []
 
 
 @pytest.mark.parametrize(
@@ -216,12 +197,11 @@ def test_a_flood_costs_a_peer_its_stream(house, arrives, stage):
         wait_until(lambda: "ada" in house.here())
     with contextlib.suppress(WireError):
         for _ in range(20 * AT_ONCE):
-            ada.say(Alive() if stage == -1 else Pulse(1, "floods"), stage)
+            ada.say(pr.Alive() if stage == -1 else pr.Pulse(1, "floods"), stage)
     assert ada.lost.wait(PATIENCE)
     if arrives:
         wait_until(lambda: "peer 'ada' sent 5" in house.unfit()["ada"])
-    bob.say(Pulse(1, "works"), 0)
-    wait_until(lambda: ("bob", Envelope(Pulse(1, "works"), 0, 1)) in house.happened)
+    works(house, bob)
     assert house.here() == ["bob"]
 
 
@@ -229,8 +209,8 @@ def test_a_machine_has_a_few_streams_at_a_time_however_it_drops_them(house):
     bob, ada = house.join("bob"), house.enrol("ada")
 
     def answer():
-        name = peer_stream("ada")
-        pipe = dial(house.listener.address, name, ada, host_of(ada), PATIENCE, MAX_MESSAGE)
+        name = pr.peer_stream("ada")
+        pipe = dial(house.listener.address, name, ada, host_of(ada), PATIENCE, pr.MAX_MESSAGE)
         pipe.write(os.urandom(SESSION_BYTES))
         try:
             return pipe.read()
@@ -241,14 +221,14 @@ def test_a_machine_has_a_few_streams_at_a_time_however_it_drops_them(house):
 
     answers = [answer() for _ in range(MOST_STREAMS + 2)]
     assert all(answers[:MOST_STREAMS]) and not any(answers[MOST_STREAMS:])
-    assert house.members.tell("bob", News("?"))
-    bob.hears(News("?"))
+    assert house.members.tell("bob", pr.News("?"))
+    bob.hears(pr.News("?"))
 
 
 class Deaf(Joined):
     """A machine that answers the transport's pings, but never reads."""
 
-    def _hear(self, said: Envelope) -> None:
+    def _hear(self, said: pr.Envelope) -> None:
         threading.Event().wait()
 
 
@@ -257,7 +237,7 @@ def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(house, monkeypatch):
     monkeypatch.setattr(members_module, "MOST_UNTAKEN", bound)
     house.join("ana", Deaf)
     ben = house.join("ben")
-    news = News("".join(random.Random(0).choices(string.ascii_letters, k=200_000)))
+    news = pr.News("".join(random.Random(0).choices(string.ascii_letters, k=200_000)))
     for _ in range(100 * bound):
         house.members.tell_all(news)
         wait_until(lambda: ben.heard)
@@ -272,11 +252,11 @@ def test_members_are_told_what_the_hosts_page_shows_but_not_where_others_are(hou
     ana, _ = house.join("ana"), house.join("eve")
     console = house.console(Formation(seats=["eve", "ben"]), make_settings)
     house.book.kick("eve")
-    ana.say(Declined("it cannot reach 192.0.2.7:99"))
+    ana.say(pr.Declined("it cannot reach 192.0.2.7:99"))
     wait_until(lambda: house.unfit()["ana"])
-    console._standing.heard(1, LinkDown(0, "192.0.2.7:99 does not answer"))
+    console._standing.heard(1, pr.LinkDown(0, "192.0.2.7:99 does not answer"))
     console.tell_now()
-    wait_until(lambda: any(isinstance(said.message, RunNews) for said in ana.heard))
+    wait_until(lambda: any(isinstance(said.message, pr.RunNews) for said in ana.heard))
     told = ana.heard[-1].message.report
     assert [(peer.name, peer.state) for peer in told.peers] == [("ana", "gets no stage")]
     assert told.peers[0].machine and told.links[0].above == "ben"
@@ -305,8 +285,8 @@ def test_a_host_learns_from_its_peers_whether_others_reach_it(house):
     outside = house.console(Formation(), lambda: settings, published).handlers()["outside"]
     house.members.all()[0].origin = "192.0.2.9"
     asked = on_daemon_thread("doctor", lambda: outside({}))
-    ana.hears(TryDoor())
-    ana.say(Tried({published[0]: "", published[1]: "no answer within 4 s", "x:1": "no"}))
+    ana.hears(pr.TryDoor())
+    ana.say(pr.Tried({published[0]: "", published[1]: "no answer within 4 s", "x:1": "no"}))
     told = asked.result(PATIENCE)
     assert told["peers"] == {"ana": {published[0]: "", published[1]: "no answer within 4 s"}}
     reached, lost = check_outside(told)

@@ -9,18 +9,8 @@ from thinwire.cli import main
 from thinwire.engine.build import stage_weights
 from thinwire.errors import ConfigError
 from thinwire.plan import estimate_costs, make_plan, stage_memory
+from thinwire.run import placement as pl
 from thinwire.run.machine import Machine
-from thinwire.run.placement import (
-    MEMORY_SHARE,
-    WORTH,
-    StageFigures,
-    choose_split,
-    links_of,
-    ranges,
-    split_text,
-    split_to_plain,
-    with_split,
-)
 from thinwire.schedule import simulate
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
@@ -44,16 +34,18 @@ def brute_force(settings: Settings, peers: list[Machine]) -> float:
     """The shortest step of all placements that fit, by planner and simulator alone."""
     stages, best = settings.pipeline.stages, float("inf")
     for counts in compositions(settings.model.layers, stages):
-        split = with_split(settings, counts)
+        split = pl.with_split(settings, counts)
         held = make_plan(split, 1e9).simulation.in_flight
         needs = [
             stage_memory(split, stage, stage_weights(split, stage), held[stage])
             for stage in range(stages)
         ]
         for order in itertools.permutations(peers, stages):
-            if all(n <= MEMORY_SHARE * p.memory_bytes for n, p in zip(needs, order, strict=True)):
+            if all(
+                n <= pl.MEMORY_SHARE * p.memory_bytes for n, p in zip(needs, order, strict=True)
+            ):
                 costs = estimate_costs(split, [p.flops_per_s("fp32") for p in order])
-                step = simulate(split.schedule(), costs, links_of(list(order)), steps=2)
+                step = simulate(split.schedule(), costs, pl.links_of(list(order)), steps=2)
                 best = min(best, step.step_seconds)
     return best
 
@@ -70,30 +62,30 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_as_good_as_trying_all(case, make_settings):
     settings = make_settings(model__layers=7, pipeline__stages=3)
-    found = choose_split(settings, CASES[case])
+    found = pl.choose_split(settings, CASES[case])
     best = brute_force(settings, CASES[case])
     assert best <= found.simulation.step_seconds * (1 + 1e-9), "it fits, so it was tried too"
-    assert found.simulation.step_seconds <= best * (1 + WORTH + 0.01)
-    assert split_to_plain(found) == split_to_plain(choose_split(settings, CASES[case]))
+    assert found.simulation.step_seconds <= best * (1 + pl.WORTH + 0.01)
+    assert pl.split_to_plain(found) == pl.split_to_plain(pl.choose_split(settings, CASES[case]))
 
 
 @pytest.mark.parametrize("spread", [1.0, 1.2])
 def test_equal_peers_train_as_one_machine_would(spread, make_settings):
     """Two measurements of one machine differ a little: the settings must not follow them."""
     settings = make_settings(model__layers=7, model__vocab=900, pipeline__stages=3)
-    split = choose_split(settings, [peer("a", 0.5), peer("b", 0.5 * spread), peer("c", 0.5)])
+    split = pl.choose_split(settings, [peer("a", 0.5), peer("b", 0.5 * spread), peer("c", 0.5)])
     assert split.settings.split() == settings.split() and split.settings.hash == settings.hash
     # The last stage has the head: who is a little faster may get it, and the settings stay.
     assert [p.name for p in split.peers] == (["a", "b", "c"] if spread == 1 else ["a", "c", "b"])
     assert "about equally fast" in split.why
     # The head of this model costs as much as three blocks: that is said, and left to the user.
     assert split.faster is not None and split.faster[0][-1] < split.counts[-1]
-    assert f"note: pipeline.split = {list(split.faster[0])}" in split_text(split)
+    assert f"note: pipeline.split = {list(split.faster[0])}" in pl.split_text(split)
 
 
 def test_a_split_that_is_set_is_kept(make_settings):
     settings = make_settings(model__layers=6, pipeline__stages=3, pipeline__split=[1, 4, 1])
-    split = choose_split(settings, [peer("a", 9), peer("b", 1), peer("c", 2)])
+    split = pl.choose_split(settings, [peer("a", 9), peer("b", 1), peer("c", 2)])
     assert split.counts == [1, 4, 1] and split.settings.hash == settings.hash
     assert split.peers[1].name == "a", "the fastest peer has the largest stage"
     assert "pipeline.split is set" in split.why
@@ -103,39 +95,35 @@ def test_where_nothing_fits_it_says_what_is_lacking(make_settings):
     settings = make_settings(model__layers=6, pipeline__stages=2)
     peers = [peer("a", memory_mb=0.7), peer("b", memory_mb=0.7)]
     with pytest.raises(ConfigError, match=r"no split fits.* it lacks .* more memory on"):
-        choose_split(settings, peers)
+        pl.choose_split(settings, peers)
     fixed = make_settings(model__layers=6, pipeline__stages=2, pipeline__split=[5, 1])
     with pytest.raises(ConfigError, match=r"pipeline\.split = \[5, 1\] does not fit"):
-        choose_split(fixed, peers)
+        pl.choose_split(fixed, peers)
     # A model of which most of the memory is activations: what helps was tried.
     large = {"model__context": 512, "train__batch": 4, "pipeline__window": 4, "model__layers": 6}
     settings = make_settings(**large)
-    needs = max(choose_split(settings, [peer("a", 5, 1e4), peer("b", 5, 1e4)]).memory_bytes)
+    needs = max(pl.choose_split(settings, [peer("a", 5, 1e4), peer("b", 5, 1e4)]).memory_bytes)
     peers = [peer("a", 5, 0.6 * needs / 1e6), peer("b", 5, 0.6 * needs / 1e6)]
     with pytest.raises(ConfigError, match=r"help: pipeline\.recompute = true \(more compute\);"):
-        choose_split(settings, peers)
+        pl.choose_split(settings, peers)
     with pytest.raises(ConfigError, match=r"only 2 peers.*Add 1, or set pipeline\.stages = 2"):
-        choose_split(make_settings(pipeline__stages=3), peers)
+        pl.choose_split(make_settings(pipeline__stages=3), peers)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"boundary__mode": "projected", "boundary__rank": 5, "boundary__anchor": "per-stage"},
-        {"boundary__mode": "reparam", "boundary__rank": 3, "boundary__free_layers": 1},
-        {"lora__rank": 2, "run__precision": "bf16"},
-    ],
-    ids=["dense", "table", "reparam", "lora"],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {},
+    {"boundary__mode": "projected", "boundary__rank": 5, "boundary__anchor": "per-stage"},
+    {"boundary__mode": "reparam", "boundary__rank": 3, "boundary__free_layers": 1},
+    {"lora__rank": 2, "run__precision": "bf16"},
+], ids=["dense", "table", "reparam", "lora"])  # fmt: skip
 def test_looked_up_figures_are_the_planners(changes, make_settings):
     settings = make_settings(model__layers=6, pipeline__stages=3, **changes)
     machines = [peer(name, rate, mupdates=7.0) for name, rate in (("a", 3), ("b", 4), ("c", 5))]
-    figures = StageFigures(settings, machines)
+    figures = pl.StageFigures(settings, machines)
     for counts in compositions(6, 3):
-        split = with_split(settings, counts)
+        split = pl.with_split(settings, counts)
         plan = make_plan(split, 1e9)
-        stages = list(enumerate(ranges(counts)))
+        stages = list(enumerate(pl.ranges(counts)))
         assert [figures.parameters(*stage) for stage in stages] == plan.parameters
         assert [figures.memory(*stage) for stage in stages] == plan.memory_bytes
         costs = figures.costs((2, 0, 1), counts)
@@ -151,7 +139,7 @@ def test_unconstrained_blocks_stay_on_the_last_stage(make_settings):
         model__layers=8, pipeline__stages=2, boundary__mode="reparam", boundary__rank=3,
         boundary__free_layers=3,
     )  # fmt: skip
-    split = choose_split(settings, [peer("fast", 40), peer("slow", 1)])
+    split = pl.choose_split(settings, [peer("fast", 40), peer("slow", 1)])
     assert split.counts[-1] >= 3
     assert split.settings.resolved().boundary == settings.boundary
 
@@ -162,16 +150,18 @@ def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings):
     def chosen(window, memory_mb=100.0):
         far = [peer(name, 50, memory_mb, latency_ms=50.0) for name in "ab"]
         settings = {"pipeline__microbatches": 16, "train__batch": 16, "pipeline__window": window}
-        return choose_split(make_settings(**settings, model__context=64), far)
+        return pl.choose_split(make_settings(**settings, model__context=64), far)
 
     split = chosen(-1)
     assert split.settings.pipeline.window == 8, "four times the stages: nothing wider is tried"
     assert split.simulation.step_seconds == chosen(8).simulation.step_seconds
-    needs = max(chosen(4).memory_bytes) / MEMORY_SHARE / 1e6
+    needs = max(chosen(4).memory_bytes) / pl.MEMORY_SHARE / 1e6
     assert max(chosen(8).memory_bytes) / 1e6 > needs
     poor = chosen(-1, needs * 1.001)
     assert poor.settings.pipeline.window == 4 and poor.counts == split.counts
-    near = choose_split(make_settings(), [peer("a", 1, latency_ms=0.1), peer("b", 1, latency_ms=0)])
+    near = pl.choose_split(
+        make_settings(), [peer("a", 1, latency_ms=0.1), peer("b", 1, latency_ms=0)]
+    )
     assert near.settings.pipeline.window == 2, "no delay to hide: the least memory"
     with pytest.raises(ConfigError, match="no split fits"):
         chosen(-1, 0.01)

@@ -1,6 +1,7 @@
 """Which checkpoints are known to be good, and what is resumed when nobody says from where."""
 
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,47 +9,32 @@ import torch
 from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder, partial_folder, write_shard
 from thinwire.errors import CheckpointError
 from thinwire.report import PlainDisplay
-from thinwire.run.checkpoints import (
-    Proof,
-    begin_proof,
-    commit,
-    is_proven,
-    open_newest,
-    prune,
-    read_proof,
-)
+from thinwire.run.checkpoints import Proof, begin_proof, commit, open_newest, prune, read_proof
 from thinwire.train import train
 
 FACTS = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
 
 
+def save(run: Path, step: int, *weights: float) -> Path:
+    shard = write_shard(partial_folder(run, step), 0, {"w": torch.tensor(weights)})
+    return commit(run, step, [shard], FACTS, None)
+
+
 @pytest.fixture
 def saved(tmp_path):
     """Checkpoints of steps 2, 4 and 6 of a run in `tmp_path`."""
-    return {
-        step: commit(
-            tmp_path,
-            step,
-            [write_shard(partial_folder(tmp_path, step), 0, {"w": torch.zeros(2)})],
-            FACTS,
-            None,
-        )
-        for step in (2, 4, 6)
-    }
+    return {step: save(tmp_path, step, 0.0, 0.0) for step in (2, 4, 6)}
 
 
-@pytest.mark.parametrize(
-    ("proof", "chosen", "words"),
-    [
-        (None, None, ""),  # written before there were proofs
-        (Proof(6), None, ""),
-        (Proof(5), 4, "--resume"),
-        (Proof(4), 4, "--resume"),
-        (Proof(2, ended=6), None, ""),  # nothing followed it, and nothing was wrong with it
-        (Proof(2, ended=4), 4, "--resume"),
-        (Proof(0), None, "there is no other"),
-    ],
-)
+@pytest.mark.parametrize(("proof", "chosen", "words"), [
+    (None, None, ""),  # written before there were proofs
+    (Proof(6), None, ""),
+    (Proof(5), 4, "--resume"),
+    (Proof(4), 4, "--resume"),
+    (Proof(2, ended=6), None, ""),  # nothing followed it, and nothing was wrong with it
+    (Proof(2, ended=4), 4, "--resume"),
+    (Proof(0), None, "there is no other"),
+])  # fmt: skip
 def test_the_newest_good_checkpoint_is_resumed(proof, chosen, words, saved, tmp_path):
     if proof is not None:
         proof.write(tmp_path)
@@ -63,8 +49,7 @@ def test_the_newest_good_checkpoint_is_resumed(proof, chosen, words, saved, tmp_
 
 def test_a_checkpoint_that_does_not_open_is_passed_over(saved, tmp_path):
     """A lost file, and NaN: the run goes on from the one before, and says so."""
-    nan = write_shard(partial_folder(tmp_path, 8), 0, {"w": torch.tensor([0.0, torch.nan])})
-    ruined = commit(tmp_path, 8, [nan], FACTS, None)
+    ruined = save(tmp_path, 8, 0.0, torch.nan)
     Proof(8).write(tmp_path)
     (saved[6] / "stage-0.safetensors").unlink()
     checkpoint, notes = open_newest(tmp_path)
@@ -84,7 +69,8 @@ def test_a_checkpoint_that_does_not_open_is_passed_over(saved, tmp_path):
 def test_a_record_that_cannot_be_read_accuses_nobody(content, saved, tmp_path):
     (checkpoints_folder(tmp_path) / "proven.json").write_text(content)
     assert read_proof(tmp_path) is None
-    assert is_proven(saved[6])
+    found, notes = open_newest(tmp_path)
+    assert (found.folder, notes) == (saved[6], [])
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])

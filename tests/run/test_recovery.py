@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +59,7 @@ class Disturbing(PlainDisplay):
     asks the run to stop; or with the last deed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        deeds: dict[int, Sequence[int]],
-        number: signal.Signals,
-        stops_with_the_last: bool,
-    ):
+    def __init__(self, folder: Path, deeds: Any, number: int, stops_with_the_last: bool):
         super().__init__(io.StringIO())
         self.folder, self.deeds, self.number = folder, dict(deeds), number
         self._stops_early, self._has_stopped = stops_with_the_last, False
@@ -183,13 +176,10 @@ def test_a_run_whose_processes_are_killed_is_the_same_bit_for_bit(deeds, changes
         assert re.search(rf"stage {stage} is back after .* no other stage trained a step", said)
 
 
-def test_stages_that_share_a_process_are_replaced_together_and_the_run_ends_by_itself(
-    make_settings,
-    detour,  # noqa: F811
-    undisturbed,
-    tmp_path,
-):
-    """Killed by the path that their bytes take, so that they cannot be done before."""
+def test_stages_of_one_process_are_replaced_together(make_settings, detour, undisturbed, tmp_path):  # noqa: F811
+    """Killed by the path that their bytes take, so that they cannot be done before. The run ends by
+    itself.
+    """
     killed: list[int] = []
 
     def kill(data):

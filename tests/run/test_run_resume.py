@@ -22,12 +22,8 @@ from thinwire.train import train
 def save(run: Path, settings: Settings, step: int = 2) -> Path:
     """A complete checkpoint of one tensor under these settings."""
     shard = write_shard(partial_folder(run, step), 0, {"w": torch.zeros(2)})
-    facts = {
-        "settings": settings.to_plain(),
-        "corpus": "c",
-        "weight_version": step,
-        "basis_version": 0,
-    }
+    facts = {"corpus": "c", "weight_version": step, "basis_version": 0}
+    facts["settings"] = settings.to_plain()
     return commit(run, step, [shard], facts, None)
 
 
@@ -55,21 +51,34 @@ def test_what_the_weights_mean_cannot_change_on_resume(make_settings, tmp_path):
         assert open_resume(saved, make_settings(**change), silent()).folder == saved
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "noted"),
-    [
-        ({}, {"pipeline__stages": 4}, False),
-        ({"codec__forward": "fp32"}, {"pipeline__stages": 4}, True),
-        ({"codec__backward": "bf16"}, {"pipeline__stages": 2}, False),
-        ({}, {"pipeline__stages": 3, "codec__cuts": ["1: forward=bf16"]}, True),
-        ({"run__precision": "fp32", "codec__forward": "fp32"}, {"pipeline__stages": 4}, False),
-    ],
-)
-def test_a_split_anew_says_whether_it_is_exact(before, after, noted, make_settings, tmp_path):
-    saved = save(tmp_path, make_settings(**before))
+def said_of(saved: Path, settings: Settings) -> str:
+    """What a person is told who continues from this with these settings."""
     stream = StringIO()
-    open_resume(saved, make_settings(**before, **after), PlainDisplay(stream))
-    assert ("not bit for bit" in stream.getvalue()) == noted
+    open_resume(saved, settings, PlainDisplay(stream))
+    return stream.getvalue()
+
+
+FOUR = {"pipeline__stages": 4}
+
+
+@pytest.mark.parametrize(("before", "after", "noted"), [
+    ({}, FOUR, ""),
+    ({"codec__forward": "fp32"}, FOUR, "codecs"),
+    ({"codec__backward": "bf16"}, {"pipeline__stages": 2}, ""),
+    ({}, {"pipeline__stages": 3, "codec__cuts": ["1: forward=bf16"]}, "codecs"),
+    ({"run__precision": "fp32", "codec__forward": "fp32"}, FOUR, ""),
+    # Shared out over more stages, a machine's cores are fewer for each, and round otherwise.
+    ({"run__threads": 0}, FOUR, "threads"),
+    ({"run__threads": 2}, FOUR, ""),
+])  # fmt: skip
+def test_a_split_anew_says_whether_it_is_exact(
+    before, after, noted, make_settings, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("thinwire.settings.tree.machine_cores", lambda: 4)
+    saved = save(tmp_path, make_settings(**before))
+    said = said_of(saved, make_settings(**before, **after))
+    assert ("not bit for bit" in said) == bool(noted)
+    assert ("run.threads = 2" in said) == (noted == "threads")
 
 
 NARROW = {
@@ -88,12 +97,8 @@ def test_narrow_cuts_stay_where_the_model_learned_them(before, narrow, make_sett
     saved = save(tmp_path / "test", settings)
     assert open_resume(saved, settings, silent()).folder == saved
     files = sorted(tmp_path.rglob("*"))
-    others: list[dict[str, Any]] = [
-        {"pipeline__stages": 4},
-        {"pipeline__split": [3, 1]},
-        {"pipeline__stages": 3, "pipeline__split": [1, 1, 2]},
-    ]
-    for other in others:
+    three = {"pipeline__stages": 3, "pipeline__split": [1, 1, 2]}
+    for other in (FOUR, {"pipeline__split": [3, 1]}, three):
         changed = make_settings(**narrow, **other)
         if changed.split() == settings.split():
             continue
@@ -117,18 +122,6 @@ def test_a_split_that_is_left_open_is_that_of_the_model(make_settings, tmp_path)
     assert adopted(dense, make_settings(pipeline__split=[1, 3])) == dense
 
 
-@pytest.mark.parametrize(("threads", "noted"), [(0, True), (1, False), (2, False)])
-def test_other_threads_on_resume_are_said(threads, noted, make_settings, tmp_path, monkeypatch):
-    """Shared out over more stages, a machine's cores are fewer for each, and round otherwise."""
-    monkeypatch.setattr("thinwire.settings.tree.machine_cores", lambda: 4)
-    saved = save(tmp_path, make_settings(run__threads=threads))
-    stream = StringIO()
-    more = make_settings(run__threads=threads, pipeline__stages=4)
-    open_resume(saved, more, PlainDisplay(stream))
-    assert ("not bit for bit" in stream.getvalue()) == noted
-    assert ("run.threads = 2" in stream.getvalue()) == noted
-
-
 def test_codecs_that_remember_are_not_split_anew(make_settings, tmp_path):
     remembering = {"codec__forward": "int8+ef21"}
     saved = save(tmp_path, make_settings(**remembering))
@@ -137,13 +130,11 @@ def test_codecs_that_remember_are_not_split_anew(make_settings, tmp_path):
         open_resume(saved, make_settings(**remembering, pipeline__split=[1, 3]), silent())
     open_resume(saved, make_settings(codec__forward="int8", pipeline__split=[1, 3]), silent())
     open_resume(saved, make_settings(**remembering, pipeline__stages=4), silent())  # finer
-    stream = StringIO()
-    open_resume(saved, make_settings(codec__forward="int4+ef21"), PlainDisplay(stream))
-    assert "int4+ef21 is new on the forward leg of cut 0" in stream.getvalue()
-    assert "the learning rate was" not in stream.getvalue()
+    said = said_of(saved, make_settings(codec__forward="int4+ef21"))
+    assert "int4+ef21 is new on the forward leg of cut 0" in said
+    assert "the learning rate was" not in said
     changed = make_settings(codec__forward="int8", optim__lr=1e-4)
-    open_resume(saved, changed, PlainDisplay(stream))
-    assert "the learning rate was" in stream.getvalue()
+    assert "the learning rate was" in said_of(saved, changed)
 
 
 def test_a_folder_is_held_by_what_is_in_it(make_settings, tmp_path):

@@ -13,35 +13,21 @@ from thinwire.background import on_daemon_thread
 from thinwire.engine.checkpoint import MANIFEST, Checkpoint, partial_folder, sealed
 from thinwire.engine.state import most_shard_bytes
 from thinwire.errors import CheckpointError, WireError
-from thinwire.run.transfer import (
-    Refusal,
-    SeatFiles,
-    SeatServer,
-    Talk,
-    Want,
-    fetch_seat,
-    serve_files,
-)
+from thinwire.run import transfer as tr
 from thinwire.wire import memory_pair
 
 EXACT = {
-    "run__precision": "fp32",
-    "codec__forward": "fp32",
-    "codec__backward": "fp32",
-    "pipeline__stages": 3,
-    "train__steps": 6,
-    "train__checkpoint_every": 3,
-}
+    "run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32",
+    "pipeline__stages": 3, "train__steps": 6, "train__checkpoint_every": 3,
+}  # fmt: skip
 MOST = 10**6
 KINDS: dict[str, dict[str, Any]] = {
     "another split": {},
     "remembering": {"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(0.2)+ef"},
     "subspace, moving": {
-        "boundary__mode": "subspace",
-        "boundary__rank": 6,
-        "boundary__basis_update_every": 2,
+        "boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2,
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -57,22 +43,17 @@ def trained(make_settings, run_in_threads, corpus, tmp_path):
     return train
 
 
-def fetch(server: SeatServer, stage: int, folder: Path, **options: Any) -> tuple[Path, int]:
+def fetch(server: tr.SeatServer, stage: int, folder: Path, **options: Any) -> tuple[Path, int]:
     """The folder of a seat, and how many bytes of files were sent for it."""
     here, there = memory_pair()
     before = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
     serving = on_daemon_thread("host", lambda: server.serve(here, (stage,)))
-    path = fetch_seat(there, [stage], folder, most_shard_bytes(server._settings, stage), **options)
+    path = tr.fetch_seat(
+        there, [stage], folder, most_shard_bytes(server._settings, stage), **options
+    )
     serving.result(30)
     after = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
     return path, after - before
-
-
-def restoring(seats: list[Path]) -> Callable[[Any], None]:
-    def restore(worker: Any) -> None:
-        worker.state.restore(Checkpoint.open(seats[worker.index]))
-
-    return restore
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +62,7 @@ def test_seats_go_on_bit_for_bit(kind, trained, make_settings, run_in_threads, t
     settings, whole, checkpoint = trained(**KINDS[kind])
     if kind == "another split":
         settings = make_settings(**{**EXACT, "pipeline__stages": 4})
-    server, seats, total = SeatServer(checkpoint, settings), [], 0
+    server, seats, total = tr.SeatServer(checkpoint, settings), [], 0
     for stage in range(settings.pipeline.stages):
         path, sent = fetch(server, stage, tmp_path / f"peer-{stage}")
         Checkpoint.open(path).verify()
@@ -96,7 +77,11 @@ def test_seats_go_on_bit_for_bit(kind, trained, make_settings, run_in_threads, t
             assert list(ours) == ["space/basis"], "of another stage just the basis"
             assert ours["space/basis"].equal(theirs["space/basis"])
     assert total < 1.2 * sum(shard.bytes for shard in checkpoint.shards), "each tensor once"
-    resumed = run_in_threads(settings, prepare_worker=restoring(seats), folder=tmp_path / "again")
+
+    def restore(worker):
+        worker.state.restore(Checkpoint.open(seats[worker.index]))
+
+    resumed = run_in_threads(settings, prepare_worker=restore, folder=tmp_path / "again")
     if kind == "another split":
         whole = run_in_threads(settings, resume=checkpoint.folder, folder=tmp_path / "other")
     assert resumed.losses() == whole.losses()[-3:]
@@ -108,7 +93,7 @@ def test_seats_go_on_bit_for_bit(kind, trained, make_settings, run_in_threads, t
 
 def test_what_is_here_is_not_sent_again(trained, tmp_path):
     settings, _, checkpoint = trained()
-    server, folder = SeatServer(checkpoint, settings), tmp_path / "peer"
+    server, folder = tr.SeatServer(checkpoint, settings), tmp_path / "peer"
     own = partial_folder(folder, 3)  # the machine that wrote this shard
     own.mkdir(parents=True)
     source = checkpoint.folder / "stage-1.safetensors"
@@ -128,7 +113,7 @@ def test_what_is_here_is_not_sent_again(trained, tmp_path):
 def test_a_lost_connection_loses_nothing_that_has_come(trained, tmp_path, monkeypatch):
     monkeypatch.setattr("thinwire.run.transfer.PIECE_BYTES", 1024)
     settings, _, checkpoint = trained()
-    server, seen = SeatServer(checkpoint, settings), []
+    server, seen = tr.SeatServer(checkpoint, settings), []
     here, there = memory_pair(1)
     on_daemon_thread("host", lambda: server.serve(here, (0,)))
 
@@ -138,7 +123,7 @@ def test_a_lost_connection_loses_nothing_that_has_come(trained, tmp_path, monkey
             here.close()
 
     with pytest.raises(WireError):
-        fetch_seat(there, [0], tmp_path / "peer", MOST, progress=lose)
+        tr.fetch_seat(there, [0], tmp_path / "peer", MOST, progress=lose)
     path, sent = fetch(server, 0, tmp_path / "peer")
     assert set(seen) == {checkpoint.shards[0].bytes}
     assert sent <= checkpoint.shards[0].bytes - 5 * 1024
@@ -147,14 +132,14 @@ def test_a_lost_connection_loses_nothing_that_has_come(trained, tmp_path, monkey
 
 def test_a_seat_is_for_the_one_who_holds_it(trained, tmp_path):
     settings, _, checkpoint = trained()
-    server = SeatServer(checkpoint, settings)
+    server = tr.SeatServer(checkpoint, settings)
     here, there = memory_pair()
     serving = on_daemon_thread("host", lambda: server.serve(here, (1,)))
-    talk, theirs = Talk(there), checkpoint.shards[0]
-    assert isinstance(talk.hear(30), SeatFiles)
-    talk.say(Want(3, 0, theirs.sha256, theirs.bytes))
-    assert talk.hear(30) == Refusal("there is no such file of stage 0 and step 3 here")
-    talk.say(Refusal("nonsense"))
+    talk, theirs = tr.Talk(there), checkpoint.shards[0]
+    assert isinstance(talk.hear(30), tr.SeatFiles)
+    talk.say(tr.Want(3, 0, theirs.sha256, theirs.bytes))
+    assert talk.hear(30) == tr.Refusal("there is no such file of stage 0 and step 3 here")
+    talk.say(tr.Refusal("nonsense"))
     with pytest.raises(WireError, match="was not asked for but sent"):
         serving.result(30)
 
@@ -165,16 +150,12 @@ LIES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m["shards"].append(m["shards"][0]), "names a file twice"),
     (lambda m: m.update(step="../../evil"), r"\$\.step"),
     (lambda m: m.pop("settings"), "cannot be used"),
-    (
-        lambda m: m["settings"]["codec"].update(plugins=["evil"]),
-        "names plugins, which are code: evil.*--allow-plugin",
-    ),
+    (lambda m: m["settings"]["codec"].update(plugins=["evil"]),
+     "names plugins, which are code: evil.*--allow-plugin"),
     (lambda m: m.update(weight_version=-1), "is damaged"),
-    (
-        lambda m: m["shards"][0].update(bytes=MOST + 1),
-        "takes at most 1,000,000 with the settings of this run",
-    ),
-]
+    (lambda m: m["shards"][0].update(bytes=MOST + 1),
+     "takes at most 1,000,000 with the settings of this run"),
+]  # fmt: skip
 
 
 def test_a_manifest_cannot_lead_a_peer_astray(trained, tmp_path):
@@ -185,17 +166,17 @@ def test_a_manifest_cannot_lead_a_peer_astray(trained, tmp_path):
         manifest["shards"] = manifest["shards"][:1]
         change(manifest)
         here, there = memory_pair()
-        talk, path = Talk(here), checkpoint.folder / "stage-0.safetensors"
-        talk.say(SeatFiles(sealed(manifest)))
-        on_daemon_thread("host", partial(serve_files, talk, lambda want, path=path: path))
+        talk, path = tr.Talk(here), checkpoint.folder / "stage-0.safetensors"
+        talk.say(tr.SeatFiles(sealed(manifest)))
+        on_daemon_thread("host", partial(tr.serve_files, talk, lambda want, path=path: path))
         with pytest.raises(CheckpointError, match=words):
-            fetch_seat(there, [0], tmp_path / "peer", MOST)
+            tr.fetch_seat(there, [0], tmp_path / "peer", MOST)
     assert {path for path in tmp_path.rglob("*") if "peer" not in path.parts} == before
 
 
 def test_half_of_the_disk_stays_free(trained, tmp_path, monkeypatch):
     settings, _, checkpoint = trained()
-    size, server = checkpoint.shards[0].bytes, SeatServer(checkpoint, settings)
+    size, server = checkpoint.shards[0].bytes, tr.SeatServer(checkpoint, settings)
     monkeypatch.setattr("thinwire.run.transfer.free_disk", lambda folder: 2 * size - 1)
     with pytest.raises(CheckpointError, match="leaves half of them free"):
         fetch(server, 0, tmp_path / "peer")

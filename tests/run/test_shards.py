@@ -14,23 +14,13 @@ from thinwire.engine.checkpoint import Shard, partial_folder, sha256_of
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.source import Versions
 from thinwire.errors import WireError
-from thinwire.run.transfer import (
-    KEPT_SHARDS,
-    PIECE_BYTES,
-    Frame,
-    Refusal,
-    ShardCollector,
-    ShardSender,
-    Talk,
-    Want,
-    incoming_folder,
-)
+from thinwire.run import transfer as tr
 from thinwire.wire import FrameKind, Pipe, memory_pair
 from thinwire.wire.door import Allowance
 from waiting import PATIENCE, wait_until
 
 LIMIT = 4 << 20
-SIZE = 2 * PIECE_BYTES + 99
+SIZE = 2 * tr.PIECE_BYTES + 99
 
 
 class Host:
@@ -42,14 +32,10 @@ class Host:
         self.objection = ""  # to what is in a file
         self.progress: list[tuple[int, int]] = []
         self._changed = threading.Condition()
-        self.collector = ShardCollector(
-            folder,
-            [LIMIT, LIMIT],
-            lambda stage, written, path: self.objection,
-            self._note,
-            patience,
-            on_progress=lambda done, total: self.progress.append((done, total)),
-        )
+        self.collector = tr.ShardCollector(
+            folder, [LIMIT, LIMIT], lambda stage, written, path: self.objection, self._note,
+            patience, on_progress=lambda done, total: self.progress.append((done, total)),
+        )  # fmt: skip
 
     def _note(self, event: Any) -> None:
         what = type(event).__name__.removeprefix("Part").lower()
@@ -72,7 +58,7 @@ class Host:
             assert self._changed.wait_for(lambda: len(self.said) >= count, PATIENCE), self.said
             return self.said
 
-    def join(self, name: str, sender: ShardSender, stages: list[int]) -> Pipe:
+    def join(self, name: str, sender: tr.ShardSender, stages: list[int]) -> Pipe:
         """Join a member by a connection; returns its end of it."""
         here, there = memory_pair(2)
         on_daemon_thread("host", lambda: self.collector.collect_from(name, stages, here))
@@ -103,7 +89,7 @@ def arrived(host: Host, stage: int, step: int) -> str:
 def test_shards_of_two_machines_arrive(host, tmp_path):
     shards = [write(tmp_path / f"member-{stage}", stage, 10) for stage in (0, 1)]
     for stage in (0, 1):
-        host.join(f"peer-{stage}", ShardSender(tmp_path / f"member-{stage}"), [stage])
+        host.join(f"peer-{stage}", tr.ShardSender(tmp_path / f"member-{stage}"), [stage])
         host.announce(stage, 10, shards[stage])
     assert sorted(host.wait(2)) == [("arrived", 0, 10), ("arrived", 1, 10)]
     assert [arrived(host, s, 10) for s in (0, 1)] == [shard.sha256 for shard in shards]
@@ -121,7 +107,7 @@ def test_of_those_that_wait_the_newest_goes_next(host, tmp_path):
         host.written(member, step)
     host.announce(0, 40, write(member, 0, 40))
     assert host.said == []
-    host.join("peer", ShardSender(member), [0, 1])
+    host.join("peer", tr.ShardSender(member), [0, 1])
     said = host.wait(6)
     why = "that of step 30 came due before it could be sent"
     assert said == [
@@ -141,17 +127,17 @@ def test_members_forget_what_is_of_no_more_use(host, tmp_path):
         write(member, 0, step)
     for step in (20, 40):
         host.written(member, step)
-    there = host.join("peer", ShardSender(member), [0, 1])
+    there = host.join("peer", tr.ShardSender(member), [0, 1])
     host.wait(4)
 
     def left():
         return sorted(int(folder.name[-2:]) for folder in member.glob("checkpoints/.partial-*"))
 
     wait_until(lambda: left() == [20, 40, 50])
-    kept = incoming_folder(host.folder)
+    kept = tr.incoming_folder(host.folder)
     wait_until(lambda: len(list(kept.iterdir())) == 2)  # those of the last step alone
     host.collector.forget()
-    assert not incoming_folder(host.folder).exists()
+    assert not tr.incoming_folder(host.folder).exists()
     there.close()
 
 
@@ -175,7 +161,7 @@ def test_a_shard_that_is_not_there_or_wrong_is_named(host, tmp_path):
     host.written(member, 10)
     changed = partial_folder(member, 10) / "stage-0.safetensors"
     changed.write_bytes(bytes(changed.stat().st_size))
-    host.join("peer-a", ShardSender(member), [0, 1])
+    host.join("peer-a", tr.ShardSender(member), [0, 1])
     said = host.wait(2)
     assert {what[:3] for what in said} == {("lost", 0, 10), ("lost", 1, 10)}
     assert "the shard of stage 0 from peer-a: it arrived with the hash" in said[0][3]
@@ -189,49 +175,43 @@ def test_a_shard_counts_only_once_it_was_opened(host, tmp_path):
     member = tmp_path / "member"
     host.objection = "it cannot be opened"
     host.written(member, 10)
-    host.join("peer-a", ShardSender(member), [0, 1])
+    host.join("peer-a", tr.ShardSender(member), [0, 1])
     why = "the shard of stage 0 from peer-a is not its state: it cannot be opened"
     assert host.wait(3) == [("refused", 0, 10, why), ("lost", 0, 10, why), ("lost", 1, 10, why)]
     assert arrived(host, 0, 10) == "missing"
-    assert list(incoming_folder(host.folder).iterdir()) == []
+    assert list(tr.incoming_folder(host.folder).iterdir()) == []
 
 
-class Cut(Pipe):
+def cut_after(messages: int, pipe: Pipe) -> Pipe:
     """A pipe that breaks after some messages."""
+    left, whole = iter(range(messages)), pipe.write
 
-    def __init__(self, pipe: Pipe, messages: int):
-        self._pipe, self._left = pipe, messages
-
-    def write(self, message: bytes) -> None:
-        self._left -= 1
-        if self._left < 0:
-            self._pipe.close()
+    def write(message: bytes) -> None:
+        if next(left, None) is None:
+            pipe.close()
             raise WireError("the connection was lost")
-        self._pipe.write(message)
+        whole(message)
 
-    def read(self) -> bytes | None:
-        return self._pipe.read()
-
-    def close(self, grace: float | None = None) -> None:
-        self._pipe.close()
+    pipe.write = write
+    return pipe
 
 
-def pieces_sent(sender: ShardSender) -> int:
+def pieces_sent(sender: tr.ShardSender) -> int:
     return sender.meter.snapshot()["sent"].get("PIECE", {"frames": 0})["frames"]
 
 
 def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_path):
     member, pieces = tmp_path / "member", 8
     host = Host(tmp_path / "host")
-    shards = host.written(member, 10, pieces * PIECE_BYTES)
-    sender = ShardSender(member)
+    shards = host.written(member, 10, pieces * tr.PIECE_BYTES)
+    sender = tr.ShardSender(member)
     here, there = memory_pair(1)
-    on_daemon_thread("member", lambda: sender.serve(Cut(there, 5)))
+    on_daemon_thread("member", lambda: sender.serve(cut_after(5, there)))
     host.collector.collect_from("peer", [0], here)  # returns when the connection is lost
     assert host.said == [] and pieces_sent(sender) == 6
     host.collector.close()
     for sent_before in (6, 2 * pieces):  # the run was formed again, twice, and wrote the same bits
-        again, sender = Host(tmp_path / "host"), ShardSender(member)
+        again, sender = Host(tmp_path / "host"), tr.ShardSender(member)
         for stage in (0, 1):
             again.announce(stage, 10, shards[stage])
         again.join("peer", sender, [0, 1])
@@ -254,30 +234,30 @@ def test_a_checkpoint_of_which_nothing_comes_is_given_up(tmp_path):
 
 def test_a_member_gives_nothing_but_its_shards(tmp_path):
     here, there = memory_pair()
-    on_daemon_thread("member", lambda: ShardSender(tmp_path).serve(there))
-    talk = Talk(here)
+    on_daemon_thread("member", lambda: tr.ShardSender(tmp_path).serve(there))
+    talk = tr.Talk(here)
     (tmp_path / "stage-0.safetensors").write_bytes(b"secret")
-    talk.say(Want(0, 0, "ab" * 32, 6))
+    talk.say(tr.Want(0, 0, "ab" * 32, 6))
     answer = talk.hear(PATIENCE)
-    assert not isinstance(answer, Frame) and "no such file of stage 0" in str(answer)
-    talk.send(Frame(FrameKind.PIECE, payload=b"x"))
+    assert not isinstance(answer, tr.Frame) and "no such file of stage 0" in str(answer)
+    talk.send(tr.Frame(FrameKind.PIECE, payload=b"x"))
     assert talk.hear(PATIENCE) is None, "it hangs up on nonsense"
 
 
 def test_a_host_that_says_nothing_of_shards_does_not_fill_the_disk(tmp_path):
-    sender = ShardSender(tmp_path)
+    sender = tr.ShardSender(tmp_path)
     here, there = memory_pair()
     serving = on_daemon_thread("member", lambda: sender.serve(there))
-    talk = Talk(here)
+    talk = tr.Talk(here)
     for step in range(20):
         write(tmp_path, 0, step)
         os.utime(partial_folder(tmp_path, step), ns=(step, step))
         if step in (0, 5):
-            talk.say(Want(step, 1, "0" * 64, 1))
-            assert isinstance(talk.hear(PATIENCE), Refusal)
+            talk.say(tr.Want(step, 1, "0" * 64, 1))
+            assert isinstance(talk.hear(PATIENCE), tr.Refusal)
     sender.remove_spare()
     kept = [int(folder.name[-2:]) for folder in sorted(tmp_path.glob("checkpoints/.partial-*"))]
-    assert kept == [0, 5, *range(20 - KEPT_SHARDS, 20)], "those it wanted, and the newest"
+    assert kept == [0, 5, *range(20 - tr.KEPT_SHARDS, 20)], "those it wanted, and the newest"
     here.close()
     serving.result(PATIENCE)
 
@@ -285,24 +265,24 @@ def test_a_host_that_says_nothing_of_shards_does_not_fill_the_disk(tmp_path):
 class Held(Allowance):
     """Lets nothing pass until a moment."""
 
-    def __init__(self, begun: threading.Event, ended: threading.Event):
+    def __init__(self):
         super().__init__(1.0)
-        self._begun, self._ended = begun, ended
+        self.begun, self.ended = threading.Event(), threading.Event()
 
     def book(self, count: int, now: float) -> float:
-        self._begun.set()
-        self._ended.wait(PATIENCE)
+        self.begun.set()
+        self.ended.wait(PATIENCE)
         return 0.0
 
 
 def test_a_stage_that_changed_hands_is_fetched_over_one_connection_at_a_time(host, tmp_path):
-    member, begun, ended = tmp_path / "member", threading.Event(), threading.Event()
-    shards = host.written(member, 10, 8 * PIECE_BYTES)
-    before, after = ShardSender(member, Held(begun, ended)), ShardSender(member)
+    member, rate = tmp_path / "member", Held()
+    shards = host.written(member, 10, 8 * tr.PIECE_BYTES)
+    before, after = tr.ShardSender(member, rate), tr.ShardSender(member)
     host.join("ana", before, [0])
-    assert begun.wait(PATIENCE)
+    assert rate.begun.wait(PATIENCE)
     host.join("ben", after, [0, 1])
-    ended.set()
+    rate.ended.set()
     assert sorted(host.wait(2)) == [("arrived", 0, 10), ("arrived", 1, 10)]
     assert [arrived(host, stage, 10) for stage in (0, 1)] == [shard.sha256 for shard in shards]
     assert pieces_sent(before) + pieces_sent(after) == 16, "nothing was sent twice"
@@ -310,22 +290,19 @@ def test_a_stage_that_changed_hands_is_fetched_over_one_connection_at_a_time(hos
 
 @pytest.mark.parametrize("why", ["given up", "the epoch is over"])
 def test_a_transfer_ends_with_the_wish_for_it(why, host, tmp_path):
-    member, begun, ended = tmp_path / "member", threading.Event(), threading.Event()
-    host.written(member, 10, 8 * PIECE_BYTES)
-
-    sender, here = ShardSender(member, Held(begun, ended)), memory_pair(2)
-    serving = on_daemon_thread("member", lambda: sender.serve(here[1]))
-    fetching = on_daemon_thread(
-        "host", lambda: host.collector.collect_from("peer", [0, 1], here[0])
-    )
-    assert begun.wait(PATIENCE)
+    member, rate = tmp_path / "member", Held()
+    host.written(member, 10, 8 * tr.PIECE_BYTES)
+    sender, (here, there) = tr.ShardSender(member, rate), memory_pair(2)
+    serving = on_daemon_thread("member", lambda: sender.serve(there))
+    fetching = on_daemon_thread("host", lambda: host.collector.collect_from("peer", [0, 1], here))
+    assert rate.begun.wait(PATIENCE)
     host.collector.give_up(10, why) if why == "given up" else host.collector.close()
-    ended.set()
+    rate.ended.set()
     fetching.result(PATIENCE)
     with pytest.raises(WireError):
         serving.result(PATIENCE)
     assert pieces_sent(sender) < 8
     if why == "given up":
         host.written(member, 20)
-        host.join("peer", ShardSender(member), [0, 1])
+        host.join("peer", tr.ShardSender(member), [0, 1])
         assert host.wait(4)[2:] == [("arrived", 0, 20), ("arrived", 1, 20)]

@@ -22,23 +22,19 @@ from thinwire.wire.logged import Lacking
 SEEDS = 400  # the planted bugs below are found within fewer
 
 
-def test_seeds():
-    assert failing(range(SEEDS)) == {}
-
-
-def test_seeds_with_delayed_updates():
-    assert failing(range(SEEDS // 4), delay=1) == {}
+@pytest.mark.parametrize(("delay", "seeds"), [
+    (0, range(SEEDS)),
+    (1, range(SEEDS // 4)),
+    pytest.param(0, range(SEEDS, 3000), marks=pytest.mark.slow),
+    pytest.param(1, range(SEEDS, 3000), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_seeds(delay, seeds):
+    assert failing(seeds, delay) == {}
 
 
 def test_a_stop_that_was_decided_holds_for_who_begins_anew():
     """With delayed updates a first stage that came back took a later step for its last one."""
     assert failing([874, 1052], delay=1) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("delay", [0, 1])
-def test_thousands_of_seeds(delay):
-    assert failing(range(SEEDS, 3000), delay=delay) == {}
 
 
 def _wrong_stops(delay: int) -> int:
@@ -163,49 +159,34 @@ def _nothing(_: Any) -> Any:
 def _deaf(hear: Any) -> Any:
     """The coordinator does not learn that another process is waited for."""
 
-    def wrong(self: Leader, event: Any, *args: Any) -> None:
-        if not isinstance(event, Given):
-            hear(self, event, *args)
-
-    return wrong
+    return lambda self, event, *args: isinstance(event, Given) or hear(self, event, *args)
 
 
 def _forgets_its_reports(speak_up: Any) -> Any:
-    def wrong(self: Stage) -> None:
-        self._unsaid.clear()
-        speak_up(self)
-
-    return wrong
+    return lambda self: (self._unsaid.clear(), speak_up(self))
 
 
 MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any], int]] = {
     "a frame too many is left out": (LinkState, "go_on", _skip_one_more, 60),
-    "frames that come early are refused": (
-        LinkState, "sent_again", lambda _: property(lambda self: -1, _nothing(0)), 60,
-    ),
+    "frames that come early are refused":
+        (LinkState, "sent_again", lambda _: property(lambda self: -1, _nothing(0)), 60),
     "a stop is decided anew": (LinkState, "decide", _nothing, 300),
-    "a neighbour is not told to link": (
-        Coordinator, "_link_replaced", partial(_without, Relink), 60,
-    ),
+    "a neighbour is not told to link":
+        (Coordinator, "_link_replaced", partial(_without, Relink), 60),
     "one is not told what is saved": (Coordinator, "_tell_saved", partial(_without, Saved), 200),
     "who links to a lost one goes on": (Coordinator, "_replace", _linking_goes_on, 60),
     "reports are heard twice": (Coordinator, "_is_repeated", _nothing, 60),
-    "a stop is told to one that is built": (
-        Coordinator, "_on_stop", partial(_with, lambda _: {"_lost": {}}), 150,
-    ),
-    "a lost stage begins at an older checkpoint": (
-        Leader, "_find_holder", _from_an_older_checkpoint, 120,
-    ),
-    "a stand-by sends what it computes": (
-        LinkState, "follows", lambda _: property(lambda self: False, _nothing(0)), 120,
-    ),
-    "a stand-by does not say what the lost one owed": (
-        Stage, "_speak_up", _forgets_its_reports, 120,
-    ),
+    "a stop is told to one that is built":
+        (Coordinator, "_on_stop", partial(_with, lambda _: {"_lost": {}}), 150),
+    "a lost stage begins at an older checkpoint":
+        (Leader, "_find_holder", _from_an_older_checkpoint, 120),
+    "a stand-by sends what it computes":
+        (LinkState, "follows", lambda _: property(lambda self: False, _nothing(0)), 120),
+    "a stand-by does not say what the lost one owed":
+        (Stage, "_speak_up", _forgets_its_reports, 120),
     "whoever takes over is not linked again": (LinkEnd, "await_another", _nothing, 250),
-    "a follower gets again what it has read": (
-        toy_stages, "Lacking", lambda _: lambda theirs: Lacking(), 200,
-    ),
+    "a follower gets again what it has read":
+        (toy_stages, "Lacking", lambda _: lambda theirs: Lacking(), 200),
     "whoever hangs before its first word is waited for": (Leader, "hear", _deaf, 150),
 }  # fmt: skip
 

@@ -7,125 +7,107 @@ import re
 import pytest
 from leading import Lead, ready, step
 from test_hosted_recovery import Hosted
-from test_replacement import FOUR, link, report, texts, training
+from test_replacement import link, report, texts, training
 
 from thinwire.engine.reports import Audited
+from thinwire.run import events as ev
+from thinwire.run import protocol as pr
 from thinwire.run.coordinator import SETTLE_SECONDS
-from thinwire.run.events import (
-    Command,
-    DropFollower,
-    Exited,
-    FollowerLost,
-    FollowerSaid,
-    Lost,
-    Promote,
-    Replace,
-    Tell,
-    TellFollower,
-    Tick,
-)
-from thinwire.run.protocol import (
-    Await,
-    Connect,
-    Ended,
-    Failed,
-    Follow,
-    Linked,
-    Relink,
-    Start,
-    TakeOver,
-)
 from waiting import wait_until
 
 
-def followed(
-    *stages: int, placement: list[list[int]] = FOUR, steps: int = 2
-) -> tuple[Lead, list[Command]]:
+def followed(*stages: int) -> tuple[Lead, list[ev.Command]]:
     """A run of four stages in which a process follows these, which share one."""
-    lead = training(placement, steps)
-    told = [command for s in stages for command in lead.on(FollowerSaid(s, ready(s)))]
+    lead = training(steps=2)
+    told = [command for s in stages for command in lead.on(ev.FollowerSaid(s, ready(s)))]
     for stage in stages:
-        told += lead.on(FollowerSaid(stage, Linked()))
+        told += lead.on(ev.FollowerSaid(stage, pr.Linked()))
     return lead, told
 
 
-def test_a_process_that_follows_a_stage_is_fed_by_its_neighbours_and_then_starts():
-    _, told = followed(1)
+def test_who_follows_a_stage_is_fed_by_its_neighbours_and_takes_its_place_at_once():
+    lead, told = followed(1)
     own, below, above, start, note = told
-    connect = Connect("at-0", [0, 0, 0], follower=1)
-    assert own == TellFollower(1, connect)
-    assert below == Tell(0, Follow(0, Connect("", [0, 0, 0], follower=1)))
-    assert above == Tell(2, Follow(1, Connect("at-1", [0, 0, 0], follower=1)))
-    assert start == TellFollower(1, Start())
+    connect = pr.Connect("at-0", [0, 0, 0], follower=1)
+    assert own == ev.TellFollower(1, connect)
+    assert below == ev.Tell(0, pr.Follow(0, pr.Connect("", [0, 0, 0], follower=1)))
+    assert above == ev.Tell(2, pr.Follow(1, pr.Connect("at-1", [0, 0, 0], follower=1)))
+    assert start == ev.TellFollower(1, pr.Start())
     assert texts([note]) == ["stage 1 has a stand-by, which follows it"]
-
-
-def test_whoever_follows_a_lost_stage_takes_its_place_at_once():
-    lead, _ = followed(1)
-    *awaits, _, promote, below, above, own = lead.on(Exited(1, -9))
-    assert awaits == [Tell(0, Await(0)), Tell(2, Await(1))] and promote == Promote([1])
-    assert below == Tell(0, Relink(0, Connect("", [1, 1, 0])))
-    assert above == Tell(2, Relink(1, Connect("at-1", [1, 1, 0])))
-    relinks = [Relink(cut, Connect("at-0", [1, 1, 0])) for cut in (0, 1)]
-    assert own == Tell(1, TakeOver(relinks)), "it keeps what it has computed"
-    (start,) = lead.say(1, Linked())
-    assert isinstance(start, Tell) and isinstance(start.message, Start)
+    *awaits, _, promote, below, above, own = lead.on(ev.Exited(1, -9))
+    assert awaits == [ev.Tell(0, pr.Await(0)), ev.Tell(2, pr.Await(1))] and promote == ev.Promote(
+        [1]
+    )
+    assert below == ev.Tell(0, pr.Relink(0, pr.Connect("", [1, 1, 0])))
+    assert above == ev.Tell(2, pr.Relink(1, pr.Connect("at-1", [1, 1, 0])))
+    relinks = [pr.Relink(cut, pr.Connect("at-0", [1, 1, 0])) for cut in (0, 1)]
+    assert own == ev.Tell(1, pr.TakeOver(relinks)), "it keeps what it has computed"
+    last = lead.say(1, step(1, 2, 4)) + lead.say(1, Audited(2, 4, 0.0, 0.0))
+    assert last == [], "last words of who was replaced are not those of its stand-by"
+    (start,) = lead.say(1, pr.Linked())
+    assert isinstance(start, ev.Tell) and isinstance(start.message, pr.Start)
     assert lead.say(1, step(1, 1, 4)) == [], "the lost one had said that"
-    assert "stage 1 is back" in texts(report(lead, 2))[0]
+    assert "stage 1 is back" in texts(report(lead, 2))[0], "it says so itself"
 
 
 def test_one_that_follows_beside_a_lost_stage_is_fed_by_who_takes_its_place():
     lead, _ = followed(1)
-    assert lead.on(Exited(2, -9))[-2:] == [Replace([2]), TellFollower(1, Await(1))]
+    assert lead.on(ev.Exited(2, -9))[-2:] == [ev.Replace([2]), ev.TellFollower(1, pr.Await(1))]
     *_, start, relink, feed = link(lead, 2)
     links = [0, 1, 1]
-    assert start == Tell(2, Start(4))
-    assert relink == TellFollower(1, Relink(1, Connect("at-0", links, follower=2)))
-    assert feed == Tell(2, Follow(1, Connect("at-1", links, follower=2)))
-    fed = lead.on(FollowerSaid(1, Linked(follower=2)))
+    assert start == ev.Tell(2, pr.Start(4))
+    assert relink == ev.TellFollower(1, pr.Relink(1, pr.Connect("at-0", links, follower=2)))
+    assert feed == ev.Tell(2, pr.Follow(1, pr.Connect("at-1", links, follower=2)))
+    fed = lead.on(ev.FollowerSaid(1, pr.Linked(follower=2)))
     assert texts(fed) == ["the stand-by of stage 1 follows on"]
-    assert Promote([1]) in lead.on(Exited(1, -9))
+    assert ev.Promote([1]) in lead.on(ev.Exited(1, -9))
 
 
 def test_one_that_is_not_fed_is_not_promoted():
     """It may be behind the checkpoint at which whoever is to feed it began."""
     lead, _ = followed(1)
-    lead.on(Exited(2, -9))
-    assert Replace([1]) in lead.on(Exited(1, -9)), "nobody feeds it"
+    lead.on(ev.Exited(2, -9))
+    assert ev.Replace([1]) in lead.on(ev.Exited(1, -9)), "nobody feeds it"
     for late in (1, 2):
         lead, _ = followed(1)
         for _ in range(2):
-            lead.on(Exited(2, -9))
+            lead.on(ev.Exited(2, -9))
             link(lead, 2)
-        lead.on(FollowerSaid(1, Linked(follower=late)))
-        assert Replace([1]) in lead.on(Exited(1, -9)), "that was of streams of before"
+        lead.on(ev.FollowerSaid(1, pr.Linked(follower=late)))
+        assert ev.Replace([1]) in lead.on(ev.Exited(1, -9)), "that was of streams of before"
 
 
 def test_neighbours_that_are_lost_together_and_promoted_wait_for_each_other():
     """They were fed by those who are lost; and another that is lost may take long to be built."""
     lead, _ = followed(0)
-    lead.on(FollowerSaid(1, ready(1)))
-    lead.on(FollowerSaid(1, Linked()))
-    lost = [lead.on(Lost(stage, "gone")) for stage in (0, 1, 3)]
+    lead.on(ev.FollowerSaid(1, ready(1)))
+    lead.on(ev.FollowerSaid(1, pr.Linked()))
+    lost = [lead.on(ev.Lost(stage, "gone")) for stage in (0, 1, 3)]
     assert lost == [[], [], []]
-    told = lead.on(Tick(), SETTLE_SECONDS)
-    for command in (Promote([0]), Promote([1]), Replace([3]), Tell(0, Await(0)), Tell(1, Await(0))):
+    told = lead.on(ev.Tick(), SETTLE_SECONDS)
+    for command in (
+        ev.Promote([0]),
+        ev.Promote([1]),
+        ev.Replace([3]),
+        ev.Tell(0, pr.Await(0)),
+        ev.Tell(1, pr.Await(0)),
+    ):
         assert command in told
 
 
 def test_one_that_fails_or_is_lost_or_is_not_linked_is_not_promoted():
     for gone in (
-        FollowerSaid(1, Failed("StageError", True, "no", "", [], [])),
-        FollowerSaid(1, Ended(0, "")),
-        FollowerLost([1]),
+        ev.FollowerSaid(1, pr.Failed("StageError", True, "no", "", [], [])),
+        ev.FollowerSaid(1, pr.Ended(0, "")),
+        ev.FollowerLost([1]),
     ):
         lead, _ = followed(1)
-        assert lead.on(gone) == [DropFollower([1])]
-        assert Replace([1]) in lead.on(Exited(1, -9))
+        assert lead.on(gone) == [ev.DropFollower([1])]
+        assert ev.Replace([1]) in lead.on(ev.Exited(1, -9))
     lead = training(steps=1)
-    lead.on(FollowerSaid(1, ready(1)))
-    commands = lead.on(Exited(1, -9))
-    assert Replace([1]) in commands and DropFollower([1]) in commands
+    lead.on(ev.FollowerSaid(1, ready(1)))
+    commands = lead.on(ev.Exited(1, -9))
+    assert ev.Replace([1]) in commands and ev.DropFollower([1]) in commands
 
 
 @pytest.mark.parametrize("delay", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -134,9 +116,7 @@ def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(delay, m
     hosted = Hosted(machines, "ana", "ben", "cleo", **changes)
     host, (spare,) = hosted.host, {*hosted.peers} - {*hosted.seats}
     host.wait_for(r"stage \d has a stand-by, which follows it")
-    found = re.search(r"stage (\d) has a stand-by", host.text())
-    assert found is not None
-    stage = int(found[1])
+    stage = int(re.search(r"stage (\d) has a stand-by", host.text())[1])
 
     def stands_by():
         held, state = hosted.held()[spare]
@@ -148,11 +128,3 @@ def test_a_machine_that_stands_by_takes_the_place_of_one_that_is_killed(delay, m
     hosted.goes_on(stage)
     hosted.ends_as_if_undisturbed(corpus)
     assert hosted.peers[spare].wait() == 0, hosted.peers[spare].text()
-
-
-def test_last_words_of_who_was_replaced_are_not_those_of_its_stand_by():
-    lead, _ = followed(1)
-    lead.on(Exited(1, -9))
-    assert lead.say(1, step(1, 2, 4)) == lead.say(1, Audited(2, 4, 0.0, 0.0)) == []
-    lead.say(1, Linked())
-    assert "stage 1 is back" in texts(report(lead, 2))[0], "it says so itself"

@@ -31,14 +31,17 @@ TABLES: Changes = {**PROJECTED, "boundary__anchor": "per-stage"}
 MUON: Changes = {"optim__name": "muon"}
 
 
-def started(
-    settings: Settings, corpus: Corpus, folder: Path, stream: StringIO | None = None
-) -> Checkpoint:
-    """The first checkpoint of a run that starts from weights."""
-    display = PlainDisplay(stream or StringIO())
-    origin = open_origin(settings, display)
-    assert origin is not None
-    return make_start(origin, adopted(settings, origin.settings), folder, corpus, display)
+@pytest.fixture
+def begin(make_settings, corpus, tmp_path):
+    """The first checkpoint of a run that starts from the weights of another."""
+
+    def begin(source, folder, stream=None, **changes):
+        settings = make_settings(**changes, train__init_from=str(source))
+        display, where = PlainDisplay(stream or StringIO()), tmp_path / folder
+        origin = open_origin(settings, display)
+        return make_start(origin, adopted(settings, origin.settings), where, corpus, display)
+
+    return begin
 
 
 def loss_of(place: Path, corpus: Corpus) -> float:
@@ -62,18 +65,17 @@ CLOSE: dict[str, tuple[Changes, Changes]] = {
 
 @pytest.mark.parametrize(("before", "after"), [*EXACT.values(), *CLOSE.values()],
                          ids=[*EXACT, *CLOSE])  # fmt: skip
-def test_a_new_run_begins_where_the_other_ended(before, after, make_settings, corpus, tmp_path):
+def test_a_new_run_begins_where_the_other_ended(
+    before, after, begin, make_settings, corpus, tmp_path
+):
     source = trained(make_settings(**before, train__steps=3), corpus, tmp_path / "source")
-    settings = make_settings(**after, train__init_from=str(source), run__seed=9)
-    made = started(settings, corpus, tmp_path / "new")
+    made = begin(source, "new", **after, run__seed=9)
     assert (made.step, made.versions.weight_version) == (0, 0)
     assert not [name for name in made.names() if name.startswith("optimizer/")]
     was, now = loss_of(source, corpus), loss_of(made.folder, corpus)
     assert now == (was if (before, after) in EXACT.values() else pytest.approx(was, abs=1e-6))
     narrow = {"run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32"}
-    rounded = started(
-        make_settings(**after, **narrow, train__init_from=str(source)), corpus, tmp_path / "narrow"
-    )
+    rounded = begin(source, "narrow", **after, **narrow)
     name = "model.layers.1.input_layernorm.weight"  # plain in every mode
     ours, theirs = (c.tensors([name])[name] for c in (rounded, Checkpoint.open(source)))
     assert ours.dtype == torch.float32 and torch.equal(ours, theirs.float())
@@ -90,27 +92,23 @@ GROWN: dict[str, tuple[Changes, Changes]] = {
 
 
 @pytest.mark.parametrize(("before", "after"), GROWN.values(), ids=GROWN)
-def test_a_vocabulary_grows_by_rows(before, after, make_settings, corpus, tmp_path):
+def test_a_vocabulary_grows_by_rows(before, after, begin, make_settings, corpus, tmp_path):
     """What the model says of old tokens stays; rows of new ones come from names and the seed."""
     source = trained(make_settings(**before, train__steps=3), corpus, tmp_path / "source")
-    settings = make_settings(**after, train__init_from=str(source), model__vocab=310)
     said = StringIO()
-    made = started(settings, corpus, tmp_path / "new", said)
+    made = begin(source, "new", said, **after, model__vocab=310)
     assert "model.vocab grows from 300 to 310" in said.getvalue()
     ids_BT = torch.from_numpy(corpus.train[:32].astype("int64")).reshape(2, 16)
     was, now = (Model(place, "cpu")(ids_BT) for place in (source, made.folder))
     assert was.shape[-1] == 300 and torch.allclose(now[..., :300], was, rtol=0, atol=1e-9)
     head = made.tensors(["lm_head.weight"])["lm_head.weight"]
     assert torch.unique(head[300:], dim=0).shape == (10, 32), "the new rows differ"
-    again = started(settings, corpus, tmp_path / "again")
-    names = made.names()
+    again, names = begin(source, "again", **after, model__vocab=310), made.names()
     assert names == again.names()
     assert all(made.tensors([n])[n].equal(again.tensors([n])[n]) for n in names)
 
 
-def saved_by_an_earlier_release(
-    settings: Settings, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Checkpoint:
+def saved_by_an_earlier_release(settings: Settings, folder: Path, monkeypatch: Any) -> Checkpoint:
     """A checkpoint whose tokenizer has all of the vocabulary for text."""
     with monkeypatch.context() as earlier:
         earlier.setattr(sys.modules["thinwire.data.prepare"], "RESERVED", ())
@@ -154,20 +152,18 @@ def test_a_run_of_an_earlier_release_keeps_its_tokenizer(make_settings, tmp_path
     assert prepare_data(settings, silent(), old).fingerprint == old.manifest["corpus"]
 
 
-def test_what_a_change_costs_is_said(make_settings, corpus, tmp_path):
+def test_what_a_change_costs_is_said(begin, make_settings, corpus, tmp_path):
     """Free weights do not fit into a subspace; a cut that the weights do not know starts anew; a
     projected model that loses its cuts is told, and never folded.
     """
     source = trained(make_settings(train__steps=4), corpus, tmp_path / "source")
     said = StringIO()
-    ruined = make_settings(**SUBSPACE, train__init_from=str(source))
-    made = started(ruined, corpus, tmp_path / "ruined", said)
+    made = begin(source, "ruined", said, **SUBSPACE)
     assert "% of the weights" in said.getvalue() and "ruins" in said.getvalue()
     assert loss_of(made.folder, corpus) > loss_of(source, corpus)
-    narrow = make_settings(**TABLES, train__init_from=str(source))
-    tables = started(narrow, corpus, tmp_path / "narrow", said).folder
+    tables = begin(source, "narrow", said, **TABLES).folder
     assert "start anew: boundary.model.layers.2.table" in said.getvalue()
-    started(make_settings(train__init_from=str(tables)), corpus, tmp_path / "dense", said)
+    begin(tables, "dense", said)
     assert "was trained with projected cuts" in said.getvalue()
     with pytest.raises(ConfigError, match="cannot become a model"):
         open_origin(make_settings(**SUBSPACE, train__init_from=str(tables)), silent())
@@ -182,10 +178,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(make_settings, 
             train(settings, silent())
         assert not (tmp_path / "test").exists()
 
-    refused(
-        ConfigError, r"model.layers = 4 \(not 6\), model.ffn = 48 \(not 64\)",
-        model__layers=6, model__ffn=64,
-    )  # fmt: skip
+    shape = r"model.layers = 4 \(not 6\), model.ffn = 48 \(not 64\)"
+    refused(ConfigError, shape, model__layers=6, model__ffn=64)
     refused(ConfigError, r"model.vocab = 300 \(not 290\).* may only grow", model__vocab=290)
     refused(CheckpointError, "no such folder", train__init_from=str(tmp_path / "nothing"))
     other = tmp_path / "other.json"
@@ -202,29 +196,25 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(make_settings, 
     refused(CheckpointError, "altered")
 
 
-def test_adapters_start_beside_the_weights_of_another_run(make_settings, corpus, tmp_path):
+def test_adapters_start_beside_the_weights_of_another_run(begin, make_settings, corpus, tmp_path):
     """And never beside random ones; a run that starts from adapted weights has them merged."""
     lora: Changes = {"lora__rank": 3, "optim__lr": 0.05}
     source = trained(make_settings(), corpus, tmp_path / "source")
     with pytest.raises(ConfigError, match="which would stay random"):
         open_origin(make_settings(**lora), silent())
     said = StringIO()
-    settings = make_settings(**lora, train__init_from=str(source))
-    made = started(settings, corpus, tmp_path / "made", said)
+    made = begin(source, "made", said, **lora)
     assert loss_of(made.folder, corpus) == loss_of(source, corpus)
     assert "tensors of adapters start anew" in said.getvalue()
     adapted = trained(make_settings(**lora), corpus, tmp_path / "adapted")
-    merged = started(
-        make_settings(pipeline__stages=3, train__init_from=str(adapted)), corpus, tmp_path / "m"
-    )
+    merged = begin(adapted, "merged", pipeline__stages=3)
     assert not any("lora" in name for name in merged.names())
     assert loss_of(merged.folder, corpus) == pytest.approx(loss_of(adapted, corpus), abs=1e-10)
-    other = make_settings(**{**lora, "lora__alpha": 4.0}, train__init_from=str(adapted))
-    again = started(other, corpus, tmp_path / "again")
+    again = begin(adapted, "again", **{**lora, "lora__alpha": 4.0})
     assert loss_of(again.folder, corpus) == pytest.approx(loss_of(adapted, corpus), abs=1e-10)
     # Folding merges them, so they must not come along as well.
     held = trained(make_settings(**lora, **SUBSPACE), corpus, tmp_path / "held")
-    folded = started(make_settings(**lora, train__init_from=str(held)), corpus, tmp_path / "folded")
+    folded = begin(held, "folded", **lora)
     assert loss_of(folded.folder, corpus) == pytest.approx(loss_of(held, corpus), abs=1e-10)
 
 

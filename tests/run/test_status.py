@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,47 +15,27 @@ from thinwire.cli import main
 from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
 from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter, StepRecord
+from thinwire.run import protocol as pr
 from thinwire.run.alive import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.checkpoints import claim_folder
 from thinwire.run.machine import Machine
-from thinwire.run.protocol import (
-    LinkDown,
-    Linked,
-    LinkStatus,
-    LinkUp,
-    PeerStatus,
-    Pulse,
-    StatusReport,
-)
 from thinwire.run.status import Standing, status_from_plain, status_table
 
 NOW = 1_800_000_000.0
-
-
 RUN_ID = "0123456789abcdef"
 
-REPORT = StatusReport(
-    run="code",
-    run_id=RUN_ID,
-    role="host",
-    state="waiting",
-    time=NOW,
-    epoch=3,
-    step=120,
-    steps=5000,
-    loss=3.14159,
-    tokens_per_s=1234.5,
-    waiting_for="a peer for stage 1",
-    waiting_since=NOW - 192,
-    last_checkpoint=100,
+REPORT = pr.StatusReport(
+    run="code", run_id=RUN_ID, role="host", state="waiting", time=NOW, epoch=3,
+    step=120, steps=5000, loss=3.14159, tokens_per_s=1234.5, last_checkpoint=100,
+    waiting_for="a peer for stage 1", waiting_since=NOW - 192,
     peers=[
-        PeerStatus(
+        pr.PeerStatus(
             "ana", "training", [0], "0..5", NOW - 2,
             machine=Machine("ana", 45.5, 24.0, 40.0, 200.0, 15.5, device="cuda (NVIDIA H200)"),
         ),
-        PeerStatus("ben", "away", last_word=NOW - 192),
+        pr.PeerStatus("ben", "away", last_word=NOW - 192),
     ],
-    links=[LinkStatus(0, "ana", "ben", "relayed", 1.5e6, 0.0), LinkStatus(1, "ben", "carl")],
+    links=[pr.LinkStatus(0, "ana", "ben", "relayed", 1.5e6, 0.0), pr.LinkStatus(1, "ben", "carl")],
     notes=["carl was kicked"],
 )  # fmt: skip
 
@@ -124,122 +105,99 @@ def test_what_a_killed_process_left_is_replaced(folder):
 def test_a_report_in_words():
     text = as_text(status_table(REPORT), width=120)
     for part in (
-        "code (0123456789abcdef), seen from its host",
-        "a peer for stage 1, for 3m12s",
-        "120 of 5,000, loss 3.1416",
-        "3: the run was re-formed 2 times",
-        "cuda (NVIDIA H200)",
-        "40 / 200",
-        "31 ms",
-        "3m12s ago",
-        "relayed",
-        "1.5 MB/s",
-        "not connected",
+        "code (0123456789abcdef), seen from its host", "a peer for stage 1, for 3m12s",
+        "120 of 5,000, loss 3.1416", "3: the run was re-formed 2 times", "cuda (NVIDIA H200)",
+        "40 / 200", "31 ms", "3m12s ago", "relayed", "1.5 MB/s", "not connected",
         "note: carl was kicked",
-    ):
+    ):  # fmt: skip
         assert part in text
     assert text.index("ana") < text.index("ben")
-    bad = PeerStatus("ana\x1b[2J", "busy\x1b]0;x\x07", [0], machine=Machine(device="\x1b[31mgpu"))
-    text = as_text(status_table(StatusReport("r", "0", "host", "training", NOW, peers=[bad])))
+    bad = pr.PeerStatus(
+        "ana\x1b[2J", "busy\x1b]0;x\x07", [0], machine=Machine(device="\x1b[31mgpu")
+    )
+    text = as_text(status_table(pr.StatusReport("r", "0", "host", "training", NOW, peers=[bad])))
     assert "\x1b" not in text and "\x07" not in text, "a terminal would obey"
 
 
-def run(*arguments: str) -> int:
-    """The exit code of a command."""
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        assert isinstance(end.code, int)
-        return end.code
-    return 0
-
-
-def test_the_commands_on_a_host(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def said(tmp_path, monkeypatch, capsys):
+    """Runs a command that ends with this exit code; what it said of it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "data"))
+
+    def said(code, *arguments):
+        ended = 0
+        try:
+            main(list(arguments))
+        except SystemExit as end:
+            ended = end.code
+        output = capsys.readouterr()
+        assert ended == code, output
+        return output.err if code else output.out
+
+    return said
+
+
+def test_the_commands_on_a_host(said, tmp_path):
     folder = tmp_path / "runs" / "code"
     folder.mkdir(parents=True)
-    assert run("status") == 9
-    assert "no run is alive on this machine" in capsys.readouterr().err
-    assert run("status", str(folder)) == 9
+    assert "no run is alive on this machine" in said(9, "status")
+    said(9, "status", str(folder))
     handlers = {
         "status": lambda request: REPORT.to_plain(),
         "kick": lambda request: {"text": f"{request['peer']} was kicked"},
     }
     with ControlSocket(folder, handlers):
-        assert run("status") == 0
-        assert "waiting for" in capsys.readouterr().out
-        assert run("status", "runs/code", "--json") == 0
-        assert json.loads(capsys.readouterr().out) == REPORT.to_plain()
-        assert run("kick", "ben") == 0
-        assert capsys.readouterr().out == "ben was kicked\n"
-        assert run("leave") == 9, "a host does not leave"
-        assert "it hosts the one in runs/code" in capsys.readouterr().err
-        assert run("kick", "runs/code", "ben") == 2
-        assert "the peer comes first: thinwire kick ben runs/code" in capsys.readouterr().err
+        assert "waiting for" in said(0, "status")
+        assert json.loads(said(0, "status", "runs/code", "--json")) == REPORT.to_plain()
+        assert said(0, "kick", "ben") == "ben was kicked\n"
+        assert "it hosts the one in runs/code" in said(9, "leave"), "a host does not leave"
+        words = said(2, "kick", "runs/code", "ben")
+        assert "the peer comes first: thinwire kick ben runs/code" in words
         (tmp_path / "run.toml").write_text('[run]\nname = "code"\n')
-        assert run("status", "run.toml") == 0
+        said(0, "status", "run.toml")
 
 
-def test_the_commands_on_a_peer(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "data"))
+def test_the_commands_on_a_peer(said, tmp_path):
     folders = [tmp_path / "data" / "peers" / name for name in ("0123456789abcdef", "f" * 16)]
     for folder in folders:
         folder.mkdir(parents=True)
     left = lambda request: {"text": "leaving after this step"}  # noqa: E731
     with ControlSocket(folders[0], {"leave": left}):
-        assert run("kick", "ben") == 9, "only a host can"
-        assert f"it is a peer of the run in {folders[0]}" in capsys.readouterr().err
-        assert run("kick", "ben", str(folders[0])) == 2
-        assert "A host answers kick and invite" in capsys.readouterr().err
+        where = f"it is a peer of the run in {folders[0]}"
+        assert where in said(9, "kick", "ben"), "only a host can"
+        assert "A host answers kick and invite" in said(2, "kick", "ben", str(folders[0]))
         with ControlSocket(folders[1], {"leave": left}):
-            assert run("leave") == 2
-            assert "several runs are alive" in capsys.readouterr().err
-        assert run("leave") == 0
-        assert capsys.readouterr().out == "leaving after this step\n"
+            assert "several runs are alive" in said(2, "leave")
+        assert said(0, "leave") == "leaving after this step\n"
 
 
-def test_a_local_run_under_way_is_shown_by_what_it_has_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "data"))
+def news(step: int, loss: float = 2.5, seconds: float = 0.5, *links: LinkRecord) -> StepRecord:
+    return StepRecord(step, 100, loss, 0.1, 1.0, 50, 700.0, seconds, 9.0, [], [*links])
+
+
+def test_a_local_run_under_way_is_shown_by_what_it_has_written(said):
     folder = Path("runs") / "mine"
     with claim_folder(folder, None):
-        assert run("status") == 0
-        assert "starting" in capsys.readouterr().out
+        assert "starting" in said(0, "status")
         with MetricsWriter(folder) as metrics:
             for step in (1, 2):
-                record = StepRecord(step, 200, 3.5, 0.1, 1.0, 64, 700.0, 0.5, 9.0, [], [])
-                metrics.step(record)
+                metrics.step(news(step, 3.5))
             metrics.evaluation(EvaluationRecord(2, 3.25))
-        assert run("status", str(folder)) == 0
-        shown = capsys.readouterr().out
-        assert "mine, seen from its folder" in shown and "2 of 200, loss 3.5000" in shown
-        assert run("kick", "ben") == 9
-        assert "has no peers: it is a local one" in capsys.readouterr().err
-    assert run("status", str(folder)) == 9
-    assert "it has ended" in capsys.readouterr().err
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+        shown = said(0, "status", str(folder))
+        assert "mine, seen from its folder" in shown and "2 of 100, loss 3.5000" in shown
+        assert "has no peers: it is a local one" in said(9, "kick", "ben")
+    assert "it has ended" in said(9, "status", str(folder))
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return SimpleNamespace(now=1000.0)
 
 
 @pytest.fixture
 def standing(clock):
-    return Standing("code", RUN_ID, _now=clock)
-
-
-def news(step: int, loss: float = 2.5) -> StepRecord:
-    return StepRecord(step, 100, loss, 0.1, 1.0, 50, 700.0, 0.5, 9.0, [], [])
+    return Standing("code", RUN_ID, _now=lambda: clock.now)
 
 
 def test_a_wait_has_one_beginning_and_ends_with_a_step(standing, clock):
@@ -262,12 +220,11 @@ def test_a_wait_has_one_beginning_and_ends_with_a_step(standing, clock):
 
 def test_links_and_words_of_stages(standing, clock):
     seats = ["ana", "ben", "cleo"]
-    standing.heard(1, Linked("direct"))
-    standing.heard(2, Linked("relayed"))
-    links = [LinkRecord(1, 3000, 1000, 0.5)]
-    standing.stepped(StepRecord(1, 9, 2.5, 0.1, 1.0, 50, 700.0, 2.0, 9.0, [], links))
+    standing.heard(1, pr.Linked("direct"))
+    standing.heard(2, pr.Linked("relayed"))
+    standing.stepped(news(1, 2.5, 2.0, LinkRecord(1, 3000, 1000, 0.5)))
     clock.now += 5
-    standing.heard(1, Pulse(3, "computes F0 of step 2"))
+    standing.heard(1, pr.Pulse(3, "computes F0 of step 2"))
     assert standing.word_of(1) == (1005.0, "computes F0 of step 2")
     assert standing.word_of(0) == (0.0, "")
     costs = StageCosts(0.1, 0.1, 0.1)  # pulses come every few seconds, steps may come more often
@@ -276,21 +233,21 @@ def test_links_and_words_of_stages(standing, clock):
     first, second = standing.report(1, seats, []).links
     assert (first.below, first.above, first.way) == ("ana", "ben", "direct")
     assert (second.way, second.forward_bytes_per_s) == ("relayed", 1500.0)
-    standing.heard(1, LinkDown(0, "no answer"))
+    standing.heard(1, pr.LinkDown(0, "no answer"))
     clock.now += 9
     report = standing.report(1, seats, [])
     assert report.waiting_for == "the link between ana and ben, which is down (no answer)"
     assert report.waiting_since == 1005.0 and report.links[0].way == ""
-    standing.heard(1, LinkUp(0, 9.0, "relayed"))
+    standing.heard(1, pr.LinkUp(0, 9.0, "relayed"))
     report = standing.report(1, seats, [])
     assert report.waiting_for == "" and report.links[0].way == "relayed", "the way may change"
-    standing.heard(0, Pulse(4, "", trip_above=0.0001))  # to the door of its own machine
-    standing.heard(1, Pulse(4, "", 0.03, 0.02))  # to that door, and to where it meets cleo
-    standing.heard(2, Pulse(4, "", trip_below=0.05))
+    standing.heard(0, pr.Pulse(4, "", trip_above=0.0001))  # to the door of its own machine
+    standing.heard(1, pr.Pulse(4, "", 0.03, 0.02))  # to that door, and to where it meets cleo
+    standing.heard(2, pr.Pulse(4, "", trip_below=0.05))
     trips = [link.round_trip_ms for link in standing.report(1, seats, []).links]
     assert trips == pytest.approx([30.1, 70.0])
-    standing.heard(2, Pulse(4, "", trip_below=1e308))
-    standing.heard(1, Pulse(4, "", trip_above=1e308))
+    standing.heard(2, pr.Pulse(4, "", trip_below=1e308))
+    standing.heard(1, pr.Pulse(4, "", trip_above=1e308))
     assert standing.report(1, seats, []).links[1].round_trip_ms == 0.0, "JSON has no such number"
     standing.forms()
     assert standing.report(2, seats, []).links[0].way == "", "nothing of an earlier epoch stays"

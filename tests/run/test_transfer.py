@@ -10,18 +10,7 @@ from msgspec.structs import replace
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import BreachError, CheckpointError, WireError
-from thinwire.run.transfer import (
-    MOST_SAID,
-    PIECE_BYTES,
-    SILENCE_S,
-    Refusal,
-    Talk,
-    Want,
-    give,
-    serve_files,
-    take,
-    uplink_share,
-)
+from thinwire.run import transfer as tr
 from thinwire.wire import Frame, FrameKind, Pipe, memory_pair
 from thinwire.wire.door import Allowance
 
@@ -31,24 +20,26 @@ def file(tmp_path):
     def make(size):
         path, content = tmp_path / "stage-1.safetensors", os.urandom(size)
         path.write_bytes(content)
-        return path, Want(5, 1, hashlib.sha256(content).hexdigest(), size)
+        return path, tr.Want(5, 1, hashlib.sha256(content).hexdigest(), size)
 
     return make
 
 
-def serve(pipe: Pipe, path: Path, rate: Allowance | None = None) -> Talk:
+def serve(pipe: Pipe, path: Path, rate: Allowance | None = None) -> tr.Talk:
     """Answer every request with this file."""
-    talk = Talk(pipe)
-    on_daemon_thread("giver", lambda: serve_files(talk, lambda want: path, rate))
+    talk = tr.Talk(pipe)
+    on_daemon_thread("giver", lambda: tr.serve_files(talk, lambda want: path, rate))
     return talk
 
 
-def pieces_sent(giver: Talk) -> dict[str, int]:
+def pieces_sent(giver: tr.Talk) -> dict[str, int]:
     return giver.meter.snapshot()["sent"]["PIECE"]
 
 
-@pytest.mark.parametrize("size", [1, PIECE_BYTES, 3 * PIECE_BYTES + 17])
-@pytest.mark.parametrize("have", [0, 1, PIECE_BYTES, 2 * PIECE_BYTES + 5, 3 * PIECE_BYTES + 17])
+@pytest.mark.parametrize("size", [1, tr.PIECE_BYTES, 3 * tr.PIECE_BYTES + 17])
+@pytest.mark.parametrize(
+    "have", [0, 1, tr.PIECE_BYTES, 2 * tr.PIECE_BYTES + 5, 3 * tr.PIECE_BYTES + 17]
+)
 def test_a_file_arrives_whole_from_where_it_stopped(size, have, file, tmp_path):
     here, there = memory_pair()
     path, want = file(size)
@@ -56,90 +47,87 @@ def test_a_file_arrives_whole_from_where_it_stopped(size, have, file, tmp_path):
     part.parent.mkdir()
     part.write_bytes(path.read_bytes()[:have])
     giver = serve(there, path)
-    take(Talk(here), want, part, done.append)
+    tr.take(tr.Talk(here), want, part, done.append)
     assert part.read_bytes() == path.read_bytes()
     assert done[-1] == size and done == sorted(done)
     if have >= size:
         assert giver.meter.sent_bytes() == 0, "nothing was asked for"
     else:
-        assert pieces_sent(giver)["payload_bytes"] == size - have + have % PIECE_BYTES
+        assert pieces_sent(giver)["payload_bytes"] == size - have + have % tr.PIECE_BYTES
 
 
 def test_a_silent_connection_keeps_what_has_come(file, tmp_path, monkeypatch):
-    path, want = file(3 * PIECE_BYTES)
+    path, want = file(3 * tr.PIECE_BYTES)
     part = tmp_path / "part"
     here, there = memory_pair()
     there.close()
     with pytest.raises(WireError):
-        take(Talk(here), want, part)
+        tr.take(tr.Talk(here), want, part)
     here, there = memory_pair()
-    Talk(there).send(Frame(FrameKind.PIECE, payload=path.read_bytes()[:PIECE_BYTES]))
+    tr.Talk(there).send(Frame(FrameKind.PIECE, payload=path.read_bytes()[: tr.PIECE_BYTES]))
     monkeypatch.setattr("thinwire.run.transfer.SILENCE_S", 0.2)
     with pytest.raises(WireError, match="said nothing for 0"):
-        take(Talk(here), want, part)
+        tr.take(tr.Talk(here), want, part)
     monkeypatch.undo()
-    assert part.stat().st_size == PIECE_BYTES
+    assert part.stat().st_size == tr.PIECE_BYTES
     here, there = memory_pair()
     giver = serve(there, path)
-    take(Talk(here), want, part)
+    tr.take(tr.Talk(here), want, part)
     assert pieces_sent(giver)["frames"] == 2
 
 
 def test_a_wrong_hash_is_sent_again_once_and_then_named(file, tmp_path):
-    path, want = file(PIECE_BYTES + 9)
+    path, want = file(tr.PIECE_BYTES + 9)
     part = tmp_path / "part"
-    part.write_bytes(bytes(PIECE_BYTES))  # of the right size so far, with other bits
+    part.write_bytes(bytes(tr.PIECE_BYTES))  # of the right size so far, with other bits
     here, there = memory_pair()
     giver = serve(there, path)
-    take(Talk(here), want, part)
+    tr.take(tr.Talk(here), want, part)
     assert part.read_bytes() == path.read_bytes() and pieces_sent(giver)["frames"] == 1 + 2
     part.unlink()
     path.write_bytes(bytes(want.bytes))
     with pytest.raises(CheckpointError, match=rf"instead of {want.sha256[:12]}, twice"):
-        take(Talk(here), want, part)
+        tr.take(tr.Talk(here), want, part)
     assert not part.exists()
 
 
 def test_a_full_disk_is_known_before_anything_is_asked(file, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=64 << 20))
-    talk = Talk(memory_pair()[0])
+    talk = tr.Talk(memory_pair()[0])
     with pytest.raises(CheckpointError, match=r"1,000 bytes do not fit into .*67,108,864 are free"):
-        take(talk, file(1000)[1], tmp_path / "part")
+        tr.take(talk, file(1000)[1], tmp_path / "part")
     assert talk.meter.sent_bytes() == 0
     (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match="cannot be written to"):
-        take(talk, file(1000)[1], tmp_path / "folder")
+        tr.take(talk, file(1000)[1], tmp_path / "folder")
 
 
-@pytest.mark.parametrize(
-    ("answer", "error", "words"),
-    [
-        (Refusal("it is gone"), CheckpointError, "does not send it: it is gone"),
-        (Frame(FrameKind.PIECE, step=1, payload=bytes(10)), BreachError, "another piece"),
-        (Frame(FrameKind.PIECE, payload=bytes(11)), BreachError, "11 bytes, not 10"),
-        (Frame(FrameKind.FORWARD, payload=bytes(10)), BreachError, "FORWARD frame"),
-        (Frame(FrameKind.CONTROL, payload=b"nonsense"), BreachError, "cannot be read"),
-        (Frame(FrameKind.PIECE, payload=bytes(MOST_SAID + 1)), BreachError, "at most"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "error", "words"), [
+    (tr.Refusal("it is gone"), CheckpointError, "does not send it: it is gone"),
+    (Frame(FrameKind.PIECE, step=1, payload=bytes(10)), BreachError, "another piece"),
+    (Frame(FrameKind.PIECE, payload=bytes(11)), BreachError, "11 bytes, not 10"),
+    (Frame(FrameKind.FORWARD, payload=bytes(10)), BreachError, "FORWARD frame"),
+    (Frame(FrameKind.CONTROL, payload=b"nonsense"), BreachError, "cannot be read"),
+    (Frame(FrameKind.PIECE, payload=bytes(tr.MOST_SAID + 1)), BreachError, "at most"),
+])  # fmt: skip
 def test_what_was_not_due_is_refused(answer, error, words, file, tmp_path):
     here, there = memory_pair()
-    talk = Talk(there)
+    talk = tr.Talk(there)
     talk.send(answer) if isinstance(answer, Frame) else talk.say(answer)
     with pytest.raises(error, match=words):
-        take(Talk(here), file(10)[1], tmp_path / "part")
+        tr.take(tr.Talk(here), file(10)[1], tmp_path / "part")
 
 
-@pytest.mark.parametrize("change", [{"bytes": 11}, {"offset": 5}, {"offset": PIECE_BYTES}])
+@pytest.mark.parametrize("change", [{"bytes": 11}, {"offset": 5}, {"offset": tr.PIECE_BYTES}])
 def test_a_request_that_does_not_fit_is_refused(change, file):
     here, there = memory_pair()
     path, want = file(10)
-    give(Talk(there), replace(want, **change), path)
-    answer = Talk(here).hear()
-    assert isinstance(answer, Refusal) and "has 10 bytes" in answer.reason
-    give(Talk(there), want, path.with_name("missing"))
-    answer = Talk(here).hear()
-    assert isinstance(answer, Refusal) and "No such file" in answer.reason
+    tr.give(tr.Talk(there), replace(want, **change), path)
+    answer = tr.Talk(here).hear()
+    assert isinstance(answer, tr.Refusal) and "has 10 bytes" in answer.reason
+    tr.give(tr.Talk(there), want, path.with_name("missing"))
+    answer = tr.Talk(here).hear()
+    assert isinstance(answer, tr.Refusal) and "No such file" in answer.reason
 
 
 def test_a_file_is_given_at_its_rate(file, tmp_path, monkeypatch):
@@ -148,16 +136,16 @@ def test_a_file_is_given_at_its_rate(file, tmp_path, monkeypatch):
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
     monkeypatch.setattr("thinwire.run.transfer.time", clock)
     here, there = memory_pair()
-    path, want = file(8 * PIECE_BYTES)
-    rate = Allowance(PIECE_BYTES * 8e-6 / 2, burst_s=0)
+    path, want = file(8 * tr.PIECE_BYTES)
+    rate = Allowance(tr.PIECE_BYTES * 8e-6 / 2, burst_s=0)
     serve(there, path, rate)
-    take(Talk(here), want, tmp_path / "part")
+    tr.take(tr.Talk(here), want, tmp_path / "part")
     assert clock.now == pytest.approx(50 + 8 * 2)
     clock.now += 3600  # a pause saves no rate for later
-    take(Talk(here), want, tmp_path / "again")
+    tr.take(tr.Talk(here), want, tmp_path / "again")
     assert clock.now == pytest.approx(3650 + 16 * 2)
-    rate.mbps = uplink_share(0.0)  # training is over: the whole uplink is free
-    take(Talk(here), want, tmp_path / "free")
+    rate.mbps = tr.uplink_share(0.0)  # training is over: the whole uplink is free
+    tr.take(tr.Talk(here), want, tmp_path / "free")
     assert clock.now == pytest.approx(3650 + 16 * 2)
-    assert 4 * PIECE_BYTES * 8e-6 / uplink_share(1e-9) == pytest.approx(SILENCE_S)
-    assert uplink_share(5.0) == 5.0
+    assert 4 * tr.PIECE_BYTES * 8e-6 / tr.uplink_share(1e-9) == pytest.approx(tr.SILENCE_S)
+    assert tr.uplink_share(5.0) == 5.0

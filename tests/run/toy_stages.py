@@ -11,22 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any
 
 from thinwire.codec import Leg
+from thinwire.engine import reports as rp
 from thinwire.engine.checkpoint import Shard
 from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port, decision_number
-from thinwire.engine.reports import (
-    Audited,
-    Evaluation,
-    Meters,
-    Report,
-    ShardFailed,
-    ShardWritten,
-    StageCosts,
-    Step,
-    Versions,
-)
 from thinwire.engine.step_end import Verdict, global_norm, pack_tally, unpack_tally
 from thinwire.engine.worker import PATIENCE as MISSES
 from thinwire.errors import BreachError, WireError
@@ -71,20 +61,9 @@ class Plan:
     window: int = 0
     works: tuple[float, ...] = (1.0,)  # what stages compute, as Speeds.compute
 
-    log_mb: ClassVar = 0
-    precision: ClassVar = "fp32"
-
-    @property
-    def train(self) -> "Plan":
-        return self
-
-    @property
-    def run(self) -> "Plan":
-        return self
-
-    @property
-    def checkpoint_every(self) -> int:
-        return self.save_every
+    log_mb, precision = 0, "fp32"
+    train = run = property(lambda self: self)
+    checkpoint_every = property(lambda self: self.save_every)
 
     def is_checkpoint_step(self, done: int) -> bool:
         return done % self.save_every == 0 or done == self.steps
@@ -391,14 +370,8 @@ class LinkEnd:
     def await_another(self) -> None:
         self.wire = self._exchange_on = None
 
-    def _exchange(
-        self,
-        wire: Wire,
-        matters: Callable[[], bool] = lambda: True,
-        check: Callable[[Position], None] | None = None,
-    ) -> Life:
+    def _exchange(self, wire: Wire, matters: Any = lambda: True, check: Any = None) -> Life:
         """Say where this end stands, and hear where the other does: first, if that is checked."""
-        assert self.state is not None
         deadline = self.world.now + ANSWER
         if check is None:
             wire.carry(self, self.state.position())
@@ -421,12 +394,9 @@ class LinkEnd:
             self._exchange_on = None if matters else self._exchange_on
         if not matters:
             return
-        assert self.state is not None
         entries, self.wire = self.state.go_on(theirs), wire
-        self.world.note(
-            "stage %s sends %s frames again over cut %s, for %s",
-            *(self.stage.index, len(entries), self.cut, self.state.theirs),
-        )
+        what = self.stage.index, len(entries), self.cut, self.state.theirs
+        self.world.note("stage %s sends %s frames again over cut %s, for %s", *what)
         for entry in entries:
             wire.carry(self, self.state.log.read(entry), self.world.speeds.uplink)
         self.write()
@@ -441,7 +411,6 @@ class LinkEnd:
 
     def feed(self, wire: Wire) -> Life:
         """As LoggedPipe.feed, without its thread: the log goes to whoever follows a neighbour."""
-        assert self.state is not None
         log, (other,) = self.state.log, {*wire.ends} - {self}
         theirs = yield from self._exchange(wire, check=self.state.check_reach)
         lacks, count = Lacking(theirs), None
@@ -473,11 +442,9 @@ class Stage:
         self.below: Port | None = None
         self.above: Port | None = None
         self.saved = self.decided = self._misses = self._begun = self._pause = 0
-        self._is_stopping = False
         self._decided: dict[int, Verdict] = {}
-        self.is_finished = self.stops = self._stop_asked = self._may_leave = self._obeys = (
-            self._is_down
-        ) = False
+        self.is_finished = self.stops = self._stop_asked = self._is_stopping = False
+        self._may_leave = self._obeys = self._is_down = False
         self._heard: deque[Any] = deque()
         self._relinks: dict[int, pr.Relink | None] = {}
         self._tasks: list[list[Any]] = []  # lives, and what each waits for
@@ -606,11 +573,10 @@ class Stage:
                 self._stop_asked = True
             case pr.Saved(step):
                 self.saved = step
-                self._unsaid = deque(
-                    one for one in self._unsaid if getattr(one, "step", step) >= step
-                )
+                kept = [one for one in self._unsaid if getattr(one, "step", step) >= step]
+                self._unsaid = deque(kept)
                 for end in logged.values():
-                    cast(LinkState, end.state).trim(step)
+                    end.state.trim(step)
             case pr.Await(cut) if cut in logged:
                 self._relinks[cut] = None
                 logged[cut].await_another()
@@ -694,9 +660,9 @@ class Stage:
             self.say(self._unsaid.popleft())
 
     def say(self, message: Any) -> None:
-        if self.follows and isinstance(message, Report | pr.Finished | pr.LinkDown | pr.LinkUp):
+        if self.follows and isinstance(message, rp.Report | pr.Finished | pr.LinkDown | pr.LinkUp):
             self._unsaid.append(message)
-            if isinstance(message, ShardWritten | ShardFailed):
+            if isinstance(message, rp.ShardWritten | rp.ShardFailed):
                 self.process.say(self.index, pr.Follows(message.step))
         else:
             self.process.say(self.index, message)
@@ -705,7 +671,7 @@ class Stage:
         """Stands for Audit, which knows who lies: here that is said by the simulator."""
         holder = self.process.leader.processes[self.index].member
         if self.follows and holder == self.world.liar:
-            self.say(Audited(step, 1, 0.05, 0.0, "gradient", 0))
+            self.say(rp.Audited(step, 1, 0.05, 0.0, "gradient", 0))
 
     def mention(self, is_down: bool) -> None:
         """The connection to the stage below is lost, or there is another."""
@@ -718,11 +684,14 @@ class Stage:
             return None
         end, step = self.ends[neighbour], self.state.step
         due = Due(self.index, neighbour < self.index, step, self.world.schedule, VALIDATION)
-        toy: Any = ToyEnd(self.state, end.cut, self.plan.microbatches)
-        blind: Any = SimpleNamespace(look=lambda *_: None, note=lambda *_: None)
-        return Port(cast(Any, end), self.index, toy, self.mailbox, due, blind)
+        toy = ToyEnd(self.state, end.cut, self.plan.microbatches)
+        blind = SimpleNamespace(look=lambda *_: None, note=lambda *_: None)
+        return Port(end, self.index, toy, self.mailbox, due, blind)
 
-    def _meters(self) -> Meters:
+    def ports(self) -> list[Port]:
+        return [port for port in (self.below, self.above) if port is not None]
+
+    def _meters(self) -> rp.Meters:
         return {end.name: {"sent": {}, "received": {}} for end in self.ends.values()}
 
     # As engine/worker.py, runner.py and step_end.py
@@ -763,9 +732,8 @@ class Stage:
                     break
                 continue
             if action.kind is Kind.F and action.microbatch == 0:
-                for port in (self.below, self.above):
-                    if port is not None:
-                        port.open_step(step)
+                for port in self.ports():
+                    port.open_step(step)
                 self.pump()
                 running[step] = ToyStep(*self.state.of_step(step, plan.delay))
             yield from self._compute(step, action, running[step])
@@ -778,13 +746,13 @@ class Stage:
         if is_forward and number == self.plan.delay:  # the update of the step before is made
             now.later = self.state.version, self.state.weights
         version, weights = (now.version, now.weights) if number < self.plan.delay else now.later
-        versions = Versions(version, 0)
+        versions = rp.Versions(version, 0)
         kind = FrameKind.FORWARD if is_forward else FrameKind.BACKWARD
         source, to = (self.below, self.above) if is_forward else (self.above, self.below)
         given = mix(step, number)
         if source is not None:
             yield from self._await(kind, step, number)
-            given = cast(Any, source.take_tensor(kind, step, number, versions)).value
+            given = source.take_tensor(kind, step, number, versions).value
         yield from self.compute(f"computes {action} of step {step}")
         if is_forward:
             made = inputs[number] = mix(weights, given, step, number)
@@ -793,7 +761,7 @@ class Stage:
             made = mix(weights, inputs.pop(number), given)
             now.gradient = mix(now.gradient, made)
         if to is not None:
-            to.send_tensor(kind, cast(Any, Toy(made)), step, number, versions)
+            to.send_tensor(kind, Toy(made), step, number, versions)
         self.pump()
 
     def _conclude(self, step: int, now: ToyStep) -> Life:
@@ -807,7 +775,7 @@ class Stage:
             state.weights = mix(state.weights, now.gradient, int(verdict.grad_norm * 64))
         self.say(self._report(step, verdict, now.loss))
         self.mailbox.close_step(step)
-        for port in filter(None, (self.below, self.above)):
+        for port in self.ports():
             port.close_step(step)
         state.step = step + 1
         self._audit(step + 1)
@@ -851,9 +819,9 @@ class Stage:
         return self.stops and number == self.decided
 
     def validate(self, step: int) -> Life:
-        versions, score, done = Versions(self.state.version, 0), 0, 0
+        versions, score, done = rp.Versions(self.state.version, 0), 0, 0
         for number in range(VALIDATION):
-            given: Any = Toy(number)
+            given = Toy(number)
             if self.below is not None:
                 yield from self._await(FrameKind.EVALUATE, step, number, FrameKind.VALIDATED)
                 given = self.below.take_evaluated(step, number, versions)
@@ -863,19 +831,18 @@ class Stage:
             yield from self.compute(f"validates {number}")
             score = mix(score, given.value, self.state.weights)
             if self.above is not None:
-                toy: Any = Toy(score)
-                self.above.send_tensor(FrameKind.EVALUATE, toy, step, number, versions)
+                self.above.send_tensor(FrameKind.EVALUATE, Toy(score), step, number, versions)
             done += 1
         decided = Verdict(0.0, False, False, self._stops_at(FrameKind.VALIDATED, step))
         verdict = yield from self._pass_up(FrameKind.VALIDATED, step, decided)
         if self.index == self.last and done == VALIDATION:
-            self.say(Evaluation(step, float(score), 0.1))
+            self.say(rp.Evaluation(step, float(score), 0.1))
         return verdict.stop
 
     def save(self, step: int) -> Life:
         yield from self.work(f"saves step {step}", self.world.speeds.save)
         if self.process.disk_full:
-            self.say(ShardFailed(step, "no space left on device"))
+            self.say(rp.ShardFailed(step, "no space left on device"))
             return
         self.world.shards[step, self.index] = self.state.copy()
         self.world.disks[self.process.member, self.index] = step, self.world.speeds.fetch
@@ -883,11 +850,9 @@ class Stage:
         agreements: dict[str, dict[str, str]] = {}
         for (cut, leg), seen in self.state.memory.items():
             agreements.setdefault(str(cut), {})[leg.value] = str(seen)
-        self.say(ShardWritten(step, Versions(self.state.version, 0), shard, agreements))
+        self.say(rp.ShardWritten(step, rp.Versions(self.state.version, 0), shard, agreements))
 
-    def _await(
-        self, kind: FrameKind, step: int, number: int = 0, other: FrameKind | None = None
-    ) -> Life:
+    def _await(self, kind: FrameKind, step: int, number: int = 0, other: Any = None) -> Life:
         keys = [(kind, step, number), (other, step, 0)]
         doing = f"{kind.name} {number} of step {step}"
         yield from self.wait(doing, lambda: self.mailbox.has(*keys))
@@ -897,11 +862,11 @@ class Stage:
         for end in self.ends.values():
             end.pump()
 
-    def _report(self, step: int, verdict: Verdict, loss: int) -> Step:
+    def _report(self, step: int, verdict: Verdict, loss: int) -> rp.Step:
         own_loss = float(loss) if self.index == self.last else None
-        measures = {"weights": float(self.state.weights)}
+        more = {"weights": float(self.state.weights)}, self._meters(), self.mailbox.dropped
         facts = (step, own_loss, 0.1, verdict.grad_norm, verdict.commit, 0.0, 1.0, 0.0)
-        return Step(*facts, StageCosts(0, 0, 0), [], measures, self._meters(), self.mailbox.dropped)
+        return rp.Step(*facts, rp.StageCosts(0, 0, 0), [], *more)
 
 
 class Process:
@@ -916,8 +881,7 @@ class Process:
         self.is_alive, self.is_paused, self.is_replaced, self.disk_full = True, False, False, False
         # Nothing is heard of it, not even a first word, and nothing reaches it but its end.
         self.is_hung = self.is_new and not follows and self.world.hangs
-        if self.is_hung:
-            self.world.hangs = False
+        self.world.hangs &= not self.is_hung
         self.slowness, self.away_until, self.told_at, self._said_at = 1.0, 0.0, 0.0, 0.0
         self.has_left = False  # in good order: its machine still has what it wrote
         self.wires: list[tuple[Wire, LinkEnd]] = []
@@ -931,16 +895,13 @@ class Process:
         if self.is_new and self.start:  # else it begins with the first weights
             self._fetch = self.world.fetch(member, group[0], self.start)
             self.build += self._fetch[1] - self.world.now
-        states = [self.world.state_of(stage, self.start) for stage in group]
-        self.stages: dict[int, Stage] = {}
-        for stage, state in zip(group, states, strict=True):
-            self.stages[stage] = Stage(self, stage, state)
+        states = {stage: self.world.state_of(stage, self.start) for stage in group}
+        self.stages = {stage: Stage(self, stage, state) for stage, state in states.items()}
 
     def __str__(self) -> str:
         role = "that follows" if self.follows else "of"
-        return (
-            f"process {self.number} {role} stage {'+'.join(map(str, self.group))} on {self.member}"
-        )
+        stages = "+".join(map(str, self.group))
+        return f"process {self.number} {role} stage {stages} on {self.member}"
 
     @property
     def runs(self) -> bool:

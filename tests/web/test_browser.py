@@ -74,15 +74,10 @@ def until(page: Any, holds: str) -> None:
     wait_until(lambda: page.evaluate(holds))
 
 
-def points(page: Any) -> int:
-    """Points of the curve that is drawn."""
-    return int(page.evaluate("lossChart.plot ? lossChart.plot.data[0].length : 0"))
-
-
 def test_the_curve_draws_points_as_steps_arrive(run_folder, serve, open_page):
     page = open_page(serve(run_folder).address)
     until(page, f"lossChart.plot && lossChart.plot.data[0].length >= {STEPS}")
-    before = points(page)
+    before = page.evaluate("lossChart.plot.data[0].length")
     assert page.locator("#loss canvas").count() == 1
     with MetricsWriter(run_folder, resume_step=STEPS) as writer:
         for step in range(STEPS + 1, STEPS + 4):

@@ -70,7 +70,6 @@ def test_the_plan_stands_beside_what_was_measured(run_folder, serve):
 def test_what_dense_cuts_would_cost_counts_both_directions(finished):
     """A fast uplink into a slow downlink is slow: against the simulator itself."""
     settings, progress = load_settings(finished, []), read_progress(finished)
-    assert progress is not None
     (row,) = progress.cuts
     size = row["bf16_bytes_per_token"] * settings.tokens_per_microbatch
     costs = replace(progress.measured_costs, forward_bytes=[size], backward_bytes=[size])
@@ -95,13 +94,12 @@ def test_steps_come_as_they_are_written(run_folder, serve):
     server = serve(run_folder)
     with MetricsWriter(run_folder, resume_step=STEPS) as writer:
         writer.step(step_record(STEPS + 1))
-        sent, seen = messages(server), list[dict[str, Any]]()
-        for kind, _, value in sent:
-            if kind == "points":
-                seen.append(value)
-                if len(seen) == 3:
-                    break
-                writer.step(step_record(STEPS + 1 + len(seen), loss=3.5))
+        points, seen = (value for kind, _, value in messages(server) if kind == "points"), []
+        for value in points:
+            seen.append(value)
+            if len(seen) == 3:
+                break
+            writer.step(step_record(STEPS + 1 + len(seen), loss=3.5))
     assert seen[0]["step"] == list(range(1, STEPS + 2))
     assert seen[1]["from"] == STEPS + 1 and seen[1]["step"] == [STEPS + 2]
     assert seen[2]["loss"] == [3.5]
@@ -116,7 +114,7 @@ def test_a_resumed_run_takes_back_what_it_trains_again(run_folder):
     view._looked = -math.inf
     view.refresh()
     points = view.curves.points(before, 1, STEPS)
-    assert points is not None and points["from"] == 0, "a client gets all again"
+    assert points["from"] == 0, "a client gets all again"
     assert points["step"] == [1, 2, 3, 4] and points["loss"][-1] == 1.0
 
 
@@ -130,12 +128,11 @@ def test_a_run_of_a_hundred_thousand_steps_is_thinned(tmp_path):
     view = RunView(tmp_path)
     view.refresh()
     points = view.curves.points(-1, 0, 0)
-    assert points is not None
     assert MOST_POINTS / 2 < len(points["step"]) <= MOST_POINTS and points["size"] == 64
     assert points["step"][-1] == count and set(points["loss"]) == {3.0}
     assert len(json.dumps(points)) < 200_000
     more = view.curves.points(points["generation"], points["size"], points["complete"])
-    assert more is not None and len(more["step"]) <= 1, "only the newest point may change"
+    assert len(more["step"]) <= 1, "only the newest point may change"
 
 
 @pytest.mark.parametrize(
@@ -165,11 +162,8 @@ def test_all_parts_of_the_page_are_there_and_none_is_elsewhere(finished, serve):
 def test_only_the_owner_sees_the_invite_and_acts(run_folder, serve, host):
     server = serve(run_folder)
     invite, kick = server.address + "invite/0", server.address + "kick/0"
-    for answer in (
-        httpx.get(invite),
-        httpx.post(invite, json={"machines": 1}),
-        httpx.post(kick, json={"peer": "ben"}),
-    ):
+    asked = httpx.post(invite, json={"machines": 1}), httpx.post(kick, json={"peer": "ben"})
+    for answer in (httpx.get(invite), *asked):
         assert answer.status_code == 403 and "token" in answer.json()["error"]
     hello, state = first_of(server, "hello", "state")
     assert hello["owner"] is False and "secret" not in json.dumps(state)
@@ -186,10 +180,9 @@ def test_only_the_owner_sees_the_invite_and_acts(run_folder, serve, host):
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"peer": "' + b"x" * 9000 + b'"}'])
 def test_what_is_no_request_is_refused(run_folder, serve, host, body):
     headers = OWNER["headers"] | {"Content-Type": "application/json"}
-    answer = httpx.post(serve(run_folder).address + "kick/0", content=body, headers=headers)
-    assert answer.status_code == 400 and host.asked == []
-    answer = httpx.post(serve(run_folder).address + "kick/0", data={"peer": "ben"}, **OWNER)
-    assert answer.status_code == 400 and host.asked == []
+    kick = serve(run_folder).address + "kick/0"
+    for wrong in ({"content": body, "headers": headers}, {"data": {"peer": "ben"}, **OWNER}):
+        assert httpx.post(kick, **wrong).status_code == 400 and host.asked == []
 
 
 def test_a_run_that_has_ended_invites_nobody(finished, serve):

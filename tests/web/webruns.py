@@ -76,7 +76,6 @@ def run_folder(finished, tmp_path):
 def let_links_decide(folder: Path) -> None:
     """Have the record of a run say that its links take longest, whatever this machine did."""
     progress, quick = read_progress(folder), [1e-4, 1e-4]
-    assert progress is not None
     costs = replace(progress.measured_costs, forward=quick, backward=quick, update=quick)
     links = Links([1.0, 1.0], [1.0, 1.0], [0.002])
     write_progress(folder, replace(progress, measured_costs=costs, links=links))
@@ -124,20 +123,13 @@ def first_of(server: WebServer, *kinds: str, run: int = 0, **more: Any) -> list[
 def step_record(step: int, steps: int = 1000, loss: float = 4.0, stages: int = 2) -> StepRecord:
     """A believable step."""
     return StepRecord(
-        step=step,
-        steps=steps,
-        loss=loss,
-        lr=1e-3,
-        grad_norm=1.0,
-        tokens=step * 128,
-        tokens_per_s=900.0,
-        step_seconds=0.14,
-        eta_seconds=0.14 * (steps - step),
+        step=step, steps=steps, loss=loss, lr=1e-3, grad_norm=1.0, tokens=step * 128,
+        tokens_per_s=900.0, step_seconds=0.14, eta_seconds=0.14 * (steps - step),
         stages=[
             StageRecord(s, f"{2 * s}..{2 * s + 1}", 0.1, 0.03, 0.01, "cpu") for s in range(stages)
         ],
         links=[LinkRecord(c, 1000, 600, 0.3) for c in range(stages - 1)],
-    )
+    )  # fmt: skip
 
 
 class FakeHost:
@@ -147,7 +139,9 @@ class FakeHost:
         self.peers = [self.peer("ana", [0]), self.peer("ben", [1]), self.peer("carl", [])]
         self.asked: list[dict[str, Any]] = []
         self.role, self.state, self.waiting_for = "host", "training", ""
-        handlers = {"status": self._status, "kick": self._kick, "invite": self._invite}
+        removed = lambda asked: self._note(asked, f"{asked['peer']} was removed")  # noqa: E731
+        invited = lambda asked: self._note(asked, "thinwire join another")  # noqa: E731
+        handlers = {"status": self._status, "kick": removed, "invite": invited}
         self._socket = ControlSocket(folder, handlers)
         (folder / "authority").mkdir(exist_ok=True)
         (folder / "authority" / "invite.txt").write_text("thinwire join abc-secret\n")
@@ -170,13 +164,9 @@ class FakeHost:
             peers=self.peers, links=links,
         ).to_plain()  # fmt: skip
 
-    def _kick(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _note(self, request: dict[str, Any], answer: str) -> dict[str, Any]:
         self.asked.append(request)
-        return {"text": f"{request['peer']} was removed"}
-
-    def _invite(self, request: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append(request)
-        return {"text": "thinwire join another"}
+        return {"text": answer}
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from knocking import RUN, TOKEN, ask, knock, line
@@ -20,14 +19,33 @@ from thinwire.wire.sockets import split_address
 from waiting import PATIENCE, wait_until
 
 OTHER_RUN = "fedcba9876543210"
-PATIENT = Limits(preamble_s=PATIENCE)  # with strangers that are slow
+
+
+@contextlib.contextmanager
+def opened(**limits: object) -> Iterator[Door]:
+    """A door that admits the run."""
+    with Door("127.0.0.1", 0, Limits(**limits)) as door:
+        door.admit(RUN, TOKEN)
+        yield door
+
+
+@contextlib.contextmanager
+def relaying(mbps: float = 0.0, **limits: object) -> Iterator[Door]:
+    """A door that admits every run with the pass."""
+    with Door("127.0.0.1", 0, Limits(**limits)) as relay:
+        relay.admit_any("pass", mbps=mbps)
+        yield relay
 
 
 @pytest.fixture
 def door():
-    with Door("127.0.0.1", 0) as door:
-        door.admit(RUN, TOKEN)
+    with opened() as door:
         yield door
+
+
+def ok(caller: socket.socket) -> socket.socket:
+    assert line(caller) == "ok"
+    return caller
 
 
 def reach(door: Door, service: str, token: str = TOKEN) -> socket.socket:
@@ -38,30 +56,34 @@ def read_to_end(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
-def test_a_service_is_reached_and_each_direction_ends_by_itself(door, service):
-    door.serve(f"{RUN}/control", service.take)
-    caller = reach(door, "control")
-    assert line(caller) == "ok"
-    served = service.accept()
-    caller.sendall(b"there")
-    caller.shutdown(socket.SHUT_WR)
-    assert read_to_end(served) == b"there"
-    served.sendall(b"and back")  # after the other direction has ended
-    served.close()
-    assert read_to_end(caller) == b"and back"
-    wait_until(lambda: door.traffic() == {RUN: Traffic(0, 0, relayed_bytes=0)})
+@pytest.mark.parametrize("waits", [False, True])
+def test_services_and_who_waits_are_reached_and_each_direction_ends_by_itself(waits, door, service):
+    with contextlib.ExitStack() as held:
+        if waits:
+            standby = Standby(f"{RUN}/cut-x", Route(door.address, token=TOKEN), service.take)
+            held.enter_context(standby)
+            wait_until(lambda: standby.waiting == 2)
+        else:
+            door.serve(f"{RUN}/cut-x", service.take)
+        caller, served = ok(reach(door, "cut-x")), service.accept()
+        caller.sendall(b"there")
+        caller.shutdown(socket.SHUT_WR)
+        assert read_to_end(served) == b"there"
+        served.sendall(b"and back")  # after the other direction has ended
+        served.close()
+        assert read_to_end(caller) == b"and back"
+        left = Traffic(2, 2, relayed_bytes=13) if waits else Traffic(0, 0, relayed_bytes=0)
+        wait_until(lambda: door.traffic() == {RUN: left})
 
 
 @contextlib.contextmanager
 def joined(door: Door) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Two who dial out, as the door has joined them: who reached, and who waited."""
-    waiter = ask(door, "wait", f"{RUN}/cut-x")
-    assert line(waiter) == "ok"
+    waiter = ok(ask(door, "wait", f"{RUN}/cut-x"))
     caller = reach(door, "cut-x")
     assert line(waiter) == "call 127.0.0.1"
     waiter.sendall(b"+")
-    assert line(caller) == "ok"
-    with caller, waiter:
+    with ok(caller), waiter:
         yield caller, waiter
 
 
@@ -74,19 +96,16 @@ def test_a_lost_end_ends_the_other(door):
         wait_until(lambda: door.traffic()[RUN].connections == 0)
 
 
-@pytest.mark.parametrize(
-    ("wish", "name", "token", "reason"),
-    [
-        ("reach", f"{RUN}/control", "another", f"the token shown for run {RUN} is not the right"),
-        ("wait", f"{RUN}/cut-0@1", "", f"the token shown for run {RUN} is not the right one"),
-        ("ping", f"{RUN}/door", "another", f"the token shown for run {RUN} is not the right one"),
-        ("reach", f"{OTHER_RUN}/control", TOKEN, f"run {OTHER_RUN} is not known at this door"),
-        ("reach", f"{RUN}/cut-9@1", TOKEN, f"{RUN}/cut-9@1 is not served here, and nobody waits"),
-        ("reach", "control", TOKEN, "'control' is not a name at a door: it is 16 hexadecimal"),
-        ("reach", f"{RUN}/../etc", TOKEN, "is not a name at a door"),
-        ("steal", f"{RUN}/control", TOKEN, "the request is not one of reach, wait or ping"),
-    ],
-)
+@pytest.mark.parametrize(("wish", "name", "token", "reason"), [
+    ("reach", f"{RUN}/control", "another", f"the token shown for run {RUN} is not the right"),
+    ("wait", f"{RUN}/cut-0@1", "", f"the token shown for run {RUN} is not the right one"),
+    ("ping", f"{RUN}/door", "another", f"the token shown for run {RUN} is not the right one"),
+    ("reach", f"{OTHER_RUN}/control", TOKEN, f"run {OTHER_RUN} is not known at this door"),
+    ("reach", f"{RUN}/cut-9@1", TOKEN, f"{RUN}/cut-9@1 is not served here, and nobody waits"),
+    ("reach", "control", TOKEN, "'control' is not a name at a door: it is 16 hexadecimal"),
+    ("reach", f"{RUN}/../etc", TOKEN, "is not a name at a door"),
+    ("steal", f"{RUN}/control", TOKEN, "the request is not one of reach, wait or ping"),
+])  # fmt: skip
 def test_refusals_say_why(door, wish, name, token, reason):
     answer = line(ask(door, wish, name, token))
     assert answer.startswith("no ") and reason in answer
@@ -105,24 +124,19 @@ def test_a_proof_that_was_overheard_does_not_work_again(door):
 
 def test_the_token_does_not_cross_the_network(door):
     heard = bytearray()
-
-    def tap(data):
-        heard.extend(data)
-        return data
-
-    path = Proxy(door.address, tap=tap)
+    path = Proxy(door.address, tap=lambda data: heard.extend(data) or data)
     ping(Route(path.address, token=TOKEN), f"{RUN}/door")
     path.close()
     assert b"ping" in heard and TOKEN.encode() not in heard
 
 
 def test_a_request_that_is_too_long_or_too_slow_is_refused():
-    with Door("127.0.0.1", 0, PATIENT) as door:
+    with opened(preamble_s=PATIENCE) as door:
         caller = knock(door)
         line(caller)
         caller.sendall(b"x" * (LONGEST_LINE + 1000))
         assert line(caller) == f"no a line at a door has at most {LONGEST_LINE} bytes"
-    with Door("127.0.0.1", 0, Limits(preamble_s=0.2)) as door:
+    with opened(preamble_s=0.2) as door:
         caller = knock(door)
         line(caller)
         caller.sendall(b"reach ")
@@ -133,39 +147,32 @@ def test_a_request_that_is_too_long_or_too_slow_is_refused():
 
 @pytest.mark.parametrize("has_one_ended", [False, True])
 def test_joined_connections_without_a_byte_are_cut(has_one_ended):
-    with Door("127.0.0.1", 0, Limits(idle_s=0.2)) as door:
-        door.admit(RUN, TOKEN)
-        with joined(door) as (caller, served):
-            if has_one_ended:
-                with contextlib.suppress(OSError):  # it may be cut already
-                    caller.shutdown(socket.SHUT_WR)
-            for end in (caller, served):
-                with contextlib.suppress(ConnectionResetError):
-                    assert end.recv(1) == b""
-            wait_until(lambda: door.traffic()[RUN].connections == 0)
+    with opened(idle_s=0.2) as door, joined(door) as (caller, served):
+        if has_one_ended:
+            with contextlib.suppress(OSError):  # it may be cut already
+                caller.shutdown(socket.SHUT_WR)
+        for end in (caller, served):
+            with contextlib.suppress(ConnectionResetError):
+                assert end.recv(1) == b""
+        wait_until(lambda: door.traffic()[RUN].connections == 0)
 
 
 def test_a_slow_reader_slows_the_sender_and_loses_nothing():
-    with Door("127.0.0.1", 0, Limits(link_mbps=0)) as door:
-        door.admit(RUN, TOKEN)
-        with joined(door) as (caller, served):
-            sent, data = 0, random.randbytes(1 << 20)
-            caller.settimeout(0.2)
-            with contextlib.suppress(TimeoutError):
-                while True:  # until all buffers on the way are full
-                    sent += caller.send(data[sent % len(data) :])
-            assert door.traffic()[RUN].relayed_bytes <= sent
-            caller.shutdown(socket.SHUT_WR)
-            expected = (data * (sent // len(data) + 1))[:sent]
-            assert read_to_end(served) == expected
+    with opened(link_mbps=0) as door, joined(door) as (caller, served):
+        sent, data = 0, random.randbytes(1 << 20)
+        caller.settimeout(0.2)
+        with contextlib.suppress(TimeoutError):
+            while True:  # until all buffers on the way are full
+                sent += caller.send(data[sent % len(data) :])
+        assert door.traffic()[RUN].relayed_bytes <= sent
+        caller.shutdown(socket.SHUT_WR)
+        expected = (data * (sent // len(data) + 1))[:sent]
+        assert read_to_end(served) == expected
 
 
-@pytest.mark.parametrize(
-    "limits", [{"connections": 2}, {"per_address": 2}, {"strangers": 2}], ids=str
-)
-def test_connections_are_bounded(limits):
-    with Door("127.0.0.1", 0, replace(PATIENT, **limits)) as door:
-        door.admit(RUN, TOKEN)
+@pytest.mark.parametrize("limit", ["connections", "per_address", "strangers"])
+def test_connections_are_bounded(limit):
+    with opened(preamble_s=PATIENCE, **{limit: 2}) as door:
         kept = [knock(door), knock(door)]
         assert all(line(caller).startswith("thinwire-door") for caller in kept)
         with pytest.raises(WireError, match="the door refused: there are too many connections"):
@@ -208,18 +215,15 @@ def test_connections_of_a_run_and_of_one_member_are_bounded():
 
 
 def test_waiting_is_bounded_by_address_and_in_time():
-    with Door("127.0.0.1", 0, Limits(per_address=1)) as relay:
-        relay.admit_any("pass")
-        waiting = ask(relay, "wait", f"{RUN}/cut-a", "pass")
-        assert line(waiting) == "ok"
+    with relaying(per_address=1) as relay:
+        waiting = ok(ask(relay, "wait", f"{RUN}/cut-a", "pass"))
         assert "too many connections" in line(knock(relay))
         waiting.close()
         wait_until(lambda: relay.traffic()[RUN].connections == 0)
-        assert line(ask(relay, "wait", f"{RUN}/cut-b", "pass")) == "ok"
-    with Door("127.0.0.1", 0, Limits(wait_s=0.1)) as relay:
-        relay.admit_any("pass")
-        waiting = ask(relay, "wait", f"{RUN}/cut-a", "pass")
-        assert line(waiting) == "ok" and waiting.recv(1) == b"", "its time is over"
+        ok(ask(relay, "wait", f"{RUN}/cut-b", "pass"))
+    with relaying(wait_s=0.1) as relay:
+        waiting = ok(ask(relay, "wait", f"{RUN}/cut-a", "pass"))
+        assert waiting.recv(1) == b"", "its time is over"
 
 
 def test_nobody_else_can_say_that_a_caller_was_struck_off(service):
@@ -232,10 +236,8 @@ def test_nobody_else_can_say_that_a_caller_was_struck_off(service):
             caller.sendall(f"gone {proof} you were removed\n".encode())
 
     route, name = Route(service.address, token=TOKEN), f"{RUN}/door"
-    for proof, kind in (
-        ("0" * 64, WireError),
-        (proof_of(TOKEN, "abc", "gone", name), AdmissionError),
-    ):
+    right = proof_of(TOKEN, "abc", "gone", name)
+    for proof, kind in (("0" * 64, WireError), (right, AdmissionError)):
         threading.Thread(target=answer, args=(proof,)).start()
         with pytest.raises(WireError, match="you were removed") as refused:
             ping(route, name)
@@ -243,55 +245,44 @@ def test_nobody_else_can_say_that_a_caller_was_struck_off(service):
 
 
 def test_the_latest_who_waits_is_called_and_the_oldest_gives_way():
-    with Door("127.0.0.1", 0, Limits(waiting_per_name=2)) as door:
-        door.admit(RUN, TOKEN)
-        waiting = []
-        for _ in range(3):
-            waiting.append(ask(door, "wait", f"{RUN}/cut-a"))
-            assert line(waiting[-1]) == "ok"
+    with opened(waiting_per_name=2) as door:
+        waiting = [ok(ask(door, "wait", f"{RUN}/cut-a")) for _ in range(3)]
         assert waiting[0].recv(1) == b""
         caller = reach(door, "cut-a")
         assert line(waiting[2]) == "call 127.0.0.1"
         waiting[2].sendall(b"+hello")
-        assert line(caller) == "ok"
-        assert caller.recv(5) == b"hello"
+        assert ok(caller).recv(5) == b"hello"
 
 
 def test_one_who_waits_and_does_not_answer_is_passed_over():
-    with Door("127.0.0.1", 0, Limits(answer_s=2.0)) as door:  # for the one that answers, too
-        door.admit(RUN, TOKEN)
-        alive, gone, silent = (ask(door, "wait", f"{RUN}/cut-a") for _ in range(3))
-        assert [line(waiter) for waiter in (alive, gone, silent)] == ["ok"] * 3
+    with opened(answer_s=2.0) as door:  # for the one that answers, too
+        alive, gone, silent = (ok(ask(door, "wait", f"{RUN}/cut-a")) for _ in range(3))
         gone.close()
         wait_until(lambda: door.traffic()[RUN].waiting == 2)
         caller = reach(door, "cut-a")
         assert line(alive) == "call 127.0.0.1"  # once the silent one had its time
         alive.sendall(b"+")
-        assert line(caller) == "ok"
+        ok(caller)
         assert line(silent) == "call 127.0.0.1" and silent.recv(1) == b""
 
 
 def test_one_who_speaks_without_being_called_is_cut(door):
-    waiter = ask(door, "wait", f"{RUN}/cut-a")
-    assert line(waiter) == "ok"
+    waiter = ok(ask(door, "wait", f"{RUN}/cut-a"))
     waiter.sendall(b"+")
     assert waiter.recv(1) == b""
     assert "nobody waits for it" in line(reach(door, "cut-a"))
 
 
 def test_a_relay_admits_every_run_that_knows_its_pass():
-    with Door("127.0.0.1", 0, Limits(runs=2)) as relay:
-        relay.admit_any("pass", mbps=5)
-        waiter = ask(relay, "wait", f"{RUN}/cut-a", "pass")
-        assert line(waiter) == "ok"
+    with relaying(5, runs=2) as relay:
+        held = [ok(ask(relay, "wait", f"{RUN}/cut-a", "pass"))]
         assert "is not the right one" in line(ask(relay, "wait", f"{OTHER_RUN}/cut-a", TOKEN))
         assert relay.traffic().keys() == {RUN}
         assert "nobody waits" in line(ask(relay, "reach", f"{OTHER_RUN}/cut-a", "pass"))
         # Runs that have nobody here any more give way to others; those that have do not.
         assert line(ask(relay, "ping", f"{OTHER_RUN}/cut-a", "pass")).startswith("ok ")
         wait_until(lambda: relay.traffic()[OTHER_RUN].connections == 0)
-        third = ask(relay, "wait", f"{'0' * 16}/cut-a", "pass")
-        assert line(third) == "ok"
+        held.append(ok(ask(relay, "wait", f"{'0' * 16}/cut-a", "pass")))
         fourth = ask(relay, "wait", f"{'1' * 16}/cut-a", "pass")
         assert line(fourth) == "no 2 runs meet at this door already, the most"
         assert relay.traffic().keys() == {RUN, "0" * 16}
@@ -300,14 +291,11 @@ def test_a_relay_admits_every_run_that_knows_its_pass():
 @pytest.mark.parametrize(("mbps", "link_mbps"), [(8.0, 0.0), (0.0, 8.0)])
 def test_what_passes_between_others_stays_below_the_bound(service, mbps, link_mbps):
     """Of the run, or where it has none, of each link."""
-    with Door("127.0.0.1", 0, Limits(link_mbps=link_mbps)) as relay:
-        relay.admit_any("pass", mbps=mbps)
+    with relaying(mbps, link_mbps=link_mbps) as relay:
         route = Route(relay.address, token="pass")
         with Standby(f"{RUN}/cut-a", route, service.take) as standby:
             wait_until(lambda: standby.waiting == 2)
-            caller = ask(relay, "reach", f"{RUN}/cut-a", "pass")
-            assert line(caller) == "ok"
-            served = service.accept()
+            caller, served = ok(ask(relay, "reach", f"{RUN}/cut-a", "pass")), service.accept()
             begin = time.monotonic()
             threading.Thread(
                 target=lambda: (caller.sendall(bytes(800_000)), caller.shutdown(socket.SHUT_WR))
@@ -361,13 +349,11 @@ def test_closing_cuts_all_and_ends_every_thread(service):
     door = Door("127.0.0.1", 0)
     door.admit(RUN, TOKEN)
     door.serve(f"{RUN}/control", service.take)
-    stranger, caller = knock(door), reach(door, "control")
-    waiter = ask(door, "wait", f"{RUN}/cut-a")
-    assert (line(caller), line(waiter)) == ("ok", "ok")
+    ends = knock(door), ok(reach(door, "control")), ok(ask(door, "wait", f"{RUN}/cut-a"))
     standby = Standby(f"{RUN}/cut-b", Route(door.address, token=TOKEN), service.take)
     wait_until(lambda: standby.waiting == 2)
     door.close()
-    for end in (stranger, caller, waiter):
+    for end in ends:
         with contextlib.suppress(ConnectionResetError):
             read_to_end(end)
     service.accept().close()
@@ -376,17 +362,3 @@ def test_closing_cuts_all_and_ends_every_thread(service):
     wait_until(lambda: set(threading.enumerate()) <= before)
     with Door("127.0.0.1", door.port):
         pass
-
-
-def test_two_who_dial_out_meet(door, service):
-    with Standby(f"{RUN}/cut-0@1", Route(door.address, token=TOKEN), service.take) as standby:
-        wait_until(lambda: standby.waiting == 2)
-        caller = reach(door, "cut-0@1")
-        assert line(caller) == "ok"
-        served = service.accept()
-        caller.sendall(b"x" * 1000)
-        caller.shutdown(socket.SHUT_WR)
-        assert read_to_end(served) == b"x" * 1000
-        served.close()
-        assert read_to_end(caller) == b""
-        wait_until(lambda: door.traffic()[RUN] == Traffic(2, 2, relayed_bytes=1000))

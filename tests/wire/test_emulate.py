@@ -20,31 +20,14 @@ def test_the_uplink_carries_one_message_after_the_other_and_saves_nothing_up():
     assert nic.reserve_up(MEGABIT, now=15.0).end == pytest.approx(15.125)
 
 
-def test_equal_rates_up_and_down_do_not_count_twice():
-    sender = Nic(mbps_up=8, mbps_down=8, latency_ms=25)
-    receiver = Nic(mbps_up=8, mbps_down=8, latency_ms=25)
-    for _ in range(5):
-        arrived = sender.reserve_up(MEGABIT, now=0.0).arrival
-        assert receiver.reserve_down(MEGABIT, arrived) == pytest.approx(arrived)
-
-
-def test_two_senders_into_one_host_share_its_downlink():
-    receiver = Nic(mbps_up=8, mbps_down=8, latency_ms=0)
-    senders = [Nic(mbps_up=8, mbps_down=8, latency_ms=0) for _ in range(2)]
-    arrivals = [nic.reserve_up(MEGABIT, now=0.0).arrival for nic in senders]
-    delivered = [receiver.reserve_down(MEGABIT, arrived) for arrived in arrivals]
-    assert delivered == [pytest.approx(0.125), pytest.approx(0.25)]
-
-
-@pytest.mark.parametrize(
-    ("down", "arrivals", "delivered"),
-    [
-        (0, [1.0, 0.25], [1.0, 0.25]),  # unlimited: nobody waits for another sender
-        # The first byte comes at 0.0, the last at 0.125; passing the downlink takes 0.5.
-        (2, [0.125, 0.25], [0.5, 1.0]),
-        (800, [3.0], [3.0]),  # not before the last byte
-    ],
-)
+@pytest.mark.parametrize(("down", "arrivals", "delivered"), [
+    (0, [1.0, 0.25], [1.0, 0.25]),  # unlimited: nobody waits for another sender
+    # The first byte comes at 0.0, the last at 0.125; passing the downlink takes 0.5.
+    (2, [0.125, 0.25], [0.5, 1.0]),
+    (800, [3.0], [3.0]),  # not before the last byte
+    (8, [0.15, 0.275, 0.4], [0.15, 0.275, 0.4]),  # equal rates up and down do not count twice
+    (8, [0.125, 0.125], [0.125, 0.25]),  # two senders share the downlink of one host
+])  # fmt: skip
 def test_the_downlink_decides_where_it_is_slower(down, arrivals, delivered):
     receiver = Nic(mbps_up=8, mbps_down=down, latency_ms=0)
     assert [receiver.reserve_down(MEGABIT, at) for at in arrivals] == pytest.approx(delivered)

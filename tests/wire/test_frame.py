@@ -13,30 +13,17 @@ from thinwire.errors import WireError
 from thinwire.wire import HEADER_BYTES, Frame, FrameKind, Meter, decode, encode
 from thinwire.wire.lasting import LastingKind
 
+PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 FRAMES = st.builds(
-    Frame,
-    kind=st.sampled_from(FrameKind),
-    sender=U16,
-    step=U64,
-    microbatch=U32,
-    weight_version=U32,
-    basis_version=U32,
-    codec=U32,
-    shape=st.lists(U32, max_size=4).map(tuple),
+    Frame, kind=st.sampled_from(FrameKind), sender=U16, step=U64, microbatch=U32,
+    weight_version=U32, basis_version=U32, codec=U32, shape=st.lists(U32, max_size=4).map(tuple),
     payload=st.binary(max_size=200),
-)
+)  # fmt: skip
 EXAMPLE = Frame(
-    kind=FrameKind.BACKWARD,
-    sender=3,
-    step=1_000_000_007,
-    microbatch=11,
-    weight_version=12,
-    basis_version=13,
-    codec=0xC0DEC,
-    shape=(2, 5),
-    payload=b"thin wires carry far",
-)
+    kind=FrameKind.BACKWARD, sender=3, step=1_000_000_007, microbatch=11, weight_version=12,
+    basis_version=13, codec=0xC0DEC, shape=(2, 5), payload=b"thin wires carry far",
+)  # fmt: skip
 
 
 def resealed(message: bytes, offset: int, replacement: bytes) -> bytes:
@@ -87,22 +74,19 @@ def test_every_truncation_and_an_extension_are_refused():
         decode(message + b"\0", 1000)
 
 
-@pytest.mark.parametrize(
-    ("offset", "replacement", "field"),
-    [
-        (0, b"THWS", "magic"),
-        (4, b"\x02", "version"),
-        (5, b"\x00", "kind"),
-        (5, b"\xff", "kind"),
-        (32, b"\x05", "ndim"),
-        (33, b"\x01", "reserved"),
-        (35, b"\x80", "reserved"),
-        (44, b"\x01", "dims"),
-        (51, b"\x01", "dims"),
-        (52, b"\x13", "payload length"),
-        (59, b"\x01", "payload length"),
-    ],
-)
+@pytest.mark.parametrize(("offset", "replacement", "field"), [
+    (0, b"THWS", "magic"),
+    (4, b"\x02", "version"),
+    (5, b"\x00", "kind"),
+    (5, b"\xff", "kind"),
+    (32, b"\x05", "ndim"),
+    (33, b"\x01", "reserved"),
+    (35, b"\x80", "reserved"),
+    (44, b"\x01", "dims"),
+    (51, b"\x01", "dims"),
+    (52, b"\x13", "payload length"),
+    (59, b"\x01", "payload length"),
+])  # fmt: skip
 def test_each_malformed_field_is_named_although_the_checksum_fits(offset, replacement, field):
     assert decode(resealed(encode(EXAMPLE), 0, b"THWR"), 1000) == EXAMPLE
     with pytest.raises(WireError, match=f"malformed frame, {field}:"):
@@ -110,29 +94,19 @@ def test_each_malformed_field_is_named_although_the_checksum_fits(offset, replac
 
 
 def test_the_example_of_the_format_page_is_true():
-    page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
-    rows = re.findall(r"^[0-9a-f]0  ((?:[0-9a-f]{2} ?)+)$", page, re.MULTILINE)
+    rows = re.findall(r"^[0-9a-f]0  ((?:[0-9a-f]{2} ?)+)$", PAGE, re.MULTILINE)
     example = Frame(
-        kind=FrameKind.FORWARD,
-        sender=1,
-        step=300,
-        microbatch=2,
-        weight_version=300,
-        basis_version=4,
-        codec=42,
-        shape=(1, 2, 4),
-        payload=bytes(range(8)),
-    )
+        kind=FrameKind.FORWARD, sender=1, step=300, microbatch=2, weight_version=300,
+        basis_version=4, codec=42, shape=(1, 2, 4), payload=bytes(range(8)),
+    )  # fmt: skip
     assert bytes.fromhex("".join(rows)) == encode(example)
 
 
-@pytest.mark.parametrize(
-    ("section", "kinds"),
-    [("The frame", FrameKind), ("Links that break and come back", LastingKind)],
-)
+@pytest.mark.parametrize(("section", "kinds"), [
+    ("The frame", FrameKind), ("Links that break and come back", LastingKind),
+])  # fmt: skip
 def test_the_format_page_lists_every_kind(section, kinds):
-    page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
-    (text,) = re.findall(rf"^## {section}$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    (text,) = re.findall(rf"^## {section}$(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
     listed = dict(re.findall(r"^\| (\d+) \| ([A-Z]+) \|", text, re.MULTILINE))
     assert listed == {str(int(kind)): kind.name for kind in kinds}
 

@@ -47,18 +47,15 @@ def test_after_a_failed_handshake_the_other_end_is_not_left_waiting():
     assert there.read() is None
 
 
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        (hello(b"{not json"), "not a JSON object"),
-        (hello(b"\xff\xfe\xff"), "not a JSON object"),
-        (hello(b"[" * 30_000), "not a JSON object"),
-        (hello(b"[1, 2]"), "not a JSON object"),
-        (hello(b'"' + b"x" * MAX_HELLO + b'"'), f"at most {MAX_HELLO} are accepted"),
-        (encode(Frame(FrameKind.FORWARD)), "expected HELLO first, got FORWARD"),
-        (b"junk", "malformed frame, length"),
-    ],
-)
+@pytest.mark.parametrize(("message", "reason"), [
+    (hello(b"{not json"), "not a JSON object"),
+    (hello(b"\xff\xfe\xff"), "not a JSON object"),
+    (hello(b"[" * 30_000), "not a JSON object"),
+    (hello(b"[1, 2]"), "not a JSON object"),
+    (hello(b'"' + b"x" * MAX_HELLO + b'"'), f"at most {MAX_HELLO} are accepted"),
+    (encode(Frame(FrameKind.FORWARD)), "expected HELLO first, got FORWARD"),
+    (b"junk", "malformed frame, length"),
+])  # fmt: skip
 def test_a_malformed_hello_is_refused(message, reason):
     here, there = memory_pair()
     there.write(message)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wiring import in_background, read_all
+from wiring import Passed, in_background, read_all, writing
 
 from thinwire.errors import AdmissionError, BreachError, WireError
 from thinwire.wire import LastingPipe, Pipe, lasting, memory_pair
@@ -47,31 +47,21 @@ class Network:
             end.close()
 
 
-def join(network: Network, outage: float = PATIENCE) -> tuple[LastingPipe, LastingPipe]:
-    left, right = (
-        LastingPipe(network.opener(side)(1), network.opener(side), outage) for side in (0, 1)
-    )
-    return left, right
+def join(network: Network, outage: float = PATIENCE) -> list[LastingPipe]:
+    openers = [network.opener(side) for side in (0, 1)]
+    return [LastingPipe(opener(1), opener, outage) for opener in openers]
 
 
-class Losable(Pipe):
+class Losable(Passed):
     """The end of a connection that can be lost, where one in memory only ends in good order."""
 
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
-        self.is_lost = False
-
-    def write(self, message: bytes) -> None:
-        self._pipe.write(message)
+    is_lost = False
 
     def read(self) -> bytes | None:
-        message = self._pipe.read()
+        message = super().read()
         if message is None and self.is_lost:
             raise WireError("the connection was lost")
         return message
-
-    def close(self, grace: float | None = 5.0) -> None:
-        self._pipe.close(grace)
 
 
 class ByHand:
@@ -99,7 +89,6 @@ class ByHand:
 
     def hear(self) -> tuple[int, int, bytes]:
         raw = self.connection.read()
-        assert raw is not None
         return (*HEAD.unpack_from(raw), raw[LASTING_BYTES:])
 
     def lose(self) -> None:
@@ -213,14 +202,7 @@ def test_a_writer_is_held_back_while_too_much_is_not_acknowledged():
     """Whoever reads and never acknowledges must not fill the memory of the other end."""
     other = ByHand()
     in_background(other.pipe.read)
-    written = []
-
-    def write():
-        for number in range(30):
-            other.pipe.write(bytes(2000))
-            written.append(number)
-
-    thread = in_background(write)
+    thread, written = writing(other.pipe, [bytes(2000)] * 30)
     wait_until(lambda: len(written) == 10)
     time.sleep(0.2)
     assert len(written) == 10, "ten messages of 2,009 bytes are all that may be kept"
@@ -238,15 +220,8 @@ def test_a_writer_waits_during_an_outage_which_is_told_of_and_timed():
     assert right.read() == b"before" and not told
     network.is_down = True
     network.cut()
-    written = []
-
-    def write():
-        for number in range(5):
-            left.write(bytes([number]))
-            written.append(number)
-
     in_background(left.read)
-    thread = in_background(write)
+    thread, written = writing(left, [bytes([number]) for number in range(5)])
     wait_until(lambda: told)
     time.sleep(0.3)
     assert len(written) <= 1
@@ -294,16 +269,13 @@ def test_another_process_in_the_place_of_the_other_end_is_refused():
         other.pipe.read()
 
 
-@pytest.mark.parametrize(
-    ("raw", "reason"),
-    [
-        (b"x", "shorter than a header"),
-        (HEAD.pack(LastingKind.DATA, 7) + b"x", "message 7 arrived, but 0 was due"),
-        (HEAD.pack(9, 0), "message 0 arrived, but 0 was due"),
-        (HEAD.pack(LastingKind.OPEN, 0), "message 0 arrived, but 0 was due"),
-        (HEAD.pack(LastingKind.HAVE, 3), "3 messages are acknowledged, but only 0"),
-    ],
-)
+@pytest.mark.parametrize(("raw", "reason"), [
+    (b"x", "shorter than a header"),
+    (HEAD.pack(LastingKind.DATA, 7) + b"x", "message 7 arrived, but 0 was due"),
+    (HEAD.pack(9, 0), "message 0 arrived, but 0 was due"),
+    (HEAD.pack(LastingKind.OPEN, 0), "message 0 arrived, but 0 was due"),
+    (HEAD.pack(LastingKind.HAVE, 3), "3 messages are acknowledged, but only 0"),
+])  # fmt: skip
 def test_nonsense_is_a_breach(raw, reason):
     other = ByHand()
     other.connection.write(raw)
@@ -327,7 +299,7 @@ def test_whoever_still_writes_when_the_other_end_hangs_up_has_lost_no_connection
     """The writer of a connection may notice first that the other end closed it in good order."""
     hung_up = threading.Event()
 
-    class NoticedLate(Losable):
+    class NoticedLate(Passed):
         def write(self, message):
             if message[0] == LastingKind.END:
                 hung_up.set()
@@ -394,19 +366,10 @@ def test_what_it_adds_to_messages_is_what_the_page_says():
     """docs/wire.md: 9 bytes a message, 17 to open each way, 9 to acknowledge 16 small ones."""
     written: list[int] = []
 
-    class Counted(Pipe):
-        def __init__(self, pipe):
-            self.pipe = pipe
-
+    class Counted(Passed):
         def write(self, message):
             written.append(len(message))
-            self.pipe.write(message)
-
-        def read(self):
-            return self.pipe.read()
-
-        def close(self, grace=5.0):
-            self.pipe.close(grace)
+            super().write(message)
 
     first = [Counted(end) for end in memory_pair()]
     left, right = (LastingPipe(end, lambda timeout: first[0], PATIENCE) for end in first)

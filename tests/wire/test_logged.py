@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -80,9 +79,12 @@ def meet(staying: Side, new: Side) -> None:
     assert not going.is_alive()
 
 
-def goes_on_in_vain(side: Side, pipe: Pipe) -> None:
-    with pytest.raises(WireError):
-        side.pipe.go_on(pipe)
+def goes_on_in_vain(side: Side, pipe: Pipe) -> threading.Thread:
+    def go_on():
+        with pytest.raises(WireError):
+            side.pipe.go_on(pipe)
+
+    return in_background(go_on)
 
 
 @pytest.fixture(params=NICS)
@@ -90,12 +92,16 @@ def nic(request):
     return NICS[request.param]
 
 
-@pytest.fixture
-def pair(tmp_path, nic):
+def joined(folder: Path, nic: Callable[[], Nic | None] = lambda: None) -> tuple[Side, Side, Pipe]:
     """A stage below, the stage above it and the pipe of that, which dies with it."""
     ours, theirs = memory_pair()
-    below = Side(tmp_path / "below", ours, nic=nic())
-    return below, Side(tmp_path / "above", theirs, nic=nic()), theirs
+    below = Side(folder / "below", ours, nic=nic())
+    return below, Side(folder / "above", theirs, nic=nic()), theirs
+
+
+@pytest.fixture
+def pair(tmp_path, nic):
+    return joined(tmp_path, nic)
 
 
 def die(above: Side, its_pipe: Pipe, below: Side) -> None:
@@ -137,8 +143,7 @@ def test_a_new_process_gets_what_it_needs_and_the_other_end_nothing_twice(pair, 
 @pytest.mark.parametrize("error", [-1, 1])
 def test_a_wrong_count_of_what_arrived_would_show(error, tmp_path, monkeypatch):
     """The failing side of the test above: a frame comes twice, or one is missing."""
-    ours, theirs = memory_pair()
-    below, above = Side(tmp_path / "below", ours), Side(tmp_path / "above", theirs)
+    below, above, theirs = joined(tmp_path)
     new, true = Side(tmp_path / "new", None, start=2), LinkState.position
 
     def wrong(state):
@@ -168,14 +173,14 @@ def test_who_is_lost_again_is_replaced_again(pair, tmp_path):
     die(above, its_pipe, below)
 
     ours, theirs = memory_pair(limit=1)
-    silent = in_background(partial(goes_on_in_vain, below, ours))
+    silent = goes_on_in_vain(below, ours)
     assert theirs.read(), "where the other end stands; and no answer"
     below.pipe.await_another()
     silent.join(PATIENCE / 3)
     assert not silent.is_alive(), "it does not wait for an answer that cannot come"
 
     ours, theirs = memory_pair(limit=1)
-    stuck = in_background(partial(goes_on_in_vain, below, ours))
+    stuck = goes_on_in_vain(below, ours)
     second = LoggedPipe(None, LinkState(FrameLog(tmp_path / "second", 1 << 20), 0, True), nic)
     second.go_on(theirs)
     assert second.read() and second.read(), "it dies after the first frames"
@@ -268,9 +273,7 @@ def test_a_log_gives_back_what_it_was_given_and_forgets_what_is_safe(tmp_path, m
 
 
 @pytest.mark.parametrize("reason", ["limit", "disk"])
-def test_a_log_that_has_no_room_costs_no_training_and_helps_again_after_the_next_state(
-    reason, tmp_path
-):
+def test_a_log_without_room_costs_no_training_and_helps_again_after_a_state(reason, tmp_path):
     full = tmp_path / "full"
     log = FrameLog(full, 1000 if reason == "limit" else 1 << 20)
     if reason == "disk":
@@ -292,13 +295,11 @@ def test_a_log_that_has_no_room_costs_no_training_and_helps_again_after_the_next
 
 def test_what_both_ends_do_at_once_keeps_its_order(tmp_path):
     """Frames are sent by one thread while another sends the log again."""
-    ours, theirs = memory_pair()
-    below, above = Side(tmp_path / "below", ours), Side(tmp_path / "above", theirs)
+    below, above, theirs = joined(tmp_path)
     below.send(*range(10))
     above.wait_for(10 * MICROBATCHES)
-    sending = threading.Thread(target=lambda: below.send(*range(10, 300)), daemon=True)
     die(above, theirs, below)
-    sending.start()
+    sending = in_background(lambda: below.send(*range(10, 300)))
     new = Side(tmp_path / "new", None)
     meet(below, new)
     sending.join(PATIENCE)
@@ -307,8 +308,7 @@ def test_what_both_ends_do_at_once_keeps_its_order(tmp_path):
 
 
 def test_a_follower_gets_what_another_gets_sends_nothing_and_takes_its_place(tmp_path):
-    ours, theirs = memory_pair()
-    below, above = Side(tmp_path / "below", ours), Side(tmp_path / "above", theirs)
+    below, above, theirs = joined(tmp_path)
     below.send(0, 1)
     fed, follows = memory_pair()
 

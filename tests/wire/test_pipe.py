@@ -1,26 +1,11 @@
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wiring import read_all
+from wiring import read_all, writing
 
 from thinwire.errors import WireError
 from thinwire.wire import memory_pair
-from waiting import PATIENCE
-
-
-def test_messages_keep_their_order_and_bounds_in_both_directions(pipes):
-    here, there = pipes
-    sent_here = [bytes([i]) * (i * 997 + 64) for i in range(40)]
-    sent_there = [bytes([i]) * (i * 31 + 64) for i in range(40)]
-    with ThreadPoolExecutor(2) as pool:
-        at_there = pool.submit(lambda: [there.read() for _ in sent_here])
-        at_here = pool.submit(lambda: [here.read() for _ in sent_there])
-        for a, b in zip(sent_here, sent_there, strict=True):
-            here.write(a)
-            there.write(b)
-        assert at_there.result(PATIENCE) == sent_here
-        assert at_here.result(PATIENCE) == sent_there
+from waiting import PATIENCE, wait_until
 
 
 def test_what_was_written_before_closing_still_arrives(pipes):
@@ -50,18 +35,9 @@ def test_closing_ends_a_waiting_read_and_all_writing_at_both_ends(pipes):
 
 def test_a_full_pipe_holds_its_writer_until_there_is_room():
     here, there = memory_pair(limit=2)
-    written = threading.Semaphore(0)
-
-    def write():
-        for i in range(3):
-            here.write(bytes([i]))
-            written.release()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    assert written.acquire(timeout=PATIENCE)
-    assert written.acquire(timeout=PATIENCE)
-    assert not written.acquire(timeout=0.05)
-    assert there.read() == b"\0"
-    assert written.acquire(timeout=PATIENCE)
-    writer.join(PATIENCE)
+    writer, written = writing(here, [b"a", b"b", b"c"])
+    wait_until(lambda: len(written) == 2)
+    writer.join(0.05)
+    assert len(written) == 2
+    assert there.read() == b"a"
+    wait_until(lambda: len(written) == 3)

@@ -5,14 +5,13 @@ import select
 import socket
 
 import pytest
+from knocking import RUN, TOKEN
 from wiring import HOST
 
 from thinwire.errors import WireError
 from thinwire.wire import Door, Route, Standby, speed
 from thinwire.wire.speed import SpeedService, measure_link
 from waiting import PATIENCE, wait_until
-
-RUN, TOKEN = "0123456789abcdef", "the run's token"
 
 
 @pytest.fixture
@@ -28,12 +27,8 @@ def door(service):
         yield door
 
 
-def address(door: Door) -> str:
-    return f"127.0.0.1:{door.port}"
-
-
 def test_a_link_is_measured_through_the_hosts_door(door):
-    rates = measure_link([Route(address(door), token=TOKEN)], RUN, seconds=0.1)
+    rates = measure_link([Route(door.address, token=TOKEN)], RUN, seconds=0.1)
     assert rates.mbps_up > 0 and rates.mbps_down > 0
     assert 0 < rates.round_trip_s < PATIENCE
 
@@ -43,7 +38,7 @@ def test_a_bounded_way_is_found_to_be_slow(service):
     with Door("127.0.0.1", 0) as relay:
         run = HOST.fingerprint[:16]
         relay.admit_any(TOKEN, mbps=8.0)
-        route = Route(address(relay), "relayed", TOKEN)
+        route = Route(relay.address, "relayed", TOKEN)
         with Standby(f"{run}/speed", route, service.take, prover=HOST.prove) as standby:
             wait_until(lambda: standby.waiting)
             rates = measure_link([Route("127.0.0.1:9", token=TOKEN), route], run, seconds=0.5)
@@ -54,12 +49,12 @@ def test_a_bounded_way_is_found_to_be_slow(service):
 
 def test_why_nothing_can_be_measured_is_said(door):
     with pytest.raises(WireError, match=r"could not be measured: .*not the right one"):
-        measure_link([Route(address(door), token="another")], RUN)
+        measure_link([Route(door.address, token="another")], RUN)
     with pytest.raises(WireError, match="no route is known"):
         measure_link([], RUN)
     with Door("127.0.0.1", 0) as other, pytest.raises(WireError, match="nobody waits for it"):
         other.admit(RUN, TOKEN)
-        measure_link([Route(address(other), token=TOKEN)], RUN)
+        measure_link([Route(other.address, token=TOKEN)], RUN)
 
 
 def caller_of(service: SpeedService) -> socket.socket:

@@ -1,6 +1,7 @@
 """Streams over TLS: both ends proven by their keys, losses noticed, strangers few."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -9,29 +10,17 @@ import ssl
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from wiring import HOST, HOURLY, MAX_MESSAGE, MAX_PAYLOAD, PEER, Recorder
+from wiring import HOST, HOURLY, MAX_MESSAGE, MAX_PAYLOAD, PEER, Recorder, writing
 
 from proxy import Proxy
+from thinwire import wire
 from thinwire.errors import AdmissionError, BreachError, WireError
-from thinwire.wire import (
-    Frame,
-    FrameKind,
-    Identity,
-    LastingPipe,
-    Link,
-    Listener,
-    Meter,
-    Pipe,
-    dial,
-    raise_descriptor_limit,
-    stream,
-)
 from waiting import PATIENCE, wait_until
 
 HASTY = 3.0
@@ -55,10 +44,10 @@ OTHER = """
 """
 
 
-def call(address: str, name: str = "peer", who: Identity = PEER, timeout: float = PATIENCE,
+def call(address: str, name: str = "peer", who: wire.Identity = PEER, timeout: float = PATIENCE,
          whom: str = HOST.fingerprint, silence: float = HOURLY,
-         tries_again: bool = True) -> Pipe:  # fmt: skip
-    return dial(address, name, who, whom, timeout, MAX_MESSAGE, silence, tries_again)
+         tries_again: bool = True) -> wire.Pipe:  # fmt: skip
+    return wire.dial(address, name, who, whom, timeout, MAX_MESSAGE, silence, tries_again)
 
 
 def refusal(address: str, *others: object, **named: object) -> WireError:
@@ -69,7 +58,7 @@ def refusal(address: str, *others: object, **named: object) -> WireError:
 
 
 @contextlib.contextmanager
-def awaited(listener: Listener, name: str = "peer", dialer: str | None = None) -> Iterator[Future]:
+def awaited(listener: wire.Listener, name: str = "peer", dialer: Any = None) -> Iterator[Future]:
     """A stream of this name is expected, and must come in the end."""
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, name, PATIENCE, dialer)
@@ -85,22 +74,18 @@ def spawn():
 
     def spawn(we, silence, wait=True):
         order = {
-            "identity": {"name": "peer", "key_pem": PEER.key_pem},
-            "silence": silence,
-            "wait": wait,
+            "identity": {"name": "peer", "key_pem": PEER.key_pem}, "silence": silence, "wait": wait,
             "whom": HOST.fingerprint,
-        }
+        }  # fmt: skip
         if we == "listen":
-            listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, silence)
+            listener = wire.Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, silence)
             held.callback(listener.close)
             order["address"] = listener.address
         process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(OTHER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", textwrap.dedent(OTHER)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        )  # fmt: skip
         held.callback(process.communicate)
         held.callback(process.kill)
         process.stdin.write(json.dumps(order) + "\n")
@@ -114,27 +99,23 @@ def spawn():
     held.close()
 
 
-def start(pipe: Pipe) -> tuple[Link, Recorder]:
+def start(pipe: wire.Pipe) -> tuple[wire.Link, Recorder]:
     heard = Recorder()
-    link = Link(pipe, Meter(), None, "coordinator-peer", MAX_PAYLOAD)
+    link = wire.Link(pipe, wire.Meter(), None, "coordinator-peer", MAX_PAYLOAD)
     link.start(heard.on_frame, heard.on_broken, heard.on_end)
     return link, heard
 
 
-@pytest.mark.parametrize(
-    ("we", "stop_with", "silence"),
-    [
-        ("listen", signal.SIGKILL, HOURLY),
-        ("dial", signal.SIGSTOP, HASTY),
-        ("listen", signal.SIGSTOP, HASTY),
-    ],
-    ids=["killed", "silent listener", "silent dialer"],
-)
+@pytest.mark.parametrize(("we", "stop_with", "silence"), [
+    ("listen", signal.SIGKILL, HOURLY),
+    ("dial", signal.SIGSTOP, HASTY),
+    ("listen", signal.SIGSTOP, HASTY),
+], ids=["killed", "silent listener", "silent dialer"])  # fmt: skip
 def test_a_lost_process_is_noticed(spawn, we, stop_with, silence):
     """A killed process is noticed at once; a stopped one says no more that it is alive."""
     process, pipe = spawn(we, silence)
     link, heard = start(pipe)
-    link.send(Frame(FrameKind.FORWARD, step=5, payload=bytes(1 << 20)))
+    link.send(wire.Frame(wire.FrameKind.FORWARD, step=5, payload=bytes(1 << 20)))
     heard.wait(lambda: heard.frames)
     if stop_with is signal.SIGSTOP and we == "listen":
         time.sleep(3.5)  # idle, and alive
@@ -155,12 +136,12 @@ def test_a_process_that_forgets_to_close_still_exits(spawn, we):
 
 def test_an_end_that_does_not_read_is_alive_all_the_same():
     """A stage that is busy takes nothing for a while: the other end must not give it up."""
-    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, HASTY)
+    listener = wire.Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, HASTY)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, "peer", PATIENCE)
         (link, heard) = start(call(listener.address, silence=HASTY))
         for _ in range(20):
-            link.send(Frame(FrameKind.FORWARD, payload=bytes(1 << 20)))
+            link.send(wire.Frame(wire.FrameKind.FORWARD, payload=bytes(1 << 20)))
         time.sleep(3.5)
         assert heard.errors == []
         late, got = start(accepted.result())
@@ -175,7 +156,7 @@ def test_the_round_trip_is_what_the_system_measures(listener):
     """Of this connection, for as long as there is one; a lasting pipe has that of its own."""
     with awaited(listener) as accepted:
         ours = call(listener.address)
-        lasting = [LastingPipe(end, None, 0.1) for end in (ours, accepted.result(PATIENCE))]
+        lasting = [wire.LastingPipe(end, None, 0.1) for end in (ours, accepted.result(PATIENCE))]
         lasting[0].write(b"a message")
         assert lasting[1].read() == b"a message"
     assert 0 < ours.round_trip() < PATIENCE
@@ -188,12 +169,12 @@ def test_the_round_trip_is_what_the_system_measures(listener):
 def test_where_nobody_can_listen_and_who_can_be_dialed(listener, tmp_path):
     port = int(listener.address.rsplit(":", 1)[1])
     with pytest.raises(WireError, match=f"port {port} of 127.0.0.1: Address already in use"):
-        Listener(HOST, "127.0.0.1", port, MAX_MESSAGE)
+        wire.Listener(HOST, "127.0.0.1", port, MAX_MESSAGE)
     with pytest.raises(WireError, match=r"cannot listen on port 0 of 192\.0\.2\.1: .*link\.listen"):
-        Listener(HOST, "192.0.2.1", 0, MAX_MESSAGE)
+        wire.Listener(HOST, "192.0.2.1", 0, MAX_MESSAGE)
     listener.close()
     assert "Connection refused" in str(refusal(listener.address))
-    Listener(HOST, "127.0.0.1", port, MAX_MESSAGE).close()  # it is free again
+    wire.Listener(HOST, "127.0.0.1", port, MAX_MESSAGE).close()  # it is free again
     with socket.socket(socket.AF_UNIX) as file:
         # A host tells a peer where to dial: it must not learn which files are there.
         file.bind(str(tmp_path / "s"))
@@ -229,7 +210,7 @@ def test_a_refusal_outweighs_the_silence_of_later_attempts(listener):
 
 
 def test_both_ends_prove_their_keys(listener):
-    other = Identity.create("peer", HOST.public)
+    other = wire.Identity.create("peer", HOST.public)
     with awaited(listener, dialer=PEER.fingerprint) as accepted:
         refused = refusal(listener.address, who=other)
         assert "'peer' is expected from " in str(refused) and type(refused) is WireError
@@ -242,10 +223,10 @@ def test_both_ends_prove_their_keys(listener):
 
 def test_who_is_not_on_the_list_is_refused_for_good():
     members = {PEER.fingerprint: "ada"}
-    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, who=members.get)
+    listener = wire.Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, who=members.get)
     with awaited(listener, "lobby", "ada"):
         with pytest.raises(AdmissionError, match="is not welcome there; its host removed this"):
-            call(listener.address, "lobby", Identity.create("ada"))
+            call(listener.address, "lobby", wire.Identity.create("ada"))
         call(listener.address, "lobby")
     members.clear()
     with pytest.raises(AdmissionError):
@@ -309,12 +290,11 @@ def test_the_right_signature_of_a_stranger_written_by_hand_counts(listener):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors in /proc")
-def test_strangers_hold_few_descriptors_and_not_for_long(monkeypatch):
+def test_strangers_hold_few_descriptors_and_not_for_long(listener, monkeypatch):
     """Idle connections stayed for two minutes, each a descriptor: 1,100 stopped checkpoints."""
-    raise_descriptor_limit()
-    monkeypatch.setattr(stream, "HANDSHAKE_S", 1.0)
-    monkeypatch.setattr(stream, "MOST_STRANGERS", 40)
-    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
+    wire.raise_descriptor_limit()
+    monkeypatch.setattr(wire.stream, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(wire.stream, "MOST_STRANGERS", 40)
     host, port = listener.address.split(":")
 
     def open_files():
@@ -337,9 +317,8 @@ def test_strangers_hold_few_descriptors_and_not_for_long(monkeypatch):
     dialed.close()
 
 
-def test_a_stranger_that_drips_has_no_more_time_than_others(monkeypatch):
-    monkeypatch.setattr(stream, "HANDSHAKE_S", 0.5)
-    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
+def test_a_stranger_that_drips_has_no_more_time_than_others(listener, monkeypatch):
+    monkeypatch.setattr(wire.stream, "HANDSHAKE_S", 0.5)
     talk, read, _ = greet(listener.address)
     read()
     began = time.monotonic()
@@ -349,22 +328,11 @@ def test_a_stranger_that_drips_has_no_more_time_than_others(monkeypatch):
             talk.sendall(b"x")
             time.sleep(0.05)
     assert time.monotonic() - began < PATIENCE
-    listener.close()
 
 
 def test_a_writer_is_held_back_when_nobody_reads(connect):
     accepted, dialed = connect("peer")
-    written, refused = [], threading.Event()
-
-    def write():
-        try:
-            while True:
-                dialed.write(bytes(1 << 20))
-                written.append(1)
-        except WireError:
-            refused.set()
-
-    threading.Thread(target=write, daemon=True).start()
+    writer, written = writing(dialed, itertools.repeat(bytes(1 << 20)))
     wait_until(lambda: written)
     time.sleep(0.5)  # unhindered, it would write hundreds in this time
     assert len(written) < 50
@@ -372,7 +340,8 @@ def test_a_writer_is_held_back_when_nobody_reads(connect):
         ended = pool.submit(dialed.read)
         accepted.close()
         assert ended.result(PATIENCE) is None
-    assert refused.wait(PATIENCE)
+    writer.join(PATIENCE)
+    assert not writer.is_alive(), "it was refused"
 
 
 def test_closing_the_listener_ends_waits_and_breaks_what_is_open(connect, listener):
@@ -404,7 +373,7 @@ def test_below_the_meter_a_frame_costs_4_bytes_and_22_for_each_record(connect):
     for payload, records in ((1024, 1), (1 << 20, 65)):
         kernel, metered, count = sent_by_kernel(), near.meter.sent_bytes(), len(got.frames)
         for _ in range(10):
-            near.send(Frame(FrameKind.FORWARD, payload=bytes(payload)))
+            near.send(wire.Frame(wire.FrameKind.FORWARD, payload=bytes(payload)))
         got.wait(lambda count=count: len(got.frames) == count + 10)
         below = sent_by_kernel() - kernel - (near.meter.sent_bytes() - metered)
         assert below in (10 * (4 + 22 * records), 10 * (4 + 22 * records) + 26)  # it is alive
@@ -416,9 +385,9 @@ def test_below_the_meter_a_frame_costs_4_bytes_and_22_for_each_record(connect):
 def test_identities_hide_their_keys_and_damaged_ones_are_named():
     assert "PRIVATE" in PEER.key_pem and "PRIVATE" not in repr(PEER)
     assert len(PEER.fingerprint) == 64 and PEER.fingerprint != HOST.fingerprint
-    assert Identity("peer", PEER.key_pem).fingerprint == PEER.fingerprint
+    assert wire.Identity("peer", PEER.key_pem).fingerprint == PEER.fingerprint
     with pytest.raises(WireError, match="the key of 'peer' is damaged"):
-        Identity("peer", PEER.key_pem[:60]).public  # noqa: B018
+        wire.Identity("peer", PEER.key_pem[:60]).public  # noqa: B018
     # Both ends make the same token, and nobody else does.
     assert PEER.door_token == HOST.token_with("peer", PEER.public)
-    assert PEER.door_token != Identity.create("peer", HOST.public).door_token
+    assert PEER.door_token != wire.Identity.create("peer", HOST.public).door_token

@@ -1,7 +1,8 @@
 """What several tests of the wire room need."""
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from thinwire.errors import WireError
 from thinwire.wire import Frame, Identity, Pipe
@@ -43,10 +44,39 @@ class Recorder:
             assert self._changed.wait_for(condition, PATIENCE), vars(self)
 
 
+class Passed(Pipe):
+    """A pipe that does what another does, for tests that change some of that."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    def write(self, message: bytes) -> None:
+        self._pipe.write(message)
+
+    def read(self) -> bytes | None:
+        return self._pipe.read()
+
+    def close(self, grace: float | None = 5.0) -> None:
+        self._pipe.close(grace)
+
+
 def in_background(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
+
+
+def writing(pipe: Pipe, messages: Iterable[bytes]) -> tuple[threading.Thread, list[bytes]]:
+    """Write these until the pipe takes no more; who does, and what it has written so far."""
+    written: list[bytes] = []
+
+    def write() -> None:
+        with contextlib.suppress(WireError):
+            for message in messages:
+                pipe.write(message)
+                written.append(message)
+
+    return in_background(write), written
 
 
 def read_all(pipe: Pipe) -> list[bytes]:
