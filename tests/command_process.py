@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import traceback
-from typing import NoReturn
 
 import thinwire.demo
 import thinwire.engine
@@ -25,7 +24,7 @@ import thinwire.web.server  # noqa: F401
 from thinwire import cli
 
 
-def main() -> NoReturn:
+def main():
     """Be the command of the first line on standard input; the rest of that is its input."""
     gc.enable()
     line = bytearray()

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
 
 from machines import machines  # noqa: F401 - a fixture
 from masks import answers, with_masks
 from programs import Program
 from settings_values import TINY_MODEL, tiny_settings, write_texts
-from thinwire.data import Corpus, DataConfig, prepare
+from thinwire.data import DataConfig, prepare
 from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
 from thinwire.engine.worker import Assignment, Worker
 from thinwire.run import peers
@@ -43,7 +42,7 @@ LONGEST = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
@@ -51,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class SharedForker(Forker):
     """Forks the stages of all runs of this process: torch is imported once, not for each run."""
 
-    def close(self) -> None:
+    def close(self):
         """Others use it too; the processes of a run end by themselves."""
 
 
@@ -109,26 +108,26 @@ class Outcome:
     workers: list[Worker]
     reports: list[list[Report]]
 
-    def losses(self) -> list[float]:
+    def losses(self):
         return [r.loss for r in self.steps(-1)]
 
-    def valid_losses(self) -> list[float]:
+    def valid_losses(self):
         return [r.loss for r in self.evaluations()]
 
-    def steps(self, stage: int) -> list[Step]:
+    def steps(self, stage):
         return [r for r in self.reports[stage] if isinstance(r, Step)]
 
-    def evaluations(self) -> list[Evaluation]:
+    def evaluations(self):
         return [r for r in self.reports[-1] if isinstance(r, Evaluation)]
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self):
         return {
             name: parameter.detach().clone()
             for worker in self.workers
             for name, parameter in worker.update.latest.stage.global_parameters().items()
         }
 
-    def shards(self) -> dict[int, list[ShardWritten]]:
+    def shards(self):
         """The reports of written shards by step, in stage order."""
         found: dict[int, list[ShardWritten]] = {}
         for reports in self.reports:
@@ -137,7 +136,7 @@ class Outcome:
                     found.setdefault(report.step, []).append(report)
         return found
 
-    def commit(self, folder: Path, step: int, corpus: Corpus, has_tokenizer: bool = True) -> Path:
+    def commit(self, folder, step, corpus, has_tokenizer=True):
         """Complete the checkpoint of a step, as the coordinator of a run does."""
         written = self.shards()[step]
         facts = {

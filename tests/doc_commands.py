@@ -13,7 +13,6 @@ A block without a mark is an error, and so is a mark without a block.
 import re
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
 WAYS = ("run", "short", "plan", "check")
 SHELLS = ("bash", "sh", "shell", "console")
@@ -33,7 +32,7 @@ class Block:
     way: str
     text: str
 
-    def commands(self) -> list[tuple[dict[str, str], list[str]]]:
+    def commands(self):
         """Each command as the variables set before it and its words."""
         found = []
         defined: dict[str, str] = {}  # by lines that do nothing else
@@ -55,7 +54,7 @@ class Block:
         return found
 
 
-def find_blocks(page: str, text: str) -> list[Block]:
+def find_blocks(page, text):
     """The blocks of commands of a page; ValueError names one without a mark, and a lost mark."""
     found = []
     mark: tuple[int, str] | None = None
@@ -91,21 +90,21 @@ def find_blocks(page: str, text: str) -> list[Block]:
     return found
 
 
-def pages(root: Path) -> list[Path]:
+def pages(root):
     """The pages whose commands are tested."""
     folders = (root / "docs", root / "lab", root / "lab" / "results")
     below = [page for folder in folders for page in sorted(folder.glob("*.md"))]
     return [root / "README.md", root / "CONTRIBUTING.md", *below]
 
 
-def _check_mark(place: str, way: str, reason: str | None) -> None:
+def _check_mark(place, way, reason):
     if way not in WAYS:
         raise ValueError(f"{place}: unknown way {way!r}; known: {', '.join(WAYS)}")
     if way in ("plan", "check") and not reason:
         raise ValueError(f"{place}: say why these are not run: <!-- commands: {way}: reason -->")
 
 
-def _end(lines: list[str], start: int, is_fenced: bool) -> int:
+def _end(lines, start, is_fenced):
     """The number of the line that closes a fence, or of the last that is indented."""
     number = start + 1
     if is_fenced:
@@ -117,10 +116,10 @@ def _end(lines: list[str], start: int, is_fenced: bool) -> int:
     return number - 1
 
 
-def _put_in(word: str, defined: dict[str, str]) -> list[str]:
+def _put_in(word, defined):
     """A `$NAME` as the words that it stands for, as a shell would."""
     return shlex.split(defined[word[1:]]) if word[1:] in defined and word[0] == "$" else [word]
 
 
-def _is_command(lines: list[str]) -> bool:
+def _is_command(lines):
     return bool(lines) and _PROGRAM.match(lines[0]) is not None

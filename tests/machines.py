@@ -4,7 +4,6 @@ import glob
 import os
 import re
 import signal
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,22 @@ from safetensors.torch import load_file
 
 from programs import Program
 from thinwire.schedule import split_layers
-from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
 
 class Machine(Program):
     """A `thinwire` process with a home, a cache and a data folder that no other has."""
 
-    def __init__(
-        self, home: Path, *arguments: object, said: str = "", env: Mapping[str, str] | None = None
-    ):
+    def __init__(self, home, *arguments, said="", env=None):
         home.mkdir(parents=True, exist_ok=True)
         self.home, words = home, [*map(str, arguments)]
         own: dict[str, Any] = {"HOME": home, "THINWIRE_DATA": home / "data", **(env or {})}
         super().__init__(words, home / "cache", home, said=said, **own)
 
-    def interrupt(self) -> None:
+    def interrupt(self):
         self.process.send_signal(signal.SIGINT)
 
-    def kill_children(self) -> None:
+    def kill_children(self):
         """Kill the processes that it has started."""
         children = f"/proc/{self.process.pid}/task/*/children"
         pids = [pid for path in glob.glob(children) for pid in Path(path).read_text().split()]
@@ -40,12 +36,12 @@ class Machine(Program):
         for pid in pids:
             os.kill(int(pid), signal.SIGKILL)
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.kill()
         self.process.wait()
 
 
-def even_split(changes: dict[str, object]) -> list[int]:
+def even_split(changes):
     """The blocks of each stage of the tests' model, evenly."""
     stages = changes.get("pipeline__stages", 2)
     assert isinstance(stages, int)
@@ -55,12 +51,12 @@ def even_split(changes: dict[str, object]) -> list[int]:
 class Machines:
     """Starts machines, and ends those that are left."""
 
-    def __init__(self, folder: Path, make_settings: Callable[..., Settings]):
+    def __init__(self, folder, make_settings):
         self.folder, self._make_settings = folder, make_settings
         self.started: list[Machine] = []
         self.invite = ""
 
-    def settings(self, **changes: object) -> Settings:
+    def settings(self, **changes):
         """Settings of a run, as a host's run.toml has them."""
         defaults: dict[str, object] = {
             "run__precision": "fp32",
@@ -74,14 +70,14 @@ class Machines:
         }
         return self._make_settings(**{**defaults, **changes})
 
-    def config(self, **changes: object) -> Path:
+    def config(self, **changes):
         """A run.toml on the host's machine."""
         path = self.folder / "host" / "run.toml"
         path.parent.mkdir(exist_ok=True)
         path.write_text(to_toml(self.settings(**changes)))
         return path
 
-    def host(self, *arguments: object) -> Machine:
+    def host(self, *arguments):
         """Start the host; its invite is then that of `join`."""
         command = ("host", self.folder / "host" / "run.toml", "--listen", "127.0.0.1:0")
         machine = self._start("host", *command, "--machines", 9, *arguments)
@@ -89,28 +85,26 @@ class Machines:
         self.invite = re.findall(r"tw1-\S+", machine.text())[-1]
         return machine
 
-    def join(self, name: str, *arguments: object, env: Mapping[str, str] | None = None) -> Machine:
+    def join(self, name, *arguments, env=None):
         """Start a peer; it reads the invite from its input, as no other process should see it."""
         words = ("join", "-", "--name", name, "--listen", "127.0.0.1:0", *arguments)
         return self._start(name, *words, said=self.invite, env=env)
 
-    def run(self, home: str, *arguments: object) -> Machine:
+    def run(self, home, *arguments):
         """Start any command on a machine."""
         return self._start(home, *arguments)
 
-    def _start(
-        self, home: str, *arguments: object, said: str = "", env: Mapping[str, str] | None = None
-    ) -> Machine:
+    def _start(self, home, *arguments, said="", env=None):
         self.started.append(Machine(self.folder / home, *arguments, said=said, env=env))
         return self.started[-1]
 
-    def close(self) -> None:
+    def close(self):
         for machine in self.started:
             if machine.process.poll() is None:
                 machine.kill()
 
     @property
-    def run_folder(self) -> Path:
+    def run_folder(self):
         return self.folder / "host" / "runs" / "test"
 
 
@@ -121,14 +115,14 @@ def machines(tmp_path, make_settings):
     made.close()
 
 
-def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+def weights(run, step):
     """All tensors of a checkpoint, whichever file they are in."""
     files = sorted((run / "checkpoints" / f"step-{step:08d}").glob("*.safetensors"))
     assert files, f"no checkpoint of step {step} in {run}"
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def assert_same_weights(one: Path, other: Path, step: int) -> None:
+def assert_same_weights(one, other, step):
     first, second = weights(one, step), weights(other, step)
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())

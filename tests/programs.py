@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -22,9 +21,7 @@ _forker = Forker("command_process")
 class Command:
     """A running command, forked by a process that has imported what commands use."""
 
-    def __init__(
-        self, arguments: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str], said: str
-    ):
+    def __init__(self, arguments, log, cwd, env, said):
         paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
             (self._process,) = start_processes([log], forker=_forker)
@@ -38,26 +35,18 @@ class Command:
             time.sleep(0.01)
         self.pid = self._process.process
 
-    def send_signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number):
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         self.send_signal(signal.SIGKILL)
 
 
 class Program:
     """A running `thinwire` command, with what it has printed so far."""
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        cache: Path,
-        cwd: Path,
-        into: int | None = None,
-        said: str = "",
-        **variables: Path,
-    ):
+    def __init__(self, arguments, cache, cwd, into=None, said="", **variables):
         """`into`: a descriptor that gets the output instead of a file. `said`: its input.
 
         With variables that its libraries read at the start, it imports them itself.
@@ -84,16 +73,16 @@ class Program:
             self.process.stdin.write(said.encode())
             self.process.stdin.close()
 
-    def text(self) -> str:
+    def text(self):
         return self.log.read_text()
 
-    def wait(self, timeout: float = PROCESS_PATIENCE) -> int:
+    def wait(self, timeout=PROCESS_PATIENCE):
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(self.text()) from None
 
-    def wait_for(self, pattern: str, timeout: float = PROCESS_PATIENCE, times: int = 1) -> None:
+    def wait_for(self, pattern, timeout=PROCESS_PATIENCE, times=1):
         """Wait until it has printed something so many times."""
         deadline = time.monotonic() + timeout
         while len(re.findall(pattern, self.text())) < times:
@@ -101,7 +90,7 @@ class Program:
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.05)
 
-    def stages(self) -> list[int]:
+    def stages(self):
         """Process ids of the stages, in the order they were started.
 
         A process that is still a copy of its coordinator is no stage: to stop it would stop both.
@@ -109,15 +98,15 @@ class Program:
         forked = [stage for pid in self.forking() for stage in _children(pid)]
         return forked or self._running("thinwire.run.peer")  # the latter of a run of one stage
 
-    def forking(self) -> list[int]:
+    def forking(self):
         """The process that imports for all stages and forks them, where there are several."""
         return self._running("thinwire.run.processes")
 
-    def _running(self, module: str) -> list[int]:
+    def _running(self, module):
         return [pid for pid in _children(self.process.pid) if _runs(pid, module)]
 
 
-def _children(pid: int) -> list[int]:
+def _children(pid):
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return [
             int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -125,16 +114,16 @@ def _children(pid: int) -> list[int]:
     return []
 
 
-def _runs(pid: int, module: str) -> bool:
+def _runs(pid, module):
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return module in Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     return False
 
 
-def gone(pids: list[int], timeout: float = PATIENCE) -> bool:
+def gone(pids, timeout=PATIENCE):
     """Whether all these processes end (a zombie waits only for its parent to look)."""
 
-    def alive(pid: int) -> bool:
+    def alive(pid):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
             return state != "Z"
@@ -148,7 +137,7 @@ def gone(pids: list[int], timeout: float = PATIENCE) -> bool:
     return True
 
 
-def long_run(config: Callable[..., Path], **changes: object) -> Path:
+def long_run(config, **changes):
     """Steps without end, which leave the processor to other tests: links are slow."""
     slow = {"link__latency_ms": 30.0, "train__checkpoint_every": 0}
     return config(train__steps=100_000, train__eval_every=0, **{**slow, **changes})

@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
 
 
 class Proxy:
@@ -13,12 +12,7 @@ class Proxy:
     moment is cut. `tap` sees all bytes, and what it returns is passed on instead.
     """
 
-    def __init__(
-        self,
-        target: str,
-        cuts: list[int] | None = None,
-        tap: Callable[[bytes], bytes] = lambda data: data,
-    ) -> None:
+    def __init__(self, target, cuts=None, tap=lambda data: data):
         host, port = target.rsplit(":", 1)
         self._target = host, int(port)
         self._front = socket.create_server(("127.0.0.1", 0))
@@ -34,7 +28,7 @@ class Proxy:
         self._lock = threading.Lock()
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def cut(self, leave_listener: bool = False) -> None:
+    def cut(self, leave_listener=False):
         """Close all connections at the dialers' ends and, unless told otherwise, the listener's."""
         with self._lock:
             pairs, self._open = self._open, []
@@ -43,21 +37,21 @@ class Proxy:
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
 
-    def fall_silent(self) -> None:
+    def fall_silent(self):
         """Keep all connections open and move nothing, also on new ones."""
         self._may_speak.clear()
 
-    def speak(self) -> None:
+    def speak(self):
         """Move bytes again."""
         self._may_speak.set()
 
-    def close(self) -> None:
+    def close(self):
         self.is_refusing = True
         self.speak()
         self._front.close()
         self.cut()
 
-    def _serve(self) -> None:
+    def _serve(self):
         with contextlib.suppress(OSError):  # closed when the test ends
             while True:
                 dialer, _ = self._front.accept()
@@ -73,12 +67,7 @@ class Proxy:
                         target=self._forward, args=(source, target, pair), daemon=True
                     ).start()
 
-    def _forward(
-        self,
-        source: socket.socket,
-        target: socket.socket,
-        pair: tuple[socket.socket, socket.socket],
-    ) -> None:
+    def _forward(self, source, target, pair):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 14):
                 self._may_speak.wait()

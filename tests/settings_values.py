@@ -1,6 +1,5 @@
 """Settings and text for tests: plain values with single keys changed."""
 
-from pathlib import Path
 from typing import Any
 
 from thinwire.settings import Settings
@@ -11,13 +10,13 @@ TINY_MODEL = {"layers": 4, "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "voc
 EXACT = {"run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32"}
 
 
-def narrow(mode: str, **changes: Any) -> dict[str, Any]:
+def narrow(mode, **changes):
     """A boundary of six dimensions; other keys of its section."""
     own = {"mode": mode, "rank": 6, **changes}
     return {f"boundary__{key}": value for key, value in own.items()}
 
 
-def write_texts(folder: Path) -> Path:
+def write_texts(folder):
     """Small distinct documents, made from a counter."""
     words = ["stage", "link", "frame", "codec", "meter", "window", "step", "loss", "token", "wire"]
     for number in range(40):
@@ -29,7 +28,7 @@ def write_texts(folder: Path) -> Path:
     return folder
 
 
-def tiny_settings(out: Path, text_folder: Path, changes: dict[str, Any]) -> Settings:
+def tiny_settings(out, text_folder, changes):
     """Settings of a tiny exact run."""
     values: dict[str, dict[str, Any]] = {
         "run": {"name": "test", "out": str(out), "device": "cpu", "precision": "fp64",
@@ -46,7 +45,7 @@ def tiny_settings(out: Path, text_folder: Path, changes: dict[str, Any]) -> Sett
     return with_changes(values, changes)
 
 
-def with_changes(values: dict[str, dict[str, Any]], changes: dict[str, Any]) -> Settings:
+def with_changes(values, changes):
     """`section__key=value` changes one key."""
     for place, value in changes.items():
         section, key = place.split("__")

@@ -5,7 +5,6 @@ counts too.
 """
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -43,7 +42,7 @@ UNSAFE_ATTRIBUTES = {"torch.load", "torch.save", "builtins.eval", "builtins.exec
 
 
 @cache
-def modules() -> dict[str, str]:
+def modules():
     """Every module of the package by dotted name, with its source."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
@@ -53,7 +52,7 @@ def modules() -> dict[str, str]:
     return found
 
 
-def imported(source: str | ast.AST) -> Iterator[str]:
+def imported(source):
     """Dotted names that a module imports; `from a import b` gives a.b, which may be a room."""
     for node in ast.walk(ast.parse(source) if isinstance(source, str) else source):
         if isinstance(node, ast.Import):
@@ -66,11 +65,11 @@ def imported(source: str | ast.AST) -> Iterator[str]:
 class WithoutTypeChecking(ast.NodeTransformer):
     """Leaves out what only a type checker imports: it is never run."""
 
-    def visit_If(self, node: ast.If) -> ast.AST | None:
+    def visit_If(self, node):
         return None if ast.unparse(node.test).endswith("TYPE_CHECKING") else node
 
 
-def drawing(sources: dict[str, str]) -> dict[str, set[str]]:
+def drawing(sources):
     """Which modules of the package each of its modules imports, at its top or in a function."""
     arrows: dict[str, set[str]] = {}
     for module, source in sources.items():
@@ -82,7 +81,7 @@ def drawing(sources: dict[str, str]) -> dict[str, set[str]]:
     return arrows
 
 
-def circle(sources: dict[str, str]) -> list[str]:
+def circle(sources):
     """Modules that lead from one to the next and back to the first; none where there are none."""
     try:
         TopologicalSorter(drawing(sources)).prepare()
@@ -91,7 +90,7 @@ def circle(sources: dict[str, str]) -> list[str]:
     return []
 
 
-def room_of(name: str) -> str | None:
+def room_of(name):
     """The room of a dotted name; None outside the package and for the package's own front."""
     parts = name.split(".")
     if parts[0] != PACKAGE or len(parts) < 2:
@@ -101,7 +100,7 @@ def room_of(name: str) -> str | None:
     return parts[1]
 
 
-def objections(module: str, source: str) -> list[str]:
+def objections(module, source):
     """What is wrong with the imports of one module."""
     found = []
     room = room_of(module)
@@ -123,7 +122,7 @@ def objections(module: str, source: str) -> list[str]:
     return found
 
 
-def dangers(source: str) -> list[str]:
+def dangers(source):
     """Ways in which a source could run what it was sent."""
     found = [name for name in imported(source) if name.split(".")[0] in UNSAFE_MODULES]
     found += [name for name in imported(source) if name in UNSAFE_ATTRIBUTES]

@@ -25,7 +25,7 @@ def config(make_settings, tmp_path):
     return path
 
 
-def exit_code(*arguments: object) -> int:
+def exit_code(*arguments):
     """The exit code of a command run in this process."""
     try:
         main([str(argument) for argument in arguments])

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,7 +79,7 @@ def test_commands(block, perform, tmp_path, text_folder, monkeypatch):
             check(words, perform)
 
 
-def shortened(words: Words, text_folder: Path) -> Words:
+def shortened(words, text_folder):
     """What makes a training quick; one that is resumed goes on for as many steps again."""
     text = " ".join(words)
     keys = {key: value for key, value in SHORT.items() if f"{key}=" not in text}
@@ -97,7 +96,7 @@ def shortened(words: Words, text_folder: Path) -> Words:
 SYSTEM_TOOLS = ("modprobe", "sysctl", "git", "source", "cd")
 
 
-def check(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None:
+def check(words, perform):
     """Hold a command that is not run against what exists."""
     words = words[1:] if words[0] == "sudo" else words
     if words[0] in SYSTEM_TOOLS:
@@ -126,7 +125,7 @@ def check(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None
         check_python(words[1:], perform)
 
 
-def check_docker(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None:
+def check_docker(words, perform):
     """The arguments of a build are those of our Dockerfile; what runs is a command of ours."""
     defined = re.findall(r"^ARG (\w+)=", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     for option, value in itertools.pairwise(words):
@@ -136,7 +135,7 @@ def check_docker(words: Words, perform: Callable[[Words, dict[str, str]], str]) 
         check(words[words.index("thinwire") :], perform)
 
 
-def check_torchrun(words: Words) -> None:
+def check_torchrun(words):
     """torchrun and what it starts have these options, and the settings can work."""
     from torch.distributed.run import get_args_parser
 
@@ -151,7 +150,7 @@ def check_torchrun(words: Words) -> None:
     load_settings(options.config, options.set)
 
 
-def check_python(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None:
+def check_python(words, perform):
     """The module or file exists, and its --help names the options."""
     program = words[:2] if words[0] == "-m" else words[:1]
     if program[-1] == "timeit":

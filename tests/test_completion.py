@@ -9,7 +9,7 @@ from thinwire.cli import make_parser
 from thinwire.completion import completion_script
 
 
-def completions(*words: str) -> list[str]:
+def completions(*words):
     """What bash offers for the last of the words."""
     typed = " ".join(f"'{word}'" for word in ("thinwire", *words))
     program = (

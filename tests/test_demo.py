@@ -14,7 +14,7 @@ QUICK = (
 )
 
 
-def summary(loss: float, tokens: int, training: float, sent: int, ratio: float):
+def summary(loss, tokens, training, sent, ratio):
     return {"final_valid_loss": loss, "tokens": tokens, "seconds": {"training": training},
             "bytes_sent": {"total": sent}, "ratio_vs_bf16": ratio}  # fmt: skip
 

@@ -3,13 +3,12 @@
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterator
 from types import FunctionType
 
 import thinwire
 
 
-def methods() -> Iterator[tuple[str, object]]:
+def methods():
     """The public methods and properties that the package defines, by dotted name."""
     for info in pkgutil.walk_packages(thinwire.__path__, "thinwire."):
         if info.name.endswith("__main__"):
@@ -24,7 +23,7 @@ def methods() -> Iterator[tuple[str, object]]:
                         yield dotted, getattr(kind, name)
 
 
-def is_lambda(value: object) -> bool:
+def is_lambda(value):
     """A field whose default is a function is no method."""
     return isinstance(value, FunctionType) and value.__name__ == "<lambda>"
 

@@ -16,12 +16,12 @@ SOURCE = Path(thinwire.__file__).parent
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 
 
-def names(requirements: list[str]) -> set[str]:
+def names(requirements):
     """The packages of requirements as they are imported, without extras and versions."""
     return {re.split(r"[\[<>=!~; ]", each)[0].replace("-", "_") for each in requirements}
 
 
-def calls() -> list[tuple[str, str, str]]:
+def calls():
     """Every call of `needs` in the package: the file, the package and the extra."""
     found = []
     for path in sorted(SOURCE.rglob("*.py")):

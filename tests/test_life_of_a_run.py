@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def until(condition: Callable[[], object], program: object) -> None:
+def until(condition, program):
     """Wait for something that a running program brings about."""
     deadline = time.monotonic() + PROCESS_PATIENCE
     while not condition():

@@ -25,7 +25,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_CONFIG_FILE": os.devnull}
 
 
-def run(*words: object, cwd: Path | None = None) -> str:
+def run(*words, cwd=None):
     """What a command prints; it sees nothing of our sources through PYTHONPATH."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     finished = subprocess.run([str(word) for word in words], cwd=cwd,
@@ -118,7 +118,7 @@ def test_the_version_has_one_source():
     assert found == [], "it is in pyproject.toml alone"
 
 
-def hadolint(path: Path) -> subprocess.CompletedProcess[str]:
+def hadolint(path):
     program = Path(sys.executable).with_name("hadolint")
     return subprocess.run([program, "--no-color", path], capture_output=True, text=True)
 

@@ -114,7 +114,7 @@ def test_the_stages_hold_all_parameters_once(preset, split):
     assert make_plan(settings, 1e15).parameters == counts
 
 
-def matrix_flops(counter: FlopCounterMode) -> int:
+def matrix_flops(counter):
     """By torch's own counter; attention apart, whose kernels torch counts unevenly."""
     counted = counter.get_flop_counts()["Global"]
     return sum(n for op, n in counted.items() if "attention" not in str(op))

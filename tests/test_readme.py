@@ -8,7 +8,7 @@ import pytest
 README = Path(__file__).parent.parent / "README.md"
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """What a link can point at within a page: its headings, as a browser of code names them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

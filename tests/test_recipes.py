@@ -24,7 +24,7 @@ SHORT = (
 )
 
 
-def planned_ratio(name: str, preset: str) -> float:
+def planned_ratio(name, preset):
     """What `thinwire plan` says of every cut, rows of a shared embedding included."""
     settings = make_recipe(name, [f"model.preset={preset}"]).asked.resolved()
     *_, line = re.findall("each cut, per .*", plan_text(make_plan(settings, 1e12)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from thinwire.engine.reports import Counts, Evaluation, Moved, StageCosts, Step
+from thinwire.engine.reports import Evaluation, StageCosts, Step
 from thinwire.run.ledger import Ledger
 from thinwire.run.protocol import Ready
 from thinwire.schedule import Costs, Links, simulate
@@ -15,17 +15,17 @@ from thinwire.schedule import Costs, Links, simulate
 FRAME = 1064  # bytes of one frame, header included
 
 
-def meter(**frames: int) -> Moved:
+def meter(**frames):
     """A meter's snapshot with so many frames sent of each kind."""
 
-    def count(number: int) -> Counts:
+    def count(number):
         return {"frames": number, "header_bytes": 64 * number, "payload_bytes": 1000 * number}
 
     sent = {kind: count(number) for kind, number in frames.items()}
     return {"sent": {**sent, "total": count(sum(frames.values()))}, "received": {"total": count(0)}}
 
 
-def report(stage: int, step: int, seconds: float, **changes) -> Step:
+def report(stage, step, seconds, **changes):
     """What one of two stages says of a step of four microbatches."""
     done = 4 * (step + 1)
     passes, end = ("FORWARD", "VERDICT") if stage == 0 else ("BACKWARD", "TALLY")
@@ -42,7 +42,7 @@ def report(stage: int, step: int, seconds: float, **changes) -> Step:
     return Step(**{**usual, **changes})
 
 
-def follow(ledger: Ledger, durations: list[float], **changes) -> Ledger:
+def follow(ledger, durations, **changes):
     """File the steps of these durations; `changes` holds a value per step, for all stages."""
     for step, seconds in enumerate(durations):
         own = {key: values[step] for key, values in changes.items()}

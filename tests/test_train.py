@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.data import Corpus
 from thinwire.engine.build import is_emulated
 from thinwire.engine.checkpoint import (
     Checkpoint,
@@ -37,13 +36,13 @@ from thinwire.train import train
 BF16_CHECK = "torch.ops.mkldnn._is_mkldnn_bf16_supported"
 
 
-def kept(run: Path) -> list[str]:
+def kept(run):
     """Everything in a run's folder of checkpoints but the record of which are good."""
     names = {path.name for path in checkpoints_folder(run).iterdir()}
     return sorted(names - {"proven.json"})
 
 
-def silent() -> PlainDisplay:
+def silent():
     return PlainDisplay(StringIO())
 
 
@@ -90,16 +89,16 @@ class Replay:
         self.asked = 0
         self._events: Iterator[Event] | None = None
 
-    def start(self, *_) -> None:
+    def start(self, *_):
         """They have been, did, and have heard it all before; there are no processes."""
 
     on_begin = tell = wait_for_exits = start
 
-    def next_event(self, coordinator: Coordinator) -> Event:
+    def next_event(self, coordinator):
         self._events = self._events or self._all_events()
         return next(self._events)
 
-    def _all_events(self) -> Iterator[Event]:
+    def _all_events(self):
         yield from self.first
         for position, (stage, report) in enumerate(self.script):
             self.before_each(position)
@@ -108,10 +107,10 @@ class Replay:
             yield Said(stage, report)
         yield from self.goodbyes
 
-    def control_bytes(self) -> int:
+    def control_bytes(self):
         return 1000 * len(self.script)
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self):
         self.asked += 1
         self.notes.append(StopAsked())
 
@@ -119,17 +118,17 @@ class Replay:
 class Run:
     """A run about to be led, its record, and what is shown of it."""
 
-    def __init__(self, settings, folder: Path, corpus: Corpus, peers: Replay):
+    def __init__(self, settings, folder, corpus, peers):
         self.stream = StringIO()
         self.folder, self.peers = folder, peers
         self.coordinator = Coordinator(settings.pipeline.stages, 100.0)
         folder.mkdir(exist_ok=True)
         self.record = RunRecord(settings, folder, corpus, None, PlainDisplay(self.stream))
 
-    def follow(self) -> None:
+    def follow(self):
         lead(self.coordinator, self.peers, self.record)
 
-    def finish(self, started: float = 0.0, draws: bool = False):
+    def finish(self, started=0.0, draws=False):
         if not draws:  # which takes a second
             self.record.hurry()
         return self.record.finish(self.peers.control_bytes(), self.coordinator.stop_asked, started)
@@ -216,7 +215,7 @@ def test_metrics_on_a_full_disk_cost_no_run(replay):
     assert [p.name[-1] for p in list_checkpoints(run.folder)] == ["2", "4"]
 
 
-def fail_parts(peers: Replay, stage: int, step: int) -> None:
+def fail_parts(peers, stage, step):
     """Have a stage report that it could not write its part of a checkpoint."""
     peers.script = [
         (s, ShardFailed(step, "disk full"))
@@ -258,10 +257,10 @@ def test_a_checkpoint_lost_at_the_end_is_an_error_after_the_summary(planned, rep
     assert kept(run.folder) == ["step-00000002"]
 
 
-def spoil(peers: Replay, kind: type, step: int, **values) -> None:
+def spoil(peers, kind, step, **values):
     """Have the stages report these values from `step` on; the loss where there is one."""
 
-    def spoiled(report: Report) -> Report:
+    def spoiled(report):
         if not isinstance(report, kind) or report.step < step:
             return report
         has_loss = getattr(report, "loss", None) is not None

@@ -1,19 +1,15 @@
 """Checkpoints of runs that were trained in this process, for tests that start from weights."""
 
-from pathlib import Path
-
 import torch
 
-from thinwire.data import Corpus
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.engine.feed import Feed
 from thinwire.engine.state import StageState
 from thinwire.run.checkpoints import commit
-from thinwire.settings import Settings
 from thinwire_lab.chain import Chain
 
 
-def trained(settings: Settings, corpus: Corpus, folder: Path, steps: int | None = None) -> Path:
+def trained(settings, corpus, folder, steps=None):
     """A checkpoint of a run in this process, at its end or after so many steps."""
     chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
     for step in range(settings.train.steps if steps is None else steps):

@@ -14,9 +14,7 @@ import runpy
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -29,7 +27,7 @@ from thinwire.settings import Settings
 RANKS = 4
 
 
-def go_through(cases: list[dict[str, Any]]) -> None:
+def go_through(cases):
     """All cases, as one rank."""
     seat = Seat.read()
     for case in cases:
@@ -54,7 +52,7 @@ def go_through(cases: list[dict[str, Any]]) -> None:
     dist.barrier()
 
 
-def become(ranks: int, work: Callable[[], object]) -> int:
+def become(ranks, work):
     """Fork the ranks and wait for them; returns how many failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -76,7 +74,7 @@ def become(ranks: int, work: Callable[[], object]) -> int:
     return sum(os.waitpid(child, 0)[1] != 0 for child in children)
 
 
-def main() -> None:
+def main():
     """The exit code says how many ranks failed."""
     cases, program = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
     failed = become(RANKS, lambda: go_through(cases))

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from settings_values import TINY_MODEL, narrow, with_changes
-from thinwire.data import Corpus
 from thinwire.engine.checkpoint import partial_folder
 from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
@@ -113,7 +112,7 @@ def played_slowly(play):
     return play(CASES.keys() - QUICK)
 
 
-def results(settings: Settings) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def results(settings):
     """What a case left: its losses, and its weights by their global names."""
     folder = Path(settings.run.out) / settings.run.name
     weights: dict[str, Tensor] = {}
@@ -133,7 +132,7 @@ def test_ranks_train_the_same_in_every_mode(name, played_slowly, corpus, masked)
     check_equality(name, played_slowly, masked if CASES[name].is_masked else corpus)
 
 
-def check_equality(name: str, played: Played, data: Corpus) -> None:
+def check_equality(name, played, data):
     settings = played.settings[name]
     said, weights = results(settings)
     chain = Chain(settings, Feed(data, settings, torch.device("cpu")))

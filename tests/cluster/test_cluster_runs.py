@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +28,7 @@ EXACT = {
 }
 
 
-def torchrun(*words: object, ranks: int = 2, cwd: Path, cache: Path) -> subprocess.Popen[str]:
+def torchrun(*words, ranks=2, cwd, cache):
     """torchrun with a free port of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     paths = os.pathsep.join([str(cwd), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -45,7 +44,7 @@ def torchrun(*words: object, ranks: int = 2, cwd: Path, cache: Path) -> subproce
     )  # fmt: skip
 
 
-def metrics(folder: Path, kind: str) -> list[dict]:
+def metrics(folder, kind):
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if row["kind"] == kind]
 

@@ -8,7 +8,6 @@ import tensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from thinwire.codec import Leg, Place, Surroundings, TensorSpec, spec_of
 from thinwire.codec.entropy import Zstd
@@ -36,11 +35,11 @@ microbatches = st.lists(
 few = settings(deadline=None, max_examples=40)
 
 
-def normal(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(seed, dtype=torch.float32):
     return tensors.normal((3, *ROW), seed, dtype)
 
 
-def at(number: int, examples: list[int] | None, training: bool = True) -> Place:
+def at(number, examples, training=True):
     named = None if examples is None else tuple(examples)
     return Place(Leg.FORWARD, number, 0, training=training, examples=named)
 
@@ -48,21 +47,19 @@ def at(number: int, examples: list[int] | None, training: bool = True) -> Place:
 class Ends:
     """The sending and the receiving end of one direction, with room for all examples."""
 
-    def __init__(
-        self, inner: str, surroundings: Surroundings = ENOUGH, dtype: torch.dtype = torch.float32
-    ):
+    def __init__(self, inner, surroundings=ENOUGH, dtype=torch.float32):
         self.sender, self.receiver = AQSGD(INNERS[inner]()), AQSGD(INNERS[inner]())
         for end in (self.sender, self.receiver):
             end.prepare(TensorSpec((3, *ROW), dtype, CPU), surroundings)
 
-    def send(self, tensor: Tensor, place: Place) -> Tensor:
+    def send(self, tensor, place):
         return tensors.sent(self.sender, self.receiver, tensor, place)
 
-    def states(self) -> list[dict[str, Tensor]]:
+    def states(self):
         return [end.state_tensors() for end in (self.sender, self.receiver)]
 
 
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from tensors import normal, sent
-from torch import Tensor
 
-from thinwire.codec import Codec, Leg, Place, Surroundings, TensorSpec, parse_codec, spec_of
+from thinwire.codec import Leg, Place, Surroundings, TensorSpec, parse_codec, spec_of
 from thinwire.errors import WireError
 
 NAMES = [
@@ -18,13 +17,13 @@ REMEMBERING = [name for name in NAMES if parse_codec(name).remembers]
 SHAPES = [(), (1,), (0, 4), (3, 5), (1, 1, 1), (3, 4, 6)]
 
 
-def made(name: str, tensor: Tensor) -> Codec:
+def made(name, tensor):
     codec = parse_codec(name)
     codec.prepare(spec_of(tensor), Surroundings(3, 10**6))
     return codec
 
 
-def at(number: int, tensor: Tensor, training: bool = True) -> Place:
+def at(number, tensor, training=True):
     examples = tuple(range(tensor.shape[0])) if tensor.ndim else None
     return Place(Leg.FORWARD, number, 0, training=training, examples=examples)
 

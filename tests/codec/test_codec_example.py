@@ -77,7 +77,7 @@ def test_what_it_promises_holds(shape, seed):
             codec.unpack(payload[:-1], spec, PLACE)
 
 
-def checkpoint_of(settings, run: Path) -> Path:
+def checkpoint_of(settings, run):
     """One without tensors, with these settings."""
     facts = {"weight_version": 0, "basis_version": 0, "corpus": "none", "settings": settings}
     partial_folder(run, 1).mkdir(parents=True)

@@ -1,7 +1,6 @@
 """Feedback: what is left out comes later, both ends know the same, evaluation leaves no trace."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,11 +8,9 @@ import tensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, cross, spec_of
-from thinwire.codec.base import Shape
-from thinwire.codec.feedback import EF21, ErrorFeedback, Feedback, MixedErrorFeedback
+from thinwire.codec import Cast, Leg, Place, Surroundings, cross, spec_of
+from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
 from thinwire.codec.lowrank import LowRank
 from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, TopK
@@ -37,17 +34,17 @@ events = st.lists(st.sampled_from(("train", "evaluate", "spoilt")), max_size=12)
 few = settings(deadline=None, max_examples=40)
 
 
-def normal(seed: int, dtype: torch.dtype = torch.float32, shape: Shape = SHAPE) -> Tensor:
+def normal(seed, dtype=torch.float32, shape=SHAPE):
     return tensors.normal(shape, seed, dtype)
 
 
 class Ends:
     """The sending and the receiving end of one direction."""
 
-    def __init__(self, make: Callable[[], Codec]):
+    def __init__(self, make):
         self.sender, self.receiver = make(), make()
 
-    def send(self, tensor: Tensor, place: Place) -> Tensor:
+    def send(self, tensor, place):
         payload = bytes(self.sender.pack(tensor, place))
         shape = tuple(tensor.shape)
         assert len(payload) == sum(part.bytes for part in self.sender.layout(shape, place))
@@ -55,12 +52,12 @@ class Ends:
         return self.receiver.unpack(payload, spec_of(tensor), place)
 
 
-def ends_of(pair: tuple[type[Feedback], str]) -> Ends:
+def ends_of(pair):
     wrapper, inner = pair
     return Ends(lambda: wrapper(INNERS[inner]()))
 
 
-def traffic(events: list[str], seed: int, dtype: torch.dtype) -> list[tuple[str, Tensor, Place]]:
+def traffic(events, seed, dtype):
     found = []
     for number, event in enumerate(events):
         tensor = normal(seed + number, dtype)

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import PLACE, normal, round_trip
-from torch import Tensor
 
 from thinwire.codec.base import spec_of
 from thinwire.codec.lowrank import LowRank
@@ -20,7 +19,7 @@ seeds = st.integers(0, 2**32)
 few = settings(deadline=None, max_examples=60)
 
 
-def relative_error(sent: Tensor, got: Tensor) -> float:
+def relative_error(sent, got):
     return float((sent.double() - got.double()).norm() / sent.double().norm())
 
 

@@ -98,7 +98,7 @@ def test_a_shared_mask_without_a_mask_is_refused():
 class Rounded(Cast):
     """A codec with arguments, as an outsider might write it."""
 
-    def __init__(self, digits: int, base: float = 10, exact: bool = False, note: str = ""):
+    def __init__(self, digits, base=10, exact=False, note=""):
         super().__init__("fp32")
         self.arguments = digits, base, exact, note
 
@@ -139,7 +139,7 @@ def test_a_place_has_a_key_of_its_own():
 # What docs/codecs.md says a token can see
 
 
-def visible() -> dict[str, list[str]]:
+def visible():
     table = DOCS.read_text().split("## What a token can see")[1].split("\n## ")[0]
     rows = re.findall(r"^\| ([a-z ]+) \| (`.*`) \|$", table, re.MULTILINE)
     return {decides: re.findall(r"`([^`]+)`", cell) for decides, cell in rows}
@@ -184,19 +184,19 @@ FORMULAS = {name: re.findall(r"`([^`]+)`", cell) for name, cell in ROWS}
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 64), (4, 5, 130), (2, 6, 5, 5), (3, 0), (0,)]
 
 
-def said(formula: str, shape: tuple[int, ...]) -> int:
+def said(formula, shape):
     """The value of a formula of the table, its letters as the page defines them."""
     N = math.prod(shape)
     D = shape[-1] if shape else 1
     B, n = (shape[0], N // shape[0]) if len(shape) > 1 else (1, N)
     C = D if len(shape) > 1 else 1
 
-    def positions(B: int, n: int, k: int) -> int:
+    def positions(B, n, k):
         marks = {low: k + (n - 1) // 2**low for low in range(1, 40)} | {0: n}
         low = min(range(40), key=lambda low: (marks[low] + k * low, low))
         return math.ceil(B * marks[low] / 8) + math.ceil(B * k * low / 8)
 
-    def share(count: int, p: float) -> int:
+    def share(count, p):
         return min(count, max(1, round(p * count)))
 
     letters = {
@@ -210,7 +210,7 @@ def said(formula: str, shape: tuple[int, ...]) -> int:
     return value
 
 
-def payloads(name: str, shape: tuple[int, ...]) -> list[int]:
+def payloads(name, shape):
     """The sizes that a codec really makes of a tensor: one, or two over two visits."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     if name == "topk(shared)":

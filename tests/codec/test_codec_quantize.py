@@ -9,7 +9,6 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensors import CPU, normal, round_trip
-from torch import Tensor
 
 from thinwire.codec import Cast, Leg, Place, Surroundings, TensorSpec, cross, parse_codec, spec_of
 from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
@@ -49,7 +48,7 @@ rows = st.integers(1, 13).flatmap(
 # Casts
 
 
-def allowed_error(sent: Tensor, format: torch.dtype) -> Tensor:
+def allowed_error(sent, format):
     """Half a unit in the last place of each element: what rounding to nearest may change.
 
     Below the smallest normal number the places stop shrinking. Torch casts float64 to the
@@ -107,7 +106,7 @@ def test_tags_name_the_codec_for_ever():
 # All quantizers
 
 
-def steps_of(codec, tensor: Tensor, place: Place) -> Tensor:
+def steps_of(codec, tensor, place):
     """The distance of neighbouring levels for every element, read off the payload."""
     first = codec.encode(tensor, place)[0].double()
     if isinstance(codec, TensorInteger | StepCodec):
@@ -118,7 +117,7 @@ def steps_of(codec, tensor: Tensor, place: Place) -> Tensor:
     return per_row.reshape(tensor.shape)
 
 
-def float32_term(codec, sent: Tensor) -> Tensor:
+def float32_term(codec, sent):
     """What float32's own rounding may add to an error, as the docs have it."""
     x = sent.double()
     if isinstance(codec, StepCodec):
@@ -128,7 +127,7 @@ def float32_term(codec, sent: Tensor) -> Tensor:
     return 2.0**-20 * x.abs().amax(-1, keepdim=True).expand(x.shape)
 
 
-def is_within_bound(codec, sent: Tensor, place: Place) -> bool:
+def is_within_bound(codec, sent, place):
     """Half a step forward, a whole one backward, and float32's own rounding; rotated: by length.
 
     Of an eight-bit float half a unit in the last of three places, or half of the smallest step.
@@ -259,10 +258,10 @@ def test_bits_are_one_little_endian_number(bits, count):
     assert torch.equal(unpack_bits(packed, count, bits).long(), codes)
 
 
-def plain_words(count: int, key: int) -> list[int]:
+def plain_words(count, key):
     """The hash once more, on Python's own numbers."""
 
-    def mixed(word: int, factor: int) -> int:
+    def mixed(word, factor):
         return (word ^ word >> 16) * factor
 
     key = (key + 0x9E3779B97F4A7C15) % 2**64
@@ -294,17 +293,17 @@ def test_turning_codes_back_is_exact():
 # Multiples of one step for a whole tensor
 
 
-def step_of(codec, tensor: Tensor) -> float:
+def step_of(codec, tensor):
     return float(codec.encode(tensor, FORWARD)[0])
 
 
-def entropy(symbols: Tensor) -> float:
+def entropy(symbols):
     """Bits per symbol that an ideal coder would need, knowing how often each occurs."""
     share = symbols.unique(return_counts=True)[1].double() / symbols.numel()
     return float(-(share * share.log2()).sum())
 
 
-def symbols_of(codec, tensor: Tensor) -> Tensor:
+def symbols_of(codec, tensor):
     """As they arrive: 2**15 is zero."""
     parts = codec.encode(tensor, FORWARD)
     return (codec.decode(parts, spec_of(tensor), FORWARD) / parts[0]).round().int() + 2**15

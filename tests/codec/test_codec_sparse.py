@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import CPU, PLACE, normal, round_trip, sent
-from torch import Tensor
 
-from thinwire.codec import Codec, Leg, Place
+from thinwire.codec import Leg, Place
 from thinwire.codec.base import spec_of
 from thinwire.codec.bits import PositionCode
 from thinwire.codec.feedback import EF21, ErrorFeedback
@@ -26,15 +25,15 @@ seeds = st.integers(0, 2**32)
 few = settings(deadline=None, max_examples=60)
 
 
-def samples(shape: tuple[int, ...]) -> tuple[int, int]:
+def samples(shape):
     return (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
 
 
-def kept_count(n: int, share: float) -> int:
+def kept_count(n, share):
     return min(n, max(1, round(share * n)))
 
 
-def by_hand(tensor: Tensor, share: float) -> Tensor:
+def by_hand(tensor, share):
     """What topk must deliver, element by element: larger first, then the earlier."""
     B, n = samples(tuple(tensor.shape))
     got = torch.zeros(B, n, dtype=tensor.dtype)
@@ -102,7 +101,7 @@ def test_a_flipped_bit_among_the_positions_is_refused_or_still_positions(B, n, s
     assert ((got != 0).sum(1) == kept_count(n, share)).all()
 
 
-def read(code: PositionCode, marks: str, lows: str = "", B: int = 1) -> list[list[int]]:
+def read(code, marks, lows="", B=1):
     streams = [torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8) for text in (marks, lows)]
     assert tuple(map(len, streams)) == code.sizes(B)
     return code.read(*streams, B).tolist()
@@ -165,13 +164,13 @@ def test_devices_agree_bit_for_bit(kind):
 class Boundary:
     """Both ends of both directions, as two processes would hold them."""
 
-    def __init__(self, forward: type, backward: type = SharedMask):
+    def __init__(self, forward, backward=SharedMask):
         self.forward = forward(), forward()
         self.backward = backward(), backward()
         for codec, back in zip(self.forward, reversed(self.backward), strict=True):
             bind_masks(codec, back)
 
-    def send(self, codecs: tuple[Codec, Codec], tensor: Tensor, place: Place) -> Tensor:
+    def send(self, codecs, tensor, place):
         return sent(*codecs, tensor, place)
 
 

@@ -9,7 +9,7 @@ amber bridge canal delta engine forest garden harbor island jungle kettle lanter
 """
 
 
-def make_text(seed: int, lines: int = 40) -> str:
+def make_text(seed, lines=40):
     """A few lines of words, different for every seed, the same on every machine."""
     rng, words = random.Random(seed), WORDS.split()
     return "".join(

@@ -65,12 +65,12 @@ def chat(tokenizer):
     return Chat(tokenizer, ChatTemplate(CHATML, "chatml"))
 
 
-def with_source(tokenizer: Tokenizer, source: str) -> Chat:
+def with_source(tokenizer, source):
     config = {"bos_token": END_OF_TEXT, "eos_token": {"content": "<|im_end|>"}}
     return Chat(tokenizer, ChatTemplate(source, "test", config))
 
 
-def learned_text(chat: Chat, messages, **options) -> str:
+def learned_text(chat, messages, **options):
     (encoded,) = chat.encode_all([Conversation(messages, **options)], learn_all=False)
     return chat.tokenizer.decode(encoded.ids[encoded.learned == 1])
 

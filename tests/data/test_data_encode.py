@@ -74,13 +74,13 @@ def test_no_more_is_held_than_a_batch(texts, monkeypatch):
     assert taken == 4500
 
 
-def lost(backend: tokenizers.Tokenizer, text: str) -> str:
+def lost(backend, text):
     losses = LostCharacters()
     list(Texts([]).encode(Tokenizer(backend), [("train", text)], losses))
     return losses.summary()
 
 
-def byte_level(*alphabet: str) -> tokenizers.Tokenizer:
+def byte_level(*alphabet):
     backend = tokenizers.Tokenizer(models.BPE(dict(zip(alphabet, range(99), strict=False)), []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -12,7 +12,7 @@ MASK64 = (1 << 64) - 1
 PINNED = [7, 5, 9, 2, 6, 8, 11, 10, 0, 1, 4, 3]
 
 
-def plain_permuted(index: int, size: int, keys: list[int]) -> int:
+def plain_permuted(index, size, keys):
     """The same permutation in Python's own integers, from its description."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     value = index
@@ -28,11 +28,11 @@ def plain_permuted(index: int, size: int, keys: list[int]) -> int:
             return value
 
 
-def an_order(tokens=1000, context=10, batch=6, microbatches=3, seed=0) -> Order:
+def an_order(tokens=1000, context=10, batch=6, microbatches=3, seed=0):
     return Order(np.arange(tokens, dtype=np.uint16), context, batch, microbatches, seed)
 
 
-def epochs_of(order: Order, epochs: int) -> list[np.ndarray]:
+def epochs_of(order, epochs):
     """The windows of the first epochs, in the order in which they are visited."""
     steps = -(-epochs * order.count // order.batch)
     visited = [
@@ -106,7 +106,7 @@ def test_sizes_that_cannot_be_are_refused():
         Validation(np.arange(10), context=10, batch=1, limit=0)
 
 
-def windows_of(validation: Validation) -> list[int]:
+def windows_of(validation):
     batches = [validation.microbatch(i) for i in range(len(validation))]
     return [window for batch in batches for window in batch.examples_B.tolist()]
 

@@ -3,13 +3,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from refusing import refused
 
-from thinwire.data import Corpus, DataConfig, Tokenizer
+from thinwire.data import DataConfig, Tokenizer
 from thinwire.data import corpus as prepared_module
 from thinwire.data.chat import CHATML, ChatTemplate
 from thinwire.data.tokenizer import RESERVED
@@ -20,29 +19,29 @@ VOCAB = 300
 class Recorder:
     """A progress callback that keeps what it was told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[tuple[str, int, int]] = []
 
-    def __call__(self, phase: str, done: int, total: int) -> None:
+    def __call__(self, phase, done, total):
         self.calls.append((phase, done, total))
 
     @property
-    def phases(self) -> list[str]:
+    def phases(self):
         return list(dict.fromkeys(phase for phase, _, _ in self.calls))
 
 
-def text_config(path: Path, **changes) -> DataConfig:
+def text_config(path, **changes):
     return DataConfig(source="text", path=str(path), **{"valid_fraction": 0.2, **changes})
 
 
-def documents_of(corpus: Corpus, side: str) -> list[str]:
+def documents_of(corpus, side):
     tokenizer = corpus.tokenizer()
     text = tokenizer.decode(getattr(corpus, side))
     assert text.endswith("<|endoftext|>")
     return text.split("<|endoftext|>")[:-1]
 
 
-def make_old(folder: Path) -> None:
+def make_old(folder):
     """Give the files times that are not "just now", as those of a real corpus."""
     for path in folder.rglob("*"):
         os.utime(path, (1_600_000_000, 1_600_000_000))

@@ -9,26 +9,26 @@ import numpy as np
 import pytest
 from refusing import refused
 
-from thinwire.data import Corpus, DataConfig, Tokenizer
+from thinwire.data import DataConfig, Tokenizer
 from thinwire.data.chat import CHATML_TOKENS, Chat
 from thinwire.errors import ConfigError, DataError
 
 VOCAB = 400
 
 
-def talk(number: int):
+def talk(number):
     said = (("system", "Be brief."), ("user", f"What is {number} and {number}?"),
             ("assistant", f"It is {2 * number}."), ("user", "Sure?"),
             ("assistant", "Yes."))  # fmt: skip
     return {"messages": [{"role": role, "content": content} for role, content in said]}
 
 
-def written(path: Path, records) -> str:
+def written(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
 
-def config_of(path: Path, **changes) -> DataConfig:
+def config_of(path, **changes):
     return DataConfig(source="chat", path=str(path), valid_fraction=0.2, **changes)
 
 
@@ -40,7 +40,7 @@ def chats(tmp_path):
     return folder
 
 
-def learned(corpus: Corpus, side: str) -> str:
+def learned(corpus, side):
     ids, mask = getattr(corpus, side), getattr(corpus, f"{side}_learned")
     return corpus.tokenizer().decode(ids[mask == 1])
 

@@ -1,7 +1,6 @@
 """Token shards become a corpus: cut, checked and copied without trust."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +14,13 @@ from thinwire.data.shards import find_shards
 from thinwire.errors import DataError
 
 
-def write_raw(path: Path, ids) -> Path:
+def write_raw(path, ids):
     path.parent.mkdir(parents=True, exist_ok=True)
     np.array(ids, dtype="<u2").tofile(path)
     return path
 
 
-def write_with_header(path: Path, ids, magic=20240520, version=1, count=None) -> Path:
+def write_with_header(path, ids, magic=20240520, version=1, count=None):
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, len(ids) if count is None else count
     dtype = "<u2" if magic == 20240520 else "<u4"
@@ -29,7 +28,7 @@ def write_with_header(path: Path, ids, magic=20240520, version=1, count=None) ->
     return path
 
 
-def sides(path: Path) -> list[list[int]]:
+def sides(path):
     """The ids to train on, and to validate on."""
     found = find_shards(str(path))
     total = sum(found.counts)

@@ -4,7 +4,6 @@ import lzma
 import os
 import sys
 import tracemalloc
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -19,12 +18,12 @@ from thinwire.errors import DataError, MissingPackageError
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 
 
-def texts(path: Path, key: str = "text") -> list[str]:
+def texts(path, key="text"):
     records = read_records(text_files(str(path)), key)
     return [text for record in records if (text := text_of(record, key)).strip()]
 
 
-def parquet_bytes(tmp_path: Path, values: dict) -> bytes:
+def parquet_bytes(tmp_path, values):
     path = tmp_path / "made.bin"
     pyarrow.parquet.write_table(pyarrow.table(values), path)
     return path.read_bytes()
@@ -162,11 +161,11 @@ def test_parquet_that_cannot_be_read(tmp_path, monkeypatch):
         texts(path)
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return [file.name for file in text_files(str(folder))]
 
 
-def write(folder: Path, *paths: str) -> None:
+def write(folder, *paths):
     for path in paths:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text("text")

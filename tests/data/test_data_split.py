@@ -1,5 +1,3 @@
-from collections.abc import Iterable, Sequence
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,11 +8,11 @@ from thinwire.data.split import DocumentHash, ValidationSplit
 documents = st.lists(st.text(min_size=1), min_size=1, max_size=30)
 
 
-def sided(texts: Iterable[str], given: Iterable[str] = ()) -> list[tuple[str, bool]]:
+def sided(texts, given=()):
     return [(text, False) for text in texts] + [(text, True) for text in given]
 
 
-def sides(texts: list[str], fraction: float, given: Sequence[str] = ()) -> dict[str, list[str]]:
+def sides(texts, fraction, given=()):
     split = ValidationSplit(sided(texts, given), fraction)
     result: dict[str, list[str]] = {"train": [], "valid": []}
     for passage in split.passages(sided(texts, given)):
@@ -58,7 +56,7 @@ def test_one_document_is_cut_in_two(text, fraction):
     assert train + valid == text
 
 
-def lines(count: int, name: str) -> str:
+def lines(count, name):
     return "".join(f"line {i} of {name}\n" for i in range(count))
 
 

@@ -19,7 +19,7 @@ def trained():
     return Tokenizer.train([words * 20, "def cat(mat):\n    return mat\n" * 20], 280)
 
 
-def word_tokenizer(*names: str) -> tokenizers.Tokenizer:
+def word_tokenizer(*names):
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.add_special_tokens(list(names))

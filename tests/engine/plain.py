@@ -7,20 +7,19 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from thinwire.data import Corpus, Order
+from thinwire.data import Order
 from thinwire.model import Stage, architecture
-from thinwire.settings import Settings
 
 TOLERANCE = 1e-10
 
 
-def order_of(settings: Settings, corpus: Corpus) -> Order:
+def order_of(settings, corpus):
     train, pipeline = settings.train, settings.pipeline
     shape = settings.model.context, train.batch, pipeline.microbatches
     return Order(corpus.train, *shape, settings.run.seed, corpus.train_learned)
 
 
-def learning_rate(settings: Settings, step: int) -> float:
+def learning_rate(settings, step):
     """A linear warm-up, then a cosine to a tenth."""
     optim = settings.optim
     if step < optim.warmup:
@@ -29,14 +28,12 @@ def learning_rate(settings: Settings, step: int) -> float:
     return optim.lr * (0.1 + 0.45 * (1 + np.cos(np.pi * progress)))
 
 
-def moments_of(parameters: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
+def moments_of(parameters):
     return {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in parameters.items()}
 
 
 @torch.no_grad()
-def update_by_hand(
-    parameters: dict, moments: dict, axes: dict[str, int], settings: Settings, step: int
-) -> None:
+def update_by_hand(parameters, moments, axes, settings, step):
     """Clipping and AdamW, written out; squares of what is held have their mean along an axis."""
     optim, lr = settings.optim, learning_rate(settings, step)
     norm = math.sqrt(sum(float((p.grad**2).sum()) for p in parameters.values()))
@@ -54,9 +51,7 @@ def update_by_hand(
         p.grad = None
 
 
-def plain_loop(
-    settings: Settings, corpus: Corpus, delay: int = 0, refused: int = -1
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain_loop(settings, corpus, delay=0, refused=-1):
     """An ordinary training loop: whole model, whole batches, torch's own optimizer and clipping.
 
     Gradients of the first `delay` microbatches of a step are those of the weights before the last

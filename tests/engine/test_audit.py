@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 
 from thinwire.codec import Leg, TensorSpec, build_codecs
 from thinwire.engine import audit as module
@@ -18,43 +17,43 @@ SPEC = TensorSpec((2, 8, 16), torch.float32, torch.device("cpu"))
 MICROBATCHES, STEPS = 4, 20
 
 
-def honest(tensor: Tensor, step: int) -> Tensor:
+def honest(tensor, step):
     return tensor
 
 
-def rounding(tensor: Tensor, step: int) -> Tensor:
+def rounding(tensor, step):
     """As on another CPU, a little further away with each step."""
     return tensor * (1 + 1e-6 * (1 + step / 10) * torch.randn(tensor.shape))
 
 
-def scaled(tensor: Tensor, step: int) -> Tensor:
+def scaled(tensor, step):
     return 1.05 * tensor
 
 
-def noise(tensor: Tensor, step: int) -> Tensor:
+def noise(tensor, step):
     drawn = torch.randn(tensor.shape)
     return drawn * tensor.norm() / drawn.norm()
 
 
-def skipped_update(tensor: Tensor, step: int) -> Tensor:
+def skipped_update(tensor, step):
     return tensor + 5e-3 * noise(tensor, step)
 
 
 class Audition:
     """A follower of a stage that sends gradients by this codec."""
 
-    def __init__(self, codec: str = "bf16", is_exact: bool = True):
+    def __init__(self, codec="bf16", is_exact=True):
         self.end = CutEnd(build_codecs(codec, codec), SPEC, microbatches=MICROBATCHES)
         self.told: list[Audited] = []
         self.audit = Audit({FrameKind.BACKWARD: self.end}, is_exact, self.told.append)
 
-    def frame(self, tensor: Tensor, step: int, microbatch: int) -> Frame:
+    def frame(self, tensor, step, microbatch):
         place = self.end.place(Leg.BACKWARD, step, microbatch, training=False)
         payload = self.end.codecs[Leg.BACKWARD].pack(tensor, place)
         kind = FrameKind.BACKWARD
         return Frame(kind, 1, step, microbatch, shape=SPEC.shape, payload=payload)
 
-    def play(self, follower, stage, steps: range = range(STEPS)) -> None:
+    def play(self, follower, stage, steps=range(STEPS)):
         """Both compute the same tensors, each in its own way; now this comes first, now that."""
         for step in steps:
             for microbatch in range(MICROBATCHES):
@@ -68,7 +67,7 @@ class Audition:
                 for half in halves if microbatch % 2 else reversed(halves):
                     half()
 
-    def witness(self, frame: Frame) -> None:
+    def witness(self, frame):
         """What a neighbour says that the stage has sent."""
         witness = wire.witness_of(encode(frame))
         assert witness is not None

@@ -10,7 +10,6 @@ from test_verdict import poison
 
 from settings_values import EXACT
 from thinwire.engine.feed import Feed
-from thinwire.settings import Settings
 from thinwire_lab.chain import Chain
 
 DELAYED = {**EXACT, "pipeline__delay": 1}
@@ -29,7 +28,7 @@ CASES = {
 }  # fmt: skip
 
 
-def trained(settings: Settings, feed: Feed, refused: set[int] | None = None):
+def trained(settings, feed, refused=None):
     """What a chain and its steps give: losses, weights with statistics, moments, the last score."""
     chain = Chain(settings, feed)
     for index, stage in enumerate(chain.stages):
@@ -40,7 +39,7 @@ def trained(settings: Settings, feed: Feed, refused: set[int] | None = None):
     return losses, *state(chain.stages, latest), chain.evaluate()
 
 
-def state(stages: list, updates: list) -> tuple[dict, dict]:
+def state(stages, updates):
     weights, moments = {}, {}
     for stage, update in zip(stages, updates, strict=True):
         weights |= stage.global_parameters()
@@ -48,7 +47,7 @@ def state(stages: list, updates: list) -> tuple[dict, dict]:
     return weights, moments
 
 
-def assert_same(outcome, chain: tuple) -> None:
+def assert_same(outcome, chain):
     losses, weights, moments, valid = chain
     assert outcome.losses() == losses
     updates = [worker.update.latest for worker in outcome.workers]

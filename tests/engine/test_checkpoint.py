@@ -21,13 +21,13 @@ from thinwire.run.checkpoints import commit, discard_partial, prune, set_aside_l
 FACTS = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
 
 
-def save(run: Path, step: int, value: float = 0.0, facts=FACTS, tokenizer=None):
+def save(run, step, value=0.0, facts=FACTS, tokenizer=None):
     """A complete checkpoint of one tensor."""
     shard = write_shard(partial_folder(run, step), 0, {"w": torch.full((2,), value)})
     return commit(run, step, [shard], facts, tokenizer)
 
 
-def altered(folder: Path, change, seal: bool = True) -> Path:
+def altered(folder, change, seal=True):
     """The manifest says something else, and has the hash of that, or not."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -36,7 +36,7 @@ def altered(folder: Path, change, seal: bool = True) -> Path:
     return path
 
 
-def names(run: Path) -> list[str]:
+def names(run):
     return sorted(path.name for path in checkpoints_folder(run).iterdir())
 
 
@@ -114,15 +114,15 @@ def test_leftovers_are_removed_by_step_or_all(tmp_path):
     assert not any(path.exists() for path in killed)
 
 
-def without(key: str):
+def without(key):
     return lambda manifest: manifest.pop(key)
 
 
-def put(key: str, value):
+def put(key, value):
     return lambda manifest: manifest.update({key: value})
 
 
-def put_shard(key: str, value):
+def put_shard(key, value):
     return lambda manifest: manifest["shards"][0].update({key: value})
 
 

@@ -7,7 +7,6 @@ import pytest
 from engine_runs import are_equal, assert_same_course
 from stopping import stop_in_the_first_step
 from test_verdict import poison
-from torch import Tensor
 
 from thinwire.codec import Leg
 from thinwire.engine.checkpoint import Checkpoint
@@ -16,11 +15,11 @@ from thinwire.engine.port import Port
 from thinwire.engine.worker import Assignment, Worker
 from thinwire.errors import CheckpointError, WireError
 from thinwire.run.coordinator import disagreement
-from thinwire.wire import Frame, FrameKind, handshake, memory_pair
+from thinwire.wire import FrameKind, handshake, memory_pair
 from waiting import PATIENCE
 
 
-def codec_states(outcome) -> dict[str, Tensor]:
+def codec_states(outcome):
     return {
         name: tensor
         for worker in outcome.workers
@@ -29,27 +28,27 @@ def codec_states(outcome) -> dict[str, Tensor]:
     }
 
 
-def agreements(outcome) -> dict[int, list[dict[str, dict[str, str]]]]:
+def agreements(outcome):
     return {s: [r.agreements for r in reports] for s, reports in outcome.shards().items()}
 
 
 # --- exact resume ---
 
 
-def neighbour_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def neighbour_first(monkeypatch):
     """Every stage saves only after an activation of the next step has come from below."""
     arrived: dict[tuple[int, int], threading.Event] = {}
     on_frame, save = Port._on_frame, Worker._checkpoint
 
-    def event(stage: int, step: int) -> threading.Event:
+    def event(stage, step):
         return arrived.setdefault((stage, step), threading.Event())
 
-    def seen(port: Port, frame: Frame) -> None:
+    def seen(port, frame):
         on_frame(port, frame)
         if frame.kind is FrameKind.FORWARD:
             event(port.stage, frame.step).set()
 
-    def late(worker: Worker, done: int, report) -> None:
+    def late(worker, done, report):
         if worker.index > 0 and done < worker.settings.train.steps:
             assert event(worker.index, done).wait(PATIENCE), "the neighbour does not go ahead"
         save(worker, done, report)
@@ -115,15 +114,15 @@ def test_a_refused_step_is_remembered_alike_on_both_ends(settings_with, saved_ru
 # --- the ends agree, or the run ends ---
 
 
-def disturb(stage: int, leg: Leg, at_step: int):
+def disturb(stage, leg, at_step):
     """Change what one end of the first cut remembers, before a step."""
 
-    def prepare(worker) -> None:
+    def prepare(worker):
         if worker.index != stage:
             return
         begin = worker.update.begin
 
-        def disturbed(step: int) -> None:
+        def disturbed(step):
             if step == at_step:
                 end = worker.above if stage == 0 else worker.below
                 end.codecs[leg].last = end.codecs[leg].last + 1e-3
@@ -148,11 +147,11 @@ def test_ends_that_differ_are_found_at_the_next_checkpoint(
     assert re.match(words, disagreement(5, seen[5]))
 
 
-def shake_hands(lower, upper) -> list[WireError]:
+def shake_hands(lower, upper):
     """Both sides of a handshake; the objections there were."""
     objections: list[WireError] = []
 
-    def side(pipe, contract) -> None:
+    def side(pipe, contract):
         try:
             handshake(pipe, contract, contract, 5)
         except WireError as error:

@@ -11,7 +11,7 @@ from thinwire.errors import WireError
 from thinwire.wire import handshake, memory_pair
 
 
-def refusal(mine, theirs) -> str:
+def refusal(mine, theirs):
     """What the end with the first contract says of the second; nothing if they match."""
     here, there = memory_pair()
     with ThreadPoolExecutor(1) as pool:

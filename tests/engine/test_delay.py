@@ -4,17 +4,13 @@ import itertools
 import math
 
 import pytest
-import torch
 from engine_runs import assert_same_course, furthest, trained_chain
 from plain import TOLERANCE, plain_loop
 from stopping import stop_in_the_first_step
 
 from settings_values import narrow
-from thinwire.data import Corpus
 from thinwire.engine.state import BEFORE, names_for_stage, shard_like
 from thinwire.errors import WireError
-from thinwire.settings import Settings
-from thinwire_lab.chain import Chain
 
 
 @pytest.fixture
@@ -23,7 +19,7 @@ def delayed(make_settings):
     return lambda **changes: make_settings(**{"pipeline__delay": 1, **changes})
 
 
-def chain_of(settings: Settings, corpus: Corpus, refused: int = -1) -> tuple[Chain, list[float]]:
+def chain_of(settings, corpus, refused=-1):
     """A chain and the losses of its steps; the gradients of one step are spoiled."""
     chain, losses = trained_chain(settings, corpus, 0), []
     for step in range(settings.train.steps):
@@ -36,7 +32,7 @@ def chain_of(settings: Settings, corpus: Corpus, refused: int = -1) -> tuple[Cha
     return chain, losses
 
 
-def weights_of(chain: Chain) -> dict[str, torch.Tensor]:
+def weights_of(chain):
     return {name: p for stage in chain.stages for name, p in stage.global_parameters().items()}
 
 
@@ -61,10 +57,10 @@ def test_without_delay_training_differs(delayed, corpus):
         assert furthest(weights_of(chain), weights) > 1e-6
 
 
-def spoil(step: int):
+def spoil(step):
     """Spoil the gradients of one step on the last stage."""
 
-    def prepare(worker) -> None:
+    def prepare(worker):
         update = worker.update.of_step(step)
         norms, begin = update.squared_norms, update.begin
         now = {"step": -1}

@@ -5,8 +5,6 @@ from engine_runs import assert_same_course, furthest
 from plain import TOLERANCE, plain_loop
 
 from settings_values import EXACT, narrow
-from thinwire.data import Corpus
-from thinwire.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +12,7 @@ def reference(corpus):
     return {}
 
 
-def expected(reference: dict, settings: Settings, corpus: Corpus) -> tuple:
+def expected(reference, settings, corpus):
     """The plain loop does not depend on the pipeline: compute it once."""
     if "result" not in reference:
         reference["result"] = plain_loop(settings, corpus)

@@ -7,19 +7,18 @@ import torch
 
 from settings_values import narrow
 from thinwire.engine.trace import is_finite
-from thinwire.engine.worker import Worker
 from thinwire.errors import WireError
 from thinwire.run.blame import first_not_finite
 
 
-def spoil_forward(worker: Worker) -> None:
+def spoil_forward(worker):
     def spoil(module, inputs, output):
         return output * math.nan if worker.state.step == 1 and module.training else output
 
     worker.stage.layers[-1].register_forward_hook(spoil)
 
 
-def spoil_backward(worker: Worker) -> None:
+def spoil_backward(worker):
     """The gradient of the last layer's input: what this stage sends down is NaN too."""
 
     def spoil(module, inputs, output):
@@ -29,10 +28,10 @@ def spoil_backward(worker: Worker) -> None:
     worker.stage.layers[0].register_forward_hook(spoil)
 
 
-def spoil_norms(worker: Worker) -> None:
+def spoil_norms(worker):
     squared_norms = worker.update.squared_norms
 
-    def spoil() -> list[float]:
+    def spoil():
         return [math.nan if worker.state.step == 1 else norm for norm in squared_norms()]
 
     worker.update.squared_norms = spoil

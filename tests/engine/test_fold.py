@@ -11,7 +11,6 @@ from thinwire.engine.keeper import BASIS
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError
-from thinwire_lab.chain import Chain
 
 NARROW = {mode: narrow(mode) for mode in ("subspace", "reparam")}
 MOVES = {"boundary__basis_update_every": 2}
@@ -28,19 +27,19 @@ FOLDING = {
 IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
 
 
-def state_of(chain: Chain) -> Snapshot:
+def state_of(chain):
     tensors = {n: p for stage in chain.stages for n, p in stage.global_parameters().items()}
     for keeper in chain.keepers:
         tensors |= keeper.state_tensors()
     return Snapshot(tensors, chain.settings, chain.done, Versions(chain.done, 0))
 
 
-def logits_of(model: Joined) -> torch.Tensor:
+def logits_of(model):
     with torch.no_grad():
         return model.logits(IDS, compressed=False)
 
 
-def plain_model(folded: Folded, source=None) -> Joined:
+def plain_model(folded, source=None):
     """Dense, with these weights, or with those of another source."""
     plain = Joined(folded.settings, CPU)
     for stage in plain.stages:

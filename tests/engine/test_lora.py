@@ -26,7 +26,7 @@ CASES = {
 }  # fmt: skip
 
 
-def parameters(chain: Chain) -> dict[str, torch.Tensor]:
+def parameters(chain):
     return {n: p for stage in chain.stages for n, p in stage.owned_parameters().items()}
 
 

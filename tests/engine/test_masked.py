@@ -21,7 +21,7 @@ def reference():
     return {}
 
 
-def joined(corpus: Corpus, settings: object, stage: int) -> tuple[TokenServer, FetchedCorpus]:
+def joined(corpus, settings, stage):
     here, there = memory_pair()
     serving = on_daemon_thread("server", lambda: TokenServer(here, corpus, settings))
     far = FetchedCorpus(there, settings, stage)

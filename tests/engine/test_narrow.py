@@ -7,10 +7,8 @@ from plain import moments_of, order_of, update_by_hand
 from test_verdict import poison
 
 from settings_values import EXACT, narrow
-from thinwire.data import Corpus
 from thinwire.errors import WireError
 from thinwire.model import token_loss
-from thinwire.settings import Settings
 from thinwire.settings.crossing import frame_bytes, wire_shape
 from thinwire.wire import HEADER_BYTES
 
@@ -32,7 +30,7 @@ EMBEDDING = {
 """Whose rows have updates of their own: tests/engine/test_shared_rows.py has the plain loop."""
 
 
-def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dict]:
+def plain_training(settings, corpus):
     """One process, one graph: stages chained by autograd, and an Adam written out by hand."""
     torch.set_num_threads(1)
     boundary = settings.boundary
@@ -75,7 +73,7 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
     return losses, parameters
 
 
-def move(stages, basis, gradients, rate, parameters, moments, axes) -> None:
+def move(stages, basis, gradients, rate, parameters, moments, axes):
     """The Grassmann step from its formula, and everything that follows the basis."""
     flat = torch.cat([g.flatten(0, 1) for g in gradients])
     covariance = flat.T @ flat
@@ -154,7 +152,7 @@ def test_each_cut_sends_its_rank_as_planned(make_settings, run_in_threads):
         assert total(down["BACKWARD"]) == microbatches * back
 
 
-def total(counted: dict[str, int]) -> int:
+def total(counted):
     return counted["payload_bytes"] + counted["frames"] * HEADER_BYTES
 
 

@@ -5,11 +5,9 @@ import itertools
 import pytest
 import torch
 from engine_runs import built
-from torch import Tensor
 from torch.nn import functional as F
 
 from settings_values import narrow
-from thinwire.model import Stage
 from thinwire.model.stage import with_ends
 
 RANK = 6
@@ -29,14 +27,14 @@ def ids_BT():
     return torch.arange(32).view(2, 16) * 7 % 96
 
 
-def through(stages: list[Stage], ids_BT: Tensor) -> Tensor:
+def through(stages, ids_BT):
     x = ids_BT
     for stage in stages:
         x = stage(x, ids_BT)
     return x
 
 
-def fill_tables(stages: list[Stage]) -> list[Tensor]:
+def fill_tables(stages):
     torch.manual_seed(0)
     tables = [stage.incoming.table for stage in stages[1:]]
     for table in tables:
@@ -117,7 +115,7 @@ def test_recomputation_and_compiled_layers_change_nothing(table, projected, ids_
             torch.testing.assert_close(other[name], gradient, rtol=1e-9, atol=1e-12)
 
 
-def gradients_at_cuts(stages: list[Stage], ids_BT: Tensor, weights_BT: Tensor) -> list[Tensor]:
+def gradients_at_cuts(stages, ids_BT, weights_BT):
     """What goes back over each cut, lowest first, where tokens weigh as given in the loss."""
     x, cuts = ids_BT, []
     for stage in stages:
@@ -127,7 +125,7 @@ def gradients_at_cuts(stages: list[Stage], ids_BT: Tensor, weights_BT: Tensor) -
     return list(torch.autograd.grad((x.square().mean(-1) * weights_BT).sum(), cuts))
 
 
-def bounded(gradient_BTK: Tensor, bound: float) -> tuple[Tensor, int]:
+def bounded(gradient_BTK, bound):
     """By a plain loop over tokens; and how many the bound has met."""
     rows = list(gradient_BTK.flatten(0, 1))
     norms = [float(row.norm()) for row in rows]
@@ -139,9 +137,7 @@ def bounded(gradient_BTK: Tensor, bound: float) -> tuple[Tensor, int]:
     return torch.stack(kept).view_as(gradient_BTK), sum(norm > most for norm in norms)
 
 
-def bounded_by_hand(
-    stages: list[Stage], ids_BT: Tensor, weights_BT: Tensor, everywhere: bool
-) -> tuple[list[Tensor], int]:
+def bounded_by_hand(stages, ids_BT, weights_BT, everywhere):
     """What goes back over both cuts if it is bounded behind each layer, or at cuts alone, from the
     loss down; and how many tokens the bound has met.
     """

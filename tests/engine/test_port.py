@@ -4,19 +4,18 @@ import math
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from thinwire.codec import Codec, Leg, Place, TensorSpec, parse_codec
+from thinwire.codec import Leg, Place, TensorSpec, parse_codec
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
 from thinwire.engine.source import Versions
 from thinwire.engine.step_end import Verdict, pack_tally
 from thinwire.errors import BreachError, WireError
-from thinwire.schedule import Schedule, build
+from thinwire.schedule import build
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, memory_pair
 from waiting import PATIENCE, wait_until
 
@@ -33,12 +32,12 @@ class Pair:
 
     def __init__(
         self,
-        sender_codec: str = "bf16",
-        receiver_codec: str = "bf16",
-        limit: int = 1 << 16,
-        first_step: int = 0,
-        nic: Callable[[], Nic | None] = lambda: None,
-        schedule: Schedule | None = None,
+        sender_codec="bf16",
+        receiver_codec="bf16",
+        limit=1 << 16,
+        first_step=0,
+        nic=lambda: None,
+        schedule=None,
     ):
         ours, theirs = memory_pair()
         self.mailbox = Mailbox(timeout=PATIENCE)
@@ -51,31 +50,31 @@ class Pair:
         self.receiver = self.port(1, self.other, self.mailbox, receiver_codec, from_below)
 
     @staticmethod
-    def port(stage: int, link: Link, mailbox: Mailbox, codec: str, due: Due) -> Port:
+    def port(stage, link, mailbox, codec, due):
         codecs = {Leg.FORWARD: parse_codec(codec), Leg.BACKWARD: parse_codec(codec)}
         spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"))
         return Port(link, stage, CutEnd(codecs, spec, microbatches=MICROBATCHES), mailbox, due)
 
-    def forward(self, step: int, microbatch: int) -> None:
+    def forward(self, step, microbatch):
         tensor = torch.randn(SHAPE)
         self.sender.send_tensor(FrameKind.FORWARD, tensor, step, microbatch, MADE_WITH)
 
-    def take(self, step: int, microbatch: int) -> torch.Tensor:
+    def take(self, step, microbatch):
         return self.receiver.take_tensor(FrameKind.FORWARD, step, microbatch, MADE_WITH)
 
-    def answer(self, microbatch: int) -> None:
+    def answer(self, microbatch):
         tensor = torch.randn(SHAPE)
         self.receiver.send_tensor(FrameKind.BACKWARD, tensor, 0, microbatch, MADE_WITH)
 
-    def refuses(self, words: str, error: type[WireError] = BreachError) -> None:
+    def refuses(self, words, error=BreachError):
         """What came was refused, with these words."""
         with pytest.raises(error, match=words):
             self.mailbox.take(("never",))
 
-    def send_validation(self, sent: Callable[[int], None]) -> threading.Thread:
+    def send_validation(self, sent):
         """Sends all batches of a validation from a thread of its own."""
 
-        def send_all() -> None:
+        def send_all():
             for number in range(VALIDATION_BATCHES):
                 tensor = torch.randn(SHAPE)
                 self.sender.send_tensor(FrameKind.EVALUATE, tensor, 0, number, MADE_WITH)
@@ -85,7 +84,7 @@ class Pair:
         thread.start()
         return thread
 
-    def take_validation(self) -> Iterator[int]:
+    def take_validation(self):
         """Takes all batches; how many wait after each."""
         for number in range(VALIDATION_BATCHES):
             self.receiver.take_tensor(FrameKind.EVALUATE, 0, number, MADE_WITH)
@@ -145,16 +144,16 @@ MEMORY = "int4+ef21"
 class Remembering(Pair):
     """Both ends remember; frames are made by hand, so that they can be wrong."""
 
-    def __init__(self, first_step: int = 0) -> None:
+    def __init__(self, first_step=0):
         super().__init__(MEMORY, MEMORY, first_step=first_step)
         self.codec = parse_codec(MEMORY)
         self.last_sent = (-1, 0)
 
-    def frame(self, step: int, microbatch: int, kind: FrameKind = FrameKind.FORWARD) -> Frame:
+    def frame(self, step, microbatch, kind=FrameKind.FORWARD):
         place = Place(Leg.FORWARD, step, microbatch, training=kind is FrameKind.FORWARD)
         return packed(self.codec, kind, place)
 
-    def send(self, frame: Frame) -> None:
+    def send(self, frame):
         """Send a frame, and let everything before it arrive."""
         self.raw.send(frame)
         step, (before, number) = self.receiver._open_step + 1, self.last_sent
@@ -163,10 +162,10 @@ class Remembering(Pair):
         self.raw.send(self.frame(step, number, FrameKind.EVALUATE))
         self.mailbox.take((FrameKind.EVALUATE, step, number))
 
-    def arrived(self, step: int, microbatch: int) -> bool:
+    def arrived(self, step, microbatch):
         return (FrameKind.FORWARD, step, microbatch) in self.mailbox._items
 
-    def remembered(self) -> str:
+    def remembered(self):
         return self.receiver._end.codecs[Leg.FORWARD].agreement()
 
 
@@ -214,22 +213,22 @@ def test_a_step_that_is_not_due_is_refused(step):
 # --- bounds: a frame that is not due is the sender's error ---
 
 
-def packed(codec: Codec, kind: FrameKind, place: Place) -> Frame:
+def packed(codec, kind, place):
     payload = bytes(codec.pack(torch.randn(SHAPE), place))
     own = {"step": place.step, "microbatch": place.microbatch, "codec": codec.tag}
     return Frame(kind, shape=SHAPE, payload=payload, **own)
 
 
-def tensor_frame(kind: FrameKind, step: int, microbatch: int = 0) -> Frame:
+def tensor_frame(kind, step, microbatch=0):
     return packed(parse_codec("bf16"), kind, Place(Leg.FORWARD, step, microbatch))
 
 
-def verdict_frame(step: int, kind: FrameKind = FrameKind.VERDICT, **own: int) -> Frame:
+def verdict_frame(step, kind=FrameKind.VERDICT, **own):
     payload = Verdict(1.0, True, False, False).to_bytes()
     return Frame(kind, step=step, payload=payload, **own)
 
 
-def rows_frame(step: int, number: int) -> Frame:
+def rows_frame(step, number):
     return Frame(FrameKind.ROWS, step=step, microbatch=number, payload=bytes(8))
 
 

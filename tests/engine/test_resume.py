@@ -2,11 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import torch
 from engine_runs import assert_same_course
 from safetensors.torch import load_file, save_file
 from stopping import stop_in_the_first_step
@@ -88,7 +85,7 @@ def test_a_failed_write_leaves_the_previous_checkpoint(exact, run_in_threads, tm
     assert sorted(complete) == [2, 6]
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def rewrite(folder, change):
     """Change the tensors of a checkpoint and have its manifest agree with them."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for entry in manifest["shards"]:
@@ -99,16 +96,16 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
     (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
-def dropped(ending: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
+def dropped(ending):
+    def change(tensors):
         for name in [n for n in tensors if n.endswith(ending)]:
             del tensors[name]
 
     return change
 
 
-def cut(ending: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
+def cut(ending):
+    def change(tensors):
         tensors.update({n: t[:1].clone() for n, t in tensors.items() if n.endswith(ending)})
 
     return change

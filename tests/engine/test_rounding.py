@@ -6,12 +6,10 @@ from collections import Counter
 import pytest
 import torch
 from engine_runs import CPU, built, trained_chain
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from settings_values import EXACT
 from thinwire.engine.build import autocast_for, weights_rounded_once
-from thinwire.settings import Settings
 
 MICROBATCHES = 4
 
@@ -19,7 +17,7 @@ MICROBATCHES = 4
 class Roundings(TorchDispatchMode):
     """Counts how often each tensor is rounded to bfloat16."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.of: Counter[int] = Counter()
 
@@ -35,7 +33,7 @@ def bf16(make_settings):
     return make_settings(**{**EXACT, "run__precision": "bf16"}, **single)
 
 
-def gradients(settings: Settings, keep) -> tuple[list[Tensor], Counter[int], list[int]]:
+def gradients(settings, keep):
     """All microbatches forward, then backward, as in a pipeline: they are in flight together."""
     _, (stage,) = built(settings)
     generator = torch.Generator().manual_seed(0)

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from thinwire.engine.state import ShardCheck, most_shard_bytes
 EMBEDDING = {**narrow("subspace", anchor="embedding", row_tokens=1), **EXACT, "codec__rows": "fp32"}
 
 
-def objections(outcome, settings, data, folder: Path) -> list[str]:
+def objections(outcome, settings, data, folder):
     """What is said of all that the stages of a run have saved."""
     check = ShardCheck(settings, data, folder / "scratch")
     return [
@@ -52,21 +50,21 @@ KINDS = {"weight": re.compile("[^/]+"), "moment": re.compile(".*exp_avg"),
          "memory": re.compile("codec/.*")}  # fmt: skip
 
 
-def first(tensors: dict[str, Tensor], kind: str) -> str:
+def first(tensors, kind):
     return min(name for name in tensors if KINDS[kind].fullmatch(name))
 
 
-def changed(kind: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+def changed(kind, change):
     """Changes the first tensor of a kind."""
 
-    def harm(tensors: dict[str, Tensor]) -> None:
+    def harm(tensors):
         name = first(tensors, kind)
         tensors[name] = change(tensors[name])
 
     return harm
 
 
-def with_last(value: float) -> Callable[[Tensor], Tensor]:
+def with_last(value):
     return lambda tensor: torch.cat([tensor.view(-1)[:-1], torch.tensor([value])]).view_as(tensor)
 
 

@@ -10,17 +10,15 @@ import pytest
 import torch
 from engine_runs import CPU, built, furthest, trained_chain
 from plain import learning_rate, moments_of, order_of, update_by_hand
-from torch import Tensor
 
 from settings_values import EXACT, narrow
 from thinwire.codec import Leg
-from thinwire.data import Corpus
 from thinwire.engine import rows
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.conversion import Folded
 from thinwire.engine.rows import SharedRows
 from thinwire.engine.source import Snapshot
-from thinwire.model import Stage, fixed_table, token_loss
+from thinwire.model import fixed_table, token_loss
 from thinwire.settings import Settings
 from thinwire.settings.crossing import row_bytes
 from thinwire.wire import HEADER_BYTES
@@ -36,11 +34,11 @@ def settings_for(make_settings):
     return lambda **changes: make_settings(**(SHARED | changes))
 
 
-def copies(stages: list[Stage]) -> list[Tensor]:
+def copies(stages):
     return [stage.embedding_copy().detach() for stage in stages]
 
 
-def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dict[str, Tensor]]:
+def plain_training(settings, corpus):
     """One plain model: the writers below the last cut stay in S, and rows wait by hand."""
     torch.set_num_threads(1)
     boundary, optim, steps = settings.boundary, settings.optim, settings.train.steps
@@ -95,7 +93,7 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
     return losses, parameters | {EMBEDDING: embedding}
 
 
-def settings_of_one_stage(settings: Settings) -> Settings:
+def settings_of_one_stage(settings):
     """The plain dense model of the same shape."""
     plain = settings.to_plain()
     plain["pipeline"] |= {"stages": 1, "split": []}
@@ -212,7 +210,7 @@ def test_all_bytes_of_rows_are_counted_and_no_more_than_planned(
     assert up / 3 <= settings.train.steps * row_bytes(settings)
 
 
-def sent_rows(meter: dict) -> int:
+def sent_rows(meter):
     counted = meter["sent"]["ROWS"]
     return counted["payload_bytes"] + counted["frames"] * HEADER_BYTES
 

@@ -1,18 +1,13 @@
 """A stage's state moves in memory: another stage goes on from it bit for bit, or says why not."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from engine_runs import trained_chain
 from test_narrow import EMBEDDING, MODES
-from torch import Tensor
 
 from settings_values import EXACT
 from thinwire.engine.source import Snapshot
 from thinwire.engine.state import StageState
-from thinwire.settings import Settings
-from thinwire_lab.chain import Chain
 
 MEMORY = {"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(0.2)+ef"}
 CASES = {
@@ -25,24 +20,24 @@ CASES = {
 }
 
 
-def stop_in_the_second_step(worker) -> None:
+def stop_in_the_second_step(worker):
     backwards = iter(range(10**9))
 
-    def count(_: Tensor) -> None:
+    def count(_):
         if next(backwards) == worker.settings.pipeline.microbatches:
             worker.stop_requested.set()
 
     next(worker.stage.parameters()).register_hook(count)
 
 
-def moved(settings: Settings, run: Callable) -> None:
+def moved(settings, run):
     """Stop after two steps, go on with fresh stages: they end as those that never stopped."""
     whole = run(settings)
     stopped = run(settings, prepare_worker=stop_in_the_second_step)
     states = [worker.state for worker in stopped.workers]
     snapshots, prints = [s.snapshot() for s in states], [s.fingerprint() for s in states]
 
-    def restore(worker) -> None:
+    def restore(worker):
         assert worker.state.fingerprint() != prints[worker.index]
         worker.state.restore(snapshots[worker.index])
         assert worker.state.fingerprint() == prints[worker.index]
@@ -66,7 +61,7 @@ def chain(make_settings, corpus):
     return trained_chain(settings, corpus, 0)
 
 
-def states_of(chain: Chain) -> list[StageState]:
+def states_of(chain):
     """The state of each stage, with its ends of the cuts below and above."""
     lower = [[cut.lower] for cut in chain.cuts] + [[]]
     upper = [[], *([cut.upper] for cut in chain.cuts)]
@@ -90,7 +85,7 @@ def test_steps_can_be_undone(done, chain):
         assert [chain.train_step(step) for step in range(done, 5)] == first
 
 
-def altered(snapshot: Snapshot, change) -> Snapshot:
+def altered(snapshot, change):
     tensors = snapshot.tensors(snapshot.names())
     change(tensors)
     return Snapshot(tensors, snapshot.settings, snapshot.step, snapshot.versions)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from thinwire.errors import StageError
 from thinwire.run.checkpoints import divergence
 
 
-def poison(stage: int, calls: set[int]) -> Callable:
+def poison(stage, calls):
     """Make a stage produce a NaN gradient in the given steps."""
 
-    def prepare(worker) -> None:
+    def prepare(worker):
         if worker.index != stage:
             return
         count = {"backwards": 0}

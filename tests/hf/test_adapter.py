@@ -28,7 +28,7 @@ MODES = {
 }
 
 
-def base_of(checkpoint: Checkpoint) -> torch.nn.Module:
+def base_of(checkpoint):
     """The model that the run would have started from, in transformers."""
     settings = dataclasses.replace(checkpoint.settings, lora=LoraConfig())
     names = {name for name in checkpoint.names() if not is_adapter(name)}

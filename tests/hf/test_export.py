@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import moving
 import pytest
@@ -15,7 +14,7 @@ from settings_values import narrow
 from thinwire.cli import main
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
-from thinwire.errors import CheckpointError, ConfigError, MissingPackageError, ThinwireError
+from thinwire.errors import CheckpointError, ConfigError, MissingPackageError
 from thinwire.hf.folder import write_json, write_model
 from thinwire.hf.modeling import ThinwireForCausalLM
 from thinwire.hf.tokenizer import TokenizerFiles
@@ -34,12 +33,12 @@ WITH_CUTS = {
 }
 
 
-def exported(place: Path, **wanted) -> tuple[Path, str]:
+def exported(place, **wanted):
     folder = place.parents[2] / "exported"
     return folder, moving.exported(place, folder, **wanted)
 
 
-def difference(folder: Path, place: Path, dtype: torch.dtype = torch.float32) -> float:
+def difference(folder, place, dtype=torch.float32):
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.no_grad():
         ours = Model(place, "cpu", compression=False)(IDS)
@@ -146,7 +145,7 @@ def test_adapters_are_merged(boundary, trained):
     assert "LoRA of rank 3" in (folder / "README.md").read_text()
 
 
-def refused(error: type[ThinwireError], match: str, place: Path, **wanted) -> None:
+def refused(error, match, place, **wanted):
     parent = place.parents[2]
     before = sorted(parent.rglob("*"))
     with pytest.raises(error, match=match):

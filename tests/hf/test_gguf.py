@@ -1,7 +1,5 @@
 """A GGUF file, written with the library of that format, becomes the model that it was made from."""
 
-from pathlib import Path
-
 import gguf
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
          "mlp.down_proj": "ffn_down"}  # fmt: skip
 
 
-def write_gguf(path: Path, model, extra: str = "") -> None:
+def write_gguf(path, model, extra=""):
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -46,7 +44,7 @@ def write_gguf(path: Path, model, extra: str = "") -> None:
     writer.close()
 
 
-def theirs(name: str) -> str:
+def theirs(name):
     inner, weight = name.rsplit(".", 1)
     parts = inner.split(".", 3)
     if parts[1:2] == ["layers"]:
@@ -54,7 +52,7 @@ def theirs(name: str) -> str:
     return f"{NAMES[inner]}.{weight}"
 
 
-def turned(name: str, tensor: torch.Tensor, config) -> np.ndarray:
+def turned(name, tensor, config):
     """The format keeps the two channels of a rotation side by side."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     count = heads.get(name.split(".")[-2])

@@ -134,23 +134,23 @@ def test_an_import_replaces_only_an_import_and_only_by_force(tmp_path):
 NORM = "model.norm.weight"
 
 
-def change_config(folder: Path, **changes) -> None:
+def change_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
-def change_weights(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
+def change_weights(folder, changes):
     """Exchange, add or (None) drop tensors."""
     path = folder / "model.safetensors"
     tensors = load_file(path) | changes
     save_file({n: t for n, t in tensors.items() if t is not None}, path)
 
 
-def truncate(path: Path) -> None:
+def truncate(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def as_shards(folder: Path, **index: str) -> None:
+def as_shards(folder, **index):
     (folder / "model.safetensors").rename(folder / "part-1.safetensors")
     names = load_file(folder / "part-1.safetensors")
     places = dict.fromkeys(names, "part-1.safetensors") | index

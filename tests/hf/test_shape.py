@@ -8,9 +8,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from thinwire.errors import ConfigError
 from thinwire.hf.shape import config_of, is_tied, shape_of
@@ -26,11 +26,11 @@ SHAPES = {
 }  # fmt: skip
 
 
-def model_of(shape: str) -> ModelConfig:
+def model_of(shape):
     return ModelConfig(preset="custom", **{**SIZES, **SHAPES[shape]}).resolved()
 
 
-def lively(config: ModelConfig) -> Stage:
+def lively(config):
     """The whole model in float64, with weights large enough that every part of it matters."""
     stage = Stage(architecture(config).layers()).double()
     generator = torch.Generator().manual_seed(5)
@@ -41,12 +41,12 @@ def lively(config: ModelConfig) -> Stage:
     return stage
 
 
-def library_config(config: ModelConfig) -> PretrainedConfig:
+def library_config(config):
     plain = config_of(config)
     return AutoConfig.for_model(plain.pop("model_type"), **plain)
 
 
-def theirs(config: ModelConfig, stage: Stage) -> nn.Module:
+def theirs(config, stage):
     wanted = library_config(config)
     model = AutoModelForCausalLM.from_config(wanted, attn_implementation="sdpa").double()
     assert [type(model).__name__] == config_of(config)["architectures"]
@@ -55,7 +55,7 @@ def theirs(config: ModelConfig, stage: Stage) -> nn.Module:
     return model.eval()
 
 
-def widen_norms(model: nn.Module) -> int:
+def widen_norms(model):
     """Exchange transformers' RMSNorms, which round to float32; how many there were."""
     narrow = [
         (parent, name, child)
@@ -70,12 +70,12 @@ def widen_norms(model: nn.Module) -> int:
     return len(narrow)
 
 
-def distance(ours: Tensor, expected: Tensor) -> float:
+def distance(ours, expected):
     assert ours.shape == expected.shape
     return ((ours - expected).abs().max() / expected.abs().max()).item()
 
 
-def slopes(logits: Tensor, targets: Tensor, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def slopes(logits, targets, weights):
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from thinwire.data import Tokenizer
 
@@ -24,15 +24,13 @@ KINDS: dict[str, dict[str, Any]] = {"llama": {}, "tied": {"tie_word_embeddings":
 
 
 @functools.cache
-def tokenizer() -> Tokenizer:
+def tokenizer():
     """One with 300 entries."""
     text = "def main(): return 'a text of several words, and more of them'\n" * 9
     return Tokenizer.train([f"{text} {number}" for number in range(200)], 300)
 
 
-def make_folder(
-    folder: Path, kind: str, dtype: torch.dtype = torch.float32, **options: Any
-) -> PreTrainedModel:
+def make_folder(folder, kind, dtype=torch.float32, **options):
     """Save a model of this kind there; returns it."""
     named = kind if kind.startswith("qwen") else "llama"
     config = AutoConfig.for_model(named, **{**SIZES, **KINDS[kind]})
@@ -48,7 +46,7 @@ def make_folder(
 
 
 @functools.cache
-def saved(kind: str) -> Path:
+def saved(kind):
     """A folder to read from and to copy, made once."""
     scratch = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)

@@ -3,7 +3,6 @@
 import json
 import math
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +15,11 @@ from thinwire.report import PlainDisplay
 from thinwire.report.metrics import without_nan
 
 
-def display() -> PlainDisplay:
+def display():
     return PlainDisplay(StringIO())
 
 
-def measured(folder: Path, compression: bool) -> float:
+def measured(folder, compression):
     found = Model(folder, "cpu", compression).evaluate(display())
     assert found["compression"] == ("on" if compression else "off")
     return found["valid_loss"]
@@ -99,7 +98,7 @@ def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(chatting):
     assert json.loads(json.dumps(without_nan(found), allow_nan=False))["perplexity"] is None
 
 
-def plain_loss(model: Model, ids: list[int]) -> float:
+def plain_loss(model, ids):
     """The definition: window after window of the context, each token once, one mean over all."""
     context, total = model.settings.model.context, 0.0
     for start in range(0, len(ids) - 1, context):

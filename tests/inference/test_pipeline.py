@@ -5,7 +5,6 @@ import itertools
 import json
 import tempfile
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,13 +27,13 @@ VARIANTS = [
 ]
 
 
-def stages_of(folder: Path) -> list[TextStage]:
+def stages_of(folder):
     checkpoint = Checkpoint.open(folder)
     count = checkpoint.settings.pipeline.stages
     return [TextStage(checkpoint.settings, index, checkpoint) for index in range(count)]
 
 
-def passed_on(stages: list[TextStage], message: Read) -> torch.Tensor:
+def passed_on(stages, message):
     """What the last stage says, after activations have crossed each cut as frames."""
     said = stages[0].read(message, None)
     for below, stage in itertools.pairwise(stages):

@@ -6,9 +6,7 @@ import itertools
 import json
 import re
 import socket
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -25,12 +23,12 @@ HELLO = [{"role": "user", "content": "stage link"}]
 class Served:
     """An endpoint with its server, and a client of it."""
 
-    def __init__(self, endpoint: Endpoint, server: WebServer):
+    def __init__(self, endpoint, server):
         self.endpoint, self.model, self.port = endpoint, endpoint.model, server.port
         self.socket = server._socket
         self.client = httpx.Client(base_url=server.address, timeout=60, trust_env=False)
 
-    def ask(self, path: str, body):
+    def ask(self, path, body):
         """The status and the JSON of an answer, or its events."""
         text = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
@@ -38,12 +36,12 @@ class Served:
         kind = answer.headers["Content-Type"].partition(";")[0]
         return answer.status_code, events(answer) if kind == "text/event-stream" else answer.json()
 
-    def is_with(self, writing: int, waiting: int) -> bool:
+    def is_with(self, writing, waiting):
         """Whether so many texts are under way, and so many requests wait."""
         state = self.client.get("/health").json()
         return (state["writing"], state["waiting"]) == (writing, waiting)
 
-    def raw(self, body: dict) -> socket.socket:
+    def raw(self, body):
         """A client whose connection can be cut off."""
         text = json.dumps(body).encode()
         head = (
@@ -57,14 +55,14 @@ class Served:
         client.sendall(head.encode() + text)
         return client
 
-    def without_end(self) -> None:
+    def without_end(self):
         """Let no text end by itself: a fresh model says the end of text after some 300 tokens."""
         chosen, end = self.model.tokens_behind, self.model.tokenizer.end_of_text
         self.model.tokens_behind = lambda *a: (token for token in chosen(*a) if token != end)
 
 
 @contextlib.contextmanager
-def serving(folder: Path, parallel: int = 1, queue: int = 16) -> Iterator[Served]:
+def serving(folder, parallel=1, queue=16):
     endpoint = Endpoint(Model(folder, "cpu"), 1_000_000, parallel, queue)
     with WebServer(lambda: endpoint.app, "127.0.0.1:0", patience=20) as server:
         served = Served(endpoint, server)
@@ -81,7 +79,7 @@ def server(chatting):
         yield found
 
 
-def events(answer: httpx.Response):
+def events(answer):
     lines = answer.text.split("\n\n")
     assert lines.pop() == "" and lines.pop() == "data: [DONE]"
     assert all(line.startswith("data: ") for line in lines)

@@ -9,7 +9,7 @@ from thinwire.errors import CheckpointError, ConfigError
 from thinwire.inference.text import Choice, Sampling, Writing, extensions, shares
 
 
-def plain_nucleus(probabilities: list[float], top_p: float) -> list[float]:
+def plain_nucleus(probabilities, top_p):
     """The definition: the likeliest tokens, until they make up top-p, as shares of their sum."""
     order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])
     kept: list[int] = []

@@ -12,7 +12,7 @@ PEAK = 0.5
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
-def rate(schedule: str, step: int, warmup: int = 10, steps: int = 110) -> float:
+def rate(schedule, step, warmup=10, steps=110):
     return learning_rate(OptimConfig(lr=PEAK, warmup=warmup, schedule=schedule), step, steps)
 
 

@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from thinwire.model import ModelConfig
 from thinwire.model.adapter import is_adapter
 from thinwire_lab.chain import Chain
 
 RANK, ALPHA = 3, 6.0
 
 
-def stock_llama(shape: ModelConfig, targets: list[str]) -> torch.nn.Module:
+def stock_llama(shape, targets):
     """A Llama of transformers with peft's LoRA layers, in float64."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,7 +27,7 @@ def stock_llama(shape: ModelConfig, targets: list[str]) -> torch.nn.Module:
     return get_peft_model(llama.double(), lora)
 
 
-def name_here(theirs: str) -> str:
+def name_here(theirs):
     short = theirs.removeprefix("base_model.model.")
     return short.replace(".default.", ".").replace(".base_layer.", ".")
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from thinwire.engine.build import StageBuilder
-from thinwire.model import Stage
 
 
-def step(stages: list[Stage], ids_BT: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+def step(stages, ids_BT):
     z = ids_BT
     for stage in stages:
         z = stage(z, ids_BT)

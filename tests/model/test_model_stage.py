@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from thinwire.model import (
     DenseBoundary,
@@ -23,13 +22,13 @@ splits = pytest.mark.parametrize("split", SPLITS, ids=str)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
-def whole_model(dtype: torch.dtype = torch.float32, recompute: bool = False) -> Stage:
+def whole_model(dtype=torch.float32, recompute=False):
     stage = Stage(architecture(CONFIG).layers(), recompute=recompute)
     stage.initialise(CONFIG, seed=1)
     return stage.to(dtype)
 
 
-def stages_of(split: list[int], dtype: torch.dtype = torch.float32) -> list[Stage]:
+def stages_of(split, dtype=torch.float32):
     starts = [0, *itertools.accumulate(split)]
     stages = []
     for start, stop in itertools.pairwise(starts):
@@ -43,12 +42,12 @@ def stages_of(split: list[int], dtype: torch.dtype = torch.float32) -> list[Stag
     return stages
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch():
     ids = torch.randint(CONFIG.vocab, (3, 9), generator=torch.Generator().manual_seed(2))
     return ids[:, :-1], ids[:, 1:]
 
 
-def gradients(stage: Stage) -> dict[str, Tensor]:
+def gradients(stage):
     found = {}
     for name, parameter in stage.global_parameters().items():
         assert parameter.grad is not None, name
@@ -56,7 +55,7 @@ def gradients(stage: Stage) -> dict[str, Tensor]:
     return found
 
 
-def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+def same_bits(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 

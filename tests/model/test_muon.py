@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.model import Muon, project, random_basis
 from thinwire.model.optim import COEFFICIENTS, ITERATIONS, orthogonalised
@@ -11,11 +11,11 @@ from thinwire.model.subspace import drift
 DIM, RANK, INPUTS = 24, 6, 16
 
 
-def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def normal(seed, *shape, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def by_singular_values(matrix: Tensor) -> Tensor:
+def by_singular_values(matrix):
     """What the iterations do, by the definition of a matrix function."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     values = values / torch.linalg.matrix_norm(matrix)
@@ -35,7 +35,7 @@ def test_only_singular_values_change(shape):
     assert spread.min() > 0.3 and spread.max() < 1.3
 
 
-def trained(weight: nn.Parameter, gradients: list[Tensor], **options: object) -> Tensor:
+def trained(weight, gradients, **options):
     optimizer = Muon([{"params": [weight], **options}], lr=0.02, weight_decay=0.1)
     for gradient in gradients:
         weight.grad = gradient.clone()

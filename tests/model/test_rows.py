@@ -9,7 +9,7 @@ from thinwire.model import RowAdamW
 LR, DECAY = 0.01, 0.1
 
 
-def row_updates(table_VD: nn.Parameter, gradients: list[torch.Tensor | None]) -> None:
+def row_updates(table_VD, gradients):
     optimizer = RowAdamW([table_VD], lr=LR, weight_decay=DECAY)
     rows_R = torch.arange(len(table_VD))
     for update, gradient_VD in enumerate(gradients, start=1):
@@ -17,14 +17,14 @@ def row_updates(table_VD: nn.Parameter, gradients: list[torch.Tensor | None]) ->
             table_VD.data += optimizer.changes(table_VD, rows_R, gradient_VD, update)
 
 
-def adamw_updates(table_VD: nn.Parameter, gradients: list[torch.Tensor | None]) -> None:
+def adamw_updates(table_VD, gradients):
     optimizer = torch.optim.AdamW([table_VD], lr=LR, betas=(0.9, 0.95), weight_decay=DECAY)
     for gradient_VD in gradients:
         table_VD.grad = torch.zeros_like(table_VD) if gradient_VD is None else gradient_VD
         optimizer.step()
 
 
-def both(gradients: list[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def both(gradients):
     torch.manual_seed(0)
     start = torch.randn(5, 8, dtype=torch.float64)
     ours, theirs = (nn.Parameter(start.clone()) for _ in range(2))

@@ -34,27 +34,27 @@ EQUAL = {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0}
 optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 
 
-def noise(what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def noise(what, shape, dtype):
     """Normal numbers that depend on the text alone."""
     seed = int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "little")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def fresh(dtype: torch.dtype = torch.float32) -> Parameters:
+def fresh(dtype=torch.float32):
     return {name: nn.Parameter(noise(name, shape, dtype)) for name, shape in SHAPES.items()}
 
 
 class Ensemble:
     """All parameters, under one StageOptimizer for each group of names."""
 
-    def __init__(self, grouping: str, config: OptimConfig, dtype: torch.dtype = torch.float32):
+    def __init__(self, grouping, config, dtype=torch.float32):
         self.parameters = fresh(dtype)
         self.parts = [
             StageOptimizer({name: self.parameters[name] for name in group}, ROLES, config)
             for group in GROUPINGS[grouping]
         ]
 
-    def train(self, steps: range) -> None:
+    def train(self, steps):
         for step in steps:
             for name, parameter in self.parameters.items():
                 what = f"gradient of {name} at {step}"
@@ -62,7 +62,7 @@ class Ensemble:
             for part in self.parts:
                 part.step(0.01 * (step + 1))
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self):
         """A copy of the weights and the optimizer state, as a checkpoint makes one."""
         merged: dict[str, Tensor] = {}
         for part in self.parts:
@@ -71,10 +71,10 @@ class Ensemble:
             merged.update(found)
         return {name: value.clone() for name, value in merged.items()}
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self):
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
-    def load(self, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+    def load(self, weights, state):
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(weights[name])
@@ -82,7 +82,7 @@ class Ensemble:
             part.load_state_tensors({name: value.clone() for name, value in state.items()})
 
 
-def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+def same_bits(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 

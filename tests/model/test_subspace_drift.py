@@ -13,14 +13,14 @@ STAYS, LEAVES = 1e-6, 1e-2
 class Foreign(nn.Module):
     """A model that knows nothing of thinwire: one block whose two writers feed a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(100, 64)
         self.mix, self.mix_out = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
         self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
         self.head = nn.Linear(64, 100)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         x = x + self.mix_out(torch.tanh(self.mix(x)))
         x = x + self.down(torch.relu(self.up(nn.functional.rms_norm(x, (64,)))))

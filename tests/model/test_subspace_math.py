@@ -15,7 +15,7 @@ from thinwire.model.subspace import (
 )
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
+def random(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 

@@ -7,7 +7,6 @@ import resource
 import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -38,17 +37,17 @@ def limited_to(size):
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def rows(folder: Path):
+def rows(folder):
     """What the file holds: JSON, which has neither NaN nor infinity."""
 
-    def refuse(constant: str) -> None:
+    def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
     lines = (folder / FILE_NAME).read_text().splitlines()
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
-def steps(folder: Path) -> list[int]:
+def steps(folder):
     return [row["step"] for row in rows(folder) if row["kind"] == "step"]
 
 
@@ -155,7 +154,7 @@ def notes(monkeypatch, tmp_path):
         package.teardown()  # it remembers the environment of the first use
 
 
-def open_log(folder: Path, notes: list[str]) -> WandbLog:
+def open_log(folder, notes):
     return WandbLog("wires", "first", folder, {"run": {"seed": 7}}, notes.append)
 
 

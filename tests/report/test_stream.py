@@ -2,7 +2,6 @@
 
 import os
 import threading
-from typing import TextIO
 
 import pytest
 
@@ -19,11 +18,11 @@ def pipe():
     stream.close()
 
 
-def arrived(safe: SafeStream, reading: int, stream: TextIO) -> str:
+def arrived(safe, reading, stream):
     """All that a reader gets who begins to read now, to the end of the stream."""
     got: list[bytes] = []
 
-    def read() -> None:
+    def read():
         while part := os.read(reading, 65536):
             got.append(part)
 

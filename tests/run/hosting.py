@@ -6,19 +6,15 @@ All that these tests need of listeners, books and dialling is made here.
 import io
 import os
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import thinwire
-from thinwire.data import Corpus
-from thinwire.errors import ThinwireError
 from thinwire.report import PlainDisplay
 from thinwire.run.admission import AuthorityBook
 from thinwire.run.channel import Channel
-from thinwire.run.formation import Formation
 from thinwire.run.host import Base, HostedPeers
 from thinwire.run.machine import Machine
 from thinwire.run.members import SESSION_BYTES, Members
@@ -38,12 +34,12 @@ from thinwire.wire.keys import fingerprint_of
 from waiting import PATIENCE, wait_until
 
 
-def hello(version: str = thinwire.__version__, process: str = "") -> Hello:
+def hello(version=thinwire.__version__, process=""):
     machine = Machine(tflops=1.0, memory_gb=1.0)
     return Hello({"thinwire": version}, machine, "", "", process, f"place {process}")
 
 
-def host_of(identity: Identity) -> str:
+def host_of(identity):
     """The key by which a machine knows its host."""
     return fingerprint_of(identity.host)
 
@@ -51,9 +47,7 @@ def host_of(identity: Identity) -> str:
 class Joined:
     """A machine's end of its stream to the host, without the rest of a joined peer."""
 
-    def __init__(
-        self, address: str, identity: Identity, process: str = "", is_frozen: bool = False
-    ):
+    def __init__(self, address, identity, process="", is_frozen=False):
         self._address, self.identity = address, identity
         self._process, self._is_frozen = process, is_frozen
         self._session = os.urandom(SESSION_BYTES)
@@ -62,28 +56,28 @@ class Joined:
         self.is_cut_off = False
         self.lost = threading.Event()
 
-        def on_lost(error: ThinwireError | None = None) -> None:
+        def on_lost(error=None):
             self.lost.set()
 
         pipe = LastingPipe(self._connect(PATIENCE), self._connect, 60.0)
         self.channel = Channel(pipe, "host", FROM_COORDINATOR, self._hear, on_lost, on_lost)
 
-    def arrive(self, version: str = thinwire.__version__) -> "Joined":
+    def arrive(self, version=thinwire.__version__):
         """Say hello."""
         self.channel.send(hello(version, self._process))
         return self
 
-    def say(self, message: Any, stage: int = -1, generation: int = 1) -> None:
+    def say(self, message, stage=-1, generation=1):
         self.channel.send(message, stage, generation)
 
-    def hears(self, wanted: object) -> None:
+    def hears(self, wanted):
         """Wait for a message, or for one of a kind."""
         wait_until(lambda: any(wanted in (m, type(m)) for m, *_ in self.heard))
 
-    def lose_connection(self) -> None:
+    def lose_connection(self):
         self.connections[-1].close(0)
 
-    def _connect(self, timeout: float) -> Pipe:
+    def _connect(self, timeout):
         wait_until(lambda: not self.is_cut_off)
         name = peer_stream(self.identity.name)
         pipe = dial(
@@ -93,11 +87,11 @@ class Joined:
         self.connections.append(self.wrap(pipe))
         return self.connections[-1]
 
-    def wrap(self, pipe: Pipe) -> Pipe:
+    def wrap(self, pipe):
         """The connection as this machine uses it."""
         return pipe
 
-    def _hear(self, said: Envelope) -> None:
+    def _hear(self, said):
         self.heard.append(said)
         if said.message == AskAlive() and not self._is_frozen:
             self.channel.send(Alive())
@@ -106,7 +100,7 @@ class Joined:
 class House:
     """A host's book, listener and list of members, and machines that are let in."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder, self.book = folder, AuthorityBook(folder / "authority", "test")
         self.listener = Listener(
             self.book.identity, "127.0.0.1", 0, MAX_MESSAGE, who=self.book.name_of
@@ -116,30 +110,30 @@ class House:
         self.happened: list[tuple[str, Any]] = []
         self.members.on_happening = lambda name, what: self.happened.append((name, what)) or False
 
-    def enrol(self, name: str) -> Identity:
+    def enrol(self, name):
         identity, invite = Identity.create(name, self.book.identity.public), self.invite
         self.book.enrol(invite.invite_id, invite.secret, identity.public, name)
         return identity
 
-    def join(self, name: str, kind: type[Joined] = Joined) -> Joined:
+    def join(self, name, kind=Joined):
         """A machine that is enrolled and here."""
         joined = kind(self.listener.address, self.enrol(name)).arrive()
         wait_until(lambda: name in self.here())
         return joined
 
-    def here(self) -> list[str]:
+    def here(self):
         return [member.name for member in self.members.here()]
 
-    def unfit(self) -> dict[str, str]:
+    def unfit(self):
         """Why members get no stage."""
         return {member.name: member.why_unfit for member in self.members.all()}
 
-    def console(self, formation: Formation, settings: Any = Settings, *more: Any) -> HostConsole:
+    def console(self, formation, settings=Settings, *more):
         standing, members = Standing("test", self.book.run_id), self.members
         invite = lambda machines: self.invite  # noqa: E731
         return HostConsole(standing, members, self.book, lambda: formation, settings, invite, *more)
 
-    def peers(self, formation: Formation, settings: Settings, corpus: Corpus) -> HostedPeers:
+    def peers(self, formation, settings, corpus):
         """Members that hold stages, as a coordinator sees them."""
         door: Any = SimpleNamespace(listener=self.listener, book=self.book, meeting=lambda name: [])
         display = SharedDisplay(

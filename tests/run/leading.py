@@ -3,13 +3,13 @@
 from thinwire.engine.checkpoint import Shard
 from thinwire.engine.reports import Meters, ShardWritten, StageCosts, Step, Versions
 from thinwire.run.coordinator import SETTLE_SECONDS, Coordinator, Phase
-from thinwire.run.events import Command, End, Event, Exited, Said, StopAsked, Tick
-from thinwire.run.protocol import Failed, Linked, OfStage, Ready
+from thinwire.run.events import End, Exited, Said, StopAsked, Tick
+from thinwire.run.protocol import Failed, Linked, Ready
 
 METERS: Meters = {"cut-0": {"sent": {}, "received": {}}}
 
 
-def meters(stage: int, stages: int, frames: int = 0) -> Meters:
+def meters(stage, stages, frames=0):
     """What the links of a stage have moved, so many frames of ten bytes on each."""
     counts = {"frames": frames, "payload_bytes": 10 * frames}
     sent = {"FORWARD": counts} if frames else {}
@@ -17,13 +17,13 @@ def meters(stage: int, stages: int, frames: int = 0) -> Meters:
     return {f"cut-{cut}": {"sent": dict(sent), "received": {}} for cut in cuts}
 
 
-def failed(error, kind="WireError", accuses=(), convicts=()) -> Failed:
+def failed(error, kind="WireError", accuses=(), convicts=()):
     """What a peer sends before it leaves."""
     known = kind.endswith("Error") and kind != "ValueError"
     return Failed(kind, known, error, "" if known else "a trace", [*accuses], [*convicts])
 
 
-def step(stage: int, number: int, stages: int = 2, frames: int = 0) -> Step:
+def step(stage, number, stages=2, frames=0):
     return Step(
         step=number, loss=1.0 if stage == stages - 1 else None, lr=0.1, grad_norm=1.0,
         committed=True, start=0.0, end=1.0, wait=0.0, costs=StageCosts(0.1, 0.1, 0.1), spans=[],
@@ -31,12 +31,12 @@ def step(stage: int, number: int, stages: int = 2, frames: int = 0) -> Step:
     )  # fmt: skip
 
 
-def part(stage: int, number: int, memory: str = "") -> ShardWritten:
+def part(stage, number, memory=""):
     shard = Shard(f"stage-{stage}.safetensors", "ab", 10, ["w"])
     return ShardWritten(number, Versions(number, 0), shard, {"0": {"forward": memory}})
 
 
-def ready(stage: int) -> Ready:
+def ready(stage):
     return Ready(f"at-{stage}", "", "cpu", {"torch": "2"})
 
 
@@ -47,21 +47,21 @@ class Lead:
         self.now, self.stages = 1000.0, range(stages)
         self.coordinator = Coordinator(stages, patience, **options)
 
-    def on(self, event: Event, after: float = 0.0) -> list[Command]:
+    def on(self, event, after=0.0):
         self.now += after
         return self.coordinator.on(event, self.now)
 
-    def say(self, stage: int, *messages: OfStage) -> list[Command]:
+    def say(self, stage, *messages):
         return [command for m in messages for command in self.on(Said(stage, m))]
 
-    def all_say(self, *messages: OfStage) -> list[Command]:
+    def all_say(self, *messages):
         return [command for stage in self.stages for command in self.say(stage, *messages)]
 
     def play(self, script):
         """Each stage of a script says its message."""
         return [command for stage, message in script for command in self.say(stage, message)]
 
-    def until(self, phase: Phase) -> "Lead":
+    def until(self, phase):
         """Bring the run to a phase in the ordinary way."""
         ways = {
             Phase.BUILDING: lambda: None,
@@ -77,7 +77,7 @@ class Lead:
                 return self
         raise AssertionError(phase)
 
-    def ended(self, commands: list[Command]) -> End:
+    def ended(self, commands):
         """The end that these commands are."""
         assert self.coordinator.is_over
         assert self.on(Tick(), 1000.0) == [], "what is over asks for nothing"
@@ -86,11 +86,11 @@ class Lead:
         return end
 
     @property
-    def is_settling(self) -> bool:
+    def is_settling(self):
         """Whether it looks for the cause of a failure."""
         return "looks for the cause" in self.coordinator.reasons()[0]
 
-    def settled(self) -> End:
+    def settled(self):
         """How it ends once the moment after a failure has passed."""
         assert self.is_settling
         assert self.on(Tick(), SETTLE_SECONDS / 2) == []

@@ -20,7 +20,6 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -39,7 +38,7 @@ from thinwire.run.host import FOLLOWED_SECONDS, NEIGHBOUR_SECONDS, SPARE_SECONDS
 from thinwire.run.machine import Machine
 from thinwire.run.peer import FOR_FOLLOWERS
 from thinwire.run.peers import STOPPED_SECONDS, neighbours
-from thinwire.schedule import OPEN, Schedule, build
+from thinwire.schedule import OPEN, build
 from thinwire.wire.frame import HEADER_BYTES
 
 FOREVER = float("inf")
@@ -64,7 +63,7 @@ class Meeting:
 class ToyFigures:
     """Stands for the memory that stages take of machines, and what they compute."""
 
-    def __init__(self, plan: Plan, here: object):
+    def __init__(self, plan, here):
         self.fullness = lambda number, stage, blocks: 0.3
         self.work = lambda blocks: plan.works[blocks.start % len(plan.works)]
 
@@ -74,7 +73,7 @@ class Leader:
     whose methods those of the same names are, without their threads.
     """
 
-    def __init__(self, world: "World", began: int):
+    def __init__(self, world, began):
         plan, self.world, self.began = world.plan, world, began
         self.groups = neighbours(plan.stages, plan.processes)
         course = Course(plan, began, plan.stages) if plan.hosted else None
@@ -95,22 +94,22 @@ class Leader:
         self._is_saved = False
         self._heard_at = self._arrived_at = self._standby_after = world.now
 
-    def start(self) -> None:
+    def start(self):
         for group in self.groups:
             self._seat(group, None, self.seats[group[0]])
         self._tick()
 
-    def _seat(self, group: list[int], saved: int | None, member: str) -> None:
+    def _seat(self, group, saved, member):
         process = Process(self, group, saved, member)
         self.processes |= dict.fromkeys(group, process)
         if saved is not None:
             self.world.note("%s begins at step %s", process, saved)
             self.hear(ev.Given(group), process)
 
-    def all_processes(self) -> list[Process]:
+    def all_processes(self):
         return [*dict.fromkeys([*self.processes.values(), *self.standbys.values()])]
 
-    def hear(self, event: Any, process: Process | None = None) -> None:
+    def hear(self, event, process=None):
         """Something arrives, as HostedPeers._on_happening has it: it is heard in turn."""
         if process is not None and process.is_replaced:
             return
@@ -134,7 +133,7 @@ class Leader:
         else:
             self.heed(event)
 
-    def heed(self, event: Any) -> None:
+    def heed(self, event):
         if self.is_over or self.world.leader is not self:
             return
         self._heard_at = self.world.now
@@ -146,7 +145,7 @@ class Leader:
             self._spread()
             self._find_standby()
 
-    def _fetch(self, process: Process, stage: int, part: ShardWritten) -> None:
+    def _fetch(self, process, stage, part):
         """The part of a checkpoint is here, unless its process is gone: then another says so."""
         if (process.runs or process.has_left) and not process.is_replaced:
             self.hear(ev.PartArrived(stage, part.step))
@@ -154,7 +153,7 @@ class Leader:
             lost = ev.PartLost(stage, part.step, "no byte of it came")
             self.world.after(15.0 + self.world.speeds.upload, self.hear, lost)
 
-    def _tick(self) -> None:
+    def _tick(self):
         """A Tick whenever nothing else has happened for as long as the coordinator can rest."""
         if self.is_over or self.world.leader is not self:
             return
@@ -166,7 +165,7 @@ class Leader:
         self.world.at(due, self._tick)
         self.world.look()
 
-    def _carry_out(self, command: Any) -> None:
+    def _carry_out(self, command):
         world = self.world
         match command:
             case ev.Tell(stage, message):
@@ -208,28 +207,28 @@ class Leader:
             case ev.Say(text):
                 world.note("coordinator says: %s", text)
 
-    def _tell(self, process: Process, stage: int, message: Any) -> None:
+    def _tell(self, process, stage, message):
         soon = self.world.now + 0.001
         process.told_at = max(process.told_at, process.away_until, soon) + 1e-6
         self.world.at(process.told_at, process.do, process.stages[stage].hear, message)
 
-    def _release(self, process: Process) -> None:
+    def _release(self, process):
         """Nothing more is heard of a process, and it ends once it can be told so."""
         process.is_replaced = True
         process.stop_fetching()
         self.world.at(max(self.world.now + 0.001, process.away_until), process.do, process.die, -9)
 
-    def _here(self, besides: set[str] | None = None) -> list[Machine]:
+    def _here(self, besides=None):
         """Members that can be reached; `besides` says who does not count."""
         frozen = {p.member for p in self.all_processes() if p.is_paused}
         names = [n for n, until in self.members.items() if until <= self.world.now]
         unable = frozen | self.down.keys() | (besides or set())
         return [Machine(name=n, memory_gb=8.0, tflops=1.0) for n in names if n not in unable]
 
-    def _next_holder(self, stages: list[int], machines: list[Machine]) -> str | None:
+    def _next_holder(self, stages, machines):
         return formation.next_holder(stages, self.seats, machines, self.world.plan)
 
-    def _find_holder(self, stages: list[int], lost: Process) -> None:
+    def _find_holder(self, stages, lost):
         """Another process in the place of a lost one: on the machine that the host would choose."""
         if self.world.leader is not self or self.processes[stages[0]] is not lost:
             return
@@ -253,12 +252,12 @@ class Leader:
         self._take_seat(stages, member)
         self._seat(stages, self.world.saved, member)
 
-    def _take_seat(self, stages: list[int], member: str) -> None:
+    def _take_seat(self, stages, member):
         self._release(self.processes[stages[0]])
         for stage in stages:
             self.seats[stage] = member
 
-    def _promote(self, stages: list[int]) -> None:
+    def _promote(self, stages):
         process = self.standbys.pop(tuple(stages), None)
         if process is None:
             for stage in stages:
@@ -269,13 +268,13 @@ class Leader:
         self._take_seat(stages, process.member)
         self.processes |= dict.fromkeys(stages, process)
 
-    def _drop_standby(self, group: tuple[int, ...]) -> None:
+    def _drop_standby(self, group):
         if process := self.standbys.pop(group, None):
             self.world.note("%s follows no more", process)
             self._standby_after = self.world.now + self.world.speeds.pause
             self._release(process)
 
-    def _find_standby(self) -> None:
+    def _find_standby(self):
         if self.world.now < self._standby_after:
             return
         left = [group for group in self.groups if tuple(group) not in self.standbys]
@@ -284,7 +283,7 @@ class Leader:
             return
         rates = self.world.rates
 
-        def turn(group: list[int]) -> tuple[int, float]:
+        def turn(group):
             name = self.seats[group[0]]
             return -self.seats.count(name), rates.setdefault(name, self.world.random.random())
 
@@ -299,11 +298,11 @@ class Leader:
         self.standbys[tuple(stages)] = process
         self.world.note("%s begins at step %s", process, self.world.saved)
 
-    def _standby_of(self, stage: int) -> str:
+    def _standby_of(self, stage):
         found = (process for group, process in self.standbys.items() if stage in group)
         return next((process.member for process in found), "")
 
-    def _spread(self) -> None:
+    def _spread(self):
         is_due, self._is_saved = self._is_saved, False
         holders = [self.seats[stages[0]] for stages in self.groups]
         crowded = max(holders, key=holders.count)
@@ -314,13 +313,13 @@ class Leader:
                 self.hear(ev.MoveAsked(stages, f"stages {stages} move from {crowded} to {name}"))
                 return
 
-    def lose_touch(self, process: Process, seconds: float) -> None:
+    def lose_touch(self, process, seconds):
         """A member that holds stages cannot be reached for a while."""
         self.down.setdefault(process.member, self.world.now)
         self.members[process.member] = self.world.now + seconds
         self.world.after(seconds, self._come_back, process)
 
-    def _come_back(self, process: Process) -> None:
+    def _come_back(self, process):
         """It can again; its processes live still, or are lost."""
         held = [s for s, p in self.processes.items() if p is process and not p.is_replaced]
         if self.down.pop(process.member, None) is None or not held:
@@ -329,7 +328,7 @@ class Leader:
             back = ev.Back(stage, 1.0) if process.is_alive else ev.Lost(stage, "it began anew")
             process.tell(back)
 
-    def _give_up_the_absent(self) -> None:
+    def _give_up_the_absent(self):
         for name, since in [*self.down.items()]:
             held = [s for s, p in self.processes.items() if p.member == name and not p.is_replaced]
             other = self._next_holder(held, self._here()) if held else None
@@ -343,7 +342,7 @@ class Leader:
                 for stage in held:
                     self.hear(ev.Lost(stage, f"{name} could not be reached for {limit} s"))
 
-    def look_for_stopped(self, process: Process) -> None:
+    def look_for_stopped(self, process):
         """As LocalPeers.next_event: a process that was stopped for a while is found."""
         if process.is_paused and not process.is_replaced:
             self.hear(ev.Stopped(process.group[0]), process)
@@ -378,14 +377,15 @@ class Fault:
 class World:
     """A run on a virtual clock, and all that must hold of it."""
 
-    def __init__(self, plan: Plan, seed: int, faults: Sequence[Fault] = (),
-                 speeds: Speeds = Speeds(), spares: int = 0, liar: str = "",  # noqa: B008 - frozen
-                 tells: bool = False, expected: Outcome | None = None):  # fmt: skip
+    def __init__(
+        self, plan, seed, faults=(), speeds=None, spares=0, liar="", tells=False, expected=None
+    ):
         """`spares`: members that hold nothing at first; `liar`: one that sends what it did not
         compute, as those find who follow it; `expected`: what the run is to leave.
         """
         self.plan, self.seed, self.random, self.tells = plan, seed, random.Random(seed), tells
-        self.speeds, self.schedule, self.expected = speeds, schedule_of(plan), expected
+        self.speeds, self.schedule = speeds or Speeds(), schedule_of(plan)
+        self.expected = expected
         self.spares, self.liar, self.set_aside = spares, liar, set[str]()
         self.rates: dict[str, float] = {}
         self.story: list[str] = []
@@ -408,7 +408,7 @@ class World:
         for fault in faults:
             self.at(fault.time, self._befall, fault)
 
-    def run(self) -> Outcome:
+    def run(self):
         with mock.patch.object(formation, "StageFigures", ToyFigures):
             while not self.is_done:
                 self.now, _, what = heapq.heappop(self._events)
@@ -416,21 +416,21 @@ class World:
         self.outcome.seconds, self.outcome.trained = self.now, self.new_at
         return self.outcome
 
-    def note(self, text: str, *args: Any) -> None:
+    def note(self, text, *args):
         if self.tells:
             self.story.append(f"{self.now:9.3f}  {text % args}")
 
-    def at(self, time: float, *what: Any) -> None:
+    def at(self, time, *what):
         heapq.heappush(self._events, (max(time, self.now), next(self._order), what))
 
-    def after(self, seconds: float, *what: Any) -> None:
+    def after(self, seconds, *what):
         self.at(self.now + seconds, *what)
 
-    def arrival(self, cut: int, chance: random.Random) -> float:
+    def arrival(self, cut, chance):
         delay = self.speeds.latency * chance.uniform(0.8, 1.2) * self._lag.get(cut, 1.0)
         return max(self.up_at[cut], self.now + delay)
 
-    def meet(self, name: Any, end: LinkEnd, at_start: bool) -> Meeting:
+    def meet(self, name, end, at_start):
         """Who comes second finds the first; then there is a connection, if both still live."""
         meeting = self.meetings.get(name)
         if meeting is None:
@@ -442,7 +442,7 @@ class World:
             self.at(self.arrival(end.cut, meeting.chance), self._connect, meeting)
         return meeting
 
-    def _connect(self, meeting: Meeting) -> None:
+    def _connect(self, meeting):
         ends = [end for _, (end, _) in sorted(meeting.ends.items())]
         processes = [end.stage.process for end in ends]
         if any(process.is_paused for process in processes):
@@ -455,7 +455,7 @@ class World:
 
     # What machines have on their disks of states, by stage: of which step, and seconds worth of it
 
-    def fetch(self, member: str, stage: int, step: int) -> tuple[float, float]:
+    def fetch(self, member, stage, step):
         """When a machine begins to fetch what it lacks of a state, after others, and ends."""
         kept, seconds = self.disks.get((member, stage), (step, 0.0))
         lacks = self.speeds.fetch - (seconds if kept == step else 0.0)
@@ -463,7 +463,7 @@ class World:
         self._lines[member] = begins + lacks
         return begins, begins + lacks
 
-    def keep(self, member: str, stage: int, step: int, began: float, ends: float) -> None:
+    def keep(self, member, stage, step, began, ends):
         """Its process is gone: what was fetched stays."""
         if self._lines[member] == ends:
             self._lines[member] = min(self.now, ends)
@@ -474,10 +474,10 @@ class World:
 
     # What a run leaves behind, held against one that nothing disturbs
 
-    def state_of(self, stage: int, saved: int) -> State:
+    def state_of(self, stage, saved):
         return self.shards[saved, stage].copy() if saved else State(weights=stage + 1)
 
-    def record(self, stage: int, report: Any) -> None:
+    def record(self, stage, report):
         leader, expected = self.leader, self.expected
         if isinstance(report, Step):
             if report.step != leader.recorded[stage]:
@@ -500,7 +500,7 @@ class World:
             if expected and expected.scores.get(report.step, report.loss) != report.loss:
                 raise WrongError(f"the validation of step {report.step} has another score")
 
-    def complete(self, step: int, parts: list[ShardWritten]) -> None:
+    def complete(self, step, parts):
         weights = [float(self.shards[step, stage].weights) for stage in range(self.plan.stages)]
         known = [steps[step - 1][3] for steps in self.outcome.steps]
         if step <= self.saved or weights != known or len(parts) != self.plan.stages:
@@ -508,7 +508,7 @@ class World:
         self.saved = step
         self.note("the checkpoint of step %s is complete", step)
 
-    def end(self, error: BaseException | None) -> None:
+    def end(self, error):
         leader = self.leader
         self.note("the coordinator ends the run: %s", error or "in good order")
         if error is not None:
@@ -542,7 +542,7 @@ class World:
             raise WrongError(f"{strangers} took part")
         self.is_done = True
 
-    def _begin_again(self, leader: Leader) -> None:
+    def _begin_again(self, leader):
         """The host was lost, or gave up: it comes back with a new coordinator, and all others."""
         if leader is not self.leader:
             return
@@ -560,7 +560,7 @@ class World:
         self.leader = Leader(self, self.saved)
         self.leader.start()
 
-    def look(self) -> None:
+    def look(self):
         """No wait without a reason: neither is anybody at work, nor is anything wrong."""
         if self.speeds.fetch > IDLE:
             return  # a build may take minutes
@@ -572,7 +572,7 @@ class World:
 
     # Faults
 
-    def _befall(self, fault: Fault) -> None:
+    def _befall(self, fault):
         leader, cut = self.leader, min(fault.stage, self.plan.stages - 2)
         if leader.is_over:
             return
@@ -641,7 +641,7 @@ class World:
             case "host restart":
                 self._begin_again(leader)
 
-    def _partition(self, cut: int, seconds: float) -> None:
+    def _partition(self, cut, seconds):
         self.up_at[cut] = max(self.up_at[cut], self.now + seconds)
         end = self.leader.processes[cut].stages[cut].ends.get(cut + 1)
         if end is None or end.wire is None or end.state is None:
@@ -655,12 +655,12 @@ class World:
             self.excuses.add("a link is down for longer than it may be")
             self.after(OUTAGE, self._give_up, end.wire)
 
-    def _reconnect(self, wire: Wire) -> None:
+    def _reconnect(self, wire):
         above = wire.ends[1]
         if above.wire is wire and self.up_at[wire.cut] <= self.now:
             above.stage.process.do(above.stage.mention, False)
 
-    def _give_up(self, wire: Wire) -> None:
+    def _give_up(self, wire):
         for end in wire.ends:
             if self.up_at[wire.cut] > self.now:
                 end.give_up(wire)
@@ -672,17 +672,17 @@ FAULTS += ["vanish", "delay", "slow", "away", "full disk"] * 2 + ["crash", "host
 
 
 @cache
-def schedule_of(plan: Plan) -> Schedule:
+def schedule_of(plan):
     return build(plan.schedule, plan.stages, plan.microbatches, plan.window, delay=plan.delay)
 
 
 @cache
-def reference(plan: Plan) -> Outcome:
+def reference(plan):
     """The same run, undisturbed."""
     return World(plan, 0).run()
 
 
-def drawn(seed: int, delay: int = 0) -> tuple[Plan, dict[str, Any]]:
+def drawn(seed, delay=0):
     """The run of a seed, its faults, and all else that a world takes.
 
     With delayed updates it is longer and pauses less often, so that steps overlap.
@@ -718,7 +718,7 @@ def drawn(seed: int, delay: int = 0) -> tuple[Plan, dict[str, Any]]:
     return plan, others
 
 
-def simulate(seed: int, tells: bool = False, delay: int = 0) -> tuple[Outcome, str]:
+def simulate(seed, tells=False, delay=0):
     """The run of a seed, and what was wrong with it or nothing; with its story, if asked."""
     plan, others = drawn(seed, delay)
     world, wrong = World(plan, seed, tells=tells, **others), ""
@@ -732,12 +732,12 @@ def simulate(seed: int, tells: bool = False, delay: int = 0) -> tuple[Outcome, s
     return world.outcome, wrong
 
 
-def failing(seeds: Iterable[int], delay: int = 0) -> dict[int, str]:
+def failing(seeds, delay=0):
     """The seeds among these whose runs go wrong, with the reason."""
     return {seed: wrong for seed in seeds if (wrong := simulate(seed, delay=delay)[1])}
 
 
-def goodput(steps: int = 500, deaths: float = 0.01) -> None:
+def goodput(steps=500, deaths=0.01):
     """Print how much of its speed a run keeps that loses a machine in one of a hundred steps.
 
     As `thinwire plan` has it for preset 160m, recipe thin32, 4 stages of 20 TFLOP/s, links of 80
@@ -777,7 +777,7 @@ def goodput(steps: int = 500, deaths: float = 0.01) -> None:
             )
 
 
-def main() -> None:
+def main():
     """Simulate the seeds of the command line: tell the story of one, or which of many go wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("seeds", help="one seed, as 17; several, as 0..1000; or the word goodput")

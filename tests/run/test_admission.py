@@ -33,19 +33,19 @@ def book(again):
     return again()
 
 
-def enrol(book: AuthorityBook, invite: Invite, key: str, name: str = "") -> str:
+def enrol(book, invite, key, name=""):
     """Enrol the holder of a public key; returns its name."""
     return book.enrol(invite.invite_id, invite.secret, key, name)
 
 
-def refused(book: AuthorityBook, invite: Invite, key: str = "", name: str = "") -> str:
+def refused(book, invite, key="", name=""):
     """Why the holder of a public key, or of a new one, is not enrolled."""
     with pytest.raises(AdmissionError) as refusal:
         enrol(book, invite, key or new_key(), name)
     return str(refusal.value)
 
 
-def new_key() -> str:
+def new_key():
     return Identity.create("").public
 
 
@@ -206,7 +206,7 @@ INVITE = Invite(
 )  # fmt: skip
 
 
-def with_checksum(content: bytes) -> str:
+def with_checksum(content):
     """A line whose checksum is right, whatever it says."""
     whole = content + hashlib.sha256(b"thinwire invite " + content).digest()[:6]
     return "tw1-" + base64.urlsafe_b64encode(whole).decode().rstrip("=")

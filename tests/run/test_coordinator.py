@@ -111,7 +111,7 @@ def test_a_request_to_stop_while_a_cause_is_sought_ends_nothing_sooner_unless_re
     assert isinstance(lead.ended(lead.on(ev.StopAsked())).error, Interrupted)
 
 
-def found(end: ev.End) -> tuple[int, bool, str]:
+def found(end):
     """Who was blamed, whether its error was known, and its traceback."""
     assert isinstance(end.culprit, ev.Suspect)
     return end.culprit.stage, end.culprit.known, end.culprit.trace

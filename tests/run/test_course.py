@@ -22,11 +22,11 @@ def lead(make_settings):
     return Lead(course=Course(settings, 2, 2)).until(Phase.TRAINING)
 
 
-def both(*numbers: int) -> Script:
+def both(*numbers):
     return [(stage, step(stage, number)) for number in numbers for stage in (1, 0)]
 
 
-def saved(number: int) -> Script:
+def saved(number):
     return [(stage, part(stage, number)) for stage in (1, 0)]
 
 

@@ -26,7 +26,7 @@ from thinwire.wire.speed import SpeedService
 from waiting import PATIENCE, wait_until
 
 
-def enrolling(book: AuthorityBook) -> Listener:
+def enrolling(book):
     listener = Listener(book.identity, None, 0, 1 << 16, who=book.name_of)
     serve_enrolment(listener, book)
     return listener

@@ -45,15 +45,15 @@ def way(listener):
     return Routes("", listener.address)
 
 
-def new_key() -> str:
+def new_key():
     return Identity.create("").key_pem
 
 
-def invite_of(book: AuthorityBook, **more: object) -> Invite:
+def invite_of(book, **more):
     return Invite.parse(str(book.invite(["127.0.0.1:1"], **more)))
 
 
-def exchange(listener: Listener, identity: Identity, whom: str) -> bytes:
+def exchange(listener, identity, whom):
     """What arrives of a message that this identity sends."""
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, "lobby", PATIENCE, identity.name)

@@ -27,7 +27,7 @@ def validated(losses, watch):
     return [s for n, loss in enumerate(losses) for s in watch.hear(Evaluation(n, loss, 1.0))]
 
 
-def curves() -> list[list[float]]:
+def curves():
     """The validations of all runs in the logs on which docs/results.md rests."""
     lines = [json.loads(line) for path in LOGS.glob("*.jsonl") for line in path.open()]
     kept = [line.get("curve") or line.get("figures", {}).get("curve") for line in lines]

@@ -55,13 +55,13 @@ def start(tmp_path, monkeypatch):
         forker.close()
 
 
-def said(log: Path, words: str) -> str:
+def said(log, words):
     """What a log says, once it says these words."""
     wait_until(lambda: words in log.read_text())
     return log.read_text()
 
 
-def process_of(log: Path) -> int:
+def process_of(log):
     return int(said(log, " is ").split(" is ")[1].split()[0])
 
 

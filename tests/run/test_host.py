@@ -80,7 +80,7 @@ def test_how_often_a_run_was_formed_survives(tmp_path):
         read_formation(tmp_path)
 
 
-def peer(name: str, tflops: float, bf16: float = 0.0, memory_gb: float = 8.0) -> Machine:
+def peer(name, tflops, bf16=0.0, memory_gb=8.0):
     machine = Machine("", tflops, memory_gb, 50.0, 100.0, 5.0, bf16_tflops=bf16)
     return Member(name, hello=Hello({}, machine, "", "")).machine
 
@@ -267,7 +267,7 @@ def test_a_failure_that_no_peer_caused_ends_the_host_when_it_goes_on(hosting):
 SEATS = ["ana", "ben", "cleo"]
 
 
-def make_ways() -> Ways:
+def make_ways():
     doors = [DoorOf("127.0.0.1:1", "192.0.2.1:1"), DoorOf("127.0.0.1:2"), DoorOf("127.0.0.1:3")]
     meeting = [[Route("192.0.2.9:9", "relayed", f"{name}.secret")] for name in SEATS]
     return Ways("ab" * 8, "token", doors, meeting, SEATS)

@@ -39,20 +39,20 @@ class Hosted:
         return self.peers[name]
 
     @property
-    def seats(self) -> list[str]:
+    def seats(self):
         """Who holds which stage, as the host has written down."""
         return read_formation(self.machines.run_folder).seats
 
-    def held(self) -> dict[str, tuple[list[int], str]]:
+    def held(self):
         """What its status says: which stages each member holds, and what it does."""
         peers = ask(self.machines.run_folder, {"ask": "status"})["peers"]
         return {peer["name"]: (peer["stages"], peer["state"]) for peer in peers}
 
-    def has_spare(self, name: str) -> None:
+    def has_spare(self, name):
         """Wait until a member is there that holds nothing."""
         wait_until(lambda: self.held().get(name, ([0], ""))[0] == [], PROCESS_PATIENCE)
 
-    def goes_on(self, stage: int) -> None:
+    def goes_on(self, stage):
         self.host.wait_for(rf"stage {stage} is back after [\d.]+ s; no other stage trained a step")
 
     def ends_as_if_undisturbed(self, corpus):

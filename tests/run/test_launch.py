@@ -49,7 +49,7 @@ def lead(peers, carry_out, stages=2):
         heed(coordinator, peers, carry_out, peers.next_event(coordinator))
 
 
-def ignore(command: object) -> None:
+def ignore(command):
     """For a run that ends before anything is to be kept."""
 
 

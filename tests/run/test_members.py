@@ -8,7 +8,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from hosting import House, Joined, hello, host_of
+from hosting import Joined, hello, host_of
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
@@ -19,7 +19,7 @@ from thinwire.run.formation import Formation
 from thinwire.run.host import Streams
 from thinwire.run.members import MOST_STREAMS, SESSION_BYTES, Down, Gone, Up
 from thinwire.run.pacing import AT_ONCE
-from thinwire.wire import Pipe, dial
+from thinwire.wire import dial
 from waiting import PATIENCE, wait_until
 
 
@@ -77,7 +77,7 @@ def test_a_connection_that_is_lost_and_comes_back_loses_nothing(house):
     assert len(ana.connections) >= 3 and house.here() == ["ana"]
 
 
-def works(house: House, joined: Joined) -> None:
+def works(house, joined):
     """What this machine says is heard."""
     joined.say(pr.Pulse(1, "works"), 0)
     said = joined.identity.name, pr.Envelope(pr.Pulse(1, "works"), 0, 1)
@@ -89,10 +89,10 @@ class Deserted(Joined):
 
     deserts = False
 
-    def wrap(self, pipe: Pipe) -> Pipe:
+    def wrap(self, pipe):
         write, is_first = pipe.write, not self.connections
 
-        def lose(message: bytes) -> None:
+        def lose(message):
             if self.deserts and is_first:
                 raise WireError("the network is another")
             write(message)
@@ -228,7 +228,7 @@ def test_a_machine_has_a_few_streams_at_a_time_however_it_drops_them(house):
 class Deaf(Joined):
     """A machine that answers the transport's pings, but never reads."""
 
-    def _hear(self, said: pr.Envelope) -> None:
+    def _hear(self, said):
         threading.Event().wait()
 
 

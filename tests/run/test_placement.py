@@ -12,25 +12,24 @@ from thinwire.plan import estimate_costs, make_plan, stage_memory
 from thinwire.run import placement as pl
 from thinwire.run.machine import Machine
 from thinwire.schedule import simulate
-from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
 UNIT = 1e8  # FLOP/s: compute and links of the tiny run then matter alike
 
 
-def peer(name: str, rate: float = 5.0, memory_mb: float = 100.0, **other: object) -> Machine:
+def peer(name, rate=5.0, memory_mb=100.0, **other):
     figures = {"mbps_up": 20.0, "mbps_down": 30.0, "latency_ms": 5.0, "reachable": True, **other}
     return Machine(name, rate * UNIT / 1e12, memory_mb / 1e3, **figures)
 
 
-def compositions(layers: int, stages: int) -> list[tuple[int, ...]]:
+def compositions(layers, stages):
     return [
         tuple(b - a for a, b in itertools.pairwise((0, *cuts, layers)))
         for cuts in itertools.combinations(range(1, layers), stages - 1)
     ]
 
 
-def brute_force(settings: Settings, peers: list[Machine]) -> float:
+def brute_force(settings, peers):
     """The shortest step of all placements that fit, by planner and simulator alone."""
     stages, best = settings.pipeline.stages, float("inf")
     for counts in compositions(settings.model.layers, stages):

@@ -81,11 +81,11 @@ MESSAGES: list[Any] = [
 ]  # fmt: skip
 
 
-def kinds_for(message: Any) -> dict[str, type]:
+def kinds_for(message):
     return pr.FROM_PEER if type(message) in pr.FROM_PEER.values() else pr.FROM_COORDINATOR
 
 
-def sent(message: Any, **changes: Any) -> bytes:
+def sent(message, **changes):
     """A message as it travels, with some of its fields changed."""
     name, stage, generation, body = msgspec.msgpack.decode(
         zlib.decompress(pr.pack(pr.Envelope(message, 1, 2)))

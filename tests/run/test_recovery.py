@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_outages import detour  # noqa: F401
@@ -33,7 +32,7 @@ SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
 Shards = dict[str, bytes]
 
 
-def processes_of(folder: Path) -> dict[int, int]:
+def processes_of(folder):
     """The process of each stage of a run, by where it writes its log."""
     found: dict[int, int] = {}
     for place in Path("/proc").glob("[0-9]*"):
@@ -59,13 +58,13 @@ class Disturbing(PlainDisplay):
     asks the run to stop; or with the last deed.
     """
 
-    def __init__(self, folder: Path, deeds: Any, number: int, stops_with_the_last: bool):
+    def __init__(self, folder, deeds, number, stops_with_the_last):
         super().__init__(io.StringIO())
         self.folder, self.deeds, self.number = folder, dict(deeds), number
         self._stops_early, self._has_stopped = stops_with_the_last, False
         self._lost = 0
 
-    def step(self, record: Any) -> None:
+    def step(self, record):
         super().step(record)
         if self.text().count("trained a step again") < self._lost:
             return
@@ -80,12 +79,12 @@ class Disturbing(PlainDisplay):
             for stage in stages:
                 os.kill(found[stage], self.number)
 
-    def _stop(self) -> None:
+    def _stop(self):
         if not self._has_stopped:  # asked twice, it would not end in good order
             os.kill(os.getpid(), signal.SIGINT)
         self._has_stopped = True
 
-    def text(self) -> str:
+    def text(self):
         return " ".join(self._stream.getvalue().split())
 
 
@@ -103,13 +102,13 @@ def undisturbed(make_settings, run_in_threads, tmp_path):
     return run
 
 
-def shards(folder: Path) -> Shards:
+def shards(folder):
     found = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
     assert found, folder
     return found
 
 
-def steps_of(run: Path) -> list[int]:
+def steps_of(run):
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [row["step"] for row in rows if "grad_norm" in row]
 
@@ -131,7 +130,7 @@ def disturbed(make_settings, undisturbed, tmp_path):
     return run
 
 
-def assert_undisturbed(run: Path, saved: Shards) -> None:
+def assert_undisturbed(run, saved):
     """Its last checkpoint is this, each step was recorded once, and nothing is left over."""
     folder = checkpoints_folder(run)
     *_, newest = sorted(folder.glob("step-*"))

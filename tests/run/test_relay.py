@@ -4,7 +4,6 @@ import io
 import re
 import signal
 import stat
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ def data(tmp_path, monkeypatch):
     return tmp_path / "data"
 
 
-def start(tmp_path: Path, *arguments: str) -> tuple[Program, Relay]:
+def start(tmp_path, *arguments):
     words = ["relay", "--listen", "127.0.0.1:0", *arguments]
     program = Program(words, tmp_path, tmp_path)
     program.wait_for(r"--relay \S+\n")

@@ -12,7 +12,7 @@ FOUR = [[0], [1], [2], [3]]
 KILLED = "killed by SIGKILL"
 
 
-def training(placement: list[list[int]] = FOUR, steps: int = 0, parts_travel: bool = False) -> Lead:
+def training(placement=FOUR, steps=0, parts_travel=False):
     """A run of four stages that trains, and of which all have reported so many steps."""
     lead = Lead(parts_travel=parts_travel, stages=4, placement=placement).until(Phase.TRAINING)
     for number in range(steps):
@@ -20,23 +20,23 @@ def training(placement: list[list[int]] = FOUR, steps: int = 0, parts_travel: bo
     return lead
 
 
-def report(lead: Lead, number: int, *stages: int) -> list[ev.Command]:
+def report(lead, number, *stages):
     said = [lead.say(s, step(s, number, 4, frames=number + 1)) for s in stages or range(4)]
     return [command for commands in said for command in commands]
 
 
-def link(lead: Lead, *stages: int) -> list[ev.Command]:
+def link(lead, *stages):
     """Those who take the place of these stages are built, and link; what was told at each point."""
     built = [command for s in stages for command in lead.say(s, ready(s))]
     linked = [command for s in stages for command in lead.say(s, Linked())]
     return [*built, *linked]
 
 
-def texts(commands: list[ev.Command]) -> list[str]:
+def texts(commands):
     return [command.text for command in commands if isinstance(command, ev.Say)]
 
 
-def replaced(commands: list[ev.Command]) -> list[list[int]]:
+def replaced(commands):
     return [command.stages for command in commands if isinstance(command, ev.Replace)]
 
 

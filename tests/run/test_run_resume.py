@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ from thinwire.errors import CheckpointError, ConfigError
 from thinwire.report import PlainDisplay
 from thinwire.run.checkpoints import claim_folder, commit
 from thinwire.run.start import adopted, open_resume
-from thinwire.settings import Settings
 from thinwire.train import train
 
 
-def save(run: Path, settings: Settings, step: int = 2) -> Path:
+def save(run, settings, step=2):
     """A complete checkpoint of one tensor under these settings."""
     shard = write_shard(partial_folder(run, step), 0, {"w": torch.zeros(2)})
     facts = {"corpus": "c", "weight_version": step, "basis_version": 0}
@@ -51,7 +49,7 @@ def test_what_the_weights_mean_cannot_change_on_resume(make_settings, tmp_path):
         assert open_resume(saved, make_settings(**change), silent()).folder == saved
 
 
-def said_of(saved: Path, settings: Settings) -> str:
+def said_of(saved, settings):
     """What a person is told who continues from this with these settings."""
     stream = StringIO()
     open_resume(saved, settings, PlainDisplay(stream))

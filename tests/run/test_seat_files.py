@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def trained(make_settings, run_in_threads, corpus, tmp_path):
     return train
 
 
-def fetch(server: tr.SeatServer, stage: int, folder: Path, **options: Any) -> tuple[Path, int]:
+def fetch(server, stage, folder, **options):
     """The folder of a seat, and how many bytes of files were sent for it."""
     here, there = memory_pair()
     before = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]

@@ -3,8 +3,6 @@
 import hashlib
 import os
 import threading
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +13,7 @@ from thinwire.engine.reports import ShardWritten
 from thinwire.engine.source import Versions
 from thinwire.errors import WireError
 from thinwire.run import transfer as tr
-from thinwire.wire import FrameKind, Pipe, memory_pair
+from thinwire.wire import FrameKind, memory_pair
 from thinwire.wire.door import Allowance
 from waiting import PATIENCE, wait_until
 
@@ -26,7 +24,7 @@ SIZE = 2 * tr.PIECE_BYTES + 99
 class Host:
     """A collector of two stages, and all that it has said."""
 
-    def __init__(self, folder: Path, patience: float = 0.0):
+    def __init__(self, folder, patience=0.0):
         self.folder = folder
         self.said: list[tuple] = []
         self.objection = ""  # to what is in a file
@@ -37,28 +35,28 @@ class Host:
             patience, on_progress=lambda done, total: self.progress.append((done, total)),
         )  # fmt: skip
 
-    def _note(self, event: Any) -> None:
+    def _note(self, event):
         what = type(event).__name__.removeprefix("Part").lower()
         with self._changed:
             self.said.append((what, *msgspec.structs.astuple(event)))
             self._changed.notify_all()
 
-    def announce(self, stage: int, step: int, shard: Shard) -> None:
+    def announce(self, stage, step, shard):
         self.collector.announce(stage, ShardWritten(step, Versions(step, 0), shard, {}))
 
-    def written(self, member: Path, step: int, size: int = 0) -> list[Shard]:
+    def written(self, member, step, size=0):
         """Both stages have written their shards of a step on a machine, and say so."""
         shards = [write(member, stage, step, size or SIZE) for stage in (0, 1)]
         for stage, shard in enumerate(shards):
             self.announce(stage, step, shard)
         return shards
 
-    def wait(self, count: int) -> list[tuple]:
+    def wait(self, count):
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.said) >= count, PATIENCE), self.said
             return self.said
 
-    def join(self, name: str, sender: tr.ShardSender, stages: list[int]) -> Pipe:
+    def join(self, name, sender, stages):
         """Join a member by a connection; returns its end of it."""
         here, there = memory_pair(2)
         on_daemon_thread("host", lambda: self.collector.collect_from(name, stages, here))
@@ -73,7 +71,7 @@ def host(tmp_path):
     host.collector.close()
 
 
-def write(folder: Path, stage: int, step: int, size: int = SIZE) -> Shard:
+def write(folder, stage, step, size=SIZE):
     """What the process of a stage leaves on its machine."""
     place = partial_folder(folder, step)
     place.mkdir(parents=True, exist_ok=True)
@@ -82,7 +80,7 @@ def write(folder: Path, stage: int, step: int, size: int = SIZE) -> Shard:
     return Shard(f"stage-{stage}.safetensors", hashlib.sha256(content).hexdigest(), size, ["w"])
 
 
-def arrived(host: Host, stage: int, step: int) -> str:
+def arrived(host, stage, step):
     return sha256_of(partial_folder(host.folder, step) / f"stage-{stage}.safetensors")
 
 
@@ -182,11 +180,11 @@ def test_a_shard_counts_only_once_it_was_opened(host, tmp_path):
     assert list(tr.incoming_folder(host.folder).iterdir()) == []
 
 
-def cut_after(messages: int, pipe: Pipe) -> Pipe:
+def cut_after(messages, pipe):
     """A pipe that breaks after some messages."""
     left, whole = iter(range(messages)), pipe.write
 
-    def write(message: bytes) -> None:
+    def write(message):
         if next(left, None) is None:
             pipe.close()
             raise WireError("the connection was lost")
@@ -196,7 +194,7 @@ def cut_after(messages: int, pipe: Pipe) -> Pipe:
     return pipe
 
 
-def pieces_sent(sender: tr.ShardSender) -> int:
+def pieces_sent(sender):
     return sender.meter.snapshot()["sent"].get("PIECE", {"frames": 0})["frames"]
 
 
@@ -269,7 +267,7 @@ class Held(Allowance):
         super().__init__(1.0)
         self.begun, self.ended = threading.Event(), threading.Event()
 
-    def book(self, count: int, now: float) -> float:
+    def book(self, count, now):
         self.begun.set()
         self.ended.wait(PATIENCE)
         return 0.0

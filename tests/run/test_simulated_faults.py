@@ -37,7 +37,7 @@ def test_a_stop_that_was_decided_holds_for_who_begins_anew():
     assert failing([874, 1052], delay=1) == {}
 
 
-def _wrong_stops(delay: int) -> int:
+def _wrong_stops(delay):
     """Runs that go wrong of those that are asked to stop, and then lose the first stage."""
     plan, wrong = Plan(2, 2, 3, 12, 20, 20, "1f1b", False, delay), 0
     for later in range(0, 400, 8):
@@ -97,18 +97,18 @@ def test_whoever_lies_is_replaced_by_its_stand_by_and_nobody_else_is():
 # written each took 2 to 245.
 
 
-def _skip_one_more(go_on: Any) -> Any:
-    def wrong(self: LinkState, theirs: Any) -> Any:
+def _skip_one_more(go_on):
+    def wrong(self, theirs):
         received = [(step, kind, count + 1) for step, kind, count in theirs.received]
         return go_on(self, msgspec.structs.replace(theirs, received=received))
 
     return wrong
 
 
-def _without(kind: type, method: Any) -> Any:
+def _without(kind, method):
     """Drop the first message of a kind."""
 
-    def wrong(self: Any, *args: Any) -> Any:
+    def wrong(self, *args):
         commands = method(self, *args)
         told = [c for c in commands if isinstance(c, Tell) and isinstance(c.message, kind)]
         return [c for c in commands if c not in told[:1]]
@@ -116,10 +116,10 @@ def _without(kind: type, method: Any) -> Any:
     return wrong
 
 
-def _with(during: Callable[[Any], dict[str, Any]], method: Any) -> Any:
+def _with(during, method):
     """Let the coordinator know other things while it does this."""
 
-    def wrong(self: Any, *args: Any) -> Any:
+    def wrong(self, *args):
         other = during(self)
         before = {name: getattr(self, name) for name in other}
         vars(self).update(other)
@@ -130,8 +130,8 @@ def _with(during: Callable[[Any], dict[str, Any]], method: Any) -> Any:
     return wrong
 
 
-def _linking_goes_on(replace: Any) -> Any:
-    def wrong(self: Coordinator, *args: Any) -> Any:
+def _linking_goes_on(replace):
+    def wrong(self, *args):
         linking = {s: phase for s, phase in self._lost.items() if phase is Phase.LINKING}
         for stage in linking:
             del self._lost[stage]
@@ -142,8 +142,8 @@ def _linking_goes_on(replace: Any) -> Any:
     return wrong
 
 
-def _from_an_older_checkpoint(find_holder: Any) -> Any:
-    def wrong(self: Leader, stages: list[int], lost: Any) -> None:
+def _from_an_older_checkpoint(find_holder):
+    def wrong(self, stages, lost):
         world, saved = self.world, self.world.saved
         world.saved = max((step for step, _ in world.shards if step < saved), default=0)
         find_holder(self, stages, lost)
@@ -152,17 +152,17 @@ def _from_an_older_checkpoint(find_holder: Any) -> Any:
     return wrong
 
 
-def _nothing(_: Any) -> Any:
+def _nothing(_):
     return lambda *args: None
 
 
-def _deaf(hear: Any) -> Any:
+def _deaf(hear):
     """The coordinator does not learn that another process is waited for."""
 
     return lambda self, event, *args: isinstance(event, Given) or hear(self, event, *args)
 
 
-def _forgets_its_reports(speak_up: Any) -> Any:
+def _forgets_its_reports(speak_up):
     return lambda self: (self._unsaid.clear(), speak_up(self))
 
 

@@ -5,7 +5,7 @@ machine that stands by for another.
 import re
 
 import pytest
-from leading import Lead, ready, step
+from leading import ready, step
 from test_hosted_recovery import Hosted
 from test_replacement import link, report, texts, training
 
@@ -16,7 +16,7 @@ from thinwire.run.coordinator import SETTLE_SECONDS
 from waiting import wait_until
 
 
-def followed(*stages: int) -> tuple[Lead, list[ev.Command]]:
+def followed(*stages):
     """A run of four stages in which a process follows these, which share one."""
     lead = training(steps=2)
     told = [command for s in stages for command in lead.on(ev.FollowerSaid(s, ready(s)))]

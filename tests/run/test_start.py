@@ -3,21 +3,19 @@
 import json
 import sys
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from test_train import silent
-from thinwire.data import Corpus, Tokenizer
+from thinwire.data import Tokenizer
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
 from thinwire.run.start import adopted, make_start, open_origin, open_resume, prepare_data
-from thinwire.settings import Settings
 from thinwire.train import train
 from trained import trained
 
@@ -44,7 +42,7 @@ def begin(make_settings, corpus, tmp_path):
     return begin
 
 
-def loss_of(place: Path, corpus: Corpus) -> float:
+def loss_of(place, corpus):
     model = Model(place, "cpu")
     feed = Feed(corpus, model.settings, CPU)
     return model.validate(feed, 0, compressed=True).loss
@@ -108,7 +106,7 @@ def test_a_vocabulary_grows_by_rows(before, after, begin, make_settings, corpus,
     assert all(made.tensors([n])[n].equal(again.tensors([n])[n]) for n in names)
 
 
-def saved_by_an_earlier_release(settings: Settings, folder: Path, monkeypatch: Any) -> Checkpoint:
+def saved_by_an_earlier_release(settings, folder, monkeypatch):
     """A checkpoint whose tokenizer has all of the vocabulary for text."""
     with monkeypatch.context() as earlier:
         earlier.setattr(sys.modules["thinwire.data.prepare"], "RESERVED", ())

@@ -172,7 +172,7 @@ def test_the_commands_on_a_peer(said, tmp_path):
         assert said(0, "leave") == "leaving after this step\n"
 
 
-def news(step: int, loss: float = 2.5, seconds: float = 0.5, *links: LinkRecord) -> StepRecord:
+def news(step, loss=2.5, seconds=0.5, *links):
     return StepRecord(step, 100, loss, 0.1, 1.0, 50, 700.0, seconds, 9.0, [], [*links])
 
 

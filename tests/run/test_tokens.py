@@ -1,7 +1,6 @@
 """A stage without the corpus gets the ids that it reads, and trains to the same bits."""
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
 from thinwire.errors import WireError
 from thinwire.run.tokens import Columns, FetchedCorpus, TokenServer, columns_read
-from thinwire.settings import Settings
-from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, encode, handshake, memory_pair
+from thinwire.wire import Frame, FrameKind, Link, Meter, encode, handshake, memory_pair
 from waiting import PATIENCE
 
 CPU = torch.device("cpu")
@@ -21,7 +19,7 @@ FIXED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": 
 SHARED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "embedding"}
 
 
-def joined(corpus: Corpus, settings: Settings, stage: int) -> tuple[TokenServer, FetchedCorpus]:
+def joined(corpus, settings, stage):
     """A corpus and a stage that has none, joined in memory."""
     here, there = memory_pair()
     serving = on_daemon_thread("server", lambda: TokenServer(here, corpus, settings))
@@ -29,7 +27,7 @@ def joined(corpus: Corpus, settings: Settings, stage: int) -> tuple[TokenServer,
     return serving.result(), far
 
 
-def greeted(settings: Settings, **change: Any) -> tuple[Pipe, FetchedCorpus]:
+def greeted(settings, **change):
     """The other end of a stage without the corpus, as a host that says anything of its own."""
     facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
              "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False,

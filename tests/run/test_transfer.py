@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from msgspec.structs import replace
 from thinwire.background import on_daemon_thread
 from thinwire.errors import BreachError, CheckpointError, WireError
 from thinwire.run import transfer as tr
-from thinwire.wire import Frame, FrameKind, Pipe, memory_pair
+from thinwire.wire import Frame, FrameKind, memory_pair
 from thinwire.wire.door import Allowance
 
 
@@ -25,14 +24,14 @@ def file(tmp_path):
     return make
 
 
-def serve(pipe: Pipe, path: Path, rate: Allowance | None = None) -> tr.Talk:
+def serve(pipe, path, rate=None):
     """Answer every request with this file."""
     talk = tr.Talk(pipe)
     on_daemon_thread("giver", lambda: tr.serve_files(talk, lambda want: path, rate))
     return talk
 
 
-def pieces_sent(giver: tr.Talk) -> dict[str, int]:
+def pieces_sent(giver):
     return giver.meter.snapshot()["sent"]["PIECE"]
 
 

@@ -12,13 +12,13 @@ class Stuck(Exception):
 class Wait:
     """A watch of two stages whose clock is turned by hand."""
 
-    def __init__(self, patience: float = 100.0):
+    def __init__(self, patience=100.0):
         self.now = 0.0
         self.watch = Watch(2, patience)
         self.watch.pass_time(self.now)
         self.watch.begin_training()
 
-    def let(self, seconds: float, **doing: str) -> list[str]:
+    def let(self, seconds, **doing):
         """Time goes by while stages say that they still do the same; what a person is told."""
         told = []
         for _ in range(round(seconds)):
@@ -131,7 +131,7 @@ def test_a_stage_far_away_is_silent_only_if_it_was_not_so_before():
     assert silent(pulse_every=5) and not silent(pulse_every=20)
 
 
-def silence(wait: Wait, seconds: int, every: int, who: str = "stage_0") -> dict[int, float]:
+def silence(wait, seconds, every, who="stage_0"):
     """Who is frozen after so long, if one stage speaks every second and the other so often."""
     for second in range(seconds):
         wait.let(1, **{who: "works"}, **({} if second % every else {"stage_1": "works"}))

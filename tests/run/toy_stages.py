@@ -6,7 +6,7 @@ product. What stands for the rest says so, and does what it does in the same ord
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from thinwire.errors import BreachError, WireError
 from thinwire.run import events as ev
 from thinwire.run import protocol as pr
 from thinwire.run.watch import pulse_seconds
-from thinwire.schedule import Action, Kind
+from thinwire.schedule import Kind
 from thinwire.wire import Frame, FrameKind, FrameLog, LinkState, Position, decode, encode
 from thinwire.wire.logged import Lacking
 
@@ -40,7 +40,7 @@ class NotDue(Exception):
     """A frame comes too early, and waits."""
 
 
-def mix(*numbers: int) -> int:
+def mix(*numbers):
     """A number that depends on these and on their order; the same in every process."""
     return hash(numbers) & 0xFFFF_FFFF_FFFF
 
@@ -65,16 +65,16 @@ class Plan:
     train = run = property(lambda self: self)
     checkpoint_every = property(lambda self: self.save_every)
 
-    def is_checkpoint_step(self, done: int) -> bool:
+    def is_checkpoint_step(self, done):
         return done % self.save_every == 0 or done == self.steps
 
-    def is_evaluation_step(self, done: int) -> bool:
+    def is_evaluation_step(self, done):
         return done % self.score_every == 0
 
-    def is_pause(self, done: int) -> bool:
+    def is_pause(self, done):
         return self.is_checkpoint_step(done) or self.is_evaluation_step(done)
 
-    def split(self) -> list[range]:
+    def split(self):
         return [range(stage, stage + 1) for stage in range(self.stages)]
 
 
@@ -110,10 +110,10 @@ class State:
     before: tuple[int, int] | None = None
     memory: dict[tuple[int, Leg], int] = field(default_factory=dict)
 
-    def copy(self) -> "State":
+    def copy(self):
         return State(self.step, self.version, self.weights, self.before, dict(self.memory))
 
-    def of_step(self, step: int, delay: int) -> tuple[int, int]:
+    def of_step(self, step, delay):
         """Version and weights that a step is computed with, as it begins."""
         latest = self.version, self.weights
         return self.before or latest if delay and step == self.step else latest
@@ -139,7 +139,7 @@ class Toy:
     shape: tuple[int, ...] = ()
     is_cuda: bool = False
 
-    def to(self, dtype: object) -> "Toy":
+    def to(self, dtype):
         return self
 
 
@@ -148,21 +148,21 @@ class ToyCodec:
 
     tag, name, remembers = 1, "toy", True
 
-    def __init__(self, memory: dict[tuple[int, Leg], int], cut: int, leg: Leg):
+    def __init__(self, memory, cut, leg):
         self._memory, self._key = memory, (cut, leg)
         memory.setdefault(self._key, 0)
 
-    def payload_limit(self, shape: object) -> int:
+    def payload_limit(self, shape):
         return 8
 
-    def pack(self, toy: Toy, place: Any) -> bytes:
+    def pack(self, toy, place):
         return (toy.value ^ self._before(toy.value, 0, place)).to_bytes(8, "little")
 
-    def unpack(self, payload: bytes, spec: object, place: Any) -> Toy:
+    def unpack(self, payload, spec, place):
         packed = int.from_bytes(payload, "little")
         return Toy(packed ^ self._before(packed, self._memory[self._key], place))
 
-    def _before(self, value: int, mask: int, place: Any) -> int:
+    def _before(self, value, mask, place):
         memory = self._memory[self._key]
         if not place.training:
             return 0
@@ -175,43 +175,43 @@ class ToyEnd:
 
     spec = SimpleNamespace(shape=(), dtype=None)
 
-    def __init__(self, state: State, cut: int, microbatches: int):
+    def __init__(self, state, cut, microbatches):
         self.codecs = {leg: ToyCodec(state.memory, cut, leg) for leg in Leg}
         self.microbatches = microbatches
 
-    def place(self, leg: Leg, step: int, microbatch: int, training: bool) -> Any:
+    def place(self, leg, step, microbatch, training):
         return SimpleNamespace(leg=leg, training=training)
 
 
 class ToyMailbox(Mailbox):
     """A mailbox in which nobody waits: who asks too early asks again."""
 
-    def wait_until(self, condition: Callable[[], bool]) -> bool:
+    def wait_until(self, condition):
         if not self._failure and not condition():
             raise NotDue
         return self._failure is None
 
-    def has(self, *keys: Any) -> bool:
+    def has(self, *keys):
         return self._failure is not None or any(key in self._items for key in keys)
 
-    def is_full(self) -> bool:
+    def is_full(self):
         return sum(key[0] is FrameKind.EVALUATE for key in self._items) >= EVALUATION_WINDOW
 
 
 class MemoryLog(FrameLog):
     """The log of frames, without files."""
 
-    def __init__(self, process: "Process"):
+    def __init__(self, process):
         super().__init__(Path("nowhere"), 1 << 30, process.world.speeds.keeps)
         self._process, self._frames = process, list[bytes]()
 
-    def _store(self, message: Any) -> tuple[Path, int]:
+    def _store(self, message):
         if self._process.disk_full:
             raise OSError("no space left on device")
         self._frames.append(bytes(message))
         return self._folder, len(self._frames) - 1
 
-    def read(self, entry: Any) -> bytes:
+    def read(self, entry):
         return self._frames[entry.offset]
 
 
@@ -222,14 +222,14 @@ class Wire:
     delay, or another connection on which the rest comes again: a delay too.
     """
 
-    def __init__(self, world: Any, cut: int, ends: list["LinkEnd"], chance: random.Random):
+    def __init__(self, world, cut, ends, chance):
         self.world, self.cut, self.ends, self._chance = world, cut, ends, chance
         self.positions: dict[LinkEnd, Position] = {}
         self._under_way: list[deque[Any]] = [deque(), deque()]
         self._arrival = [0.0, 0.0]
         self._lost_after = [float("inf")] * 2
 
-    def carry(self, sender: "LinkEnd", message: Any, uplink: float = 0.0) -> None:
+    def carry(self, sender, message, uplink=0.0):
         """`uplink`: seconds on it, if it was not there yet."""
         way, chance = self.ends.index(sender), self._chance
         if sender.state and sender.state.follows and not isinstance(message, Position):
@@ -239,19 +239,19 @@ class Wire:
         self._under_way[way].append(message)
         self.world.at(arrival, self._arrive, way)
 
-    def _arrive(self, way: int) -> None:
+    def _arrive(self, way):
         end = self.ends[1 - way]
         if end.state is not None and (up := self.world.up_at[self.cut]) > self.world.now:
             self.world.at(up, self._arrive, way)
         elif self.world.now <= self._lost_after[way]:
             end.stage.process.do(end.arrive, self, self._under_way[way].popleft())
 
-    def unread(self, sender: "LinkEnd") -> int:
+    def unread(self, sender):
         """How much the other end has not taken yet; stands for the window of TCP."""
         way = self.ends.index(sender)
         return len(self._under_way[way]) + len(self.ends[1 - way].inbox)
 
-    def lose(self, end: "LinkEnd") -> None:
+    def lose(self, end):
         """The process at this end is gone: some of what it had sent still arrives."""
         way, now = self.ends.index(end), self.world.now
         tail = max(0.0, self._arrival[way] - now) * self._chance.random()
@@ -265,7 +265,7 @@ class Wire:
 class LinkEnd:
     """A stage's end of a link: stands for Link and LoggedPipe, without their threads."""
 
-    def __init__(self, stage: "Stage", neighbour: int, is_inner: bool):
+    def __init__(self, stage, neighbour, is_inner):
         self.stage, self.world, self.neighbour = stage, stage.world, neighbour
         self.cut = min(stage.index, neighbour)
         self.name, self.pipe = f"cut-{self.cut}", self
@@ -281,15 +281,15 @@ class LinkEnd:
         self.inbox: deque[bytes] = deque()
         self._free_at = 0.0
 
-    def start(self, on_frame: Any, on_broken: Any, on_end: Any) -> None:
+    def start(self, on_frame, on_broken, on_end):
         self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
         if self.is_lost:
             on_broken(WireError(f"link {self.name} is broken"))
 
-    def wait_for_room(self, frames: int) -> None:
+    def wait_for_room(self, frames):
         """There is always room."""
 
-    def send(self, item: Frame | Callable[[], Frame]) -> None:
+    def send(self, item):
         if self.is_left or self.is_lost:
             raise WireError(f"link {self.name} takes no more frames")
         message = encode(item() if callable(item) else item)
@@ -300,10 +300,10 @@ class LinkEnd:
             self.world.at(self._free_at, self.stage.process.do, self.write)
         self.pump()  # a goodbye may have waited for ours
 
-    def is_flushed(self) -> bool:
+    def is_flushed(self):
         return not self._outgoing or self.is_lost
 
-    def write(self) -> None:
+    def write(self):
         """Write what has had its time on the uplink."""
         while self._outgoing and self._outgoing[0][0] <= self.world.now and not self._exchange_on:
             _, message = self._outgoing.popleft()
@@ -313,7 +313,7 @@ class LinkEnd:
                 self.wire.carry(self, message)
         self.stage.poke()
 
-    def arrive(self, wire: Wire, message: Any) -> None:
+    def arrive(self, wire, message):
         if isinstance(message, Position):
             wire.positions[self] = message
         elif wire is self.wire:
@@ -323,7 +323,7 @@ class LinkEnd:
             self.pump()
         self.stage.poke()
 
-    def pump(self) -> None:
+    def pump(self):
         """Hand on what has arrived and is due."""
         while self.inbox and self._on_frame and not self.is_lost:
             frame = decode(self.inbox[0], 1 << 10)
@@ -344,17 +344,17 @@ class LinkEnd:
                 self.break_off(BreachError(f"link {self.name} is broken: {error}"))
             self.inbox.popleft()
 
-    def miss(self, wire: Wire) -> None:
+    def miss(self, wire):
         if self.wire is wire:
             self.stage.mention(is_down=True)
 
-    def give_up(self, wire: Wire) -> None:
+    def give_up(self, wire):
         """There was no other connection for as long as a link may be down."""
         if self.wire is wire:
             error = WireError(f"link {self.name} is broken: no connection for {OUTAGE} s")
             self.stage.process.do(self.break_off, error)
 
-    def break_off(self, error: WireError) -> None:
+    def break_off(self, error):
         if not self.is_left and not self.is_lost:
             self.is_lost = True
             self.world.note("stage %s loses cut %s: %s", self.stage.index, self.cut, error)
@@ -362,15 +362,15 @@ class LinkEnd:
                 self._on_broken(error)
             self.stage.poke()
 
-    def starve(self, wire: Wire) -> None:
+    def starve(self, wire):
         """Whoever fed this follower does so no more."""
         if self.wire is wire:
             self.break_off(WireError("the other end feeds this follower no more"))
 
-    def await_another(self) -> None:
+    def await_another(self):
         self.wire = self._exchange_on = None
 
-    def _exchange(self, wire: Wire, matters: Any = lambda: True, check: Any = None) -> Life:
+    def _exchange(self, wire, matters=lambda: True, check=None):
         """Say where this end stands, and hear where the other does: first, if that is checked."""
         deadline = self.world.now + ANSWER
         if check is None:
@@ -384,7 +384,7 @@ class LinkEnd:
             wire.carry(self, self.state.position())
         return wire.positions.get(self)
 
-    def go_on(self, wire: Wire) -> Life:
+    def go_on(self, wire):
         """As LoggedPipe.go_on: another process is at the other end, or this is such a process."""
         self._exchange_on = wire
         try:
@@ -401,7 +401,7 @@ class LinkEnd:
             wire.carry(self, self.state.log.read(entry), self.world.speeds.uplink)
         self.write()
 
-    def follow(self, wire: Wire) -> Life:
+    def follow(self, wire):
         """As LoggedPipe.follow."""
         self._exchange_on = wire
         yield from self._exchange(wire, lambda: self._exchange_on is wire)
@@ -409,7 +409,7 @@ class LinkEnd:
             raise WireError("whoever was to feed this follower is lost too")
         self._exchange_on, self.wire = None, wire
 
-    def feed(self, wire: Wire) -> Life:
+    def feed(self, wire):
         """As LoggedPipe.feed, without its thread: the log goes to whoever follows a neighbour."""
         log, (other,) = self.state.log, {*wire.ends} - {self}
         theirs = yield from self._exchange(wire, check=self.state.check_reach)
@@ -431,7 +431,7 @@ class LinkEnd:
 class Stage:
     """A toy stage: stands for Peer, Worker and Runner, which have threads or tensors."""
 
-    def __init__(self, process: "Process", index: int, state: State):
+    def __init__(self, process, index, state):
         self.process, self.world, self.index, self.state = process, process.world, index, state
         self.plan, self.last = self.world.plan, self.world.plan.stages - 1
         self.seconds = self.world.speeds.compute[index % len(self.world.speeds.compute)]
@@ -452,11 +452,11 @@ class Stage:
         self._begin(self.live())
         self._pulse()
 
-    def _begin(self, task: Life) -> None:
+    def _begin(self, task):
         self._tasks.append([task, None])
         self.poke()
 
-    def poke(self) -> None:
+    def poke(self):
         """Something has happened: whatever waited for it goes on."""
         if self._is_poked:
             return
@@ -465,7 +465,7 @@ class Stage:
             pass
         self._is_poked = False
 
-    def _move(self, entry: list[Any]) -> bool:
+    def _move(self, entry):
         task, wait = entry
         if not self.process.runs or (wait is not None and not wait()):
             return False
@@ -487,20 +487,20 @@ class Stage:
             entry[1] = wait
         return True
 
-    def poke_at(self, time: float) -> None:
+    def poke_at(self, time):
         self.world.at(time, self.process.do, self.poke)
 
-    def _pulse(self) -> None:
+    def _pulse(self):
         self.say(pr.Pulse(self._begun, self._doing))
         self.world.after(pulse_seconds(self.world.speeds.patience), self.process.do, self._pulse)
 
-    def work(self, doing: str, seconds: float) -> Life:
+    def work(self, doing, seconds):
         self._begun, self._doing = self._begun + 1, doing
         if not self.follows:
             self.world.active_at = self.world.now
         yield seconds * self.process.random.uniform(0.8, 1.2)
 
-    def compute(self, doing: str) -> Life:
+    def compute(self, doing):
         """Work that takes as many times longer as processes of this machine compute just now."""
         self.process.computes += 1
         others = [p for p in self.process.leader.all_processes() if p.member == self.process.member]
@@ -508,13 +508,13 @@ class Stage:
         yield from self.work(doing, self.seconds * max(1, share))
         self.process.computes -= 1
 
-    def wait(self, doing: str, condition: Callable[[], bool]) -> Life:
+    def wait(self, doing, condition):
         self._begun, self._doing = self._begun + 1, f"waits for {doing}"
         yield condition
 
     # As run/peer.py
 
-    def live(self) -> Life:
+    def live(self):
         yield from self.work("builds its layers", self.process.build)
         self.say(pr.Ready(f"at-{self.index}", "", "cpu"))
         connect = yield from self._receive(pr.Connect)
@@ -541,32 +541,32 @@ class Stage:
         yield from self.wait("the other stages to finish", lambda: self._may_leave)
         self.process.leave(self.index)
 
-    def _linked(self) -> pr.Linked:
+    def _linked(self):
         known = [end.state.theirs for end in self.ends.values() if end.state is not None]
         heard = [(theirs.decided, theirs.stops) for theirs in known if theirs is not None]
         return pr.Linked("", *pr.last_decision(heard))
 
-    def _decide(self, start: pr.Start) -> None:
+    def _decide(self, start):
         self.decided, self.stops = start.decided, start.stops
         for end in self.ends.values():
             if end.state is not None:
                 end.state.decide(start.decided, start.stops)
 
-    def hear(self, message: Any) -> None:
+    def hear(self, message):
         if self._obeys:
             self._obey(message)
         else:
             self._heard.append(message)
         self.poke()
 
-    def _receive(self, kind: type) -> Life:
+    def _receive(self, kind):
         yield from self.wait("the coordinator", lambda: bool(self._heard))
         message = self._heard.popleft()
         if not isinstance(message, kind):
             raise WireError(f"expected {kind.__name__}, got {type(message).__name__}")
         return message
 
-    def _obey(self, message: Any) -> None:
+    def _obey(self, message):
         logged = {end.cut: end for end in self.ends.values() if end.state is not None}
         match message:
             case pr.Stop():
@@ -593,7 +593,7 @@ class Stage:
             case pr.Leave():
                 self._may_leave = True
 
-    def _join(self, neighbour: int, connect: pr.Connect) -> Life:
+    def _join(self, neighbour, connect):
         is_inner = neighbour in self.process.group
         end = self.ends[neighbour] = LinkEnd(self, neighbour, is_inner)
         wire = yield from self._open(end, connect, not self.process.is_new)
@@ -602,7 +602,7 @@ class Stage:
         else:
             end.wire = wire
 
-    def _open(self, end: LinkEnd, connect: pr.Connect, at_start: bool) -> Life:
+    def _open(self, end, connect, at_start):
         """Meet the neighbour by the name of the link, and agree on the contract."""
         again = connect.links[end.cut] if connect.links else 0
         name = (self.world.life, end.cut, again, connect.follower)
@@ -616,7 +616,7 @@ class Stage:
             raise BreachError(f"the ends of cut {end.cut} do not agree: {terms}")
         return meeting.wire
 
-    def _relink(self, end: LinkEnd, message: pr.Relink) -> Life:
+    def _relink(self, end, message):
         try:
             wire = yield from self._open(end, message.connect, False)
             if message is not self._relinks[end.cut]:
@@ -634,7 +634,7 @@ class Stage:
             return False
         return True
 
-    def _feed(self, end: LinkEnd, connect: pr.Connect) -> Life:
+    def _feed(self, end, connect):
         fed: set[LinkEnd] = set()
         try:
             wire = yield from self._open(end, connect, False)
@@ -645,7 +645,7 @@ class Stage:
             for other in fed:
                 other.stage.process.do(other.starve, wire)
 
-    def _take_over(self, relinks: list[pr.Relink], logged: dict[int, LinkEnd]) -> Life:
+    def _take_over(self, relinks, logged):
         for relink in relinks:
             self._relinks[relink.cut] = relink
             logged[relink.cut].await_another()
@@ -654,12 +654,12 @@ class Stage:
                 return
         self.process.say(self.index, self._linked())
 
-    def _speak_up(self) -> None:
+    def _speak_up(self):
         self.follows = False
         while self._unsaid:
             self.say(self._unsaid.popleft())
 
-    def say(self, message: Any) -> None:
+    def say(self, message):
         if self.follows and isinstance(message, rp.Report | pr.Finished | pr.LinkDown | pr.LinkUp):
             self._unsaid.append(message)
             if isinstance(message, rp.ShardWritten | rp.ShardFailed):
@@ -667,19 +667,19 @@ class Stage:
         else:
             self.process.say(self.index, message)
 
-    def _audit(self, step: int) -> None:
+    def _audit(self, step):
         """Stands for Audit, which knows who lies: here that is said by the simulator."""
         holder = self.process.leader.processes[self.index].member
         if self.follows and holder == self.world.liar:
             self.say(rp.Audited(step, 1, 0.05, 0.0, "gradient", 0))
 
-    def mention(self, is_down: bool) -> None:
+    def mention(self, is_down):
         """The connection to the stage below is lost, or there is another."""
         if is_down != self._is_down and not self.follows:
             self._is_down, cut = is_down, self.index - 1
             self.say(pr.LinkDown(cut, "it broke") if is_down else pr.LinkUp(cut, 1.0))
 
-    def _port(self, neighbour: int) -> Port | None:
+    def _port(self, neighbour):
         if neighbour not in self.ends:
             return None
         end, step = self.ends[neighbour], self.state.step
@@ -688,15 +688,15 @@ class Stage:
         blind = SimpleNamespace(look=lambda *_: None, note=lambda *_: None)
         return Port(end, self.index, toy, self.mailbox, due, blind)
 
-    def ports(self) -> list[Port]:
+    def ports(self):
         return [port for port in (self.below, self.above) if port is not None]
 
-    def _meters(self) -> rp.Meters:
+    def _meters(self):
         return {end.name: {"sent": {}, "received": {}} for end in self.ends.values()}
 
     # As engine/worker.py, runner.py and step_end.py
 
-    def train(self) -> Life:
+    def train(self):
         done, unsaved = self.state.step, False
         stop = self.stops and self.decided < decision_number(FrameKind.VALIDATED, done)
         while done < self.plan.steps and not stop:
@@ -714,7 +714,7 @@ class Stage:
         if not stop:
             yield from self.validate(done)
 
-    def train_until_pause(self, first: int) -> Life:
+    def train_until_pause(self, first):
         plan, schedule = self.plan, self.world.schedule
         self._pause = first + 1
         while plan.delay and self._pause < plan.steps and not plan.is_pause(self._pause):
@@ -741,7 +741,7 @@ class Stage:
                 yield from self._gather(step, running[step].gradient)
         return verdict
 
-    def _compute(self, step: int, action: Action, now: ToyStep) -> Life:
+    def _compute(self, step, action, now):
         number, is_forward, inputs = action.microbatch, action.kind is Kind.F, now.inputs
         if is_forward and number == self.plan.delay:  # the update of the step before is made
             now.later = self.state.version, self.state.weights
@@ -764,7 +764,7 @@ class Stage:
             to.send_tensor(kind, Toy(made), step, number, versions)
         self.pump()
 
-    def _conclude(self, step: int, now: ToyStep) -> Life:
+    def _conclude(self, step, now):
         verdict = self._decided.pop(step, None)
         if verdict is None:
             verdict = yield from self._pass_up(FrameKind.VERDICT, step, None)
@@ -781,7 +781,7 @@ class Stage:
         self._audit(step + 1)
         return verdict
 
-    def _gather(self, step: int, gradient: int) -> Life:
+    def _gather(self, step, gradient):
         tally = [float("inf") if gradient % 23 == 0 else gradient % 1000 + 1.0]
         parts = pack_tally(tally)
         if self.above is not None:
@@ -803,7 +803,7 @@ class Stage:
             decided = Verdict(norm, commit, saves, self._is_stopping)
             self._decided[step] = yield from self._pass_up(FrameKind.VERDICT, step, decided)
 
-    def _pass_up(self, kind: FrameKind, step: int, decided: Verdict | None) -> Life:
+    def _pass_up(self, kind, step, decided):
         content = b"" if decided is None else decided.to_bytes()
         if self.below is not None:
             yield from self._await(kind, step)
@@ -812,13 +812,13 @@ class Stage:
             self.above.send_message(kind, step, content)
         return Verdict.from_bytes(content)
 
-    def _stops_at(self, kind: FrameKind, step: int) -> bool:
+    def _stops_at(self, kind, step):
         number = decision_number(kind, step)
         if number > self.decided and not self.stops and self.index == 0 and self._stop_asked:
             self.decided, self.stops = number, True
         return self.stops and number == self.decided
 
-    def validate(self, step: int) -> Life:
+    def validate(self, step):
         versions, score, done = rp.Versions(self.state.version, 0), 0, 0
         for number in range(VALIDATION):
             given = Toy(number)
@@ -839,7 +839,7 @@ class Stage:
             self.say(rp.Evaluation(step, float(score), 0.1))
         return verdict.stop
 
-    def save(self, step: int) -> Life:
+    def save(self, step):
         yield from self.work(f"saves step {step}", self.world.speeds.save)
         if self.process.disk_full:
             self.say(rp.ShardFailed(step, "no space left on device"))
@@ -852,17 +852,17 @@ class Stage:
             agreements.setdefault(str(cut), {})[leg.value] = str(seen)
         self.say(rp.ShardWritten(step, rp.Versions(self.state.version, 0), shard, agreements))
 
-    def _await(self, kind: FrameKind, step: int, number: int = 0, other: Any = None) -> Life:
+    def _await(self, kind, step, number=0, other=None):
         keys = [(kind, step, number), (other, step, 0)]
         doing = f"{kind.name} {number} of step {step}"
         yield from self.wait(doing, lambda: self.mailbox.has(*keys))
 
-    def pump(self) -> None:
+    def pump(self):
         """What has waited in the ports for its turn may be due now."""
         for end in self.ends.values():
             end.pump()
 
-    def _report(self, step: int, verdict: Verdict, loss: int) -> rp.Step:
+    def _report(self, step, verdict, loss):
         own_loss = float(loss) if self.index == self.last else None
         more = {"weights": float(self.state.weights)}, self._meters(), self.mailbox.dropped
         facts = (step, own_loss, 0.1, verdict.grad_norm, verdict.commit, 0.0, 1.0, 0.0)
@@ -872,9 +872,7 @@ class Stage:
 class Process:
     """A process of a machine that holds stages or follows them: it lives, is paused, dies."""
 
-    def __init__(
-        self, leader: Any, group: list[int], saved: int | None, member: str, follows: bool = False
-    ):
+    def __init__(self, leader, group, saved, member, follows=False):
         self.leader, self.world, self.group, self.member = leader, leader.world, group, member
         self.number, self.began, self.is_new = self.world.count(), leader.began, saved is not None
         self.random, self.follows = random.Random(self.world.seed * 1000 + self.number), follows
@@ -898,59 +896,59 @@ class Process:
         states = {stage: self.world.state_of(stage, self.start) for stage in group}
         self.stages = {stage: Stage(self, stage, state) for stage, state in states.items()}
 
-    def __str__(self) -> str:
+    def __str__(self):
         role = "that follows" if self.follows else "of"
         stages = "+".join(map(str, self.group))
         return f"process {self.number} {role} stage {stages} on {self.member}"
 
     @property
-    def runs(self) -> bool:
+    def runs(self):
         return self.is_alive and not self.is_paused and not self.is_hung
 
-    def do(self, *what: Any) -> None:
+    def do(self, *what):
         """Do something in this process, once it runs; never if it is dead."""
         if self.is_paused:
             self._backlog.append(what)
         elif self.is_alive and (not self.is_hung or what[0] == self.die):
             what[0](*what[1:])
 
-    def pause(self, is_paused: bool) -> None:
+    def pause(self, is_paused):
         if self.is_alive:
             self.is_paused, backlog = is_paused, self._backlog
             self._backlog = []
             for what in [*backlog, *((stage.poke,) for stage in self.stages.values())]:
                 self.do(*what)
 
-    def tell(self, event: Any) -> None:
+    def tell(self, event):
         """Tell the coordinator: in order, after a moment, later where the stream is away."""
         soon = self.world.now + self.random.uniform(1e-4, 0.02)
         self._said_at = max(self._said_at, soon, self.away_until)
         self.world.at(self._said_at, self.leader.hear, event, self)
 
-    def say(self, stage: int, message: Any) -> None:
+    def say(self, stage, message):
         if self.is_alive and not self.is_hung:
             self.tell(ev.Said(stage, message))
 
-    def complain(self, stage: Stage, error: WireError, cannot_link: Sequence[int] = ()) -> None:
+    def complain(self, stage, error, cannot_link=()):
         self._failed.append(stage.index)
         ends, what = stage.ends.items(), (type(error).__name__, True, str(error), "")
         accused = [s for s, end in ends if end.is_lost and not end.at_fault] + [*cannot_link]
         convicted = [s for s, end in ends if end.at_fault]
         self.say(stage.index, pr.Failed(*what, accused, convicted))
 
-    def leave(self, stage: int) -> None:
+    def leave(self, stage):
         self._left.add(stage)
         if len(self._left) == len(self.group):
             self.has_left = True
             self.die(0)
 
-    def stop_fetching(self) -> None:
+    def stop_fetching(self):
         """What is fetched stays on the disk."""
         fetch, self._fetch = self._fetch, None
         if fetch is not None:
             self.world.keep(self.member, self.group[0], self.start, *fetch)
 
-    def die(self, code: int, is_silent: bool = False) -> None:
+    def die(self, code, is_silent=False):
         """The process ends; with `is_silent`, nobody says so."""
         if not self.is_alive:
             return

@@ -100,7 +100,7 @@ BELOW = "0F0 0F1 0B0 0B1 0U"
 ABOVE = "1F0 1B0 1F1 1B1 1U"
 
 
-def refusal(*rows: str, header: str = HEADER) -> str:
+def refusal(*rows, header=HEADER):
     with pytest.raises(ScheduleError) as caught:
         validate(written("\n".join([header, *rows])))
     return str(caught.value)

@@ -5,7 +5,7 @@ import re
 from thinwire.schedule import NO_MICROBATCH, Action, Kind, Schedule
 
 
-def written(text: str) -> Schedule:
+def written(text):
     """The schedule whose text begins as `x stages=1 microbatches=1 window=1`, then a line a row."""
     header, *lines = text.splitlines()
     name, *sizes = header.split()

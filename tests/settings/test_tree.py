@@ -33,7 +33,7 @@ KEYS = [
 ]
 
 
-def with_key(settings: Settings, section: str, key: str, value) -> Settings:
+def with_key(settings, section, key, value):
     changed = dataclasses.replace(getattr(settings, section), **{key: value})
     return dataclasses.replace(settings, **{section: changed})
 

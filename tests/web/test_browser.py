@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -69,7 +68,7 @@ def open_page(browser):
     assert wrong == []
 
 
-def until(page: Any, holds: str) -> None:
+def until(page, holds):
     """Wait until an expression holds; the page's policy forbids what polls by itself."""
     wait_until(lambda: page.evaluate(holds))
 

@@ -1,8 +1,6 @@
 """Pages of a hosted run through its host and through its peers: real processes on loopback."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 from thinwire.run.alive import FILE
 from thinwire.web.runs import RunView
@@ -12,7 +10,7 @@ WAYS = ("direct", "relayed")  # a machine under load may answer a dial too late 
 SECTIONS = ("state", "progress", "valid", "settings", "events")
 
 
-def shown(folder: Path) -> dict[str, Any]:
+def shown(folder):
     """What a page of this folder is sent, beside its curve."""
     view = RunView(folder)
     view.refresh()

@@ -10,8 +10,6 @@ import sys
 import threading
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -33,7 +31,7 @@ from waiting import PROCESS_PATIENCE, wait_until
 OWNER = {"headers": {"Authorization": f"Bearer {TOKEN}"}}
 
 
-def steps_of(folder: Path) -> list[Any]:
+def steps_of(folder):
     return [row for row in losses_of(folder) if not isinstance(row, EvaluationRecord)]
 
 
@@ -262,7 +260,7 @@ def test_watch_refuses_what_holds_no_run(tmp_path, capsys):
     assert end.value.code == 2 and "holds no run" in capsys.readouterr().err
 
 
-def samples(folder: Path) -> list[str]:
+def samples(folder):
     events = map(json.loads, (folder / EVENTS_FILE).read_text().splitlines())
     return [event["text"] for event in events if event["kind"] == "sample"]
 

@@ -9,15 +9,15 @@ import httpx
 import pytest
 
 from thinwire.errors import ConfigError
-from thinwire.web.server import App, Receive, Scope, Send, WebServer, has_token
+from thinwire.web.server import WebServer, has_token
 
 TOKEN = "t0ken"
 
 
-def make_app() -> App:
+def make_app():
     """Says who asks; /forever never ends."""
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app(scope, receive, send):
         import asyncio
 
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -42,7 +42,7 @@ def public():
         yield server
 
 
-def local(server: WebServer) -> str:
+def local(server):
     return f"http://127.0.0.1:{server.port}/"
 
 

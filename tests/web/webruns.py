@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def finished(text_folder, tmp_path_factory):
     return place / "first"
 
 
-def _train(place: Path, text_folder: Path) -> None:
+def _train(place, text_folder):
     settings = with_changes(
         {"model": dict(TINY_MODEL)},
         {
@@ -73,7 +72,7 @@ def run_folder(finished, tmp_path):
     return Path(shutil.copytree(finished, tmp_path / "copied"))
 
 
-def let_links_decide(folder: Path) -> None:
+def let_links_decide(folder):
     """Have the record of a run say that its links take longest, whatever this machine did."""
     progress, quick = read_progress(folder), [1e-4, 1e-4]
     costs = replace(progress.measured_costs, forward=quick, backward=quick, update=quick)
@@ -96,7 +95,7 @@ def serve():
         server.close()
 
 
-def messages(server: WebServer, **more: Any) -> Iterator[tuple[str, int, Any]]:
+def messages(server, **more):
     """What a page is sent, one by one; of several runs, with their number."""
     with httpx.stream("GET", server.address + "stream", timeout=60, **more) as answer:
         kind = ""
@@ -109,7 +108,7 @@ def messages(server: WebServer, **more: Any) -> Iterator[tuple[str, int, Any]]:
                 yield kind, message["run"], message["value"]
 
 
-def first_of(server: WebServer, *kinds: str, run: int = 0, **more: Any) -> list[Any]:
+def first_of(server, *kinds, run=0, **more):
     """The first message of each of these kinds."""
     found: dict[str, Any] = {}
     for kind, number, value in messages(server, **more):
@@ -120,7 +119,7 @@ def first_of(server: WebServer, *kinds: str, run: int = 0, **more: Any) -> list[
     return [found[kind] for kind in kinds]
 
 
-def step_record(step: int, steps: int = 1000, loss: float = 4.0, stages: int = 2) -> StepRecord:
+def step_record(step, steps=1000, loss=4.0, stages=2):
     """A believable step."""
     return StepRecord(
         step=step, steps=steps, loss=loss, lr=1e-3, grad_norm=1.0, tokens=step * 128,
@@ -135,7 +134,7 @@ def step_record(step: int, steps: int = 1000, loss: float = 4.0, stages: int = 2
 class FakeHost:
     """Answers in the folder of a run as its host does."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.peers = [self.peer("ana", [0]), self.peer("ben", [1]), self.peer("carl", [])]
         self.asked: list[dict[str, Any]] = []
         self.role, self.state, self.waiting_for = "host", "training", ""
@@ -147,15 +146,15 @@ class FakeHost:
         (folder / "authority" / "invite.txt").write_text("thinwire join abc-secret\n")
 
     @staticmethod
-    def peer(name: str, stages: list[int], is_away: bool = False) -> PeerStatus:
+    def peer(name, stages, is_away=False):
         machine = Machine(name, 1.5, 8.0, 40.0, 200.0, 15.0, device="cpu (8 cores)")
         state = "away" if is_away else "has done step 4" if stages else "stands by for stage 1"
         return PeerStatus(name, state, stages, machine=None if is_away else machine)
 
-    def close(self) -> None:
+    def close(self):
         self._socket.close()
 
-    def _status(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _status(self, request):
         seats = {stage: peer.name for peer in self.peers for stage in peer.stages}
         links = [LinkStatus(0, seats[0], seats[1], "direct", 9e3, 6e3, 31.0)]
         return StatusReport(
@@ -164,7 +163,7 @@ class FakeHost:
             peers=self.peers, links=links,
         ).to_plain()  # fmt: skip
 
-    def _note(self, request: dict[str, Any], answer: str) -> dict[str, Any]:
+    def _note(self, request, answer):
         self.asked.append(request)
         return {"text": answer}
 

@@ -2,10 +2,8 @@
 
 import queue
 import socket
-from concurrent import futures
 
 from thinwire.background import on_daemon_thread
-from thinwire.wire import Door
 from thinwire.wire.routes import proof_of, who_of
 from thinwire.wire.sockets import ListeningPort
 from waiting import PATIENCE, wait_until
@@ -16,41 +14,41 @@ RUN, TOKEN = "0123456789abcdef", "the run's token"
 class Service:
     """A service of a test, behind a door or on a port: each connection is kept to be used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._taken: queue.Queue[socket.socket] = queue.Queue()
         self._port = ListeningPort("127.0.0.1", 0, self.take)
         self.address = self._port.address
 
-    def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:
+    def take(self, connection, comes_from):
         self._taken.put(connection)
         return on_daemon_thread(
             "service", lambda: wait_until(lambda: connection.fileno() < 0, 3600)
         )
 
-    def accept(self) -> socket.socket:
+    def accept(self):
         return with_patience(self._taken.get(timeout=PATIENCE))
 
-    def close(self) -> None:
+    def close(self):
         self._port.close()
 
 
-def with_patience(connection: socket.socket) -> socket.socket:
+def with_patience(connection):
     connection.settimeout(PATIENCE)
     return connection
 
 
-def knock(door: Door) -> socket.socket:
+def knock(door):
     return with_patience(socket.create_connection(("127.0.0.1", door.port)))
 
 
-def line(connection: socket.socket) -> str:
+def line(connection):
     said = bytearray()
     while (byte := connection.recv(1)) not in (b"\n", b""):
         said += byte
     return said.decode()
 
 
-def ask(door: Door, wish: str, name: str, token: str = TOKEN) -> socket.socket:
+def ask(door, wish, name, token=TOKEN):
     """A caller that is written by hand, up to the answer."""
     caller = knock(door)
     magic, version, nonce = line(caller).split(" ")

@@ -5,7 +5,6 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from knocking import RUN, TOKEN, ask, knock, line
@@ -22,7 +21,7 @@ OTHER_RUN = "fedcba9876543210"
 
 
 @contextlib.contextmanager
-def opened(**limits: object) -> Iterator[Door]:
+def opened(**limits):
     """A door that admits the run."""
     with Door("127.0.0.1", 0, Limits(**limits)) as door:
         door.admit(RUN, TOKEN)
@@ -30,7 +29,7 @@ def opened(**limits: object) -> Iterator[Door]:
 
 
 @contextlib.contextmanager
-def relaying(mbps: float = 0.0, **limits: object) -> Iterator[Door]:
+def relaying(mbps=0.0, **limits):
     """A door that admits every run with the pass."""
     with Door("127.0.0.1", 0, Limits(**limits)) as relay:
         relay.admit_any("pass", mbps=mbps)
@@ -43,16 +42,16 @@ def door():
         yield door
 
 
-def ok(caller: socket.socket) -> socket.socket:
+def ok(caller):
     assert line(caller) == "ok"
     return caller
 
 
-def reach(door: Door, service: str, token: str = TOKEN) -> socket.socket:
+def reach(door, service, token=TOKEN):
     return ask(door, "reach", f"{RUN}/{service}", token)
 
 
-def read_to_end(connection: socket.socket) -> bytes:
+def read_to_end(connection):
     return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
@@ -77,7 +76,7 @@ def test_services_and_who_waits_are_reached_and_each_direction_ends_by_itself(wa
 
 
 @contextlib.contextmanager
-def joined(door: Door) -> Iterator[tuple[socket.socket, socket.socket]]:
+def joined(door):
     """Two who dial out, as the door has joined them: who reached, and who waited."""
     waiter = ok(ask(door, "wait", f"{RUN}/cut-x"))
     caller = reach(door, "cut-x")

@@ -26,7 +26,7 @@ EXAMPLE = Frame(
 )  # fmt: skip
 
 
-def resealed(message: bytes, offset: int, replacement: bytes) -> bytes:
+def resealed(message, offset, replacement):
     """The message with some header bytes replaced and a checksum that fits again."""
     changed = message[:offset] + replacement + message[offset + len(replacement) :]
     checksum = zlib.crc32(changed[:60] + changed[64:])

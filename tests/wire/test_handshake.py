@@ -15,7 +15,7 @@ def both(pipes, mine, expect, theirs, they_expect):
         return here, there.result()
 
 
-def hello(payload: bytes) -> bytes:
+def hello(payload):
     return encode(Frame(FrameKind.HELLO, payload=payload))
 
 

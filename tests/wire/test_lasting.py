@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,15 +17,15 @@ from waiting import PATIENCE, wait_until
 class Network:
     """Joins two ends anew each time both ask, and cuts what it has joined, messages and all."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.connections = 0
         self.is_down = False
         self._waiting: dict[int, list[Pipe]] = {0: [], 1: []}
         self._open: tuple[Pipe, Pipe] | None = None
         self._changed = threading.Lock()
 
-    def opener(self, side: int) -> Callable[[float], Pipe]:
-        def reopen(timeout: float) -> Pipe:
+    def opener(self, side):
+        def reopen(timeout):
             with self._changed:
                 if self.is_down:
                     raise WireError("no route")
@@ -39,7 +38,7 @@ class Network:
 
         return reopen
 
-    def cut(self) -> None:
+    def cut(self):
         with self._changed:
             pair, self._open = self._open, None
             self._waiting = {0: [], 1: []}
@@ -47,7 +46,7 @@ class Network:
             end.close()
 
 
-def join(network: Network, outage: float = PATIENCE) -> list[LastingPipe]:
+def join(network, outage=PATIENCE):
     openers = [network.opener(side) for side in (0, 1)]
     return [LastingPipe(opener(1), opener, outage) for opener in openers]
 
@@ -57,7 +56,7 @@ class Losable(Passed):
 
     is_lost = False
 
-    def read(self) -> bytes | None:
+    def read(self):
         message = super().read()
         if message is None and self.is_lost:
             raise WireError("the connection was lost")
@@ -67,35 +66,35 @@ class Losable(Passed):
 class ByHand:
     """The other end of a lasting pipe, spoken by the test, message by message."""
 
-    def __init__(self, outage: float = PATIENCE) -> None:
+    def __init__(self, outage=PATIENCE):
         self._next: list[Pipe] = []
         self._connect(0, bytes(8))
         self.pipe = LastingPipe(self._next.pop(), self._reopen, outage)
         assert self.hear()[:2] == (LastingKind.OPEN, 0)
 
-    def _connect(self, have: int, who: bytes) -> None:
+    def _connect(self, have, who):
         self.connection, theirs = memory_pair()
         self._theirs = Losable(theirs)
         self.say(LastingKind.OPEN, have, who)
         self._next.append(self._theirs)
 
-    def _reopen(self, timeout: float) -> Pipe:
+    def _reopen(self, timeout):
         if not self._next:
             raise WireError("no route")
         return self._next.pop()
 
-    def say(self, kind: int, number: int, content: bytes = b"") -> None:
+    def say(self, kind, number, content=b""):
         self.connection.write(HEAD.pack(kind, number) + content)
 
-    def hear(self) -> tuple[int, int, bytes]:
+    def hear(self):
         raw = self.connection.read()
         return (*HEAD.unpack_from(raw), raw[LASTING_BYTES:])
 
-    def lose(self) -> None:
+    def lose(self):
         self._theirs.is_lost = True
         self.connection.close()
 
-    def reconnect(self, have: int, who: bytes = bytes(8)) -> int:
+    def reconnect(self, have, who=bytes(8)):
         """Lose the connection, open another, and say how many messages came; what the pipe has."""
         self.lose()
         self._connect(have, who)

@@ -41,7 +41,7 @@ def over_tls(listener, path):
         return accepted.result(PATIENCE), dialed
 
 
-def up_after(outages: int, *ends: LastingPipe) -> bool:
+def up_after(outages, *ends):
     """Whether both ends have seen so many outages, and there is none now."""
     return all(end.outages >= outages and end._connection for end in ends)
 

@@ -19,19 +19,19 @@ class CountingPipe(Passed):
     `stamp` is what the emulation adds to each message for itself.
     """
 
-    def __init__(self, inner: Pipe, stamp: int) -> None:
+    def __init__(self, inner, stamp):
         super().__init__(inner)
         self._stamp = stamp
         self.written = self.read_in = 0
         self.open_gate = threading.Event()
         self.open_gate.set()
 
-    def write(self, message: bytes) -> None:
+    def write(self, message):
         assert self.open_gate.wait(PATIENCE)
         super().write(message)
         self.written += len(message) - self._stamp
 
-    def read(self) -> bytes | None:
+    def read(self):
         message = super().read()
         self.read_in += len(message) - self._stamp if message else 0
         return message
@@ -40,7 +40,7 @@ class CountingPipe(Passed):
 class End:
     """A started link with its meter, its counting pipe and what it reported."""
 
-    def __init__(self, name: str, pipe: Pipe, nic: Nic | None) -> None:
+    def __init__(self, name, pipe, nic):
         self.pipe = CountingPipe(pipe, STAMP_BYTES if nic else 0)
         self.meter = Meter()
         self.heard = Recorder()
@@ -66,7 +66,7 @@ def direct_ends():
         end.link.close()
 
 
-def forward(number: int, size: int = 1000) -> Frame:
+def forward(number, size=1000):
     return Frame(FrameKind.FORWARD, step=number, payload=bytes([number % 256]) * size)
 
 
@@ -106,7 +106,7 @@ def test_close_sends_what_is_queued_first(ends):
     assert there.heard.errors == []
 
 
-def slow_pair(mbps: float, latency_ms: float = 0) -> tuple[End, End]:
+def slow_pair(mbps, latency_ms=0):
     here, there = memory_pair()
     nics = [Nic(mbps, 0, latency_ms) for _ in range(2)]
     return End("0-1", here, nics[0]), End("1-0", there, nics[1])

@@ -1,9 +1,7 @@
 """Pipes that outlive the process at their other end: what is sent again, and what is left out."""
 
 import contextlib
-import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +17,6 @@ from thinwire.wire import (
     LoggedPipe,
     Meter,
     Nic,
-    Pipe,
     Position,
     encode,
     logged,
@@ -37,7 +34,7 @@ MICROBATCHES = 2
 class Side:
     """A process at one end of a link: it sends the same frames for a step, whoever it is."""
 
-    def __init__(self, folder: Path, pipe: Pipe | None, start: int = 0, nic: Nic | None = None):
+    def __init__(self, folder, pipe, start=0, nic=None):
         self.state = LinkState(FrameLog(folder, 1 << 20), start, is_new=pipe is None)
         meter, self.heard = Meter(), Recorder()
         self.pipe = LoggedPipe(pipe, self.state, nic, meter.count_sent)
@@ -46,29 +43,29 @@ class Side:
         if pipe is not None:
             self.start()
 
-    def start(self) -> "Side":
+    def start(self):
         self.link.start(self.heard.on_frame, self.heard.on_broken, self.heard.on_end)
         return self
 
-    def send(self, *steps: int, microbatches: int = MICROBATCHES) -> None:
+    def send(self, *steps, microbatches=MICROBATCHES):
         for step in steps:
             for number in range(microbatches):
                 payload = f"{self.kind.name} {step}.{number}".encode()
                 self.link.send(Frame(self.kind, step=step, microbatch=number, payload=payload))
 
-    def got(self) -> list[tuple[int, int]]:
+    def got(self):
         return [(frame.step, frame.microbatch) for frame in self.heard.frames]
 
-    def wait_for(self, count: int) -> None:
+    def wait_for(self, count):
         self.heard.wait(lambda: len(self.heard.frames) >= count or self.heard.errors)
         assert not self.heard.errors
 
 
-def frames_of(*steps: int) -> list[tuple[int, int]]:
+def frames_of(*steps):
     return [(step, number) for step in steps for number in range(MICROBATCHES)]
 
 
-def meet(staying: Side, new: Side) -> None:
+def meet(staying, new):
     """Both say where they stand; the one that stays sends its log again."""
     ours, theirs = memory_pair()
     staying.state.start = max(staying.state.start, new.state.start)  # nobody begins after others
@@ -79,7 +76,7 @@ def meet(staying: Side, new: Side) -> None:
     assert not going.is_alive()
 
 
-def goes_on_in_vain(side: Side, pipe: Pipe) -> threading.Thread:
+def goes_on_in_vain(side, pipe):
     def go_on():
         with pytest.raises(WireError):
             side.pipe.go_on(pipe)
@@ -92,7 +89,7 @@ def nic(request):
     return NICS[request.param]
 
 
-def joined(folder: Path, nic: Callable[[], Nic | None] = lambda: None) -> tuple[Side, Side, Pipe]:
+def joined(folder, nic=lambda: None):
     """A stage below, the stage above it and the pipe of that, which dies with it."""
     ours, theirs = memory_pair()
     below = Side(folder / "below", ours, nic=nic())
@@ -104,14 +101,14 @@ def pair(tmp_path, nic):
     return joined(tmp_path, nic)
 
 
-def die(above: Side, its_pipe: Pipe, below: Side) -> None:
+def die(above, its_pipe, below):
     """The process above is gone; whoever leads says so before the link gives up."""
     below.pipe.await_another()
     above.link.close(0)
     its_pipe.close()
 
 
-def after_a_death(below: Side, above: Side, its_pipe: Pipe, new: Side) -> list[tuple[int, int]]:
+def after_a_death(below, above, its_pipe, new):
     """What the stage below gets in all, if the one above dies in step 3 and begins anew at 2."""
     below.send(0, 1, 2, 3)
     above.wait_for(4 * MICROBATCHES)
@@ -246,7 +243,7 @@ def test_an_answer_that_is_no_position_is_refused(answer, tmp_path):
     assert isinstance(caught.value, BreachError) or len(answer) > logged.MOST_SAID
 
 
-def message(step: int, kind: FrameKind = FrameKind.FORWARD, size: int = 100) -> bytes:
+def message(step, kind=FrameKind.FORWARD, size=100):
     return encode(Frame(kind, step=step, payload=bytes([step]) * size))
 
 

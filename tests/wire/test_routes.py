@@ -4,7 +4,6 @@ import contextlib
 import queue
 import random
 import socket
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -14,7 +13,7 @@ from wiring import HOST, MAX_MESSAGE, PEER
 from proxy import Proxy
 from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
-from thinwire.wire import Door, Identity, LastingPipe, Listener, Pipe, Route, Routes, Standby, dial
+from thinwire.wire import Door, Identity, LastingPipe, Route, Routes, Standby, dial
 from thinwire.wire.routes import proof_of, to_sign
 from waiting import PATIENCE, wait_until
 
@@ -25,18 +24,18 @@ SECRET = b"a gradient that nobody else shall see"
 class End:
     """One end of a link, with somebody who always reads: a lasting pipe wants that."""
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe):
         self.pipe, self.write = pipe, pipe.write
         self._heard: queue.Queue[bytes | None] = queue.Queue()
         on_daemon_thread("read", self._listen)
 
-    def read(self) -> bytes | None:
+    def read(self):
         return self._heard.get(timeout=PATIENCE)
 
-    def outages(self) -> int:
+    def outages(self):
         return self.pipe.outages
 
-    def _listen(self) -> None:
+    def _listen(self):
         with contextlib.suppress(WireError):
             while (message := self.pipe.read()) is not None:
                 self._heard.put(bytes(message))
@@ -46,32 +45,32 @@ class End:
 class Ends:
     """A stage that accepts and one that dials, and what lies between them."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener):
         self.listener, self._held = listener, ExitStack()
 
-    def door(self, port: int = 0) -> Door:
+    def door(self, port=0):
         door = self._held.enter_context(Door("127.0.0.1", port))
         door.admit(RUN, TOKEN)
         return door
 
-    def proxy(self, target: str, tap: Callable[[bytes], bytes] = lambda data: data) -> Proxy:
+    def proxy(self, target, tap=lambda data: data):
         proxy = Proxy(target, tap=tap)
         self._held.callback(proxy.close)
         return proxy
 
-    def wait_at(self, address: str) -> Standby:
+    def wait_at(self, address):
         standby = self._held.enter_context(Standby(NAME, relayed(address), self.listener.take))
         wait_until(lambda: standby.waiting == 2)
         return standby
 
-    def dial(self, routes: Routes, timeout: float = PATIENCE, tries_again: bool = True) -> Pipe:
+    def dial(self, routes, timeout=PATIENCE, tries_again=True):
         whom, size = HOST.fingerprint, MAX_MESSAGE
         return dial(routes, "cut-0", PEER, whom, timeout, size, tries_again=tries_again)
 
-    def accept(self, timeout: float = PATIENCE) -> Pipe:
+    def accept(self, timeout=PATIENCE):
         return self.listener.accept("cut-0", timeout, PEER.fingerprint, is_replaceable=True)
 
-    def join(self, routes: Routes, is_lasting: bool = False) -> tuple[End, End]:
+    def join(self, routes, is_lasting=False):
         """The end that accepted, and the one that dialed."""
         accepted = on_daemon_thread("accept", self.accept)
         above = self.dial(routes)
@@ -83,7 +82,7 @@ class Ends:
             self._held.callback(pipe.close, 0)
         return End(below), End(above)
 
-    def close(self) -> None:
+    def close(self):
         self._held.close()
 
 
@@ -94,15 +93,15 @@ def ends(listener):
     ends.close()
 
 
-def direct(address: str) -> Route:
+def direct(address):
     return Route(address, "direct", TOKEN)
 
 
-def relayed(address: str) -> Route:
+def relayed(address):
     return Route(address, "relayed", TOKEN)
 
 
-def exchange(below: End, above: End, size: int = 200_000) -> None:
+def exchange(below, above, size=200_000):
     """Different messages both ways at once; each arrives as it was sent."""
     there, back = random.randbytes(size), random.randbytes(size + 1)
     below.write(there)

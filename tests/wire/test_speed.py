@@ -57,7 +57,7 @@ def test_why_nothing_can_be_measured_is_said(door):
         measure_link([Route(other.address, token=TOKEN)], RUN)
 
 
-def caller_of(service: SpeedService) -> socket.socket:
+def caller_of(service):
     near, far = socket.socketpair()
     near.settimeout(PATIENCE)
     service.take(far, "")

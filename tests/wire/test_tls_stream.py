@@ -11,9 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from wiring import HOST, HOURLY, MAX_MESSAGE, MAX_PAYLOAD, PEER, Recorder, writing
@@ -44,13 +42,19 @@ OTHER = """
 """
 
 
-def call(address: str, name: str = "peer", who: wire.Identity = PEER, timeout: float = PATIENCE,
-         whom: str = HOST.fingerprint, silence: float = HOURLY,
-         tries_again: bool = True) -> wire.Pipe:  # fmt: skip
+def call(
+    address,
+    name="peer",
+    who=PEER,
+    timeout=PATIENCE,
+    whom=HOST.fingerprint,
+    silence=HOURLY,
+    tries_again=True,
+):
     return wire.dial(address, name, who, whom, timeout, MAX_MESSAGE, silence, tries_again)
 
 
-def refusal(address: str, *others: object, **named: object) -> WireError:
+def refusal(address, *others, **named):
     """Why a single attempt to open a stream fails."""
     with pytest.raises(WireError) as failure:
         call(address, *others, **named, tries_again=False)
@@ -58,7 +62,7 @@ def refusal(address: str, *others: object, **named: object) -> WireError:
 
 
 @contextlib.contextmanager
-def awaited(listener: wire.Listener, name: str = "peer", dialer: Any = None) -> Iterator[Future]:
+def awaited(listener, name="peer", dialer=None):
     """A stream of this name is expected, and must come in the end."""
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, name, PATIENCE, dialer)
@@ -99,7 +103,7 @@ def spawn():
     held.close()
 
 
-def start(pipe: wire.Pipe) -> tuple[wire.Link, Recorder]:
+def start(pipe):
     heard = Recorder()
     link = wire.Link(pipe, wire.Meter(), None, "coordinator-peer", MAX_PAYLOAD)
     link.start(heard.on_frame, heard.on_broken, heard.on_end)
@@ -234,14 +238,14 @@ def test_who_is_not_on_the_list_is_refused_for_good():
     listener.close()
 
 
-def greet(address: str) -> tuple[ssl.SSLSocket, Callable[[], bytes], Callable[[bytes], None]]:
+def greet(address):
     """A stranger that speaks TLS, and how it reads and writes messages."""
     host, port = address.split(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     talk = context.wrap_socket(socket.create_connection((host, int(port)), PATIENCE))
 
-    def read() -> bytes:
+    def read():
         size = int.from_bytes(talk.recv(4), "little")
         return talk.recv(size) if size else b""
 

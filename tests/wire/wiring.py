@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
 
 from thinwire.errors import WireError
 from thinwire.wire import Frame, Identity, Pipe
@@ -18,28 +17,28 @@ HOURLY = 7200.0  # notices nothing in the time of a test
 class Recorder:
     """Collects what a link reports."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.frames: list[Frame] = []
         self.errors: list[WireError] = []
         self.ends = 0
         self._changed = threading.Condition()
 
-    def on_frame(self, frame: Frame) -> None:
+    def on_frame(self, frame):
         with self._changed:
             self.frames.append(frame)
             self._changed.notify_all()
 
-    def on_broken(self, error: WireError) -> None:
+    def on_broken(self, error):
         with self._changed:
             self.errors.append(error)
             self._changed.notify_all()
 
-    def on_end(self) -> None:
+    def on_end(self):
         with self._changed:
             self.ends += 1
             self._changed.notify_all()
 
-    def wait(self, condition: Callable[[], object]) -> None:
+    def wait(self, condition):
         with self._changed:
             assert self._changed.wait_for(condition, PATIENCE), vars(self)
 
@@ -47,30 +46,30 @@ class Recorder:
 class Passed(Pipe):
     """A pipe that does what another does, for tests that change some of that."""
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe):
         self._pipe = pipe
 
-    def write(self, message: bytes) -> None:
+    def write(self, message):
         self._pipe.write(message)
 
-    def read(self) -> bytes | None:
+    def read(self):
         return self._pipe.read()
 
-    def close(self, grace: float | None = 5.0) -> None:
+    def close(self, grace=5.0):
         self._pipe.close(grace)
 
 
-def in_background(work: Callable[[], object]) -> threading.Thread:
+def in_background(work):
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
 
 
-def writing(pipe: Pipe, messages: Iterable[bytes]) -> tuple[threading.Thread, list[bytes]]:
+def writing(pipe, messages):
     """Write these until the pipe takes no more; who does, and what it has written so far."""
     written: list[bytes] = []
 
-    def write() -> None:
+    def write():
         with contextlib.suppress(WireError):
             for message in messages:
                 pipe.write(message)
@@ -79,5 +78,5 @@ def writing(pipe: Pipe, messages: Iterable[bytes]) -> tuple[threading.Thread, li
     return in_background(write), written
 
 
-def read_all(pipe: Pipe) -> list[bytes]:
+def read_all(pipe):
     return list(iter(pipe.read, None))
