@@ -98,7 +98,7 @@ def test_a_shared_mask_without_a_mask_is_refused():
 class Rounded(Cast):
     """A codec with arguments, as an outsider might write it."""
 
-    def __init__(self, digits, base=10, exact=False, note=""):
+    def __init__(self, digits: int, base: float = 10, exact: bool = False, note: str = ""):
         super().__init__("fp32")
         self.arguments = digits, base, exact, note
 
