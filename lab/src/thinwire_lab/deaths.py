@@ -11,7 +11,8 @@ namespaces, gives node K the address 10.88.0.K there, and carries packets until 
 Then what logs and a stand-by cost a run whose links decide its speed: the same steps with logs and
 without, and in one run with a stand-by and without, by turns; beside what the host planned, and
 what the simulator says with the compute that was measured. All share this machine's cores, where
-the stand-by computes when nobody else does, as if it had its own.
+the stand-by computes when nobody else does, as if it had its own. With `--only-speed` no more than
+a step of such a run beside its plan, changed by `--set`.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from thinwire.paths import cache_folder
 from thinwire.run.formation import read_formation
 from thinwire.run.record import read_progress
 from thinwire.schedule import simulate
-from thinwire.settings import Settings, merged
+from thinwire.settings import Settings, apply_override, merged
 from thinwire.typed import to_toml
 from thinwire_lab.bench_link import Row, show
 
@@ -179,15 +180,17 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 def settings_of(
     folder: Path, name: str, values: dict[str, dict[str, Any]], steps: int = 0
 ) -> Settings:
-    """A run of three stages that computes with one thread each."""
+    """A run of three stages, if values do not say else, that computes with one thread each."""
+    stages = values.get("pipeline", {}).get("stages", STAGES)
     run: dict[str, dict[str, Any]] = {
         "run": {"name": name, "out": str(folder), "device": "cpu", "threads": 1},
-        "pipeline": {"stages": STAGES, "microbatches": 4, "window": 4,
-                     "split": [values["model"]["layers"] // STAGES] * STAGES},
-        "train": {"eval_every": 0, "eval_batches": 1, **({"steps": steps} if steps else {})},
+        "pipeline": {"stages": stages, "microbatches": 4, "window": 4,
+                     "split": [values["model"]["layers"] // stages] * stages},
+        "train": {"eval_every": 0, "eval_batches": 1},
         "link": {"emulate": False, "outage": 60.0},
     }  # fmt: skip
-    return Settings.from_plain(merged(values, run))
+    values = merged(values, {"train": {"steps": steps}}) if steps else values
+    return Settings.from_plain(merged(run, values))
 
 
 def train_here(folder: Path, name: str, steps: int) -> Run:
@@ -378,10 +381,6 @@ def cost_over_wan(folder: Path) -> Iterator[Row]:
                     fed = sum(link["forward_bytes"] for link in links if link["cut"] + 1 in found)
                     fed += sum(link["backward_bytes"] for link in links if link["cut"] in found)
                     hosted.members[f"peer-{STAGES + 1}"].end()
-            planned = float(run.leader.find(r"a step takes ([\d.]+) s"))
-            known = read_progress(run.folder)
-            assert known is not None, "it is written with every step"
-            rate = simulate(settings.schedule(), known.measured_costs, known.links, steps=4)
             for what, steps, more in ((name, alone, 0.0), ("a stand-by", followed, fed)):
                 if steps:
                     middle = statistics.median(steps)
@@ -389,12 +388,31 @@ def cost_over_wan(folder: Path) -> Iterator[Row]:
                     yield {
                         "what": what,
                         "step s, by turns": " ".join(f"{step:.3f}" for step in steps),
-                        "planned": planned,
-                        "by measured compute": rate.step_seconds,
+                        **_foretold(run, settings),
                         "tokens/s": settings.tokens_per_step / middle,
                         "MB a step over cuts": moved / 1e6,
                         "MB a step to it": more / 1e6,
                     }
+
+
+def speed_over_wan(folder: Path, settings: Settings) -> Row:
+    """What a step takes, beside what was planned."""
+    with Hosted(folder, settings, has_network=True) as hosted:
+        for number in range(1, settings.pipeline.stages + 1):
+            hosted.begin_to_join(number)
+        hosted.run.wait_for(5)
+        step = _step_seconds(hosted.run)
+        foretold = _foretold(hosted.run, settings)
+    return {"step s": step, **foretold, "tokens/s": settings.tokens_per_step / step}
+
+
+def _foretold(run: Run, settings: Settings) -> Row:
+    """A step as the host planned it, and as the simulator has it with the compute measured."""
+    known = read_progress(run.folder)
+    assert known is not None, "it is written with every step"
+    played = simulate(settings.schedule(), known.measured_costs, known.links, steps=4)
+    planned = float(run.leader.find(r"a step takes ([\d.]+) s"))
+    return {"planned": planned, "by measured compute": played.step_seconds}
 
 
 def _step_seconds(run: Run) -> float:
@@ -416,6 +434,13 @@ def measured(scratch: Path, options: argparse.Namespace) -> Iterator[Row]:
         yield kill_stages(scratch, options.deaths - half, chance)
         if half:
             yield kill_members(scratch, half, 1, chance)
+        return
+    if options.only_speed:
+        values = merged(LIGHT, {})
+        for override in options.set:
+            apply_override(values, override)
+        with network(options.wan, options.mbps, options.latency_ms):
+            yield speed_over_wan(scratch, settings_of(scratch, "speed", values))
         return
     deaths = () if options.only_cost else ((0, None), (1, None), (1, 0))
     for number, (spares, log_mb) in enumerate(deaths):
@@ -439,6 +464,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--wan", type=Path, help="program that joins network namespaces")
     parser.add_argument("--only-cost", action="store_true", help="of logs and a stand-by")
+    parser.add_argument("--only-speed", action="store_true", help="a step beside its plan")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value",
+                        help="changes a setting of --only-speed; up to 4 stages")  # fmt: skip
     parser.add_argument("--mbps", type=float, default=80.0)
     parser.add_argument("--latency-ms", type=float, default=25.0)
     options = parser.parse_args()
