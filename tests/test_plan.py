@@ -12,6 +12,7 @@ from settings_values import narrow
 from thinwire.codec import Leg, Place, parse_codec
 from thinwire.engine.build import StageBuilder, Weights, stage_weights
 from thinwire.model import architecture
+from thinwire.model.optim import StageOptimizer, orthogonalised, orthogonalising_flops
 from thinwire.plan import (
     Rates,
     estimate_costs,
@@ -201,6 +202,23 @@ def test_without_a_rate_it_is_measured_on_this_machine(make_settings):
     assert f"{machine_cores()} cores shared by all stages" in plan_text(plan)
     assert "measured here with one block" in plan_text(plan)
     assert plan_to_plain(plan)["flops_are_measured"] is True
+
+
+def test_an_update_that_takes_long_is_computed_from_its_products(make_settings, monkeypatch):
+    """Muon's of a block of 8b would keep a CPU busy for minutes."""
+    updated, step = [], StageOptimizer.step
+    monkeypatch.setattr(StageOptimizer, "step", lambda self, lr: updated.append(step(self, lr)))
+    settings = make_settings(optim__name="muon")
+    for most, updates in ((60.0, 2), (0.0, 1)):
+        monkeypatch.setattr("thinwire.plan._MEASURE_SECONDS", most)
+        assert 0 < measure_rates(settings, repeats=0).updates < math.inf
+        assert len(updated) == updates, "with matrices and without"
+        updated.clear()
+    for shape in ((2, 24, 40), (40, 24)):
+        with FlopCounterMode(display=False) as counted:
+            orthogonalised(torch.ones(shape))
+        matrices = math.prod(shape[:-2])
+        assert counted.get_total_flops() == matrices * orthogonalising_flops(torch.Size(shape))
 
 
 @pytest.mark.parametrize(("threads", "at_once"), [(1, 2.0), (2, 1.0)])

@@ -268,6 +268,12 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     return x.mT if is_tall else x
 
 
+def orthogonalising_flops(shape: torch.Size) -> int:
+    """Operations of the matrix products of `orthogonalised` with a matrix of such a shape."""
+    short, long = sorted(shape[-2:])
+    return ITERATIONS * (4 * short**2 * long + 2 * short**3)
+
+
 class StageOptimizer:
     """The optimizers of one stage behind one face, with state addressed by parameter name."""
 
