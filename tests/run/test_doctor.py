@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 import thinwire
-from thinwire.cli import main
 from thinwire.run.admission import AuthorityBook, HostSays, Invite, identity_in, serve_enrolment
 from thinwire.run.doctor import (
     check_answer,
@@ -64,7 +63,7 @@ def blocking(found):
     return finding
 
 
-def test_a_machine_that_can_join_is_told_so(host, doctor, tmp_path, monkeypatch, capsys):
+def test_a_machine_that_can_join_is_told_so(host, doctor, tmp_path, monkeypatch, command):
     invite = host.invite()
     host.door.serve(f"{host.book.run_id}/speed", SpeedService().take)
     found = doctor(invite, "0.0.0.0:0")
@@ -78,22 +77,18 @@ def test_a_machine_that_can_join_is_told_so(host, doctor, tmp_path, monkeypatch,
     assert busy.level == "note" and "--listen" in busy.fix, "the port is in use"
     # From the input neither the list of processes nor the history of a shell shows the invite.
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{invite}\n"))
-    main(["doctor", "-", "--folder", str(tmp_path / "peer")])
-    assert "would let this machine in" in capsys.readouterr().out
+    assert "would let this machine in" in command("doctor", "-", "--folder", tmp_path / "peer")[1]
     assert host.book.peers() == [] and not (tmp_path / "peer").exists(), "it changes nothing"
     enrolled = identity_in(tmp_path / "peer", invite.to_service("enrol"), invite)
     assert enrolled.name, "nor is it used up"
 
 
-def test_a_host_that_is_away_blocks(host, capsys, tmp_path):
+def test_a_host_that_is_away_blocks(host, command, tmp_path):
     invite = host.invite(lasts=-7200.0)
     host.door.close()
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", str(invite), "--folder", str(tmp_path), "--json"])
-    assert end.value.code == 1
-    said = capsys.readouterr().out
+    code, said, _ = command("doctor", invite, "--folder", tmp_path, "--json")
     plain = json.loads(said)
-    assert plain["blocked"] is True
+    assert code == 1 and plain["blocked"] is True
     first, expired, *_ = plain["findings"]
     assert (first["number"], first["level"]) == (1, "blocks")
     assert f"the host does not answer: {host.door.address}: Connection refused" in first["what"]
@@ -155,18 +150,15 @@ def test_what_a_host_says_of_a_machine():
     assert "--listen 0.0.0.0:7000" in unreached.fix
 
 
-def test_an_invite_that_cannot_be_read_is_a_finding(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", "tw1-abc"])
-    assert end.value.code == 1
-    said = capsys.readouterr().out
-    assert " 1. BLOCKS: this invite cannot be used: it was altered or cut off\n" in said
+def test_an_invite_that_cannot_be_read_is_a_finding(command):
+    code, said, _ = command("doctor", "tw1-abc")
+    unusable = " 1. BLOCKS: this invite cannot be used: it was altered or cut off\n"
+    assert code == 1 and unusable in said
     assert "fix: copy the whole line" in said and said.endswith("keeps this machine out.\n")
 
 
-def test_without_an_invite_the_machine_is_examined(capsys):
-    main(["doctor"])
-    said = capsys.readouterr().out
+def test_without_an_invite_the_machine_is_examined(command):
+    _, said, _ = command("doctor")
     for words in (f"thinwire {thinwire.__version__}, Python 3.", "torch 2", "memory free", "disk:"):
         assert words in said
     assert "With an invite (thinwire doctor INVITE)" in said
