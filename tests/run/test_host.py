@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hosting import hello
 
+from settings_values import narrow
 from thinwire.errors import ConfigError, StageError
 from thinwire.report import PlainDisplay
 from thinwire.run import host as host_module
@@ -107,20 +108,15 @@ def test_peers_without_figures_count_as_equal_and_what_is_lacking_is_said(make_s
         form(settings, [peer("a", 1, 1, 1e-5), peer("b", 1, 1, 1e-5)], False)
 
 
-NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"}
-REMEMBERS = {"codec__forward": "int8+ef"}
+NARROW, UNEVEN = narrow("projected", anchor="per-stage"), {"pipeline__split": [3, 1]}
 
 
 @pytest.mark.parametrize(
     ("changes", "before", "kept"),
-    [
-        (NARROW, {}, [2, 2]),
-        (NARROW, {"pipeline__split": [3, 1]}, [3, 1]),
-        (REMEMBERS, {}, [2, 2]),
-        ({}, {"pipeline__split": [3, 1]}, [1, 3]),
-    ],
+    [(NARROW, {}, [2, 2]), (NARROW, UNEVEN, [3, 1]), ({"codec__forward": "int8+ef"}, {}, [2, 2]),
+     ({}, UNEVEN, [1, 3])],
     ids=["narrow", "narrow and uneven", "codecs with memory", "dense: the fast peer gets more"],
-)
+)  # fmt: skip
 def test_cuts_stay_where_the_model_learned_them_whoever_comes(
     changes, before, kept, corpus, make_settings, tmp_path, monkeypatch
 ):
