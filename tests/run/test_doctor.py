@@ -11,15 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 import thinwire
+from thinwire.run import doctor as checks
 from thinwire.run.admission import AuthorityBook, HostSays, Invite, identity_in, serve_enrolment
-from thinwire.run.doctor import (
-    check_answer,
-    check_clock,
-    check_files,
-    check_memory,
-    check_torch,
-    examine,
-)
 from thinwire.wire import Door, Listener, Route, Standby, ping
 from thinwire.wire.speed import SpeedService
 from waiting import PATIENCE, wait_until
@@ -48,7 +41,7 @@ def host(tmp_path):
 @pytest.fixture
 def doctor(tmp_path):
     peer = tmp_path / "peer"
-    return lambda invite, listen="", folder=peer: examine(str(invite), folder, listen)
+    return lambda invite, listen="", folder=peer: checks.examine(str(invite), folder, listen)
 
 
 def one(found, words):
@@ -143,7 +136,7 @@ def test_an_invite_that_lets_in_nobody_blocks(host, doctor, tmp_path):
 def test_what_a_host_says_of_a_machine():
     invite = Invite("first", "ab" * 32, ("h:1",), "deadbeef", "00" * 16, 1)
     says = HostSays("9.8.7", reached="no")
-    _, other, unreached = check_answer(invite, says, "198.51.100.7:7000")
+    _, other, unreached = checks.check_answer(invite, says, "198.51.100.7:7000")
     assert other.level == "blocks" and other.fix == "pip install thinwire==9.8.7"
     assert other.what == f"thinwire {thinwire.__version__} here, 9.8.7 at the host"
     assert unreached.level == "note" and "at 198.51.100.7:7000" in unreached.what
@@ -170,23 +163,18 @@ def test_a_machine_without_torch_is_told_so():
     assert done.returncode == 1 and "torch cannot be imported" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("finding", "level", "words"),
-    [
-        (check_torch("2.9.1+cu128"), "blocks", "needs torch 2.10"),
-        (check_memory(100_000_000, "cpu"), "blocks", "No stage"),
-        (check_memory(1_000_000_000, "cpu"), "note", "Only a small stage"),
-        (check_files(64), "blocks", "used up"),
-        (check_files(0), "fine", ""),
-        (check_clock(0.4), "fine", ""),
-        (check_clock(-90.0), "note", "will not agree"),
-    ],
-)
+@pytest.mark.parametrize(("finding", "level", "words"), [
+    (checks.check_torch("2.9.1+cu128"), "blocks", "needs torch 2.10"),
+    (checks.check_memory(100_000_000, "cpu"), "blocks", "No stage"),
+    (checks.check_memory(1_000_000_000, "cpu"), "note", "Only a small stage"),
+    (checks.check_files(64), "blocks", "used up"), (checks.check_files(0), "fine", ""),
+    (checks.check_clock(0.4), "fine", ""), (checks.check_clock(-90.0), "note", "will not agree"),
+])  # fmt: skip
 def test_thresholds(finding, level, words):
     assert finding.level == level and words in finding.trouble
     assert bool(finding.fix) == (level != "fine")
-    assert check_clock(-90.0).what == "the clock here is 1m30s ahead of the host's"
-    assert check_clock(90.0).what == "the clock here is 1m30s behind the host's"
+    assert checks.check_clock(-90.0).what == "the clock here is 1m30s ahead of the host's"
+    assert checks.check_clock(90.0).what == "the clock here is 1m30s behind the host's"
 
 
 def test_an_impostor_behind_the_right_door_blocks(host, doctor, tmp_path):

@@ -9,17 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
-from thinwire.schedule import (
-    CONTROL_BYTES,
-    ROW_FRAME_BYTES,
-    Costs,
-    Network,
-    Span,
-    build,
-    forward_only,
-    simulate,
-    window_table,
-)
+from thinwire.schedule import Costs, Network, Span, build, forward_only, simulate, window_table
+from thinwire.schedule.simulator import CONTROL_BYTES, ROW_FRAME_BYTES
 
 
 def slower_or_equal(steps):
