@@ -74,11 +74,11 @@ def test_ids_are_those_that_the_corpus_gives(width, make_settings, corpus):
 @pytest.mark.parametrize(("changes", "reads"), [
     ({}, ENDS), (NARROW, ENDS), (TABLES, ALL), (FIXED, ALL), (SHARED, ALL),
 ], ids=["dense", "narrow", "tables", "fixed", "shared"])  # fmt: skip
-@pytest.mark.parametrize("learned", ["corpus", "masked"])
+@pytest.mark.parametrize(("learned", "precision"), [("corpus", "fp32"), ("masked", "fp64")])
 def test_a_run_without_the_corpus_trains_to_the_same_bits(
-    changes, reads, learned, make_settings, run_in_threads, request, tmp_path
+    changes, reads, learned, precision, make_settings, run_in_threads, request, tmp_path
 ):
-    settings = make_settings(pipeline__stages=3, run__precision="fp32", **changes)
+    settings = make_settings(pipeline__stages=3, run__precision=precision, **changes)
     assert [columns_read(settings, stage) for stage in range(3)] == reads
     data = request.getfixturevalue(learned)
     near = run_in_threads(settings, data=data.folder)
