@@ -14,6 +14,7 @@ from machines import machines  # noqa: F401 - a fixture
 from masks import answers, with_masks
 from programs import Program
 from settings_values import TINY_MODEL, tiny_settings, write_texts
+from thinwire.cli import main
 from thinwire.data import DataConfig, prepare
 from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
 from thinwire.engine.worker import Assignment, Worker
@@ -151,15 +152,9 @@ class Outcome:
 @pytest.fixture
 def run_in_threads(corpus, tmp_path):
     """Run all stages of a run as threads joined by in-memory links."""
+    usual, near = tmp_path / "run", lambda stage: None
 
-    def run(
-        settings,
-        resume=None,
-        prepare_worker=None,
-        folder=tmp_path / "run",
-        data=corpus.folder,
-        far=lambda stage: None,
-    ):
+    def run(settings, resume=None, prepare_worker=None, folder=usual, data=corpus.folder, far=near):
         count = settings.pipeline.stages
         workers = [
             Worker(Assignment(settings, stage, data, folder, resume), far=far(stage))
@@ -241,6 +236,21 @@ def config(make_settings, tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs a command in this process: its exit code, what it printed, and its errors."""
+
+    def run(*words):
+        code = 0
+        try:
+            main([str(word) for word in words])
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -25,9 +25,6 @@ class Machine(Program):
         own: dict[str, Any] = {"HOME": home, "THINWIRE_DATA": home / "data", **(env or {})}
         super().__init__(words, home / "cache", home, said=said, **own)
 
-    def interrupt(self):
-        self.process.send_signal(signal.SIGINT)
-
     def kill_children(self):
         """Kill the processes that it has started."""
         children = f"/proc/{self.process.pid}/task/*/children"

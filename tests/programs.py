@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from thinwire.run.processes import Forker, forks, start_processes
-from waiting import PATIENCE, PROCESS_PATIENCE
+from waiting import PROCESS_PATIENCE, wait_until
 
 _forker = Forker("command_process")
 
@@ -82,10 +82,19 @@ class Program:
         except subprocess.TimeoutExpired:
             raise AssertionError(self.text()) from None
 
-    def wait_for(self, pattern, timeout=PROCESS_PATIENCE, times=1):
+    def stop(self, number=signal.SIGINT, code=130):
+        """Send it a signal, at which it ends with this exit code."""
+        self.process.send_signal(number)
+        assert self.wait() == code, self.text()
+
+    def wait_for(self, pattern, times=1):
         """Wait until it has printed something so many times."""
-        deadline = time.monotonic() + timeout
-        while len(re.findall(pattern, self.text())) < times:
+        self.wait_until(lambda: len(re.findall(pattern, self.text())) >= times)
+
+    def wait_until(self, holds):
+        """Wait for something that it brings about."""
+        deadline = time.monotonic() + PROCESS_PATIENCE
+        while not holds():
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.05)
@@ -120,8 +129,8 @@ def _runs(pid, module):
     return False
 
 
-def gone(pids, timeout=PATIENCE):
-    """Whether all these processes end (a zombie waits only for its parent to look)."""
+def gone(pids):
+    """Wait until all these processes have ended (a zombie waits only for its parent to look)."""
 
     def alive(pid):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -129,11 +138,7 @@ def gone(pids, timeout=PATIENCE):
             return state != "Z"
         return False
 
-    deadline = time.monotonic() + timeout
-    while any(map(alive, pids)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(alive, pids)))
     return True
 
 

@@ -12,7 +12,6 @@ import pytest
 
 import thinwire.report
 import thinwire.train
-from thinwire.cli import main
 from thinwire.errors import StageError
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
@@ -23,16 +22,6 @@ def config(make_settings, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(to_toml(make_settings(run__precision="fp32")))
     return path
-
-
-def exit_code(*arguments):
-    """The exit code of a command run in this process."""
-    try:
-        main([str(argument) for argument in arguments])
-    except SystemExit as ended:
-        assert isinstance(ended.code, int)
-        return ended.code
-    return 0
 
 
 # --- values ---
@@ -58,16 +47,15 @@ def exit_code(*arguments):
         (["eval", "x", "--tasks-folder", "y"], "--limit and --tasks-folder"),
     ],
 )
-def test_values_out_of_range_and_options_that_contradict_are_refused(arguments, words, capsys):
-    assert exit_code(*arguments) == 2
-    text = capsys.readouterr().err
-    assert words in text and "Traceback" not in text
+def test_values_out_of_range_and_options_that_contradict_are_refused(arguments, words, command):
+    code, _, text = command(*arguments)
+    assert code == 2 and words in text and "Traceback" not in text
 
 
-def test_without_the_lab_its_command_says_how_to_get_it(monkeypatch, capsys):
+def test_without_the_lab_its_command_says_how_to_get_it(monkeypatch, command):
     monkeypatch.setitem(sys.modules, "thinwire_lab", None)
-    assert exit_code("lab", "gap", "--logs", "x") == 2
-    assert "`pip install ./lab`" in " ".join(capsys.readouterr().err.split())
+    code, _, said = command("lab", "gap", "--logs", "x")
+    assert code == 2 and "`pip install ./lab`" in " ".join(said.split())
 
 
 # --- where a run goes on ---
@@ -90,11 +78,11 @@ def training(monkeypatch):
     gc.unfreeze()
 
 
-def test_resume_goes_where_it_is_told(training, config, tmp_path):
+def test_resume_goes_where_it_is_told(training, config, tmp_path, command):
     """Alone it means this run; a config that it swallows is the config."""
     for arguments in ([], ["--resume", "."], ["--resume", "a/b"], ["--resume"]):
-        exit_code("train", config, *arguments)
-    exit_code("train", "--resume", config)
+        command("train", config, *arguments)
+    command("train", "--resume", config)
     own = tmp_path / "test"
     assert [resume for _, resume in training] == [None, Path(), Path("a/b"), own, own]
 
@@ -110,72 +98,68 @@ def run_folder(config, tmp_path):
     return folder
 
 
-def test_the_folder_of_a_run_is_enough_to_go_on(training, run_folder):
+def test_the_folder_of_a_run_is_enough_to_go_on(training, run_folder, command):
     checkpoint = run_folder / "checkpoints" / "step-00000002"
-    exit_code("train", run_folder, "--resume")
-    exit_code("train", "--resume", run_folder)
-    exit_code("train", "--resume", checkpoint)
+    for words in ((run_folder, "--resume"), ("--resume", run_folder), ("--resume", checkpoint)):
+        command("train", *words)
     assert [resume for _, resume in training] == [run_folder, run_folder, checkpoint]
     folders = {Path(settings.run.out) / settings.run.name for settings, _ in training}
     assert folders == {run_folder}
 
 
 def test_a_folder_does_not_run_the_plugins_that_it_names(
-    training, run_folder, tmp_path, monkeypatch, capsys
+    training, run_folder, tmp_path, monkeypatch, command
 ):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "strange_plugin.py").write_text("")
     config = run_folder / "config.toml"
     config.write_text(config.read_text().replace("plugins = []", 'plugins = ["strange_plugin"]'))
-    for command in ("train", "plan"):
-        assert exit_code(command, run_folder) == 2
-        assert "--allow-plugins" in capsys.readouterr().err
+    for verb in ("train", "plan"):
+        code, _, said = command(verb, run_folder)
+        assert code == 2 and "--allow-plugins" in said
     assert "strange_plugin" not in sys.modules and training == []
-    assert exit_code("train", run_folder, "--resume", "--allow-plugins") == 130
-    assert "strange_plugin" in sys.modules and len(training) == 1
-    assert capsys.readouterr().err.endswith("--resume --allow-plugins\n")
+    code, _, said = command("train", run_folder, "--resume", "--allow-plugins")
+    assert code == 130 and "strange_plugin" in sys.modules and len(training) == 1
+    assert said.endswith("--resume --allow-plugins\n")
 
 
 # --- how it ends ---
 
 
-def test_an_interrupted_run_names_the_command_that_goes_on(training, run_folder, capsys):
-    assert exit_code("train", run_folder, "--resume") == 130
-    shown = capsys.readouterr().err
-    assert shown == f"interrupted\nto continue: thinwire train '{run_folder}' --resume\n"
-    assert exit_code(*shlex.split(shown.splitlines()[1])[3:]) == 130, "and it is a command"
+def test_an_interrupted_run_names_the_command_that_goes_on(training, run_folder, command):
+    code, _, shown = command("train", run_folder, "--resume")
+    way = f"interrupted\nto continue: thinwire train '{run_folder}' --resume\n"
+    assert (code, shown) == (130, way)
+    assert command(*shlex.split(shown.splitlines()[1])[3:])[0] == 130, "and it is a command"
 
 
-def test_a_run_that_ended_early_says_how_it_goes_on(run_folder, monkeypatch, capsys):
+def test_a_run_that_ended_early_says_how_it_goes_on(run_folder, monkeypatch, command):
     """With its checkpoint, or without one; what an error quotes does not command the terminal."""
 
     def dies(*_):
         raise StageError("the plugin \x1b[2J\x1b]0;owned\x07evil\r\ndied")
 
     monkeypatch.setattr(thinwire.train, "train", dies)
-    assert exit_code("train", run_folder, "--resume") == 6
     died = "error: the plugin [2J]0;ownedevil\ndied\n"
     way = f"to continue: thinwire train '{run_folder}' --resume\n"
-    assert capsys.readouterr().err == died + way
+    assert command("train", run_folder, "--resume") == (6, "", died + way)
     shutil.rmtree(run_folder / "checkpoints")
     (run_folder / "metrics.jsonl").write_text("{}\n")
-    assert exit_code("train", run_folder, "--resume") == 6
     way = f"no checkpoint was saved: to start again, delete {run_folder} or set another run.name\n"
-    assert capsys.readouterr().err == died + way
+    assert command("train", run_folder, "--resume") == (6, "", died + way)
 
 
-def test_an_interrupted_run_shows_its_summary_and_says_so(training, config, capsys):
+def test_an_interrupted_run_shows_its_summary_and_says_so(training, config, command):
     gc.unfreeze()
-    assert exit_code("train", config) == 130
-    output = capsys.readouterr()
-    assert "'steps': 3" in output.out and "folder" in output.out
-    assert output.err == "interrupted\n"
+    code, shown, said = command("train", config)
+    assert (code, said) == (130, "interrupted\n")
+    assert "'steps': 3" in shown and "folder" in shown
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "one more cannot change the code"
     assert gc.get_freeze_count() > 0, "a search for garbage at Python's end would take seconds"
 
 
-def test_an_interrupted_demo_does_not_start_its_second_arm(training, tmp_path):
-    assert exit_code("demo", "--set", f"run.out={tmp_path}") == 130
+def test_an_interrupted_demo_does_not_start_its_second_arm(training, tmp_path, command):
+    assert command("demo", "--set", f"run.out={tmp_path}")[0] == 130
     assert [settings.run.name for settings, _ in training] == ["demo-thin"]
 
 

@@ -30,7 +30,7 @@ Words = list[str]
 
 
 @pytest.fixture
-def perform(tmp_path, capsys):
+def perform(tmp_path, command):
     """Runs a command in a folder of its own, and gives what it printed.
 
     Commands of ours run in this process, which has imported torch already; their stages do not.
@@ -40,11 +40,9 @@ def perform(tmp_path, capsys):
 
     def run(words, variables):
         if words[0] == "thinwire" and not variables:
-            try:
-                main(words[1:])
-            except SystemExit as ended:
-                assert not ended.code, " ".join(words)
-            return capsys.readouterr().out
+            code, shown, _ = command(*words[1:])
+            assert not code, " ".join(words)
+            return shown
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         paths = [p for p in (variables.get("PYTHONPATH"), *inherited) if p]
         environment = {**os.environ, **variables}

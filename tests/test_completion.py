@@ -37,15 +37,10 @@ def test_bash_completes(words, some):
     assert all(word.startswith(words[-1]) for word in found)
 
 
-@pytest.mark.parametrize(
-    ("typed", "some"),
-    [
-        ("codec.forward=", ["bf16", "int8"]),
-        ("boundary.mode=p", ["projected"]),
-        ("run.compile=", ["true", "false"]),
-        ("data.path=", []),  # files, by bash itself
-    ],
-)
+@pytest.mark.parametrize(("typed", "some"), [
+    ("codec.forward=", ["bf16", "int8"]), ("boundary.mode=p", ["projected"]),
+    ("run.compile=", ["true", "false"]), ("data.path=", []),  # files, by bash itself
+])  # fmt: skip
 @pytest.mark.parametrize("is_split", [True, False])
 def test_values_of_settings_complete(typed, some, is_split):
     """Bash takes "=" for a word of its own, unless COMP_WORDBREAKS lacks it."""

@@ -6,25 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.folders import (
-    lock,
-    partial_folder,
-    put_in_place,
-    replace_file,
-    replace_folder,
-    replace_private_file,
-    write_file,
-)
+from thinwire import folders
 
 
 def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
     path = tmp_path / "sub" / "a.json"
-    replace_file(path, b"one")
-    replace_file(path, b"two")
+    folders.replace_file(path, b"one")
+    folders.replace_file(path, b"two")
     assert path.read_bytes() == b"two" and list(path.parent.iterdir()) == [path]
     (tmp_path / "folder" / "content").mkdir(parents=True)
     with pytest.raises(OSError):
-        replace_file(tmp_path / "folder", b"no file can take the place of a folder")
+        folders.replace_file(tmp_path / "folder", b"no file can take the place of a folder")
     assert {path.name for path in tmp_path.iterdir()} == {"folder", "sub"}
 
 
@@ -43,8 +35,8 @@ def test_a_private_file_is_its_user_s_alone_from_the_first_byte(tmp_path, monkey
     left.write_bytes(b"of a process that was killed")
     before = os.umask(0)
     try:
-        replace_private_file(path, b"secret")
-        replace_private_file(path, b"other")
+        folders.replace_private_file(path, b"secret")
+        folders.replace_private_file(path, b"other")
     finally:
         os.umask(before)
     assert modes == [0o600, 0o700] * 2, "the file, then the names in its folder"
@@ -62,22 +54,22 @@ def test_content_is_on_the_disk_before_a_file_or_a_folder_has_its_name(tmp_path,
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(Path, "rename", lambda *names: (events.append("name"), rename(*names))[1])
     monkeypatch.setattr(Path, "replace", lambda *names: (events.append("name"), replace(*names))[1])
-    replace_file(tmp_path / "file", b"content")
+    folders.replace_file(tmp_path / "file", b"content")
     assert events == [(tmp_path / "file").stat().st_ino, "name"]
 
     events.clear()
-    with partial_folder(tmp_path, "folder") as partial:
-        write_file(partial / "file", b"content")
-        put_in_place(partial, tmp_path / "folder")
+    with folders.partial_folder(tmp_path, "folder") as partial:
+        folders.write_file(partial / "file", b"content")
+        folders.put_in_place(partial, tmp_path / "folder")
     inner, outer = (path.stat().st_ino for path in (tmp_path / "folder", tmp_path))
     assert events == [(tmp_path / "folder" / "file").stat().st_ino, inner, "name", outer]
 
 
 def test_what_nobody_holds_is_swept_away_and_what_is_held_stays(tmp_path):
     (tmp_path / "dead.partial-123").mkdir()
-    with partial_folder(tmp_path, "one") as one:
+    with folders.partial_folder(tmp_path, "one") as one:
         assert list(tmp_path.iterdir()) == [one]
-        with partial_folder(tmp_path, "two") as two:
+        with folders.partial_folder(tmp_path, "two") as two:
             assert set(tmp_path.iterdir()) == {one, two}
         assert list(tmp_path.iterdir()) == [one]
 
@@ -90,16 +82,17 @@ def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr("thinwire.folders.put_in_place", full)
-    with pytest.raises(OSError, match="no space"), partial_folder(tmp_path, "made") as partial:
-        replace_folder(partial, tmp_path / "made")
+    made = folders.partial_folder(tmp_path, "made")
+    with pytest.raises(OSError, match="no space"), made as partial:
+        folders.replace_folder(partial, tmp_path / "made")
     assert (tmp_path / "made" / "a.txt").read_text() == "one"
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
 def test_a_lock_has_one_holder(tmp_path):
     with (tmp_path / "lock").open("w") as mine, (tmp_path / "lock").open() as other:
-        assert lock(mine.fileno())
+        assert folders.lock(mine.fileno())
         with pytest.raises(BlockingIOError):
-            lock(other.fileno())
+            folders.lock(other.fileno())
         mine.close()
-        assert lock(other.fileno())
+        assert folders.lock(other.fileno())

@@ -23,15 +23,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def until(condition, program):
-    """Wait for something that a running program brings about."""
-    deadline = time.monotonic() + PROCESS_PATIENCE
-    while not condition():
-        assert program.process.poll() is None, "it ended"
-        assert time.monotonic() < deadline, "it takes too long"
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def unread():
     """The writing end of a full pipe: someone holds the other end and does not read."""
@@ -54,10 +45,9 @@ def test_a_reader_that_stops_reading_stops_nothing(thinwire, config, unread, tmp
     path = config(train__steps=100_000, train__eval_every=0, train__checkpoint_every=2)
     run = thinwire("train", path, into=unread)
     folder = tmp_path / "test"
-    until(lambda: [p for p in list_checkpoints(folder) if step_of(p) >= 8], run)
+    run.wait_until(lambda: [p for p in list_checkpoints(folder) if step_of(p) >= 8])
     stages = run.stages()
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130
+    run.stop()
     assert gone(stages)
     assert not list(checkpoints_folder(folder).glob(".partial*"))
     Checkpoint.open(folder).verify()
@@ -71,9 +61,8 @@ def test_a_request_to_stop_cuts_a_validation_short(name, thinwire, config, tmp_p
     path = config(train__eval_batches=0, train__batch=4, pipeline__microbatches=4, **slow)
     run = thinwire("train", path)
     folder = tmp_path / "test"
-    until(lambda: (folder / "metrics.jsonl").exists(), run)
-    run.process.send_signal(getattr(signal, name))
-    assert run.wait() == 130, run.text()
+    run.wait_until(lambda: (folder / "metrics.jsonl").exists())
+    run.stop(getattr(signal, name))
     assert "Traceback" not in run.text()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["interrupted"] and summary["steps"] == 0 and not summary["valid_losses"]
@@ -118,9 +107,8 @@ def test_a_suspended_coordinator_goes_on(thinwire, config):
     time.sleep(13)
     run.process.send_signal(signal.SIGCONT)
     before = len(run.text())
-    until(lambda: "[train] step" in run.text()[before:], run)
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130, run.text()
+    run.wait_until(lambda: "[train] step" in run.text()[before:])
+    run.stop()
 
 
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -129,7 +117,7 @@ def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(stages, thinwire,
     settings = ["--set", "run.patience=6", "--set", f"pipeline.stages={stages}"]
     run = thinwire("train", long_run(config), *settings)
     importing = run.stages if stages == 1 else run.forking
-    until(importing, run)
+    run.wait_until(importing)
     frozen = importing()
     os.kill(frozen[0], signal.SIGSTOP)
     assert run.wait() == 6, run.text()
@@ -141,10 +129,9 @@ def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(stages, thinwire,
 
 def test_a_request_to_end_is_heeded_before_the_stages_are_ready(thinwire, config, tmp_path):
     run = thinwire("train", long_run(config))
-    until(run.forking, run)
+    run.wait_until(run.forking)
     importing = run.forking()
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait() == 130, run.text()
+    run.stop(signal.SIGTERM)
     assert gone(importing)
     assert not (tmp_path / "test" / "scratch").exists()
 

@@ -22,14 +22,7 @@ from thinwire.plan import (
     plan_to_plain,
     stage_memory,
 )
-from thinwire.settings import Settings, machine_cores
-from thinwire.settings.crossing import (
-    bytes_per_token,
-    frame_bytes,
-    logged_bytes,
-    row_bytes,
-    wire_shape,
-)
+from thinwire.settings import Settings, crossing, machine_cores
 from thinwire.wire import Frame, FrameKind, encode
 
 RATE = 5e9  # FLOP/s: compute and links of the tiny run then matter alike
@@ -51,7 +44,7 @@ def test_what_crosses_is_known_from_the_settings_alone(boundary, slow_link, monk
     z = ids
     for cut in range(3):
         z = builder.build(cut)(z, ids)
-        assert tuple(z.shape) == wire_shape(settings, cut)
+        assert tuple(z.shape) == crossing.wire_shape(settings, cut)
 
     def derived(*arguments):
         raise AssertionError("a plan derived a basis")
@@ -75,7 +68,7 @@ def test_frame_bytes_are_those_of_real_frames(make_settings, forward, backward, 
         codec = parse_codec(name)
         payload = codec.pack(torch.zeros(shape), Place(leg, 0, 0))
         sizes.append(len(encode(Frame(kind, codec=codec.tag, shape=shape, payload=payload))))
-    assert frame_bytes(settings) == tuple(sizes)
+    assert crossing.frame_bytes(settings) == tuple(sizes)
     costs = estimate_costs(settings, RATE)
     assert (costs.forward_bytes, costs.backward_bytes) == ([sizes[0]], [sizes[1]])
 
@@ -85,7 +78,7 @@ def test_each_cut_is_planned_with_its_own_codecs(slow_link):
     settings = slow_link(pipeline__stages=3, codec__cuts=["1: forward=fp64"], **codecs)
     elements = settings.microbatch_size * settings.model.context * settings.model.dim
     sizes = [(2 * elements + 64, 4 * elements + 64), (8 * elements + 64, 4 * elements + 64)]
-    assert [frame_bytes(settings, cut) for cut in range(2)] == sizes
+    assert [crossing.frame_bytes(settings, cut) for cut in range(2)] == sizes
     plan = make_plan(settings, RATE)
     planned = zip(plan.costs.forward_bytes, plan.costs.backward_bytes, strict=True)
     assert [*planned] == sizes
@@ -188,7 +181,7 @@ def test_the_plan_for_programs_is_json(slow_link):
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
     assert plain["config_hash"] == settings.hash
     assert plain["tokens_per_s"] == settings.tokens_per_step / plain["step_seconds"]
-    assert (plain["forward_bytes"], plain["backward_bytes"]) == frame_bytes(settings)
+    assert (plain["forward_bytes"], plain["backward_bytes"]) == crossing.frame_bytes(settings)
 
 
 def test_without_a_rate_it_is_measured_on_this_machine(make_settings):
@@ -342,7 +335,7 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings):
 def test_rows_of_a_shared_embedding_are_counted(slow_link):
     shared = narrow("subspace", anchor="embedding")
     settings = slow_link(**shared, codec__rows="fp64", boundary__row_steps=10)
-    size = row_bytes(settings)
+    size = crossing.row_bytes(settings)
     rows = (size - 64) // (8 * 32)
     assert size == 64 + 8 * 32 * rows and 300 / 10 < rows < 60  # all take turns, few come often
     plan = make_plan(settings, RATE)
@@ -352,10 +345,10 @@ def test_rows_of_a_shared_embedding_are_counted(slow_link):
     per_token = size / settings.tokens_per_step
     assert f"for rows of the embedding ({per_token:,.1f} bytes per token)" in plan_text(plan)
     fixed = slow_link(**{**shared, "boundary__anchor": "fixed"})
-    assert row_bytes(fixed) == 0 and "embedding" not in plan_text(make_plan(fixed, RATE))
-    frames = sum(frame_bytes(settings)) / settings.tokens_per_microbatch
-    assert bytes_per_token(settings) == pytest.approx(frames + 2 * per_token)
-    assert bytes_per_token(fixed) == pytest.approx(frames)
+    assert crossing.row_bytes(fixed) == 0 and "embedding" not in plan_text(make_plan(fixed, RATE))
+    frames = sum(crossing.frame_bytes(settings)) / settings.tokens_per_microbatch
+    assert crossing.bytes_per_token(settings) == pytest.approx(frames + 2 * per_token)
+    assert crossing.bytes_per_token(fixed) == pytest.approx(frames)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +363,7 @@ def test_rows_of_a_shared_embedding_are_counted(slow_link):
 )  # fmt: skip
 def test_a_stage_logs_no_more_than_is_planned(changes, make_settings, run_in_threads):
     settings = make_settings(**changes)
-    outcome, planned = run_in_threads(settings), logged_bytes(settings, 4)
+    outcome, planned = run_in_threads(settings), crossing.logged_bytes(settings, 4)
     for stage in range(2):
         sent = outcome.workers[stage]._ports[0].link.meter.sent_bytes()
         assert sent < planned

@@ -1,4 +1,4 @@
-"""Checkpoints of runs that were trained in this process, for tests that start from weights."""
+"""Checkpoints for tests: of runs that were trained in this process, and of a single tensor."""
 
 import torch
 
@@ -21,3 +21,10 @@ def trained(settings, corpus, folder, steps=None):
     facts = {"settings": settings.to_plain(), "corpus": corpus.fingerprint,
              "weight_version": chain.done, "basis_version": 0}  # fmt: skip
     return commit(folder, chain.done, shards, facts, corpus.tokenizer())
+
+
+def save_tensor(run, step, value=0.0, settings=None, tokenizer=None):
+    """A complete checkpoint of one tensor, which ends with this value."""
+    shard = write_shard(partial_folder(run, step), 0, {"w": torch.tensor([0.0, value])})
+    facts = {"settings": settings or {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
+    return commit(run, step, [shard], facts, tokenizer)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from settings_values import narrow
 from thinwire.cluster import Crossing
 from thinwire.cluster.__main__ import main
 from thinwire.cluster.grid import lay_out
@@ -19,13 +20,10 @@ from thinwire.typed import to_toml
 from waiting import PROCESS_PATIENCE
 
 EXACT = {
-    "run__precision": "fp32",
-    "codec__forward": "int8",
-    "codec__backward": "int4",
+    "run__precision": "fp32", "codec__forward": "int8", "codec__backward": "int4",
+    "train__steps": 6, "train__checkpoint_every": 2,
     "optim__floor": 1.0,  # else the rate would depend on the number of steps
-    "train__steps": 6,
-    "train__checkpoint_every": 2,
-}
+}  # fmt: skip
 
 
 def torchrun(*words, ranks=2, cwd, cache):
@@ -33,15 +31,9 @@ def torchrun(*words, ranks=2, cwd, cache):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     paths = os.pathsep.join([str(cwd), *filter(None, [os.environ.get("PYTHONPATH")])])
     command += ["--nproc-per-node", str(ranks), *map(str, words)]
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**os.environ, "THINWIRE_CACHE": str(cache), "OMP_NUM_THREADS": "1",
-             "PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )  # fmt: skip
+    own = {"THINWIRE_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=cwd, env={**os.environ, **own}, **outputs)
 
 
 def metrics(folder, kind):
@@ -98,6 +90,9 @@ def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(make_setting
     assert ", from " in output
 
 
+FOUR = {"pipeline__stages": 4, "pipeline__microbatches": 8}
+
+
 @pytest.mark.parametrize(
     ("changes", "world", "schedule", "replicas", "words"),
     [
@@ -106,19 +101,12 @@ def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(make_setting
         ({}, 8, "", 0, "1f1b needs at least one microbatch of each replica for each stage"),
         ({"pipeline__delay": 1}, 2, "", 0, "pipeline.delay = 1 does not work on a cluster"),
         ({"pipeline__stages": 4}, 1, "zbv", 0, "exactly two stages"),
-        (
-            {"pipeline__stages": 4, "pipeline__microbatches": 8, "pipeline__recompute": True},
-            2, "zbv", 0, "pipeline.recompute = true does not work with zbv",
-        ),
-        (
-            {"pipeline__stages": 4, "pipeline__microbatches": 8, "boundary__mode": "projected",
-             "boundary__rank": 6, "boundary__anchor": "per-stage"},
-            2, "zero-bubble", 0, '"per-stage" does not work with zero-bubble',
-        ),
-        (
-            {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2},
-            4, "", 0, "basis_update_every does not work with replicas",
-        ),
+        ({**FOUR, "pipeline__recompute": True}, 2, "zbv", 0,
+         "pipeline.recompute = true does not work with zbv"),
+        ({**FOUR, **narrow("projected", anchor="per-stage")}, 2, "zero-bubble", 0,
+         '"per-stage" does not work with zero-bubble'),
+        (narrow("subspace", basis_update_every=2), 4, "", 0,
+         "basis_update_every does not work with replicas"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(changes, world, schedule, replicas, words, make_settings):

@@ -4,6 +4,7 @@ import torch
 
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.feed import Feed
+from thinwire.wire import HEADER_BYTES
 from thinwire_lab.chain import Chain
 
 CPU = torch.device("cpu")
@@ -44,3 +45,9 @@ def assert_same_course(resumed, whole, step=0):
     """From this step on, the losses and the last weights of the other run, bit for bit."""
     assert resumed.losses() == whole.losses()[step:]
     assert are_equal(resumed.weights(), whole.weights())
+
+
+def total(meter, kind):
+    """Bytes that were sent in frames of a kind, headers included."""
+    counted = meter["sent"][kind]
+    return counted["payload_bytes"] + counted["frames"] * HEADER_BYTES

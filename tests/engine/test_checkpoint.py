@@ -5,26 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
-from thinwire.engine.checkpoint import (
-    Checkpoint,
-    checkpoints_folder,
-    list_checkpoints,
-    partial_folder,
-    sealed,
-    write_shard,
-)
+from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder, list_checkpoints, sealed
 from thinwire.errors import CheckpointError
-from thinwire.run.checkpoints import commit, discard_partial, prune, set_aside_later
-
-FACTS = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
-
-
-def save(run, step, value=0.0, facts=FACTS, tokenizer=None):
-    """A complete checkpoint of one tensor."""
-    shard = write_shard(partial_folder(run, step), 0, {"w": torch.full((2,), value)})
-    return commit(run, step, [shard], facts, tokenizer)
+from thinwire.run.checkpoints import discard_partial, prune, set_aside_later
+from trained import save_tensor
 
 
 def altered(folder, change, seal=True):
@@ -41,10 +26,10 @@ def names(run):
 
 
 def test_only_checkpoints_count_as_checkpoints(tmp_path):
-    save(tmp_path, 2).rename(checkpoints_folder(tmp_path) / "step-best")
-    save(tmp_path, 3).rename(checkpoints_folder(tmp_path) / "step-00000003-copy")
+    save_tensor(tmp_path, 2).rename(checkpoints_folder(tmp_path) / "step-best")
+    save_tensor(tmp_path, 3).rename(checkpoints_folder(tmp_path) / "step-00000003-copy")
     assert list_checkpoints(tmp_path) == []
-    newest = save(tmp_path, 1)
+    newest = save_tensor(tmp_path, 1)
     assert Checkpoint.open(tmp_path).folder == newest
     assert Checkpoint.open(checkpoints_folder(tmp_path)).folder == newest
     assert Checkpoint.open(checkpoints_folder(tmp_path) / "step-best").step == 2
@@ -57,27 +42,27 @@ def test_only_checkpoints_count_as_checkpoints(tmp_path):
     [(1, 2, [2]), (2, 2, [2, 6]), (1, 6, [6]), (3, 6, [2, 4, 6]), (9, 6, [1, 2, 4, 6])],
 )
 def test_pruning_spares_the_latest_whatever_its_number(keep, latest, left, tmp_path):
-    saved = {step: save(tmp_path, step) for step in (1, 2, 4, 6)}
+    saved = {step: save_tensor(tmp_path, step) for step in (1, 2, 4, 6)}
     prune(tmp_path, keep, saved[latest])
     assert names(tmp_path) == [saved[step].name for step in left]
 
 
 def test_later_checkpoints_are_set_aside_and_kept(tmp_path):
     for step, value in ((2, 2.0), (4, 4.0), (6, 6.0)):
-        save(tmp_path, step, value)
+        save_tensor(tmp_path, step, value)
     assert [p.name for p in set_aside_later(tmp_path, 4)] == ["abandoned-step-00000006"]
     assert Checkpoint.open(tmp_path).step == 4
-    save(tmp_path, 6, 7.0)
+    save_tensor(tmp_path, 6, 7.0)
     set_aside_later(tmp_path, 4)  # abandoned once more: the first one stays as it is
     assert names(tmp_path) == ["abandoned-step-00000006", "abandoned-step-00000006-2",
                                "step-00000002", "step-00000004"]  # fmt: skip
     kept = Checkpoint.open(checkpoints_folder(tmp_path) / "abandoned-step-00000006")
-    assert kept.tensors(["w"])["w"][0] == 6.0
+    assert kept.tensors(["w"])["w"][1] == 6.0
     assert set_aside_later(tmp_path, 4) == []
 
 
 def test_a_replacement_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
-    save(tmp_path, 2, 1.0)
+    save_tensor(tmp_path, 2, 1.0)
     rename = Path.rename
 
     def fails(self, target):
@@ -88,18 +73,18 @@ def test_a_replacement_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", fails)
         with pytest.raises(CheckpointError, match="cannot be completed"):
-            save(tmp_path, 2, 9.0)
+            save_tensor(tmp_path, 2, 9.0)
     assert list_checkpoints(tmp_path) == []  # as a crash at this moment would leave it
     discard_partial(tmp_path)
     assert names(tmp_path) == ["step-00000002"]
-    assert Checkpoint.open(tmp_path).tensors(["w"])["w"][0] == 1.0
-    save(tmp_path, 2, 9.0)
+    assert Checkpoint.open(tmp_path).tensors(["w"])["w"][1] == 1.0
+    save_tensor(tmp_path, 2, 9.0)
     assert names(tmp_path) == ["step-00000002"]
-    assert Checkpoint.open(tmp_path).tensors(["w"])["w"][0] == 9.0
+    assert Checkpoint.open(tmp_path).tensors(["w"])["w"][1] == 9.0
 
 
 def test_leftovers_are_removed_by_step_or_all(tmp_path):
-    save(tmp_path, 1)
+    save_tensor(tmp_path, 1)
     for name in (".partial-step-00000002", ".partial-step-00000004", ".pruned-step-00000004",
                  ".replaced-step-00000001"):  # fmt: skip
         (checkpoints_folder(tmp_path) / name).mkdir()
@@ -144,14 +129,14 @@ def put_shard(key, value):
     ],
 )  # fmt: skip
 def test_each_fact_of_a_manifest_is_checked(harm, words, tmp_path):
-    path = altered(save(tmp_path, 1), harm, seal=False)
+    path = altered(save_tensor(tmp_path, 1), harm, seal=False)
     with pytest.raises(CheckpointError, match=words) as caught:
         Checkpoint.open(tmp_path)
     assert str(path) in str(caught.value)
 
 
 def test_tensors_listed_but_absent_are_refused(tmp_path):
-    folder = save(tmp_path, 1)
+    folder = save_tensor(tmp_path, 1)
     altered(folder, lambda manifest: manifest["shards"][0]["tensors"].append("ghost"))
     checkpoint = Checkpoint.open(folder)
     with pytest.raises(CheckpointError, match="other tensors than the manifest lists"):
@@ -164,14 +149,14 @@ def test_tensors_listed_but_absent_are_refused(tmp_path):
 
 
 def test_settings_of_another_version_name_the_manifest(tmp_path):
-    folder = save(tmp_path, 1)
+    folder = save_tensor(tmp_path, 1)
     altered(folder, put("settings", {"model": {"wings": 2}}))
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be used.*wings"):
         _ = Checkpoint.open(folder).settings
 
 
 def test_a_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path):
-    folder = save(tmp_path, 1, facts={**FACTS, "settings": {"run": {"seed": 7, "name": "a\\b é"}}})
+    folder = save_tensor(tmp_path, 1, settings={"run": {"seed": 7, "name": "a\\b é"}})
     path = folder / "manifest.json"
     whole, content = path.read_bytes(), Checkpoint.open(folder).manifest
     passed = 0
@@ -190,11 +175,11 @@ def test_a_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path):
 
 
 def test_settings_that_came_later_mean_what_they_meant_when_it_was_written(tmp_path):
-    facts = {**FACTS, "settings": {"optim": {"name": "muon"}}}
-    settings = Checkpoint.open(save(tmp_path, 1, facts=facts)).settings
+    muon = {"optim": {"name": "muon"}}
+    settings = Checkpoint.open(save_tensor(tmp_path, 1, settings=muon)).settings
     assert (settings.model.embed_std, settings.optim.table_lr) == (0.02, 1.0)
     named = {"optim": {"name": "muon", "table_lr": 7.0}, "model": {"embed_std": 0.5}}
-    settings = Checkpoint.open(save(tmp_path, 2, facts={**FACTS, "settings": named})).settings
+    settings = Checkpoint.open(save_tensor(tmp_path, 2, settings=named)).settings
     assert (settings.model.embed_std, settings.optim.table_lr) == (0.5, 7.0)
 
 
@@ -213,7 +198,7 @@ def test_all_that_is_renamed_is_on_the_disk_before(corpus, tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(Path, "rename", noted_rename)
-    folder = save(tmp_path, 1, tokenizer=corpus.tokenizer())
+    folder = save_tensor(tmp_path, 1, tokenizer=corpus.tokenizer())
     (seen,) = before_rename
     files = {path.name for path in folder.iterdir()}
     assert files == {"manifest.json", "stage-0.safetensors", "tokenizer.json"}

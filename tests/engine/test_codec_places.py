@@ -1,15 +1,13 @@
-"""What codecs are told, one codec per cut, and one process that computes the same."""
+"""What codecs are told, with one codec per cut."""
 
 import pytest
-from engine_runs import CPU, trained_chain
+from engine_runs import CPU
 from stopping import stop_in_the_first_step
 
 from thinwire.codec import Leg
 from thinwire.data import Order
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
-
-# --- places ---
 
 
 def test_places_name_the_cut_the_seed_the_examples_and_whether_it_is_training(
@@ -49,35 +47,3 @@ def test_examples_that_never_come_back_are_not_remembered(settings_with, corpus)
     one_cut = {"pipeline__stages": 3, "codec__cuts": ["1: backward=by-example"]}
     with pytest.raises(ConfigError, match="by-example remembers each training example"):
         Feed(corpus, settings_with(train__steps=once, **one_cut), CPU)
-
-
-# --- one process computes the same ---
-
-
-@pytest.mark.parametrize(
-    ("schedule", "forward", "backward"),
-    [("gpipe", "delta", "int8+ef21"), ("1f1b", "int4+ef21+zstd", "delta")],
-)
-def test_a_chain_remembers_as_the_pipeline_does(
-    schedule, forward, backward, settings_with, run_in_threads, corpus
-):
-    """Losses, validations and bytes."""
-    settings = settings_with(run__precision="fp64", pipeline__schedule=schedule, pipeline__stages=3,
-                             codec__forward=forward, codec__backward=backward,
-                             codec__cuts=["1: forward=bf16"], train__steps=4,
-                             train__eval_every=2)  # fmt: skip
-    outcome = run_in_threads(settings)
-    chain, losses = trained_chain(settings, corpus, 0), []
-    valid = [chain.evaluate()]
-    for step in range(4):
-        losses.append(chain.train_step(step))
-        if step % 2:
-            valid.append(chain.evaluate())
-    assert losses == pytest.approx(outcome.losses(), abs=1e-9)
-    assert valid == pytest.approx(outcome.valid_losses(), abs=1e-9)
-    assert abs(chain.evaluate(compressed=False) - chain.evaluate()) > 1e-7
-    for cut, leg, stage in [(c, leg, c + (leg is Leg.BACKWARD)) for c in (0, 1) for leg in Leg]:
-        last = outcome.steps(stage)[-1]
-        sent = last.meters[f"cut-{cut}"]["sent"][leg.name]["payload_bytes"]
-        per_token = sent / (4 * settings.tokens_per_step)
-        assert chain.cuts[cut].payload_bytes_per_token(leg) == pytest.approx(per_token, rel=1e-3)

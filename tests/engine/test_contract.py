@@ -55,16 +55,13 @@ def test_other_settings_are_named_by_their_sections(contract, make_settings):
     assert re.search(r"config_hash: .* start both from the same run.toml", text)
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs", "command"),
-    [
-        ("0.3.0", "0.2.9", "run `pip install thinwire==0.3.0` at the other end"),
-        ("0.9.0", "0.10.0", "run `pip install thinwire==0.10.0` on this machine"),
-        ("1.0", "1.0.1", "run `pip install thinwire==1.0.1` on this machine"),
-        ("1.0", "1.0; rm -rf /", "install the same release on both machines"),
-        ("1.0", "9" * 5000, "install the same release on both machines"),
-    ],
-)
+@pytest.mark.parametrize(("mine", "theirs", "command"), [
+    ("0.3.0", "0.2.9", "run `pip install thinwire==0.3.0` at the other end"),
+    ("0.9.0", "0.10.0", "run `pip install thinwire==0.10.0` on this machine"),
+    ("1.0", "1.0.1", "run `pip install thinwire==1.0.1` on this machine"),
+    ("1.0", "1.0; rm -rf /", "install the same release on both machines"),
+    ("1.0", "9" * 5000, "install the same release on both machines"),
+])  # fmt: skip
 def test_the_older_end_is_told_to_upgrade(mine, theirs, command):
     assert release_remedy(mine, theirs).startswith(command)
 

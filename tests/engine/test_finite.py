@@ -37,19 +37,16 @@ def spoil_norms(worker):
     worker.update.squared_norms = spoil
 
 
-@pytest.mark.parametrize(
-    ("stage", "spoil", "lies", "words"),
-    [
-        (0, spoil_forward, False, "stage 0, in its own forward pass"),
-        (1, spoil_forward, False, "stage 1, in its own forward pass"),
-        (2, spoil_forward, False, "stage 2, in its own forward pass"),
-        (1, spoil_forward, True, "stage 2, in the activations that stage 1 sent"),
-        (1, spoil_backward, False, "stage 1, in its own backward pass"),
-        (1, spoil_backward, True, "stage 0, in the gradient that stage 1 sent"),
-        (2, spoil_norms, False, "stage 2, in its own backward pass"),
-        (2, spoil_norms, True, "stage 1, in the gradient norms that stage 2 sent"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "spoil", "lies", "words"), [
+    (0, spoil_forward, False, "stage 0, in its own forward pass"),
+    (1, spoil_forward, False, "stage 1, in its own forward pass"),
+    (2, spoil_forward, False, "stage 2, in its own forward pass"),
+    (1, spoil_forward, True, "stage 2, in the activations that stage 1 sent"),
+    (1, spoil_backward, False, "stage 1, in its own backward pass"),
+    (1, spoil_backward, True, "stage 0, in the gradient that stage 1 sent"),
+    (2, spoil_norms, False, "stage 2, in its own backward pass"),
+    (2, spoil_norms, True, "stage 1, in the gradient norms that stage 2 sent"),
+])  # fmt: skip
 def test_the_first_stage_with_non_finite_values_is_named(
     stage, spoil, lies, words, make_settings, run_in_threads
 ):

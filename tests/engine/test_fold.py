@@ -79,14 +79,11 @@ def test_a_basis_that_has_moved_is_the_one_that_folds(mode, make_settings, corpu
     assert difference < 1e-10 if mode == "subspace" else difference > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({}, "its cut drops what lies outside 6 of 32 dimensions, which"),
-        ({"boundary__anchor": "per-stage"}, "adds a row of a learned token table"),
-        ({"pipeline__stages": 4}, "each of its 3 cuts drops"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "part"), [
+    ({}, "its cut drops what lies outside 6 of 32 dimensions, which"),
+    ({"boundary__anchor": "per-stage"}, "adds a row of a learned token table"),
+    ({"pipeline__stages": 4}, "each of its 3 cuts drops"),
+])  # fmt: skip
 def test_a_projected_model_does_not_fold_and_says_which_recipe_would(changes, part, make_settings):
     settings = make_settings(**narrow("projected"), **changes)
     assert part in why_not_folded(settings)

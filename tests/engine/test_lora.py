@@ -37,7 +37,7 @@ def test_adapters_learn_and_all_else_stays(case, make_settings, run_in_threads, 
     feed = Feed(corpus, settings, CPU)
     start = {n: p.detach().clone() for n, p in parameters(Chain(settings, feed)).items()}
     outcome = run_in_threads(settings)
-    assert_same(outcome, trained(settings, feed))
+    assert_same(outcome, *trained(settings, feed))
     weights = {n: p for w in outcome.workers for n, p in w.stage.owned_parameters().items()}
     assert weights.keys() == start.keys()
     changed = {name for name in start if not torch.equal(start[name], weights[name])}

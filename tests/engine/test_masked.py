@@ -2,30 +2,18 @@
 
 import numpy as np
 import pytest
-from engine_runs import CPU, furthest, trained_chain
+from engine_runs import furthest, trained_chain
 from plain import TOLERANCE, plain_loop
 from torch.nn import functional as F
 
 from masks import with_masks
-from settings_values import narrow
-from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus, Order, Validation
-from thinwire.engine.feed import Feed
-from thinwire.errors import DataError, WireError
-from thinwire.run.tokens import FetchedCorpus, TokenServer
-from thinwire.wire import Frame, FrameKind, encode, handshake, memory_pair
+from thinwire.errors import DataError
 
 
 @pytest.fixture(scope="module")
 def reference():
     return {}
-
-
-def joined(corpus, settings, stage):
-    here, there = memory_pair()
-    serving = on_daemon_thread("server", lambda: TokenServer(here, corpus, settings))
-    far = FetchedCorpus(there, settings, stage)
-    return serving.result(), far
 
 
 @pytest.mark.parametrize(
@@ -56,49 +44,6 @@ def test_the_mean_of_microbatch_means_is_another_number(make_settings, masked):
     loss = chain.train_step(0)
     assert loss == pytest.approx(np.average(means, weights=counts), abs=TOLERANCE)
     assert abs(loss - np.mean(means)) > 1e-4
-
-
-@pytest.mark.parametrize("anchor", ["none", "per-stage"])
-def test_stages_without_the_corpus_train_to_the_same_bits(
-    anchor, make_settings, run_in_threads, masked, tmp_path
-):
-    settings = make_settings(pipeline__stages=3, **narrow("projected", anchor=anchor))
-    near = run_in_threads(settings, data=masked.folder)
-    pairs = [joined(masked, settings, stage) for stage in range(3)]
-    far = run_in_threads(settings, data=tmp_path, far=lambda stage: pairs[stage][1])
-    assert far.losses() == near.losses() and far.valid_losses() == near.valid_losses()
-    for ours, theirs in zip(far.workers, near.workers, strict=True):
-        assert ours.state.fingerprint() == theirs.state.fingerprint()
-    feed = Feed(pairs[2][1], settings, CPU)
-    assert feed.validation_text == Feed(masked, settings, CPU).validation_text
-    sent = pairs[2][0].meter.snapshot()["sent"]["TOKENS"]
-    context, size = settings.model.context, settings.microbatch_size
-    ids = 2 * size * (context + (anchor != "none"))
-    assert sent["payload_bytes"] == sent["frames"] * (ids + size * context // 8 + 4)
-    for server, _ in pairs:
-        server.link.close()
-
-
-@pytest.mark.parametrize(
-    ("bits", "count", "words"),
-    [
-        (bytes(4), 8, "0 learned tokens came, of 8"),
-        (b"\xff" * 4, 31, "32 learned tokens came, of 31"),
-        (b"\xff" * 4, 129, "of 129"),
-    ],
-)
-def test_masks_that_cannot_be_are_refused(bits, count, words, make_settings):
-    settings = make_settings(pipeline__stages=2)
-    here, there = memory_pair()
-    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
-             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": True}  # fmt: skip
-    greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
-    far = FetchedCorpus(there, settings, 1)
-    greeting.result()
-    payload = bytes(64) + bits + count.to_bytes(4, "little")
-    here.write(encode(Frame(FrameKind.TOKENS, codec=2, shape=(2, 16), payload=payload)))
-    with pytest.raises(WireError, match=words):
-        far.targets((0, 0))
 
 
 def test_a_validation_scores_learned_tokens_alone(make_settings, masked):

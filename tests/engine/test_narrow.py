@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_runs import assert_same_course, built, furthest
+from engine_runs import assert_same_course, built, furthest, total
 from plain import moments_of, order_of, update_by_hand
 from test_verdict import poison
 
@@ -10,7 +10,6 @@ from settings_values import EXACT, narrow
 from thinwire.errors import WireError
 from thinwire.model import token_loss
 from thinwire.settings.crossing import frame_bytes, wire_shape
-from thinwire.wire import HEADER_BYTES
 
 MOVING = {
     f"{mode}{name}": narrow(mode, **changes)
@@ -146,14 +145,9 @@ def test_each_cut_sends_its_rank_as_planned(make_settings, run_in_threads):
     for cut in range(3):
         assert wire_shape(settings, cut)[-1] == 6
         out, back = frame_bytes(settings, cut)
-        up = outcome.steps(cut)[-1].meters[f"cut-{cut}"]["sent"]
-        down = outcome.steps(cut + 1)[-1].meters[f"cut-{cut}"]["sent"]
-        assert total(up["FORWARD"]) == microbatches * out
-        assert total(down["BACKWARD"]) == microbatches * back
-
-
-def total(counted):
-    return counted["payload_bytes"] + counted["frames"] * HEADER_BYTES
+        up, down = (outcome.steps(stage)[-1].meters[f"cut-{cut}"] for stage in (cut, cut + 1))
+        assert total(up, "FORWARD") == microbatches * out
+        assert total(down, "BACKWARD") == microbatches * back
 
 
 def test_moves_are_measured_and_versioned(make_settings, run_in_threads):

@@ -30,24 +30,16 @@ MADE_WITH = Versions(weight_version=7, basis_version=1)
 class Pair:
     """A sending port, a receiving port, and the raw link beneath the sender."""
 
-    def __init__(
-        self,
-        sender_codec="bf16",
-        receiver_codec="bf16",
-        limit=1 << 16,
-        first_step=0,
-        nic=lambda: None,
-        schedule=None,
-    ):
+    def __init__(self, codecs=("bf16", "bf16"), first_step=0, nic=lambda: None, schedule=None):
         ours, theirs = memory_pair()
         self.mailbox = Mailbox(timeout=PATIENCE)
-        self.raw = Link(ours, Meter(), nic(), "cut-0", limit)
+        self.raw = Link(ours, Meter(), nic(), "cut-0", 1 << 16)
         from_above = Due(0, False, first_step, None, 0, BASIS_BYTES, (3, ROW_BYTES))
-        self.sender = self.port(0, self.raw, Mailbox(timeout=PATIENCE), sender_codec, from_above)
-        self.other = Link(theirs, Meter(), nic(), "cut-0", limit)
+        self.sender = self.port(0, self.raw, Mailbox(timeout=PATIENCE), codecs[0], from_above)
+        self.other = Link(theirs, Meter(), nic(), "cut-0", 1 << 16)
         rest = VALIDATION_BATCHES, BASIS_BYTES, (3, ROW_BYTES)
         from_below = Due(1, True, first_step, schedule, *rest)
-        self.receiver = self.port(1, self.other, self.mailbox, receiver_codec, from_below)
+        self.receiver = self.port(1, self.other, self.mailbox, codecs[1], from_below)
 
     @staticmethod
     def port(stage, link, mailbox, codec, due):
@@ -121,7 +113,7 @@ def test_frames_outside_the_contract_break_the_link(frame, words):
 
 
 def test_ends_with_other_codecs_notice():
-    pair = Pair(sender_codec="fp32")
+    pair = Pair(("fp32", "bf16"))
     pair.forward(0, 0)
     with pytest.raises(WireError, match="codecs differ"):
         pair.take(0, 0)
@@ -145,7 +137,7 @@ class Remembering(Pair):
     """Both ends remember; frames are made by hand, so that they can be wrong."""
 
     def __init__(self, first_step=0):
-        super().__init__(MEMORY, MEMORY, first_step=first_step)
+        super().__init__((MEMORY, MEMORY), first_step)
         self.codec = parse_codec(MEMORY)
         self.last_sent = (-1, 0)
 

@@ -30,11 +30,13 @@ def test_resumed_equals_uninterrupted(optimizer, before, after, exact, saved_run
 
 
 def test_optimizer_state_matters(exact, saved_run, resumed):
-    """The failing side: weights alone do not continue the run."""
+    """The failing side: weights alone do not continue the run; nor does another optimizer."""
     whole, saved = saved_run(exact())
     forgetful = resumed(exact(), saved[3], lambda w: w.update.optimizer.load_state_tensors({}))
     assert forgetful.losses()[0] == whole.losses()[3]
     assert forgetful.losses()[-1] != whole.losses()[-1]
+    with pytest.raises(CheckpointError, match=r"this optimizer keeps.*momentum_buffer"):
+        resumed(exact(optim__name="muon"), saved[3])
 
 
 def test_interrupted_run_stops_on_every_stage_and_goes_on(exact, saved_run, resumed):
@@ -132,9 +134,3 @@ def test_a_resume_without_the_optimizers_state_is_refused(
     rewrite(folder, harm)
     with pytest.raises(CheckpointError, match=words):
         resumed(settings, folder)
-
-
-def test_state_of_another_optimizer_is_refused(exact, saved_run, resumed):
-    folder = saved_run(exact(train__steps=2, train__checkpoint_every=1))[1][1]
-    with pytest.raises(CheckpointError, match=r"this optimizer keeps.*momentum_buffer"):
-        resumed(exact(train__steps=2, optim__name="muon"), folder)

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from engine_runs import CPU, built, furthest, trained_chain
+from engine_runs import CPU, built, furthest, total, trained_chain
 from plain import learning_rate, moments_of, order_of, update_by_hand
 
 from settings_values import EXACT, narrow
@@ -21,7 +21,6 @@ from thinwire.engine.source import Snapshot
 from thinwire.model import fixed_table, token_loss
 from thinwire.settings import Settings
 from thinwire.settings.crossing import row_bytes
-from thinwire.wire import HEADER_BYTES
 
 SHARED = {**narrow("subspace", anchor="embedding", row_tokens=20, row_steps=5), "train__steps": 7,
           "pipeline__stages": 4, "codec__rows": "fp64"}  # fmt: skip
@@ -123,7 +122,7 @@ def test_a_pipeline_trains_what_a_plain_model_with_waiting_rows_trains(
         assert (copy - weights[EMBEDDING]).abs().max().item() < 1e-9
 
 
-def test_copies_stay_equal_to_the_bit_and_the_chain_trains_the_same(
+def test_copies_stay_equal_to_the_bit_and_the_chain_trains_the_same_with_as_many_bytes(
     settings_for, run_in_threads, corpus
 ):
     lossy = {"codec__forward": "int8", "codec__backward": "int4", "codec__rows": "int4"}
@@ -136,6 +135,11 @@ def test_copies_stay_equal_to_the_bit_and_the_chain_trains_the_same(
     for copy in (*others, *copies(chain.stages)):
         assert torch.equal(copy, first)
     assert not torch.equal(built(settings)[1][0].embedding_copy(), first)
+    up = sum(total(outcome.steps(cut)[-1].meters[f"cut-{cut}"], "ROWS") for cut in range(3))
+    down = sum(total(outcome.steps(cut + 1)[-1].meters[f"cut-{cut}"], "ROWS") for cut in range(3))
+    assert up == down > 0
+    assert chain.row_bytes == {Leg.FORWARD: up, Leg.BACKWARD: down}
+    assert up / 3 <= settings.train.steps * row_bytes(settings), "no more than planned"
 
 
 @pytest.mark.parametrize("mode", ["subspace", "reparam"])
@@ -195,24 +199,6 @@ def test_a_refused_step_changes_nothing(settings_for, corpus):
         assert torch.equal(then, now)
     chain.train_step(3)
     assert not all(map(torch.equal, before, state()))
-
-
-def test_all_bytes_of_rows_are_counted_and_no_more_than_planned(
-    settings_for, run_in_threads, corpus
-):
-    settings = settings_for(**EXACT, codec__rows="int4")
-    outcome = run_in_threads(settings)
-    chain = trained_chain(settings, corpus, settings.train.steps)
-    up = sum(sent_rows(outcome.steps(cut)[-1].meters[f"cut-{cut}"]) for cut in range(3))
-    down = sum(sent_rows(outcome.steps(cut + 1)[-1].meters[f"cut-{cut}"]) for cut in range(3))
-    assert up == down > 0
-    assert chain.row_bytes == {Leg.FORWARD: up, Leg.BACKWARD: down}
-    assert up / 3 <= settings.train.steps * row_bytes(settings)
-
-
-def sent_rows(meter):
-    counted = meter["sent"]["ROWS"]
-    return counted["payload_bytes"] + counted["frames"] * HEADER_BYTES
 
 
 def test_gradients_that_are_not_finite_never_wait(settings_for, corpus):

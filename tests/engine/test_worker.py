@@ -40,11 +40,18 @@ def test_a_slow_link_carries_the_last_validation_to_its_end(
     assert {step: len(parts) for step, parts in outcome.shards().items()} == {3: 3}
 
 
-def test_what_was_trained_is_saved_before_it_is_validated(make_settings, run_in_threads):
-    outcome = run_in_threads(make_settings(train__checkpoint_every=2, train__eval_every=2))
+def test_what_was_trained_is_saved_before_a_validation_that_is_not_billed_as_training(
+    make_settings, run_in_threads
+):
+    """What ends one was a verdict as that of a step, and added to the bytes per token of a cut."""
+    outcome = run_in_threads(make_settings(train__checkpoint_every=2, train__eval_every=1))
     reports = [(type(r), r.step) for r in outcome.reports[-1] if not isinstance(r, Step)]
-    saved = [(kind, step) for step in (2, 4) for kind in (ShardWritten, Evaluation)]
-    assert reports == [(Evaluation, 0), *saved]
+    validated = [(Evaluation, step) for step in range(5)]
+    assert reports == [*validated[:2], (ShardWritten, 2), *validated[2:4], (ShardWritten, 4),
+                       validated[4]]  # fmt: skip
+    sent = outcome.steps(0)[-1].meters["cut-0"]["sent"]
+    assert sent["VERDICT"]["frames"] == 4
+    assert sent["VALIDATED"]["frames"] == 4, "one before each step so far"
 
 
 def test_steps_do_not_pay_for_validations_and_have_their_own_spans(
@@ -81,16 +88,6 @@ def test_a_step_s_last_frames_are_in_its_own_row(make_settings, run_in_threads, 
             assert [s[:2] for s in report.spans if s[1] == "verdict"] == [("send", "verdict")]
         sent = [r.meters[f"cut-{stage}"]["sent"]["VERDICT"]["frames"] for r in steps]
         assert [after - before for before, after in itertools.pairwise(sent)] == [1, 1, 1]
-
-
-def test_what_ends_a_validation_is_not_billed_as_training(make_settings, run_in_threads):
-    """It was a verdict as that of a step, and added to the bytes per token of a cut."""
-    settings = make_settings(pipeline__stages=2, train__eval_every=1)
-    outcome = run_in_threads(settings)
-    last = outcome.steps(0)[-1]
-    sent = last.meters["cut-0"]["sent"]
-    assert sent["VERDICT"]["frames"] == settings.train.steps
-    assert sent["VALIDATED"]["frames"] == settings.train.steps, "one before each step so far"
 
 
 @pytest.mark.parametrize("told", ["all", "the first", "the last"])

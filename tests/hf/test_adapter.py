@@ -57,13 +57,13 @@ def test_peft_opens_it(changes, trained, tmp_path):
     assert (before - ours).abs().max() > 1e-3, "the adapters do something"
 
 
-def test_what_has_no_adapter_of_its_own_is_refused(trained, tmp_path, capsys):
+def test_what_has_no_adapter_of_its_own_is_refused(trained, tmp_path, command):
     folder = tmp_path / "adapter"
 
     def refused(place, *options):
-        with pytest.raises(SystemExit, match="2"):
-            main(["export", str(place), str(folder), *options])
-        return capsys.readouterr().err
+        code, _, said = command("export", place, folder, *options)
+        assert code == 2
+        return said
 
     with_cuts = trained(**LORA, **narrow("projected"), pipeline__stages=2)
     assert "were trained together with its cuts" in refused(with_cuts, "--adapter")

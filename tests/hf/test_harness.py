@@ -2,15 +2,9 @@
 
 import sys
 
-import pytest
 
-from thinwire.cli import main
-
-
-def test_without_the_harness_the_extra_is_named(capsys, monkeypatch, tmp_path):
+def test_without_the_harness_the_extra_is_named(command, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(SystemExit) as end:
-        main(["eval", str(tmp_path), "--lm-eval", "piqa"])
-    assert end.value.code not in (0, 1)
-    said = capsys.readouterr().err
+    code, _, said = command("eval", tmp_path, "--lm-eval", "piqa")
+    assert code not in (0, 1)
     assert "--lm-eval needs lm_eval" in said and "thinwire[eval]" in said

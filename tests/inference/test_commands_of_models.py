@@ -4,7 +4,6 @@ import http.client
 import io
 import json
 import re
-import signal
 import sys
 
 import pytest
@@ -72,6 +71,5 @@ def test_ctrl_c_closes_a_server_in_good_order(chatting, tmp_path):
     body = json.dumps({"prompt": "stage", "max_tokens": 3})
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     assert connection.getresponse().status == 200
-    program.process.send_signal(signal.SIGINT)
-    assert program.wait(60) == 0
+    program.stop(code=0)
     assert "the server is closed; it answered 1 requests" in program.text()

@@ -74,21 +74,14 @@ def written(tokenizer):
     return write
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "shown"),
-    [
-        ("one two three", ("two",), "one "),
-        ("one two three", ("three", "two"), "one "),
-        ("one two", ("two",), "one "),  # found with the very last token
-        ("one twitch", ("two",), "one twitch"),  # a beginning that comes to nothing
-        ("one tw", ("two",), "one tw"),  # ... because the text ends
-        ("aaab", ("aab",), "a"),
-        ("one", (), "one"),
-        ("one", ("",), "one"),
-        ("né€!", ("€",), "né"),
-        ("xy", ("xy", "y"), ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "stop", "shown"), [
+    ("one two three", ("two",), "one "), ("one two three", ("three", "two"), "one "),
+    ("one two", ("two",), "one "),  # found with the very last token
+    ("one twitch", ("two",), "one twitch"),  # a beginning that comes to nothing
+    ("one tw", ("two",), "one tw"),  # ... because the text ends
+    ("aaab", ("aab",), "a"), ("one", (), "one"), ("one", ("",), "one"), ("né€!", ("€",), "né"),
+    ("xy", ("xy", "y"), ""),
+])  # fmt: skip
 def test_text_stops_before_a_string(written, text, stop, shown):
     pieces, writing = written(text, *stop)
     assert "".join(pieces) == shown

@@ -24,16 +24,13 @@ def test_the_warmup_climbs_evenly_to_the_peak(schedule):
     assert climb[-1] == rate(schedule, 10) == PEAK
 
 
-@pytest.mark.parametrize(
-    ("schedule", "quarter", "half", "end"),
-    [
-        # 0.1 + 0.9 (1 + cos(pi/4)) / 2, and so on
-        ("cosine", 0.8681980515339464, 0.55, 0.1),
-        ("linear", 0.75, 0.5, 0.0),
-        ("wsd", 1.0, 1.0, 0.0),
-        ("constant", 1.0, 1.0, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "quarter", "half", "end"), [
+    # 0.1 + 0.9 (1 + cos(pi/4)) / 2, and so on
+    ("cosine", 0.8681980515339464, 0.55, 0.1),
+    ("linear", 0.75, 0.5, 0.0),
+    ("wsd", 1.0, 1.0, 0.0),
+    ("constant", 1.0, 1.0, 1.0),
+])  # fmt: skip
 def test_landmarks_of_the_decay(schedule, quarter, half, end):
     shares = [rate(schedule, step) / PEAK for step in (35, 60, 110)]
     assert shares == pytest.approx([quarter, half, end], abs=1e-12)

@@ -5,25 +5,17 @@ import itertools
 import pytest
 import torch
 
-from thinwire.model import (
-    DenseBoundary,
-    ModelConfig,
-    Narrow,
-    Space,
-    Stage,
-    architecture,
-    random_basis,
-    token_loss,
-)
+from thinwire import model
 
-CONFIG = ModelConfig(layers=4, dim=32, heads=4, kv_heads=2, ffn=48, vocab=50, context=8).resolved()
+CONFIG = model.ModelConfig(layers=4, dim=32, heads=4, kv_heads=2, ffn=48, vocab=50, context=8)
+CONFIG = CONFIG.resolved()
 SPLITS = [[4], [2, 2], [1, 3], [3, 1], [1, 2, 1], [1, 1, 1, 1]]
 splits = pytest.mark.parametrize("split", SPLITS, ids=str)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
 def whole_model(dtype=torch.float32, recompute=False):
-    stage = Stage(architecture(CONFIG).layers(), recompute=recompute)
+    stage = model.Stage(model.architecture(CONFIG).layers(), recompute=recompute)
     stage.initialise(CONFIG, seed=1)
     return stage.to(dtype)
 
@@ -32,10 +24,10 @@ def stages_of(split, dtype=torch.float32):
     starts = [0, *itertools.accumulate(split)]
     stages = []
     for start, stop in itertools.pairwise(starts):
-        stage = Stage(
-            architecture(CONFIG).stage_layers(range(start, stop)),
-            incoming=DenseBoundary() if start > 0 else None,
-            outgoing=DenseBoundary() if stop < CONFIG.layers else None,
+        stage = model.Stage(
+            model.architecture(CONFIG).stage_layers(range(start, stop)),
+            incoming=model.DenseBoundary() if start > 0 else None,
+            outgoing=model.DenseBoundary() if stop < CONFIG.layers else None,
         )
         stage.initialise(CONFIG, seed=1)
         stages.append(stage.to(dtype))
@@ -65,7 +57,7 @@ def test_stages_in_a_row_are_the_whole_model_bit_for_bit(split, dtype):
     ids_BT, targets_BT = batch()
     whole = whole_model(dtype)
     logits = whole(ids_BT)
-    token_loss(logits, targets_BT).backward()
+    model.token_loss(logits, targets_BT).backward()
 
     stages = stages_of(split, dtype)
     received, sent = [ids_BT], []
@@ -74,7 +66,7 @@ def test_stages_in_a_row_are_the_whole_model_bit_for_bit(split, dtype):
         received.append(sent[-1].detach().requires_grad_())
     assert torch.equal(sent[-1], logits)
 
-    token_loss(sent[-1], targets_BT).backward()
+    model.token_loss(sent[-1], targets_BT).backward()
     for index in reversed(range(len(stages) - 1)):
         z = received[index + 1]
         assert z is not None and z.grad is not None
@@ -91,9 +83,10 @@ def test_stages_in_a_row_are_the_whole_model_bit_for_bit(split, dtype):
 def test_the_stream_is_free_behind_the_last_layer_that_writes_into_the_subspace(
     blocks, reparam, held, first_free
 ):
-    space = Space(random_basis(CONFIG.dim, 4, seed=0), torch.zeros(CONFIG.vocab, CONFIG.dim))
-    narrow = Narrow(space, blocks, reparam)
-    stage = Stage(architecture(CONFIG).stage_layers(held, narrow))
+    basis_DK = model.random_basis(CONFIG.dim, 4, seed=0)
+    space = model.Space(basis_DK, torch.zeros(CONFIG.vocab, CONFIG.dim))
+    narrow = model.Narrow(space, blocks, reparam)
+    stage = model.Stage(model.architecture(CONFIG).stage_layers(held, narrow))
     assert stage.first_free_layer() == first_free
     inside = [index for index in held if index < blocks]
     writers = {f"model.layers.{i}.{name}" for i in inside for name in
@@ -118,7 +111,7 @@ def test_recompute_gives_the_same_gradients(dtype):
             count[0] += 1
 
         stage.layers[1].mlp.register_forward_pre_hook(note)
-        token_loss(stage(ids_BT), targets_BT).backward()
+        model.token_loss(stage(ids_BT), targets_BT).backward()
         results.append(gradients(stage))
         calls.append(count[0])
     assert calls == [1, 2], "with recompute a block runs again in the backward"

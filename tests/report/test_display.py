@@ -2,20 +2,13 @@ import dataclasses
 import io
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from thinwire.report import EvaluationRecord, PlainDisplay, open_display
 from thinwire.report.display import LiveDisplay
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Terminal(io.TextIOWrapper):
@@ -44,7 +37,7 @@ def neutral_environment(monkeypatch):
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return SimpleNamespace(now=0.0)
 
 
 @pytest.fixture
@@ -54,7 +47,7 @@ def stream():
 
 @pytest.fixture
 def plain(stream, clock):
-    return PlainDisplay(stream, clock=clock)
+    return PlainDisplay(stream, clock=lambda: clock.now)
 
 
 def test_a_whole_run_in_plain_lines(plain, stream, clock, make_record):
@@ -169,9 +162,8 @@ def panel_lines(display, console):
 def make_display(width=80, run="shakespeare"):
     own = {"force_terminal": True, "color_system": None, "width": width, "height": 40}
     console = Console(file=io.StringIO(), **own)
-    clock = Clock()
-    clock.used = 0.0  # processor seconds
-    display = LiveDisplay(console, run, clock=clock, used=lambda: clock.used)
+    clock = SimpleNamespace(now=0.0, used=0.0)  # seconds, and those of the processor
+    display = LiveDisplay(console, run, clock=lambda: clock.now, used=lambda: clock.used)
     return display, console, clock
 
 

@@ -11,16 +11,7 @@ from dataclasses import replace
 import pytest
 
 from thinwire.errors import ThinwireError
-from thinwire.report import EvaluationRecord, MetricsWriter
-from thinwire.report.metrics import (
-    FILE_NAME,
-    ID_FILE,
-    Losses,
-    WandbLog,
-    last_step,
-    losses_of,
-    read_evaluations,
-)
+from thinwire.report import EvaluationRecord, MetricsWriter, metrics
 from waiting import wait_until
 
 
@@ -43,7 +34,7 @@ def rows(folder):
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
-    lines = (folder / FILE_NAME).read_text().splitlines()
+    lines = (folder / metrics.FILE_NAME).read_text().splitlines()
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
@@ -71,13 +62,13 @@ def test_what_is_written_is_read(tmp_path, make_record, without_tensorboard):
         writer.step(record)
         writer.evaluation(EvaluationRecord(7, 4.5, 1.25))
         writer.evaluation(EvaluationRecord(8, 4.25))
-        last = last_step(tmp_path)
+        last = metrics.last_step(tmp_path)
         assert last is not None and math.isnan(last.loss)
         assert replace(last, loss=0.0) == replace(record, loss=0.0)
         evaluations = [EvaluationRecord(7, 4.5, 1.25), EvaluationRecord(8, 4.25, None)]
-        assert read_evaluations(tmp_path) == evaluations
+        assert metrics.read_evaluations(tmp_path) == evaluations
         assert rows(tmp_path)[0]["loss"] is None
-    losses = Losses.read(tmp_path)
+    losses = metrics.Losses.read(tmp_path)
     assert (losses.steps, losses.valid) == ([7], [4.5, 4.25]) and math.isnan(losses.train[0])
 
 
@@ -85,16 +76,16 @@ def test_a_torn_line_is_left_out_and_one_of_something_else_is_an_error(
     tmp_path, make_record, without_tensorboard
 ):
     write_run(tmp_path, make_record, 3)
-    path = tmp_path / FILE_NAME
+    path = tmp_path / metrics.FILE_NAME
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], '{"kind": "st' + lines[1], *lines[2:], ""]))
-    assert [loss.step for loss in losses_of(tmp_path)] == [1, 2, 3]
+    assert [loss.step for loss in metrics.losses_of(tmp_path)] == [1, 2, 3]
     MetricsWriter(tmp_path, resume_step=1).close()
     assert steps(tmp_path) == [1]
     for line in ('{"kind": "step", "step": 1}', "[1]", '"text"', "{}"):
         path.write_text(line + "\n")
         with pytest.raises(ThinwireError, match="line 1 of"):
-            list(losses_of(tmp_path))
+            list(metrics.losses_of(tmp_path))
 
 
 def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path, make_record):
@@ -122,9 +113,9 @@ def test_a_field_with_a_default_may_be_missing(tmp_path, make_record, without_te
     write_run(tmp_path, make_record, 2)
     step, old = rows(tmp_path)[1:]
     del old["bits_per_byte"]
-    (tmp_path / FILE_NAME).write_text(json.dumps(step) + "\n" + json.dumps(old) + "\n")
-    assert last_step(tmp_path) is not None
-    assert read_evaluations(tmp_path) == [EvaluationRecord(2, 6.0, None)]
+    (tmp_path / metrics.FILE_NAME).write_text(json.dumps(step) + "\n" + json.dumps(old) + "\n")
+    assert metrics.last_step(tmp_path) is not None
+    assert metrics.read_evaluations(tmp_path) == [EvaluationRecord(2, 6.0, None)]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 20])
@@ -139,7 +130,7 @@ def test_a_record_that_ends_anywhere_is_continued_on_a_line_of_its_own(
     assert steps(tmp_path) == [*kept, 4, 5]
     write_run(tmp_path, make_record, 4, first_step=3, resume_step=2)
     assert steps(tmp_path) == [1, 2, 3, 4], "what came after the resumed step is dropped"
-    assert [file.name for file in tmp_path.iterdir()] == [FILE_NAME]
+    assert [file.name for file in tmp_path.iterdir()] == [metrics.FILE_NAME]
 
 
 @pytest.fixture
@@ -155,7 +146,7 @@ def notes(monkeypatch, tmp_path):
 
 
 def open_log(folder, notes):
-    return WandbLog("wires", "first", folder, {"run": {"seed": 7}}, notes.append)
+    return metrics.WandbLog("wires", "first", folder, {"run": {"seed": 7}}, notes.append)
 
 
 def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(
@@ -172,7 +163,7 @@ def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     for name in (b"loss/train", b"optim/grad_norm", b"seed"):
         wait_until(lambda name=name: name in file.read_bytes())  # a process of its own writes it
-    assert f"run-{(tmp_path / ID_FILE).read_text().strip()}.wandb" == file.name
+    assert f"run-{(tmp_path / metrics.ID_FILE).read_text().strip()}.wandb" == file.name
     (note,) = notes
     assert note.startswith("nothing is logged to Weights & Biases, the run continues: ")
     assert steps(tmp_path) == [1, 2, 3]

@@ -3,15 +3,8 @@ import struct
 
 import pytest
 
+from thinwire import report
 from thinwire.errors import ThinwireError
-from thinwire.report import (
-    EvaluationRecord,
-    StageRecord,
-    Timeline,
-    TraceSpan,
-    read_timeline,
-    write_timeline,
-)
 from thinwire.report.human import sparkline
 from thinwire.report.metrics import Losses
 from thinwire.report.plots import DPI, loss_figure, plot_loss, plot_steps, steps_figure
@@ -24,24 +17,24 @@ def png_size(path):
 
 
 def stages(count):
-    return [StageRecord(s, f"{s}", 0.1, 0.1, 0.1, "cpu") for s in range(count)]
+    return [report.StageRecord(s, f"{s}", 0.1, 0.1, 0.1, "cpu") for s in range(count)]
 
 
 def spans(microbatches=3):
     """Two stages, one after the other: enough to have every kind of bar."""
     found = []
     for m in range(microbatches):
-        found.append(TraceSpan(0, "compute", f"F{m}", m, m + 1))
-        found.append(TraceSpan(0, "send", f"F{m}>", m + 1, m + 1.5))
-        found.append(TraceSpan(1, "wait", "", m, m + 0.5))
-        found.append(TraceSpan(1, "compute", f"B{m}", m + 2, m + 2.75))
-        found.append(TraceSpan(1, "send", f"<B{m}", m + 3, m + 3.5))
-    found.append(TraceSpan(0, "compute", "U", 9, 10))
+        found.append(report.TraceSpan(0, "compute", f"F{m}", m, m + 1))
+        found.append(report.TraceSpan(0, "send", f"F{m}>", m + 1, m + 1.5))
+        found.append(report.TraceSpan(1, "wait", "", m, m + 0.5))
+        found.append(report.TraceSpan(1, "compute", f"B{m}", m + 2, m + 2.75))
+        found.append(report.TraceSpan(1, "send", f"<B{m}", m + 3, m + 3.5))
+    found.append(report.TraceSpan(0, "compute", "U", 9, 10))
     return found
 
 
 def timeline(found=None, count=2, run="demo", seconds=10.0):
-    return Timeline(run, 7, seconds, stages(count), spans() if found is None else found)
+    return report.Timeline(run, 7, seconds, stages(count), spans() if found is None else found)
 
 
 def bars_of(figure):
@@ -54,7 +47,8 @@ def bars_of(figure):
 
 def test_loss_figure_has_the_curves_over_tokens(make_record):
     steps = [make_record(k, loss=10.0 - k) for k in (1, 2, 4)]
-    evaluations = [EvaluationRecord(0, 11.0), EvaluationRecord(2, 8.5), EvaluationRecord(3, 7.5)]
+    scores = ((0, 11.0), (2, 8.5), (3, 7.5))
+    evaluations = [report.EvaluationRecord(step, loss) for step, loss in scores]
     (axes,) = loss_figure(Losses(steps + evaluations), "demo: loss").axes
     train, valid = axes.lines
     assert list(train.get_xdata()) == [4096, 8192, 16384]
@@ -73,13 +67,13 @@ def test_a_very_long_curve_is_thinned(make_record):
     assert losses.tokens[-1] == 1000 * 4096, "the curve reaches to the last step"
     (axes,) = loss_figure(losses, "demo: loss").axes
     assert axes.lines[0].get_label() == "training, mean of 16 steps"
-    many = Losses((EvaluationRecord(k, 1.0) for k in range(1000)), most=64)
+    many = Losses((report.EvaluationRecord(k, 1.0) for k in range(1000)), most=64)
     assert len(many.valid) == len(many.valid_steps) == 63
 
 
 def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path, make_record):
     plot_loss(Losses(), tmp_path / "none.png", "")
-    plot_loss(Losses([EvaluationRecord(0, 9.0)]), tmp_path / "only_valid.png", "")
+    plot_loss(Losses([report.EvaluationRecord(0, 9.0)]), tmp_path / "only_valid.png", "")
     plot_loss(Losses([make_record(1, loss=math.nan)]), tmp_path / "nan.png", "")
     assert png_size(tmp_path / "none.png") == (9 * DPI, 5 * DPI)
 
@@ -99,7 +93,7 @@ def test_every_span_is_a_bar_at_its_place():
 
 
 def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
-    quick = timeline([TraceSpan(0, "compute", "F0", 0, 1.5)], 2, "thin", seconds=1.5)
+    quick = timeline([report.TraceSpan(0, "compute", "F0", 0, 1.5)], 2, "thin", seconds=1.5)
     figure = steps_figure([timeline(run="dense"), quick], "One step of each run")
     first, second = figure.axes
     assert first.get_xlim() == second.get_xlim() == (0, 10)
@@ -117,14 +111,14 @@ def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
 
 def test_a_timeline_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "plots" / "step.json"
-    write_timeline(timeline(), path)
-    assert read_timeline(path) == timeline()
+    report.write_timeline(timeline(), path)
+    assert report.read_timeline(path) == timeline()
     for text in ("{", "[]", '{"run": "x"}', '{"stages": [{}], "spans": []}'):
         path.write_text(text)
         with pytest.raises(ThinwireError, match="not the timeline of a step"):
-            read_timeline(path)
+            report.read_timeline(path)
     with pytest.raises(ThinwireError, match="not the timeline of a step"):
-        read_timeline(tmp_path / "nowhere.json")
+        report.read_timeline(tmp_path / "nowhere.json")
 
 
 def test_sparklines():

@@ -13,20 +13,12 @@ import pytest
 
 import thinwire
 from thinwire.report import PlainDisplay
+from thinwire.run import protocol as pr
 from thinwire.run.admission import AuthorityBook
 from thinwire.run.channel import Channel
 from thinwire.run.host import Base, HostedPeers
 from thinwire.run.machine import Machine
 from thinwire.run.members import SESSION_BYTES, Members
-from thinwire.run.protocol import (
-    FROM_COORDINATOR,
-    MAX_MESSAGE,
-    Alive,
-    AskAlive,
-    Envelope,
-    Hello,
-    peer_stream,
-)  # fmt: skip
 from thinwire.run.status import HostConsole, SharedDisplay, Standing
 from thinwire.settings import Settings
 from thinwire.wire import Identity, LastingPipe, Listener, Pipe, dial
@@ -36,7 +28,7 @@ from waiting import PATIENCE, wait_until
 
 def hello(version=thinwire.__version__, process=""):
     machine = Machine(tflops=1.0, memory_gb=1.0)
-    return Hello({"thinwire": version}, machine, "", "", process, f"place {process}")
+    return pr.Hello({"thinwire": version}, machine, "", "", process, f"place {process}")
 
 
 def host_of(identity):
@@ -52,7 +44,7 @@ class Joined:
         self._process, self._is_frozen = process, is_frozen
         self._session = os.urandom(SESSION_BYTES)
         self.connections: list[Pipe] = []
-        self.heard: list[Envelope] = []
+        self.heard: list[pr.Envelope] = []
         self.is_cut_off = False
         self.lost = threading.Event()
 
@@ -60,7 +52,7 @@ class Joined:
             self.lost.set()
 
         pipe = LastingPipe(self._connect(PATIENCE), self._connect, 60.0)
-        self.channel = Channel(pipe, "host", FROM_COORDINATOR, self._hear, on_lost, on_lost)
+        self.channel = Channel(pipe, "host", pr.FROM_COORDINATOR, self._hear, on_lost, on_lost)
 
     def arrive(self, version=thinwire.__version__):
         """Say hello."""
@@ -79,9 +71,9 @@ class Joined:
 
     def _connect(self, timeout):
         wait_until(lambda: not self.is_cut_off)
-        name = peer_stream(self.identity.name)
+        name = pr.peer_stream(self.identity.name)
         pipe = dial(
-            self._address, name, self.identity, host_of(self.identity), timeout, MAX_MESSAGE
+            self._address, name, self.identity, host_of(self.identity), timeout, pr.MAX_MESSAGE
         )
         pipe.write(self._session)
         self.connections.append(self.wrap(pipe))
@@ -93,8 +85,8 @@ class Joined:
 
     def _hear(self, said):
         self.heard.append(said)
-        if said.message == AskAlive() and not self._is_frozen:
-            self.channel.send(Alive())
+        if said.message == pr.AskAlive() and not self._is_frozen:
+            self.channel.send(pr.Alive())
 
 
 class House:
@@ -103,7 +95,7 @@ class House:
     def __init__(self, folder):
         self.folder, self.book = folder, AuthorityBook(folder / "authority", "test")
         self.listener = Listener(
-            self.book.identity, "127.0.0.1", 0, MAX_MESSAGE, who=self.book.name_of
+            self.book.identity, "127.0.0.1", 0, pr.MAX_MESSAGE, who=self.book.name_of
         )
         self.invite = self.book.invite(["127.0.0.1:1"], machines=9)
         self.members = Members(self.listener, self.book, outage=60.0)

@@ -169,19 +169,13 @@ def test_last_words_may_be_heard_after_the_end_of_a_process():
     assert str(lead.settled().error) == "stage 1 died at the start: exit code 0"
 
 
-@pytest.mark.parametrize(
-    ("phase", "said"),
-    [
-        (Phase.BUILDING, [step(1, 0)]),
-        (Phase.BUILDING, [msg.Ready("", "", "cpu"), msg.Ready("", "", "cpu")]),
-        (Phase.BUILDING, [msg.Linked()]),
-        (Phase.TRAINING, [msg.Chosen(1)]),
-        (Phase.TRAINING, [msg.Leaving()]),
-        (Phase.LINKING, [msg.Linked(), step(1, 0)]),
-        (Phase.TRAINING, [msg.Linked()]),
-        (Phase.TRAINING, [msg.Finished(METERS), step(1, 0)]),
-    ],
-)
+@pytest.mark.parametrize(("phase", "said"), [
+    (Phase.BUILDING, [step(1, 0)]), (Phase.BUILDING, [msg.Linked()]),
+    (Phase.BUILDING, [msg.Ready("", "", "cpu"), msg.Ready("", "", "cpu")]),
+    (Phase.LINKING, [msg.Linked(), step(1, 0)]), (Phase.TRAINING, [msg.Chosen(1)]),
+    (Phase.TRAINING, [msg.Leaving()]), (Phase.TRAINING, [msg.Linked()]),
+    (Phase.TRAINING, [msg.Finished(METERS), step(1, 0)]),
+])  # fmt: skip
 def test_a_message_that_is_not_due_is_its_sender_s_error(phase, said):
     lead = Lead().until(phase)
     lead.say(1, *said)
@@ -223,9 +217,3 @@ def test_where_the_run_stands_is_told_at_any_time():
     assert len(lead.coordinator.reasons()) == 2, "who has finished is not waited for"
     for phase in set(Phase) - {Phase.COLLECTING}:  # which comes after another end
         assert phase.value in Lead().until(phase).coordinator.reasons()[0]
-
-
-def test_a_coordinator_that_was_suspended_blames_nobody_for_it():
-    lead = Lead(patience=100.0).until(Phase.TRAINING)
-    assert lead.on(ev.Tick(), 36_000.0) == []
-    assert lead.say(0, step(0, 0)) == [ev.Record(0, step(0, 0))]

@@ -11,16 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 import thinwire
-from thinwire.cli import main
+from thinwire.run import doctor as checks
 from thinwire.run.admission import AuthorityBook, HostSays, Invite, identity_in, serve_enrolment
-from thinwire.run.doctor import (
-    check_answer,
-    check_clock,
-    check_files,
-    check_memory,
-    check_torch,
-    examine,
-)
 from thinwire.wire import Door, Listener, Route, Standby, ping
 from thinwire.wire.speed import SpeedService
 from waiting import PATIENCE, wait_until
@@ -49,7 +41,7 @@ def host(tmp_path):
 @pytest.fixture
 def doctor(tmp_path):
     peer = tmp_path / "peer"
-    return lambda invite, listen="", folder=peer: examine(str(invite), folder, listen)
+    return lambda invite, listen="", folder=peer: checks.examine(str(invite), folder, listen)
 
 
 def one(found, words):
@@ -64,7 +56,7 @@ def blocking(found):
     return finding
 
 
-def test_a_machine_that_can_join_is_told_so(host, doctor, tmp_path, monkeypatch, capsys):
+def test_a_machine_that_can_join_is_told_so(host, doctor, tmp_path, monkeypatch, command):
     invite = host.invite()
     host.door.serve(f"{host.book.run_id}/speed", SpeedService().take)
     found = doctor(invite, "0.0.0.0:0")
@@ -78,22 +70,18 @@ def test_a_machine_that_can_join_is_told_so(host, doctor, tmp_path, monkeypatch,
     assert busy.level == "note" and "--listen" in busy.fix, "the port is in use"
     # From the input neither the list of processes nor the history of a shell shows the invite.
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{invite}\n"))
-    main(["doctor", "-", "--folder", str(tmp_path / "peer")])
-    assert "would let this machine in" in capsys.readouterr().out
+    assert "would let this machine in" in command("doctor", "-", "--folder", tmp_path / "peer")[1]
     assert host.book.peers() == [] and not (tmp_path / "peer").exists(), "it changes nothing"
     enrolled = identity_in(tmp_path / "peer", invite.to_service("enrol"), invite)
     assert enrolled.name, "nor is it used up"
 
 
-def test_a_host_that_is_away_blocks(host, capsys, tmp_path):
+def test_a_host_that_is_away_blocks(host, command, tmp_path):
     invite = host.invite(lasts=-7200.0)
     host.door.close()
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", str(invite), "--folder", str(tmp_path), "--json"])
-    assert end.value.code == 1
-    said = capsys.readouterr().out
+    code, said, _ = command("doctor", invite, "--folder", tmp_path, "--json")
     plain = json.loads(said)
-    assert plain["blocked"] is True
+    assert code == 1 and plain["blocked"] is True
     first, expired, *_ = plain["findings"]
     assert (first["number"], first["level"]) == (1, "blocks")
     assert f"the host does not answer: {host.door.address}: Connection refused" in first["what"]
@@ -148,25 +136,22 @@ def test_an_invite_that_lets_in_nobody_blocks(host, doctor, tmp_path):
 def test_what_a_host_says_of_a_machine():
     invite = Invite("first", "ab" * 32, ("h:1",), "deadbeef", "00" * 16, 1)
     says = HostSays("9.8.7", reached="no")
-    _, other, unreached = check_answer(invite, says, "198.51.100.7:7000")
+    _, other, unreached = checks.check_answer(invite, says, "198.51.100.7:7000")
     assert other.level == "blocks" and other.fix == "pip install thinwire==9.8.7"
     assert other.what == f"thinwire {thinwire.__version__} here, 9.8.7 at the host"
     assert unreached.level == "note" and "at 198.51.100.7:7000" in unreached.what
     assert "--listen 0.0.0.0:7000" in unreached.fix
 
 
-def test_an_invite_that_cannot_be_read_is_a_finding(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", "tw1-abc"])
-    assert end.value.code == 1
-    said = capsys.readouterr().out
-    assert " 1. BLOCKS: this invite cannot be used: it was altered or cut off\n" in said
+def test_an_invite_that_cannot_be_read_is_a_finding(command):
+    code, said, _ = command("doctor", "tw1-abc")
+    unusable = " 1. BLOCKS: this invite cannot be used: it was altered or cut off\n"
+    assert code == 1 and unusable in said
     assert "fix: copy the whole line" in said and said.endswith("keeps this machine out.\n")
 
 
-def test_without_an_invite_the_machine_is_examined(capsys):
-    main(["doctor"])
-    said = capsys.readouterr().out
+def test_without_an_invite_the_machine_is_examined(command):
+    _, said, _ = command("doctor")
     for words in (f"thinwire {thinwire.__version__}, Python 3.", "torch 2", "memory free", "disk:"):
         assert words in said
     assert "With an invite (thinwire doctor INVITE)" in said
@@ -178,23 +163,18 @@ def test_a_machine_without_torch_is_told_so():
     assert done.returncode == 1 and "torch cannot be imported" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("finding", "level", "words"),
-    [
-        (check_torch("2.9.1+cu128"), "blocks", "needs torch 2.10"),
-        (check_memory(100_000_000, "cpu"), "blocks", "No stage"),
-        (check_memory(1_000_000_000, "cpu"), "note", "Only a small stage"),
-        (check_files(64), "blocks", "used up"),
-        (check_files(0), "fine", ""),
-        (check_clock(0.4), "fine", ""),
-        (check_clock(-90.0), "note", "will not agree"),
-    ],
-)
+@pytest.mark.parametrize(("finding", "level", "words"), [
+    (checks.check_torch("2.9.1+cu128"), "blocks", "needs torch 2.10"),
+    (checks.check_memory(100_000_000, "cpu"), "blocks", "No stage"),
+    (checks.check_memory(1_000_000_000, "cpu"), "note", "Only a small stage"),
+    (checks.check_files(64), "blocks", "used up"), (checks.check_files(0), "fine", ""),
+    (checks.check_clock(0.4), "fine", ""), (checks.check_clock(-90.0), "note", "will not agree"),
+])  # fmt: skip
 def test_thresholds(finding, level, words):
     assert finding.level == level and words in finding.trouble
     assert bool(finding.fix) == (level != "fine")
-    assert check_clock(-90.0).what == "the clock here is 1m30s ahead of the host's"
-    assert check_clock(90.0).what == "the clock here is 1m30s behind the host's"
+    assert checks.check_clock(-90.0).what == "the clock here is 1m30s ahead of the host's"
+    assert checks.check_clock(90.0).what == "the clock here is 1m30s behind the host's"
 
 
 def test_an_impostor_behind_the_right_door_blocks(host, doctor, tmp_path):

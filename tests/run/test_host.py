@@ -6,18 +6,13 @@ from types import SimpleNamespace
 import pytest
 from hosting import hello
 
+from settings_values import narrow
 from thinwire.errors import ConfigError, StageError
 from thinwire.report import PlainDisplay
+from thinwire.run import formation as seating
 from thinwire.run import host as host_module
 from thinwire.run.events import Away, Back, Lost, Said, StopAsked, Suspect
-from thinwire.run.formation import (
-    Failures,
-    Formation,
-    fill_seats,
-    lacking_peers,
-    read_formation,
-    write_formation,
-)  # fmt: skip
+from thinwire.run.formation import Failures, Formation
 from thinwire.run.host import DoorOf, HostOptions, Ways, comparable, form, probe, who_is_left_out
 from thinwire.run.machine import Machine
 from thinwire.run.members import Member
@@ -33,41 +28,34 @@ from waiting import PATIENCE, wait_until
 # Who holds which stage
 
 
-@pytest.mark.parametrize(
-    ("before", "present", "least", "after"),
-    [
-        ("ana ben", "dan cleo ben", 2, "dan ben"),
-        ("ana ben", "ben", 2, None),
-        ("ana ben cleo", "ana cleo", 2, "ana ana cleo"),
-        ("ana ben cleo", "cleo", 1, "cleo cleo cleo"),
-        ("ana ben cleo", "cleo", 2, None),
-        ("ana ben cleo", "cleo dan", 2, "dan dan cleo"),
-        ("ana ben cleo", "", 1, None),
-        ("ana ana cleo", "dan cleo", 2, "dan dan cleo"),
-        ("ana ana cleo", "ana cleo", 3, "ana ana cleo"),
-        ("ana ana ana cleo", "ana ben cleo dan", 2, "ana dan ben cleo"),
-        ("ana ben cleo dan", "ben cleo", 2, "ben ben cleo cleo"),
-    ],
-)
+@pytest.mark.parametrize(("before", "present", "least", "after"), [
+    ("ana ben", "dan cleo ben", 2, "dan ben"), ("ana ben", "ben", 2, None),
+    ("ana ben cleo", "ana cleo", 2, "ana ana cleo"), ("ana ben cleo", "cleo", 2, None),
+    ("ana ben cleo", "cleo", 1, "cleo cleo cleo"), ("ana ben cleo", "cleo dan", 2, "dan dan cleo"),
+    ("ana ben cleo", "", 1, None), ("ana ana cleo", "dan cleo", 2, "dan dan cleo"),
+    ("ana ana cleo", "ana cleo", 3, "ana ana cleo"),
+    ("ana ana ana cleo", "ana ben cleo dan", 2, "ana dan ben cleo"),
+    ("ana ben cleo dan", "ben cleo", 2, "ben ben cleo cleo"),
+])  # fmt: skip
 def test_peers_keep_their_stages_and_those_of_who_is_gone_go_to_others_or_to_neighbours(
     before, present, least, after
 ):
-    seats = fill_seats(before.split(), present.split(), least)
+    seats = seating.fill_seats(before.split(), present.split(), least)
     assert seats == (after.split() if after is not None else None)
 
 
 def test_a_wait_says_for_whom_and_who_is_there_in_vain():
-    assert lacking_peers([], 2, [], {}) == "waiting for 2 more peers"
-    waits = lacking_peers(["ana", "ben"], 2, ["ben"], {"ben": "", "eve": "no room"})
+    assert seating.lacking_peers([], 2, [], {}) == "waiting for 2 more peers"
+    waits = seating.lacking_peers(["ana", "ben"], 2, ["ben"], {"ben": "", "eve": "no room"})
     here = "here: ben; eve gets no stage: no room"
     assert waits == f"waiting for 1 more peer (ana or another); {here}"
 
 
 def test_how_often_a_run_was_formed_survives(tmp_path):
-    assert read_formation(tmp_path) == Formation()
+    assert seating.read_formation(tmp_path) == Formation()
     formed = Formation(3, ["ana", "ben", "ben"], [1, 3], 7000, 4)
-    write_formation(tmp_path, formed)
-    formation = read_formation(tmp_path)
+    seating.write_formation(tmp_path, formed)
+    formation = seating.read_formation(tmp_path)
     assert formation == formed
     assert formation.members() == ["ana", "ben"] and formation.held_by("ben") == [1, 2]
     pipeline = formation.applied(Settings()).pipeline
@@ -77,7 +65,7 @@ def test_how_often_a_run_was_formed_survives(tmp_path):
     assert formation.applied(set_by_hand).pipeline.window == 6, "a change of the settings counts"
     (tmp_path / "epochs.json").write_text('{"epoch": "many"}')
     with pytest.raises(ConfigError, match=r"cannot read .*epochs.json"):
-        read_formation(tmp_path)
+        seating.read_formation(tmp_path)
 
 
 def peer(name, tflops, bf16=0.0, memory_gb=8.0):
@@ -107,26 +95,21 @@ def test_peers_without_figures_count_as_equal_and_what_is_lacking_is_said(make_s
         form(settings, [peer("a", 1, 1, 1e-5), peer("b", 1, 1, 1e-5)], False)
 
 
-NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"}
-REMEMBERS = {"codec__forward": "int8+ef"}
+NARROW, UNEVEN = narrow("projected", anchor="per-stage"), {"pipeline__split": [3, 1]}
 
 
 @pytest.mark.parametrize(
     ("changes", "before", "kept"),
-    [
-        (NARROW, {}, [2, 2]),
-        (NARROW, {"pipeline__split": [3, 1]}, [3, 1]),
-        (REMEMBERS, {}, [2, 2]),
-        ({}, {"pipeline__split": [3, 1]}, [1, 3]),
-    ],
+    [(NARROW, {}, [2, 2]), (NARROW, UNEVEN, [3, 1]), ({"codec__forward": "int8+ef"}, {}, [2, 2]),
+     ({}, UNEVEN, [1, 3])],
     ids=["narrow", "narrow and uneven", "codecs with memory", "dense: the fast peer gets more"],
-)
+)  # fmt: skip
 def test_cuts_stay_where_the_model_learned_them_whoever_comes(
     changes, before, kept, corpus, make_settings, tmp_path, monkeypatch
 ):
     """One of these peers is fifty times as fast as the other, and the split is left open."""
     trained(make_settings(**changes, **before, train__steps=2), corpus, tmp_path / "test")
-    write_formation(tmp_path / "test", Formation(epoch=1))
+    seating.write_formation(tmp_path / "test", Formation(epoch=1))
     splits = []
 
     def formed(settings, *arguments):

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from machines import Machines, assert_same_weights, machines  # noqa: F401
+from machines import assert_same_weights
+from settings_values import narrow
 from thinwire.cli import main
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import ConfigError, NotAliveError
@@ -14,22 +15,18 @@ from thinwire.run.alive import ask
 from trained import trained
 from waiting import PROCESS_PATIENCE, wait_until
 
-# ruff: noqa: F811
-
 UNREACHED, REFUSED, NOT_ALIVE = 5, 8, 9
 
 
 @pytest.fixture
-def fails_to_join(tmp_path, monkeypatch, capsys):
+def fails_to_join(tmp_path, monkeypatch, command):
     """Tries to join from another home, in this process, and is refused; returns what was said."""
 
     def attempt(invite, home, code, words):
         monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / home))
-        with pytest.raises(SystemExit) as end:
-            main(["join", str(invite), "--no-listen"])
-        said = "".join(capsys.readouterr())
-        assert end.value.code == code and words in said, said
-        return said
+        ended, *said = command("join", invite, "--no-listen")
+        assert ended == code and words in "".join(said), said
+        return "".join(said)
 
     return attempt
 
@@ -121,8 +118,7 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines):
     states = {peer["name"]: peer["state"] for peer in asked("status")["peers"]}
     assert states["ben"] == "kicked" and states["ana"] == "away"
 
-    host.interrupt()
-    assert host.wait() == 130, host.text()
+    host.stop()
     with pytest.raises(NotAliveError):
         asked("status")
     assert machines.run("ana", "status").wait() == NOT_ALIVE
@@ -139,12 +135,10 @@ def test_a_peer_that_takes_a_stage_fetches_it_and_a_restarted_host_goes_on_bit_f
     machines, make_settings, corpus
 ):
     """A run that starts from weights, which are gone when its host and a peer are replaced."""
-    narrow = {
-        "boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"
-    }  # fmt: skip
-    source = trained(make_settings(**narrow, train__steps=2), corpus, machines.folder / "source")
+    tables = narrow("projected", anchor="per-stage")
+    source = trained(make_settings(**tables, train__steps=2), corpus, machines.folder / "source")
     config = machines.config(
-        **narrow, train__steps=100_000, train__eval_every=30, train__checkpoint_every=20,
+        **tables, train__steps=100_000, train__eval_every=30, train__checkpoint_every=20,
         train__keep=100, link__outage=2.0, optim__schedule="constant",
     )  # fmt: skip
     start = ("--init-from", source)
@@ -159,8 +153,7 @@ def test_a_peer_that_takes_a_stage_fetches_it_and_a_restarted_host_goes_on_bit_f
     host.wait_for(r"epoch 2 from step [1-9]")
     cleo.wait_for(r"step +\d+/")
     fetched = stage_files(cleo.home)
-    host.interrupt()
-    assert host.wait() == 130, host.text()
+    host.stop()
     for peer in (ana, cleo):
         assert peer.wait() == 0, peer.text()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from settings_values import narrow
 from thinwire.engine.reports import Step
 from thinwire.errors import BreachError, ConfigError, StageError, WireError
 from thinwire.report import PlainDisplay
@@ -107,10 +108,8 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(make_peers, tmp_p
 
 def test_stages_in_fewer_processes_give_the_same_bits_and_send_less(make_settings, tmp_path):
     """With codecs that remember and a basis that moves: all that crosses a cut is computed."""
-    thin = {
-        "boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2,
-        "codec__forward": "int8", "codec__backward": "int4+ef",
-    }  # fmt: skip
+    thin = {**narrow("subspace", basis_update_every=2), "codec__forward": "int8",
+            "codec__backward": "int4+ef"}  # fmt: skip
     shards, summaries = [], []
     for peers in (3, 2, 1):
         settings = make_settings(

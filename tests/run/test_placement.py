@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from thinwire.cli import main
 from thinwire.engine.build import stage_weights
 from thinwire.errors import ConfigError
 from thinwire.plan import estimate_costs, make_plan, stage_memory
@@ -166,7 +165,7 @@ def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings):
         chosen(-1, 0.01)
 
 
-def test_the_command(make_settings, tmp_path, capsys):
+def test_the_command(make_settings, tmp_path, command):
     config, listed = tmp_path / "run.toml", tmp_path / "peers.toml"
     config.write_text(to_toml(make_settings(model__layers=6)))
     listed.write_text(
@@ -175,15 +174,12 @@ def test_the_command(make_settings, tmp_path, capsys):
             for name, rate in (("ana", 0.005), ("ben", 0.001))
         )
     )
-    main(["plan", str(config), "--peers", str(listed)])
-    text = capsys.readouterr().out
+    _, text, _ = command("plan", config, "--peers", listed)
     assert "ana - ben (relayed: neither can be reached), per step:" in text or "ben - ana" in text
     for part in ("why: ", "estimate: ", "even split in the listed order: ", " / 1.0 GB"):
         assert part in text
-    main(["plan", str(config), "--peers", str(listed), "--json"])
-    plain = json.loads(capsys.readouterr().out)
+    plain = json.loads(command("plan", config, "--peers", listed, "--json")[1])
     assert sum(plain["split"]) == 6 and plain["links"][0]["relayed"] is True
     assert plain["stages"][0]["memory_bytes"] < plain["stages"][0]["peer_memory_bytes"]
-    with pytest.raises(SystemExit):
-        main(["plan", str(config), "--peers", str(listed), "--tflops", "1"])
-    assert "contradict" in capsys.readouterr().err
+    code, _, said = command("plan", config, "--peers", listed, "--tflops", 1)
+    assert code and "contradict" in said

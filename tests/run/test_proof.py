@@ -1,28 +1,22 @@
 """Which checkpoints are known to be good, and what is resumed when nobody says from where."""
 
 import io
+import math
 
 import pytest
-import torch
 
-from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder, partial_folder, write_shard
+from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder
 from thinwire.errors import CheckpointError
 from thinwire.report import PlainDisplay
-from thinwire.run.checkpoints import Proof, begin_proof, commit, open_newest, prune, read_proof
+from thinwire.run.checkpoints import Proof, begin_proof, open_newest, prune, read_proof
 from thinwire.train import train
-
-FACTS = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
-
-
-def save(run, step, *weights):
-    shard = write_shard(partial_folder(run, step), 0, {"w": torch.tensor(weights)})
-    return commit(run, step, [shard], FACTS, None)
+from trained import save_tensor
 
 
 @pytest.fixture
 def saved(tmp_path):
     """Checkpoints of steps 2, 4 and 6 of a run in `tmp_path`."""
-    return {step: save(tmp_path, step, 0.0, 0.0) for step in (2, 4, 6)}
+    return {step: save_tensor(tmp_path, step) for step in (2, 4, 6)}
 
 
 @pytest.mark.parametrize(("proof", "chosen", "words"), [
@@ -48,7 +42,7 @@ def test_the_newest_good_checkpoint_is_resumed(proof, chosen, words, saved, tmp_
 
 def test_a_checkpoint_that_does_not_open_is_passed_over(saved, tmp_path):
     """A lost file, and NaN: the run goes on from the one before, and says so."""
-    ruined = save(tmp_path, 8, 0.0, torch.nan)
+    ruined = save_tensor(tmp_path, 8, math.nan)
     Proof(8).write(tmp_path)
     (saved[6] / "stage-0.safetensors").unlink()
     checkpoint, notes = open_newest(tmp_path)

@@ -15,14 +15,7 @@ import pytest
 from thinwire.engine import reports as rp
 from thinwire.engine.checkpoint import Shard
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
-from thinwire.report import (
-    EvaluationRecord,
-    LinkRecord,
-    StageRecord,
-    StepRecord,
-    Timeline,
-    TraceSpan,
-)
+from thinwire.report import records
 from thinwire.run import protocol as pr
 from thinwire.run.channel import Channel
 from thinwire.run.conduct import PeerConduct
@@ -47,9 +40,10 @@ FAILED = pr.Failed("WireError", True, "link cut-0 is broken", "", [0], [])
 CONNECT = pr.Connect(
     "127.0.0.1:1", [0, 1], seats=["ana", "ben"], reach=[Route("a:1", "direct", "t")]
 )
+SPAN = records.TraceSpan(0, "compute", "F0", 0.0, 0.1)
 PROGRESS = pr.Progress(
     step_seconds_median=0.5,
-    timeline=Timeline("code", 3, 0.5, [], [TraceSpan(0, "compute", "F0", 0.0, 0.1)]),
+    timeline=records.Timeline("code", 3, 0.5, [], [SPAN]),
     time_shares=[{"stage": 0, "compute": 0.5}],
     cuts=[{"cut": 0, "forward_codec": "int8"}],
     measured_costs=Costs([0.1] * 2, [0.2] * 2, [0.1] * 2, [10], [20]),
@@ -60,8 +54,9 @@ REPORT = pr.StatusReport(
     peers=[pr.PeerStatus("ana", "computes F0", [0], last_word=4.0, machine=Machine("ana", 1.0))],
     links=[pr.LinkStatus(0, "ana", "ben", "direct", 9.0, 6.0, 31.0)],
 )  # fmt: skip
-STAGES, LINKS = [StageRecord(0, "0..1", 0.1, 0.2, 0.1, "cpu")], [LinkRecord(0, 1000, 600, 0.3)]
-RECORD = StepRecord(3, 9, 2.5, 0.1, 1.0, 50, 700.0, 0.5, 9.0, STAGES, LINKS)
+STAGES = [records.StageRecord(0, "0..1", 0.1, 0.2, 0.1, "cpu")]
+LINKS = [records.LinkRecord(0, 1000, 600, 0.3)]
+RECORD = records.StepRecord(3, 9, 2.5, 0.1, 1.0, 50, 700.0, 0.5, 9.0, STAGES, LINKS)
 NEWS = pr.RunNews(REPORT, RECORD, PROGRESS)
 MESSAGES: list[Any] = [
     pr.Hello({"torch": "2.6"}, Machine("ana", tflops=1.0, memory_gb=2.0), "127.0.0.1:1", "", "ab"),
@@ -73,9 +68,9 @@ MESSAGES: list[Any] = [
     FAILED, pr.Ended.by(-9, "killed"), pr.Chosen(3), pr.AskAlive(),
     pr.Hold([0, 1], {"run": {}}, True, "ab", "token"),
     pr.Order([0], {"key": "k"}, {"run": {}}, "/c", "/r"), pr.Release("formed again"),
-    pr.News("all is well"), StepRecord(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0, [], []),
-    EvaluationRecord(1, 2.0, None), NEWS, pr.TryDoor(), pr.Dismiss("over", in_order=True), CONNECT,
-    pr.Start(), pr.Await(0), pr.Relink(0, CONNECT), pr.Follow(0, CONNECT),
+    pr.News("all is well"), records.StepRecord(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0, [], []),
+    records.EvaluationRecord(1, 2.0, None), NEWS, pr.TryDoor(), pr.Dismiss("over", in_order=True),
+    CONNECT, pr.Start(), pr.Await(0), pr.Relink(0, CONNECT), pr.Follow(0, CONNECT),
     pr.TakeOver([pr.Relink(0, CONNECT)]), pr.Saved(8), pr.Stop(), pr.Leave(),
     pr.Read([1, 2], seed=-3),
 ]  # fmt: skip

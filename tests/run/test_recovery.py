@@ -12,6 +12,7 @@ import pytest
 from test_outages import detour  # noqa: F401
 
 from proxy import Proxy
+from settings_values import narrow
 from thinwire.engine.checkpoint import checkpoints_folder, partial_folder, step_of
 from thinwire.report import PlainDisplay
 from thinwire.train import train
@@ -28,7 +29,7 @@ BASE = {
 LONG = {
     "train__steps": 100_000, "link__emulate": True, "link__latency_ms": 20.0, "link__jitter_ms": 5.0
 }  # fmt: skip
-SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
+MEMORY = {"codec__forward": "int8+aqsgd", "codec__backward": "int4+ef", "train__batch": 160}
 Shards = dict[str, bytes]
 
 
@@ -139,29 +140,18 @@ def assert_undisturbed(run, saved):
     assert not list(folder.glob(".partial*")) and not (run / "scratch").exists()
 
 
+MOVING = narrow("subspace", basis_update_every=2)
+TABLES = narrow("projected", anchor="per-stage")
+ROWS = narrow("subspace", anchor="embedding", row_tokens=20, row_steps=5)
 KILLS = [
     pytest.param({1: [1, 2], 6: [0, 1, 2, 3]}, {}, id="neighbours before any checkpoint, then all"),
     pytest.param({5: [0], 7: [3]}, {}, id="the first, then the last", marks=pytest.mark.slow),
-    pytest.param(
-        {3: [1], 6: [0]},
-        {**SUBSPACE, "boundary__basis_update_every": 2, "codec__forward": "int8+aqsgd",
-         "codec__backward": "int4+ef", "train__batch": 160, "pipeline__stages": 2},
-        id="codecs that remember, a basis that moves",
-    ),
-    pytest.param(
-        {3: [1, 2], 7: [0]},
-        {"pipeline__delay": 1, "boundary__mode": "projected", "boundary__rank": 6,
-         "boundary__anchor": "per-stage", "codec__forward": "int8+aqsgd",
-         "codec__backward": "int4+ef", "train__batch": 160},
-        id="delayed updates",
-    ),
-    pytest.param(
-        {5: [1]},
-        {**SUBSPACE, "boundary__anchor": "embedding", "boundary__row_tokens": 20,
-         "boundary__row_steps": 5, "codec__rows": "fp64", "pipeline__stages": 3},
-        id="rows of the embedding",
-        marks=pytest.mark.slow,
-    ),
+    pytest.param({3: [1], 6: [0]}, {**MOVING, **MEMORY, "pipeline__stages": 2},
+                 id="codecs that remember, a basis that moves"),
+    pytest.param({3: [1, 2], 7: [0]}, {"pipeline__delay": 1, **TABLES, **MEMORY},
+                 id="delayed updates"),
+    pytest.param({5: [1]}, {**ROWS, "codec__rows": "fp64", "pipeline__stages": 3},
+                 id="rows of the embedding", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 

@@ -46,8 +46,7 @@ def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path, data):
         wait_until(lambda: standby.waiting)
         with call(route, "reach", NAME, 30)[0] as caller:
             assert caller.recv(5) == b"hello"
-    program.process.send_signal(signal.SIGINT)
-    assert program.wait() == 0
+    program.stop(code=0)
     text = program.text()
     assert "at most 200 Mbit/s for each link" in text
     assert "note: 127.0.0.1 is not an address of the" in text
@@ -59,8 +58,7 @@ def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path, data):
     program, again = start(tmp_path, "--mbps", "20", "--pass-file", str(kept))
     assert again.password == relay.password
     assert ping(Route(again.address, token=again.password), NAME).address.startswith("127.0.0.1:")
-    program.process.send_signal(signal.SIGTERM)
-    assert program.wait() == 0
+    program.stop(signal.SIGTERM, 0)
     assert "at most 20 Mbit/s for each run" in program.text()
 
 

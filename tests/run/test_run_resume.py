@@ -6,23 +6,19 @@ from io import StringIO
 from typing import Any
 
 import pytest
-import torch
 
 from test_train import silent
-from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
+from thinwire.engine.checkpoint import Checkpoint, partial_folder
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.report import PlainDisplay
-from thinwire.run.checkpoints import claim_folder, commit
+from thinwire.run.checkpoints import claim_folder
 from thinwire.run.start import adopted, open_resume
 from thinwire.train import train
+from trained import save_tensor
 
 
-def save(run, settings, step=2):
-    """A complete checkpoint of one tensor under these settings."""
-    shard = write_shard(partial_folder(run, step), 0, {"w": torch.zeros(2)})
-    facts = {"corpus": "c", "weight_version": step, "basis_version": 0}
-    facts["settings"] = settings.to_plain()
-    return commit(run, step, [shard], facts, None)
+def save(run, settings):
+    return save_tensor(run, 2, settings=settings.to_plain())
 
 
 def test_what_the_weights_mean_cannot_change_on_resume(make_settings, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from settings_values import EXACT, narrow
 from thinwire.background import on_daemon_thread
 from thinwire.engine.checkpoint import MANIFEST, Checkpoint, partial_folder, sealed
 from thinwire.engine.state import most_shard_bytes
@@ -15,18 +16,13 @@ from thinwire.errors import CheckpointError, WireError
 from thinwire.run import transfer as tr
 from thinwire.wire import memory_pair
 
-EXACT = {
-    "run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32",
-    "pipeline__stages": 3, "train__steps": 6, "train__checkpoint_every": 3,
-}  # fmt: skip
+RUN = {**EXACT, "pipeline__stages": 3, "train__steps": 6, "train__checkpoint_every": 3}
 MOST = 10**6
 KINDS: dict[str, dict[str, Any]] = {
     "another split": {},
     "remembering": {"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(0.2)+ef"},
-    "subspace, moving": {
-        "boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2,
-    },
-}  # fmt: skip
+    "subspace, moving": narrow("subspace", basis_update_every=2),
+}
 
 
 @pytest.fixture
@@ -34,7 +30,7 @@ def trained(make_settings, run_in_threads, corpus, tmp_path):
     """A run of three stages, all of it, and its checkpoint of the middle."""
 
     def train(**changes):
-        settings = make_settings(**{**EXACT, **changes})
+        settings = make_settings(**{**RUN, **changes})
         outcome = run_in_threads(settings, folder=tmp_path / "host")
         folder = outcome.commit(tmp_path / "host", 3, corpus)
         return settings, outcome, Checkpoint.open(folder)
@@ -60,7 +56,7 @@ def test_seats_go_on_bit_for_bit(kind, trained, make_settings, run_in_threads, t
     """Each gets the file of its stage; in another split just the tensors of its blocks."""
     settings, whole, checkpoint = trained(**KINDS[kind])
     if kind == "another split":
-        settings = make_settings(**{**EXACT, "pipeline__stages": 4})
+        settings = make_settings(**{**RUN, "pipeline__stages": 4})
     server, seats, total = tr.SeatServer(checkpoint, settings), [], 0
     for stage in range(settings.pipeline.stages):
         path, sent = fetch(server, stage, tmp_path / f"peer-{stage}")

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from tables import as_text
-from thinwire.cli import main
 from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
 from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter, StepRecord
@@ -120,20 +119,15 @@ def test_a_report_in_words():
 
 
 @pytest.fixture
-def said(tmp_path, monkeypatch, capsys):
+def said(tmp_path, monkeypatch, command):
     """Runs a command that ends with this exit code; what it said of it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "data"))
 
     def said(code, *arguments):
-        ended = 0
-        try:
-            main(list(arguments))
-        except SystemExit as end:
-            ended = end.code
-        output = capsys.readouterr()
-        assert ended == code, output
-        return output.err if code else output.out
+        ended, out, err = command(*arguments)
+        assert ended == code, out + err
+        return err if code else out
 
     return said
 

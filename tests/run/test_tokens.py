@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from settings_values import narrow
 from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
@@ -14,9 +15,10 @@ from thinwire.wire import Frame, FrameKind, Link, Meter, encode, handshake, memo
 from waiting import PATIENCE
 
 CPU = torch.device("cpu")
-NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "none"}
-FIXED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "fixed"}
-SHARED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "embedding"}
+NARROW, TABLES = (narrow("projected", anchor=anchor) for anchor in ("none", "per-stage"))
+FIXED, SHARED = (narrow("subspace", anchor=anchor) for anchor in ("fixed", "embedding"))
+ENDS = [Columns.INPUTS, Columns(0), Columns.TARGETS]
+ALL = [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]
 
 
 def joined(corpus, settings, stage):
@@ -27,14 +29,14 @@ def joined(corpus, settings, stage):
     return serving.result(), far
 
 
-def greeted(settings, **change):
+def greeted(settings, stage=0, **change):
     """The other end of a stage without the corpus, as a host that says anything of its own."""
     facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
              "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False,
              **change}  # fmt: skip
     here, there = memory_pair()
     greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, PATIENCE))
-    far = FetchedCorpus(there, settings, 0)
+    far = FetchedCorpus(there, settings, stage)
     greeting.result()
     return here, far
 
@@ -70,18 +72,17 @@ def test_ids_are_those_that_the_corpus_gives(width, make_settings, corpus):
 
 
 @pytest.mark.parametrize(("changes", "reads"), [
-    ({}, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
-    (NARROW, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
-    (FIXED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
-    (SHARED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
-], ids=["dense", "narrow", "fixed", "shared"])  # fmt: skip
+    ({}, ENDS), (NARROW, ENDS), (TABLES, ALL), (FIXED, ALL), (SHARED, ALL),
+], ids=["dense", "narrow", "tables", "fixed", "shared"])  # fmt: skip
+@pytest.mark.parametrize(("learned", "precision"), [("corpus", "fp32"), ("masked", "fp64")])
 def test_a_run_without_the_corpus_trains_to_the_same_bits(
-    changes, reads, make_settings, run_in_threads, corpus, tmp_path
+    changes, reads, learned, precision, make_settings, run_in_threads, request, tmp_path
 ):
-    settings = make_settings(pipeline__stages=3, run__precision="fp32", **changes)
+    settings = make_settings(pipeline__stages=3, run__precision=precision, **changes)
     assert [columns_read(settings, stage) for stage in range(3)] == reads
-    near = run_in_threads(settings)
-    pairs = [joined(corpus, settings, stage) for stage in range(3)]
+    data = request.getfixturevalue(learned)
+    near = run_in_threads(settings, data=data.folder)
+    pairs = [joined(data, settings, stage) for stage in range(3)]
     needs = [columns != Columns(0) for columns in reads]
     assert [far.is_due((0, 0)) for _, far in pairs] == needs
     nowhere = tmp_path / "nothing"
@@ -91,6 +92,12 @@ def test_a_run_without_the_corpus_trains_to_the_same_bits(
     for ours, theirs in zip(far.workers, near.workers, strict=True):
         assert ours.state.fingerprint() == theirs.state.fingerprint()
         assert ours.contract(min(ours.index, 1)) == theirs.contract(min(ours.index, 1))
+    last = Feed(pairs[2][1], settings, CPU)
+    assert last.validation_text == Feed(data, settings, CPU).validation_text
+    sent = pairs[2][0].meter.snapshot()["sent"]["TOKENS"]
+    size, context = settings.microbatch_size, settings.model.context
+    ids, masks = 2 * size * (context + (reads is ALL)), size * context // 8 + 4
+    assert sent["payload_bytes"] == sent["frames"] * (ids + masks * (learned == "masked"))
     for (server, _), reads_any in zip(pairs, needs, strict=True):
         asked = server.meter.snapshot()["received"].get("TOKENS", {"frames": 0})["frames"]
         assert (asked > 0) == reads_any, "a stage that reads nothing asks for nothing"
@@ -137,6 +144,18 @@ def test_ids_that_do_not_fit_are_refused(frame, words, make_settings):
     here.write(encode(Frame(**{**right, **frame})))
     with pytest.raises(WireError, match=words):
         far.inputs((0, 0))
+
+
+@pytest.mark.parametrize(("bits", "count", "words"), [
+    (bytes(4), 8, "0 learned tokens came, of 8"), (b"\xff" * 4, 129, "of 129"),
+    (b"\xff" * 4, 31, "32 learned tokens came, of 31"),
+])  # fmt: skip
+def test_masks_that_cannot_be_are_refused(bits, count, words, make_settings):
+    here, far = greeted(make_settings(), stage=1, masked=True)
+    payload = bytes(64) + bits + count.to_bytes(4, "little")
+    here.write(encode(Frame(FrameKind.TOKENS, codec=2, shape=(2, 16), payload=payload)))
+    with pytest.raises(WireError, match=words):
+        far.targets((0, 0))
 
 
 @pytest.mark.parametrize("frame", [

@@ -9,16 +9,8 @@ import pytest
 from written import written
 
 from thinwire.errors import ConfigError, ScheduleError
-from thinwire.schedule import (
-    Kind,
-    PipelineConfig,
-    Schedule,
-    build,
-    in_flight,
-    split_layers,
-    stage_window,
-    validate,
-)
+from thinwire.schedule import Kind, PipelineConfig, Schedule, build, in_flight, validate
+from thinwire.schedule.build import split_layers, stage_window
 
 
 def test_gpipe_runs_all_forwards_first_and_the_default_window_is_classic_1f1b():

@@ -9,17 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
-from thinwire.schedule import (
-    CONTROL_BYTES,
-    ROW_FRAME_BYTES,
-    Costs,
-    Network,
-    Span,
-    build,
-    forward_only,
-    simulate,
-    window_table,
-)
+from thinwire.schedule import Costs, Network, Span, build, forward_only, simulate, window_table
+from thinwire.schedule.simulator import CONTROL_BYTES, ROW_FRAME_BYTES
 
 
 def slower_or_equal(steps):
@@ -93,15 +84,12 @@ def test_latency_bound_one_microbatch_at_a_time():
     assert step.chain == pytest.approx({"compute": 45.5, "shared": 0, "latency": 200, "links": 0})
 
 
-@pytest.mark.parametrize(
-    ("network", "cores", "bound"),
-    [
-        (Network(latency_s=0.4), 2.0, "compute shared by all stages"),
-        (Network(latency_s=0.4), None, "compute"),
-        (Network(latency_s=9.0), 2.0, "latency"),
-        (Network(MBPS, latency_s=0.4), None, "links"),
-    ],
-)
+@pytest.mark.parametrize(("network", "cores", "bound"), [
+    (Network(latency_s=0.4), 2.0, "compute shared by all stages"),
+    (Network(latency_s=0.4), None, "compute"),
+    (Network(latency_s=9.0), 2.0, "latency"),
+    (Network(MBPS, latency_s=0.4), None, "links"),
+])  # fmt: skip
 def test_where_nothing_is_busy_the_longest_chain_names_the_limit(network, cores, bound):
     """On two cores stages wait for each other's compute: a short delay does not decide."""
     sizes, window = (costs(4, size=BYTES * 6), 1) if bound == "links" else (costs(4), 4)
@@ -152,15 +140,12 @@ def test_the_window_table_trades_memory_for_time():
     assert all(b[1] >= a[1] for a, b in zip(table, with_cores, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"costs": costs(3)}, "costs.forward has 3 numbers, 2 stages need 2"),
-        ({"costs": costs(2, forward=-1.0)}, "costs.forward = -1.0"),
-        ({"steps": 1}, "steps = 1"),
-        ({"schedule": forward_only(2, 2)}, "no update"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"costs": costs(3)}, "costs.forward has 3 numbers, 2 stages need 2"),
+    ({"costs": costs(2, forward=-1.0)}, "costs.forward = -1.0"),
+    ({"steps": 1}, "steps = 1"),
+    ({"schedule": forward_only(2, 2)}, "no update"),
+])  # fmt: skip
 def test_what_cannot_be_simulated(changes, message):
     arguments = {"schedule": build("gpipe", 2, 2), "costs": costs(2)} | changes
     with pytest.raises(ConfigError, match=message):
@@ -186,20 +171,17 @@ def test_rows_of_a_shared_embedding_are_handed_on_frame_by_frame(frames):
 # --- delayed updates ---
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "window", "delay", "expected"),
-    [
-        # Way up and back: four actions of a second, two of ten seconds. In flight are all that a
-        # step has, so each begins when the one a step before is back; or, without delay, when the
-        # last one is: two seconds later for each, since the upper stage does them in turn.
-        (2, 2, 2, 24.0),
-        (2, 2, 0, 26.0),
-        (4, 4, 4, 24.0),
-        (4, 4, 0, 30.0),
-        (4, 2, 4, 48.0),  # half of them in flight: twice there and back
-        (40, 40, 40, 80.0),  # there is work for all of that time
-    ],
-)
+@pytest.mark.parametrize(("microbatches", "window", "delay", "expected"), [
+    # Way up and back: four actions of a second, two of ten seconds. In flight are all that a
+    # step has, so each begins when the one a step before is back; or, without delay, when the
+    # last one is: two seconds later for each, since the upper stage does them in turn.
+    (2, 2, 2, 24.0),
+    (2, 2, 0, 26.0),
+    (4, 4, 4, 24.0),
+    (4, 4, 0, 30.0),
+    (4, 2, 4, 48.0),  # half of them in flight: twice there and back
+    (40, 40, 40, 80.0),  # there is work for all of that time
+])  # fmt: skip
 def test_a_step_with_delay_is_the_way_there_and_back(microbatches, window, delay, expected):
     schedule = build("1f1b", 2, microbatches, window, delay)
     step = simulate(schedule, costs(2, 1.0, 1.0, 0.0), Network(latency_s=10.0))

@@ -5,13 +5,7 @@ import os
 
 import pytest
 
-from thinwire.settings import Settings, machine_cores, threads_per_stage
-from thinwire.settings.crossing import (
-    MOST_LOGGED_STEPS,
-    checkpoint_interval,
-    checkpoint_steps,
-    logged_bytes,
-)
+from thinwire.settings import Settings, crossing, machine_cores, threads_per_stage
 from thinwire.settings.remarks import remarks
 from thinwire.typed import Scope, to_toml
 from thinwire.wire import LinkConfig
@@ -79,24 +73,25 @@ def test_the_hash_is_the_same_for_the_same_settings_said_otherwise():
 @pytest.mark.parametrize(("every", "wanted"), [(3, [3, 6, 8]), (0, [8]), (4, [4, 8]), (100, [8])])
 def test_checkpoints_and_validations_come_on_time_and_at_the_end(make_settings, every, wanted):
     settings = make_settings(train__steps=8, train__checkpoint_every=every, train__eval_every=every)
-    assert [done for done in range(1, 9) if checkpoint_steps(settings)(done)] == wanted
+    assert [done for done in range(1, 9) if crossing.checkpoint_steps(settings)(done)] == wanted
     assert [done for done in range(1, 9) if settings.is_evaluation_step(done)] == wanted
 
 
 def test_a_checkpoint_comes_before_the_log_of_what_stages_send_is_full(make_settings):
     def interval(every, room, **changes):
         settings = make_settings(train__checkpoint_every=every, train__log_mb=room, **changes)
-        return checkpoint_interval(settings)
+        return crossing.checkpoint_interval(settings)
 
     few = interval(0, 1)
     assert 10 < few < 30, "of 33 kB each, and what validations send"
     settings = make_settings(train__log_mb=1)
-    assert logged_bytes(settings, few) <= 1 << 20 < logged_bytes(settings, few + 1)
+    fits, beyond = (crossing.logged_bytes(settings, steps) for steps in (few, few + 1))
+    assert fits <= 1 << 20 < beyond
     assert interval(100, 1) == few and interval(5, 1) == 5
     assert interval(-1, 1) == -1 and interval(0, 0) == interval(0, 1, pipeline__stages=1) == 0
-    assert interval(0, 10**6) == MOST_LOGGED_STEPS
+    assert interval(0, 10**6) == crossing.MOST_LOGGED_STEPS
     long = make_settings(train__checkpoint_every=0, train__log_mb=1, train__steps=2 * few + 1)
-    saves = [done for done in range(1, 2 * few + 2) if checkpoint_steps(long)(done)]
+    saves = [done for done in range(1, 2 * few + 2) if crossing.checkpoint_steps(long)(done)]
     assert saves == [few, 2 * few, 2 * few + 1]
     note = f"a checkpoint follows every {few} steps, before train.log_mb = 1 is full"
     assert note in remarks(long) and note not in remarks(make_settings())

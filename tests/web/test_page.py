@@ -4,7 +4,6 @@ import io
 import json
 import math
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +14,6 @@ import httpx
 import pytest
 from webruns import STEPS, TOKEN, first_of, let_links_decide, messages, step_record
 
-from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.report import EvaluationRecord, MetricsWriter, PlainDisplay
 from thinwire.report.metrics import EVENTS_FILE, FILE_NAME, line_of, losses_of, read_evaluations
@@ -254,10 +252,9 @@ def test_the_address_of_a_page_is_printed_and_stays(tmp_path):
     assert "token" in address("train", "0.0.0.0:0")
 
 
-def test_watch_refuses_what_holds_no_run(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["watch", str(tmp_path)])
-    assert end.value.code == 2 and "holds no run" in capsys.readouterr().err
+def test_watch_refuses_what_holds_no_run(tmp_path, command):
+    code, _, said = command("watch", tmp_path)
+    assert code == 2 and "holds no run" in said
 
 
 def samples(folder):
@@ -296,8 +293,7 @@ def test_train_saves_and_writes_a_text_at_a_validation(thinwire, finished, tmp_p
     run = thinwire("train", config, *sets, "--sample", "stage", "--web", "off")
     story = tmp_path / "first" / EVENTS_FILE
     wait_until(lambda: story.exists() and samples(story.parent), PROCESS_PATIENCE)
-    run.process.send_signal(signal.SIGINT)
-    run.wait()
+    run.stop()
     step = int(samples(story.parent)[0].split(":")[0].removeprefix("step "))
     assert step in [record.step for record in read_evaluations(story.parent)]
     assert not list(story.parent.glob("checkpoints/.sample*"))
@@ -309,5 +305,4 @@ def test_watch_serves_runs_until_it_is_ended(thinwire, finished):
     address = page.text().split(" at ")[1].split()[0]
     with httpx.Client(follow_redirects=True, headers={"Accept": "text/html"}) as browser:
         assert "<title>thinwire</title>" in browser.get(address).text
-    page.process.send_signal(signal.SIGINT)
-    assert page.wait() == 0, page.text()
+    page.stop(code=0)

@@ -75,16 +75,9 @@ def test_every_truncation_and_an_extension_are_refused():
 
 
 @pytest.mark.parametrize(("offset", "replacement", "field"), [
-    (0, b"THWS", "magic"),
-    (4, b"\x02", "version"),
-    (5, b"\x00", "kind"),
-    (5, b"\xff", "kind"),
-    (32, b"\x05", "ndim"),
-    (33, b"\x01", "reserved"),
-    (35, b"\x80", "reserved"),
-    (44, b"\x01", "dims"),
-    (51, b"\x01", "dims"),
-    (52, b"\x13", "payload length"),
+    (0, b"THWS", "magic"), (4, b"\x02", "version"), (5, b"\x00", "kind"), (5, b"\xff", "kind"),
+    (32, b"\x05", "ndim"), (33, b"\x01", "reserved"), (35, b"\x80", "reserved"),
+    (44, b"\x01", "dims"), (51, b"\x01", "dims"), (52, b"\x13", "payload length"),
     (59, b"\x01", "payload length"),
 ])  # fmt: skip
 def test_each_malformed_field_is_named_although_the_checksum_fits(offset, replacement, field):

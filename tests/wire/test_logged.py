@@ -7,26 +7,13 @@ import msgspec
 import pytest
 from wiring import MAX_PAYLOAD, Recorder, in_background
 
+from thinwire import wire
 from thinwire.errors import BreachError, WireError
-from thinwire.wire import (
-    Frame,
-    FrameKind,
-    FrameLog,
-    Link,
-    LinkState,
-    LoggedPipe,
-    Meter,
-    Nic,
-    Position,
-    encode,
-    logged,
-    memory_pair,
-)
 from waiting import PATIENCE, wait_until
 
-NICS: dict[str, Callable[[], Nic | None]] = {
+NICS: dict[str, Callable[[], wire.Nic | None]] = {
     "direct": lambda: None,
-    "emulated": lambda: Nic(80, 80, latency_ms=3, jitter_ms=1),
+    "emulated": lambda: wire.Nic(80, 80, latency_ms=3, jitter_ms=1),
 }
 MICROBATCHES = 2
 
@@ -35,11 +22,11 @@ class Side:
     """A process at one end of a link: it sends the same frames for a step, whoever it is."""
 
     def __init__(self, folder, pipe, start=0, nic=None):
-        self.state = LinkState(FrameLog(folder, 1 << 20), start, is_new=pipe is None)
-        meter, self.heard = Meter(), Recorder()
-        self.pipe = LoggedPipe(pipe, self.state, nic, meter.count_sent)
-        self.link = Link(self.pipe, meter, nic, folder.name, MAX_PAYLOAD)
-        self.kind = FrameKind.FORWARD if "below" in folder.name else FrameKind.BACKWARD
+        self.state = wire.LinkState(wire.FrameLog(folder, 1 << 20), start, is_new=pipe is None)
+        meter, self.heard = wire.Meter(), Recorder()
+        self.pipe = wire.LoggedPipe(pipe, self.state, nic, meter.count_sent)
+        self.link = wire.Link(self.pipe, meter, nic, folder.name, MAX_PAYLOAD)
+        self.kind = wire.FrameKind.FORWARD if "below" in folder.name else wire.FrameKind.BACKWARD
         if pipe is not None:
             self.start()
 
@@ -51,7 +38,7 @@ class Side:
         for step in steps:
             for number in range(microbatches):
                 payload = f"{self.kind.name} {step}.{number}".encode()
-                self.link.send(Frame(self.kind, step=step, microbatch=number, payload=payload))
+                self.link.send(wire.Frame(self.kind, step=step, microbatch=number, payload=payload))
 
     def got(self):
         return [(frame.step, frame.microbatch) for frame in self.heard.frames]
@@ -67,7 +54,7 @@ def frames_of(*steps):
 
 def meet(staying, new):
     """Both say where they stand; the one that stays sends its log again."""
-    ours, theirs = memory_pair()
+    ours, theirs = wire.memory_pair()
     staying.state.start = max(staying.state.start, new.state.start)  # nobody begins after others
     going = in_background(lambda: staying.pipe.go_on(ours))
     new.pipe.go_on(theirs)
@@ -91,7 +78,7 @@ def nic(request):
 
 def joined(folder, nic=lambda: None):
     """A stage below, the stage above it and the pipe of that, which dies with it."""
-    ours, theirs = memory_pair()
+    ours, theirs = wire.memory_pair()
     below = Side(folder / "below", ours, nic=nic())
     return below, Side(folder / "above", theirs, nic=nic()), theirs
 
@@ -141,14 +128,14 @@ def test_a_new_process_gets_what_it_needs_and_the_other_end_nothing_twice(pair, 
 def test_a_wrong_count_of_what_arrived_would_show(error, tmp_path, monkeypatch):
     """The failing side of the test above: a frame comes twice, or one is missing."""
     below, above, theirs = joined(tmp_path)
-    new, true = Side(tmp_path / "new", None, start=2), LinkState.position
+    new, true = Side(tmp_path / "new", None, start=2), wire.LinkState.position
 
     def wrong(state):
         said = true(state)
         wrong = [(step, kind, n + error * (step == 3)) for step, kind, n in said.received]
-        return Position(said.start, said.latest, wrong)
+        return wire.Position(said.start, said.latest, wrong)
 
-    monkeypatch.setattr(LinkState, "position", wrong)
+    monkeypatch.setattr(wire.LinkState, "position", wrong)
     below.send(0, 1, 2, 3)
     above.send(0, 1, 2)
     above.send(3, microbatches=1)
@@ -169,16 +156,17 @@ def test_who_is_lost_again_is_replaced_again(pair, tmp_path):
     above.wait_for(20 * MICROBATCHES)
     die(above, its_pipe, below)
 
-    ours, theirs = memory_pair(limit=1)
+    ours, theirs = wire.memory_pair(limit=1)
     silent = goes_on_in_vain(below, ours)
     assert theirs.read(), "where the other end stands; and no answer"
     below.pipe.await_another()
     silent.join(PATIENCE / 3)
     assert not silent.is_alive(), "it does not wait for an answer that cannot come"
 
-    ours, theirs = memory_pair(limit=1)
+    ours, theirs = wire.memory_pair(limit=1)
     stuck = goes_on_in_vain(below, ours)
-    second = LoggedPipe(None, LinkState(FrameLog(tmp_path / "second", 1 << 20), 0, True), nic)
+    state = wire.LinkState(wire.FrameLog(tmp_path / "second", 1 << 20), 0, True)
+    second = wire.LoggedPipe(None, state, nic)
     second.go_on(theirs)
     assert second.read() and second.read(), "it dies after the first frames"
     below.pipe.await_another()
@@ -212,7 +200,7 @@ def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(pair, tmp_path
 
 
 def test_without_a_word_that_another_comes_a_loss_is_the_end(tmp_path):
-    ours, theirs = memory_pair()
+    ours, theirs = wire.memory_pair()
     below = Side(tmp_path / "below", ours)
     theirs.close()
     below.heard.wait(lambda: below.heard.errors)
@@ -233,32 +221,32 @@ def test_what_is_sent_while_nobody_is_there_is_sent_to_who_comes(pair, tmp_path,
     assert new.got() == frames_of(1, 2, 3)
 
 
-@pytest.mark.parametrize("answer", [b"\xc1", b"\x93\x01\x02\x03", b"x" * (logged.MOST_SAID + 1)])
+@pytest.mark.parametrize("answer", [b"\xc1", b"\x93\1\2\3", b"x" * (wire.logged.MOST_SAID + 1)])
 def test_an_answer_that_is_no_position_is_refused(answer, tmp_path):
-    ours, theirs = memory_pair()
+    ours, theirs = wire.memory_pair()
     theirs.write(answer)
-    state = LinkState(FrameLog(tmp_path, 1 << 20))
+    state = wire.LinkState(wire.FrameLog(tmp_path, 1 << 20))
     with pytest.raises(WireError, match="did not say where it stands") as caught:
-        LoggedPipe(None, state).go_on(ours)
-    assert isinstance(caught.value, BreachError) or len(answer) > logged.MOST_SAID
+        wire.LoggedPipe(None, state).go_on(ours)
+    assert isinstance(caught.value, BreachError) or len(answer) > wire.logged.MOST_SAID
 
 
-def message(step, kind=FrameKind.FORWARD, size=100):
-    return encode(Frame(kind, step=step, payload=bytes([step]) * size))
+def message(step, kind=wire.FrameKind.FORWARD, size=100):
+    return wire.encode(wire.Frame(kind, step=step, payload=bytes([step]) * size))
 
 
 def test_a_log_gives_back_what_it_was_given_and_forgets_what_is_safe(tmp_path, monkeypatch):
-    monkeypatch.setattr(logged, "SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(wire.logged, "SEGMENT_BYTES", 1000)
     (tmp_path / "000007.frames").write_bytes(b"of an earlier process")
-    log = FrameLog(tmp_path, 1 << 20)
+    log = wire.FrameLog(tmp_path, 1 << 20)
     for step in range(50):
-        log.add(step, FrameKind.FORWARD, message(step))
-    log.add(logged.GOODBYE, FrameKind.BYE, message(0, FrameKind.BYE, 0))
+        log.add(step, wire.FrameKind.FORWARD, message(step))
+    log.add(wire.logged.GOODBYE, wire.FrameKind.BYE, message(0, wire.FrameKind.BYE, 0))
     assert log.latest == 49 and log.reaches(0)
     held = len(list(tmp_path.iterdir()))
     log.trim(40)
     assert log.reaches(40) and not log.reaches(39)
-    wanted = [*(message(step) for step in range(40, 50)), message(0, FrameKind.BYE, 0)]
+    wanted = [*(message(step) for step in range(40, 50)), message(0, wire.FrameKind.BYE, 0)]
     assert [log.read(entry) for entry in log.since(0)] == wanted
     assert len(log.since(45)) == 6, "with the goodbye"
     assert log.bytes == sum(map(len, wanted))
@@ -272,22 +260,22 @@ def test_a_log_gives_back_what_it_was_given_and_forgets_what_is_safe(tmp_path, m
 @pytest.mark.parametrize("reason", ["limit", "disk"])
 def test_a_log_without_room_costs_no_training_and_helps_again_after_a_state(reason, tmp_path):
     full = tmp_path / "full"
-    log = FrameLog(full, 1000 if reason == "limit" else 1 << 20)
+    log = wire.FrameLog(full, 1000 if reason == "limit" else 1 << 20)
     if reason == "disk":
         full.write_text("a file where the folder should be")
     for step in range(10):
-        log.add(step, FrameKind.FORWARD, message(step))
+        log.add(step, wire.FrameKind.FORWARD, message(step))
     assert not log.reaches(0) and log.trouble
-    state = LinkState(log)
+    state = wire.LinkState(log)
     with pytest.raises(WireError, match="does not reach back to step 0: ") as caught:
-        state.go_on(Position(0, 0, {}))
+        state.go_on(wire.Position(0, 0, {}))
     assert log.trouble in str(caught.value)
     if reason == "disk":
         full.unlink()
     log.trim(10)
-    log.add(10, FrameKind.FORWARD, message(10))
+    log.add(10, wire.FrameKind.FORWARD, message(10))
     assert log.reaches(10)
-    assert [log.read(entry) for entry in state.go_on(Position(10, 0, {}))] == [message(10)]
+    assert [log.read(entry) for entry in state.go_on(wire.Position(10, 0, {}))] == [message(10)]
 
 
 def test_what_both_ends_do_at_once_keeps_its_order(tmp_path):
@@ -307,7 +295,7 @@ def test_what_both_ends_do_at_once_keeps_its_order(tmp_path):
 def test_a_follower_gets_what_another_gets_sends_nothing_and_takes_its_place(tmp_path):
     below, above, theirs = joined(tmp_path)
     below.send(0, 1)
-    fed, follows = memory_pair()
+    fed, follows = wire.memory_pair()
 
     def feed():
         with contextlib.suppress(WireError):  # at the end of the test
@@ -328,7 +316,7 @@ def test_a_follower_gets_what_another_gets_sends_nothing_and_takes_its_place(tmp
     wait_until(lambda: follower.state.log.latest == 2)
     assert below.got() == [*frames_of(0, 1), (2, 0)], "it sends nothing"
     die(above, theirs, below)
-    ours, theirs = memory_pair()
+    ours, theirs = wire.memory_pair()
     going = in_background(lambda: below.pipe.go_on(ours))
     follower.pipe.await_another()
     follower.pipe.go_on(theirs)
@@ -345,12 +333,13 @@ def test_a_follower_gets_what_another_gets_sends_nothing_and_takes_its_place(tmp
 
 
 def test_a_follower_that_is_fed_no_more_says_so(tmp_path):
-    ours, theirs = memory_pair()
-    state = LinkState(FrameLog(tmp_path / "follower", 1 << 20), 0, is_new=True, follows=True)
-    pipe = LoggedPipe(None, state)
+    ours, theirs = wire.memory_pair()
+    log = wire.FrameLog(tmp_path / "follower", 1 << 20)
+    state = wire.LinkState(log, 0, is_new=True, follows=True)
+    pipe = wire.LoggedPipe(None, state)
     going = in_background(lambda: pipe.follow(theirs))
     assert ours.read()
-    ours.write(msgspec.msgpack.encode(Position(0, 0, [])))
+    ours.write(msgspec.msgpack.encode(wire.Position(0, 0, [])))
     going.join(PATIENCE)
     ours.close()
     with pytest.raises(WireError, match="feeds this follower no more"):
@@ -358,19 +347,19 @@ def test_a_follower_that_is_fed_no_more_says_so(tmp_path):
 
 
 def test_frames_are_left_out_by_kind_for_a_validation_may_be_cut_short(tmp_path):
-    state = LinkState(FrameLog(tmp_path, 1 << 20), is_new=True)
-    received = [(3, FrameKind.EVALUATE, 2), (3, FrameKind.FORWARD, 1)]
-    assert state.go_on(Position(0, 2, received)) == []
-    assert state.keep(message(3, FrameKind.VALIDATED)), "the two before it are not made again"
+    state = wire.LinkState(wire.FrameLog(tmp_path, 1 << 20), is_new=True)
+    received = [(3, wire.FrameKind.EVALUATE, 2), (3, wire.FrameKind.FORWARD, 1)]
+    assert state.go_on(wire.Position(0, 2, received)) == []
+    assert state.keep(message(3, wire.FrameKind.VALIDATED)), "the two before it are not made again"
     assert not state.keep(message(3))
     assert state.keep(message(3))
     assert state.sent_again == 4, "the other end has all that it needs for the next step"
 
 
 def test_what_waits_on_the_uplink_is_not_sent_twice_when_the_log_was_lost(tmp_path):
-    log = FrameLog(tmp_path, 2 * len(message(0)))
-    state = LinkState(log)
+    log = wire.FrameLog(tmp_path, 2 * len(message(0)))
+    state = wire.LinkState(log)
     for step in (0, 0, 0, 1, 1):  # the third finds no room, and the log begins anew
         state.keep(message(step))
     assert log.reaches(1) and not log.reaches(0)
-    assert state.go_on(Position(start=1, latest=0, received=[])) == []
+    assert state.go_on(wire.Position(start=1, latest=0, received=[])) == []

@@ -43,15 +43,9 @@ OTHER = """
 
 
 def call(
-    address,
-    name="peer",
-    who=PEER,
-    timeout=PATIENCE,
-    whom=HOST.fingerprint,
-    silence=HOURLY,
-    tries_again=True,
+    address, name="peer", who=PEER, timeout=PATIENCE, whom=HOST.fingerprint, silence=HOURLY, **more
 ):
-    return wire.dial(address, name, who, whom, timeout, MAX_MESSAGE, silence, tries_again)
+    return wire.dial(address, name, who, whom, timeout, MAX_MESSAGE, silence, **more)
 
 
 def refusal(address, *others, **named):
