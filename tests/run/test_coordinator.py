@@ -217,3 +217,9 @@ def test_where_the_run_stands_is_told_at_any_time():
     assert len(lead.coordinator.reasons()) == 2, "who has finished is not waited for"
     for phase in set(Phase) - {Phase.COLLECTING}:  # which comes after another end
         assert phase.value in Lead().until(phase).coordinator.reasons()[0]
+
+
+def test_a_coordinator_that_was_suspended_blames_nobody_for_it():
+    lead = Lead(patience=100.0).until(Phase.TRAINING)
+    assert lead.on(ev.Tick(), 36_000.0) == []
+    assert lead.say(0, step(0, 0)) == [ev.Record(0, step(0, 0))]
