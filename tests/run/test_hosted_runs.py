@@ -110,7 +110,7 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines):
     assert "ana or another" in waits_for()
 
     assert "ben was removed from the run" in asked("kick", peer="ben")["text"]
-    assert ben.wait() != 0 and "the host removed this peer" in ben.text()
+    assert ben.wait() == REFUSED and "the host removed this peer" in ben.text()
     with pytest.raises(ConfigError, match="no peer of this run is called 'eve'"):
         asked("kick", peer="eve")
     (machines.invite,) = re.findall(r"tw1-\S+", asked("invite")["text"])

@@ -136,7 +136,7 @@ def test_a_seat_passes_from_peer_to_peer_and_who_was_removed_stays_out(machines)
 
     kick = machines.run("host", "kick", "cleo", machines.run_folder)
     assert kick.wait() == 0 and "cleo was removed" in kick.text(), kick.text()
-    assert cleo.wait() == 6, cleo.text()
+    assert cleo.wait() == 8, cleo.text()
     assert "the host removed this peer from the run" in cleo.text()
     host.wait_for(r"waiting for 1 more peer; here: ana")  # who was removed is not named
     returned, fresh = machines.join("cleo"), machines.join("dan")

@@ -152,7 +152,7 @@ def test_a_second_process_with_a_peers_key_is_refused_while_the_first_lives(hous
         "ana takes part in this run already (place one; this is place two): end that one "
         "first, or join as a further peer with another --folder and --name"
     )
-    assert [m for m, *_ in second.heard] == [pr.Dismiss(why, in_order=False)]
+    assert [m for m, *_ in second.heard] == [pr.Dismiss(why, "refused")]
     wait_until(lambda: notes)
     said = "two processes join with the key of ana: place one stays, place two was refused"
     assert notes == [said]
@@ -163,7 +163,7 @@ def test_a_second_process_with_a_peers_key_is_refused_while_the_first_lives(hous
 def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house):
     ana = house.join("ana")
     house.members.kick("ana")
-    ana.hears(pr.Dismiss("the host removed this peer from the run", in_order=False))
+    ana.hears(pr.Dismiss("the host removed this peer from the run", "refused"))
     assert house.happened[-1] == ("ana", Gone("the host removed it from the run"))
     assert house.members.all() == []
     with pytest.raises(AdmissionError, match="is not welcome there"):

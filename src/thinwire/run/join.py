@@ -557,11 +557,13 @@ class JoinedPeer:
             case msg.Release(stages=stages):
                 self._let_go(generation, stages)
                 if self._is_leaving and not self._holdings:
-                    self._end("left the run", in_order=True)
+                    self._end("left the run")
             case msg.TryDoor():
                 self._begin(self._try_door)
-            case msg.Dismiss(reason, in_order):
-                self._end(printable(reason), in_order)
+            case msg.Dismiss(reason, "over"):
+                self._end(printable(reason))
+            case msg.Dismiss(reason, why):
+                raise (AdmissionError if why == "refused" else StageError)(printable(reason))
             case msg.News(text, kind):
                 self._display.phase(printable(kind, 10), printable(text))
             case StepRecord():
@@ -612,7 +614,7 @@ class JoinedPeer:
             self._let_go()
         self._note_loss(reason)
         if self._is_leaving:
-            self._end("left the run", in_order=True)
+            self._end("left the run")
 
     def _hold(self, hold: msg.Hold, generation: int) -> None:
         if any(held.generation != generation for held in self._holdings):
@@ -741,16 +743,14 @@ class JoinedPeer:
         has_finished = bool(codes) and all(code == 0 for code in codes)
         is_away = self._channel is None or self._lost_at is not None
         if is_away or not (is_running or has_finished):
-            self._end("left the run", in_order=True)
+            self._end("left the run")
             return
         when = "after this step, with a checkpoint"
         if has_finished:
             when = "as soon as the host has this machine's part of the last checkpoint"
         self._display.note(f"leaving {when}; press Ctrl-C again to leave now")
 
-    def _end(self, reason: str, in_order: bool) -> None:
-        if not in_order:
-            raise StageError(reason)
+    def _end(self, reason: str) -> None:
         self._farewell, self._is_over = reason, True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -133,7 +133,7 @@ class Members:
         self._streams: dict[tuple[str, bytes], _Connections] = {}  # by name, session
         self._changed = threading.Condition(threading.RLock())
         self._is_over = False
-        self._farewell = msg.Dismiss("the host ended; join again when it is back", in_order=True)
+        self._farewell = msg.Dismiss("the host ended; join again when it is back", "over")
         threading.Thread(target=self._look_for_members, daemon=True).start()
 
     def __enter__(self) -> "Members":
@@ -153,7 +153,7 @@ class Members:
 
     def say_farewell(self, reason: str, in_order: bool = True) -> None:
         """What members will hear when the host ends."""
-        self._farewell = msg.Dismiss(reason, in_order)
+        self._farewell = msg.Dismiss(reason, "over" if in_order else "failed")
 
     def all(self) -> list[Member]:
         """All machines that were let in and not kicked, those who are here first, by arrival."""
@@ -216,9 +216,7 @@ class Members:
             if member is None or member.channel is None:
                 self._cut(name)
             else:
-                self.tell(
-                    name, msg.Dismiss("the host removed this peer from the run", in_order=False)
-                )
+                self.tell(name, msg.Dismiss("the host removed this peer from the run", "refused"))
                 reason, cut = "the host removed it from the run", partial(self._cut, name)
                 self._lose(member, member.channel, reason, then=cut)
         return others
@@ -335,7 +333,7 @@ class Members:
             f"{member.name} takes part in this run already ({stays}; this is {refused}): end that "
             "one first, or join as a further peer with another --folder and --name"
         )
-        _send(channel, msg.Dismiss(reason, in_order=False))
+        _send(channel, msg.Dismiss(reason, "refused"))
         with self._changed:
             self._lose(member, channel, reason)
         if self._told.again(member.name, time.monotonic()):

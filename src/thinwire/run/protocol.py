@@ -29,7 +29,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -388,10 +388,10 @@ class TryDoor:
 
 @dataclass(frozen=True)
 class Dismiss:
-    """A peer is to leave: the run is over, or it is not wanted."""
+    """A peer is to leave: the run is over, in order or not, or the peer is not wanted."""
 
     reason: str
-    in_order: bool
+    why: Literal["over", "failed", "refused"]
 
 
 # What the coordinator tells a stage
