@@ -265,7 +265,8 @@ def measure_rates(settings: Settings, repeats: int = 3) -> Rates:
         return time.perf_counter() - start
 
     parameters = dict(block.named_parameters())
-    matrices = {name: Role.MATRIX for name, p in parameters.items() if p.ndim > 1}
+    has_muon = settings.optim.name == "muon"
+    matrices = {n: Role.MATRIX for n, p in parameters.items() if has_muon and p.ndim > 1}
 
     def update_seconds(roles: dict[str, Role]) -> float:
         optimizer = StageOptimizer(parameters, roles, settings.optim)
@@ -286,10 +287,9 @@ def measure_rates(settings: Settings, repeats: int = 3) -> Rates:
         own = sum(p.numel() for p in parameters.values())
         all_trained = model_weights(settings).trained
         of_others = update_seconds({})
-        muon = settings.optim.name == "muon"
-        products = sum(orthogonalising_flops(parameters[name].shape) for name in matrices) * muon
+        products = sum(orthogonalising_flops(parameters[name].shape) for name in matrices)
         of_blocks = of_others + products / rates.flops
-        if of_blocks < _MEASURE_SECONDS:  # of 8b on a CPU it would be minutes
+        if matrices and of_blocks < _MEASURE_SECONDS:  # of 8b on a CPU it would be minutes
             of_blocks = update_seconds(matrices)
         layers, others = settings.model.layers, max(0, all_trained / own - settings.model.layers)
         return Rates(rates.flops, all_trained / (layers * of_blocks + others * of_others))
