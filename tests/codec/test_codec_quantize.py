@@ -188,15 +188,14 @@ BIASED = ["int2", "int3", "int4(group=4)", "int8", "int4(tensor)", "step(2)"]
 
 @pytest.mark.parametrize("name", BIASED)
 def test_gradients_are_rounded_without_bias(name):
-    """The same row many times over, half with the other sign: each meets other random numbers."""
+    """The same row many times over: each copy meets other random numbers."""
     codec, copies = parse_codec(name), 20_000
-    row, signs = normal((10,), 0), torch.ones(copies, 1)
-    signs[::2] = -1
-    limit = 5 * 0.5 * steps_of(codec, row * signs, BACKWARD)[0] / math.sqrt(copies)
-    got = cross(codec, codec, row * signs, BACKWARD).double() * signs
-    assert ((got.mean(0) - row).abs() <= limit).all()
-    nearest = cross(codec, codec, row * signs, FORWARD).double() * signs
-    assert ((nearest.mean(0) - row).abs() > limit).any(), "rounding to nearest is biased"
+    sent = normal((1, 10), 0).expand(copies, 10)
+    limit = 5 * 0.5 * steps_of(codec, sent, BACKWARD)[0] / math.sqrt(copies)
+    got = cross(codec, codec, sent, BACKWARD).double()
+    assert ((got.mean(0) - sent[0]).abs() <= limit).all()
+    nearest = cross(codec, codec, sent, FORWARD).double()
+    assert ((nearest.mean(0) - sent[0]).abs() > limit).any(), "rounding to nearest is biased"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -313,7 +312,7 @@ def symbols_of(codec, tensor):
 @pytest.mark.parametrize("bits", [2, 3, 4.5, 6, 8])
 def test_a_gaussian_tensor_costs_as_many_bits_as_the_name_says(bits):
     sent = normal((256, 256), 0) * 1e-6
-    rms = (sent - sent.mean(0)).square().mean().sqrt()
+    rms = sent.square().mean().sqrt()
     wanted = float(rms) * math.sqrt(2 * math.pi * math.e) * 2**-bits
     assert step_of(StepCodec(bits), sent) == pytest.approx(wanted, rel=1e-5)
     assert entropy(symbols_of(StepCodec(bits), sent)) == pytest.approx(bits, abs=0.08)
@@ -378,23 +377,17 @@ def test_the_receiver_takes_the_random_numbers_off_again():
     assert float(kept.square().mean()) == pytest.approx(step**2 / 6, rel=0.02)
 
 
-def test_what_all_rows_have_in_common_is_sent_once_and_has_no_say_in_the_step():
-    """Sent with every row it would take as many bits as it is large; in the step it would take
-    from each row what the row has of its own, as it does with gradients.
-    """
-    own, codec = normal((4096, 64), 0), parse_codec("step(6)+zstd")
-    sent = own + 5 * normal((64,), 1)
+def test_what_all_rows_have_in_common_is_sent_once():
+    """Sent with every row it would take as many bits as it is large, as with gradients."""
+    sent = normal((4096, 64), 0) + 5 * normal((64,), 1)
+    codec = parse_codec("step(6)+zstd")
     step, means, *_ = StepCodec(6).encode(sent, FORWARD)
     symbols = (round_trip(codec, sent) / step).round()
     assert torch.equal(means, symbols.double().mean(0).add(0.5).floor().short())
-    bits = 8 * len(codec.pack(sent, FORWARD)) / sent.numel()
+    bits, back = (8 * len(codec.pack(sent, p)) / sent.numel() for p in (FORWARD, BACKWARD))
     assert abs(bits - entropy(symbols - means)) < 0.2
-    assert entropy(symbols) > bits + 1
-    assert float(step) == pytest.approx(step_of(StepCodec(6), own), rel=1e-5)
-    larger, none, *_ = StepCodec(6).encode(sent, BACKWARD)
-    assert larger > 4 * step and not none.any()
-    one = own[:1]
-    assert (round_trip(codec, one) - one).abs().max() <= one.abs().max() / 64_000, "all in common"
+    assert min(back, entropy(symbols)) > bits + 1
+    assert not StepCodec(6).encode(sent, BACKWARD)[1].any()
 
 
 @quick

@@ -217,10 +217,9 @@ class StepCodec(Codec):
     step everywhere the error is the same everywhere, and the cost of a token follows its own size:
     at equal error fewer bits on the whole. The symbols only become small by `+zstd`.
 
-    step = rms * sqrt(2 pi e) * 2**-bits, with the rms of what rows have of their own (below). The
-    entropy of a Gaussian tensor in such steps is `bits` per element, and less than that where
-    magnitudes differ from token to token. Where an element exceeds 32,000 steps, the step is
-    enlarged until none does: nothing is clipped.
+    step = rms * sqrt(2 pi e) * 2**-bits. The entropy of a Gaussian tensor in such steps is `bits`
+    per element, and less than that where magnitudes differ from token to token. Where an
+    element exceeds 32,000 steps, the step is enlarged until none does: nothing is clipped.
 
     Below 1.05 bits the step would exceed 2 rms: activations of one size would arrive as zeros, also
     with feedback, since the step grows with what is owed. From 1.25 bits on the error's rms is at
@@ -232,10 +231,8 @@ class StepCodec(Codec):
 
     What all rows have in common (their mean in each column, in whole steps) is sent once. It is
     half to nearly all of the energy that crosses a narrow cut, and as part of every row it would
-    spread the symbols over as many values as there are columns. It tells tokens apart in nothing,
-    so it has no say in the step: where it is 98 % of the energy, a step by the rms of all would be
-    seven times too large. Gradients have nothing in common: of them zeros are sent, which cost
-    nothing with `+zstd`.
+    spread the symbols over as many values as there are columns. No bit that arrives is another.
+    Gradients have nothing in common: of them zeros are sent, which cost nothing with `+zstd`.
 
     Payload: the step and the means (none for an empty tensor), how the lower bytes lie, all lower
     bytes, all upper bytes. Where nearly all symbols fit into four bits, the lower bytes are first
@@ -275,14 +272,12 @@ class StepCodec(Codec):
         largest = torch.maximum(x.amax(), -x.amin()).clamp(min=_SMALLEST_LARGEST)
         # Relative to the largest, so that squares neither overflow nor vanish.
         relative = x / largest
-        has_common = place.leg is Leg.FORWARD
-        own = relative - relative.mean(0) if has_common else relative
-        rms = torch.linalg.vector_norm(own) / math.sqrt(x.numel())
+        rms = torch.linalg.vector_norm(relative) / math.sqrt(x.numel())
         in_steps = rms * math.sqrt(2 * math.pi * math.e) * 2.0**-self._bits
         in_steps = in_steps.clamp(min=1 / _MOST_STEPS)
         symbols_RD = round_at(relative.div_(in_steps), place).to(torch.int16)
         step = torch.where(largest <= LARGEST, largest * in_steps, math.nan)
-        sums_D = symbols_RD.sum(0) * has_common
+        sums_D = symbols_RD.sum(0) * (place.leg is Leg.FORWARD)
         half = len(x) // 2  # to the nearest: columns about zero have a mean of zero
         means_D = (sums_D + half).div_(len(x), rounding_mode="floor").to(torch.int16)
         symbols = symbols_RD.sub_(means_D).add_(_SHIFT).reshape(-1)  # modulo 2**16, and back
