@@ -565,7 +565,7 @@ class World:
         if self.speeds.fetch > IDLE:
             return  # a build may take minutes
         if self.now - max(self.active_at, self.calm_at) > IDLE:
-            why = self.leader.coordinator.reasons()
+            why = self.leader.coordinator._watch.doing()
             raise WrongError(f"nobody does anything for {IDLE} s: {why}")
         if self.now - max(self.new_at, self.calm_at) > ENDLESS:
             raise WrongError(f"no step ended for {ENDLESS} s")

@@ -150,7 +150,7 @@ def test_a_wait_for_a_new_process_is_no_stuck_run():
     lead.on(ev.Exited(1, -9))
     for _ in range(500):
         assert lead.on(ev.Tick(), 1.0) == []
-    assert "stage 1 is lost, and waits for a peer" in " ".join(lead.coordinator.reasons())
+    assert "stage 1 is lost, and waits for a peer" in lead.coordinator._watch.doing()
     for begun in range(500):
         for s in range(4):
             assert lead.say(s, Pulse(begun if s == 1 else 7, "builds its layers")) == []

@@ -127,7 +127,6 @@ class Coordinator:
         self._course = course
         self._steps = [0] * stages  # reported
         self._told = Told()
-        self._since = 0.0  # the phase began, by the watch's clock
         self._arrived: dict[int, Any] = {}  # what ends this phase, by stage
         self._finished: set[int] = set()
         self._ended = (0, False)  # the last decision that they knew, and whether it ends the run
@@ -201,17 +200,6 @@ class Coordinator:
         """The stages without which this phase does not end."""
         done = self._arrived if self.phase in _ROUNDS else self._finished
         return [stage for stage in self._all if stage not in done]
-
-    def reasons(self) -> list[str]:
-        """The phase of the run and since when; then what each stage does that it waits for."""
-        phase = self.phase.value if self._settled_at is None else "looks for the cause of a failure"
-        since = f"the run {phase}, for {self._watch.now - self._since:.0f} s"
-        lacking = self.waiting_for() if self.phase in _ROUNDS else []
-        if self.phase is Phase.COLLECTING:
-            lacking = self._stages_travelling()
-        missing = ", ".join(f"stage {stage}" for stage in lacking)
-        who = f"; still missing: {missing}" if missing else ""
-        return [since + who, *self._watch.doing()]
 
     def _stages_travelling(self) -> list[int]:
         return sorted({stage for _, stage in self._travelling})
@@ -321,7 +309,7 @@ class Coordinator:
 
     def _stop(self, why: str) -> Commands:
         self.stop_asked = True
-        self._enter(Phase.STOPPING)
+        self.phase = Phase.STOPPING
         return [*self._tell_all(msg.Stop()), ev.Say(why)]
 
     def _end_if_done(self) -> Commands:
@@ -332,7 +320,7 @@ class Coordinator:
             return [*self._tell_all(msg.Leave()), self._end()]
         if self.phase is Phase.COLLECTING:
             return []
-        self._enter(Phase.COLLECTING)
+        self.phase = Phase.COLLECTING
         stages = self._stages_travelling()
         which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         return [ev.Say(f"all stages have stopped; the host waits for the checkpoint of {which}")]
@@ -376,10 +364,10 @@ class Coordinator:
             return commands
         arrived = [self._arrived.pop(stage) for stage in self._all]
         if self.phase is Phase.BUILDING:
-            self._enter(Phase.LINKING)
+            self.phase = Phase.LINKING
             self._ready = arrived
             return [*commands, *(ev.Tell(s, self._connect(s)) for s in self._all)]
-        self._enter(Phase.TRAINING)
+        self.phase = Phase.TRAINING
         self._watch.begin_training()
         return [*self._tell_all(msg.Start()), ev.Begin(self._ready, self._ready[0].versions)]
 
@@ -769,11 +757,8 @@ class Coordinator:
         return [*self._tell_all(msg.Saved(self._saved)), *followed]
 
     def _end(self, error: BaseException | None = None, culprit: ev.Suspect | None = None) -> ev.End:
-        self._enter(Phase.FINISHED)
+        self.phase = Phase.FINISHED
         return ev.End(error, culprit)
-
-    def _enter(self, phase: Phase) -> None:
-        self.phase, self._since = phase, self._watch.now
 
     def _tell_all(self, message: msg.ToStage) -> Commands:
         """Who takes a lost one's place hears it once it trains."""

@@ -734,9 +734,6 @@ class HostedPeers(Peers):
         words = "" if culprit.known else self._words.get(culprit.stage) or culprit.trace
         return who + "".join(f"\n  | {printable(line)}" for line in words.splitlines())
 
-    def control_bytes(self) -> int:
-        return self._base.members.moved_bytes()
-
     def end_states(self) -> None:
         """All stages have their states: serve these no longer."""
         for states in self._states:

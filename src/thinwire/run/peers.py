@@ -150,10 +150,6 @@ class Peers(contextlib.AbstractContextManager[Any]):
     def last_words(self, culprit: ev.Suspect) -> str:
         """What the log of a stage says of its end, as lines that go behind an error."""
 
-    @abstractmethod
-    def control_bytes(self) -> int:
-        """Every byte of the streams of messages so far, both ways, frame headers included."""
-
     def next_event(self, coordinator: Coordinator) -> ev.Event:
         """What happens next, or a Tick when the coordinator needs one."""
         return self.said.next(coordinator.rest(time.monotonic()))
@@ -319,6 +315,7 @@ class LocalPeers(Peers):
         return f"\n  {log if culprit.known else process.last_lines(culprit.trace)}"
 
     def control_bytes(self) -> int:
+        """Every byte of the streams of messages so far, both ways, frame headers included."""
         return sum(here.channel.moved_bytes() for here in self._here)
 
     def _with(self, stage: int) -> StagesHere:
