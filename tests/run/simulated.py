@@ -148,9 +148,9 @@ class Leader:
     def _fetch(self, process, stage, part):
         """The part of a checkpoint is here, unless its process is gone: then another says so."""
         if (process.runs or process.has_left) and not process.is_replaced:
-            self.hear(ev.PartArrived(stage, part.step))
+            self.hear(ev.Travelled(stage, part.step))
         else:
-            lost = ev.PartLost(stage, part.step, "no byte of it came")
+            lost = ev.Travelled(stage, part.step, "no byte of it came")
             self.world.after(15.0 + self.world.speeds.upload, self.hear, lost)
 
     def _tick(self):

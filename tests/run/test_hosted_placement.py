@@ -279,6 +279,6 @@ def test_a_part_that_another_machine_writes_anew_counts_as_it_was_written_there(
     anew = part(1, 1)
     anew.shard.tensors.append("another")
     run.say(1, ready(1), msg.Linked(), step(1, 0), anew)
-    told = [*run.on(ev.PartArrived(0, 1)), *run.on(ev.PartArrived(1, 1)), *run.say(1, step(1, 1))]
+    told = [*run.on(ev.Travelled(0, 1)), *run.on(ev.Travelled(1, 1)), *run.say(1, step(1, 1))]
     (commit,) = (command for command in told if isinstance(command, ev.Commit))
     assert commit.parts[1] is anew

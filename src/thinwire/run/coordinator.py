@@ -97,7 +97,7 @@ class Coordinator:
     """A run as a state machine: `on` takes an event and the time, and returns commands.
 
     With `parts_travel`, what a stage writes is on its own machine. A part then counts when
-    PartArrived follows its ShardWritten, and the run ends after the last of them. With a `course`,
+    Travelled follows its ShardWritten, and the run ends after the last of them. With a `course`,
     whoever saves or ends at another time than is due is at fault.
 
     `placement` lists the stages that share a process. With it, a stage that is lost while the run
@@ -229,10 +229,10 @@ class Coordinator:
                 self._gone.add(stage)
             case ev.Away(stage=stage) | ev.Back(stage=stage):
                 return self._on_outage(stage, event, now)
-            case ev.PartArrived() | ev.PartLost():
-                return self._on_travelled(event)
-            case ev.PartRefused(stage=stage, error=error):
+            case ev.Travelled(stage, error=error, at_fault=True):
                 self._suspect(ev.Lost(stage, error, in_breach=True), now)
+            case ev.Travelled():
+                return self._on_travelled(event)
             case ev.Stopped(stage):
                 return self._replace_stuck(stage, "its process is stopped", now)
             case ev.Given(stages):
@@ -371,11 +371,11 @@ class Coordinator:
         self._watch.begin_training()
         return [*self._tell_all(msg.Start()), ev.Begin(self._ready, self._ready[0].versions)]
 
-    def _on_travelled(self, event: ev.PartArrived | ev.PartLost) -> Commands:
+    def _on_travelled(self, event: ev.Travelled) -> Commands:
         if (event.step, event.stage) not in self._travelling:
             return []
         self._travelling.discard((event.step, event.stage))
-        if isinstance(event, ev.PartLost):
+        if event.error:
             if event.stage in self._lost_at:
                 del self._parts[event.step][event.stage]  # it is written again
                 return []

@@ -58,27 +58,15 @@ class Back(Event, frozen=True):
     seconds: float
 
 
-class PartArrived(Event, frozen=True):
-    """The part of a checkpoint that a stage has reported is on this machine, and was opened."""
+class Travelled(Event, frozen=True):
+    """The part of a checkpoint that a stage has reported is on this machine, and was opened; or
+    with an error, will not come. It is the fault of the stage if what came is not its state.
+    """
 
     stage: int
     step: int
-
-
-class PartLost(Event, frozen=True):
-    """The part of a checkpoint that a stage has reported will not come."""
-
-    stage: int
-    step: int
-    error: str
-
-
-class PartRefused(Event, frozen=True):
-    """The part of a checkpoint that a stage has sent is not its state: the stage is at fault."""
-
-    stage: int
-    step: int
-    error: str
+    error: str = ""
+    at_fault: bool = False
 
 
 class FollowerSaid(Event, frozen=True):
