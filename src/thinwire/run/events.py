@@ -25,7 +25,7 @@ class Exited(Event, frozen=True):
 
 
 class Lost(Event, frozen=True):
-    """The control stream of a stage is broken; in breach: by what the stage has sent."""
+    """The control stream of a stage, or of a member, is over; in breach: by what it has sent."""
 
     stage: int
     error: str
@@ -45,14 +45,14 @@ class Given(Event, frozen=True):
 
 
 class Away(Event, frozen=True):
-    """The control stream of a stage on another machine is down; it may come back."""
+    """The control stream of a stage on another machine, or of a member, is down; it may come back."""
 
     stage: int
     reason: str
 
 
 class Back(Event, frozen=True):
-    """The control stream of a stage is back, after so many seconds."""
+    """It is back, after so many seconds."""
 
     stage: int
     seconds: float

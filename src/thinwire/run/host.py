@@ -61,7 +61,7 @@ from thinwire.run.formation import (
     write_formation,
 )
 from thinwire.run.machine import Machine
-from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, ignore, one_line
+from thinwire.run.members import Happening, Member, Members, ignore, one_line
 from thinwire.run.peers import (
     EXIT_SECONDS,
     Peers,
@@ -787,7 +787,7 @@ class HostedPeers(Peers):
         epoch, homeless = self._formation.epoch, {s for group in self._homeless for s in group}
         held = [stage for stage in self._formation.held_by(name) if stage not in homeless]
         match what:
-            case Gone() | Down() | msg.Envelope(msg.Leaving() | msg.Declined()):
+            case ev.Lost() | ev.Away() | msg.Envelope(msg.Leaving() | msg.Declined()):
                 declined = getattr(getattr(what, "message", None), "stages", [])
                 for group in self._of(name):
                     if not declined or not {*group}.isdisjoint(declined):
@@ -810,7 +810,7 @@ class HostedPeers(Peers):
                     never = f"stage {stage}, which it never held"
                     raise BreachError(f"{name} sent a message of {never}")
                 return False  # others hold it now; it counts as talk
-            case Up() if not held:
+            case ev.Back() if not held:
                 self._tell(name, msg.Release("others hold its stages now"))
             case _ if not held:
                 pass
@@ -822,13 +822,11 @@ class HostedPeers(Peers):
             case msg.Envelope(msg.Declined(reason, stages), generation=said) if said == epoch:
                 lost = [s for s in held if s in stages or not stages]
                 self._lose(name, f"it cannot hold its stage: {one_line(reason)}", stages=lost)
-            case Gone(reason, in_breach):
+            case ev.Lost(_, reason, in_breach):
                 self._ended |= set(held)
                 self._lose(name, reason, in_breach)
-            case Down(reason):
-                self.said.note(ev.Away(held[0], reason))
-            case Up(seconds):
-                self.said.note(ev.Back(held[0], seconds))
+            case ev.Away() | ev.Back():
+                self.said.note(msgspec.structs.replace(what, stage=held[0]))
         return False
 
     def _hear(self, stage: int, message: Any) -> None:
