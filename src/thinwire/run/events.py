@@ -45,7 +45,7 @@ class Given(Event, frozen=True):
 
 
 class Away(Event, frozen=True):
-    """The control stream of a stage on another machine, or of a member, is down; it may come back."""
+    """The control stream of a stage on another machine is down, or a member's; it may come back."""
 
     stage: int
     reason: str
