@@ -116,9 +116,9 @@ class Leader:
         if process is not None and self.standbys.get(tuple(process.group)) is process:
             match event:
                 case ev.Said(stage, said) if isinstance(said, OF_FOLLOWERS):
-                    event = ev.FollowerSaid(stage, said)
+                    event = ev.Said(stage, said, follows=True)
                 case ev.Exited(stage, code):
-                    event = ev.FollowerSaid(stage, pr.Ended.by(code, ""))
+                    event = ev.Said(stage, pr.Ended.by(code, ""), follows=True)
                 case ev.Away():
                     event = ev.FollowerLost(process.group)
                 case _:
@@ -168,18 +168,18 @@ class Leader:
     def _carry_out(self, command):
         world = self.world
         match command:
-            case ev.Tell(stage, message):
-                if isinstance(message, pr.Saved):
-                    self.told, self.told_at, self._is_saved = message.step, world.now, True
-                world.note("coordinator tells stage %s: %s", stage, message)
-                self._tell(self.processes[stage], stage, message)
-            case ev.TellFollower(stage, message):
+            case ev.Tell(stage, message, follows=True):
                 for group, process in self.standbys.items():
                     if stage in group:
                         world.note("coordinator tells who follows stage %s: %s", stage, message)
                         self._tell(process, stage, message)
                         if isinstance(message, pr.Start):  # what was saved before, it need not know
                             process.start = max(process.start, self.told)
+            case ev.Tell(stage, message):
+                if isinstance(message, pr.Saved):
+                    self.told, self.told_at, self._is_saved = message.step, world.now, True
+                world.note("coordinator tells stage %s: %s", stage, message)
+                self._tell(self.processes[stage], stage, message)
             case ev.Replace(stages):
                 lost = self.processes[stages[0]]
                 lost.is_replaced = True

@@ -222,7 +222,7 @@ def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_
         wait_until(lambda: led.event() and len(led.peers._standbys) == 2)
         names = {stage: led.peers._standbys[stage,] for stage in (0, 1)}
         for stage in (0, 1):  # each end of one, then each end of the other
-            led.peers.on_follower(ev.TellFollower(stage, msg.Connect("at", follower=stage + 1)))
+            led.peers.tell(stage, msg.Connect("at", follower=stage + 1), follows=True)
         for stage in (0, 1):
             led.peers.tell(1 - stage, msg.Follow(0, msg.Connect("", follower=stage + 1)))
         for stage, holder in ((0, "ben"), (1, "ana")):
@@ -252,9 +252,9 @@ def test_a_move_is_no_death_however_often_it_comes(run):
         run.play(both(number))
         assert run.on(move) == [], "nobody follows it"
         for message in (ready(1), msg.Linked()):
-            run.on(ev.FollowerSaid(1, message))
+            run.on(ev.Said(1, message, follows=True))
         assert run.on(move) == [], "who does may be far behind"
-        run.on(ev.FollowerSaid(1, msg.Follows(number)))
+        run.on(ev.Said(1, msg.Follows(number), follows=True))
         told = run.on(move)
         assert told[0] == ev.Tell(0, msg.Await(0)) and ev.Promote([1]) in told
         assert run.on(move) == [], "not while it is on its way"

@@ -206,6 +206,11 @@ class Coordinator:
 
     def _respond(self, event: ev.Event, now: float) -> Commands:
         match event:
+            case ev.Said(stage, message, follows=True):
+                group = tuple(self._together[stage])
+                if isinstance(message, Audited):
+                    return self._on_audited(group, stage, message, now)
+                return self._on_follower(group, stage, message)
             case ev.Said(stage, msg.Pulse(begun, doing)):
                 self._watch.heard(stage, begun, doing)
             case ev.Said(stage, msg.LinkDown() | msg.LinkUp() as message):
@@ -241,11 +246,6 @@ class Coordinator:
             case ev.Completed(step):
                 self._complete = step
                 return self._tell_saved()
-            case ev.FollowerSaid(stage, message):
-                group = tuple(self._together[stage])
-                if isinstance(message, Audited):
-                    return self._on_audited(group, stage, message, now)
-                return self._on_follower(group, stage, message)
             case ev.FollowerLost(stages):
                 return [self._drop(tuple(stages))]
             case ev.MoveAsked(stages, reason):
@@ -618,7 +618,7 @@ class Coordinator:
             found.linked.add(stage)
             if found.is_linked:
                 alike = self._audits and all(self._is_alike(s, found.ready[s]) for s in group)
-                start = [ev.TellFollower(s, msg.Start(is_alike=alike)) for s in group]
+                start = [ev.Tell(s, msg.Start(is_alike=alike), follows=True) for s in group]
                 note = f"stage {which} has a stand-by, which follows it"
                 if self._audits:
                     how = "equal bits" if alike else "another kind of machine, small differences"
@@ -659,7 +659,7 @@ class Coordinator:
             elif follower.is_told and (not lost.isdisjoint(group) or unfed):
                 if follower.is_linked and lost.isdisjoint(group):
                     follower.unfed |= {cut: 0 for _, cut in unfed}
-                    commands += [ev.TellFollower(s, msg.Await(cut)) for s, cut in unfed]
+                    commands += [ev.Tell(s, msg.Await(cut), follows=True) for s, cut in unfed]
                 else:
                     commands.append(self._drop(group))
         return commands
@@ -681,14 +681,14 @@ class Coordinator:
             if not follower.is_told:
                 follower.is_told = True
                 self._followed += 1
-                commands += [ev.TellFollower(s, self._feeds(group, s)) for s in group]
+                commands += [ev.Tell(s, self._feeds(group, s), follows=True) for s in group]
                 commands += [self._is_to_feed(follower, *end) for end in cuts]
             for end in [end for end in cuts if follower.unfed.get(end[1]) == 0]:
                 stage, cut = end
                 self._followed += 1
                 follower.unfed[cut] = self._followed
-                commands.append(ev.TellFollower(stage, msg.Relink(cut, self._feeds(group, stage))))
-                commands.append(self._is_to_feed(follower, *end))
+                relink = msg.Relink(cut, self._feeds(group, stage))
+                commands += [ev.Tell(stage, relink, follows=True), self._is_to_feed(follower, *end)]
         return commands
 
     def _feeds(self, group: Group, stage: int) -> msg.Connect:
@@ -753,7 +753,7 @@ class Coordinator:
             return []
         self._saved = self._complete
         linked = [s for group, one in self._followers.items() if one.is_linked for s in group]
-        followed = [ev.TellFollower(s, msg.Saved(self._saved)) for s in linked]
+        followed = [ev.Tell(s, msg.Saved(self._saved), follows=True) for s in linked]
         return [*self._tell_all(msg.Saved(self._saved)), *followed]
 
     def _end(self, error: BaseException | None = None, culprit: ev.Suspect | None = None) -> ev.End:

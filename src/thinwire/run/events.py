@@ -11,10 +11,11 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Said(Event, frozen=True):
-    """A stage has said something."""
+    """A stage has said something; or the process that follows it."""
 
     stage: int
     message: OfStage
+    follows: bool = False
 
 
 class Exited(Event, frozen=True):
@@ -69,13 +70,6 @@ class Travelled(Event, frozen=True):
     at_fault: bool = False
 
 
-class FollowerSaid(Event, frozen=True):
-    """The process that follows a stage has said something."""
-
-    stage: int
-    message: OfStage
-
-
 class FollowerLost(Event, frozen=True):
     """The process that follows these stages is gone."""
 
@@ -110,10 +104,11 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class Tell(Command, frozen=True):
-    """Send a message to a stage."""
+    """Send a message to a stage; or to the process that follows it."""
 
     stage: int
     message: ToStage
+    follows: bool = False
 
 
 class Say(Command, frozen=True):
@@ -181,13 +176,6 @@ class Replace(Command, frozen=True):
 
 class OfFollower(Command, frozen=True):
     """What it wants of a process that follows stages."""
-
-
-class TellFollower(OfFollower, frozen=True):
-    """Send a message to the process that follows a stage."""
-
-    stage: int
-    message: ToStage
 
 
 class Promote(OfFollower, frozen=True):

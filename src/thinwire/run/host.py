@@ -600,12 +600,6 @@ class HostedPeers(Peers):
 
     def on_follower(self, command: ev.OfFollower) -> None:
         match command:
-            case ev.TellFollower(stage, message):
-                if name := self._followed().get(stage, ""):
-                    if isinstance(message, msg.Connect | msg.Relink):
-                        ways = self._ways_of_standby(stage)
-                        message = msg.with_ways(message, partial(ways.connect, stage))
-                    self._tell(name, message, stage)
             case ev.Promote(stages):
                 if not (name := self._forget_standby(stages)):  # it has just got other stages
                     for stage in stages:
@@ -711,14 +705,19 @@ class HostedPeers(Peers):
                 self.said.note(ev.MoveAsked(stages, moves))
                 return
 
-    def tell(self, stage: int, message: msg.ToStage) -> None:
+    def tell(self, stage: int, message: msg.ToStage, follows: bool = False) -> None:
         self._is_saved |= isinstance(message, msg.Saved)
+        name = self._followed().get(stage, "") if follows else self._formation.seats[stage]
+        if not name:
+            return
         ways = self._ways
         if isinstance(message, msg.Follow):
             ways = self._ways_of_standby(msg.other_end(message.cut, stage))
+        elif follows and isinstance(message, msg.Connect | msg.Relink):
+            ways = self._ways_of_standby(stage)
         if ways is not None:
             message = msg.with_ways(message, partial(ways.connect, stage))
-        self._tell(self._formation.seats[stage], message, stage)
+        self._tell(name, message, stage)
 
     def ask_to_stop(self, who: str = "") -> None:
         self.is_stopping = True
@@ -802,7 +801,7 @@ class HostedPeers(Peers):
             case msg.Envelope(message, stage, said) if (
                 said == epoch and self._followed().get(stage, "") == name
             ):
-                self.said.note(ev.FollowerSaid(stage, message))
+                self.said.note(ev.Said(stage, message, follows=True))
                 if isinstance(message, Audited):
                     self._base.display.standing.audits[name] = message
             case msg.Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
