@@ -85,7 +85,9 @@ class Led:
 
     def gives(self, name, stages):
         """Wait until a member holds these stages."""
-        wait_until(lambda: self.event() and {*stages} <= {*self.peers._formation.held_by(name)})
+        wait_until(
+            lambda: self.event() and {*stages} <= {*self.peers._base.formation.held_by(name)}
+        )
 
     def is_quiet(self, seconds=0.3):
         heard = [self.event() for _ in range(int(seconds / 0.02))]
@@ -153,7 +155,7 @@ def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(house, leads,
         led.peers.replace([1])
         ana.hears(msg.AskAlive)
         led.next(ev.Tick)
-        assert led.is_quiet() and led.peers._formation.seats == ["ana", "ben"]
+        assert led.is_quiet() and led.peers._base.formation.seats == ["ana", "ben"]
         cleo.say(msg.Alive())
         led.gives("cleo", [1])
 
@@ -210,7 +212,7 @@ def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_
         assert led.next(ev.MoveAsked) == ev.MoveAsked([0], "stage 0 moves from ana to cleo")
         led.peers.replace([0])
         led.gives("cleo", [0])
-        assert led.peers._formation.seats == ["cleo", "ana"]
+        assert led.peers._base.formation.seats == ["cleo", "ana"]
         ana.hears(msg.Release("cleo holds stage 0 now", [0]))
         led.peers.tell(0, msg.Saved(8))
         assert led.is_quiet(), "one group each"
