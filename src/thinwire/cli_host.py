@@ -135,16 +135,14 @@ def add_web(sub: argparse.ArgumentParser, samples: bool = False) -> None:
 def host_command(options: argparse.Namespace) -> None:
     """Host a run to its end."""
     from thinwire.run.host import HostOptions, host
-    from thinwire.run.relay import Relay
+    from thinwire.run.relay import parse_relay
     from thinwire.settings import load_settings
 
     settings = load_settings(options.config, overrides(options), options.allow_plugins)
-    relay = Relay.parse(options.relay) if options.relay else None
     chosen = HostOptions(
         options.listen,
         tuple(options.address),
-        relay.address if relay else "",
-        relay.password if relay else "",
+        parse_relay(options.relay) if options.relay else None,
         options.invite_hours * 3600,
         options.machines,
         options.stages_here,

@@ -118,8 +118,7 @@ class HostOptions:
 
     listen: str = "0.0.0.0:0"
     addresses: tuple[str, ...] = ()  # by which others find it; empty: as far as it knows itself
-    relay: str = ""
-    relay_pass: str = field(default="", repr=False)
+    relay: Route | None = None
     lasts: float = 86_400.0  # seconds for which the invite is good
     machines: int = 0  # that the invite lets in; 0: one for each stage of others, and SPARES
     stages_here: int = 0  # that this machine holds itself
@@ -248,8 +247,7 @@ class OpenDoor:
         self, book: AuthorityBook, options: HostOptions, port_before: int, stack: ExitStack
     ):
         self.book, self._options = book, options
-        relay = Route(options.relay, "relayed", options.relay_pass)
-        self._relay = [relay] if options.relay else []
+        self._relay = [options.relay] if options.relay else []
         self.listener = Listener(book.identity, None, 0, msg.MAX_MESSAGE, who=book.name_of)
         stack.callback(self.listener.close)
         serve_enrolment(self.listener, book)
@@ -275,7 +273,7 @@ class OpenDoor:
     def invite(self, machines: int) -> Invite:
         """An invite for so many others."""
         own = self._options
-        return self.book.invite(self.addresses, own.relay, own.relay_pass, own.lasts, machines)
+        return self.book.invite(self.addresses, own.relay, own.lasts, machines)
 
     def own_invite(self) -> Invite:
         """An invite for peers on this machine: by its inner address, and with a secret apart."""
@@ -291,7 +289,7 @@ def tell_settings(book: AuthorityBook, settings: Settings, stream: Stream) -> No
         stream.write(msgspec.json.encode(settings.to_plain()))
 
 
-def who_is_left_out(addresses: tuple[str, ...], relay: str) -> str:
+def who_is_left_out(addresses: tuple[str, ...], relay: Route | None) -> str:
     """Who cannot come by these addresses of a host, and what to do about it; empty for nobody."""
     places = [split_address(address) for address in addresses]
     if relay or any(is_public(host) and host != "localhost" for host, _ in places):
