@@ -246,24 +246,17 @@ class SharedDisplay(Display):
             show(*values)
 
 
+@dataclass
 class HostConsole:
-    """The answers of a host. `formation` and `settings` give what holds at the moment, and `invite`
-    makes another invite, for so many machines, which names `addresses`.
-    """
+    """The answers of a host."""
 
-    def __init__(
-        self,
-        standing: Standing,
-        members: Members,
-        book: AuthorityBook,
-        formation: Callable[[], Formation],
-        settings: Callable[[], Settings],
-        invite: Callable[[int], Invite],
-        addresses: tuple[str, ...] = (),
-    ):
-        self._standing, self._members, self._book = standing, members, book
-        self._formation, self._settings, self._invite = formation, settings, invite
-        self._addresses = addresses
+    _standing: Standing
+    _members: Members
+    _book: AuthorityBook
+    _formation: Callable[[], Formation]  # that holds at the moment, and the settings that do
+    _settings: Callable[[], Settings]
+    _invite: Callable[[int], Invite]  # makes another, for so many machines
+    _addresses: tuple[str, ...] = ()  # that such an invite names
 
     def handlers(self) -> dict[str, Handler]:
         """For a `ControlSocket`."""
