@@ -22,7 +22,7 @@ from thinwire.run.admission import AuthorityBook
 from thinwire.run.join import Holding, JoinedPeer, Terms, own_settings
 from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer
-from thinwire.run.status import member_handlers, status_from_plain
+from thinwire.run.status import status_from_plain
 from thinwire.wire import Door, Identity, Route, Routes
 from waiting import PATIENCE, wait_until
 
@@ -61,12 +61,12 @@ def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(tmp_path, monkeypa
     wait_until(lambda: isinstance(house.happened[-1][1].message, msg.Declined))
 
     house.listener.close()
-    wait_until(lambda: peer.away_for)
+    wait_until(lambda: peer._lost_at)
     again = House(tmp_path)
     way.routes = (Route(again.listener.address),)
     wait_until(again.here)
-    wait_until(lambda: peer.away_for is None)
-    assert peer.held is None and again.members.tell("ana", msg.News("back"))
+    wait_until(lambda: peer._lost_at is None)
+    assert not peer._holdings and again.members.tell("ana", msg.News("back"))
     peer.leave()
     ending.join(PATIENCE)
     assert not ending.is_alive()
@@ -213,7 +213,7 @@ def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file
     peer = joined_peer(tmp_path, Routes("", "127.0.0.1:1"))
     hold = msg.Hold([0], make_settings().to_plain(), False, "")
     declined, _, generation = answer(peer, hold, generation=4)
-    assert isinstance(declined, msg.Declined) and generation == 4 and peer.held is None
+    assert isinstance(declined, msg.Declined) and generation == 4 and not peer._holdings
     assert told in declined.reason and "hunter2" not in declined.reason
 
 
@@ -271,7 +271,7 @@ def test_a_member_keeps_what_the_host_tells_it_and_says_what_it_knows_better(
 ):
     """Its folder holds then what its page and `thinwire status` show."""
     peer = joined_peer(tmp_path)
-    status = member_handlers(peer, SimpleNamespace(run_name="code", run_id="ab"))["status"]
+    status = peer.handlers(SimpleNamespace(run_name="code", run_id="ab"))["status"]
     alone = status_from_plain(status({}))
     assert [one.name for one in alone.peers] == ["ana"] and alone.waiting_for == "a stage"
     step = StepRecord(3, 9, 2.5, 0.1, 1.0, 50, 700.0, 0.5, 9.0, [], [])

@@ -59,7 +59,7 @@ from thinwire.run.peers import StagesHere
 from thinwire.run.processes import StageProcess, start_processes
 from thinwire.run.record import write_progress
 from thinwire.run.signals import Interrupted, heeding
-from thinwire.run.status import member_handlers
+from thinwire.run.status import Handler, blocks_text
 from thinwire.run.transfer import ShardSender, fetch_seat, uplink_share
 from thinwire.settings import CONFIG, Settings, machine_cores
 from thinwire.typed import to_toml
@@ -139,7 +139,7 @@ def join(invite: Invite, terms: Terms, display: Display) -> str:
             addresses = _addresses(door, listen, _seen(host))
             machine = _measured(terms, folder, host, invite.run_id, identity, display)
             joined = JoinedPeer(folder, host, identity, terms, machine, display, door, addresses)
-            with ControlSocket(folder, member_handlers(joined, invite)):
+            with ControlSocket(folder, joined.handlers(invite)):
                 return joined.run()
 
 
@@ -392,7 +392,7 @@ class JoinedPeer:
         self.news: StepRecord | None = None  # the latest step of the run
         self.report: msg.StatusReport | None = None  # how the host said that the run stands
         self._holdings: list[Holding] = []  # of one generation, each with a process of its own
-        self.seatless_since = time.time()
+        self._seatless_since = time.time()
         self._due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admit()
         self._channel: Channel | None = None
@@ -420,26 +420,55 @@ class JoinedPeer:
         self._clean_up()
         return self._farewell
 
-    @property
-    def held(self) -> Holding | None:
-        """What it holds, the first of it."""
-        return self._holdings[0] if self._holdings else None
+    def handlers(self, invite: Invite) -> dict[str, Handler]:
+        """Its answers, for a `ControlSocket`."""
 
-    @property
-    def stages(self) -> list[int]:
-        """All stages that it holds."""
-        return sorted(stage for held in self._holdings for stage in held.stages)
+        def leave(request: dict[str, Any]) -> dict[str, Any]:
+            self.leave()
+            return {"text": "this peer leaves the run after this step, with a checkpoint"}
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it has a door that others may try."""
-        return bool(self._addresses[1])
+        return {"status": lambda request: self._status(invite).to_plain(), "leave": leave}
 
-    @property
-    def away_for(self) -> float | None:
-        """Seconds for which the host cannot be reached; None while it can."""
-        lost_at = self._lost_at
-        return None if lost_at is None else time.monotonic() - lost_at
+    def _status(self, invite: Invite) -> msg.StatusReport:
+        """What the host tells everybody, and what this peer knows better: itself, and whether the
+        host can be reached.
+        """
+        holdings, lost_at = self._holdings, self._lost_at  # other threads may change them
+        now, name, is_open = time.time(), self.identity.name, bool(self._addresses[1])
+        held, doing = holdings[0] if holdings else None, "waiting for a stage"
+        if held is not None:
+            doing = "training" if held.is_running else "prepares its stage"
+            doing = "stands by" if held.hold.follows else doing
+        stages = sorted(stage for one in holdings for stage in one.stages)
+        itself = msg.PeerStatus(
+            name=name,
+            state=doing,
+            stages=stages,
+            blocks=blocks_text(held.settings, stages) if held else "",
+            is_this_machine=True,
+            machine=dataclasses.replace(self.machine, name=name, reachable=is_open),
+        )
+        state = "training" if doing == "training" else "starting"
+        report = self.report or msg.StatusReport(invite.run_name, invite.run_id, "", state, now)
+        others = [peer for peer in report.peers if peer.name != name]
+        wait = report.state, report.waiting_for, report.waiting_since
+        if lost_at is not None:
+            since = now - (time.monotonic() - lost_at)
+            wait = "waiting", "the host, which cannot be reached", since
+        elif held is None and not self.report:
+            wait = "waiting", "a stage", self._seatless_since
+        elif held is not None and not held.is_running and not report.waiting_for:
+            wait = "preparing its stage", "", 0.0
+        return msgspec.structs.replace(
+            report,
+            role="member",
+            time=now,
+            state=wait[0],
+            waiting_for=wait[1],
+            waiting_since=wait[2],
+            epoch=held.generation if held else report.epoch,
+            peers=[itself, *others],
+        ).after(self.news)
 
     def leave(self) -> None:
         """Leave after this step, with a checkpoint; safe on any thread and in a signal handler."""
@@ -703,7 +732,7 @@ class JoinedPeer:
             held.stop()
         if gone and not self._holdings:
             self._pace.mbps = 0
-            self.seatless_since = time.time()
+            self._seatless_since = time.time()
             self._admit()
 
     def _admit(self, *links: str) -> None:
