@@ -75,7 +75,7 @@ from thinwire.run.placement import ChosenSplit, choose_split, links_of, share_st
 from thinwire.run.processes import python_module
 from thinwire.run.record import RunRecord
 from thinwire.run.relay import is_public, outside_address
-from thinwire.run.signals import Interrupted, heeding, leave_at_once, stopping
+from thinwire.run.signals import Interrupted, heeding, leave_at_once
 from thinwire.run.start import make_start, open_resume, opened, prepare_data
 from thinwire.run.status import HostConsole, SharedDisplay, Standing, doubt_text
 from thinwire.run.tokens import TokenServer
@@ -968,7 +968,7 @@ class _Hosting(Base):
                 peers.ask_to_stop()
 
         try:
-            with peers, stopping(stop, record):
+            with peers, record.stopping(stop):
                 lead(coordinator, peers, record)
         except Interrupted:
             if self._stop_asked:
