@@ -30,7 +30,7 @@ from thinwire.run.events import Event, Said, StopAsked
 from thinwire.run.peers import lead
 from thinwire.run.protocol import Finished, Linked, Ready
 from thinwire.run.record import RunRecord
-from thinwire.run.signals import Interrupted, stopping
+from thinwire.run.signals import Interrupted
 from thinwire.train import train
 
 BF16_CHECK = "torch.ops.mkldnn._is_mkldnn_bf16_supported"
@@ -130,11 +130,11 @@ class Run:
 
     def finish(self, started=0.0, draws=False):
         if not draws:  # which takes a second
-            self.record.hurry()
+            self.record._in_haste = True
         return self.record.finish(self.peers.control_bytes(), self.coordinator.stop_asked, started)
 
     def stopping(self):
-        return stopping(self.peers.ask_to_stop, self.record)
+        return self.record.stopping(self.peers.ask_to_stop)
 
 
 TOLD = {}  # what stages reported, and what they wrote

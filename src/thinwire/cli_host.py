@@ -135,16 +135,14 @@ def add_web(sub: argparse.ArgumentParser, samples: bool = False) -> None:
 def host_command(options: argparse.Namespace) -> None:
     """Host a run to its end."""
     from thinwire.run.host import HostOptions, host
-    from thinwire.run.relay import Relay
+    from thinwire.run.relay import parse_relay
     from thinwire.settings import load_settings
 
     settings = load_settings(options.config, overrides(options), options.allow_plugins)
-    relay = Relay.parse(options.relay) if options.relay else None
     chosen = HostOptions(
         options.listen,
         tuple(options.address),
-        relay.address if relay else "",
-        relay.password if relay else "",
+        parse_relay(options.relay) if options.relay else None,
         options.invite_hours * 3600,
         options.machines,
         options.stages_here,
@@ -202,19 +200,19 @@ def join_command(options: argparse.Namespace) -> None:
     invite = Invite.parse(text)  # before torch is loaded: a bad one is refused at once
 
     from thinwire.report import open_display
-    from thinwire.run.join import JoinOptions, Terms, join
+    from thinwire.run.join import Terms, join
     from thinwire.web.follow import OFF, Followed
 
     paths = options.data, options.valid_data, options.tokenizer, options.template
-    terms = Terms(options.device, options.threads, tuple(options.allow_plugin), *paths)
-    listen = "" if options.no_listen else options.listen
-    chosen = JoinOptions(options.name, options.folder, listen, terms)
+    place = options.name, options.folder, "" if options.no_listen else options.listen
+    plugins = tuple(options.allow_plugin)
+    terms = Terms(*place, options.device, options.threads, plugins, *paths)
     web = OFF if options.tied else options.web  # a host's own peer is on the host's page
     with (
         open_display(sys.stdout, invite.run_name) as shown,
         Followed(shown, web, "join") as display,
     ):
-        farewell = join(invite, chosen, display)
+        farewell = join(invite, terms, display)
         display.phase("end", farewell)
 
 

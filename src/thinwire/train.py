@@ -14,7 +14,7 @@ from thinwire.report import Display
 from thinwire.run.peers import LocalPeers, coordinator_of, lead, neighbours
 from thinwire.run.protocol import Order
 from thinwire.run.record import RunRecord
-from thinwire.run.signals import heeding, leave_at_once, stopping
+from thinwire.run.signals import heeding, leave_at_once
 from thinwire.run.start import make_start, opened, prepare_data
 from thinwire.settings import Settings
 
@@ -67,7 +67,7 @@ def train(
         with (
             scratch(folder),
             LocalPeers(settings, folder, order, peers, began=began) as local,
-            stopping(local.ask_to_stop, record),
+            record.stopping(local.ask_to_stop),
         ):
             lead(coordinator, local, record)
             return record.finish(local.control_bytes(), coordinator.stop_asked, started)

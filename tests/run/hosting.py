@@ -131,8 +131,8 @@ class House:
         display = SharedDisplay(
             PlainDisplay(io.StringIO()), self.members.tell_all, Standing("test", "abc")
         )
-        base = Base(self.members, door, self.folder, corpus, display)
-        return HostedPeers(base, formation, settings, None, lambda done, total: None)
+        base = Base(self.members, door, self.folder, corpus, display, formation)
+        return HostedPeers(base, settings, None, lambda done, total: None)
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ class Lead:
     @property
     def is_settling(self):
         """Whether it looks for the cause of a failure."""
-        return "looks for the cause" in self.coordinator.reasons()[0]
+        return self.coordinator._settled_at is not None
 
     def settled(self):
         """How it ends once the moment after a failure has passed."""

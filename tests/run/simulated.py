@@ -116,9 +116,9 @@ class Leader:
         if process is not None and self.standbys.get(tuple(process.group)) is process:
             match event:
                 case ev.Said(stage, said) if isinstance(said, OF_FOLLOWERS):
-                    event = ev.FollowerSaid(stage, said)
+                    event = ev.Said(stage, said, follows=True)
                 case ev.Exited(stage, code):
-                    event = ev.FollowerSaid(stage, pr.Ended.by(code, ""))
+                    event = ev.Said(stage, pr.Ended.by(code, ""), follows=True)
                 case ev.Away():
                     event = ev.FollowerLost(process.group)
                 case _:
@@ -148,9 +148,9 @@ class Leader:
     def _fetch(self, process, stage, part):
         """The part of a checkpoint is here, unless its process is gone: then another says so."""
         if (process.runs or process.has_left) and not process.is_replaced:
-            self.hear(ev.PartArrived(stage, part.step))
+            self.hear(ev.Travelled(stage, part.step))
         else:
-            lost = ev.PartLost(stage, part.step, "no byte of it came")
+            lost = ev.Travelled(stage, part.step, "no byte of it came")
             self.world.after(15.0 + self.world.speeds.upload, self.hear, lost)
 
     def _tick(self):
@@ -168,18 +168,18 @@ class Leader:
     def _carry_out(self, command):
         world = self.world
         match command:
-            case ev.Tell(stage, message):
-                if isinstance(message, pr.Saved):
-                    self.told, self.told_at, self._is_saved = message.step, world.now, True
-                world.note("coordinator tells stage %s: %s", stage, message)
-                self._tell(self.processes[stage], stage, message)
-            case ev.TellFollower(stage, message):
+            case ev.Tell(stage, message, follows=True):
                 for group, process in self.standbys.items():
                     if stage in group:
                         world.note("coordinator tells who follows stage %s: %s", stage, message)
                         self._tell(process, stage, message)
                         if isinstance(message, pr.Start):  # what was saved before, it need not know
                             process.start = max(process.start, self.told)
+            case ev.Tell(stage, message):
+                if isinstance(message, pr.Saved):
+                    self.told, self.told_at, self._is_saved = message.step, world.now, True
+                world.note("coordinator tells stage %s: %s", stage, message)
+                self._tell(self.processes[stage], stage, message)
             case ev.Replace(stages):
                 lost = self.processes[stages[0]]
                 lost.is_replaced = True
@@ -565,7 +565,7 @@ class World:
         if self.speeds.fetch > IDLE:
             return  # a build may take minutes
         if self.now - max(self.active_at, self.calm_at) > IDLE:
-            why = self.leader.coordinator.reasons()
+            why = self.leader.coordinator._watch.doing()
             raise WrongError(f"nobody does anything for {IDLE} s: {why}")
         if self.now - max(self.new_at, self.calm_at) > ENDLESS:
             raise WrongError(f"no step ended for {ENDLESS} s")

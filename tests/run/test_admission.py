@@ -14,7 +14,9 @@ import pytest
 from thinwire.errors import AdmissionError, ConfigError, WireError
 from thinwire.run import admission as book_module
 from thinwire.run.admission import AuthorityBook, Invite, is_address
-from thinwire.wire import Identity
+from thinwire.wire import Identity, Route
+
+RELAY = Route("relay.example:7001", "relayed", "open-sesame")
 
 
 @pytest.fixture
@@ -50,10 +52,10 @@ def new_key():
 
 
 def test_an_invite_lets_in_and_names_its_run(book):
-    made = book.invite(["10.0.0.1:7000"], "relay.example:7001", "pass", machines=2)
+    made = book.invite(["10.0.0.1:7000"], RELAY, machines=2)
     invite = Invite.parse(str(made))
     assert (invite.run_name, invite.run_id) == ("first", book.run_id)
-    assert (invite.relay, invite.relay_pass) == ("relay.example:7001", "pass")
+    assert invite.relay == RELAY
     assert enrol(book, invite, new_key(), "ada") == "ada"
     drawn = enrol(book, invite, new_key())
     assert drawn.startswith("peer-")
@@ -194,7 +196,7 @@ def test_an_invite_needs_a_place_to_go(book):
         book.invite([])
     with pytest.raises(ConfigError, match="'nowhere' is not an address"):
         book.invite(["nowhere"])
-    assert Invite.parse(str(book.invite([], "relay.example:7001"))).addresses == ()
+    assert Invite.parse(str(book.invite([], RELAY))).addresses == ()
 
 
 # The line of an invite
@@ -202,7 +204,7 @@ def test_an_invite_needs_a_place_to_go(book):
 SECRET = "00112233445566778899aabbccddeeff"
 INVITE = Invite(
     "first run", "ab" * 32, ("203.0.113.7:7000", "[2001:db8::7]:7000", "host.example:7000"),
-    "deadbeef", SECRET, expires=1_900_000_000, relay="relay.example:7001", relay_pass="open-sesame",
+    "deadbeef", SECRET, expires=1_900_000_000, relay=RELAY,
 )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ def audited(replaces=False, follower=None):
     lead = Lead(stages=4, placement=FOUR, audits=True, audit_replaces=replaces)
     lead.until(Phase.TRAINING)
     report(lead, 0)
-    lead.on(ev.FollowerSaid(1, follower or ready(1)))
-    return lead, lead.on(ev.FollowerSaid(1, Linked()))
+    lead.on(ev.Said(1, follower or ready(1), follows=True))
+    return lead, lead.on(ev.Said(1, Linked(), follows=True))
 
 
 @pytest.mark.parametrize("differs", ["nothing", "torch", "processor", "device"])
@@ -32,7 +32,7 @@ def test_equal_bits_are_expected_of_machines_of_one_kind_alone(differs):
     follower = Ready("at-1", "", "cuda" if differs == "device" else "cpu", versions)
     _, (start, note) = audited(follower=follower)
     is_alike = differs == "nothing"
-    assert start == ev.TellFollower(1, Start(is_alike=is_alike))
+    assert start == ev.Tell(1, Start(is_alike=is_alike), follows=True)
     expected = "equal bits" if is_alike else "another kind of machine, small differences"
     follows = "stage 1 has a stand-by, which follows it and compares what it sends"
     assert texts([note]) == [f"{follows}; expected: {expected}"]
@@ -40,30 +40,30 @@ def test_equal_bits_are_expected_of_machines_of_one_kind_alone(differs):
 
 def test_what_agrees_is_no_news_and_a_difference_is():
     lead, _ = audited()
-    assert lead.on(ev.FollowerSaid(1, EQUAL)) == []
-    assert lead.on(ev.FollowerSaid(1, LIE)) == [ev.Doubt(1, LIE, replaces=False)]
-    assert lead.on(ev.FollowerSaid(1, LIE)) == [], "once is enough"
+    assert lead.on(ev.Said(1, EQUAL, follows=True)) == []
+    assert lead.on(ev.Said(1, LIE, follows=True)) == [ev.Doubt(1, LIE, replaces=False)]
+    assert lead.on(ev.Said(1, LIE, follows=True)) == [], "once is enough"
     assert ev.Promote([1]) in lead.on(ev.Exited(1, -9)), "it still stands by"
 
 
 def test_who_is_found_to_lie_is_replaced_at_once_if_that_is_wished_and_who_said_so_follows_it():
     lead, _ = audited(replaces=True)
-    assert lead.on(ev.FollowerSaid(2, LIE)) == [], "it follows no stage"
-    doubt, *rest = lead.on(ev.FollowerSaid(1, LIE))
+    assert lead.on(ev.Said(2, LIE, follows=True)) == [], "it follows no stage"
+    doubt, *rest = lead.on(ev.Said(1, LIE, follows=True))
     assert doubt == ev.Doubt(1, LIE, replaces=True)
     assert ev.Promote([1]) in rest and ev.Replace([1]) not in rest
     assert any("for it sent other values" in c.text for c in rest if isinstance(c, ev.Say))
-    assert lead.on(ev.FollowerSaid(1, LIE)) == [], "it follows no more"
+    assert lead.on(ev.Said(1, LIE, follows=True)) == [], "it follows no more"
     lead, _ = audited(replaces=True)
     lead.on(ev.Exited(3, -9))
-    assert lead.on(ev.FollowerSaid(1, LIE)) == [], "others are being replaced"
+    assert lead.on(ev.Said(1, LIE, follows=True)) == [], "others are being replaced"
 
 
 def test_one_that_has_drifted_away_begins_anew():
     lead, _ = audited()
     close, far = Audited(9, 40, 0.9 * DRIFTED, 0.04), Audited(19, 80, 1.1 * DRIFTED, 0.04)
-    assert lead.on(ev.FollowerSaid(1, close)) == []
-    assert lead.on(ev.FollowerSaid(1, far)) == [ev.DropFollower([1])]
+    assert lead.on(ev.Said(1, close, follows=True)) == []
+    assert lead.on(ev.Said(1, far, follows=True)) == [ev.DropFollower([1])]
     assert ev.Replace([1]) in lead.on(ev.Exited(1, -9))
 
 

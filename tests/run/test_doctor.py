@@ -111,7 +111,7 @@ def test_a_host_behind_a_relay_is_reached(host, doctor):
     with Door("127.0.0.1", 0) as relay:
         relay.admit_any("open-sesame")
         route = Route(relay.address, "relayed", "open-sesame")
-        invite = host.book.invite([], relay.address, "open-sesame")
+        invite = host.book.invite([], route)
         away = doctor(invite)
         assert one(away, "the relay answers at").level == "fine"
         assert one(away, "the host does not enrol peers").level == "blocks"

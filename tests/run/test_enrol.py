@@ -153,10 +153,10 @@ def host_door(book, listener, is_relayed):
         contextlib.ExitStack() as held,
     ):
         name = f"{book.run_id}/enrol"
-        invite = book.invite([door.address], relay.address, "open-sesame", machines=9)
+        route = Route(relay.address, "relayed", "open-sesame")
+        invite = book.invite([door.address], route, machines=9)
         if is_relayed:  # the host's own door is shut
             relay.admit_any("open-sesame")
-            route = Route(relay.address, "relayed", "open-sesame")
             standby = Standby(name, route, listener.take, prover=book.identity.prove)
             held.enter_context(standby)
             wait_until(lambda: standby.waiting)

@@ -197,9 +197,9 @@ def test_stages_that_a_member_declines_or_is_not_there_for_are_lost_at_once_with
 def hosting(house):
     """A host's judgement of the two peers that hold stages, without the rest of a host."""
     made = object.__new__(host_module._Hosting)
-    made._members, made._failures = house.members, Failures()
-    made._formation = Formation(1, ["ana", "ben"])
-    made._display = PlainDisplay(io.StringIO())
+    made.members, made._failures = house.members, Failures()
+    made.formation = Formation(1, ["ana", "ben"])
+    made.display = PlainDisplay(io.StringIO())
     return made
 
 

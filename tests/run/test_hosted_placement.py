@@ -85,7 +85,9 @@ class Led:
 
     def gives(self, name, stages):
         """Wait until a member holds these stages."""
-        wait_until(lambda: self.event() and {*stages} <= {*self.peers._formation.held_by(name)})
+        wait_until(
+            lambda: self.event() and {*stages} <= {*self.peers._base.formation.held_by(name)}
+        )
 
     def is_quiet(self, seconds=0.3):
         heard = [self.event() for _ in range(int(seconds / 0.02))]
@@ -153,7 +155,7 @@ def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(house, leads,
         led.peers.replace([1])
         ana.hears(msg.AskAlive)
         led.next(ev.Tick)
-        assert led.is_quiet() and led.peers._formation.seats == ["ana", "ben"]
+        assert led.is_quiet() and led.peers._base.formation.seats == ["ana", "ben"]
         cleo.say(msg.Alive())
         led.gives("cleo", [1])
 
@@ -210,7 +212,7 @@ def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_
         assert led.next(ev.MoveAsked) == ev.MoveAsked([0], "stage 0 moves from ana to cleo")
         led.peers.replace([0])
         led.gives("cleo", [0])
-        assert led.peers._formation.seats == ["cleo", "ana"]
+        assert led.peers._base.formation.seats == ["cleo", "ana"]
         ana.hears(msg.Release("cleo holds stage 0 now", [0]))
         led.peers.tell(0, msg.Saved(8))
         assert led.is_quiet(), "one group each"
@@ -222,7 +224,7 @@ def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_
         wait_until(lambda: led.event() and len(led.peers._standbys) == 2)
         names = {stage: led.peers._standbys[stage,] for stage in (0, 1)}
         for stage in (0, 1):  # each end of one, then each end of the other
-            led.peers.on_follower(ev.TellFollower(stage, msg.Connect("at", follower=stage + 1)))
+            led.peers.tell(stage, msg.Connect("at", follower=stage + 1), follows=True)
         for stage in (0, 1):
             led.peers.tell(1 - stage, msg.Follow(0, msg.Connect("", follower=stage + 1)))
         for stage, holder in ((0, "ben"), (1, "ana")):
@@ -252,9 +254,9 @@ def test_a_move_is_no_death_however_often_it_comes(run):
         run.play(both(number))
         assert run.on(move) == [], "nobody follows it"
         for message in (ready(1), msg.Linked()):
-            run.on(ev.FollowerSaid(1, message))
+            run.on(ev.Said(1, message, follows=True))
         assert run.on(move) == [], "who does may be far behind"
-        run.on(ev.FollowerSaid(1, msg.Follows(number)))
+        run.on(ev.Said(1, msg.Follows(number), follows=True))
         told = run.on(move)
         assert told[0] == ev.Tell(0, msg.Await(0)) and ev.Promote([1]) in told
         assert run.on(move) == [], "not while it is on its way"
@@ -279,6 +281,6 @@ def test_a_part_that_another_machine_writes_anew_counts_as_it_was_written_there(
     anew = part(1, 1)
     anew.shard.tensors.append("another")
     run.say(1, ready(1), msg.Linked(), step(1, 0), anew)
-    told = [*run.on(ev.PartArrived(0, 1)), *run.on(ev.PartArrived(1, 1)), *run.say(1, step(1, 1))]
+    told = [*run.on(ev.Travelled(0, 1)), *run.on(ev.Travelled(1, 1)), *run.say(1, step(1, 1))]
     (commit,) = (command for command in told if isinstance(command, ev.Commit))
     assert commit.parts[1] is anew

@@ -19,10 +19,10 @@ from thinwire.report.metrics import losses_of
 from thinwire.run import join as join_module
 from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook
-from thinwire.run.join import Holding, JoinedPeer, JoinOptions, Terms, Whereabouts, own_settings
+from thinwire.run.join import Holding, JoinedPeer, Terms, own_settings
 from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer
-from thinwire.run.status import member_handlers, status_from_plain
+from thinwire.run.status import status_from_plain
 from thinwire.wire import Door, Identity, Route, Routes
 from waiting import PATIENCE, wait_until
 
@@ -31,7 +31,7 @@ def joined_peer(folder, way=None, identity=None):
     machine = Machine(tflops=1.0, memory_gb=1.0, device="cpu")
     identity = identity or Identity.create("ana", Identity.create("host").public)
     display = PlainDisplay(io.StringIO())
-    return JoinedPeer(Whereabouts(folder, way), identity, Terms(), machine, display)
+    return JoinedPeer(folder, way, identity, Terms(), machine, display)
 
 
 def answer(peer, message, generation=0):
@@ -61,12 +61,12 @@ def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(tmp_path, monkeypa
     wait_until(lambda: isinstance(house.happened[-1][1].message, msg.Declined))
 
     house.listener.close()
-    wait_until(lambda: peer.away_for)
+    wait_until(lambda: peer._lost_at)
     again = House(tmp_path)
     way.routes = (Route(again.listener.address),)
     wait_until(again.here)
-    wait_until(lambda: peer.away_for is None)
-    assert peer.held is None and again.members.tell("ana", msg.News("back"))
+    wait_until(lambda: peer._lost_at is None)
+    assert not peer._holdings and again.members.tell("ana", msg.News("back"))
     peer.leave()
     ending.join(PATIENCE)
     assert not ending.is_alive()
@@ -90,7 +90,7 @@ def test_a_peer_tries_the_addresses_of_its_invite(tmp_path):
 def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings):
     """Paths, device and threads are the peer's own; plugins only those that it allows."""
     plain = make_settings(run__out="/etc", run__device="cuda", run__threads=7).to_plain()
-    own = own_settings(plain, Terms("cpu", 2), 1 << 30)
+    own = own_settings(plain, Terms(device="cpu", threads=2), 1 << 30)
     assert (own.run.out, own.run.device, own.run.threads) == ("runs", "cpu", 2)
     assert own.data.path == "" and own.link.emulate is False and own.codec.memory_mb == 128
     assert own.hash == make_settings().hash
@@ -106,9 +106,9 @@ def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (JoinOptions(name="Ben Bright"), "--name Ben Bright: a name has lower-case letters"),
-        (JoinOptions(listen="nowhere"), "'nowhere' is not an address: write HOST:PORT"),
-        (JoinOptions(terms=Terms(data=Path("gone"))), "--data gone: there is no such file or"),
+        (Terms(name="Ben Bright"), "--name Ben Bright: a name has lower-case letters"),
+        (Terms(listen="nowhere"), "'nowhere' is not an address: write HOST:PORT"),
+        (Terms(data=Path("gone")), "--data gone: there is no such file or"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(options, said, tmp_path):
@@ -186,7 +186,7 @@ def test_what_a_peer_names_itself_takes_the_place_of_the_hosts_paths(
     seen = prepare(asked.data, 300, tmp_path / "host" / "cache").fingerprint
     for path in hosts:
         path.unlink()
-    terms = Terms("cpu", 1, (), *files_of("peer"))
+    terms = Terms("", None, "", "cpu", 1, (), *files_of("peer"))
     held = Holding(msg.Hold([0], asked.to_plain(), False, seen), 1, terms, tmp_path)
     assert Path(prepared(held).corpus).is_relative_to(tmp_path / "cache")
     assert held.settings.hash == asked.hash and held.settings.train.init_from != "/etc"
@@ -213,7 +213,7 @@ def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file
     peer = joined_peer(tmp_path, Routes("", "127.0.0.1:1"))
     hold = msg.Hold([0], make_settings().to_plain(), False, "")
     declined, _, generation = answer(peer, hold, generation=4)
-    assert isinstance(declined, msg.Declined) and generation == 4 and peer.held is None
+    assert isinstance(declined, msg.Declined) and generation == 4 and not peer._holdings
     assert told in declined.reason and "hunter2" not in declined.reason
 
 
@@ -271,7 +271,7 @@ def test_a_member_keeps_what_the_host_tells_it_and_says_what_it_knows_better(
 ):
     """Its folder holds then what its page and `thinwire status` show."""
     peer = joined_peer(tmp_path)
-    status = member_handlers(peer, SimpleNamespace(run_name="code", run_id="ab"))["status"]
+    status = peer.handlers(SimpleNamespace(run_name="code", run_id="ab"))["status"]
     alone = status_from_plain(status({}))
     assert [one.name for one in alone.peers] == ["ana"] and alone.waiting_for == "a stage"
     step = StepRecord(3, 9, 2.5, 0.1, 1.0, 50, 700.0, 0.5, 9.0, [], [])

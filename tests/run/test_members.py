@@ -12,12 +12,13 @@ from hosting import Joined, hello, host_of
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
+from thinwire.run import events as ev
 from thinwire.run import members as members_module
 from thinwire.run import protocol as pr
 from thinwire.run.doctor import check_outside
 from thinwire.run.formation import Formation
 from thinwire.run.host import Streams
-from thinwire.run.members import MOST_STREAMS, SESSION_BYTES, Down, Gone, Up
+from thinwire.run.members import MOST_STREAMS, SESSION_BYTES
 from thinwire.run.pacing import AT_ONCE
 from thinwire.wire import dial
 from waiting import PATIENCE, wait_until
@@ -60,7 +61,7 @@ def test_a_connection_that_is_lost_and_comes_back_loses_nothing(house):
         ana.is_cut_off = True
         ana.lose_connection()
         # What was said before may be heard after it, on another thread.
-        wait_until(lambda n=outage: sum(isinstance(w, Down) for _, w in house.happened) == n)
+        wait_until(lambda n=outage: sum(isinstance(w, ev.Away) for _, w in house.happened) == n)
         talk()
         ana.is_cut_off = False
         wait_until(
@@ -71,7 +72,7 @@ def test_a_connection_that_is_lost_and_comes_back_loses_nothing(house):
     said = [what for _, what in house.happened if isinstance(what, pr.Envelope)]
     assert said[1:] == [pr.Envelope(pr.Pulse(n, "works"), 0, 1) for n in range(count)]
     streams = [type(what) for _, what in house.happened if not isinstance(what, pr.Envelope)]
-    assert streams == [Down, Up, Down, Up]
+    assert streams == [ev.Away, ev.Back, ev.Away, ev.Back]
     ana.hears(pr.News(str(count - 1)))
     assert [m for m, *_ in ana.heard] == [pr.News(str(n)) for n in range(count)]
     assert len(ana.connections) >= 3 and house.here() == ["ana"]
@@ -114,8 +115,8 @@ def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(house):
     ana = house.join("ana")
     ana.is_cut_off = True
     ana.lose_connection()
-    wait_until(lambda: isinstance(house.happened[-1][1], Gone))
-    assert "the connection was down for 0.3 s" in house.happened[-1][1].reason
+    wait_until(lambda: isinstance(house.happened[-1][1], ev.Lost))
+    assert "the connection was down for 0.3 s" in house.happened[-1][1].error
     assert house.here() == [] and not house.members.tell("ana", pr.News("?"))
     ana.is_cut_off = False
     assert ana.lost.wait(PATIENCE), "the host knows nothing of its stream any more"
@@ -133,7 +134,7 @@ def test_a_stream_begun_anew_takes_the_place_of_one_that_is_lost(process, house,
     assert first.lost.wait(PATIENCE)
     wait_until(lambda: len(house.happened) == 2)
     assert [what for _, what in house.happened] == [
-        Gone("it was started anew"), pr.Envelope(hello(process=process), -1, 0)
+        ev.Lost(-1, "it was started anew"), pr.Envelope(hello(process=process), -1, 0)
     ]  # fmt: skip
     assert house.members.tell("ana", pr.News("?"))
     again.hears(pr.News("?"))
@@ -164,7 +165,7 @@ def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house):
     ana = house.join("ana")
     house.members.kick("ana")
     ana.hears(pr.Dismiss("the host removed this peer from the run", "refused"))
-    assert house.happened[-1] == ("ana", Gone("the host removed it from the run"))
+    assert house.happened[-1] == ("ana", ev.Lost(-1, "the host removed it from the run"))
     assert house.members.all() == []
     with pytest.raises(AdmissionError, match="is not welcome there"):
         Joined(house.listener.address, ana.identity)
@@ -245,7 +246,7 @@ def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(house, monkeypatch):
         if len(house.here()) == 1:
             break
     assert house.here() == ["ben"]
-    assert house.happened[-1] == ("ana", Gone("it takes nothing of what it is told"))
+    assert house.happened[-1] == ("ana", ev.Lost(-1, "it takes nothing of what it is told"))
 
 
 def test_members_are_told_what_the_hosts_page_shows_but_not_where_others_are(house, make_settings):

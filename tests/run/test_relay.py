@@ -10,8 +10,8 @@ import pytest
 from programs import Program
 from thinwire.background import on_daemon_thread
 from thinwire.errors import ConfigError
-from thinwire.run.relay import Relay, run_relay
-from thinwire.wire import Route, Standby, ping
+from thinwire.run.relay import parse_relay, run_relay
+from thinwire.wire import Standby, ping
 from thinwire.wire.routes import call
 from waiting import wait_until
 
@@ -28,12 +28,11 @@ def start(tmp_path, *arguments):
     words = ["relay", "--listen", "127.0.0.1:0", *arguments]
     program = Program(words, tmp_path, tmp_path)
     program.wait_for(r"--relay \S+\n")
-    return program, Relay.parse(re.search(r"--relay (\S+)\n", program.text())[1])
+    return program, parse_relay(re.search(r"--relay (\S+)\n", program.text())[1])
 
 
 def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path, data):
     program, relay = start(tmp_path)
-    route = Route(relay.address, "relayed", relay.password)
 
     def take(connection, home):
         def hello():
@@ -42,9 +41,9 @@ def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path, data):
 
         return on_daemon_thread("hello", hello)
 
-    with Standby(NAME, route, take) as standby:
+    with Standby(NAME, relay, take) as standby:
         wait_until(lambda: standby.waiting)
-        with call(route, "reach", NAME, 30)[0] as caller:
+        with call(relay, "reach", NAME, 30)[0] as caller:
             assert caller.recv(5) == b"hello"
     program.stop(code=0)
     text = program.text()
@@ -54,10 +53,10 @@ def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path, data):
 
     kept = data / "relay-pass"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert kept.read_text().strip() == relay.password and relay.password not in repr(relay)
+    assert kept.read_text().strip() == relay.token and relay.token not in repr(relay)
     program, again = start(tmp_path, "--mbps", "20", "--pass-file", str(kept))
-    assert again.password == relay.password
-    assert ping(Route(again.address, token=again.password), NAME).address.startswith("127.0.0.1:")
+    assert again.token == relay.token
+    assert ping(again, NAME).address.startswith("127.0.0.1:")
     program.stop(signal.SIGTERM, 0)
     assert "at most 20 Mbit/s for each run" in program.text()
 
@@ -72,7 +71,7 @@ def test_what_is_no_relay_or_pass_is_refused_and_not_quoted(tmp_path):
         assert "short" not in str(caught.value)
     for text in ("/long-enough-pass", ":4617", ":4617/short", ":4617/long enough pass"):
         with pytest.raises(ConfigError, match="is written HOST:PORT/PASS") as caught:
-            Relay.parse(f"host{text}")
+            parse_relay(f"host{text}")
         assert "short" not in str(caught.value) and "enough" not in str(caught.value)
     for address in ("relay.example.org:4617", "[2001:db8::1]:4617", "203.0.113.5:1"):
-        assert Relay.parse(f" {Relay(address, 'pass_of-a-relay')}\n").address == address
+        assert parse_relay(f" {address}/pass_of-a-relay\n").address == address

@@ -99,15 +99,15 @@ def test_a_stage_that_is_lost_before_its_last_part_has_arrived_writes_it_again()
         commands = lead.say(stage, parts[stage], Finished(meters(stage, 4)))
     assert texts(commands)[-1].startswith("all stages have stopped; the host waits")
     for stage in range(3):
-        assert lead.on(ev.PartArrived(stage, 2)) == [], "nobody leaves before"
+        assert lead.on(ev.Travelled(stage, 2)) == [], "nobody leaves before"
     assert replaced(lead.on(ev.Lost(0, "gone"), 0) + lead.on(ev.Tick(), 2.0)) == [], (
         "its part is here"
     )
     assert replaced(lead.on(ev.Exited(3, -9))) == [[3]]
-    assert lead.on(ev.PartLost(3, 2, "nothing came")) == []
+    assert lead.on(ev.Travelled(3, 2, "nothing came")) == []
     link(lead, 3)
     lead.say(3, step(3, 0, 4), step(3, 1, 4), parts[3], Finished(meters(3, 4)))
-    commit, *_, leave, end = lead.on(ev.PartArrived(3, 2))
+    commit, *_, leave, end = lead.on(ev.Travelled(3, 2))
     assert commit == ev.Commit(2, parts) and leave == ev.Tell(3, Leave()) and end == ev.End()
 
 
@@ -150,7 +150,7 @@ def test_a_wait_for_a_new_process_is_no_stuck_run():
     lead.on(ev.Exited(1, -9))
     for _ in range(500):
         assert lead.on(ev.Tick(), 1.0) == []
-    assert "stage 1 is lost, and waits for a peer" in " ".join(lead.coordinator.reasons())
+    assert "stage 1 is lost, and waits for a peer" in lead.coordinator._watch.doing()
     for begun in range(500):
         for s in range(4):
             assert lead.say(s, Pulse(begun if s == 1 else 7, "builds its layers")) == []

@@ -4,7 +4,6 @@ import hashlib
 import os
 import threading
 
-import msgspec
 import pytest
 
 from thinwire.background import on_daemon_thread
@@ -36,9 +35,9 @@ class Host:
         )  # fmt: skip
 
     def _note(self, event):
-        what = type(event).__name__.removeprefix("Part").lower()
+        what = "refused" if event.at_fault else "lost" if event.error else "arrived"
         with self._changed:
-            self.said.append((what, *msgspec.structs.astuple(event)))
+            self.said.append((what, event.stage, event.step, *filter(None, [event.error])))
             self._changed.notify_all()
 
     def announce(self, stage, step, shard):

@@ -19,9 +19,9 @@ from waiting import wait_until
 def followed(*stages):
     """A run of four stages in which a process follows these, which share one."""
     lead = training(steps=2)
-    told = [command for s in stages for command in lead.on(ev.FollowerSaid(s, ready(s)))]
+    told = [command for s in stages for command in lead.on(ev.Said(s, ready(s), follows=True))]
     for stage in stages:
-        told += lead.on(ev.FollowerSaid(stage, pr.Linked()))
+        told += lead.on(ev.Said(stage, pr.Linked(), follows=True))
     return lead, told
 
 
@@ -29,10 +29,10 @@ def test_who_follows_a_stage_is_fed_by_its_neighbours_and_takes_its_place_at_onc
     lead, told = followed(1)
     own, below, above, start, note = told
     connect = pr.Connect("at-0", [0, 0, 0], follower=1)
-    assert own == ev.TellFollower(1, connect)
+    assert own == ev.Tell(1, connect, follows=True)
     assert below == ev.Tell(0, pr.Follow(0, pr.Connect("", [0, 0, 0], follower=1)))
     assert above == ev.Tell(2, pr.Follow(1, pr.Connect("at-1", [0, 0, 0], follower=1)))
-    assert start == ev.TellFollower(1, pr.Start())
+    assert start == ev.Tell(1, pr.Start(), follows=True)
     assert texts([note]) == ["stage 1 has a stand-by, which follows it"]
     *awaits, _, promote, below, above, own = lead.on(ev.Exited(1, -9))
     assert awaits == [ev.Tell(0, pr.Await(0)), ev.Tell(2, pr.Await(1))] and promote == ev.Promote(
@@ -52,13 +52,16 @@ def test_who_follows_a_stage_is_fed_by_its_neighbours_and_takes_its_place_at_onc
 
 def test_one_that_follows_beside_a_lost_stage_is_fed_by_who_takes_its_place():
     lead, _ = followed(1)
-    assert lead.on(ev.Exited(2, -9))[-2:] == [ev.Replace([2]), ev.TellFollower(1, pr.Await(1))]
+    assert lead.on(ev.Exited(2, -9))[-2:] == [
+        ev.Replace([2]),
+        ev.Tell(1, pr.Await(1), follows=True),
+    ]
     *_, start, relink, feed = link(lead, 2)
     links = [0, 1, 1]
     assert start == ev.Tell(2, pr.Start(4))
-    assert relink == ev.TellFollower(1, pr.Relink(1, pr.Connect("at-0", links, follower=2)))
+    assert relink == ev.Tell(1, pr.Relink(1, pr.Connect("at-0", links, follower=2)), follows=True)
     assert feed == ev.Tell(2, pr.Follow(1, pr.Connect("at-1", links, follower=2)))
-    fed = lead.on(ev.FollowerSaid(1, pr.Linked(follower=2)))
+    fed = lead.on(ev.Said(1, pr.Linked(follower=2), follows=True))
     assert texts(fed) == ["the stand-by of stage 1 follows on"]
     assert ev.Promote([1]) in lead.on(ev.Exited(1, -9))
 
@@ -73,15 +76,15 @@ def test_one_that_is_not_fed_is_not_promoted():
         for _ in range(2):
             lead.on(ev.Exited(2, -9))
             link(lead, 2)
-        lead.on(ev.FollowerSaid(1, pr.Linked(follower=late)))
+        lead.on(ev.Said(1, pr.Linked(follower=late), follows=True))
         assert ev.Replace([1]) in lead.on(ev.Exited(1, -9)), "that was of streams of before"
 
 
 def test_neighbours_that_are_lost_together_and_promoted_wait_for_each_other():
     """They were fed by those who are lost; and another that is lost may take long to be built."""
     lead, _ = followed(0)
-    lead.on(ev.FollowerSaid(1, ready(1)))
-    lead.on(ev.FollowerSaid(1, pr.Linked()))
+    lead.on(ev.Said(1, ready(1), follows=True))
+    lead.on(ev.Said(1, pr.Linked(), follows=True))
     lost = [lead.on(ev.Lost(stage, "gone")) for stage in (0, 1, 3)]
     assert lost == [[], [], []]
     told = lead.on(ev.Tick(), SETTLE_SECONDS)
@@ -97,15 +100,15 @@ def test_neighbours_that_are_lost_together_and_promoted_wait_for_each_other():
 
 def test_one_that_fails_or_is_lost_or_is_not_linked_is_not_promoted():
     for gone in (
-        ev.FollowerSaid(1, pr.Failed("StageError", True, "no", "", [], [])),
-        ev.FollowerSaid(1, pr.Ended(0, "")),
+        ev.Said(1, pr.Failed("StageError", True, "no", "", [], []), follows=True),
+        ev.Said(1, pr.Ended(0, ""), follows=True),
         ev.FollowerLost([1]),
     ):
         lead, _ = followed(1)
         assert lead.on(gone) == [ev.DropFollower([1])]
         assert ev.Replace([1]) in lead.on(ev.Exited(1, -9))
     lead = training(steps=1)
-    lead.on(ev.FollowerSaid(1, ready(1)))
+    lead.on(ev.Said(1, ready(1), follows=True))
     commands = lead.on(ev.Exited(1, -9))
     assert ev.Replace([1]) in commands and ev.DropFollower([1]) in commands
 

@@ -73,8 +73,7 @@ class Invite:
     invite_id: str
     secret: str = field(repr=False)
     expires: int  # in seconds since 1970
-    relay: str = ""  # where both can meet
-    relay_pass: str = field(default="", repr=False)
+    relay: Route | None = None  # where both can meet
 
     @property
     def run_id(self) -> str:
@@ -89,8 +88,7 @@ class Invite:
     def routes(self, token: str = "") -> tuple[Route, ...]:
         """The ways to the host, best first; with the token of a peer, or with the invite's own."""
         direct = [Route(one, "direct", token or self.door_token) for one in self.addresses]
-        relayed = [Route(self.relay, "relayed", self.relay_pass)] if self.relay else []
-        return (*direct, *relayed)
+        return (*direct, *([self.relay] if self.relay else []))
 
     def service(self, name: str) -> str:
         """The name of one of the host's services at its door, such as "enrol"."""
@@ -106,7 +104,8 @@ class Invite:
 
     def __str__(self) -> str:
         parts = (bytes.fromhex(part) for part in (self.fingerprint, self.invite_id, self.secret))
-        texts = (self.run_name, self.relay, self.relay_pass, *self.addresses)
+        relay = (self.relay.address, self.relay.token) if self.relay else ("", "")
+        texts = (self.run_name, *relay, *self.addresses)
         content = _HEAD.pack(*parts, self.expires) + "\n".join(texts).encode()
         return _PREFIX + _base64(content + _checksum(content))
 
@@ -151,7 +150,7 @@ class Invite:
             raise ValueError("an address in it is not HOST:PORT")
         name = printable(name, LONGEST_NAME)  # it is shown, and whoever made the invite chose it
         parts = (fingerprint.hex(), tuple(addresses), invite_id.hex(), secret.hex())
-        return cls(name, *parts, expires, relay, relay_pass)
+        return cls(name, *parts, expires, Route(relay, "relayed", relay_pass) if relay else None)
 
 
 def hash_of(secret: str) -> str:
@@ -244,13 +243,12 @@ class AuthorityBook:
     def invite(
         self,
         addresses: tuple[str, ...] | list[str],
-        relay: str = "",
-        relay_pass: str = "",
+        relay: Route | None = None,
         lasts: float = DAY,
         machines: int = 1,
     ) -> Invite:
         """A new invite that lasts so many seconds, and lets in so many machines."""
-        for address in (*addresses, *([relay] if relay else ())):
+        for address in (*addresses, *([relay.address] if relay else ())):
             if not is_address(address):
                 raise ConfigError(f"{address!r} is not an address: write HOST:PORT")
         if not addresses and not relay:
@@ -261,7 +259,7 @@ class AuthorityBook:
             self._invites[number] = IssuedInvite(number, hash_of(secret), expires, machines)
         name, places = " ".join(self._run_name.split())[:LONGEST_NAME], tuple(addresses)
         parts = (self.fingerprint, places[:MOST_ADDRESSES], number, secret, expires)
-        return Invite(name, *parts, relay, relay_pass)
+        return Invite(name, *parts, relay)
 
     def enrol(self, invite_id: str, secret: str, public: str, wanted_name: str) -> str:
         """Let in who has proven to hold a key; returns its name. AdmissionError says why not.

@@ -97,7 +97,7 @@ class Coordinator:
     """A run as a state machine: `on` takes an event and the time, and returns commands.
 
     With `parts_travel`, what a stage writes is on its own machine. A part then counts when
-    PartArrived follows its ShardWritten, and the run ends after the last of them. With a `course`,
+    Travelled follows its ShardWritten, and the run ends after the last of them. With a `course`,
     whoever saves or ends at another time than is due is at fault.
 
     `placement` lists the stages that share a process. With it, a stage that is lost while the run
@@ -127,7 +127,6 @@ class Coordinator:
         self._course = course
         self._steps = [0] * stages  # reported
         self._told = Told()
-        self._since = 0.0  # the phase began, by the watch's clock
         self._arrived: dict[int, Any] = {}  # what ends this phase, by stage
         self._finished: set[int] = set()
         self._ended = (0, False)  # the last decision that they knew, and whether it ends the run
@@ -202,22 +201,16 @@ class Coordinator:
         done = self._arrived if self.phase in _ROUNDS else self._finished
         return [stage for stage in self._all if stage not in done]
 
-    def reasons(self) -> list[str]:
-        """The phase of the run and since when; then what each stage does that it waits for."""
-        phase = self.phase.value if self._settled_at is None else "looks for the cause of a failure"
-        since = f"the run {phase}, for {self._watch.now - self._since:.0f} s"
-        lacking = self.waiting_for() if self.phase in _ROUNDS else []
-        if self.phase is Phase.COLLECTING:
-            lacking = self._stages_travelling()
-        missing = ", ".join(f"stage {stage}" for stage in lacking)
-        who = f"; still missing: {missing}" if missing else ""
-        return [since + who, *self._watch.doing()]
-
     def _stages_travelling(self) -> list[int]:
         return sorted({stage for _, stage in self._travelling})
 
     def _respond(self, event: ev.Event, now: float) -> Commands:
         match event:
+            case ev.Said(stage, message, follows=True):
+                group = tuple(self._together[stage])
+                if isinstance(message, Audited):
+                    return self._on_audited(group, stage, message, now)
+                return self._on_follower(group, stage, message)
             case ev.Said(stage, msg.Pulse(begun, doing)):
                 self._watch.heard(stage, begun, doing)
             case ev.Said(stage, msg.LinkDown() | msg.LinkUp() as message):
@@ -241,10 +234,10 @@ class Coordinator:
                 self._gone.add(stage)
             case ev.Away(stage=stage) | ev.Back(stage=stage):
                 return self._on_outage(stage, event, now)
-            case ev.PartArrived() | ev.PartLost():
-                return self._on_travelled(event)
-            case ev.PartRefused(stage=stage, error=error):
+            case ev.Travelled(stage, error=error, at_fault=True):
                 self._suspect(ev.Lost(stage, error, in_breach=True), now)
+            case ev.Travelled():
+                return self._on_travelled(event)
             case ev.Stopped(stage):
                 return self._replace_stuck(stage, "its process is stopped", now)
             case ev.Given(stages):
@@ -253,11 +246,6 @@ class Coordinator:
             case ev.Completed(step):
                 self._complete = step
                 return self._tell_saved()
-            case ev.FollowerSaid(stage, message):
-                group = tuple(self._together[stage])
-                if isinstance(message, Audited):
-                    return self._on_audited(group, stage, message, now)
-                return self._on_follower(group, stage, message)
             case ev.FollowerLost(stages):
                 return [self._drop(tuple(stages))]
             case ev.MoveAsked(stages, reason):
@@ -321,7 +309,7 @@ class Coordinator:
 
     def _stop(self, why: str) -> Commands:
         self.stop_asked = True
-        self._enter(Phase.STOPPING)
+        self.phase = Phase.STOPPING
         return [*self._tell_all(msg.Stop()), ev.Say(why)]
 
     def _end_if_done(self) -> Commands:
@@ -332,7 +320,7 @@ class Coordinator:
             return [*self._tell_all(msg.Leave()), self._end()]
         if self.phase is Phase.COLLECTING:
             return []
-        self._enter(Phase.COLLECTING)
+        self.phase = Phase.COLLECTING
         stages = self._stages_travelling()
         which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         return [ev.Say(f"all stages have stopped; the host waits for the checkpoint of {which}")]
@@ -376,18 +364,18 @@ class Coordinator:
             return commands
         arrived = [self._arrived.pop(stage) for stage in self._all]
         if self.phase is Phase.BUILDING:
-            self._enter(Phase.LINKING)
+            self.phase = Phase.LINKING
             self._ready = arrived
             return [*commands, *(ev.Tell(s, self._connect(s)) for s in self._all)]
-        self._enter(Phase.TRAINING)
+        self.phase = Phase.TRAINING
         self._watch.begin_training()
         return [*self._tell_all(msg.Start()), ev.Begin(self._ready, self._ready[0].versions)]
 
-    def _on_travelled(self, event: ev.PartArrived | ev.PartLost) -> Commands:
+    def _on_travelled(self, event: ev.Travelled) -> Commands:
         if (event.step, event.stage) not in self._travelling:
             return []
         self._travelling.discard((event.step, event.stage))
-        if isinstance(event, ev.PartLost):
+        if event.error:
             if event.stage in self._lost_at:
                 del self._parts[event.step][event.stage]  # it is written again
                 return []
@@ -630,7 +618,7 @@ class Coordinator:
             found.linked.add(stage)
             if found.is_linked:
                 alike = self._audits and all(self._is_alike(s, found.ready[s]) for s in group)
-                start = [ev.TellFollower(s, msg.Start(is_alike=alike)) for s in group]
+                start = [ev.Tell(s, msg.Start(is_alike=alike), follows=True) for s in group]
                 note = f"stage {which} has a stand-by, which follows it"
                 if self._audits:
                     how = "equal bits" if alike else "another kind of machine, small differences"
@@ -671,7 +659,7 @@ class Coordinator:
             elif follower.is_told and (not lost.isdisjoint(group) or unfed):
                 if follower.is_linked and lost.isdisjoint(group):
                     follower.unfed |= {cut: 0 for _, cut in unfed}
-                    commands += [ev.TellFollower(s, msg.Await(cut)) for s, cut in unfed]
+                    commands += [ev.Tell(s, msg.Await(cut), follows=True) for s, cut in unfed]
                 else:
                     commands.append(self._drop(group))
         return commands
@@ -693,14 +681,14 @@ class Coordinator:
             if not follower.is_told:
                 follower.is_told = True
                 self._followed += 1
-                commands += [ev.TellFollower(s, self._feeds(group, s)) for s in group]
+                commands += [ev.Tell(s, self._feeds(group, s), follows=True) for s in group]
                 commands += [self._is_to_feed(follower, *end) for end in cuts]
             for end in [end for end in cuts if follower.unfed.get(end[1]) == 0]:
                 stage, cut = end
                 self._followed += 1
                 follower.unfed[cut] = self._followed
-                commands.append(ev.TellFollower(stage, msg.Relink(cut, self._feeds(group, stage))))
-                commands.append(self._is_to_feed(follower, *end))
+                relink = msg.Relink(cut, self._feeds(group, stage))
+                commands += [ev.Tell(stage, relink, follows=True), self._is_to_feed(follower, *end)]
         return commands
 
     def _feeds(self, group: Group, stage: int) -> msg.Connect:
@@ -765,15 +753,12 @@ class Coordinator:
             return []
         self._saved = self._complete
         linked = [s for group, one in self._followers.items() if one.is_linked for s in group]
-        followed = [ev.TellFollower(s, msg.Saved(self._saved)) for s in linked]
+        followed = [ev.Tell(s, msg.Saved(self._saved), follows=True) for s in linked]
         return [*self._tell_all(msg.Saved(self._saved)), *followed]
 
     def _end(self, error: BaseException | None = None, culprit: ev.Suspect | None = None) -> ev.End:
-        self._enter(Phase.FINISHED)
+        self.phase = Phase.FINISHED
         return ev.End(error, culprit)
-
-    def _enter(self, phase: Phase) -> None:
-        self.phase, self._since = phase, self._watch.now
 
     def _tell_all(self, message: msg.ToStage) -> Commands:
         """Who takes a lost one's place hears it once it trains."""

@@ -11,10 +11,11 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Said(Event, frozen=True):
-    """A stage has said something."""
+    """A stage has said something; or the process that follows it."""
 
     stage: int
     message: OfStage
+    follows: bool = False
 
 
 class Exited(Event, frozen=True):
@@ -25,7 +26,7 @@ class Exited(Event, frozen=True):
 
 
 class Lost(Event, frozen=True):
-    """The control stream of a stage is broken; in breach: by what the stage has sent."""
+    """The control stream of a stage, or of a member, is over; in breach: by what it has sent."""
 
     stage: int
     error: str
@@ -45,47 +46,28 @@ class Given(Event, frozen=True):
 
 
 class Away(Event, frozen=True):
-    """The control stream of a stage on another machine is down; it may come back."""
+    """The control stream of a stage on another machine is down, or a member's; it may come back."""
 
     stage: int
     reason: str
 
 
 class Back(Event, frozen=True):
-    """The control stream of a stage is back, after so many seconds."""
+    """It is back, after so many seconds."""
 
     stage: int
     seconds: float
 
 
-class PartArrived(Event, frozen=True):
-    """The part of a checkpoint that a stage has reported is on this machine, and was opened."""
+class Travelled(Event, frozen=True):
+    """The part of a checkpoint that a stage has reported is on this machine, and was opened; or
+    with an error, will not come. It is the fault of the stage if what came is not its state.
+    """
 
     stage: int
     step: int
-
-
-class PartLost(Event, frozen=True):
-    """The part of a checkpoint that a stage has reported will not come."""
-
-    stage: int
-    step: int
-    error: str
-
-
-class PartRefused(Event, frozen=True):
-    """The part of a checkpoint that a stage has sent is not its state: the stage is at fault."""
-
-    stage: int
-    step: int
-    error: str
-
-
-class FollowerSaid(Event, frozen=True):
-    """The process that follows a stage has said something."""
-
-    stage: int
-    message: OfStage
+    error: str = ""
+    at_fault: bool = False
 
 
 class FollowerLost(Event, frozen=True):
@@ -122,10 +104,11 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class Tell(Command, frozen=True):
-    """Send a message to a stage."""
+    """Send a message to a stage; or to the process that follows it."""
 
     stage: int
     message: ToStage
+    follows: bool = False
 
 
 class Say(Command, frozen=True):
@@ -193,13 +176,6 @@ class Replace(Command, frozen=True):
 
 class OfFollower(Command, frozen=True):
     """What it wants of a process that follows stages."""
-
-
-class TellFollower(OfFollower, frozen=True):
-    """Send a message to the process that follows a stage."""
-
-    stage: int
-    message: ToStage
 
 
 class Promote(OfFollower, frozen=True):

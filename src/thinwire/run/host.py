@@ -61,7 +61,7 @@ from thinwire.run.formation import (
     write_formation,
 )
 from thinwire.run.machine import Machine
-from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, ignore, one_line
+from thinwire.run.members import Happening, Member, Members, ignore, one_line
 from thinwire.run.peers import (
     EXIT_SECONDS,
     Peers,
@@ -75,7 +75,7 @@ from thinwire.run.placement import ChosenSplit, choose_split, links_of, share_st
 from thinwire.run.processes import python_module
 from thinwire.run.record import RunRecord
 from thinwire.run.relay import is_public, outside_address
-from thinwire.run.signals import Interrupted, heeding, leave_at_once, stopping
+from thinwire.run.signals import Interrupted, heeding, leave_at_once
 from thinwire.run.start import make_start, open_resume, opened, prepare_data
 from thinwire.run.status import HostConsole, SharedDisplay, Standing, doubt_text
 from thinwire.run.tokens import TokenServer
@@ -118,8 +118,7 @@ class HostOptions:
 
     listen: str = "0.0.0.0:0"
     addresses: tuple[str, ...] = ()  # by which others find it; empty: as far as it knows itself
-    relay: str = ""
-    relay_pass: str = field(default="", repr=False)
+    relay: Route | None = None
     lasts: float = 86_400.0  # seconds for which the invite is good
     machines: int = 0  # that the invite lets in; 0: one for each stage of others, and SPARES
     stages_here: int = 0  # that this machine holds itself
@@ -248,8 +247,7 @@ class OpenDoor:
         self, book: AuthorityBook, options: HostOptions, port_before: int, stack: ExitStack
     ):
         self.book, self._options = book, options
-        relay = Route(options.relay, "relayed", options.relay_pass)
-        self._relay = [relay] if options.relay else []
+        self._relay = [options.relay] if options.relay else []
         self.listener = Listener(book.identity, None, 0, msg.MAX_MESSAGE, who=book.name_of)
         stack.callback(self.listener.close)
         serve_enrolment(self.listener, book)
@@ -275,7 +273,7 @@ class OpenDoor:
     def invite(self, machines: int) -> Invite:
         """An invite for so many others."""
         own = self._options
-        return self.book.invite(self.addresses, own.relay, own.relay_pass, own.lasts, machines)
+        return self.book.invite(self.addresses, own.relay, own.lasts, machines)
 
     def own_invite(self) -> Invite:
         """An invite for peers on this machine: by its inner address, and with a secret apart."""
@@ -291,7 +289,7 @@ def tell_settings(book: AuthorityBook, settings: Settings, stream: Stream) -> No
         stream.write(msgspec.json.encode(settings.to_plain()))
 
 
-def who_is_left_out(addresses: tuple[str, ...], relay: str) -> str:
+def who_is_left_out(addresses: tuple[str, ...], relay: Route | None) -> str:
     """Who cannot come by these addresses of a host, and what to do about it; empty for nobody."""
     places = [split_address(address) for address in addresses]
     if relay or any(is_public(host) and host != "localhost" for host, _ in places):
@@ -405,11 +403,17 @@ class Base:
     folder: Path
     data: Corpus
     display: SharedDisplay
+    formation: Formation  # the latest
     beside: dict[str, Meter] = field(  # what travels beside the cuts, by what it is
         default_factory=lambda: {"checkpoints": Meter(), "states": Meter(), "token ids": Meter()}
     )
     fed_bytes: int = 0  # that stages sent to those who stand by for their neighbours
     record: RunRecord | None = None  # of the last generation that trained
+
+    def keep(self, formation: Formation) -> None:
+        """Write a placement down before any member hears of it."""
+        self.formation = formation
+        write_formation(self.folder, formation)
 
     def beside_bytes(self) -> dict[str, int]:
         """Every byte of that so far, both ways, frame headers included."""
@@ -423,17 +427,14 @@ class HostedPeers(Peers):
     def __init__(
         self,
         base: Base,
-        formation: Formation,
         settings: Settings,
         checkpoint: Checkpoint | None,
         on_progress: Callable[[int, int], None],
-        keep: Callable[[Formation], None] = lambda formation: None,
     ):
-        """`keep` is told of another placement, before any member hears of it."""
+        formation = base.formation
         stages = len(formation.seats)
         super().__init__(stages)
-        self._base, self._formation, self._settings = base, formation, settings
-        self._checkpoint, self._keep = checkpoint, keep
+        self._base, self._settings, self._checkpoint = base, settings, checkpoint
         self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
         self._asked_at = 0.0  # when members were asked whether they are there
         self._again = 0  # how often stages were given anew
@@ -471,14 +472,14 @@ class HostedPeers(Peers):
         self._streams.close()
         self.end_states()
         self.collector.close()
-        for name in [*self._formation.members(), *self._standbys.values()]:
+        for name in [*self._base.formation.members(), *self._standbys.values()]:
             self._tell(name, msg.Release("the run is formed again"))
 
     def start(self) -> None:
         self._base.members.on_happening = self._on_happening
         self._ways = self._probed_ways()
         for stages in self._groups:
-            name = self._formation.seats[stages[0]]
+            name = self._base.formation.seats[stages[0]]
             if not self._give(stages, name, self._checkpoint):
                 self._lose(name, f"{name} is away")
 
@@ -501,7 +502,7 @@ class HostedPeers(Peers):
         return self._tell(name, hold)
 
     def _tell(self, name: str, message: Any, stage: int = msg.OF_NO_STAGE) -> bool:
-        return self._base.members.tell(name, message, stage, self._formation.epoch)
+        return self._base.members.tell(name, message, stage, self._base.formation.epoch)
 
     def on_begin(self) -> None:
         self.end_states()
@@ -547,7 +548,7 @@ class HostedPeers(Peers):
         self._homeless.remove(stages)
         self._is_waiting = False
         self._again += 1
-        seats, followed = self._formation.seats, self._followed()
+        seats, followed = self._base.formation.seats, self._followed()
         own = [machine for machine in answered if machine.name == name]
         counted = [followed.get(stage, holder) for stage, holder in enumerate(seats)]
         has_room = next_holder(stages, counted, own, self._settings) is not None
@@ -573,7 +574,7 @@ class HostedPeers(Peers):
         """Have a member that holds nothing follow stages that nobody follows: of one that holds
         several groups of them, to take one over; then of the weakest, the likeliest to go.
         """
-        groups, seats = placement(self._settings, self._groups), self._formation.seats
+        groups, seats = placement(self._settings, self._groups), self._base.formation.seats
         here = self._base.members.here()
         left = [group for group in groups if tuple(group) not in self._standbys]
         is_idle = any(member.name not in seats for member in here)
@@ -600,12 +601,6 @@ class HostedPeers(Peers):
 
     def on_follower(self, command: ev.OfFollower) -> None:
         match command:
-            case ev.TellFollower(stage, message):
-                if name := self._followed().get(stage, ""):
-                    if isinstance(message, msg.Connect | msg.Relink):
-                        ways = self._ways_of_standby(stage)
-                        message = msg.with_ways(message, partial(ways.connect, stage))
-                    self._tell(name, message, stage)
             case ev.Promote(stages):
                 if not (name := self._forget_standby(stages)):  # it has just got other stages
                     for stage in stages:
@@ -618,7 +613,7 @@ class HostedPeers(Peers):
             case ev.DropFollower(stages):
                 self._drop_standby(stages)
             case ev.Doubt(stage, found, replaces):
-                holder, standby = self._formation.seats[stage], self._followed().get(stage, "")
+                holder, standby = self._base.formation.seats[stage], self._followed().get(stage, "")
                 self._base.display.announce("audit", doubt_text(stage, holder, standby, found))
                 if replaces:
                     reason = f"{standby} computed other values than it sent for stage {stage}"
@@ -648,15 +643,14 @@ class HostedPeers(Peers):
         """The ways as they were if whoever follows this stage held it."""
         group, name = next(one for one in self._standbys.items() if stage in one[0])
         if group not in self._standby_ways:  # both ends need the same word
-            seats = self._formation.given([*group], name).seats
+            seats = self._base.formation.given([*group], name).seats
             self._standby_ways[group] = self._probed_ways(seats=seats)
         return self._standby_ways[group]
 
     def _take_seat(self, stages: list[int], name: str) -> None:
         """Note who holds stages from now on, and let go of whoever did."""
-        before = self._formation.seats[stages[0]]
-        self._formation = self._formation.given(stages, name)
-        self._keep(self._formation)
+        before = self._base.formation.seats[stages[0]]
+        self._base.keep(self._base.formation.given(stages, name))
         self._ended -= {*stages}
         if before != name:
             left = [s for s in self._collected[before] if s not in stages]
@@ -672,7 +666,7 @@ class HostedPeers(Peers):
         follower = self._standbys.get(tuple(stages))  # has some of their state at least
         if any(machine.name == follower for machine in machines):
             return follower
-        return next_holder(stages, self._formation.seats, machines, self._settings)
+        return next_holder(stages, self._base.formation.seats, machines, self._settings)
 
     def _give_up_the_absent(self) -> bool:
         """Have others hold the stages of a member that cannot be reached, if there are others: else
@@ -680,12 +674,12 @@ class HostedPeers(Peers):
         """
         now, is_waiting = time.monotonic(), False
         for member in self._base.members.all() if self._replaces else ():
-            held, away = self._formation.held_by(member.name), (member.name, member.down_since)
+            held, away = self._base.formation.held_by(member.name), (member.name, member.down_since)
             if not held or not member.is_down or away in self._given_up:
                 continue
             others = [m.machine for m in self._base.members.here()]
-            name = next_holder(held, self._formation.seats, others, self._settings)
-            limit = SPARE_SECONDS if name not in self._formation.seats else NEIGHBOUR_SECONDS
+            name = next_holder(held, self._base.formation.seats, others, self._settings)
+            limit = SPARE_SECONDS if name not in self._base.formation.seats else NEIGHBOUR_SECONDS
             if self._followed().keys() >= {*held}:
                 limit = FOLLOWED_SECONDS
             if name is not None and now - member.down_since > limit:
@@ -701,7 +695,7 @@ class HostedPeers(Peers):
         is_due, self._is_saved = self._is_saved and self.is_training, False
         if not is_due or self._homeless or self.is_stopping:
             return
-        seats = self._formation.seats
+        seats = self._base.formation.seats
         holders = [seats[stages[0]] for stages in self._groups]
         crowded = max(holders, key=holders.count)
         for stages in self._groups if holders.count(crowded) > 1 else ():
@@ -711,14 +705,19 @@ class HostedPeers(Peers):
                 self.said.note(ev.MoveAsked(stages, moves))
                 return
 
-    def tell(self, stage: int, message: msg.ToStage) -> None:
+    def tell(self, stage: int, message: msg.ToStage, follows: bool = False) -> None:
         self._is_saved |= isinstance(message, msg.Saved)
+        name = self._followed().get(stage, "") if follows else self._base.formation.seats[stage]
+        if not name:
+            return
         ways = self._ways
         if isinstance(message, msg.Follow):
             ways = self._ways_of_standby(msg.other_end(message.cut, stage))
+        elif follows and isinstance(message, msg.Connect | msg.Relink):
+            ways = self._ways_of_standby(stage)
         if ways is not None:
             message = msg.with_ways(message, partial(ways.connect, stage))
-        self._tell(self._formation.seats[stage], message, stage)
+        self._tell(name, message, stage)
 
     def ask_to_stop(self, who: str = "") -> None:
         self.is_stopping = True
@@ -730,12 +729,9 @@ class HostedPeers(Peers):
             time.sleep(0.02)
 
     def last_words(self, culprit: ev.Suspect) -> str:
-        who = f"\n  stage {culprit.stage} was held by {self._formation.seats[culprit.stage]}"
+        who = f"\n  stage {culprit.stage} was held by {self._base.formation.seats[culprit.stage]}"
         words = "" if culprit.known else self._words.get(culprit.stage) or culprit.trace
         return who + "".join(f"\n  | {printable(line)}" for line in words.splitlines())
-
-    def control_bytes(self) -> int:
-        return self._base.members.moved_bytes()
 
     def end_states(self) -> None:
         """All stages have their states: serve these no longer."""
@@ -746,7 +742,7 @@ class HostedPeers(Peers):
     def _probed_ways(self, changed: Collection[str] = (), seats: list[str] | None = None) -> Ways:
         """The doors of all stages' members, probed at once; of some, if the others are known."""
         door, book, known = self._base.door, self._base.door.book, self._doors
-        seats = self._formation.seats if seats is None else seats
+        seats = self._base.formation.seats if seats is None else seats
         new = {name for name in seats if name in changed or name not in known}
         members = [member for member in self._base.members.all() if member.name in new]
         known |= zip((member.name for member in members), probe_all(members, book), strict=True)
@@ -756,7 +752,7 @@ class HostedPeers(Peers):
 
     def _serve(self, name: str, stages: list[int], checkpoint: Checkpoint | None) -> None:
         """Accept what stages on a member open beside its own stream: states and token ids."""
-        generation = self._formation.epoch
+        generation = self._base.formation.epoch
         if checkpoint is not None:
             states = SeatServer(checkpoint, self._settings, self._base.beside["states"])
             self._states.append(states)
@@ -787,10 +783,10 @@ class HostedPeers(Peers):
         """On the thread of a member's stream, which may wait for room in the queue: so no stage of
         this generation says too much.
         """
-        epoch, homeless = self._formation.epoch, {s for group in self._homeless for s in group}
-        held = [stage for stage in self._formation.held_by(name) if stage not in homeless]
+        epoch, homeless = self._base.formation.epoch, {s for group in self._homeless for s in group}
+        held = [stage for stage in self._base.formation.held_by(name) if stage not in homeless]
         match what:
-            case Gone() | Down() | msg.Envelope(msg.Leaving() | msg.Declined()):
+            case ev.Lost() | ev.Away() | msg.Envelope(msg.Leaving() | msg.Declined()):
                 declined = getattr(getattr(what, "message", None), "stages", [])
                 for group in self._of(name):
                     if not declined or not {*group}.isdisjoint(declined):
@@ -805,7 +801,7 @@ class HostedPeers(Peers):
             case msg.Envelope(message, stage, said) if (
                 said == epoch and self._followed().get(stage, "") == name
             ):
-                self.said.note(ev.FollowerSaid(stage, message))
+                self.said.note(ev.Said(stage, message, follows=True))
                 if isinstance(message, Audited):
                     self._base.display.standing.audits[name] = message
             case msg.Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
@@ -813,7 +809,7 @@ class HostedPeers(Peers):
                     never = f"stage {stage}, which it never held"
                     raise BreachError(f"{name} sent a message of {never}")
                 return False  # others hold it now; it counts as talk
-            case Up() if not held:
+            case ev.Back() if not held:
                 self._tell(name, msg.Release("others hold its stages now"))
             case _ if not held:
                 pass
@@ -825,13 +821,11 @@ class HostedPeers(Peers):
             case msg.Envelope(msg.Declined(reason, stages), generation=said) if said == epoch:
                 lost = [s for s in held if s in stages or not stages]
                 self._lose(name, f"it cannot hold its stage: {one_line(reason)}", stages=lost)
-            case Gone(reason, in_breach):
+            case ev.Lost(_, reason, in_breach):
                 self._ended |= set(held)
                 self._lose(name, reason, in_breach)
-            case Down(reason):
-                self.said.note(ev.Away(held[0], reason))
-            case Up(seconds):
-                self.said.note(ev.Back(held[0], seconds))
+            case ev.Away() | ev.Back():
+                self.said.note(msgspec.structs.replace(what, stage=held[0]))
         return False
 
     def _hear(self, stage: int, message: Any) -> None:
@@ -855,7 +849,7 @@ class HostedPeers(Peers):
         """
         others = [m.machine for m in self._base.members.here() if m.name != name]
         can_move = self.is_training and self._replaces and not self.is_stopping
-        if can_move and next_holder(held, self._formation.seats, others, self._settings):
+        if can_move and next_holder(held, self._base.formation.seats, others, self._settings):
             self._lose(name, f"{name} leaves")
             return
         self.leaving = self.leaving or name
@@ -865,14 +859,14 @@ class HostedPeers(Peers):
     def _lose(
         self, name: str, reason: str, in_breach: bool = False, stages: list[int] | None = None
     ) -> None:
-        for stage in self._formation.held_by(name) if stages is None else stages:
+        for stage in self._base.formation.held_by(name) if stages is None else stages:
             self.said.note(ev.Lost(stage, reason, in_breach))
 
 
 # All of them
 
 
-class _Hosting:
+class _Hosting(Base):
     """The life of a host: what it opens, and the generations of its run one after the other."""
 
     def __init__(
@@ -889,31 +883,28 @@ class _Hosting:
         """`origin`: the weights that the run starts from, as long as it has no checkpoint;
         `keeps_split`: it goes on from weights whose cuts are part of what they learned.
         """
-        self._started, self._folder = time.monotonic(), (folder := settings.run.folder)
-        self._data, self._origin, self._keeps_split = data, origin, keeps_split
+        self._started, folder = time.monotonic(), settings.run.folder
+        self._origin, self._keeps_split = origin, keeps_split
         self._least = options.peers or settings.pipeline.stages
-        self._formation = fitting(read_formation(folder), settings)
-        self._settings = self._formation.applied(settings)
+        formation = fitting(read_formation(folder), settings)
+        self._settings = formation.applied(settings)
         self._stop_asked = False
         self._refused: tuple[list[str], str] = ([], "")  # members that cannot hold the run, and why
         self._failures = Failures()
-        door = OpenDoor(book, options, self._formation.port, opened)
+        door = OpenDoor(book, options, formation.port, opened)
         door.listener.serve(msg.SETTINGS, partial(tell_settings, book, settings))
-        self._keep(dataclasses.replace(self._formation, port=door.port))
-        self._members = opened.enter_context(
-            Members(door.listener, book, settings.link.outage, door.cut)
-        )
-        self._standing = Standing(settings.run.name, book.run_id)
-        self._display = SharedDisplay(display, self._members.tell_all, self._standing)
-        self._members.note = self._display.note
-        now = (lambda: self._formation), (lambda: self._settings)
-        notes, members = self._standing, self._members
+        members = opened.enter_context(Members(door.listener, book, settings.link.outage, door.cut))
+        notes = Standing(settings.run.name, book.run_id)
+        shared = SharedDisplay(display, members.tell_all, notes)
+        super().__init__(members, door, folder, data, shared, formation)
+        self.keep(dataclasses.replace(formation, port=door.port))
+        members.note = shared.note
+        now = (lambda: self.formation), (lambda: self._settings)
         console = HostConsole(notes, members, book, *now, door.invite, door.addresses)
         opened.enter_context(ControlSocket(folder, console.handlers()))
         is_over, self._tell_members = threading.Event(), console.tell_now
         opened.callback(is_over.set)
         on_daemon_thread("thinwire news", lambda: console.tell_members(is_over.wait))
-        self._base = Base(self._members, door, folder, data, self._display)
         others = max(1, settings.pipeline.stages - options.stages_here)
         machines = options.machines or others + SPARES
         self._announce(door.invite(machines), machines)
@@ -928,40 +919,40 @@ class _Hosting:
                 if (summary := self._form_and_run()) is not None:
                     return summary
         except KeyboardInterrupt:
-            self._members.say_farewell("the host was stopped; join again when it is back")
+            self.members.say_farewell("the host was stopped; join again when it is back")
             raise
         except Exception as error:
-            self._members.say_farewell(f"the run ended with an error: {error}", in_order=False)
+            self.members.say_farewell(f"the run ended with an error: {error}", in_order=False)
             raise
 
     def _announce(self, invite: Invite, machines: int) -> None:
         """Print the invite, and keep it in the run's folder for whoever closed the window."""
-        path = self._folder / "authority" / "invite.txt"
+        path = self.folder / "authority" / "invite.txt"
         with contextlib.suppress(OSError):
             replace_private_file(path, f"thinwire join {invite}\n".encode())
         hours = invite.seconds_left() / 3600
         who = "one machine joins" if machines == 1 else f"up to {machines} machines join"
-        self._display.phase("invite", f"for the next {hours:.0f} hours, {who} with")
-        self._display.phase("invite", f"thinwire join {invite}")
+        self.display.phase("invite", f"for the next {hours:.0f} hours, {who} with")
+        self.display.phase("invite", f"thinwire join {invite}")
         if left_out := who_is_left_out(invite.addresses, invite.relay):
-            self._display.note(left_out)
+            self.display.note(left_out)
 
     def _form_and_run(self) -> dict[str, Any] | None:
         """One generation; None if the run goes on with another."""
         seats = self._wait_for_members()
         checkpoint = self._newest()
-        epoch = self._formation.epoch + 1
-        self._keep(dataclasses.replace(self._formation, epoch=epoch, seats=seats))
+        epoch = self.formation.epoch + 1
+        self.keep(dataclasses.replace(self.formation, epoch=epoch, seats=seats))
         step = checkpoint.step if checkpoint else 0
         self._failures.start_from(step)
         who = ", ".join(f"{stage}: {name}" for stage, name in enumerate(seats))
-        self._display.announce("form", f"epoch {epoch} from step {step}, stages {who}")
-        settings, folder, groups = self._settings, self._folder, self._formation.groups()
+        self.display.announce("form", f"epoch {epoch} from step {step}, stages {who}")
+        settings, folder, groups = self._settings, self.folder, self.formation.groups()
         coordinator = coordinator_of(settings, folder, checkpoint, groups, parts_travel=True)
-        machines = {member.name: member.machine for member in self._members.all()}
+        machines = {member.name: member.machine for member in self.members.all()}
         links = links_of([machines.get(name, Machine()) for name in seats])
-        earlier = self._base.record
-        display, data = self._display, self._data
+        earlier = self.record
+        display, data = self.display, self.data
         record = RunRecord(settings, folder, data, checkpoint, display, True, earlier, links)
 
         def show_last_checkpoint(done: int, total: int) -> None:
@@ -969,8 +960,7 @@ class _Hosting:
             if coordinator.phase is Phase.COLLECTING:
                 display.progress("save", done, total, "B")
 
-        given = settings, checkpoint, show_last_checkpoint, self._keep
-        peers = HostedPeers(self._base, self._formation, *given)
+        peers = HostedPeers(self, settings, checkpoint, show_last_checkpoint)
 
         def stop() -> None:
             self._stop_asked = True
@@ -978,7 +968,7 @@ class _Hosting:
                 peers.ask_to_stop()
 
         try:
-            with peers, stopping(stop, record):
+            with peers, record.stopping(stop):
                 lead(coordinator, peers, record)
         except Interrupted:
             if self._stop_asked:
@@ -992,22 +982,17 @@ class _Hosting:
             return None
         finally:
             if record.has_begun:
-                self._base.record = record
+                self.record = record
         return self._conclude(record, peers)
-
-    def _keep(self, formation: Formation) -> None:
-        """Write a placement down before any member hears of it."""
-        self._formation = formation
-        write_formation(self._folder, formation)
 
     def _conclude(self, record: RunRecord, peers: HostedPeers) -> dict[str, Any] | None:
         """All stages ended in good order: the run is over, or it goes on without who left."""
         if not self._stop_asked and record.ledger.done < self._settings.train.steps:
             record.pause()
-            self._display.note(f"{peers.leaving or 'a peer'} left after step {record.ledger.done}")
+            self.display.note(f"{peers.leaving or 'a peer'} left after step {record.ledger.done}")
             return None
         peers.collector.forget()
-        moved, beside = self._members.moved_bytes(), self._base.beside_bytes()
+        moved, beside = self.members.moved_bytes(), self.beside_bytes()
         summary = record.finish(moved, self._stop_asked, self._started, beside)
         done, steps = record.ledger.done, self._settings.train.steps
         self._tell_members(record.ledger.progress() if record.ledger.records else None)
@@ -1015,71 +1000,71 @@ class _Hosting:
         if done < steps:
             stopped = f"the host stopped the run after step {done} of {steps}"
             farewell = f"{stopped}; join again when it is back"
-        self._members.say_farewell(farewell)
+        self.members.say_farewell(farewell)
         return summary
 
     def _newest(self) -> Checkpoint | None:
         """Where the run goes on; where it starts from weights, these: now its cuts are known."""
         if self._origin is not None:
-            make_start(self._origin, self._settings, self._folder, self._data, self._display)
+            make_start(self._origin, self._settings, self.folder, self.data, self.display)
             self._origin = None
-        if not list_checkpoints(self._folder):
+        if not list_checkpoints(self.folder):
             return None  # it begins from the seed
-        return open_resume(self._folder, self._settings, self._display)
+        return open_resume(self.folder, self._settings, self.display)
 
     def _judge(self, error: StageError) -> None:
         """Count the failure of whoever caused it; raise one that no peer did and that goes on."""
         culprit = error.culprit if isinstance(error, StageFailedError) else None
         if culprit is None and self._failures.count(""):
             raise error
-        self._display.note(f"{error}\n  the run pauses until every stage has a peer again")
+        self.display.note(f"{error}\n  the run pauses until every stage has a peer again")
         if culprit is None:
             return
-        name, deed = self._formation.seats[culprit.stage], culprit.deed
+        name, deed = self.formation.seats[culprit.stage], culprit.deed
         if count := self._failures.count(name, deed == "was lost"):
             last = f"it {deed} {count} times and the run got no further, last: "
             last += one_line(culprit.reason)
             why = f"{last}. It gets one again when the host is started anew"
-            self._members.set_aside(name, why)
-            self._display.note(f"{name} gets no stage any more: {why}")
-        elif deed != "was lost" and len(self._members.here()) > len(self._formation.members()):
+            self.members.set_aside(name, why)
+            self.display.note(f"{name} gets no stage any more: {why}")
+        elif deed != "was lost" and len(self.members.here()) > len(self.formation.members()):
             # while others wait for one
-            self._members.set_aside(name, f"its stage {deed}", for_good=False)
+            self.members.set_aside(name, f"its stage {deed}", for_good=False)
 
     def _wait_for_members(self) -> list[str]:
         """Wait until there is a member for each stage; says for whom, and since when."""
         began = time.monotonic()
-        self._standing.forms()
+        self.display.standing.forms()
         told, told_at = "", 0.0
         while True:
-            members = self._members.here()
+            members = self.members.here()
             here = [member.name for member in members]
-            if self._formation.seats:
-                seats = fill_seats(self._formation.seats, here, self._least)
+            if self.formation.seats:
+                seats = fill_seats(self.formation.seats, here, self._least)
                 lacking = "" if seats else self._lacking(here)
             elif len(here) < self._least:
                 seats, lacking = None, self._lacking(here)
             else:
                 seats, lacking = self._choose(members)
             if seats is not None:
-                self._standing.forms()
+                self.display.standing.forms()
                 return seats
             now = time.monotonic()
-            self._standing.waits(lacking.removeprefix("waiting for "))
+            self.display.standing.waits(lacking.removeprefix("waiting for "))
             if lacking != told or now - told_at > REMIND_SECONDS:
                 since = f" (for {now - began:.0f} s)" if now - began > 1 else ""
-                self._display.announce("wait", lacking + since)
+                self.display.announce("wait", lacking + since)
                 told, told_at = lacking, now
-            self._members.wait(partial(self._has_changed, here), LOOK_SECONDS)
+            self.members.wait(partial(self._has_changed, here), LOOK_SECONDS)
 
     def _has_changed(self, known: list[str]) -> bool:
-        return [member.name for member in self._members.here()] != known
+        return [member.name for member in self.members.here()] != known
 
     def _lacking(self, here: list[str]) -> str:
         """For whom the run waits: those who had stages and may have them again come first."""
-        known = self._members.all()
+        known = self.members.all()
         welcome = {member.name for member in known if not member.why_unfit}
-        expected = [name for name in self._formation.seats if name in welcome]
+        expected = [name for name in self.formation.seats if name in welcome]
         unfit = {member.name: member.why_unfit for member in known if member.is_here}
         return lacking_peers(expected, self._least, here, unfit)
 
@@ -1091,7 +1076,7 @@ class _Hosting:
         names = [member.name for member in here]
         if names == self._refused[0]:
             return None, self._refused[1]
-        probe_all(here, self._base.door.book)
+        probe_all(here, self.door.book)
         try:
             return self._placed(comparable([member.machine for member in here])), ""
         except ConfigError as error:
@@ -1105,12 +1090,12 @@ class _Hosting:
         split = form(self._settings, peers, self._keeps_split)
         self._settings = split.settings
         pipeline, simulation = split.settings.pipeline, split.simulation
-        self._formation = dataclasses.replace(
-            self._formation, split=list(pipeline.split), window=pipeline.window
+        self.formation = dataclasses.replace(
+            self.formation, split=list(pipeline.split), window=pipeline.window
         )
         counts = zip(split.peers, split.counts, strict=True)
         blocks = ", ".join(f"{peer.name} {count}" for peer, count in counts)
-        self._display.announce(
+        self.display.announce(
             "split",
             f"blocks: {blocks}. {split.why} By what the peers measured, a step takes "
             f"{elapsed(simulation.step_seconds)}, with at most "

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -59,7 +59,7 @@ from thinwire.run.peers import StagesHere
 from thinwire.run.processes import StageProcess, start_processes
 from thinwire.run.record import write_progress
 from thinwire.run.signals import Interrupted, heeding
-from thinwire.run.status import member_handlers
+from thinwire.run.status import Handler, blocks_text
 from thinwire.run.transfer import ShardSender, fetch_seat, uplink_share
 from thinwire.settings import CONFIG, Settings, machine_cores
 from thinwire.typed import to_toml
@@ -95,6 +95,9 @@ _OUTAGE_S = 60.0  # of the stream to the host, before what this machine holds is
 class Terms:
     """What the owner of a machine decides about its part in a run."""
 
+    name: str = ""
+    folder: Path | None = None
+    listen: str = "0.0.0.0:0"  # its door; empty: accepts nothing from outside
     device: str = "auto"
     threads: int = 0  # 0: as the run says, or all cores
     plugins: tuple[str, ...] = ()
@@ -102,16 +105,6 @@ class Terms:
     valid_data: Path | None = None
     tokenizer: Path | None = None
     template: Path | None = None
-
-
-@dataclass(frozen=True)
-class JoinOptions:
-    """How a machine takes part: its name, its folder, its door, and its terms."""
-
-    name: str = ""
-    folder: Path | None = None
-    listen: str = "0.0.0.0:0"  # empty: accepts nothing from outside
-    terms: Terms = field(default_factory=Terms)
 
     def check(self) -> None:
         """Refuse what cannot work before the host hears of this machine."""
@@ -123,46 +116,30 @@ class JoinOptions:
         if self.listen:
             split_address(self.listen)
         for name in ("data", "valid_data", "tokenizer", "template"):
-            option, path = f"--{name.replace('_', '-')}", getattr(self.terms, name)
+            option, path = f"--{name.replace('_', '-')}", getattr(self, name)
             if path is not None and not path.exists():
                 raise DataError(f"{option} {path}: there is no such file or folder")
-            if path is not None and self.terms.data is None:
+            if path is not None and self.data is None:
                 raise ConfigError(f"{option} goes with --data: name the run's data too")
 
 
-@dataclass(frozen=True)
-class Whereabouts:
-    """Where a joined machine is: its folder, its way to the host, and its door, as in Hello."""
-
-    folder: Path
-    host: Routes  # to the host's streams
-    door: str = ""
-    outside: str = ""
-    admit: Callable[[str], None] = lambda links: None  # those who know this token, at its own door
-
-
-def join(invite: Invite, options: JoinOptions, display: Display) -> str:
+def join(invite: Invite, terms: Terms, display: Display) -> str:
     """Take part in the run of an invite; returns in a sentence how that ended."""
-    options.check()
+    terms.check()
     raise_descriptor_limit()
-    folder = options.folder or peer_folder(invite.run_id)
+    folder = terms.folder or peer_folder(invite.run_id)
     advice = "stop it, or join as a further peer with --folder and --name"
     with claimed(folder, advice, private=True):
         display.opened(folder)
         display.phase("join", f"run {invite.run_name!r}, of which this machine keeps {folder}")
-        identity = _identity(folder, invite, options.name)
+        identity = _identity(folder, invite, terms.name)
         display.phase("join", f"enrolled as {identity.name}")
-        host, listen = invite.to_service("control", identity.door_token), options.listen
+        host, listen = invite.to_service("control", identity.door_token), terms.listen
         with Door(*split_address(listen)) if listen else contextlib.nullcontext() as door:
-
-            def admit(links: str) -> None:  # beside the host, which knows this peer's own token
-                if door is not None:
-                    door.admit(invite.run_id, identity.door_token, *([links] if links else []))
-
-            place = Whereabouts(folder, host, *_addresses(door, listen, _seen(host)), admit)
-            machine = _measured(options.terms, folder, host, invite.run_id, identity, display)
-            joined = JoinedPeer(place, identity, options.terms, machine, display)
-            with ControlSocket(folder, member_handlers(joined, invite)):
+            addresses = _addresses(door, listen, _seen(host))
+            machine = _measured(terms, folder, host, invite.run_id, identity, display)
+            joined = JoinedPeer(folder, host, identity, terms, machine, display, door, addresses)
+            with ControlSocket(folder, joined.handlers(invite)):
                 return joined.run()
 
 
@@ -399,26 +376,31 @@ class JoinedPeer:
 
     def __init__(
         self,
-        place: Whereabouts,
+        folder: Path,
+        host: Routes,
         identity: Identity,
         terms: Terms,
         machine: Machine,
         display: Display,
+        door: Door | None = None,
+        addresses: tuple[str, str] = ("", ""),
     ):
-        self._place, self._terms, self.identity = place, terms, identity
+        """`host`: the ways to its streams. `addresses`: of the door, as in Hello."""
+        self._folder, self._host, self._terms, self.identity = folder, host, terms, identity
+        self._door, self._addresses = door, addresses
         self.machine, self._display = machine, display
         self.news: StepRecord | None = None  # the latest step of the run
         self.report: msg.StatusReport | None = None  # how the host said that the run stands
         self._holdings: list[Holding] = []  # of one generation, each with a process of its own
-        self.seatless_since = time.time()
+        self._seatless_since = time.time()
         self._due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        place.admit("")
+        self._admit()
         self._channel: Channel | None = None
         self._is_leaving = self._is_over = False
         self._farewell = ""
         self._lost_at: float | None = None  # since when the host cannot be reached
         self._pace = Allowance(0, burst_s=0)  # of shards on their way to the host
-        self._shards = ShardSender(place.folder / "run", self._pace)
+        self._shards = ShardSender(folder / "run", self._pace)
         self._serves_shards = False
         self._process = secrets.token_hex(8)
 
@@ -438,26 +420,55 @@ class JoinedPeer:
         self._clean_up()
         return self._farewell
 
-    @property
-    def held(self) -> Holding | None:
-        """What it holds, the first of it."""
-        return self._holdings[0] if self._holdings else None
+    def handlers(self, invite: Invite) -> dict[str, Handler]:
+        """Its answers, for a `ControlSocket`."""
 
-    @property
-    def stages(self) -> list[int]:
-        """All stages that it holds."""
-        return sorted(stage for held in self._holdings for stage in held.stages)
+        def leave(request: dict[str, Any]) -> dict[str, Any]:
+            self.leave()
+            return {"text": "this peer leaves the run after this step, with a checkpoint"}
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it has a door that others may try."""
-        return bool(self._place.outside)
+        return {"status": lambda request: self._status(invite).to_plain(), "leave": leave}
 
-    @property
-    def away_for(self) -> float | None:
-        """Seconds for which the host cannot be reached; None while it can."""
-        lost_at = self._lost_at
-        return None if lost_at is None else time.monotonic() - lost_at
+    def _status(self, invite: Invite) -> msg.StatusReport:
+        """What the host tells everybody, and what this peer knows better: itself, and whether the
+        host can be reached.
+        """
+        holdings, lost_at = self._holdings, self._lost_at  # other threads may change them
+        now, name, is_open = time.time(), self.identity.name, bool(self._addresses[1])
+        held, doing = holdings[0] if holdings else None, "waiting for a stage"
+        if held is not None:
+            doing = "training" if held.is_running else "prepares its stage"
+            doing = "stands by" if held.hold.follows else doing
+        stages = sorted(stage for one in holdings for stage in one.stages)
+        itself = msg.PeerStatus(
+            name=name,
+            state=doing,
+            stages=stages,
+            blocks=blocks_text(held.settings, stages) if held else "",
+            is_this_machine=True,
+            machine=dataclasses.replace(self.machine, name=name, reachable=is_open),
+        )
+        state = "training" if doing == "training" else "starting"
+        report = self.report or msg.StatusReport(invite.run_name, invite.run_id, "", state, now)
+        others = [peer for peer in report.peers if peer.name != name]
+        wait = report.state, report.waiting_for, report.waiting_since
+        if lost_at is not None:
+            since = now - (time.monotonic() - lost_at)
+            wait = "waiting", "the host, which cannot be reached", since
+        elif held is None and not self.report:
+            wait = "waiting", "a stage", self._seatless_since
+        elif held is not None and not held.is_running and not report.waiting_for:
+            wait = "preparing its stage", "", 0.0
+        return msgspec.structs.replace(
+            report,
+            role="member",
+            time=now,
+            state=wait[0],
+            waiting_for=wait[1],
+            waiting_since=wait[2],
+            epoch=held.generation if held else report.epoch,
+            peers=[itself, *others],
+        ).after(self.news)
 
     def leave(self) -> None:
         """Leave after this step, with a checkpoint; safe on any thread and in a signal handler."""
@@ -468,7 +479,7 @@ class JoinedPeer:
     def _dial(self, name: str, timeout: float = DIAL_SECONDS) -> Pipe:
         """A stream of this name to the host."""
         whom = fingerprint_of(self.identity.host)
-        return dial(self._place.host, name, self.identity, whom, timeout, msg.MAX_MESSAGE)
+        return dial(self._host, name, self.identity, whom, timeout, msg.MAX_MESSAGE)
 
     def _keep_in_touch(self) -> None:
         """On a thread of its own: have a stream to the host, again and again."""
@@ -516,8 +527,7 @@ class JoinedPeer:
             msg.Hello(
                 versions(),
                 self.machine,
-                self._place.door,
-                self._place.outside,
+                *self._addresses,
                 self._process,
                 f"process {os.getpid()} on {platform.node() or 'a machine'}",
             )
@@ -583,11 +593,11 @@ class JoinedPeer:
             self._keep("step", news.step)
         with contextlib.suppress(OSError):
             if news.progress is not None:
-                write_progress(self._place.folder, news.progress)
+                write_progress(self._folder, news.progress)
 
     def _keep(self, kind: str, record: StepRecord | EvaluationRecord) -> None:
         """Write down what the host has told, as the host itself does."""
-        with contextlib.suppress(OSError), (self._place.folder / FILE_NAME).open("a") as file:
+        with contextlib.suppress(OSError), (self._folder / FILE_NAME).open("a") as file:
             file.write(line_of(kind, dataclasses.asdict(record)))
 
     def _on_connected(self, channel: Channel) -> None:
@@ -621,7 +631,7 @@ class JoinedPeer:
             self._let_go()
         self._let_go(generation, hold.stages)
         try:
-            holding = Holding(hold, generation, self._terms, self._place.folder)
+            holding = Holding(hold, generation, self._terms, self._folder)
             holding.begin()
         except ThinwireError as error:
             self._decline(generation, hold.stages, error)
@@ -629,12 +639,12 @@ class JoinedPeer:
         self._holdings.append(holding)
         with contextlib.suppress(OSError):
             text = to_toml(holding.settings.relaxed(), holding.settings)
-            (self._place.folder / CONFIG).write_text(text)
+            (self._folder / CONFIG).write_text(text)
         if not self._serves_shards:  # from here on: before, another process may be this peer
             self._serves_shards = True
             dial_store = partial(self._dial, msg.store_name(self.identity.name))
             self._begin(self._shards.keep_serving, dial_store)
-        self._place.admit(hold.links)
+        self._admit(hold.links)
         counts = [len(blocks) for blocks in holding.settings.split()]
         blocks = sum(counts[stage] for stage in hold.stages)
         which = f"stage {hold.stages[0]}" if len(hold.stages) == 1 else f"stages {hold.stages}"
@@ -655,7 +665,7 @@ class JoinedPeer:
 
         result: msg.Order | ThinwireError
         try:
-            result = holding.prepare(self._dial, self.identity, self._place.host, say)
+            result = holding.prepare(self._dial, self.identity, self._host, say)
         except ThinwireError as error:
             result = error
         except Exception as error:  # the host waits for an answer, whatever went wrong here
@@ -722,12 +732,18 @@ class JoinedPeer:
             held.stop()
         if gone and not self._holdings:
             self._pace.mbps = 0
-            self.seatless_since = time.time()
-            self._place.admit("")
+            self._seatless_since = time.time()
+            self._admit()
+
+    def _admit(self, *links: str) -> None:
+        """Let those who know this token in at our door, beside the host, which knows our own."""
+        if self._door is not None:
+            run, _, _ = self._host.name.partition("/")
+            self._door.admit(run, self.identity.door_token, *filter(None, links))
 
     def _try_door(self) -> None:
         """On a thread of its own: look by which addresses this machine reaches the host."""
-        way = self._place.host
+        way = self._host
         found = ping_all([route for route in way.routes if route.kind == "direct"], way.name)
         answers = {
             route.address: "" if isinstance(seen, Seen) else str(seen)
@@ -763,7 +779,7 @@ class JoinedPeer:
 
     def _clean_up(self) -> None:
         """Remove this machine's part of the run, unless it can make a return cheap."""
-        part = self._place.folder / "run"
+        part = self._folder / "run"
         if self._is_leaving or (self.news and self.news.step == self.news.steps):
             shutil.rmtree(part, ignore_errors=True)
         elif part.exists():

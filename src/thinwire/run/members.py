@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import thinwire
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
+from thinwire.run import events as ev
 from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook
 from thinwire.run.channel import Channel
@@ -69,26 +70,7 @@ class Member:
         return self.channel is not None and self.hello is not None
 
 
-class Gone(NamedTuple):
-    """A member's stream has ended, or the host has removed it: what it held is lost."""
-
-    reason: str
-    in_breach: bool = False
-
-
-class Down(NamedTuple):
-    """A member's connection is lost; it may come back."""
-
-    reason: str
-
-
-class Up(NamedTuple):
-    """It is back, after so many seconds."""
-
-    seconds: float
-
-
-Happening = msg.Envelope | Gone | Down | Up
+Happening = msg.Envelope | ev.Lost | ev.Away | ev.Back
 """What concerns those who train: what a member says of its stages or of itself, and its stream."""
 
 
@@ -295,14 +277,14 @@ class Members:
                     member.why_unfit = reason
                 self._lose(member, channel, reason, in_breach)
 
-        def on_outage(what: type[Down | Up], told: Any) -> None:
+        def on_outage(what: type[ev.Away | ev.Back], told: Any) -> None:
             with self._changed:  # until the channel is there
                 counts = member.channel is channel
             if counts:
-                member.is_down, member.down_since = what is Down, time.monotonic()
-                self.on_happening(member.name, what(told))
+                member.is_down, member.down_since = what is ev.Away, time.monotonic()
+                self.on_happening(member.name, what(msg.OF_NO_STAGE, told))
 
-        on_down, on_up = (partial(on_outage, what) for what in (Down, Up))
+        on_down, on_up = (partial(on_outage, what) for what in (ev.Away, ev.Back))
         pipe = LastingPipe(first, reopen, self._outage, on_down, on_up)
         channel = Channel(pipe, msg.peer_stream(member.name), msg.FROM_PEER, hear, on_lost, on_lost)
         connections.channel = channel
@@ -367,7 +349,7 @@ class Members:
 
         threading.Thread(target=close, daemon=True).start()
         if is_its:
-            self.on_happening(member.name, Gone(reason, in_breach))
+            self.on_happening(member.name, ev.Lost(msg.OF_NO_STAGE, reason, in_breach))
 
     def _hear(self, member: Member, said: msg.Envelope) -> bool:
         """Note what a member says of itself; whether those who train hold back what it says."""

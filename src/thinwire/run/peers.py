@@ -99,9 +99,9 @@ def heed(
     """
     for command in coordinator.on(event, time.monotonic()):
         match command:
-            case ev.Tell(stage, message):
+            case ev.Tell(stage, message, follows):
                 with contextlib.suppress(WireError):  # a peer that is gone shows as an event
-                    peers.tell(stage, message)
+                    peers.tell(stage, message, follows)
             case ev.End(error, culprit):
                 if culprit is not None:
                     raise StageFailedError(f"{error}{peers.last_words(culprit)}", culprit)
@@ -129,8 +129,8 @@ class Peers(contextlib.AbstractContextManager[Any]):
         """Have all stages built; each says by itself when it is."""
 
     @abstractmethod
-    def tell(self, stage: int, message: ToStage) -> None:
-        """Send a message to a stage."""
+    def tell(self, stage: int, message: ToStage, follows: bool = False) -> None:
+        """Send a message to a stage; or to the process that follows it, where one does."""
 
     @abstractmethod
     def replace(self, stages: list[int]) -> None:
@@ -149,10 +149,6 @@ class Peers(contextlib.AbstractContextManager[Any]):
     @abstractmethod
     def last_words(self, culprit: ev.Suspect) -> str:
         """What the log of a stage says of its end, as lines that go behind an error."""
-
-    @abstractmethod
-    def control_bytes(self) -> int:
-        """Every byte of the streams of messages so far, both ways, frame headers included."""
 
     def next_event(self, coordinator: Coordinator) -> ev.Event:
         """What happens next, or a Tick when the coordinator needs one."""
@@ -302,7 +298,7 @@ class LocalPeers(Peers):
                     self.said.note(ev.Stopped(here.stages[0]))
         return super().next_event(coordinator)
 
-    def tell(self, stage: int, message: ToStage) -> None:
+    def tell(self, stage: int, message: ToStage, follows: bool = False) -> None:
         known = partial(dataclasses.replace, seats=self._seats)
         self._with(stage).channel.send(with_ways(message, known), stage)
 
@@ -319,6 +315,7 @@ class LocalPeers(Peers):
         return f"\n  {log if culprit.known else process.last_lines(culprit.trace)}"
 
     def control_bytes(self) -> int:
+        """Every byte of the streams of messages so far, both ways, frame headers included."""
         return sum(here.channel.moved_bytes() for here in self._here)
 
     def _with(self, stage: int) -> StagesHere:

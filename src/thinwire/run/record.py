@@ -4,8 +4,9 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from thinwire.run import events as ev
 from thinwire.run.checkpoints import Checkpoints, divergence, origin_in, way_back
 from thinwire.run.ledger import Ledger, bits_per_byte
 from thinwire.run.protocol import Finished, LinkUp, Progress
-from thinwire.run.signals import Interrupted
+from thinwire.run.signals import Interrupted, heeding
 from thinwire.schedule import Links
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
@@ -172,11 +173,29 @@ class RunRecord:
             raise trouble
         return summary
 
-    def hurry(self) -> None:
-        """For a signal handler: the user asks to end when only results are left; draw no plots."""
-        self._in_haste = True
-        if self._is_drawing:
-            raise Interrupted
+    @contextlib.contextmanager
+    def stopping(self, ask_to_stop: Callable[[], None]) -> Iterator[None]:
+        """First Ctrl-C: ask the run to end. Second: leave at once, whatever this process is doing.
+
+        Once the stages are done only results are left to write: a signal costs no more than the
+        plots.
+        """
+        asked = False
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            nonlocal asked
+            if self.is_over:
+                self._in_haste = True
+                if self._is_drawing:
+                    raise Interrupted
+                return
+            if asked:
+                raise Interrupted
+            asked = True
+            ask_to_stop()
+
+        with heeding(on_signal):
+            yield
 
     def _begin(self, begun: ev.Begin) -> None:
         """Begin or continue what is written of the run, now that its stages train."""

@@ -9,7 +9,6 @@ import re
 import secrets
 import socket
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -23,7 +22,7 @@ from thinwire.paths import data_folder, expanded
 from thinwire.report.human import human_bytes
 from thinwire.report.table import plain_table
 from thinwire.run.signals import heeding
-from thinwire.wire import Door, Traffic, raise_descriptor_limit
+from thinwire.wire import Door, Route, Traffic, raise_descriptor_limit
 from thinwire.wire.door import LINK_MBPS
 from thinwire.wire.sockets import address_text, split_address
 
@@ -33,28 +32,17 @@ _LINE_EVERY_S = 10.0  # where lines cannot be rewritten
 _TABLE_EVERY_S = 1.0
 
 
-@dataclass(frozen=True)
-class Relay:
-    """Where a relay is, and its pass; as text, HOST:PORT/PASS."""
-
-    address: str
-    password: str = field(repr=False)
-
-    def __str__(self) -> str:
-        return f"{self.address}/{self.password}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Relay":
-        """What follows `host --relay`; the pass is not quoted where something is wrong."""
-        relay = cls(*text.strip().partition("/")[::2])
-        with contextlib.suppress(WireError):
-            split_address(relay.address)
-            if _PASS.fullmatch(relay.password):
-                return relay
-        raise ConfigError(
-            f"a relay is written HOST:PORT/PASS, and a pass is {_PASS_MEANS}: copy the line that "
-            "`thinwire relay` printed"
-        )
+def parse_relay(text: str) -> Route:
+    """What follows `host --relay`; the pass is not quoted where something is wrong."""
+    address, _, password = text.strip().partition("/")
+    with contextlib.suppress(WireError):
+        split_address(address)
+        if _PASS.fullmatch(password):
+            return Route(address, "relayed", password)
+    raise ConfigError(
+        f"a relay is written HOST:PORT/PASS, and a pass is {_PASS_MEANS}: copy the line that "
+        "`thinwire relay` printed"
+    )
 
 
 def run_relay(listen: str, mbps: float, pass_file: Path | None, stream: TextIO) -> None:
@@ -69,7 +57,7 @@ def run_relay(listen: str, mbps: float, pass_file: Path | None, stream: TextIO) 
     with Door(host, port) as door:
         door.admit_any(password, mbps)
         with heeding(lambda number, frame: is_over.set()):
-            stream.write(_welcome(host, Relay(outside_address(host, door.port), password), mbps))
+            stream.write(_welcome(host, outside_address(host, door.port), password, mbps))
             stream.flush()
             _show(door, stream, is_over)
         passed = sum(traffic.relayed_bytes for traffic in door.traffic().values())
@@ -102,14 +90,14 @@ def outside_address(listen: str, port: int) -> str:
         return address_text("127.0.0.1", port)
 
 
-def _welcome(listen: str, relay: Relay, mbps: float) -> str:
-    host, port = split_address(relay.address)
+def _welcome(listen: str, address: str, password: str, mbps: float) -> str:
+    host, port = split_address(address)
     bound = f"at most {mbps or LINK_MBPS:g} Mbit/s for each {'run' if mbps else 'link'}"
     lines = [
         f"relay on port {port} of {listen or 'all addresses'}, {bound}; Ctrl-C closes it",
         "whoever hosts a run adds this, and peers find the relay in the invite:",
         "",
-        f"    --relay {relay}",
+        f"    --relay {address}/{password}",
         "",
     ]
     if not is_public(host):

@@ -4,10 +4,6 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from thinwire.run.record import RunRecord
 
 
 class Interrupted(KeyboardInterrupt):
@@ -32,25 +28,3 @@ def heeding(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def stopping(ask_to_stop: Callable[[], None], record: "RunRecord") -> Iterator[None]:
-    """First Ctrl-C: ask the run to end. Second: leave at once, whatever this process is doing.
-
-    Once the stages are done only results are left to write: a signal costs no more than the plots.
-    """
-    asked = False
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if record.is_over:
-            record.hurry()
-            return
-        if asked:
-            raise Interrupted
-        asked = True
-        ask_to_stop()
-
-    with heeding(on_signal):
-        yield

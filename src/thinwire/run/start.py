@@ -321,7 +321,7 @@ def make_start(
     except BaseException:
         discard_partial(folder, 0)
         raise
-    for note in _found(transfer, origin, settings):
+    for note in _found(transfer, origin):
         display.note(note)
     display.phase("start", f"weights of {origin.folder} (step {origin.step}) in {made}")
     return Checkpoint.open(made, allow_plugins=True)
@@ -386,7 +386,7 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
     return notes
 
 
-def _found(transfer: Transfer, origin: Checkpoint, settings: Settings) -> list[str]:
+def _found(transfer: Transfer, origin: Checkpoint) -> list[str]:
     notes = []
     cuts = [name for name in transfer.fresh if not is_adapter(name)]
     if cuts:

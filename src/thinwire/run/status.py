@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -31,9 +31,6 @@ from thinwire.run.formation import Formation
 from thinwire.run.members import Member, Members, one_line
 from thinwire.run.record import read_progress
 from thinwire.settings import Settings
-
-if TYPE_CHECKING:
-    from thinwire.run.join import JoinedPeer
 
 STEP_NEWS_SECONDS = 1.0  # between two steps that peers are told of: their downlinks have other work
 RUN_NEWS_SECONDS, PROGRESS_NEWS_SECONDS = 10.0, 60.0  # between two words on all that a page shows
@@ -246,24 +243,17 @@ class SharedDisplay(Display):
             show(*values)
 
 
+@dataclass
 class HostConsole:
-    """The answers of a host. `formation` and `settings` give what holds at the moment, and `invite`
-    makes another invite, for so many machines, which names `addresses`.
-    """
+    """The answers of a host."""
 
-    def __init__(
-        self,
-        standing: Standing,
-        members: Members,
-        book: AuthorityBook,
-        formation: Callable[[], Formation],
-        settings: Callable[[], Settings],
-        invite: Callable[[int], Invite],
-        addresses: tuple[str, ...] = (),
-    ):
-        self._standing, self._members, self._book = standing, members, book
-        self._formation, self._settings, self._invite = formation, settings, invite
-        self._addresses = addresses
+    _standing: Standing
+    _members: Members
+    _book: AuthorityBook
+    _formation: Callable[[], Formation]  # that holds at the moment, and the settings that do
+    _settings: Callable[[], Settings]
+    _invite: Callable[[int], Invite]  # makes another, for so many machines
+    _addresses: tuple[str, ...] = ()  # that such an invite names
 
     def handlers(self) -> dict[str, Handler]:
         """For a `ControlSocket`."""
@@ -325,7 +315,7 @@ class HostConsole:
             name=member.name,
             state="away" if machine is None else UNREACHED if member.is_down else state,
             stages=stages,
-            blocks=_blocks(settings, stages),
+            blocks=blocks_text(settings, stages),
             last_word=heard,
             machine=machine,
         )
@@ -369,62 +359,14 @@ class HostConsole:
         return {"text": f"thinwire join {self._invite(machines)}"}
 
 
-def _blocks(settings: Settings, stages: list[int]) -> str:
+def blocks_text(settings: Settings, stages: list[int]) -> str:
+    """The blocks of stages: "0..5", and of stages that are no neighbours "0..5, 9..11"."""
     split, parts = settings.split(), list[range]()
     for blocks in (split[stage] for stage in stages if stage < len(split)):
         is_next = parts and parts[-1].stop == blocks.start
         start = parts.pop().start if is_next else blocks.start
         parts.append(range(start, blocks.stop))
     return ", ".join(f"{blocks.start}..{blocks.stop - 1}" for blocks in parts)
-
-
-def member_handlers(member: "JoinedPeer", invite: Invite) -> dict[str, Handler]:
-    """The answers of a joined peer, for a `ControlSocket`."""
-
-    def leave(request: dict[str, Any]) -> dict[str, Any]:
-        member.leave()
-        return {"text": "this peer leaves the run after this step, with a checkpoint"}
-
-    return {"status": lambda request: _member_status(member, invite).to_plain(), "leave": leave}
-
-
-def _member_status(member: "JoinedPeer", invite: Invite) -> msg.StatusReport:
-    """What the host tells everybody, and what this peer knows better: itself, and whether the host
-    can be reached.
-    """
-    held, away, now, name = member.held, member.away_for, time.time(), member.identity.name
-    doing = "waiting for a stage"
-    if held is not None:
-        doing = "training" if held.is_running else "prepares its stage"
-        doing = "stands by" if held.hold.follows else doing
-    itself = msg.PeerStatus(
-        name=name,
-        state=doing,
-        stages=member.stages,
-        blocks=_blocks(held.settings, member.stages) if held else "",
-        is_this_machine=True,
-        machine=dataclasses.replace(member.machine, name=name, reachable=member.is_open),
-    )
-    state = "training" if doing == "training" else "starting"
-    report = member.report or msg.StatusReport(invite.run_name, invite.run_id, "", state, now)
-    others = [peer for peer in report.peers if peer.name != name]
-    wait = report.state, report.waiting_for, report.waiting_since
-    if away is not None:
-        wait = "waiting", "the host, which cannot be reached", now - away
-    elif held is None and not member.report:
-        wait = "waiting", "a stage", member.seatless_since
-    elif held is not None and not held.is_running and not report.waiting_for:
-        wait = "preparing its stage", "", 0.0
-    return msgspec.structs.replace(
-        report,
-        role="member",
-        time=now,
-        state=wait[0],
-        waiting_for=wait[1],
-        waiting_since=wait[2],
-        epoch=held.generation if held else report.epoch,
-        peers=[itself, *others],
-    ).after(member.news)
 
 
 def status_table(report: msg.StatusReport) -> RenderableType:

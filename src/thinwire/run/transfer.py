@@ -54,7 +54,7 @@ from thinwire.errors import (
     printable,
 )
 from thinwire.folders import flush, put_in_place, write_file
-from thinwire.run.events import PartArrived, PartLost, PartRefused
+from thinwire.run.events import Travelled
 from thinwire.run.machine import free_disk
 from thinwire.settings import Settings
 from thinwire.typed import learn_types
@@ -299,7 +299,7 @@ class ShardCollector:
         run_folder: Path,
         limits: Collection[int],
         objection: Callable[[int, ShardWritten, Path], str],
-        tell: Callable[[PartArrived | PartLost | PartRefused], None],
+        tell: Callable[[Travelled], None],
         patience: float = 900.0,
         meter: Meter | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -397,7 +397,7 @@ class ShardCollector:
             if refused := self._objection_to(stage, written, part):
                 part.unlink()
                 reason = f"{whose} from {member} is not its state: {refused}"
-                self._tell(PartRefused(stage, step, reason))
+                self._tell(Travelled(stage, step, reason, at_fault=True))
                 self.give_up(step, reason)
                 return
             place = _shard_file(self._run_folder, step, stage)
@@ -428,7 +428,7 @@ class ShardCollector:
             if step != self._current or stage not in self._missing:
                 return
             self._missing.discard(stage)
-            self._tell(PartArrived(stage, step))
+            self._tell(Travelled(stage, step))
             if not self._missing:
                 self._current = None
                 self._announced.pop(step)
@@ -438,7 +438,7 @@ class ShardCollector:
         self._given_up.setdefault(step, reason)
         for stage in sorted(self._announced.pop(step, {})):
             if step != self._current or stage in self._missing:
-                self._tell(PartLost(stage, step, reason))
+                self._tell(Travelled(stage, step, reason))
         if step == self._current:
             self._current, self._missing = None, set()
 

@@ -135,7 +135,7 @@ class Watch:
         if stuck < 2 * self._said_at:
             return ""
         self._said_at = stuck
-        return f"no progress for {stuck:.0f} s: {self._all_stages()}"
+        return f"no progress for {stuck:.0f} s: {self.doing()}"
 
     def verdict(self) -> tuple[str, int | None]:
         """What is wrong and what to do, once the patience is at its end, or nothing; and the stage
@@ -180,14 +180,14 @@ class Watch:
             and f"control-{stage}" not in self._down
         }
 
-    def doing(self) -> list[str]:
+    def doing(self) -> str:
         """What each stage that has not finished says it does, and for how long."""
         lines = []
         for stage, seen in self._seen.items():
             silence = self._silence(seen)
             line = f"stage {stage} {seen.doing}, for {self.now - seen.advanced:.0f} s"
             lines.append(line + (f", silent for {silence:.0f} s" if silence else ""))
-        return lines
+        return "; ".join(lines)
 
     def _limit(self, longest: float) -> float:
         """Seconds that a wait may last, if the longest of its kind so far was that long."""
@@ -197,7 +197,7 @@ class Watch:
 
     def _ending(self, what: str) -> str:
         return (
-            f"{what} ({self._all_stages()}). If a single piece of "
+            f"{what} ({self.doing()}). If a single piece of "
             f"work may take that long, raise run.patience (now {self._patience:g} s; 0 = wait "
             "forever). Otherwise see the logs, and continue with --resume"
         )
@@ -211,7 +211,7 @@ class Watch:
         self._step_said_at = step
         return (
             f"no step has ended for {step:.0f} s, and the longest so far took {usual:.0f} s: "
-            f"{self._all_stages()}"
+            f"{self.doing()}"
         )
 
     def _in_step_for(self) -> float:
@@ -245,6 +245,3 @@ class Watch:
     def _usual(self, seen: _Seen) -> float:
         """Seconds between two words of a stage: it may be slow, or far away."""
         return max(pulse_seconds(self._patience), seen.gap)
-
-    def _all_stages(self) -> str:
-        return "; ".join(self.doing())
