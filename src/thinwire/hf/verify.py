@@ -44,16 +44,6 @@ first program. "It might act upon other things besides number," she wrote, and f
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What a model says: logits of a text, and how it continues its beginning."""
-
-    logits_TV: Tensor
-    continued: list[int]
-    ahead: list[Tensor]
-    """The logits from which each token of the continuation was chosen."""
-
-
-@dataclass(frozen=True)
 class Verified:
     """How near the two are."""
 
@@ -89,36 +79,52 @@ def verify(
     """Open a folder of weights with transformers; CheckpointError says by how much it is off.
 
     One model is in memory at a time, in float32. What was written must be the weights, rounded;
-    before they are rounded, they must give the trained model's logits.
+    before they are rounded, they must give the trained model's logits. Of the text that the folder
+    continues, each token must be the trained model's own choice.
     """
     text, ids = _text_for(checkpoint, tokenizer.tokenizer)
     opener = tokenizer_class(folder, tokenizer.tokenizer)
-    ours = _answers_of_ours(checkpoint, ids, tokenizer.generation().get("eos_token_id"))
-    largest = float(ours.logits_TV.abs().max())
+    rounding = None
+    with torch.no_grad(), _quiet():
+        auto = needs("transformers", "hf", VERIFYING).AutoModelForCausalLM
+        # By its old name, which every version of transformers understands.
+        theirs = auto.from_pretrained(folder, torch_dtype=torch.float32).eval()
+        _check_weights(theirs, weights, dtype)
+        rounded_TV = theirs_TV = theirs(ids).logits[0].float()
+        if dtype != torch.float32:
+            for name, tensor in theirs.state_dict().items():  # as it was before it was rounded
+                tensor.copy_(weights.tensor(name))
+            theirs_TV = theirs(ids).logits[0].float()
+        prompt = ids[:, : max(1, min(PROMPT, ids.shape[1] // 2))]
+        most = min(CONTINUED, checkpoint.settings.model.context - prompt.shape[1])
+        continued = _continued(theirs, prompt, most)
+        del theirs
+        ours = trained_model(checkpoint)
+        ours_TV = ours.logits(ids, compressed=False)[0].float()
+        ahead_TV = ours.logits(continued[:, :-1], compressed=False)[0].float()
+    largest = float(ours_TV.abs().max())
     if not math.isfinite(largest):
         raise CheckpointError(
             f"the logits of {checkpoint.folder} are not finite: training has ruined its weights; "
             "export an earlier checkpoint"
         )
-    with _quiet():
-        auto = needs("transformers", "hf", VERIFYING).AutoModelForCausalLM
-        # By its old name, which every version of transformers understands.
-        theirs = auto.from_pretrained(folder, torch_dtype=torch.float32).eval()
-    _check_weights(theirs, weights, dtype)
-    rounding = None
-    with torch.no_grad():
-        if dtype != torch.float32:
-            rounding = _difference(theirs, ids, ours.logits_TV)
-            for name, tensor in theirs.state_dict().items():  # as it was before it was rounded
-                tensor.copy_(weights.tensor(name))
-        difference = _difference(theirs, ids, ours.logits_TV)
+    if dtype != torch.float32:
+        rounding = float((rounded_TV - ours_TV).abs().max())
+    difference = float((theirs_TV - ours_TV).abs().max())
     verdict = Verified(difference, largest, ids.shape[1], text, rounding, opener)
     if not difference <= verdict.limit:  # NaN is none
         raise CheckpointError(
             f"the exported model is not the trained one: logits differ by up to {difference:.3g}, "
             f"and rounding explains {verdict.limit:.1e} at most"
         )
-    _check_text(theirs, ids, ours, verdict)
+    start, end = prompt.shape[1], tokenizer.generation().get("eos_token_id")
+    new, ends = continued[0, start:].tolist(), {end} if isinstance(end, int) else set(end or ())
+    _check_text(new, ahead_TV[start - 1 :], verdict.limit)
+    due = next((count for count, token in enumerate(new, 1) if token in ends), most)
+    if len(new) != due:
+        raise CheckpointError(
+            f"the exported model ends a text after {len(new)} tokens, the trained one after {due}"
+        )
     return verdict
 
 
@@ -156,24 +162,6 @@ def tokenizer_class(folder: Path, tokenizer: Tokenizer) -> str:
     )
 
 
-def _answers_of_ours(checkpoint: Checkpoint, ids: Tensor, end: int | list[int] | None) -> Answers:
-    model = trained_model(checkpoint)
-    ends = {end} if isinstance(end, int) else set(end or ())
-    with torch.no_grad():
-        logits_TV = model.logits(ids, compressed=False)[0].float()
-        pasts = [stage.new_past() for stage in model.stages]
-        prompt = _prompt(ids)
-        new, chosen, ahead = prompt, [], []
-        for _ in range(min(CONTINUED, checkpoint.settings.model.context - prompt.shape[1])):
-            logits_V = model.logits(new, False, pasts)[0, -1].float()
-            chosen.append(int(logits_V.argmax()))
-            ahead.append(logits_V)
-            if chosen[-1] in ends:
-                break
-            new = torch.tensor([[chosen[-1]]])
-    return Answers(logits_TV, chosen, ahead)
-
-
 def trained_model(checkpoint: Checkpoint) -> Joined:
     """The model of a checkpoint as it was trained, without codecs, in float32 on the CPU."""
     run = dataclasses.replace(checkpoint.settings.run, precision="fp32", compile=False)
@@ -183,10 +171,6 @@ def trained_model(checkpoint: Checkpoint) -> Joined:
         restore_weights(stage, model.builder.space, checkpoint)
         stage.eval()
     return model
-
-
-def _prompt(ids: Tensor) -> Tensor:
-    return ids[:, : max(1, min(PROMPT, ids.shape[1] // 2))]
 
 
 def _check_weights(model: Any, weights: Folded | WithCuts, dtype: torch.dtype) -> None:
@@ -202,39 +186,25 @@ def _check_weights(model: Any, weights: Folded | WithCuts, dtype: torch.dtype) -
             raise CheckpointError(f"transformers has loaded other values of {name} than exported")
 
 
-def _difference(model: Any, ids: Tensor, logits_TV: Tensor) -> float:
-    return float((model(ids).logits[0].float() - logits_TV).abs().max())
-
-
-def _check_text(model: Any, ids: Tensor, ours: Answers, verdict: Verified) -> None:
-    """The same greedy text, whatever ways of sampling the folder recommends."""
-    prompt = _prompt(ids)
+def _continued(model: Any, prompt: Tensor, tokens: int) -> Tensor:
+    """The prompt and its greedy text, whatever ways of sampling the folder recommends."""
     ends = model.generation_config.eos_token_id
     plain = needs("transformers", "hf", VERIFYING).GenerationConfig
     model.generation_config = plain(eos_token_id=ends, pad_token_id=0)
-    with torch.no_grad(), _quiet():
-        generated = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=len(ours.continued),
-        )
-    theirs = generated[0, prompt.shape[1] :].tolist()
-    for place, (own, other) in enumerate(zip(ours.continued, theirs, strict=False)):
-        if own == other:
-            continue
-        gap = float(ours.ahead[place][own] - ours.ahead[place][other])
-        if gap <= 2 * verdict.limit:
-            return  # a tie: either choice is right, and what follows it differs
-        raise CheckpointError(
-            f"the exported model continues a text differently: token {place + 1} is {other}, "
-            f"where the trained model has {own}, by {gap:.3g}"
-        )
-    if len(theirs) != len(ours.continued):
-        raise CheckpointError(
-            f"the exported model ends a text after {len(theirs)} tokens, the trained one after "
-            f"{len(ours.continued)}"
-        )
+    mask = torch.ones_like(prompt)
+    return model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=tokens)
+
+
+def _check_text(continued: list[int], ahead_TV: Tensor, limit: float) -> None:
+    """Each token is the likeliest by the logits ahead of it, or as likely but for rounding."""
+    for place, (token, logits_V) in enumerate(zip(continued, ahead_TV, strict=True), 1):
+        own = int(logits_V.argmax())
+        gap = float(logits_V[own] - logits_V[token])
+        if gap > 2 * limit:
+            raise CheckpointError(
+                f"the exported model continues a text differently: token {place} is {token}, "
+                f"where the trained model has {own}, by {gap:.3g}"
+            )
 
 
 @contextlib.contextmanager
