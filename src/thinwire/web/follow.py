@@ -18,7 +18,7 @@ from thinwire.report.metrics import FILE_NAME, Story
 from thinwire.run.signals import heeding, leave_at_once
 from thinwire.web.page import make_page
 from thinwire.web.sample import Sampler
-from thinwire.web.server import WebServer, new_token
+from thinwire.web.server import App, WebServer
 
 DEFAULT_LISTEN = "127.0.0.1:4618"
 OFF = "off"
@@ -40,7 +40,7 @@ class Followed(Display):
         self._server: WebServer | None = None
         self._listen = listen or DEFAULT_LISTEN
         if listen not in ("", OFF):
-            self._server = self._bound(listen, new_token())
+            self._server = self._bound(listen)
         self._story: Story | None = None
         self._folder = Path()
 
@@ -93,18 +93,15 @@ class Followed(Display):
 
     def _serve(self) -> None:
         kept = self._kept() if self._role == "host" else {}
-        token = str(kept.get("token") or new_token())
         try:
             if self._server is None:
-                host = self._listen.rpartition(":")[0]
-                port = kept.get("port") or self._listen.rpartition(":")[2]
-                self._server = self._bound(f"{host}:{port}", token)
-            elif kept:
-                self._server.token = token
+                host, _, port = self._listen.rpartition(":")
+                self._server = self._bound(f"{host}:{kept.get('port') or port}")
         except ConfigError as error:  # the page is a convenience, the run is not
             self._shown.note(f"no page for the browser: {error}")
             return
         server = self._server
+        server.token = str(kept.get("token") or server.token)
         if self._role == "host":
             with contextlib.suppress(OSError):
                 values = {"token": server.token, "port": server.port}
@@ -114,13 +111,11 @@ class Followed(Display):
         needs_token = self._role == "host" or not server.is_private
         self._shown.phase("web", server.address_with_token if needs_token else server.address)
 
-    def _bound(self, listen: str, token: str) -> WebServer:
-        return WebServer(
-            lambda: make_page([self._folder], is_own=True),
-            listen,
-            token,
-            takes_next_port=self._is_usual,
-        )
+    def _bound(self, listen: str) -> WebServer:
+        def make_app() -> App:
+            return make_page([self._folder], is_own=True)
+
+        return WebServer(make_app, listen, takes_next_port=self._is_usual)
 
     def _kept(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
