@@ -76,7 +76,7 @@ class PipelineModel(TextModel):
                 self._heed(self._peers.next_event(self._coordinator))
             yield self
 
-    def reader(self, sampling: Sampling, cached: bool) -> Callable[[list[int], int, bool], int]:
+    def reader(self, sampling: Sampling) -> Callable[[list[int], int, bool], int]:
         def read(part: list[int], number: int, with_empty_past: bool) -> int:
             start = time.monotonic()
             how = {} if number else dataclasses.asdict(sampling)
