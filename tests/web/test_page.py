@@ -21,9 +21,8 @@ from thinwire.run.record import read_progress
 from thinwire.schedule import Links, simulate
 from thinwire.settings import load_settings, make_recipe
 from thinwire.typed import to_toml
-from thinwire.web.follow import Followed
+from thinwire.web.follow import TOKENS, Followed
 from thinwire.web.runs import MOST_POINTS, RunView, compared
-from thinwire.web.sample import TOKENS
 from waiting import PROCESS_PATIENCE, wait_until
 
 OWNER = {"headers": {"Authorization": f"Bearer {TOKEN}"}}
