@@ -259,8 +259,9 @@ def _text_model(options: argparse.Namespace) -> Iterator["TextModel"]:
 
     display = PlainDisplay(sys.stderr)  # a live one would paint over the text
     place, emulate = options.checkpoint, not options.no_emulation
-    with PipelineModel(place, display, options.device, options.allow_plugins, emulate) as model:
-        model.template = options.template
+    whole = PipelineModel(place, display, options.device, options.allow_plugins, emulate)
+    whole.template = options.template
+    with whole.running() as model:
         yield model
         print(model.finish().text(), file=sys.stderr)
 

@@ -5,6 +5,7 @@ first, then one rename gives it its own. That holds after a loss of power too, s
 the disk in the order in which they are given.
 """
 
+import fcntl
 import glob
 import os
 import shutil
@@ -12,11 +13,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # not every system has it
-    fcntl = None  # type: ignore[assignment]
 
 from thinwire.errors import ConfigError
 
@@ -203,10 +199,8 @@ def is_claimed(folder: Path) -> bool:
 def lock(descriptor: int, wait: bool = False) -> bool:
     """Lock an open file until it is closed or the process ends, however it ends.
 
-    BlockingIOError: another process holds it. False: the system or the filesystem has no locks.
+    BlockingIOError: another process holds it. False: the filesystem has no locks.
     """
-    if fcntl is None:
-        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:

@@ -77,7 +77,7 @@ def test_a_live_pipeline_writes_the_same_text(trained):
     folder, _ = trained(codec__forward="int8(group=8)", boundary__mode="subspace",
                         boundary__rank=12)  # fmt: skip
     model, told = Model(folder, "cpu"), StringIO()
-    with PipelineModel(folder, PlainDisplay(told), "cpu") as pipeline:
+    with PipelineModel(folder, PlainDisplay(told), "cpu").running() as pipeline:
         greedy = pipeline.generate("stage link ", 20, 0.0, 0, 0)
         drawn = pipeline.generate("frame", 5, 1.0, 0, -7, top_p=0.9)
         traffic = pipeline.finish()
@@ -102,7 +102,7 @@ def test_a_stage_that_fails_is_named_and_its_log_is_kept(trained, tmp_path, monk
     pipeline = PipelineModel(folder, PlainDisplay(StringIO()), "cpu")  # which has verified it
     (folder / "stage-2.safetensors").unlink()
     with pytest.raises(StageError, match=r"stage 2 .* cannot be read") as failure:
-        pipeline.__enter__()
+        pipeline.running().__enter__()
     (log,) = tmp_path.glob("thinwire-text-*/logs/stage-2.log")
     assert f"its log is {log}" in str(failure.value) and "cannot be read" in log.read_text()
 

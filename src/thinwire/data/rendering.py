@@ -11,6 +11,8 @@ import contextlib
 import functools
 import json
 import math
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -18,12 +20,6 @@ import time
 from datetime import date
 from types import FrameType
 from typing import Any
-
-try:
-    import resource
-    import signal
-except ImportError:  # not every system has it
-    resource = None  # type: ignore[assignment]
 
 MOST_SECONDS = 10  # of computing, for one conversation
 MOST_BYTES = 1 << 30  # of memory, with Python's own
@@ -110,12 +106,10 @@ def _limit_memory(size: int) -> None:
 
 def main(seconds: int, size: int) -> None:
     """Answer requests until the input ends; the system ends a process that computes too long."""
-    if resource is not None:
-        _limit_memory(size)
+    _limit_memory(size)
     for line in sys.stdin.buffer:
-        if resource is not None:
-            most, (_, hard) = time.process_time() + seconds, resource.getrlimit(resource.RLIMIT_CPU)
-            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(most), hard))
+        most, (_, hard) = time.process_time() + seconds, resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(most), hard))
         request = json.loads(line)
         answer = _answer(request["source"], request["values"])
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")

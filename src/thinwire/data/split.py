@@ -6,7 +6,6 @@ Documents come with a flag that says whether they were given for validation (dat
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from thinwire.errors import DataError
@@ -17,28 +16,21 @@ _RANGE = 1 << 64
 SHORTEST_TAIL_BYTES = 16_384
 
 
-@dataclass(frozen=True)
-class DocumentHash:
-    """A keyed hash of a document: `place` decides its side, `sample` is independent of it."""
+class DocumentHash(NamedTuple):
+    """A document by a keyed hash of its UTF-8 bytes."""
 
     digest: bytes
     size: int  # in UTF-8 bytes
+    place: int  # in range(2**64): decides between training and validation
+    sample: float  # in [0, 1), independent of the place: for drawing a sample of the documents
 
     @classmethod
     def of(cls, text: str) -> "DocumentHash":
-        """Hash the UTF-8 bytes of a text."""
+        """Hash a text."""
         raw = text.encode()
-        return cls(hashlib.blake2b(raw, digest_size=16, key=_KEY).digest(), len(raw))
-
-    @property
-    def place(self) -> int:
-        """A number in range(2**64) that decides between training and validation."""
-        return int.from_bytes(self.digest[:8], "little")
-
-    @property
-    def sample(self) -> float:
-        """A number in [0, 1) for drawing a sample of the documents."""
-        return int.from_bytes(self.digest[8:], "little") / _RANGE
+        digest = hashlib.blake2b(raw, digest_size=16, key=_KEY).digest()
+        place, sample = (int.from_bytes(half, "little") for half in (digest[:8], digest[8:]))
+        return cls(digest, len(raw), place, sample / _RANGE)
 
 
 class SidedText(NamedTuple):

@@ -7,16 +7,23 @@ publish such folders: no path of the machine that trained the model goes into on
 import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 import thinwire
+from thinwire.data import Tokenizer
 from thinwire.engine.build import model_weights
 from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.engine.joined import Joined
+from thinwire.engine.state import restore_weights
+from thinwire.errors import CheckpointError, ConfigError, ThinwireError
 from thinwire.hf.cuts import WithCuts, config_with_cuts
 from thinwire.hf.folder import (
     CONFIG,
@@ -28,8 +35,7 @@ from thinwire.hf.folder import (
 )
 from thinwire.hf.importer import IMPORTED
 from thinwire.hf.shape import config_of, kind_of
-from thinwire.hf.tokenizer import GENERATION, TokenizerFiles
-from thinwire.hf.verify import AUTO_TOKENIZER, Verified, verify
+from thinwire.hf.tokenizer import GENERATION, TokenizerFiles, corpus_of
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
 from thinwire.model.adapter import UP, is_adapter
@@ -59,6 +65,26 @@ Its cuts are part of the model and do not fold into the weights of an ordinary L
 `pip install 'thinwire[hf]'`:
 
 """
+TOLERANCE = 1e-4
+"""Of the largest logit: two programs add up in another order, and no more."""
+TOKENS = 256
+AUTO_TOKENIZER, PLAIN_TOKENIZER = "AutoTokenizer", "PreTrainedTokenizerFast"
+VERIFYING = "verifying the export"
+PROMPT, CONTINUED = 16, 24
+SAMPLE = """\
+The lighthouse keeper wrote down the weather every evening: wind from the north-west, four feet of
+swell, a fishing boat that passed at half past six. On the last page of the book he had drawn a map.
+
+def mean(values):
+    \"\"\"The arithmetic mean of some numbers.\"\"\"
+    total = 0.0
+    for value in values:
+        total += value
+    return total / len(values)
+
+In 1843 she published notes on a machine that was never built; they contain what many call the
+first program. "It might act upon other things besides number," she wrote, and few believed her.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,6 +97,13 @@ class Wanted:
     verify: bool = True
     tokenizer: Path | None = None
     shard_bytes: int = SHARD_BYTES
+
+
+class Verified(NamedTuple):
+    """How near the exported model is to the trained one, and what opens its tokenizer."""
+
+    words: str
+    tokenizer_class: str
 
 
 def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
@@ -109,7 +142,7 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
         if wanted.verify:
             display.phase("verify", "opening it with transformers")
             found = verify(folder, weights, dtype, checkpoint, tokenizer)
-            display.phase("verify", str(found))
+            display.phase("verify", found.words)
             if found.tokenizer_class != AUTO_TOKENIZER:
                 display.note(
                     f"{AUTO_TOKENIZER} has rules of its own for models of this type, which give "
@@ -117,6 +150,167 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
                 )
         card = model_card(checkpoint, wanted.folder.name, wanted.dtype, not why_not, found)
         (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def verify(
+    folder: Path,
+    weights: Folded | WithCuts,
+    dtype: torch.dtype,
+    checkpoint: Checkpoint,
+    tokenizer: TokenizerFiles,
+) -> Verified:
+    """Open a folder of weights with transformers; CheckpointError says by how much it is off.
+
+    One model is in memory at a time, in float32. What was written must be the weights, rounded;
+    before they are rounded, they must give the trained model's logits. Of the text that the folder
+    continues, each token must be the trained model's own choice.
+    """
+    text, ids = _text_for(checkpoint, tokenizer.tokenizer)
+    opener = tokenizer_class(folder, tokenizer.tokenizer)
+    with torch.no_grad(), _quiet():
+        auto = needs("transformers", "hf", VERIFYING).AutoModelForCausalLM
+        # By its old name, which every version of transformers understands.
+        theirs = auto.from_pretrained(folder, torch_dtype=torch.float32).eval()
+        _check_weights(theirs, weights, dtype)
+        rounded_TV = theirs_TV = theirs(ids).logits[0].float()
+        if dtype != torch.float32:
+            for name, tensor in theirs.state_dict().items():  # as it was before it was rounded
+                tensor.copy_(weights.tensor(name))
+            theirs_TV = theirs(ids).logits[0].float()
+        prompt = ids[:, : max(1, min(PROMPT, ids.shape[1] // 2))]
+        most = min(CONTINUED, checkpoint.settings.model.context - prompt.shape[1])
+        continued = _continued(theirs, prompt, most)
+        del theirs
+        ours = trained_model(checkpoint)
+        ours_TV = ours.logits(ids, compressed=False)[0].float()
+        ahead_TV = ours.logits(continued[:, :-1], compressed=False)[0].float()
+    largest = _most(ours_TV)
+    if not math.isfinite(largest):
+        raise CheckpointError(
+            f"the logits of {checkpoint.folder} are not finite: training has ruined its weights; "
+            "export an earlier checkpoint"
+        )
+    difference, limit = _most(theirs_TV - ours_TV), TOLERANCE * max(1.0, largest)
+    if not difference <= limit:  # NaN is none
+        raise CheckpointError(
+            f"the exported model is not the trained one: logits differ by up to {difference:.3g}, "
+            f"and rounding explains {limit:.1e} at most"
+        )
+    start, end = prompt.shape[1], tokenizer.generation().get("eos_token_id")
+    new, ends = continued[0, start:].tolist(), {end} if isinstance(end, int) else set(end or ())
+    _check_text(new, ahead_TV[start - 1 :], limit)
+    due = next((count for count, token in enumerate(new, 1) if token in ends), most)
+    if len(new) != due:
+        raise CheckpointError(
+            f"the exported model ends a text after {len(new)} tokens, the trained one after {due}"
+        )
+    rounded = ""
+    if dtype != torch.float32:
+        by = _most(rounded_TV - ours_TV)
+        rounded = f" (before rounding; rounding changes them by at most {by:.1e})"
+    words = (
+        f"logits of {ids.shape[1]} tokens of {text} differ by at most {difference:.1e}{rounded}, "
+        "and the greedy continuation is the same"
+    )
+    return Verified(words, opener)
+
+
+def _most(difference: Tensor) -> float:
+    return float(difference.abs().max())
+
+
+def _text_for(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[str, Tensor]:
+    """Ids of the run's own validation text if it is on this machine, else of a sample."""
+    most = min(TOKENS, checkpoint.settings.model.context)
+    corpus = corpus_of(checkpoint)
+    if corpus is not None:
+        ids = corpus.valid[:most].astype("int64")
+        return "validation text", torch.from_numpy(ids)[None]
+    return "a sample text", torch.tensor([tokenizer.encode(SAMPLE)[:most]])
+
+
+def tokenizer_class(folder: Path, tokenizer: Tokenizer) -> str:
+    """The class of transformers that opens the tokenizer as it was trained with.
+
+    For some types of models AutoTokenizer puts rules of its own in place of a tokenizer.json.
+    """
+    ours = tokenizer.encode(SAMPLE)
+    theirs: dict[str, list[int]] = {}
+    for name in (AUTO_TOKENIZER, PLAIN_TOKENIZER):
+        opener = getattr(needs("transformers", "hf", VERIFYING), name)
+        with _quiet():
+            opened = opener.from_pretrained(folder)
+            theirs[name] = opened.encode(SAMPLE, add_special_tokens=False)
+        if theirs[name] == ours:
+            return name
+    wrong = theirs[AUTO_TOKENIZER]
+    pairs = enumerate(zip(wrong, ours, strict=False))
+    place = next((number for number, (other, own) in pairs if other != own), 0)
+    raise CheckpointError(
+        "the exported tokenizer is not the one of training: transformers gives "
+        f"{len(wrong)} ids for a sample text, training has {len(ours)}; from place {place} on "
+        f"{wrong[place : place + 5]} and {ours[place : place + 5]}"
+    )
+
+
+def trained_model(checkpoint: Checkpoint) -> Joined:
+    """The model of a checkpoint as it was trained, without codecs, in float32 on the CPU."""
+    run = dataclasses.replace(checkpoint.settings.run, precision="fp32", compile=False)
+    settings = dataclasses.replace(checkpoint.settings, run=run)
+    model = Joined(settings, torch.device("cpu"))
+    for stage in model.stages:
+        restore_weights(stage, model.builder.space, checkpoint)
+        stage.eval()
+    return model
+
+
+def _check_weights(model: Any, weights: Folded | WithCuts, dtype: torch.dtype) -> None:
+    """What transformers has loaded is what was written, bit for bit, and nothing is missing."""
+    state, names = model.state_dict(), weights.shapes.keys()
+    if state.keys() != names:
+        odd = sorted(state.keys() ^ names)
+        raise CheckpointError(
+            f"transformers has other tensors in this model than were exported, such as {odd[0]}"
+        )
+    for name in names:
+        if not torch.equal(state[name], weights.tensor(name).to(dtype).float()):
+            raise CheckpointError(f"transformers has loaded other values of {name} than exported")
+
+
+def _continued(model: Any, prompt: Tensor, tokens: int) -> Tensor:
+    """The prompt and its greedy text, whatever ways of sampling the folder recommends."""
+    ends = model.generation_config.eos_token_id
+    plain = needs("transformers", "hf", VERIFYING).GenerationConfig
+    model.generation_config = plain(eos_token_id=ends, pad_token_id=0)
+    mask = torch.ones_like(prompt)
+    return model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=tokens)
+
+
+def _check_text(continued: list[int], ahead_TV: Tensor, limit: float) -> None:
+    """Each token is the likeliest by the logits ahead of it, or as likely but for rounding."""
+    for place, (token, logits_V) in enumerate(zip(continued, ahead_TV, strict=True), 1):
+        own = int(logits_V.argmax())
+        gap = float(logits_V[own] - logits_V[token])
+        if gap > 2 * limit:
+            raise CheckpointError(
+                f"the exported model continues a text differently: token {place} is {token}, "
+                f"where the trained model has {own}, by {gap:.3g}"
+            )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Progress bars of transformers are none of our command's output."""
+    logging = needs("transformers.utils.logging", "hf", VERIFYING)
+    was_on, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if was_on:
+            logging.enable_progress_bar()
 
 
 def model_card(
@@ -137,7 +331,7 @@ def model_card(
     register = "" if is_plain else _REGISTER
     opening = _OPENING.format(name=name, tokenizer=tokenizer, register=register)
     opening = opening if is_plain else _WITH_CUTS + opening
-    checked = f"\nVerified when it was exported: {verdict}.\n" if verdict else ""
+    checked = f"\nVerified when it was exported: {verdict.words}.\n" if verdict else ""
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{tags}---\n\n"
         f"# {name}\n\n"

@@ -100,6 +100,11 @@ class Kept:
     dtype: str
     """As safetensors spells it, such as BF16."""
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Kept":
+        """How a file would list a tensor that is in memory."""
+        return cls(tuple(tensor.shape), _SPELLED.get(tensor.dtype, str(tensor.dtype)))
+
     @property
     def bytes(self) -> int:
         """On disk."""
@@ -178,21 +183,6 @@ class FolderWeights:
             raise CheckpointError(
                 f"{path} cannot be read, it may be truncated: {error}. Fetch it again"
             ) from error
-
-
-class MemoryWeights:
-    """Named tensors that are in memory already."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]):
-        self.listed = {
-            name: Kept(tuple(tensor.shape), _SPELLED.get(tensor.dtype, str(tensor.dtype)))
-            for name, tensor in tensors.items()
-        }
-        self._tensors = tensors
-
-    def read(self, name: str) -> Tensor:
-        """One of the tensors."""
-        return self._tensors[name]
 
 
 def write_tensors(

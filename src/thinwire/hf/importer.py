@@ -38,7 +38,7 @@ from thinwire.hf.folder import (
     TYPES,
     FolderWeights,
     Kept,
-    MemoryWeights,
+    Read,
     check_target,
     new_folder,
     read_json,
@@ -86,7 +86,8 @@ class Origin:
     tokenizer: Tokenizer
     beside: list[Path]
     """Files of the tokenizer, chat template and generation, which go where the model goes."""
-    weights: FolderWeights | MemoryWeights
+    listed: dict[str, Kept]
+    read: Read
     notes: list[str]
 
 
@@ -115,7 +116,8 @@ def _folder(folder: Path, name: str) -> Origin:
         raise ConfigError(f"{folder} holds GGUF files: name one of them, such as {ggufs[0]}")
     config = read_json(folder / CONFIG)
     shape_of(config)  # refused before all else, as the most likely and the cheapest
-    return Origin(name, config, *_tokenizer(folder), FolderWeights(folder), [])
+    found, weights = _tokenizer(folder), FolderWeights(folder)
+    return Origin(name, config, *found, weights.listed, weights.read, [])
 
 
 def _tokenizer(folder: Path) -> tuple[Tokenizer, list[Path]]:
@@ -187,8 +189,10 @@ def _gguf(path: Path, scratch: Path) -> Origin:
         "transformers dequantised the GGUF file to float32, with the whole model in memory. "
         "Training changes these weights; they are not rounded to the file's few bits again"
     )
-    weights = MemoryWeights(model.state_dict())
-    return Origin(path.stem, config, *_tokenizer(scratch), weights, [note])
+    tensors = model.state_dict()
+    listed = {name: Kept.of(tensor) for name, tensor in tensors.items()}
+    read = tensors.__getitem__
+    return Origin(path.stem, config, *_tokenizer(scratch), listed, read, [note])
 
 
 @dataclass(frozen=True)
@@ -271,7 +275,7 @@ def write_import(plan: ImportPlan, target: Path, force: bool, progress: Progress
 
     def read(name: str) -> Tensor:
         nonlocal done
-        tensor = origin.weights.read(_source(origin, name))
+        tensor = origin.read(_source(origin, name))
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"{name} holds values that are not finite: it is damaged")
         done += tensor.nbytes
@@ -329,12 +333,12 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
     """The tensors of each stage as the origin has them, all of which fit."""
     listed = {
         name: kept
-        for name, kept in origin.weights.listed.items()
+        for name, kept in origin.listed.items()
         if not name.endswith(".rotary_emb.inv_freq")  # computed from the config, by everyone
     }
 
     def digest(name: str) -> bytes:  # of one tensor in memory at a time
-        tensor = origin.weights.read(name).contiguous().flatten()
+        tensor = origin.read(name).contiguous().flatten()
         return hashlib.sha256(tensor.view(torch.uint8).numpy().data).digest()
 
     is_there = is_tied(origin.config) and listed.pop(_OUTPUT, None) is not None

@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +29,6 @@ def corpus_of(checkpoint: Checkpoint) -> Corpus | None:
     return None
 
 
-def tokenizer_folders(checkpoint: Checkpoint, path: Path) -> Iterator[Path]:
-    """Folders with the same tokenizer.json, beside which more may be known of it.
-
-    First its own. Training copies the tokenizer alone, so what came with it, such as a chat
-    template, is with the corpus or where `data.tokenizer` found it.
-    """
-    yield path.parent
-    if path != checkpoint.tokenizer:
-        return
-    corpus = corpus_of(checkpoint)
-    if corpus is not None:
-        yield corpus.folder
-    chosen = checkpoint.settings.data.tokenizer
-    with contextlib.suppress(ThinwireError):
-        if chosen and Tokenizer.load(chosen).digest == Tokenizer.load(path).digest:
-            yield expanded(chosen, "data.tokenizer").parent
-
-
 class TokenizerFiles:
     """A tokenizer.json, and what is known beside it, on their way into a folder: that of a
     checkpoint, or the one that is given.
@@ -65,7 +46,13 @@ class TokenizerFiles:
         self.path = path
         self.tokenizer = Tokenizer.load(path)
         self._context = model.context
-        self._folders = list(tokenizer_folders(checkpoint, path))
+        self._folders = [path.parent]
+        # Training copies the tokenizer and its chat template: what else came with it, such as ways
+        # of sampling, is where `data.tokenizer` found it.
+        chosen = checkpoint.settings.data.tokenizer if path == checkpoint.tokenizer else ""
+        with contextlib.suppress(ThinwireError):
+            if chosen and Tokenizer.load(chosen).digest == self.tokenizer.digest:
+                self._folders.append(expanded(chosen, "data.tokenizer").parent)
         if self.tokenizer.vocab_size > model.vocab:
             raise ConfigError(
                 f"{path} has {self.tokenizer.vocab_size} entries, but the model was trained with "

@@ -142,8 +142,8 @@ class Model(Joined, TextModel):
             "tokens": score.count,
         }
 
-    def reader(self, sampling: Sampling, cached: bool) -> Callable[[list[int], int, bool], int]:
-        choose = Choice(sampling)
+    def reader(self, sampling: Sampling) -> Callable[[list[int], int, bool], int]:
+        choose, cached = Choice(sampling), self.crosses_by_token
         pasts: list[Past] | None = None
 
         @torch.no_grad()

@@ -10,9 +10,9 @@ import functools
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from thinwire.engine.build import check_devices
 from thinwire.engine.checkpoint import Checkpoint
@@ -28,8 +28,8 @@ from thinwire.run.protocol import Chosen, Finished, Order, Read
 STAGE = "thinwire.inference.stage"  # the module of a stage's process
 
 
-class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"]):
-    """The model of a checkpoint, one process per stage; leaving the context ends them.
+class PipelineModel(TextModel):
+    """The model of a checkpoint, one process per stage, while it is `running`.
 
     `emulate` holds messages back as the run's [link] section says.
     """
@@ -58,30 +58,25 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
         self.traffic = TextTraffic()
         self._display = display
         self._has_begun = False
-        self._resources = contextlib.ExitStack()
 
-    def __enter__(self) -> Self:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        """Start the stages; leaving the context ends them."""
         folder = Path(tempfile.mkdtemp(prefix="thinwire-text-"))
-        self._resources.push(functools.partial(_remove_logs, folder))
         stages, settings = self.settings.pipeline.stages, self.settings
         place = str(self.checkpoint.folder.resolve())
         order = Order([], {}, settings.to_plain(), corpus="", run_folder=str(folder), resume=place)
         self._coordinator = Coordinator(stages, settings.run.patience, outage=settings.link.outage)
-        with contextlib.ExitStack() as starting:
-            starting.push(self._resources)
-            self._peers = self._resources.enter_context(
-                LocalPeers(settings, folder, order, module=STAGE)
-            )
+        with contextlib.ExitStack() as resources:
+            resources.push(functools.partial(_remove_logs, folder))
+            peers = LocalPeers(settings, folder, order, module=STAGE)
+            self._peers = resources.enter_context(peers)
             self._peers.start()
             while not self._has_begun:
                 self._heed(self._peers.next_event(self._coordinator))
-            starting.pop_all()
-        return self
+            yield self
 
-    def __exit__(self, *error: Any) -> None:
-        self._resources.__exit__(*error)
-
-    def reader(self, sampling: Sampling, cached: bool) -> Callable[[list[int], int, bool], int]:
+    def reader(self, sampling: Sampling) -> Callable[[list[int], int, bool], int]:
         def read(part: list[int], number: int, with_empty_past: bool) -> int:
             start = time.monotonic()
             how = {} if number else dataclasses.asdict(sampling)

@@ -163,15 +163,8 @@ def read_request(
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seed)
     ends = model.chat.end_ids if is_chat else ()
     stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
-    return ServedText(
-        writing=model.write(ids, tokens, sampling, ends, stops),
-        prompt=len(ids),
-        tokens=tokens,
-        is_chat=is_chat,
-        streams=asked.stream,
-        wants_usage=asked.stream_options.get("include_usage") is True,
-        model=name,
-    )
+    writing = model.write(ids, tokens, sampling, ends, stops)
+    return ServedText(writing, len(ids), is_chat, asked, name)
 
 
 @dataclass(frozen=True)
@@ -180,10 +173,8 @@ class ServedText:
 
     writing: Writing
     prompt: int  # tokens
-    tokens: int  # to write at most
     is_chat: bool
-    streams: bool
-    wants_usage: bool  # at the end of a stream
+    asked: Asked
     model: str
 
     @functools.cached_property
@@ -191,14 +182,14 @@ class ServedText:
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": kind + (".chunk" if self.is_chat and self.streams else ""),
+            "object": kind + (".chunk" if self.is_chat and self.asked.stream else ""),
             "created": int(time.time()),
             "model": self.model,
         }
 
     def parts(self) -> Iterator[str]:
         """What to send: all at the end, or piece by piece. Empty for a token that adds nothing."""
-        if not self.streams:
+        if not self.asked.stream:
             text = ""
             for piece in self.writing:
                 text += piece
@@ -213,7 +204,7 @@ class ServedText:
             more = {"delta": {"content": piece}} if self.is_chat else {"text": piece}
             yield json.dumps(self._with(more, False)) if piece else ""
         yield json.dumps(self._with({"delta": {}} if self.is_chat else {"text": ""}))
-        if self.wants_usage:
+        if self.asked.stream_options.get("include_usage") is True:
             yield json.dumps({**self._head, "choices": [], "usage": self._usage()})
         yield "[DONE]"
 
@@ -300,23 +291,23 @@ class Endpoint:
     async def _write(self, request: Request) -> ASGIApp:
         body, is_chat = await _body(request), request.url.path == CHATS
         try:
-            asked = await to_thread.run_sync(
+            served = await to_thread.run_sync(
                 read_request, body, is_chat, self.model, self.name, self.most_tokens
             )
         except ThinwireError as error:  # such as a model without a chat template
             raise RefusedError(str(error)) from error
-        return functools.partial(self._answer, asked)
+        return functools.partial(self._answer, served)
 
-    async def _answer(self, asked: ServedText, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, served: ServedText, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a text as it is written; whoever goes away leaves the queue, or ends the text."""
         into, parts = anyio.create_memory_object_stream[str | RefusedError](MOST_UNREAD)
         async with into, parts, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._write_in_turn, asked, into, tasks.cancel_scope)
+            tasks.start_soon(self._write_in_turn, served, into, tasks.cancel_scope)
             tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
             first = await parts.receive()
             if isinstance(first, RefusedError):
                 response = first.response()
-            elif asked.streams:
+            elif served.asked.stream:
                 response = StreamingResponse(_events(first, parts), media_type="text/event-stream")
             else:
                 response = Response(first, media_type="application/json")
@@ -325,7 +316,7 @@ class Endpoint:
             tasks.cancel_scope.cancel()
 
     async def _write_in_turn(
-        self, asked: ServedText, into: Parts, answer: anyio.CancelScope
+        self, served: ServedText, into: Parts, answer: anyio.CancelScope
     ) -> None:
         """Write a text when it has its turn, which ends with the text, however slowly it is read.
 
@@ -339,16 +330,16 @@ class Endpoint:
                 self._count += 1
                 try:
                     async with self._turns:
-                        await self._write_all(asked, into)
+                        await self._write_all(served, into)
                 finally:
                     self._count -= 1
             except RefusedError as error:
                 into.send_nowait(error)
         answer.deadline = anyio.current_time() + SILENCE_SECONDS
 
-    async def _write_all(self, asked: ServedText, into: Parts) -> None:
+    async def _write_all(self, served: ServedText, into: Parts) -> None:
         """Write a text to its end; those under way take turns, token by token."""
-        parts = asked.parts()
+        parts = served.parts()
         part: str | None = ""
         while part is not None:
             if part:

@@ -93,7 +93,7 @@ class TextModel(ABC):
     """What it costs that a codec reads more than one token."""
 
     @abstractmethod
-    def reader(self, sampling: Sampling, cached: bool) -> Callable[[list[int], int, bool], int]:
+    def reader(self, sampling: Sampling) -> Callable[[list[int], int, bool], int]:
         """What chooses the token behind the next ids, given with their number within the text and
         whether they are read with an empty past.
         """
@@ -107,16 +107,10 @@ class TextModel(ABC):
         """What whoever generates text with this model should know."""
         return [] if self.crosses_by_token else [self.slow]
 
-    def tokens_behind(
-        self, ids: Sequence[int], sampling: Sampling, cache: bool = True
-    ) -> Iterator[int]:
-        """The tokens that follow `ids`, without end; each is computed when it is asked for.
-
-        Without `cache` the whole window is computed for each; that changes no token.
-        """
-        ids, cached = list(ids), cache and self.crosses_by_token
-        choose = self.reader(sampling, cached)
-        parts = extensions(ids, self.settings.model.context, cached)
+    def tokens_behind(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
+        """The tokens that follow `ids`, without end; each is computed when it is asked for."""
+        ids, choose = list(ids), self.reader(sampling)
+        parts = extensions(ids, self.settings.model.context, self.crosses_by_token)
         for number, (part, with_empty_past) in enumerate(parts):
             ids.append(choose(part, number, with_empty_past))
             yield ids[-1]
@@ -165,7 +159,6 @@ class TextModel(ABC):
         sampling: Sampling,
         ends: Collection[int] = (),
         stop: Collection[str] = (),
-        cache: bool = True,
     ) -> "Writing":
         """At most `tokens` tokens behind `ids`, to the end of the text, one of the tokens `ends`,
         or one of the texts `stop`.
@@ -173,7 +166,7 @@ class TextModel(ABC):
         if tokens < 1:
             raise ConfigError("tokens must be at least 1")
         known = {*ends, self.tokenizer.end_of_text}
-        chosen = itertools.islice(self.tokens_behind(ids, sampling, cache), tokens)
+        chosen = itertools.islice(self.tokens_behind(ids, sampling), tokens)
         return Writing(self.tokenizer, ids, chosen, known, stop)
 
     def generate(
@@ -184,11 +177,10 @@ class TextModel(ABC):
         top_k: int,
         seed: int,
         top_p: float = 1.0,
-        cache: bool = True,
     ) -> str:
         """The prompt and its continuation. The same seed gives the same text on a machine."""
         sampling = Sampling(temperature, top_k, top_p, seed)
-        return prompt + "".join(self.write(self.encode(prompt), tokens, sampling, cache=cache))
+        return prompt + "".join(self.write(self.encode(prompt), tokens, sampling))
 
 
 def crosses_by_token(settings: Settings) -> bool:

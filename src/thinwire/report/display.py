@@ -44,7 +44,7 @@ _TAG_WIDTH = len("[train]")
 class Display(contextlib.AbstractContextManager["Display"]):
     """Shows a run to a person. A context manager, so that errors leave a sane terminal."""
 
-    share: Callable[[str, str], None] = lambda tag, text: None
+    share: Callable[[str, str], None] = lambda *said: None  # a method here: the display comes first
     """Tells others what this display has found out itself; whoever leads a run sets it."""
 
     def opened(self, folder: Path) -> None:

@@ -312,36 +312,46 @@ def _damaged(path: Path, line: int, why: str) -> ThinwireError:
 class Curve:
     """Points (x, ..., y) of a curve: means over runs of equal length, which doubles when full.
 
-    Of a run the mean of y is kept, and the other coordinates of its last point. So neither memory
-    nor the cost of drawing grows with the number of steps. `capacity` is even.
+    Of a run the means of the last `means` coordinates are kept, and the others of its last point.
+    So neither memory nor the cost of drawing grows with the number of steps. `capacity` is even.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, means: int = 1) -> None:
         self.run_length = 1
-        self._capacity = capacity
+        self._capacity, self._means = capacity, means
         self._points: list[tuple[float, ...]] = []
         self._open: list[tuple[float, ...]] = []
 
+    @property
+    def complete(self) -> int:
+        """How many points no longer change."""
+        return len(self._points)
+
     def add(self, *point: float) -> None:
         """Append the next point."""
-        self._open.append(point)
-        if len(self._open) < self.run_length:
-            return
-        self._points.append(_merged(self._open))
-        self._open = []
-        if len(self._points) >= self._capacity:
+        if len(self._points) >= self._capacity and not self._open:
             pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [_merged(pair) for pair in pairs]
+            self._points = [self._merged(pair) for pair in pairs]
             self.run_length *= 2
+        self._open.append(point)
+        if len(self._open) == self.run_length:
+            self._points.append(self._merged(self._open))
+            self._open = []
+
+    def drop_from(self, x: float) -> None:
+        """Drop the points from `x` on, and with the first of them all of its run."""
+        self._points = [point for point in self._points if point[0] < x]
+        self._open = [point for point in self._open if point[0] < x]
 
     def column(self, index: int) -> list[float]:
         """One coordinate of the points so far, the newest (perhaps incomplete) run last."""
-        newest = [_merged(self._open)] if self._open else []
+        newest = [self._merged(self._open)] if self._open else []
         return [point[index] for point in self._points + newest]
 
-
-def _merged(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    return (*points[-1][:-1], finite_mean([point[-1] for point in points]))
+    def _merged(self, points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+        columns = list(zip(*points, strict=True))
+        means = map(finite_mean, columns[-self._means :])
+        return (*points[-1][: -self._means], *means)
 
 
 MOST_POINTS = 4096  # more than a picture has columns

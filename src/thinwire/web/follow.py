@@ -6,8 +6,13 @@ folder that the run writes; a joined machine writes there what the host tells it
 
 import contextlib
 import json
+import os
+import shutil
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +22,12 @@ from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, Story
 from thinwire.run.signals import heeding, leave_at_once
 from thinwire.web.page import make_page
-from thinwire.web.sample import Sampler
-from thinwire.web.server import WebServer, new_token
+from thinwire.web.server import App, WebServer
 
 DEFAULT_LISTEN = "127.0.0.1:4618"
 OFF = "off"
+TOKENS = 60  # of a text that a run under way writes
+SECONDS = 600.0  # for one such text, on a machine that has other work
 _KEPT = "authority/web.json"  # in a hosted run's folder: its address stays when it is restarted
 
 
@@ -40,7 +46,7 @@ class Followed(Display):
         self._server: WebServer | None = None
         self._listen = listen or DEFAULT_LISTEN
         if listen not in ("", OFF):
-            self._server = self._bound(listen, new_token())
+            self._server = self._bound(listen)
         self._story: Story | None = None
         self._folder = Path()
 
@@ -93,18 +99,15 @@ class Followed(Display):
 
     def _serve(self) -> None:
         kept = self._kept() if self._role == "host" else {}
-        token = str(kept.get("token") or new_token())
         try:
             if self._server is None:
-                host = self._listen.rpartition(":")[0]
-                port = kept.get("port") or self._listen.rpartition(":")[2]
-                self._server = self._bound(f"{host}:{port}", token)
-            elif kept:
-                self._server.token = token
+                host, _, port = self._listen.rpartition(":")
+                self._server = self._bound(f"{host}:{kept.get('port') or port}")
         except ConfigError as error:  # the page is a convenience, the run is not
             self._shown.note(f"no page for the browser: {error}")
             return
         server = self._server
+        server.token = str(kept.get("token") or server.token)
         if self._role == "host":
             with contextlib.suppress(OSError):
                 values = {"token": server.token, "port": server.port}
@@ -114,19 +117,80 @@ class Followed(Display):
         needs_token = self._role == "host" or not server.is_private
         self._shown.phase("web", server.address_with_token if needs_token else server.address)
 
-    def _bound(self, listen: str, token: str) -> WebServer:
-        return WebServer(
-            lambda: make_page([self._folder], is_own=True),
-            listen,
-            token,
-            takes_next_port=self._is_usual,
-        )
+    def _bound(self, listen: str) -> WebServer:
+        def make_app() -> App:
+            return make_page([self._folder], is_own=True)
+
+        return WebServer(make_app, listen, takes_next_port=self._is_usual)
 
     def _kept(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
             values = json.loads((self._folder / _KEPT).read_text())
             return values if isinstance(values, dict) else {}
         return {}
+
+
+class Sampler:
+    """Tells what the newest checkpoint writes, one text at a time: always behind the same words.
+
+    The weights are in the processes of the stages, on several machines perhaps; whole they are in a
+    checkpoint alone. So another process reads that, at the lowest priority and on one core, and
+    ends with the run. A run on one machine that has a prompt saves at each validation
+    (`Settings.saved_at_validations`), so that every text has a validation loss beside it.
+    """
+
+    def __init__(self, prompt: str, folder: Path, tell: Callable[[str, str], None]):
+        self._prompt, self._folder, self._tell = prompt, folder, tell
+        self._process: subprocess.Popen[str] | None = None
+        self._due, self._lock, self._is_over = threading.Event(), threading.Lock(), False
+        self.saved = self._due.set
+        threading.Thread(target=self._work, name="thinwire sample", daemon=True).start()
+
+    def close(self) -> None:
+        """End, with a text that is being written."""
+        with self._lock:
+            self._is_over = True
+            if self._process is not None:
+                self._process.kill()
+        self._due.set()
+
+    def _work(self) -> None:
+        while self._due.wait() and not self._is_over:
+            self._due.clear()
+            from thinwire.engine.checkpoint import list_checkpoints, step_of  # with torch: slow
+
+            newest = max(list_checkpoints(self._folder), key=step_of)
+            kept = newest.with_name(f".sample-{newest.name}")
+            try:  # it stays while it is read, also if the run has newer ones by then
+                shutil.copytree(newest, kept, copy_function=os.link, dirs_exist_ok=True)
+                self._write(kept, step_of(newest))
+            except OSError as error:
+                self._tell("note", f"no text of step {step_of(newest)}: {error}")
+            finally:
+                shutil.rmtree(kept, ignore_errors=True)
+
+    def _write(self, checkpoint: Path, step: int) -> None:
+        words = ["generate", str(checkpoint), "--prompt", self._prompt, "--tokens", str(TOKENS)]
+        with self._lock:
+            if self._is_over:
+                return
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "thinwire.cli", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
+        late = threading.Timer(SECONDS, self._process.kill)
+        late.start()
+        text, errors = self._process.communicate()
+        late.cancel()
+        if self._process.returncode == 0:
+            self._tell("sample", f"step {step}: {text.strip()}")
+        elif not self._is_over:
+            self._tell("note", f"no text of step {step}: {errors.strip()}")
 
 
 def watch(folders: list[Path], listen: str) -> None:

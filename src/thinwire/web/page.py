@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from thinwire.web.runs import RunView
+    from thinwire.web.runs import Points, RunView
 
 STATIC = Path(__file__).parent / "static"
 TICK_SECONDS = 1.0
@@ -136,16 +136,14 @@ class _Seen:
 
     def __init__(self) -> None:
         self._sections: dict[str, bytes] = {}
-        self._points, self._count = (-1, 0, 0), -1
+        self._points: Points | None = None
 
     def news(self, number: int, view: "RunView") -> list[bytes]:
         """What it has not seen yet."""
-        found, curves = [], view.curves
-        has_more = (curves.generation, len(curves)) != (self._points[0], self._count)
-        if has_more and (points := curves.points(*self._points)) is not None:
-            self._points = points["generation"], points["size"], points["complete"]
-            self._count = len(curves)
-            found.append(_event("points", number, msgspec.json.encode(points)))
+        found = []
+        if (points := view.points) is not self._points:
+            news, self._points = points.since(self._points), points
+            found.append(_event("points", number, msgspec.json.encode(news)))
         for name, body in [*view.sections.items()]:  # a thread may add one
             if self._sections.get(name) is not body:
                 self._sections[name] = body

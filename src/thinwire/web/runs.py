@@ -7,8 +7,8 @@
     epochs.json     who holds which stage
     control.sock    the host or peer that is at work there, if one is
 
-A long run stays cheap: of each step five numbers are kept, and of a curve at most `MOST_POINTS`
-means are sent. All of it runs on threads of the server, one at a time.
+A long run stays cheap: of a curve at most `MOST_POINTS` means are kept and sent. All of it runs on
+threads of the server, one at a time.
 """
 
 import contextlib
@@ -16,18 +16,15 @@ import dataclasses
 import math
 import threading
 import time
-from array import array
-from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import NotAliveError, ThinwireError
-from thinwire.report.metrics import EVENTS_FILE, FILE_NAME
+from thinwire.report.metrics import EVENTS_FILE, FILE_NAME, Curve
 from thinwire.report.records import StepRecord, revived
 from thinwire.run.alive import FILE as CONTROL_SOCKET
 from thinwire.run.alive import ask
@@ -45,8 +42,6 @@ MOST_EVENTS = 500
 REFRESH_SECONDS = 0.9  # between two looks at the folder
 STATUS_SECONDS = 2.0  # for a host to say how it stands
 SILENT_SECONDS = 60.0  # without a word, from here on a run is said to be silent
-_COLUMNS = ("step", "tokens", "time", "loss", "speed")
-_CHUNK = 1 << 20
 _TAIL = 64  # bytes before the place read last, by which a file is known again
 
 
@@ -95,26 +90,39 @@ class Tail:
     def _lines(self, file: Any) -> Iterator[bytes]:
         with file:
             file.seek(self._place)
-            rest = b""
-            while chunk := file.read(_CHUNK):
-                *lines, rest = (rest + chunk).split(b"\n")
-                yield from lines
-                ended = b"\n".join([*lines, b""]) if lines else b""
-                self._place += len(ended)
-                self._before = (self._before + ended)[-_TAIL:]
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._place += len(line)
+                self._before = (self._before + line)[-_TAIL:]
+                yield line
+
+
+class Points(NamedTuple):
+    """The curve of the steps at one moment."""
+
+    generation: int  # changes when points that were sent are no longer true
+    size: int  # steps of each, of which it is the mean
+    complete: int  # further ones still change
+    columns: dict[str, list[float]]
+
+    def since(self, known: "Points | None") -> dict[str, Any]:
+        """What a page lacks that has been sent those."""
+        start = known.complete if known is not None and known[:2] == self[:2] else 0
+        lacking = {name: values[start:] for name, values in self.columns.items()}
+        return {"size": self.size, "from": start, **lacking}
 
 
 class Curves:
-    """The curves of a run: of each step the columns, of each validation its step and loss."""
+    """The curves of a run: of the steps means, of each validation its step and loss."""
 
     def __init__(self, generation: int = 0) -> None:
-        self.generation = generation  # changes when points that were sent are no longer true
+        self.generation = generation
         self.valid: list[tuple[int, float | None, float | None]] = []
-        self._columns = {name: array("d") for name in _COLUMNS}
         self.last: dict[str, Any] = {}  # the newest step, whole
-
-    def __len__(self) -> int:
-        return len(self._columns[_COLUMNS[-1]])  # filled last: another thread may be at it
+        self.began = 0.0  # when the first step was written
+        self._newest = 0, 0.0  # step, and when it was written
+        self._steps = Curve(MOST_POINTS, means=2)
 
     def add(self, line: bytes) -> None:
         """Add a line of metrics.jsonl; one that cannot be read is left out."""
@@ -126,60 +134,25 @@ class Curves:
             self.valid = [one for one in self.valid if one[0] < row.step]
             self.valid.append((row.step, row.loss, row.bits_per_byte))
         elif row.kind == "step":
-            self._go_back_to(row.step)
-            columns, last = self._columns, self._columns["time"]
+            step, moment = self._newest
+            if row.step <= step:  # a run that went back trains it again
+                self._steps.drop_from(row.step)
+                self.generation += 1
             # Earlier versions wrote no time: then the steps' own seconds count.
-            moment = row.time or ((last[-1] if last else 0.0) + (row.step_seconds or 0.0))
+            self._newest = row.step, row.time or moment + (row.step_seconds or 0.0)
+            self.began = self.began or self._newest[1]
             speed = math.nan if row.tokens_per_s is None else row.tokens_per_s
             loss = math.nan if row.loss is None else row.loss
-            for name, value in zip(
-                _COLUMNS, (row.step, row.tokens, moment, loss, speed), strict=True
-            ):
-                columns[name].append(value)
+            self._steps.add(row.step, row.tokens, self._newest[1], loss, speed)
 
-    def _go_back_to(self, step: int) -> None:
-        """Drop what a run that went back has trained again."""
-        steps = self._columns["step"]
-        if steps and steps[-1] >= step:
-            keep = bisect_left(steps, step)
-            for column in self._columns.values():
-                del column[keep:]
-            self.generation += 1
-
-    def span(self) -> tuple[float, float]:
-        """When the first and the last step were written; zeros where there is none."""
-        times = self._columns["time"]
-        return (times[0], times[-1]) if times else (0.0, 0.0)
-
-    def points(self, generation: int, size: int, start: int) -> dict[str, Any] | None:
-        """Points from number `start` on, each the mean of `size` steps, as a client has them.
-
-        With another `generation` or `size` than the client's it gets all. None: nothing is new.
-        """
-        count = len(self)
-        wanted = 1 << max(0, math.ceil(math.log2(max(1, count / MOST_POINTS))))
-        if (generation, size) != (self.generation, wanted):
-            start = 0
-        first = start * wanted
-        if first >= count and start:
-            return None
-        plain: dict[str, Any] = {"generation": self.generation, "size": wanted, "from": start}
-        for name, column in self._columns.items():
-            values = np.array(column[first:count], dtype=np.float64)
-            runs = np.arange(0, len(values), wanted)
-            if name in ("loss", "speed"):
-                known = np.isfinite(values)
-                sums = np.add.reduceat(np.where(known, values, 0.0), runs) if len(runs) else runs
-                counts = np.add.reduceat(known, runs) if len(runs) else runs
-                with np.errstate(invalid="ignore", divide="ignore"):
-                    values = np.round(sums / counts, 5)
-            else:
-                values = values[np.minimum(runs + wanted, len(values)) - 1]
-            plain[name] = values.tolist()
-        began = self.span()[0]
-        plain["hours"] = [round((moment - began) / 3600, 5) for moment in plain.pop("time")]
-        plain["complete"] = count // wanted  # further ones still change
-        return plain
+    def points(self) -> Points:
+        """What a page draws of the steps."""
+        steps, tokens, times, *means = (self._steps.column(index) for index in range(5))
+        loss, speed = ([round(value, 5) for value in column] for column in means)
+        hours = [round((moment - self.began) / 3600, 5) for moment in times]
+        columns = {"step": steps, "tokens": tokens, "hours": hours, "loss": loss, "speed": speed}
+        size, complete = self._steps.run_length, self._steps.complete
+        return Points(self.generation, size, complete, columns)
 
 
 class RunView:
@@ -188,6 +161,7 @@ class RunView:
     def __init__(self, folder: Path, is_own: bool = False):
         self.folder, self.is_own = folder, is_own
         self.curves = Curves()
+        self.points = self.curves.points()  # made anew when there are more: pages compare
         self.sections: dict[str, bytes] = {}  # parts of the page, each sent whole when it changes
         self.status: StatusReport | None = None
         self._events: list[_Event] = []
@@ -237,6 +211,8 @@ class RunView:
             if latest:  # with all that a step has, also where others wrote it
                 record = revived(StepRecord, values := msgspec.json.decode(latest, type=dict))
                 self.curves.last = {**dataclasses.asdict(record), "time": values.get("time")}
+        if latest or is_new:
+            self.points = self.curves.points()
 
     def _read_events(self) -> None:
         is_new, lines = self._tail.read()
@@ -283,7 +259,7 @@ class RunView:
         last, moments = self.curves.last, [event.time for event in self._events[-1:]]
         heard = max(0.0, *moments, last.get("time") or 0.0, self.status.time if self.status else 0)
         told = (self.status or self._by_folder(heard)).to_plain()
-        more = {"heard": round(heard), "began": self.curves.span()[0], "links": told["links"]}
+        more = {"heard": round(heard), "began": self.curves.began, "links": told["links"]}
         return {**told, **last, **more, "crossed": last.get("links", [])}
 
     def _by_folder(self, heard: float) -> StatusReport:

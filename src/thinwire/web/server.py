@@ -64,7 +64,7 @@ class WebServer:
         patience: int = 0,
         needs_token: bool = True,
     ):
-        self.token = token or new_token()
+        self.token = token or secrets.token_urlsafe(18)
         self._make_app, self._patience = make_app, patience
         self._needs_token = needs_token
         host, port = split_address(listen)
@@ -190,11 +190,6 @@ def _wants_a_page(request: "Request") -> bool:
 def has_token(scope: Scope) -> bool:
     """Whether a request shows the token: what only the owner may see or do depends on this."""
     return scope.get(_HAS_TOKEN) is True
-
-
-def new_token() -> str:
-    """A token for a new server."""
-    return secrets.token_urlsafe(18)
 
 
 def is_loopback(host: str) -> bool:
