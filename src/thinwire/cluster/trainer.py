@@ -10,14 +10,9 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining.schedules import get_schedule_class
 
+from thinwire.cluster.grid import SCHEDULES, SINGLE
 from thinwire.cluster.pipelining import Chunk, Crossing, ThinStage
 from thinwire.cluster.world import World
 from thinwire.codec import Leg
@@ -36,13 +31,6 @@ from thinwire.model import learning_rate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import checkpoint_steps
 from thinwire.wire import FrameKind
-
-SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SEVERAL = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-}
 
 
 class HeldStage:
@@ -172,10 +160,8 @@ class Trainer:
         stages = [held.pipelined for held in self.held]
         # The last module has computed the loss.
         options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
-        if name in SINGLE:
-            self._schedule: Any = SINGLE[name](stages[0], count, **options)
-        else:
-            self._schedule = SEVERAL[name](list(stages), count, **options)
+        own: Any = stages[0] if name in SINGLE else stages
+        self._schedule = get_schedule_class(SCHEDULES[name])(own, count, **options)
 
     def train_step(self) -> tuple[Verdict, float, list[tuple[int, Step]]]:
         """One step: what all ranks decided, its loss, and what each stage of this rank reports."""
