@@ -10,7 +10,6 @@ from thinwire.schedule.build import (
     Schedule,
     build,
     deal,
-    forward_only,
     in_flight,
     split_layers,
     stage_window,
