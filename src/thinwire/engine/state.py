@@ -31,7 +31,7 @@ from thinwire.engine.rows import SEEN, names_of_rows
 from thinwire.engine.source import Snapshot, Source, Versions
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, printable
-from thinwire.model import Space, Stage, state_like
+from thinwire.model import Space, Stage
 from thinwire.settings import Settings
 from thinwire.settings.crossing import wire_shape
 from thinwire.settings.precision import WEIGHT_TYPES
@@ -100,7 +100,7 @@ class StageState:
         update = self._update.of_step(source.step + 1)  # the latest of two, or the only one
         optimizer, keeper = update.optimizer, update.keeper
         restore_weights(update.stage, keeper.space if keeper is not None else None, source)
-        optimizer.load_state_tensors(_moments(source, optimizer.remembered()))
+        optimizer.load_state_tensors(_moments(source, update.stage.trained_parameters()))
         if keeper is not None:
             keeper.load(source)
         if self._update.rows is not None:
@@ -276,11 +276,11 @@ def shard_like(
     """
     builder = StageBuilder(settings, torch.device("meta"))
     built = builder.build(stage)
-    update = StageUpdate.build(builder, built, stage, _Moments)  # type: ignore[arg-type]
-    update.latest.version = versions.weight_version
+    update = StageUpdate.build(builder, built, stage).latest
+    update.version = versions.weight_version
     needed = StageState(settings, built, update, ()).shard()
-    if versions.weight_version == 0:
-        needed = {name: t for name, t in needed.items() if not name.startswith(OPTIMIZER)}
+    if versions.weight_version > 0:
+        needed |= {OPTIMIZER + name: t for name, t in update.optimizer.state_like().items()}
     if builder.space is None or built.outgoing is not None:
         return needed, {}
     basis_DK = builder.space.basis_DK  # its next move is the last stage's to save
@@ -290,19 +290,6 @@ def shard_like(
         NEXT_MEASURES: torch.empty(3, dtype=torch.float64, device="meta"),
     }
     return needed, allowed
-
-
-class _Moments:
-    """Stands for the optimizer of a stage: its state after an update, and nothing else."""
-
-    def __init__(self, *arguments: Any):
-        self._arguments = arguments
-
-    def take_state(self, other: "_Moments") -> None:
-        """Its twin's is the same."""
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return state_like(*self._arguments)
 
 
 def _described(tensor: Tensor) -> str:

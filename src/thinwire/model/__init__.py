@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from thinwire.model.llama import LayerPlan, Llama, architecture
     from thinwire.model.narrow import Narrow
-    from thinwire.model.optim import Muon, Role, RowAdamW, StageOptimizer, SubspaceAdamW, state_like
+    from thinwire.model.optim import Muon, Role, RowAdamW, StageOptimizer, SubspaceAdamW
     from thinwire.model.stage import Past, Score, Stage, token_loss
     from thinwire.model.subspace import Constraint, Held, Space, fixed_table, project, random_basis
 
