@@ -27,7 +27,7 @@ from thinwire.engine.cut import MEMORY, CutEnd, memory_prefix
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES
 from thinwire.engine.reports import ShardFailed, ShardWritten
-from thinwire.engine.rows import SEEN, names_of_rows
+from thinwire.engine.rows import ROWS, SEEN
 from thinwire.engine.source import Snapshot, Source, Versions
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, printable
@@ -140,12 +140,9 @@ def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set
     for cut, is_lower in ((stage - 1, False), (stage, True)):
         if 0 <= cut < len(split) - 1:
             prefixes += [memory_prefix(split[cut].stop, leg, is_lower) for leg in Leg]
-    shared = {BASIS, NEXT_BASIS} | (
-        {COVARIANCE, NEXT_MEASURES} if built.outgoing is None else set()
-    )
-    begins, names = tuple(prefixes), set(names)
-    found = {name for name in names if name in exact | shared or name.startswith(begins)}
-    return found | names_of_rows(settings, stage, names)
+    exact |= {BASIS, NEXT_BASIS, SEEN, ROWS + built.names[0]}
+    exact |= {COVARIANCE, NEXT_MEASURES} if built.outgoing is None else set()
+    return {name for name in names if name in exact or name.startswith(tuple(prefixes))}
 
 
 @torch.no_grad()
