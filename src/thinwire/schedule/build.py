@@ -71,10 +71,6 @@ class Schedule:
         microbatches from the first step to the last, if enough are delayed.
         """
         *passes, update = self.rows[stage]
-        if not self.delay:
-            for step in range(first, until):
-                yield from ((step, action) for action in (*passes, update))
-            return
         forwards, backwards = ([a for a in passes if a.kind is kind] for kind in (Kind.F, Kind.B))
         coming = deque((step, action) for step in range(first, until) for action in forwards)
         room, updated, ended = in_flight(self)[stage], first, first
