@@ -46,7 +46,7 @@ class Joined:
             if compressed and index > 0:
                 x = self.crossed(x, index - 1)
             with self._autocast():
-                x = stage(x, inputs) if pasts is None else stage.extend(x, pasts[index], inputs)
+                x = stage(x, inputs, pasts[index] if pasts is not None else None)
         return x
 
     def crossed(self, z: Tensor, cut: int) -> Tensor:

@@ -82,7 +82,7 @@ class TextStage:
             self._past = self._stage.new_past()
         with self._autocast():
             if self._is_cached:
-                return self._stage.extend(x, self._past, ids_BT)
+                return self._stage(x, ids_BT, self._past)
             return self._stage(x, ids_BT)
 
     def packed(self, z_BTK: Tensor, number: int) -> Frame:
