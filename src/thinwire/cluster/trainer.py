@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from thinwire.cluster.grid import SCHEDULES, SINGLE
-from thinwire.cluster.pipelining import Chunk, Crossing, ThinStage
+from thinwire.cluster.pipelining import CARRIER, Chunk, Crossing, ThinStage
 from thinwire.cluster.world import World
 from thinwire.codec import Leg
 from thinwire.data import Corpus
@@ -47,8 +47,7 @@ class HeldStage:
         def crossing(cut: int) -> Crossing | None:
             if not 0 <= cut < stages - 1:
                 return None
-            spec, is_lower = builder.wire_spec(cut), cut == index
-            end = CutEnd.build(settings, cut, is_lower, spec, feed, scratch)
+            end = CutEnd.build(settings, cut, cut == index, builder.wire_spec, feed, scratch)
             remembering = [codec.name for codec in end.codecs.values() if codec.remembers]
             if world.grid.replicas > 1 and remembering:
                 raise ConfigError(
@@ -72,7 +71,8 @@ class HeldStage:
         """What this stage has sent over each of its cuts, as a meter of frames would count it."""
         found: Meters = {}
         for crossing in self.crossings:
-            size = crossing.bytes_sent(Leg.FORWARD if crossing is self.above else Leg.BACKWARD)
+            leg = Leg.FORWARD if crossing is self.above else Leg.BACKWARD
+            size = crossing.floats(leg) * CARRIER.itemsize
             sent = {
                 kind: {"frames": count, "header_bytes": 0, "payload_bytes": count * size}
                 for kind, count in crossing.sent.items()

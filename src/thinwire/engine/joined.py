@@ -26,7 +26,7 @@ class Joined:
         self.stages = [self.builder.build(i) for i in range(settings.pipeline.stages)]
         self.ends = [
             tuple(
-                CutEnd.build(settings, cut, is_lower, self.builder.wire_spec(cut), feed)
+                CutEnd.build(settings, cut, is_lower, self.builder.wire_spec, feed)
                 for is_lower in (True, False)
             )
             for cut in range(len(self.stages) - 1)

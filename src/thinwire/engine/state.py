@@ -191,7 +191,7 @@ def most_shard_bytes(settings: Settings, stage: int) -> int:
     microbatches = settings.pipeline.microbatches
     for cut in (stage - 1, stage):
         if 0 <= cut < settings.pipeline.stages - 1:
-            tensor = 8 * math.prod(wire_shape(settings, cut))
+            tensor = 8 * math.prod(wire_shape(settings))
             for codec in build_codecs(*settings.codec.names(cut)).values():
                 if codec.remembers:
                     size += 4 * microbatches * tensor
@@ -254,7 +254,7 @@ class ShardCheck:
         for cut, is_lower in ((stage - 1, False), (stage, True)):
             if 0 <= cut < self._settings.pipeline.stages - 1:
                 dtype = WEIGHT_TYPES[self._settings.run.precision]
-                spec = TensorSpec(wire_shape(self._settings, cut), dtype, torch.device("cpu"))
+                spec = TensorSpec(wire_shape(self._settings), dtype, torch.device("cpu"))
                 end = CutEnd.build(self._settings, cut, is_lower, spec, self._feed, self._scratch)
                 end.load(source)
                 agreements[str(cut)] = end.agreements()
