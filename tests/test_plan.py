@@ -44,7 +44,7 @@ def test_what_crosses_is_known_from_the_settings_alone(boundary, slow_link, monk
     z = ids
     for cut in range(3):
         z = builder.build(cut)(z, ids)
-        assert tuple(z.shape) == crossing.wire_shape(settings, cut)
+        assert tuple(z.shape) == crossing.wire_shape(settings)
 
     def derived(*arguments):
         raise AssertionError("a plan derived a basis")

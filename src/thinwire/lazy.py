@@ -12,16 +12,16 @@ from typing import Any
 from thinwire.errors import MissingPackageError
 
 
-def on_first_use(package: str, names: dict[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package: `names` lists what each of its modules has to offer."""
-    modules = {name: module for module, offered in names.items() for name in offered}
+def on_first_use(package: str, *modules: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package: what it is asked for is in one of these of its modules."""
 
     def get(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
-        setattr(sys.modules[package], name, value)  # the next use finds it without asking here
-        return value
+        for module in () if name.startswith("_") else modules:
+            found = vars(importlib.import_module(f"{package}.{module}"))
+            if name in found:
+                setattr(sys.modules[package], name, found[name])  # the next use finds it there
+                return found[name]
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get
 

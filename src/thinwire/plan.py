@@ -39,8 +39,6 @@ from thinwire.settings.crossing import (
     row_bytes,
     size_kind,
     size_word,
-    stream_width,
-    wire_shape,
 )
 from thinwire.settings.precision import WEIGHT_TYPES
 
@@ -211,13 +209,13 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
     batch = settings.microbatch_size
     compute_width = 2 if settings.run.precision == "bf16" else width
     if settings.pipeline.recompute:
-        streams = [math.prod(family.stream_shape(block, batch)) for block in blocks]
+        streams = len(blocks)
         is_between_cuts = blocks.start > 0 and blocks.stop < model.layers
         boundary = settings.boundary
         has_known = boundary.own_tables or boundary.shares_embedding
         if has_known and is_between_cuts and len(blocks) > 1:
-            streams.append(streams[0])  # rows of the table, from the first layer to the last
-        kept = sum(streams) * width
+            streams += 1  # rows of the table, from the first layer to the last
+        kept = streams * settings.tokens_per_microbatch * model.dim * width
     else:
         kept = family.kept_bytes(blocks, batch, width, compute_width)
     activations = kept * in_flight
@@ -411,23 +409,19 @@ def _cut_lines(settings: Settings) -> list[str]:
     """What crosses per microbatch: one line for all cuts, or for each where they differ."""
     tokens = settings.tokens_per_microbatch
     cuts = list(range(settings.pipeline.stages - 1))
-    kinds = {
-        (settings.codec.names(cut), stream_width(settings, cut), wire_shape(settings, cut))
-        for cut in cuts
-    }
-    alike = len(kinds) == 1
+    alike = len({settings.codec.names(cut) for cut in cuts}) == 1
     lines = []
     for cut in cuts[:1] if alike else cuts:
         out, back = frame_bytes(settings, cut)
         which = "each cut" if alike else f"cut {cut}"
-        ratio = 2 * BF16_BYTES * stream_width(settings, cut) * tokens / (out + back)
+        ratio = 2 * BF16_BYTES * settings.model.dim * tokens / (out + back)
         lines.append(
             f"{which}, per microbatch: {size_word(settings, cut)}{human_bytes(out)} forward "
             f"({out / tokens:,.1f} bytes per token), {human_bytes(back)} backward "
             f"({back / tokens:,.1f}); {against_bf16(ratio)}"
         )
     if rows := row_bytes(settings):
-        ratio = 2 * BF16_BYTES * stream_width(settings, 0) / bytes_per_token(settings)
+        ratio = 2 * BF16_BYTES * settings.model.dim / bytes_per_token(settings)
         lines.append(
             f"each cut, per step: about {human_bytes(rows)} each way for rows of the embedding "
             f"({rows / settings.tokens_per_step:,.1f} bytes per token); with them "

@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused(changes, world, schedule, replicas, words,
 def test_payloads_of_changing_size_are_refused(codec, make_settings):
     settings = make_settings(codec__forward=codec)
     builder = StageBuilder(settings, choose_device("cpu", 0))
-    end = CutEnd.build(settings, 0, True, builder.wire_spec(0))
+    end = CutEnd.build(settings, 0, True, builder.wire_spec)
     with pytest.raises(ConfigError, match="always receives the same number of bytes"):
         Crossing(end, "cpu")
 

@@ -143,7 +143,7 @@ def test_each_cut_sends_its_rank_as_planned(make_settings, run_in_threads):
     outcome = run_in_threads(settings)
     microbatches = settings.train.steps * settings.pipeline.microbatches
     for cut in range(3):
-        assert wire_shape(settings, cut)[-1] == 6
+        assert wire_shape(settings)[-1] == 6
         out, back = frame_bytes(settings, cut)
         up, down = (outcome.steps(stage)[-1].meters[f"cut-{cut}"] for stage in (cut, cut + 1))
         assert total(up, "FORWARD") == microbatches * out

@@ -166,17 +166,11 @@ def test_at_every_step_it_is_a_plain_model_as_long_as_copies_are_equal(
     assert (apart < 1e-12) == equal
 
 
-def test_a_run_goes_on_in_another_split_with_all_that_waits(
-    settings_for, saved_run, resumed, monkeypatch
-):
-    """The first stage takes over the gradients of stages that are no more. The failing side:
-    without the gradients that waited a resumed run is another one.
-    """
+def test_a_resumed_run_goes_on_with_all_that_waits(settings_for, saved_run, resumed, monkeypatch):
+    """The failing side: without the gradients that waited it is another one."""
     settings = settings_for(train__checkpoint_every=1, boundary__free_layers=1)
     whole, saved = saved_run(settings)
-    for stages in (1, 2, 3):
-        other = settings_for(pipeline__stages=stages, boundary__free_layers=1)
-        assert resumed(other, saved[3]).losses() == pytest.approx(whole.losses()[3:], abs=1e-10)
+    assert resumed(settings, saved[3]).losses() == pytest.approx(whole.losses()[3:], abs=1e-10)
     monkeypatch.setattr(SharedRows, "load", lambda own, source: None)
     forgetful = resumed(settings, saved[3]).losses()
     assert forgetful[-1] != pytest.approx(whole.losses()[-1], abs=1e-10)

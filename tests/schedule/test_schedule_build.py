@@ -51,11 +51,9 @@ def test_an_open_window_is_twice_the_stages_by_the_settings_alone():
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (build, ("1f1b", 4, 8, -2), "pipeline.window = -2"),
         (build, ("gpipe", 4, 8, 3), 'pipeline.window = 3 .* pipeline.schedule = "1f1b"'),
         (build, ("1f1b", 4, 3),
          "raise pipeline.microbatches to 4 or lower pipeline.stages to 3.*gpipe"),
-        (build, ("1flb", 4, 8), 'did you mean "1f1b"'),
         (split_layers, (3, [], 4), "pipeline.stages = 4 but the model has 3 layers"),
         (split_layers, (8, [4, 4], 3), r"\[4, 4\] names 2 stages but pipeline.stages = 3"),
         (split_layers, (8, [4, 3], 2), "adds up to 7 but the model has 8"),

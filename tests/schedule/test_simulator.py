@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
-from thinwire.schedule import Costs, Network, Span, build, forward_only, simulate, window_table
+from thinwire.schedule import Costs, Network, Span, build, simulate, window_table
 from thinwire.schedule.simulator import CONTROL_BYTES, ROW_FRAME_BYTES
 
 
@@ -144,7 +144,6 @@ def test_the_window_table_trades_memory_for_time():
     ({"costs": costs(3)}, "costs.forward has 3 numbers, 2 stages need 2"),
     ({"costs": costs(2, forward=-1.0)}, "costs.forward = -1.0"),
     ({"steps": 1}, "steps = 1"),
-    ({"schedule": forward_only(2, 2)}, "no update"),
 ])  # fmt: skip
 def test_what_cannot_be_simulated(changes, message):
     arguments = {"schedule": build("gpipe", 2, 2), "costs": costs(2)} | changes

@@ -22,7 +22,6 @@ from thinwire.data import Corpus
 from thinwire.engine.build import choose_device
 from thinwire.engine.feed import Feed
 from thinwire.folders import replace_file
-from thinwire.settings.crossing import stream_width
 from thinwire.wire import HEADER_BYTES
 from thinwire_lab.arms import Arm
 from thinwire_lab.chain import Chain
@@ -78,8 +77,7 @@ def train(arm: Arm, shared: dict[str, Any]) -> Row:
     chain = Chain(settings, Feed(data, settings, choose_device(settings.run.device, 0)))
     if shared["from"]:
         load_weights(chain, Path(shared["from"]))
-    cuts = range(settings.pipeline.stages - 1)
-    width = sum(stream_width(settings, cut) for cut in cuts) / max(1, len(cuts))
+    width = settings.model.dim if settings.pipeline.stages > 1 else 0
     figures = train_measured(chain, width, shared.get("points", 0))
     if shared.get("to"):
         save_weights(chain, Path(shared["to"]))

@@ -9,6 +9,4 @@ from thinwire.lazy import on_first_use
 if TYPE_CHECKING:
     from thinwire.cluster.pipelining import Crossing, ThinStage
 
-__all__ = ["Crossing", "ThinStage"]
-
-__getattr__ = on_first_use(__name__, {"pipelining": ("Crossing", "ThinStage")})
+__getattr__ = on_first_use(__name__, "pipelining")

@@ -11,9 +11,14 @@ from thinwire.settings import Settings
 
 SINGLE = ("gpipe", "1f1b")
 """Schedules with one stage on each rank, as pipeline.schedule names them."""
-SEVERAL = ("interleaved", "zero-bubble", "zbv")
-"""Schedules of PyTorch with several stages on each rank."""
-SCHEDULES = (*SINGLE, *SEVERAL)
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+}
+"""All of them, with PyTorch's own names; the last three have several stages on each rank."""
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,6 @@ class Crossing:
         """How much of a carrier a leg uses."""
         return self._floats[leg]
 
-    def bytes_sent(self, leg: Leg) -> int:
-        """Size of one message of this leg."""
-        return self._floats[leg] * CARRIER.itemsize
-
     def pack(self, leg: Leg, tensor: Tensor, microbatch: int) -> Tensor:
         """What the codec makes of a tensor, in a carrier."""
         if self.training:

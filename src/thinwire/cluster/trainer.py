@@ -10,15 +10,10 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining.schedules import get_schedule_class
 
-from thinwire.cluster.pipelining import Chunk, Crossing, ThinStage
+from thinwire.cluster.grid import SCHEDULES, SINGLE
+from thinwire.cluster.pipelining import CARRIER, Chunk, Crossing, ThinStage
 from thinwire.cluster.world import World
 from thinwire.codec import Leg
 from thinwire.data import Corpus
@@ -37,13 +32,6 @@ from thinwire.settings import Settings
 from thinwire.settings.crossing import checkpoint_steps
 from thinwire.wire import FrameKind
 
-SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SEVERAL = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-}
-
 
 class HeldStage:
     """A stage as a rank holds it: its layers, its ends of two cuts, its update and its state."""
@@ -59,8 +47,7 @@ class HeldStage:
         def crossing(cut: int) -> Crossing | None:
             if not 0 <= cut < stages - 1:
                 return None
-            spec, is_lower = builder.wire_spec(cut), cut == index
-            end = CutEnd.build(settings, cut, is_lower, spec, feed, scratch)
+            end = CutEnd.build(settings, cut, cut == index, builder.wire_spec, feed, scratch)
             remembering = [codec.name for codec in end.codecs.values() if codec.remembers]
             if world.grid.replicas > 1 and remembering:
                 raise ConfigError(
@@ -84,7 +71,8 @@ class HeldStage:
         """What this stage has sent over each of its cuts, as a meter of frames would count it."""
         found: Meters = {}
         for crossing in self.crossings:
-            size = crossing.bytes_sent(Leg.FORWARD if crossing is self.above else Leg.BACKWARD)
+            leg = Leg.FORWARD if crossing is self.above else Leg.BACKWARD
+            size = crossing.floats(leg) * CARRIER.itemsize
             sent = {
                 kind: {"frames": count, "header_bytes": 0, "payload_bytes": count * size}
                 for kind, count in crossing.sent.items()
@@ -172,10 +160,8 @@ class Trainer:
         stages = [held.pipelined for held in self.held]
         # The last module has computed the loss.
         options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
-        if name in SINGLE:
-            self._schedule: Any = SINGLE[name](stages[0], count, **options)
-        else:
-            self._schedule = SEVERAL[name](list(stages), count, **options)
+        own: Any = stages[0] if name in SINGLE else stages
+        self._schedule = get_schedule_class(SCHEDULES[name])(own, count, **options)
 
     def train_step(self) -> tuple[Verdict, float, list[tuple[int, Step]]]:
         """One step: what all ranks decided, its loss, and what each stage of this rank reports."""

@@ -167,9 +167,10 @@ class StageBuilder:
         held = [h for h in stage.held_parameters() if h.parameter.requires_grad or not in_training]
         return Constraint(self.space.basis_DK, held)
 
-    def wire_spec(self, cut: int) -> TensorSpec:
-        """The contract of a boundary: what a frame's tensor must be."""
-        return TensorSpec(wire_shape(self.settings, cut), self.dtype, self.device)
+    @property
+    def wire_spec(self) -> TensorSpec:
+        """The contract of a cut: what a frame's tensor must be."""
+        return TensorSpec(wire_shape(self.settings), self.dtype, self.device)
 
     def _space(self) -> Space | None:
         boundary, model = self.settings.boundary, self.settings.model

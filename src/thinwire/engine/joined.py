@@ -26,7 +26,7 @@ class Joined:
         self.stages = [self.builder.build(i) for i in range(settings.pipeline.stages)]
         self.ends = [
             tuple(
-                CutEnd.build(settings, cut, is_lower, self.builder.wire_spec(cut), feed)
+                CutEnd.build(settings, cut, is_lower, self.builder.wire_spec, feed)
                 for is_lower in (True, False)
             )
             for cut in range(len(self.stages) - 1)
@@ -46,7 +46,7 @@ class Joined:
             if compressed and index > 0:
                 x = self.crossed(x, index - 1)
             with self._autocast():
-                x = stage(x, inputs) if pasts is None else stage.extend(x, pasts[index], inputs)
+                x = stage(x, inputs, pasts[index] if pasts is not None else None)
         return x
 
     def crossed(self, z: Tensor, cut: int) -> Tensor:

@@ -20,7 +20,7 @@ from thinwire.engine.source import Versions
 from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack_tally
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.errors import ThinwireError, WireError
-from thinwire.schedule import Kind, Schedule, in_flight
+from thinwire.schedule import Schedule, in_flight
 from thinwire.wire import Frame, FrameKind, Link
 
 Key = tuple[Any, ...]
@@ -91,7 +91,13 @@ class Due:
         """
         if self.schedule is None or not self.is_from_below:
             return ()
-        return _answers_before(self.schedule, self.sender)
+        held, count, delay = (
+            in_flight(self.schedule),
+            self.schedule.microbatches,
+            self.schedule.delay,
+        )
+        least = [0 if number >= delay else -count for number in range(count)]
+        return tuple(max(n - held[self.sender] + 1, least[n]) for n in range(count))
 
     def has_number(self, kind: FrameKind, number: int) -> bool:
         """Whether there is a message of this kind and number, of those that no codec packs."""
@@ -109,20 +115,6 @@ class Due:
             FrameKind.ROWS: self.rows[1],
             FrameKind.TALLY: TALLY_BYTES,
         }.get(kind, VERDICT_BYTES)
-
-
-def _answers_before(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    """How many backwards a stage has done before its forward of each microbatch."""
-    if schedule.delay:
-        held, numbers = in_flight(schedule)[stage], range(schedule.microbatches)
-        least = [0 if number >= schedule.delay else -schedule.microbatches for number in numbers]
-        return tuple(max(number - held + 1, least[number]) for number in numbers)
-    done, before = 0, [0] * schedule.microbatches
-    for action in schedule.rows[stage]:
-        if action.kind is Kind.F:
-            before[action.microbatch] = done
-        done += action.kind is Kind.B
-    return tuple(before)
 
 
 class Mailbox:

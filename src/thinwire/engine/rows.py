@@ -22,7 +22,7 @@ from thinwire.codec import Leg, Place, TensorSpec, parse_codec
 from thinwire.engine.source import Source
 from thinwire.engine.trace import is_finite
 from thinwire.errors import StageError, WireError
-from thinwire.model import Stage, StageOptimizer, architecture
+from thinwire.model import Stage, StageOptimizer
 from thinwire.schedule import ROW_FRAME_BYTES
 from thinwire.settings import Settings
 
@@ -54,8 +54,6 @@ class SharedRows:
         self._seed = settings.run.seed
         self._boundary = settings.boundary
         self._name = ROWS + stage.names[0]
-        self._others = _names_of_others(settings, index)
-        self._split = settings.split()
         self._optimizer = optimizer
         size = table_VD.shape[0]
         self._seen_V = torch.zeros(size, dtype=torch.int64, device=table_VD.device)
@@ -167,17 +165,9 @@ class SharedRows:
         return {self._name: self._pending_VD, SEEN: self._seen_V}
 
     def load(self, source: Source) -> None:
-        """Go on where the source stopped. The first stage takes what nobody else has."""
-        names = source.names()
-        mine = {self._name} & names
-        if self.index == 0:
-            mine = {n for n in names if n.startswith(ROWS)} - {SEEN} - self._others
-        if source.settings.split() == self._split:
-            mine.add(self._name)  # which is missed if it is not there
+        """Go on where the source stopped: cuts that share an embedding stay where they are."""
         self._seen_V.copy_(source.tensor(SEEN))
-        self._pending_VD.zero_()
-        for tensor in source.tensors(mine).values():
-            self._pending_VD += tensor.to(self._pending_VD.device)
+        self._pending_VD.copy_(source.tensor(self._name))
 
     def _sum(self, frame: int) -> Tensor:
         """A view of the rows of one frame."""
@@ -200,20 +190,3 @@ class SharedRows:
 
     def _at(self, step: int, frame: int, salt: int, stage: int) -> Place:
         return Place(Leg.BACKWARD, step, frame, cut=stage, seed=self._seed, salt=salt)
-
-
-def names_of_rows(settings: Settings, stage: int, names: set[str]) -> set[str]:
-    """Those of a state's tensors that a stage of these settings restores its rows from."""
-    rows = {name for name in names if name.startswith(ROWS)}
-    if stage == 0:
-        return rows - _names_of_others(settings, 0)
-    return rows & {SEEN, _name_of(settings, stage)}
-
-
-def _name_of(settings: Settings, stage: int) -> str:
-    return ROWS + architecture(settings.model).block_name(settings.split()[stage].start)
-
-
-def _names_of_others(settings: Settings, index: int) -> set[str]:
-    """Under which the stages above the first save theirs."""
-    return {_name_of(settings, s) for s in range(1, settings.pipeline.stages) if s != index}

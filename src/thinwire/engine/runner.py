@@ -23,7 +23,7 @@ from thinwire.engine.reports import StageCosts
 from thinwire.engine.step_end import Decide, StageUpdate, StepEnd, Verdict
 from thinwire.engine.trace import FORWARD, Progress, Sightings, StepTrace
 from thinwire.model import Score, Stage
-from thinwire.schedule import Kind, Schedule, forward_only
+from thinwire.schedule import Kind, Schedule
 from thinwire.wire import FrameKind
 
 
@@ -166,8 +166,8 @@ class Runner:
         """
         score, done, latest = Score(), 0, self._update.latest
         latest.stage.eval()
-        for action in forward_only(self._schedule.stages, batches).rows[self._index]:
-            number, received = action.microbatch, None
+        for number in range(batches):
+            received = None
             if self._below is not None:
                 self._progress.begin(f"waits for validation batch {number} after step {step}")
                 received = self._below.take_evaluated(step, number, latest.versions)

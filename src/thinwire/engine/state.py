@@ -27,11 +27,11 @@ from thinwire.engine.cut import MEMORY, CutEnd, memory_prefix
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES
 from thinwire.engine.reports import ShardFailed, ShardWritten
-from thinwire.engine.rows import SEEN, names_of_rows
+from thinwire.engine.rows import ROWS, SEEN
 from thinwire.engine.source import Snapshot, Source, Versions
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, printable
-from thinwire.model import Space, Stage, state_like
+from thinwire.model import Space, Stage
 from thinwire.settings import Settings
 from thinwire.settings.crossing import wire_shape
 from thinwire.settings.precision import WEIGHT_TYPES
@@ -100,7 +100,7 @@ class StageState:
         update = self._update.of_step(source.step + 1)  # the latest of two, or the only one
         optimizer, keeper = update.optimizer, update.keeper
         restore_weights(update.stage, keeper.space if keeper is not None else None, source)
-        optimizer.load_state_tensors(_moments(source, optimizer.remembered()))
+        optimizer.load_state_tensors(_moments(source, update.stage.trained_parameters()))
         if keeper is not None:
             keeper.load(source)
         if self._update.rows is not None:
@@ -140,12 +140,9 @@ def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set
     for cut, is_lower in ((stage - 1, False), (stage, True)):
         if 0 <= cut < len(split) - 1:
             prefixes += [memory_prefix(split[cut].stop, leg, is_lower) for leg in Leg]
-    shared = {BASIS, NEXT_BASIS} | (
-        {COVARIANCE, NEXT_MEASURES} if built.outgoing is None else set()
-    )
-    begins, names = tuple(prefixes), set(names)
-    found = {name for name in names if name in exact | shared or name.startswith(begins)}
-    return found | names_of_rows(settings, stage, names)
+    exact |= {BASIS, NEXT_BASIS, SEEN, ROWS + built.names[0]}
+    exact |= {COVARIANCE, NEXT_MEASURES} if built.outgoing is None else set()
+    return {name for name in names if name in exact or name.startswith(tuple(prefixes))}
 
 
 @torch.no_grad()
@@ -194,7 +191,7 @@ def most_shard_bytes(settings: Settings, stage: int) -> int:
     microbatches = settings.pipeline.microbatches
     for cut in (stage - 1, stage):
         if 0 <= cut < settings.pipeline.stages - 1:
-            tensor = 8 * math.prod(wire_shape(settings, cut))
+            tensor = 8 * math.prod(wire_shape(settings))
             for codec in build_codecs(*settings.codec.names(cut)).values():
                 if codec.remembers:
                     size += 4 * microbatches * tensor
@@ -257,7 +254,7 @@ class ShardCheck:
         for cut, is_lower in ((stage - 1, False), (stage, True)):
             if 0 <= cut < self._settings.pipeline.stages - 1:
                 dtype = WEIGHT_TYPES[self._settings.run.precision]
-                spec = TensorSpec(wire_shape(self._settings, cut), dtype, torch.device("cpu"))
+                spec = TensorSpec(wire_shape(self._settings), dtype, torch.device("cpu"))
                 end = CutEnd.build(self._settings, cut, is_lower, spec, self._feed, self._scratch)
                 end.load(source)
                 agreements[str(cut)] = end.agreements()
@@ -276,11 +273,11 @@ def shard_like(
     """
     builder = StageBuilder(settings, torch.device("meta"))
     built = builder.build(stage)
-    update = StageUpdate.build(builder, built, stage, _Moments)  # type: ignore[arg-type]
-    update.latest.version = versions.weight_version
+    update = StageUpdate.build(builder, built, stage).latest
+    update.version = versions.weight_version
     needed = StageState(settings, built, update, ()).shard()
-    if versions.weight_version == 0:
-        needed = {name: t for name, t in needed.items() if not name.startswith(OPTIMIZER)}
+    if versions.weight_version > 0:
+        needed |= {OPTIMIZER + name: t for name, t in update.optimizer.state_like().items()}
     if builder.space is None or built.outgoing is not None:
         return needed, {}
     basis_DK = builder.space.basis_DK  # its next move is the last stage's to save
@@ -290,19 +287,6 @@ def shard_like(
         NEXT_MEASURES: torch.empty(3, dtype=torch.float64, device="meta"),
     }
     return needed, allowed
-
-
-class _Moments:
-    """Stands for the optimizer of a stage: its state after an update, and nothing else."""
-
-    def __init__(self, *arguments: Any):
-        self._arguments = arguments
-
-    def take_state(self, other: "_Moments") -> None:
-        """Its twin's is the same."""
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return state_like(*self._arguments)
 
 
 def _described(tensor: Tensor) -> str:

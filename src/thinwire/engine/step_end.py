@@ -136,21 +136,15 @@ class StageUpdate:
         self._delay = self._microbatches = 0
 
     @classmethod
-    def build(
-        cls,
-        builder: StageBuilder,
-        stage: Stage,
-        index: int,
-        make_optimizer: Callable[..., StageOptimizer] = StageOptimizer,
-    ) -> "StageUpdate":
+    def build(cls, builder: StageBuilder, stage: Stage, index: int) -> "StageUpdate":
         """With the optimizer that the settings name, a keeper where stages share a space, and rows
         where they share the embedding. With delayed updates it has a twin with the same weights.
         """
-        update = cls._build_one(builder, stage, index, make_optimizer)
+        update = cls._build_one(builder, stage, index)
         if builder.settings.pipeline.delay:
             other = builder.build(index)
             other.share_frozen(stage)
-            update.twin = cls._build_one(builder, other, index, make_optimizer)
+            update.twin = cls._build_one(builder, other, index)
             update.twin.twin = update
             for one in (update, update.twin):
                 one._delay = builder.settings.pipeline.delay
@@ -159,16 +153,10 @@ class StageUpdate:
         return update
 
     @classmethod
-    def _build_one(
-        cls,
-        builder: StageBuilder,
-        stage: Stage,
-        index: int,
-        make_optimizer: Callable[..., StageOptimizer],
-    ) -> "StageUpdate":
+    def _build_one(cls, builder: StageBuilder, stage: Stage, index: int) -> "StageUpdate":
         settings, constraint = builder.settings, builder.constraint(stage, in_training=True)
         by_rows = settings.boundary.shares_embedding
-        optimizer = make_optimizer(
+        optimizer = StageOptimizer(
             stage.trained_parameters(), stage.roles(), settings.optim, constraint, by_rows
         )
         rows = SharedRows(settings, index, stage, optimizer) if by_rows else None

@@ -310,8 +310,8 @@ class Worker:
         """This stage's end of a cut, or None where there is no such cut."""
         if not 0 <= cut < self.last:
             return None
-        spec = self.builder.wire_spec(cut)
-        return CutEnd.build(self.settings, cut, cut == self.index, spec, self.feed, self._scratch)
+        is_lower, spec = cut == self.index, self.builder.wire_spec
+        return CutEnd.build(self.settings, cut, is_lower, spec, self.feed, self._scratch)
 
     def _ends(self) -> list[CutEnd]:
         return [end for end in (self.below, self.above) if end is not None]

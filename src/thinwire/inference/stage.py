@@ -82,7 +82,7 @@ class TextStage:
             self._past = self._stage.new_past()
         with self._autocast():
             if self._is_cached:
-                return self._stage.extend(x, self._past, ids_BT)
+                return self._stage(x, ids_BT, self._past)
             return self._stage(x, ids_BT)
 
     def packed(self, z_BTK: Tensor, number: int) -> Frame:
@@ -116,7 +116,7 @@ class TextStage:
 
     def _end(self, cut: int) -> CutEnd:
         """This stage's end of a cut, for one sequence of at most a context."""
-        spec = self._builder.wire_spec(cut)
+        spec = self._builder.wire_spec
         shape = (1, self.settings.model.context, spec.shape[-1])
         one = TensorSpec(shape, spec.dtype, spec.device)
         return CutEnd.build(self.settings, cut, cut == self.index, one)

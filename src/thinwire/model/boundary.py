@@ -111,31 +111,6 @@ class SubspaceBoundary(Boundary):
             self.space.anchor_coordinates()
 
 
-class EmbeddedBoundary(SubspaceBoundary):
-    """The exact cut around the model's own embedding, of which every stage has a copy.
-
-    A copy is added where the stream enters a stage and taken off where it leaves, so what crosses
-    is what blocks have written. As these write into the subspace, nothing is lost, and as copies
-    stay equal (engine/rows.py), the model is a plain one whose embedding is trained whole.
-    """
-
-    own_tables = True
-
-    def __init__(self, space: Space, copy: tuple[int, int] | None):
-        """`copy` is the shape of the receiver's copy; a sender needs none here."""
-        super().__init__(space, anchored=False)
-        self.needs_ids = True
-        self.copy = None
-        if copy is not None:
-            self.copy = nn.Parameter(space.basis_DK.new_zeros(copy))
-
-    def known(self, ids_BT: Tensor | None) -> Tensor | None:
-        return None if self.copy is None else _rows(self.copy, ids_BT)
-
-    def copy_of_embedding(self) -> nn.Parameter | None:
-        return self.copy
-
-
 class ProjectedBoundary(SubspaceBoundary):
     """A narrow cut between free weights: what lies outside the basis is lost here.
 
@@ -155,7 +130,8 @@ class ProjectedBoundary(SubspaceBoundary):
         super().__init__(space, anchored=False)
         self.basis: nn.Parameter | None = None  # set where a model holds it among its tensors
         self.own_tables = self.needs_ids = own_tables
-        self.table = self.widen = None
+        self.table: nn.Parameter | None = None
+        self.widen: nn.Parameter | None = None
         if table is not None:
             (vocab, width), dim = table, space.basis_DK.shape[0]
             self.table = nn.Parameter(space.basis_DK.new_zeros(vocab, width))
@@ -172,6 +148,24 @@ class ProjectedBoundary(SubspaceBoundary):
             return None
         rows = _rows(self.table, ids_BT)
         return rows if self.widen is None else F.linear(rows, self.widen)
+
+
+class EmbeddedBoundary(ProjectedBoundary):
+    """The exact cut around the model's own embedding, of which every stage has a copy.
+
+    A copy is added where the stream enters a stage and taken off where it leaves, so what crosses
+    is what blocks have written. As these write into the subspace, nothing is lost, and as copies
+    stay equal (engine/rows.py), the model is a plain one whose embedding is trained whole.
+    """
+
+    roles: ClassVar = {}
+
+    def __init__(self, space: Space, copy: tuple[int, int] | None):
+        """`copy` is the shape of the receiver's copy; a sender needs none here."""
+        super().__init__(space, own_tables=True, table=copy)
+
+    def copy_of_embedding(self) -> nn.Parameter | None:
+        return self.table
 
 
 def _rows(table: Tensor, ids_BT: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ so a checkpoint's tensors mean the same thing everywhere.
 Shapes: B sequences, T positions, D model width, H heads, K key/value heads, E head width.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -235,8 +236,8 @@ class Llama:
 
         def block(index: int) -> LayerPlan:
             held = narrow if narrow is not None and index < narrow.blocks else None
-            name = f"model.layers.{index}"
-            return LayerPlan(name, lambda: Block(config, held), str(index), Role.MATRIX)
+            make = functools.partial(Block, config, held)
+            return LayerPlan(self.block_name(index), make, str(index), Role.MATRIX)
 
         def head() -> nn.Module:
             return nn.Linear(config.dim, config.vocab, bias=False)
@@ -250,15 +251,13 @@ class Llama:
 
     def stage_layers(self, blocks: range, narrow: Narrow | None = None) -> list[LayerPlan]:
         """The layers of the stage that holds these blocks: the ends carry what is beyond."""
-        plans = self.layers(narrow)
-        places = [place for place, plan in enumerate(plans) if plan.label.isdigit()]
-        first = 0 if blocks.start == 0 else places[blocks.start]
-        last = len(plans) if blocks.stop == len(places) else places[blocks.stop]
-        return plans[first:last]
+        first = blocks.start + 1 if blocks.start else 0  # the embedding is before all blocks
+        last = None if blocks.stop == self._config.layers else blocks.stop + 1
+        return self.layers(narrow)[first:last]
 
     def block_name(self, block: int) -> str:
         """The global name of a block."""
-        return next(plan.name for plan in self.layers() if plan.label == str(block))
+        return f"model.layers.{block}"
 
     def parameter_count(self) -> int:
         """Parameters of the whole model, counted on layers without memory."""
@@ -288,10 +287,6 @@ class Llama:
         with torch.no_grad():
             drawn = torch.randn(parameter.shape, generator=generator_of(name, seed))
             parameter.copy_(drawn * spread)
-
-    def stream_shape(self, blocks: int, batch: int) -> tuple[int, ...]:
-        """What a dense cut after so many blocks carries: (batch, tokens, channels)."""
-        return batch, self._config.context, self._config.dim
 
     def logits(self, batch: int) -> int:
         """How many numbers the model says of a batch."""

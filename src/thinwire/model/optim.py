@@ -304,12 +304,11 @@ class StageOptimizer:
         """Go on from the state of an optimizer of the same parameters' other copies, which then
         has none.
         """
-        for mine, theirs in zip(self._optimizers, other._optimizers, strict=True):
-            for group, other_group in zip(mine.param_groups, theirs.param_groups, strict=True):
-                for own, others in zip(group["params"], other_group["params"], strict=True):
-                    mine.state.pop(own, None)
-                    if others in theirs.state:
-                        mine.state[own] = theirs.state.pop(others)
+        pairs = zip(self._walk(), other._walk(), strict=True)
+        for (mine, _, own, _), (theirs, _, others, _) in pairs:
+            mine.state.pop(own, None)
+            if others in theirs.state:
+                mine.state[own] = theirs.state.pop(others)
 
     def row_changes(
         self, table_VD: nn.Parameter, rows_R: Tensor, gradient_RD: Tensor, update: int
@@ -332,10 +331,6 @@ class StageOptimizer:
                 if key in state:
                     state[key].copy_(change(state[key]))
 
-    def remembered(self) -> list[str]:
-        """The parameters of which something is kept from one update to the next."""
-        return list(self._parameters)
-
     def state_tensors(self) -> dict[str, Tensor]:
         """The whole state as `parameter name/state name`, ready for a checkpoint."""
         return {
@@ -343,6 +338,14 @@ class StageOptimizer:
             for optimizer in self._optimizers
             for parameter, state in optimizer.state.items()
             for key, value in state.items()
+        }
+
+    def state_like(self) -> dict[str, Tensor]:
+        """What `state_tensors` gives after an update, as tensors without memory."""
+        return {
+            f"{name}/{key}": value
+            for optimizer, group, parameter, name in self._walk()
+            for key, value in _state_like(optimizer, group, parameter).items()
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -354,46 +357,27 @@ class StageOptimizer:
         for full_name, value in tensors.items():
             name, _, key = full_name.rpartition("/")
             loaded.setdefault(name, {})[key] = value
+        for optimizer, group, parameter, name in self._walk():
+            optimizer.state.pop(parameter, None)
+            if name in loaded:
+                _check_state(name, loaded[name], _state_like(optimizer, group, parameter))
+                # A step counter stays on the CPU, unless one kernel reads it too.
+                counter = parameter.device if group.get("fused") else torch.device("cpu")
+                optimizer.state[parameter] = {
+                    key: value.to(counter if value.ndim == 0 else parameter.device, copy=True)
+                    for key, value in loaded[name].items()
+                }
+
+    def _walk(self) -> Iterator[tuple[Optimizer, dict[str, Any], nn.Parameter, str]]:
+        """Each parameter with its optimizer, its group and its name."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    name = self._names[parameter]
-                    optimizer.state.pop(parameter, None)
-                    if name in loaded:
-                        _check_state(
-                            name, loaded[name], _state_like(type(optimizer), group, parameter)
-                        )
-                        # A step counter stays on the CPU, unless one kernel reads it too.
-                        counter = parameter.device if group.get("fused") else torch.device("cpu")
-                        optimizer.state[parameter] = {
-                            key: value.to(
-                                counter if value.ndim == 0 else parameter.device, copy=True
-                            )
-                            for key, value in loaded[name].items()
-                        }
-
-
-def state_like(
-    parameters: dict[str, nn.Parameter],
-    roles: Mapping[str, Role],
-    config: OptimConfig,
-    constraint: Constraint | None = None,
-    by_rows: bool = False,
-) -> dict[str, Tensor]:
-    """What `StageOptimizer.state_tensors` gives after an update, as tensors without memory."""
-    names = {p: name for name, p in parameters.items()}
-    kinds = _grouped(parameters, roles, config.with_shares(), constraint, by_rows)
-    return {
-        f"{names[parameter]}/{key}": value
-        for kind, groups in kinds.items()
-        for group in groups
-        for parameter in group["params"]
-        for key, value in _state_like(kind, group, parameter).items()
-    }
+                    yield optimizer, group, parameter, self._names[parameter]
 
 
 def _state_like(
-    kind: type[Optimizer], group: dict[str, Any], parameter: Tensor
+    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
 ) -> dict[str, Tensor]:
     """What each kind of optimizer keeps of a parameter, as tensors without memory."""
 
@@ -401,13 +385,13 @@ def _state_like(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     shape = tuple(parameter.shape)
-    if issubclass(kind, Muon):
+    if isinstance(optimizer, Muon):
         return {"momentum_buffer": like(shape)}
-    if issubclass(kind, RowAdamW):
+    if isinstance(optimizer, RowAdamW):
         updated = like(shape[:1], torch.int64)
         return {"exp_avg": like(shape), "exp_avg_sq": like(shape), "updated": updated}
     second = shape
-    if issubclass(kind, SubspaceAdamW):
+    if isinstance(optimizer, SubspaceAdamW):
         second = tuple(1 if axis == group["axis"] else n for axis, n in enumerate(shape))
     step = like((), torch.float32)
     return {"step": step, "exp_avg": like(shape), "exp_avg_sq": like(second)}
@@ -432,7 +416,7 @@ def _build(
     by_rows: bool,
 ) -> list[Optimizer]:
     """As few optimizers and groups as there are ways to update a parameter, for speed."""
-    kinds = _grouped(parameters, roles, config, constraint, by_rows)
+    axes = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
     fused = all(p.is_cuda for p in parameters.values())
     common: dict[type[Optimizer], dict[str, Any]] = {
         AdamW: {"betas": BETAS, "fused": fused},
@@ -440,19 +424,7 @@ def _build(
         RowAdamW: {"betas": BETAS},
         Muon: {},
     }
-    return [kind(kinds[kind], **common[kind]) for kind in common if kind in kinds]
-
-
-def _grouped(
-    parameters: dict[str, nn.Parameter],
-    roles: Mapping[str, Role],
-    config: OptimConfig,
-    constraint: Constraint | None,
-    by_rows: bool,
-) -> dict[type[Optimizer], list[dict[str, Any]]]:
-    """Which kind of optimizer updates which parameters, in groups with the same options."""
-    axes = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
-    kinds: dict[type[Optimizer], dict[tuple[Any, ...], dict[str, Any]]] = {}
+    kinds: dict[type[Optimizer], dict[tuple[Any, ...], dict[str, Any]]] = {k: {} for k in common}
     for name, parameter in parameters.items():
         role = roles.get(name)
         kind: type[Optimizer] = AdamW
@@ -468,10 +440,9 @@ def _grouped(
         elif name in axes:
             kind = SubspaceAdamW
             options["axis"] = axes[name]
-        groups = kinds.setdefault(kind, {})
-        group = groups.setdefault(tuple(options.values()), {"params": [], **options})
+        group = kinds[kind].setdefault(tuple(options.values()), {"params": [], **options})
         group["params"].append(parameter)
-    return {kind: [*groups.values()] for kind, groups in kinds.items()}
+    return [kind([*kinds[kind].values()], **common[kind]) for kind in common if kinds[kind]]
 
 
 def _share(role: Role | None, config: OptimConfig) -> float:

@@ -121,11 +121,13 @@ class Stage(nn.Module):
         ends = (self.incoming, self.outgoing)
         return self.incoming is not None and any(end is not None and end.needs_ids for end in ends)
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor | None = None, past: Past | None = None) -> Tensor:
         """From the model's inputs, or from what was received, to what is sent on.
 
         `ids` are the token ids of what was received, where `needs_ids`. The first and the last
-        layer run together with the ends of the cuts beside them.
+        layer run together with the ends of the cuts beside them. With a past, of the positions that
+        follow those in it, which takes them in; layers are not compiled then, for every position
+        would be another shape to them.
         """
         incoming, outgoing, ids = self.incoming, self.outgoing, x if self.incoming is None else ids
         if outgoing is not None:
@@ -139,8 +141,11 @@ class Stage(nn.Module):
                     x.register_hook(self._watched[1])
             end = outgoing if index == last else None
             is_more = any(cut is not None and cut.computes for cut in (incoming, end)) or self.bound
-            run = self._with_ends if is_more else with_ends
-            call = (layer, incoming, end, x, ids, known, self.bound)
+            run = self._with_ends if is_more and past is None else with_ends
+            act: Callable[..., Tensor] = layer if past is None else layer.forward
+            if past is not None and past[index] is not None:
+                act = functools.partial(act, past=past[index])
+            call = (act, incoming, end, x, ids, known, self.bound)
             if self.recompute and torch.is_grad_enabled() and x.is_floating_point():
                 x, known = checkpoint(run, *call, use_reentrant=False)
             else:
@@ -158,23 +163,8 @@ class Stage(nn.Module):
         return self.incoming is None and self.outgoing is not None and self.outgoing.own_tables
 
     def new_past(self) -> Past:
-        """The past of each block before the first position, for `extend`."""
+        """The past of each block before the first position."""
         return [layer.new_past() if isinstance(layer, Block) else None for layer in self.layers]
-
-    def extend(self, x: Tensor, past: Past, ids: Tensor | None = None) -> Tensor:
-        """As `forward`, of the positions that follow those in the past, which takes them in.
-
-        Layers are not compiled here: every position would be another shape to them.
-        """
-        incoming, ids = self.incoming, x if self.incoming is None else ids
-        known, last = None, len(self.layers) - 1
-        for index, (layer, own) in enumerate(zip(self.layers, past, strict=True)):
-            forward = layer.forward if own is None else functools.partial(layer.forward, past=own)
-            end = self.outgoing if index == last else None
-            (x, known), incoming = with_ends(forward, incoming, end, x, ids, known), None
-            if index == 0 and self._embeds_own:
-                known = x
-        return x
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Have torch fuse what is inside each layer. Equal blocks share one compiled graph.

@@ -26,7 +26,7 @@ from thinwire.run.blame import first_not_finite
 from thinwire.run.protocol import Progress, Ready
 from thinwire.schedule import Costs, Links, Network, simulate
 from thinwire.settings import Settings
-from thinwire.settings.crossing import BF16_BYTES, network_of, stream_width
+from thinwire.settings.crossing import BF16_BYTES, network_of
 
 WAITS = ("neighbour", "link", "basis", "verdict")
 """What a stage waits for: the neighbour still computes what is needed; it is done, and the tensor
@@ -437,7 +437,7 @@ class Ledger:
         for cut, (forward, backward) in enumerate(self._crossed_in_all().tolist()):
             if not tokens or not forward + backward:
                 continue  # within a process, where nothing is sent
-            dense = BF16_BYTES * stream_width(self.settings, cut)
+            dense = BF16_BYTES * self.settings.model.dim
             codecs = self.settings.codec.names(cut)
             rows.append(
                 {

@@ -6,6 +6,7 @@ without holding up its next action. Schedules are made here by name, with the sp
 and what cannot run is refused.
 """
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from thinwire.errors import ConfigError, ScheduleError
-from thinwire.typed import nearest, option
+from thinwire.typed import option
 
 NO_MICROBATCH = -1
 
@@ -33,14 +34,6 @@ class Action:
     stage: int
     kind: Kind
     microbatch: int = NO_MICROBATCH
-
-    def __post_init__(self) -> None:
-        if self.stage < 0:
-            raise ScheduleError(f"an action needs a stage of 0 or more, got {self.stage}")
-        if self.kind is Kind.U and self.microbatch != NO_MICROBATCH:
-            raise ScheduleError(f"an update has no microbatch, got {self.microbatch}")
-        if self.kind is not Kind.U and self.microbatch < 0:
-            raise ScheduleError(f"{self.kind.name} needs a microbatch, got {self.microbatch}")
 
     @property
     def label(self) -> str:
@@ -78,10 +71,6 @@ class Schedule:
         microbatches from the first step to the last, if enough are delayed.
         """
         *passes, update = self.rows[stage]
-        if not self.delay:
-            for step in range(first, until):
-                yield from ((step, action) for action in (*passes, update))
-            return
         forwards, backwards = ([a for a in passes if a.kind is kind] for kind in (Kind.F, Kind.B))
         coming = deque((step, action) for step in range(first, until) for action in forwards)
         room, updated, ended = in_flight(self)[stage], first, first
@@ -171,7 +160,6 @@ class Schedule:
 
 
 NAMES = ("gpipe", "1f1b")
-FORWARD_ONLY = "forward"
 OPEN = -1  # a window that is left open
 Counts = tuple[int, ...]
 """The number of blocks of each stage."""
@@ -221,11 +209,8 @@ def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int
     1f1b) is lowered to that, so one setting serves runs of different sizes. An open one follows
     from these sizes alone, so that equal settings give equal runs anywhere.
     """
-    _check_sizes(stages=stages, microbatches=microbatches)
     if window == OPEN:
         window = 2 * stages if name == "1f1b" else 0
-    if window < 0:
-        raise ConfigError(f"pipeline.window = {window}: must be -1, 0 or more")
     if name == "gpipe":
         if 0 < window < microbatches:
             raise ConfigError(
@@ -235,7 +220,7 @@ def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int
             )
         window = microbatches
         held = [microbatches] * stages
-    elif name == "1f1b":
+    else:
         if microbatches < stages:
             raise ConfigError(
                 f"1f1b with pipeline.microbatches = {microbatches} and pipeline.stages = {stages}: "
@@ -245,8 +230,6 @@ def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int
             )
         window = 1 if stages == 1 else min(window or stages, microbatches)
         held = [stage_window(stage, stages, microbatches, window) for stage in range(stages)]
-    else:
-        raise ConfigError(f"pipeline.schedule = {name!r} is not allowed{nearest(name, NAMES)}")
     if delay > microbatches:
         raise ConfigError(
             f"pipeline.delay = {delay} is more than pipeline.microbatches = {microbatches}: a step "
@@ -271,24 +254,12 @@ def stage_window(stage: int, stages: int, microbatches: int, window: int) -> int
     return min(microbatches, 1 + -(-above * (window - 1) // (stages - 1)))
 
 
-def forward_only(stages: int, microbatches: int) -> Schedule:
-    """The schedule of an evaluation: forwards alone, so no stage keeps a microbatch."""
-    _check_sizes(stages=stages, microbatches=microbatches)
-    rows = tuple(
-        tuple(Action(stage, Kind.F, m) for m in range(microbatches)) for stage in range(stages)
-    )
-    schedule = Schedule(FORWARD_ONLY, stages, microbatches, 1, rows)
-    validate(schedule)
-    return schedule
-
-
 def split_layers(layers: int, config_split: list[int], stages: int) -> list[range]:
     """The contiguous block of layers of each stage.
 
     An uneven remainder goes to the middle stages first, then to the first stage and last
     to the last one: the ends also hold the embedding and the (dearer) head with the loss.
     """
-    _check_sizes(stages=stages)
     if stages > layers:
         raise ConfigError(
             f"pipeline.stages = {stages} but the model has {layers} layers: every stage needs "
@@ -353,21 +324,12 @@ def deal(
 def in_flight(schedule: Schedule) -> list[int]:
     """Peak number of microbatches each stage holds, read off its row.
 
-    A microbatch is held from its forward to its backward, or only during its forward
-    when it has no backward. Frames that wait at the door are not counted.
+    A microbatch is held from its forward to its backward. Frames that wait at the door are not
+    counted.
     """
-    peaks = []
-    for row in schedule.rows:
-        returning = {action.microbatch for action in row if action.kind is Kind.B}
-        held = peak = 0
-        for action in row:
-            if action.kind is Kind.F:
-                peak = max(peak, held + 1)
-                held += action.microbatch in returning
-            elif action.kind is Kind.B:
-                held -= 1
-        peaks.append(peak)
-    return peaks
+    changes = {Kind.F: 1, Kind.B: -1, Kind.U: 0}
+    held = (itertools.accumulate(changes[action.kind] for action in row) for row in schedule.rows)
+    return [max(counts, default=0) for counts in held]
 
 
 def validate(schedule: Schedule) -> None:
@@ -393,17 +355,14 @@ def validate(schedule: Schedule) -> None:
 
 def _fault(schedule: Schedule, stage: int, held: int) -> str:
     """What is wrong with a row by itself; empty if nothing is."""
-    row, training = schedule.rows[stage], schedule.name != FORWARD_ONLY
-    kinds = (Kind.F, Kind.B) if training else (Kind.F,)
-    expected = [Action(stage, kind, m) for kind in kinds for m in range(schedule.microbatches)]
-    expected += [Action(stage, Kind.U)] if training else []
+    row, numbers = schedule.rows[stage], range(schedule.microbatches)
+    expected = [Action(stage, kind, m) for kind in (Kind.F, Kind.B) for m in numbers]
+    expected.append(Action(stage, Kind.U))
     there, wanted = Counter(row), Counter(expected)
     for action in (*expected, *row):
         if there[action] != wanted[action]:
             times = f"{there[action]} times, and must be there {wanted[action]} times"
             return f"{action} is in the row of stage {stage} {times}"
-    if not training:
-        return ""
     if row[-1].kind is not Kind.U:
         return f"{row[-1]} comes after the update, which must be the last of its row"
     if held > schedule.window:
@@ -425,9 +384,3 @@ def _row(stage: int, microbatches: int, held: int) -> tuple[Action, ...]:
         if m + held < microbatches:
             actions.append(Action(stage, Kind.F, m + held))
     return (*actions, Action(stage, Kind.U))
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"pipeline.{name} = {size}: must be 1 or more")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from thinwire.errors import ConfigError
 from thinwire.occupancy import Occupancy
-from thinwire.schedule.build import FORWARD_ONLY, Action, Kind, Schedule, build, in_flight, validate
+from thinwire.schedule.build import Action, Kind, Schedule, build, in_flight, validate
 
 CONTROL_BYTES = 64  # one tally or verdict: a frame header and a few numbers
 TALLY, VERDICT = "tally", "verdict"
@@ -38,17 +38,6 @@ class Costs:
     backward_bytes: list[int]
     row_bytes: list[int] = field(default_factory=list)  # none = no embedding is shared
 
-    def check(self, stages: int) -> None:
-        """Refuse lists of the wrong length and numbers that are no amount."""
-        for name, values in vars(self).items():
-            wanted = stages - 1 if name.endswith("bytes") else stages
-            if len(values) != wanted and (values or name != "row_bytes"):
-                raise ConfigError(
-                    f"costs.{name} has {len(values)} numbers, {stages} stages need {wanted}"
-                )
-            for value in values:
-                _check_amount(f"costs.{name}", value)
-
     def of(self, action: Action) -> float:
         """Seconds that this action takes on a core of its own."""
         times = {Kind.F: self.forward, Kind.B: self.backward, Kind.U: self.update}
@@ -70,7 +59,7 @@ class Network:
     def links(self, stages: int) -> "Links":
         """The same for so many stages, each on a host of its own."""
         rates = [self.mbps_up] * stages, [self.mbps_down] * stages
-        return Links(*rates, [self.latency_s] * (stages - 1)).links(stages)
+        return Links(*rates, [self.latency_s] * (stages - 1))
 
 
 @dataclass(frozen=True)
@@ -85,15 +74,7 @@ class Links:
     latency_s: list[float]
 
     def links(self, stages: int) -> "Links":
-        """Themselves, refused if they are not those of so many stages, or no amounts."""
-        for name, values in vars(self).items():
-            wanted = stages - 1 if name == "latency_s" else stages
-            if len(values) != wanted:
-                raise ConfigError(
-                    f"links.{name} has {len(values)} numbers, {stages} stages need {wanted}"
-                )
-            for value in values:
-                _check_amount(f"links.{name}", value)
+        """Themselves."""
         return self
 
 
@@ -360,9 +341,17 @@ class Play:
             self.spans.append(Span(stage, lane, label, start, end))
 
 
-def _check_amount(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name} = {value}: must be 0 or more, and finite")
+def _check(what: str, lists: Costs | Links, stages: int) -> None:
+    """Refuse lists of the wrong length and numbers that are no amount."""
+    for name, values in vars(lists).items():
+        wanted = stages - 1 if name == "latency_s" or name.endswith("bytes") else stages
+        if len(values) != wanted and (values or name != "row_bytes"):
+            raise ConfigError(
+                f"{what}.{name} has {len(values)} numbers, {stages} stages need {wanted}"
+            )
+        for value in values:
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{what}.{name} = {value}: must be 0 or more, and finite")
 
 
 BOUND_SHARE = 0.85  # a resource busy for this share of the step is called its limit
@@ -481,14 +470,13 @@ def simulate(
     a few that lead there.
     """
     validate(schedule)
-    if schedule.name == FORWARD_ONLY:
-        raise ConfigError("only training schedules can be simulated, this one has no update")
     if steps < 2:
         raise ConfigError(f"steps = {steps}: a steady step needs one before it, use 2 or more")
     if cores is not None and cores < 1:
         raise ConfigError(f"cores = {cores}: must be 1 or more, or None for a core per stage")
-    costs.check(schedule.stages)
     links = (network or Network()).links(schedule.stages)
+    _check("costs", costs, schedule.stages)
+    _check("links", links, schedule.stages)
     seen, over = steps - 1, 1
     if schedule.delay:
         seen, over = steps + OVERLAPPING, OVERLAPPING

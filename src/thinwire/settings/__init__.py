@@ -13,20 +13,3 @@ from thinwire.settings.tree import (
     merged,
     threads_per_stage,
 )
-
-__all__ = [
-    "CONFIG",
-    "PRECISIONS",
-    "GoneError",
-    "RunConfig",
-    "Settings",
-    "TrainConfig",
-    "apply_override",
-    "load_asked",
-    "load_settings",
-    "machine_cores",
-    "make_recipe",
-    "merged",
-    "read_toml",
-    "threads_per_stage",
-]

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 
 from thinwire.codec import Codec, build_codecs, parse_codec
-from thinwire.model import architecture
 from thinwire.schedule import Network
 from thinwire.settings.tree import Settings
 from thinwire.wire import HEADER_BYTES
@@ -20,15 +19,10 @@ _SIZE_NOTES = {
 }
 
 
-def wire_shape(settings: Settings, cut: int) -> tuple[int, ...]:
-    """The shape of one microbatch's tensor at a cut."""
-    batch, tokens, channels = _stream_shape(settings, cut)
-    return batch, tokens, settings.boundary.rank or channels
-
-
-def stream_width(settings: Settings, cut: int) -> int:
-    """Numbers that a dense cut carries for each token."""
-    return math.prod(_stream_shape(settings, cut)) // settings.tokens_per_microbatch
+def wire_shape(settings: Settings) -> tuple[int, ...]:
+    """The shape of one microbatch's tensor at every cut."""
+    model = settings.model
+    return settings.microbatch_size, model.context, settings.boundary.rank or model.dim
 
 
 def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
@@ -36,7 +30,7 @@ def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
 
     Where sizes depend on the data they are what is expected, or the most, see `size_kind`.
     """
-    shape, codecs = wire_shape(settings, cut), _codecs(settings, cut)
+    shape, codecs = wire_shape(settings), _codecs(settings, cut)
     if _are_expected(settings, cut):
         out, back = (codec.expected_bytes(shape) + HEADER_BYTES for codec in codecs)
     else:
@@ -111,7 +105,7 @@ def logged_bytes(settings: Settings, steps: int) -> int:
         moves = 1 + steps // boundary.basis_update_every
     most_bytes = 0
     for cut in range(settings.pipeline.stages - 1):
-        shape = wire_shape(settings, cut)
+        shape = wire_shape(settings)
         out, back = (c.payload_limit(shape) + HEADER_BYTES for c in _codecs(settings, cut))
         frames = settings.pipeline.microbatches
         up = steps * frames * out + batches * out + 2 * moves * out
@@ -164,14 +158,9 @@ def network_of(settings: Settings) -> Network | None:
     return Network(link.mbps_up, link.mbps_down, (link.latency_ms + link.jitter_ms / 2) / 1e3)
 
 
-def _stream_shape(settings: Settings, cut: int) -> tuple[int, ...]:
-    block = settings.split()[cut].stop
-    return architecture(settings.model).stream_shape(block, settings.microbatch_size)
-
-
 def _are_expected(settings: Settings, cut: int) -> bool:
     """Whether both directions of a cut have sizes, or estimates, and not one of them a limit."""
-    shape = wire_shape(settings, cut)
+    shape = wire_shape(settings)
     varying = [codec for codec in _codecs(settings, cut) if codec.size_varies]
     return all(codec.expected_bytes(shape) < codec.payload_limit(shape) for codec in varying)
 
