@@ -91,13 +91,10 @@ class Due:
         """
         if self.schedule is None or not self.is_from_below:
             return ()
-        held, count, delay = (
-            in_flight(self.schedule),
-            self.schedule.microbatches,
-            self.schedule.delay,
-        )
+        held = in_flight(self.schedule)[self.sender]
+        count, delay = self.schedule.microbatches, self.schedule.delay
         least = [0 if number >= delay else -count for number in range(count)]
-        return tuple(max(n - held[self.sender] + 1, least[n]) for n in range(count))
+        return tuple(max(number - held + 1, least[number]) for number in range(count))
 
     def has_number(self, kind: FrameKind, number: int) -> bool:
         """Whether there is a message of this kind and number, of those that no codec packs."""
