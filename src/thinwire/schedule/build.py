@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from thinwire.errors import ConfigError, ScheduleError
-from thinwire.typed import option
+from thinwire.typed import nearest, option
 
 NO_MICROBATCH = -1
 
@@ -209,6 +209,11 @@ def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int
     1f1b) is lowered to that, so one setting serves runs of different sizes. An open one follows
     from these sizes alone, so that equal settings give equal runs anywhere.
     """
+    if name not in NAMES:
+        raise ConfigError(f"pipeline.schedule = {name!r} is not allowed{nearest(name, NAMES)}")
+    if min(stages, microbatches) < 1 or window < OPEN:
+        sizes = f"pipeline.stages = {stages}, microbatches = {microbatches}, window = {window}"
+        raise ConfigError(f"{sizes}: a pipeline has one or more, and a window of {OPEN} or more")
     if window == OPEN:
         window = 2 * stages if name == "1f1b" else 0
     if name == "gpipe":
