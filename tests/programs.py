@@ -109,10 +109,11 @@ class Program:
 
     def forking(self):
         """The process that imports for all stages and forks them, where there are several."""
-        return self._running("thinwire.run.processes")
+        return self._running("thinwire.run.processes", "thinwire.run.peer")
 
-    def _running(self, module):
-        return [pid for pid in _children(self.process.pid) if _runs(pid, module)]
+    def _running(self, *module):
+        words = "\0".join(["", "-m", *module, ""]).encode()
+        return [pid for pid in _children(self.process.pid) if words in _command(pid)]
 
 
 def _children(pid):
@@ -123,10 +124,10 @@ def _children(pid):
     return []
 
 
-def _runs(pid, module):
+def _command(pid):
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return module in Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    return False
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def gone(pids):
