@@ -255,7 +255,7 @@ def test_members_are_told_what_the_hosts_page_shows_but_not_where_others_are(hou
     house.book.kick("eve")
     ana.say(pr.Declined("it cannot reach 192.0.2.7:99"))
     wait_until(lambda: house.unfit()["ana"])
-    console._standing.heard(1, pr.LinkDown(0, "192.0.2.7:99 does not answer"))
+    console.standing.heard(1, pr.LinkDown(0, "192.0.2.7:99 does not answer"))
     console.tell_now()
     wait_until(lambda: any(isinstance(said.message, pr.RunNews) for said in ana.heard))
     told = ana.heard[-1].message.report

@@ -247,13 +247,13 @@ class SharedDisplay(Display):
 class HostConsole:
     """The answers of a host."""
 
-    _standing: Standing
-    _members: Members
-    _book: AuthorityBook
-    _formation: Callable[[], Formation]  # that holds at the moment, and the settings that do
-    _settings: Callable[[], Settings]
-    _invite: Callable[[int], Invite]  # makes another, for so many machines
-    _addresses: tuple[str, ...] = ()  # that such an invite names
+    standing: Standing
+    members: Members
+    book: AuthorityBook
+    formation: Callable[[], Formation]  # that holds at the moment, and the settings that do
+    settings: Callable[[], Settings]
+    invite: Callable[[int], Invite]  # makes another, for so many machines
+    addresses: tuple[str, ...] = ()  # that such an invite names
 
     def handlers(self) -> dict[str, Handler]:
         """For a `ControlSocket`."""
@@ -269,39 +269,39 @@ class HostConsole:
         due = 0.0  # when they are told how the run works
         while not is_over(RUN_NEWS_SECONDS):
             is_due = time.monotonic() >= due
-            progress = read_progress(self._settings().run.folder) if is_due else None
+            progress = read_progress(self.settings().run.folder) if is_due else None
             due = time.monotonic() + PROGRESS_NEWS_SECONDS if progress else due
             self.tell_now(progress)
 
     def tell_now(self, progress: msg.Progress | None = None) -> None:
         """Tell members how the run stands; what is too large for a message they do without."""
         report = self._report(for_members=True)
-        self._members.tell_all(msg.RunNews(report, self._standing.last_step, progress))
+        self.members.tell_all(msg.RunNews(report, self.standing.last_step, progress))
 
     def _report(self, for_members: bool = False) -> msg.StatusReport:
         """How the run stands. Words that peers chose may name addresses: members are not told."""
-        formation, settings = self._formation(), self._settings()
-        peers = [self._peer(member, formation, settings) for member in self._members.all()]
-        kicked = [msg.PeerStatus(p.name, "kicked") for p in self._book.peers() if p.kicked]
+        formation, settings = self.formation(), self.settings()
+        peers = [self._peer(member, formation, settings) for member in self.members.all()]
+        kicked = [msg.PeerStatus(p.name, "kicked") for p in self.book.peers() if p.kicked]
         last = max(map(step_of, list_checkpoints(settings.run.folder)), default=None)
         if not for_members:
-            return self._standing.report(formation.epoch, formation.seats, peers + kicked, last)
+            return self.standing.report(formation.epoch, formation.seats, peers + kicked, last)
         cut = msgspec.structs.replace
         peers = [cut(peer, state=peer.state.partition(": ")[0][:MOST_WORDS]) for peer in peers]
-        report = self._standing.report(formation.epoch, formation.seats, peers, last)
+        report = self.standing.report(formation.epoch, formation.seats, peers, last)
         return cut(report, waiting_for=report.waiting_for.partition(" (")[0][:MOST_WORDS])
 
     def _peer(self, member: Member, formation: Formation, settings: Settings) -> msg.PeerStatus:
         heard = time.time() - (time.monotonic() - member.heard)
         state = f"gets no stage: {member.why_unfit}" if member.why_unfit else "waiting for a stage"
-        follows = [*self._standing.standbys.items()]
+        follows = [*self.standing.standbys.items()]
         if followed := [stage for group, name in follows if name == member.name for stage in group]:
             state = f"stands by for stage {', '.join(map(str, sorted(followed)))}"
-            if found := self._standing.audits.get(member.name):
+            if found := self.standing.audits.get(member.name):
                 state += f"; {audit_text(found)}"
         stages, machine = formation.held_by(member.name), None
         if stages:
-            words, doing = zip(*map(self._standing.word_of, stages), strict=True)
+            words, doing = zip(*map(self.standing.word_of, stages), strict=True)
             doings = dict.fromkeys(what or "starting" for what in doing)
             heard, state = max(heard, *words), "; ".join(doings)
         if member.hello is not None:
@@ -324,10 +324,10 @@ class HostConsole:
         name = request.get("peer")
         if not isinstance(name, str):
             raise ConfigError("say which peer to kick")
-        seats, others = self._formation().seats, self._members.kick(name)
+        seats, others = self.formation().seats, self.members.kick(name)
         also = others if request.get("by_invite") is True else []
         for other in also:
-            self._members.kick(other)
+            self.members.kick(other)
         kicked, others = [name, *also], [one for one in others if one not in also]
         text = (
             f"{', '.join(kicked)} {'was' if len(kicked) == 1 else 'were'} removed from the run and "
@@ -344,19 +344,19 @@ class HostConsole:
     def _outside(self, request: dict[str, Any]) -> dict[str, Any]:
         """By which of its addresses peers on other machines reach this host."""
         peers = {}
-        for member in self._members.try_door(TRY_SECONDS):
+        for member in self.members.try_door(TRY_SECONDS):
             if member.tried and not member.origin.startswith(("127.", "::1")):
                 said = member.tried.answers
-                known = (one for one in self._addresses if one in said)
+                known = (one for one in self.addresses if one in said)
                 peers[member.name] = {address: one_line(said[address]) for address in known}
-        run = self._settings().run.name
-        return {"run": run, "addresses": list(self._addresses), "peers": peers}
+        run = self.settings().run.name
+        return {"run": run, "addresses": list(self.addresses), "peers": peers}
 
     def _make_invite(self, request: dict[str, Any]) -> dict[str, Any]:
         machines = request.get("machines", 1)
         if not isinstance(machines, int) or machines < 1:
             raise ConfigError("an invite is for one machine or more")
-        return {"text": f"thinwire join {self._invite(machines)}"}
+        return {"text": f"thinwire join {self.invite(machines)}"}
 
 
 def blocks_text(settings: Settings, stages: list[int]) -> str:

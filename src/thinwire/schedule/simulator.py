@@ -74,7 +74,7 @@ class Links:
     latency_s: list[float]
 
     def links(self, stages: int) -> "Links":
-        """Themselves."""
+        """As they are: each stage has its own already."""
         return self
 
 
