@@ -18,7 +18,7 @@ SOURCE = Path(thinwire.__file__).parent
 
 FLOORS = [
     {"errors", "typed", "paths", "folders", "lazy", "arguments", "occupancy", "recipes"}
-    | {"background"},
+    | {"background", "safe_stream"},
     {"codec", "wire", "schedule", "data", "report"},
     {"model"},
     {"settings"},

@@ -20,7 +20,7 @@ from thinwire.cli_host import add_host_commands, add_listen, add_web, run_to_end
 from thinwire.cli_model import add_model_commands
 from thinwire.errors import ConfigError, ThinwireError, printable
 from thinwire.recipes import BEST, RECIPES
-from thinwire.report.stream import SafeStream
+from thinwire.safe_stream import SafeStream
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
     from thinwire.settings import Settings

@@ -35,8 +35,8 @@ from thinwire.report.human import (
 )
 from thinwire.report.metrics import Curve
 from thinwire.report.records import EvaluationRecord, LinkRecord, StageRecord, StepRecord
-from thinwire.report.stream import safe_stream
 from thinwire.report.table import number_columns
+from thinwire.safe_stream import safe_stream
 
 _TAG_WIDTH = len("[train]")
 

@@ -38,11 +38,11 @@ from thinwire.engine.reports import Report, ShardFailed, ShardWritten, meters_of
 from thinwire.engine.trace import Progress
 from thinwire.engine.worker import Assignment, Worker, remedy
 from thinwire.errors import BreachError, ThinwireError, WireError, outward
-from thinwire.report.stream import SafeStream
 from thinwire.run import protocol as msg
 from thinwire.run.channel import Channel, SocketPipe
 from thinwire.run.tokens import FetchedCorpus
 from thinwire.run.watch import pulse_seconds
+from thinwire.safe_stream import SafeStream
 from thinwire.settings import Settings
 from thinwire.wire import (
     FrameLog,

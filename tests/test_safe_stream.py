@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from thinwire.report import stream as stream_module
-from thinwire.report.stream import SafeStream, safe_stream
+from thinwire import safe_stream as stream_module
+from thinwire.safe_stream import SafeStream, safe_stream
 
 
 @pytest.fixture
