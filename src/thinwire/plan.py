@@ -433,7 +433,7 @@ def _cut_lines(settings: Settings) -> list[str]:
 def short_grid(schedule: Schedule) -> str:
     """The schedule's grid, of which a long one shows only how it begins and how it ends."""
     grid = schedule.grid()
-    cell = 2 + max(len(str(action)) for row in schedule.rows for action in row)
+    cell = 2 + len(f"{schedule.stages - 1}F{schedule.microbatches - 1}")
     title = len(f"stage {schedule.stages - 1} ")
     lines = grid.splitlines()
     columns = -(-(max(map(len, lines)) - title) // cell)

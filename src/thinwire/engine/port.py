@@ -20,7 +20,7 @@ from thinwire.engine.source import Versions
 from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack_tally
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.errors import ThinwireError, WireError
-from thinwire.schedule import Schedule, in_flight
+from thinwire.schedule import Schedule
 from thinwire.wire import Frame, FrameKind, Link
 
 Key = tuple[Any, ...]
@@ -91,7 +91,7 @@ class Due:
         """
         if self.schedule is None or not self.is_from_below:
             return ()
-        held = in_flight(self.schedule)[self.sender]
+        held = self.schedule.held[self.sender]
         count, delay = self.schedule.microbatches, self.schedule.delay
         least = [0 if number >= delay else -count for number in range(count)]
         return tuple(max(number - held + 1, least[number]) for number in range(count))
