@@ -380,14 +380,6 @@ class Simulation:
     cores: float | None = None
 
     @property
-    def in_flight(self) -> list[int]:
-        """The most microbatches that each stage holds between their forward and their backward.
-
-        Frames that wait at the door are not counted.
-        """
-        return list(self.schedule.held)
-
-    @property
     def bubble_fraction(self) -> float:
         """Share of the stages' time within the step in which they do not compute.
 
@@ -455,7 +447,7 @@ class Simulation:
             lines.append(
                 f"{stage:5}  {self.compute_seconds[stage]:11.3f}"
                 f"  {self.uplink_utilisation[stage]:11.0%}"
-                f"  {self.downlink_utilisation[stage]:13.0%}  {self.in_flight[stage]:17}"
+                f"  {self.downlink_utilisation[stage]:13.0%}  {schedule.held[stage]:17}"
             )
         return "\n".join(lines)
 
@@ -540,7 +532,7 @@ def window_table(
     for window in sorted(windows) if stages > 1 else [1]:  # a single stage has one window only
         schedule = build("1f1b", stages, microbatches, window, delay)
         played = simulate(schedule, costs, network, 2, cores)
-        table.append((window, played.step_seconds, played.in_flight))
+        table.append((window, played.step_seconds, list(schedule.held)))
         if many and len(table) > 1 and played.step_seconds > 0.999 * table[-2][1]:
             break
     return table
