@@ -190,7 +190,7 @@ def test_without_a_rate_it_is_measured_on_this_machine(make_settings):
     assert all(0 < rate < math.inf for rate in measure_rates(settings, repeats=1))
     assert torch.get_num_threads() == threads, "measuring leaves the process as it was"
     plan = make_plan(settings)
-    assert plan.flops_per_s > 0 and plan.cores == machine_cores()
+    assert plan.flops_per_s > 0 and plan.simulation.cores == machine_cores()
     assert all(update > 0 for update in plan.costs.update)
     assert f"{machine_cores()} cores shared by all stages" in plan_text(plan)
     assert "measured here with one block" in plan_text(plan)
@@ -221,7 +221,7 @@ def test_stages_of_one_machine_share_its_cores(threads, at_once, make_settings, 
     monkeypatch.setattr("thinwire.plan.measure_rates", lambda settings: Rates(RATE))
     plan = make_plan(make_settings(run__threads=threads))
     alone = make_plan(plan.settings, RATE).simulation
-    assert plan.cores == at_once
+    assert plan.simulation.cores == at_once
     slower = plan.simulation.step_seconds > alone.step_seconds
     assert slower == (threads == 2)
     if threads == 2:

@@ -15,8 +15,8 @@ def trained(settings, corpus, folder, steps=None):
     for step in range(settings.train.steps if steps is None else steps):
         chain.train_step(step)
     shards = []
-    for index, (stage, update) in enumerate(zip(chain.stages, chain.updates, strict=True)):
-        state = StageState(settings, stage, update, [])
+    for index, update in enumerate(chain.updates):
+        state = StageState(settings, update)
         shards.append(write_shard(partial_folder(folder, chain.done), index, state.shard()))
     facts = {"settings": settings.to_plain(), "corpus": corpus.fingerprint,
              "weight_version": chain.done, "basis_version": 0}  # fmt: skip

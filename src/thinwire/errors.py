@@ -79,7 +79,7 @@ class NotAliveError(ThinwireError):
 
 
 class ScheduleError(ThinwireError):
-    """A schedule cannot run: an action is missing, repeated, or waits forever."""
+    """A schedule cannot run: its stages would wait for each other forever."""
 
     exit_code = 7
 

@@ -71,7 +71,6 @@ class Plan:
     memory_bytes: list[int]
     flops_per_s: float
     is_measured: bool  # whether the FLOP rate was measured here, or given
-    cores: float | None  # stages that compute at full speed at once; None: all of them
     machine: str  # what they share
     better_split: tuple[list[int], float] | None  # one that is faster, and the seconds of its step
     undelayed_seconds: float | None  # of a step without delayed updates, where it has them
@@ -98,14 +97,12 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
     if p.delay:
         other = dataclasses.replace(simulation.schedule, delay=0)
         undelayed = simulate(other, costs, network, cores=cores).step_seconds
-    this = (simulation.schedule.window, simulation.step_seconds, simulation.in_flight)
+    held = list(simulation.schedule.held)
+    this = (simulation.schedule.window, simulation.step_seconds, held)
     if windows and this[0] not in [window for window, *_ in windows]:
         windows = sorted([*windows, this])
     weights = [stage_weights(settings, stage) for stage in range(p.stages)]
-    memory = [
-        stage_memory(settings, stage, weights[stage], simulation.in_flight[stage])
-        for stage in range(p.stages)
-    ]
+    memory = [stage_memory(settings, s, weights[s], held[s]) for s in range(p.stages)]
     return Plan(
         settings,
         costs,
@@ -115,7 +112,6 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
         memory,
         rates.flops,
         is_measured=flops_per_s is None,
-        cores=cores,
         machine=machine,
         better_split=_better_split(settings, rates, simulation),
         undelayed_seconds=undelayed,
@@ -356,7 +352,7 @@ def _lora_lines(plan: Plan) -> list[str]:
     whole = dataclasses.replace(settings, lora=LoraConfig())
     needed = max(
         stage_memory(whole, stage, stage_weights(whole, stage), in_flight)
-        for stage, in_flight in enumerate(plan.simulation.in_flight)
+        for stage, in_flight in enumerate(plan.simulation.schedule.held)
     )
     trained = sum(weights.trained for weights in plan.weights)
     share = 100 * trained / sum(plan.parameters)
@@ -433,7 +429,7 @@ def _cut_lines(settings: Settings) -> list[str]:
 def short_grid(schedule: Schedule) -> str:
     """The schedule's grid, of which a long one shows only how it begins and how it ends."""
     grid = schedule.grid()
-    cell = 2 + max(len(str(action)) for row in schedule.rows for action in row)
+    cell = 2 + len(f"{schedule.stages - 1}F{schedule.microbatches - 1}")
     title = len(f"stage {schedule.stages - 1} ")
     lines = grid.splitlines()
     columns = -(-(max(map(len, lines)) - title) // cell)

@@ -23,7 +23,7 @@ def codec_states(outcome):
     return {
         name: tensor
         for worker in outcome.workers
-        for end in worker._ends()
+        for end in worker.state.ends
         for name, tensor in end.state_tensors().items()
     }
 
@@ -91,7 +91,7 @@ def test_what_codecs_remember_matters(settings_with, saved_run, resumed):
     whole, saved = saved_run(settings_with())
 
     def forget(worker):
-        for end in worker._ends():
+        for end in worker.state.ends:
             for codec in end.codecs.values():
                 codec.last = None
 
@@ -215,7 +215,7 @@ def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(saved, setti
     ]
 
     def look(worker):
-        for end in worker._ends():
+        for end in worker.state.ends:
             for codec in end.codecs.values():
                 assert (codec.last is None) == (end.cut == 0)
         stop_in_the_first_step(worker)

@@ -45,7 +45,8 @@ class Pair:
     def port(stage, link, mailbox, codec, due):
         codecs = {Leg.FORWARD: parse_codec(codec), Leg.BACKWARD: parse_codec(codec)}
         spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"))
-        return Port(link, stage, CutEnd(codecs, spec, microbatches=MICROBATCHES), mailbox, due)
+        end = CutEnd(codecs, spec, is_lower=stage == 0, microbatches=MICROBATCHES)
+        return Port(link, end, mailbox, due)
 
     def forward(self, step, microbatch):
         tensor = torch.randn(SHAPE)

@@ -65,8 +65,8 @@ def states_of(chain):
     """The state of each stage, with its ends of the cuts below and above."""
     lower = [[cut.lower] for cut in chain.cuts] + [[]]
     upper = [[], *([cut.upper] for cut in chain.cuts)]
-    parts = zip(chain.stages, chain.updates, lower, upper, strict=True)
-    return [StageState(chain.settings, s, u, [*below, *above]) for s, u, below, above in parts]
+    parts = zip(chain.updates, lower, upper, strict=True)
+    return [StageState(chain.settings, u, [*below, *above]) for u, below, above in parts]
 
 
 @pytest.mark.parametrize("done", [0, 2])

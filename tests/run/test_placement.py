@@ -33,7 +33,7 @@ def brute_force(settings, peers):
     stages, best = settings.pipeline.stages, float("inf")
     for counts in compositions(settings.model.layers, stages):
         split = pl.with_split(settings, counts)
-        held = make_plan(split, 1e9).simulation.in_flight
+        held = make_plan(split, 1e9).simulation.schedule.held
         needs = [
             stage_memory(split, stage, stage_weights(split, stage), held[stage])
             for stage in range(stages)

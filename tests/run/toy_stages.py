@@ -16,6 +16,7 @@ from typing import Any
 from thinwire.codec import Leg
 from thinwire.engine import reports as rp
 from thinwire.engine.checkpoint import Shard
+from thinwire.engine.cut import CutEnd
 from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port, decision_number
 from thinwire.engine.step_end import Verdict, global_norm, pack_tally, unpack_tally
 from thinwire.engine.worker import PATIENCE as MISSES
@@ -146,7 +147,7 @@ class Toy:
 class ToyCodec:
     """Packs by what it has seen before: an end that saw other frames unpacks something else."""
 
-    tag, name, remembers = 1, "toy", True
+    tag, name, remembers, remembers_examples = 1, "toy", True, False
 
     def __init__(self, memory, cut, leg):
         self._memory, self._key = memory, (cut, leg)
@@ -170,17 +171,13 @@ class ToyCodec:
         return memory
 
 
-class ToyEnd:
-    """Stands for the codecs of one end of a cut (CutEnd)."""
+class ToyEnd(CutEnd):
+    """An end of a cut whose codecs are toys."""
 
-    spec = SimpleNamespace(shape=(), dtype=None)
-
-    def __init__(self, state, cut, microbatches):
-        self.codecs = {leg: ToyCodec(state.memory, cut, leg) for leg in Leg}
-        self.microbatches = microbatches
-
-    def place(self, leg, step, microbatch, training):
-        return SimpleNamespace(leg=leg, training=training)
+    def __init__(self, state, cut, is_lower, microbatches):
+        codecs = {leg: ToyCodec(state.memory, cut, leg) for leg in Leg}
+        spec = SimpleNamespace(shape=(), dtype=None)
+        super().__init__(codecs, spec, is_lower, cut, microbatches=microbatches)
 
 
 class ToyMailbox(Mailbox):
@@ -684,9 +681,9 @@ class Stage:
             return None
         end, step = self.ends[neighbour], self.state.step
         due = Due(self.index, neighbour < self.index, step, self.world.schedule, VALIDATION)
-        toy = ToyEnd(self.state, end.cut, self.plan.microbatches)
+        toy = ToyEnd(self.state, end.cut, neighbour > self.index, self.plan.microbatches)
         blind = SimpleNamespace(look=lambda *_: None, note=lambda *_: None)
-        return Port(end, self.index, toy, self.mailbox, due, blind)
+        return Port(end, toy, self.mailbox, due, blind)
 
     def ports(self):
         return [port for port in (self.below, self.above) if port is not None]

@@ -19,7 +19,7 @@ from thinwire.codec import Leg
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, autocast_for, prepare_torch, weights_rounded_once
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.cut import CutEnd
+from thinwire.engine.cut import CutEnd, ends_of
 from thinwire.engine.feed import Feed
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
 from thinwire.engine.state import StageState
@@ -44,10 +44,9 @@ class HeldStage:
         self.sightings = Sightings()
         scratch = scratch_folder(folder) / f"stage-{index}"
 
-        def crossing(cut: int) -> Crossing | None:
-            if not 0 <= cut < stages - 1:
+        def crossing(end: CutEnd | None) -> Crossing | None:
+            if end is None:
                 return None
-            end = CutEnd.build(settings, cut, cut == index, builder.wire_spec, feed, scratch)
             remembering = [codec.name for codec in end.codecs.values() if codec.remembers]
             if world.grid.replicas > 1 and remembering:
                 raise ConfigError(
@@ -57,10 +56,10 @@ class HeldStage:
                 )
             return Crossing(end, world.carriers, self.sightings)
 
-        self.below, self.above = crossing(index - 1), crossing(index)
+        ends = ends_of(settings, index, builder.wire_spec, feed, scratch)
+        self.below, self.above = map(crossing, ends)
         self.crossings = [one for one in (self.below, self.above) if one is not None]
-        self.ends = [one.end for one in self.crossings]
-        self.state = StageState(settings, self.stage, self.update, self.ends)
+        self.state = StageState(settings, self.update, ends)
         autocast = autocast_for(settings.run.precision, world.device)
         count = settings.pipeline.microbatches
         self.chunk = Chunk(self.stage, feed, self.below, self.above, count, autocast)

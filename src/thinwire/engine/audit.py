@@ -11,8 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from thinwire.engine.cut import CutEnd
-from thinwire.engine.port import LEGS
+from thinwire.engine.cut import LEGS, CutEnd
 from thinwire.engine.reports import Audited, Named
 from thinwire.errors import WireError
 from thinwire.wire import Frame, FrameKind

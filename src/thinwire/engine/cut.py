@@ -7,6 +7,7 @@ remember them alike.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -14,12 +15,21 @@ from torch import Tensor
 from thinwire.codec import Codec, Leg, Place, Surroundings, TensorSpec, build_codecs
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
-from thinwire.engine.source import Source
+from thinwire.engine.source import Source, Versions
 from thinwire.errors import CheckpointError
 from thinwire.settings import Settings
+from thinwire.wire import Frame, FrameKind
 
 MEMORY = "codec/"
 """What codecs remember is in a checkpoint as codec/BLOCK/LEG/send or receive/NAME."""
+
+LEGS = {
+    FrameKind.FORWARD: Leg.FORWARD,
+    FrameKind.EVALUATE: Leg.FORWARD,
+    FrameKind.PROBE: Leg.FORWARD,
+    FrameKind.BACKWARD: Leg.BACKWARD,
+}
+TRAINING = (FrameKind.FORWARD, FrameKind.BACKWARD)  # of the others no codec remembers anything
 
 Examples = Callable[[int, int], tuple[int, ...]]
 """(step, microbatch) -> the training examples that its rows are."""
@@ -88,6 +98,34 @@ class CutEnd:
         examples = self._examples(step, microbatch) if training and self._examples else None
         return Place(leg, step, microbatch, self.cut, self._seed, training, examples)
 
+    def pack(
+        self, kind: FrameKind, tensor: Tensor, step: int, number: int, made_with: Versions
+    ) -> Frame:
+        """The frame that takes a tensor of this stage to its neighbour."""
+        codec = self.codecs[LEGS[kind]]
+        return Frame(
+            kind=kind,
+            sender=self.cut if self._is_lower else self.cut + 1,
+            step=step,
+            microbatch=number,
+            weight_version=made_with.weight_version,
+            basis_version=made_with.basis_version,
+            codec=codec.tag,
+            shape=tuple(tensor.shape),
+            payload=codec.pack(tensor.to(self.spec.dtype), self._place_of(kind, step, number)),
+        )
+
+    def unpack(self, frame: Frame, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The tensor in a frame of the neighbour; it may be smaller than those of training."""
+        spec = self.spec if shape is None else replace(self.spec, shape=shape)
+        place = self._place_of(frame.kind, frame.step, frame.microbatch)
+        return self.codecs[place.leg].unpack(frame.payload, spec, place)
+
+    def _place_of(self, kind: FrameKind, step: int, number: int) -> Place:
+        """Both probes of a move of the basis are packed at one place, so chance is the same."""
+        microbatch = 0 if kind is FrameKind.PROBE else number
+        return self.place(LEGS[kind], step, microbatch, kind in TRAINING)
+
     def payload_limit(self) -> int:
         """The largest payload that may cross this cut, either way."""
         return max(codec.payload_limit(self.spec.shape) for codec in self.codecs.values())
@@ -122,6 +160,27 @@ class CutEnd:
         return memory_prefix(self._block, leg, self._is_lower)
 
 
+def cuts_of(settings: Settings, stage: int) -> list[tuple[int, bool]]:
+    """The cuts that a stage is at, the one below it first, and whether it is their lower end."""
+    both = (stage - 1, False), (stage, True)
+    return [(cut, is_lower) for cut, is_lower in both if 0 <= cut < settings.pipeline.stages - 1]
+
+
+def ends_of(
+    settings: Settings,
+    stage: int,
+    spec: TensorSpec,
+    feed: Feed | None = None,
+    scratch: Path | None = None,
+) -> tuple[CutEnd | None, CutEnd | None]:
+    """A stage's ends of the cut below it and of the one above, where there are such cuts."""
+    found = {
+        is_lower: CutEnd.build(settings, cut, is_lower, spec, feed, scratch)
+        for cut, is_lower in cuts_of(settings, stage)
+    }
+    return found.get(False), found.get(True)
+
+
 def memory_prefix(block: int, leg: Leg, is_lower: bool) -> str:
     """How the names begin that one end of the cut before a block gives what it remembers."""
     return f"{MEMORY}{block}/{leg.value}/{_role(leg, is_lower)}/"
@@ -136,17 +195,15 @@ def remembered(source: Source, block: int, leg: Leg, codec: Codec) -> bool:
 
     Not when another codec was there, or no cut: then it begins anew, on both ends.
     """
-    saved = source.settings
-    cuts = _blocks_above_cuts(saved)
-    return block in cuts and _codec(saved, cuts.index(block), leg).name == codec.name
+    saved = codecs_of(source.settings)
+    return block in saved and saved[block][leg].name == codec.name
 
 
 def are_cuts_learned(settings: Settings) -> bool:
     """Whether a run that moved its cuts would lose what it learned: narrow cuts, and memories."""
     if settings.boundary.mode != "dense":
         return True
-    cuts = range(settings.pipeline.stages - 1)
-    return any(_codec(settings, cut, leg).remembers for cut in cuts for leg in Leg)
+    return any(c.remembers for codecs in codecs_of(settings).values() for c in codecs.values())
 
 
 def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
@@ -155,8 +212,8 @@ def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
     Who resumes with codecs that remember nothing has chosen to go on without: that is only said.
     """
     notes = [note for leg in Leg for note in _check_gone(settings, checkpoint, leg)]
-    for cut, block in enumerate(_blocks_above_cuts(settings)):
-        for leg, codec in build_codecs(*settings.codec.names(cut)).items():
+    for cut, (block, codecs) in enumerate(codecs_of(settings).items()):
+        for leg, codec in codecs.items():
             if codec.remembers and not remembered(checkpoint, block, leg, codec):
                 notes.append(
                     f"{codec.name} is new on the {leg.value} leg of cut {cut} and starts with an "
@@ -167,19 +224,19 @@ def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
 
 def _check_gone(settings: Settings, checkpoint: Checkpoint, leg: Leg) -> list[str]:
     """What is lost on one leg with the cuts that this run no longer has."""
-    saved, here = checkpoint.settings, _blocks_above_cuts(settings)
+    saved, here = checkpoint.settings, codecs_of(settings)
     gone = {
-        block: codec.name
-        for cut, block in enumerate(_blocks_above_cuts(saved))
-        if block not in here and (codec := _codec(saved, cut, leg)).remembers
+        block: codecs[leg].name
+        for block, codecs in codecs_of(saved).items()
+        if block not in here and codecs[leg].remembers
     }
     if not gone:
         return []
     lost = f"the memory of {', '.join(sorted(set(gone.values())))} on the {leg.value} leg"
     where = f"before block {', '.join(map(str, gone))}"
     # A run without cuts still says which codecs it would use.
-    cuts = range(len(here)) or range(1)
-    if not any(_codec(settings, cut, leg).remembers for cut in cuts):
+    used = here.values() or [build_codecs(*settings.codec.names(0))]
+    if not any(codecs[leg].remembers for codecs in used):
         return [f"{lost} of the cut {where} is dropped: this run has no cut there"]
     raise CheckpointError(
         f"{checkpoint.folder} holds {lost} of the cut {where}, but this run has no cut there: its "
@@ -194,9 +251,7 @@ def _blocks_of(settings: Settings) -> list[int]:
     return [len(blocks) for blocks in settings.split()]
 
 
-def _blocks_above_cuts(settings: Settings) -> list[int]:
-    return [blocks.stop for blocks in settings.split()][:-1]
-
-
-def _codec(settings: Settings, cut: int, leg: Leg) -> Codec:
-    return build_codecs(*settings.codec.names(cut))[leg]
+def codecs_of(settings: Settings) -> dict[int, dict[Leg, Codec]]:
+    """The codecs of each cut, from the first on, by the block above it."""
+    cuts = enumerate(settings.split()[:-1])
+    return {blocks.stop: build_codecs(*settings.codec.names(cut)) for cut, blocks in cuts}

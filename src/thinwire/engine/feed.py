@@ -23,7 +23,8 @@ At = tuple[int, int] | int
 class TokenSource(ABC):
     """Where a stage gets the token ids that it reads: a corpus here, or one on another machine.
 
-    Which examples a microbatch has is computed in the feed.
+    Which examples a microbatch has is computed in the feed. A corpus on another machine has been
+    found fit for the settings there.
     """
 
     fingerprint: str
@@ -49,10 +50,6 @@ class TokenSource(ABC):
     @abstractmethod
     def learned_count(self, at: tuple[int, int]) -> int | None:
         """Tokens that are learned in the step of a microbatch; None where all are."""
-
-
-class FarCorpus(TokenSource):
-    """A corpus on another machine; it has been found fit for the settings there."""
 
 
 class DeviceBatch:
@@ -99,7 +96,7 @@ class Feed:
 
     def __init__(
         self,
-        data: Corpus | FarCorpus,
+        data: Corpus | TokenSource,
         settings: Settings,
         device: torch.device,
         eval_batches: int = 0,

@@ -90,12 +90,6 @@ class Keeper:
         self._proposed = grassmann_step(covariance_DD, basis_DK, self._config.basis_rate)
         return self._proposed.basis_DK.to(basis_DK.dtype)
 
-    def switch(self, basis_DK: Tensor) -> None:
-        """Take the new basis, now that the step is committed; weights and momentum follow it."""
-        old_DK = self.space.basis_DK.clone()
-        self.space.move(basis_DK)
-        self.follow(old_DK)
-
     @torch.no_grad()
     def follow(self, old_DK: Tensor) -> None:
         """Weights and momentum into the basis that the space has moved to."""
@@ -174,7 +168,9 @@ class Keeper:
             if self._is_last and NEXT_MEASURES in names:
                 measured = source.tensor(NEXT_MEASURES).tolist()
                 self._proposed = BasisMove(basis_DK, *measured)
-            self.switch(basis_DK)
+            old_DK = self.space.basis_DK.clone()
+            self.space.move(basis_DK)
+            self.follow(old_DK)
         elif self._is_last and COVARIANCE in names:
             loaded = source.tensor(COVARIANCE)
             self._covariance_DD = loaded.to(self.space.basis_DK.device)

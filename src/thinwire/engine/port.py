@@ -13,25 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codec import Codec, Leg, Place
-from thinwire.engine.cut import CutEnd
+from thinwire.codec import Codec
+from thinwire.engine.cut import LEGS, TRAINING, CutEnd
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW
 from thinwire.engine.source import Versions
 from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack_tally
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.errors import ThinwireError, WireError
-from thinwire.schedule import Schedule, in_flight
+from thinwire.schedule import Schedule
 from thinwire.wire import Frame, FrameKind, Link
 
 Key = tuple[Any, ...]
 
-LEGS = {
-    FrameKind.FORWARD: Leg.FORWARD,
-    FrameKind.EVALUATE: Leg.FORWARD,
-    FrameKind.PROBE: Leg.FORWARD,
-    FrameKind.BACKWARD: Leg.BACKWARD,
-}
-_TRAINING = (FrameKind.FORWARD, FrameKind.BACKWARD)  # of the others no codec remembers anything
 _MADE = {FrameKind.FORWARD: FORWARD, FrameKind.BACKWARD: BACKWARD}
 _ARRIVED = {FrameKind.FORWARD: INPUT, FrameKind.BACKWARD: GRADIENT}
 PROBES = 2  # a move of the basis is scored just before it and just after
@@ -91,7 +84,7 @@ class Due:
         """
         if self.schedule is None or not self.is_from_below:
             return ()
-        held = in_flight(self.schedule)[self.sender]
+        held = self.schedule.held[self.sender]
         count, delay = self.schedule.microbatches, self.schedule.delay
         least = [0 if number >= delay else -count for number in range(count)]
         return tuple(max(number - held + 1, least[number]) for number in range(count))
@@ -223,14 +216,13 @@ class Port:
     def __init__(
         self,
         link: Link,
-        stage: int,
         end: CutEnd,
         mailbox: Mailbox,
         due: Due,
         sightings: Sightings | None = None,
     ):
         self.link = link
-        self.stage = stage
+        self.stage = due.stage
         self._end = end
         self._mailbox = mailbox
         self._due = due
@@ -252,28 +244,16 @@ class Port:
 
         Returns at once in training; in a validation it waits while enough frames wait to be sent.
         """
-        codec = self._end.codecs[LEGS[kind]]
         if kind is FrameKind.EVALUATE:
             self.link.wait_for_room(EVALUATION_WINDOW)
-        elif kind in _TRAINING:  # before it leaves: the neighbour may answer at once
+        elif kind in TRAINING:  # before it leaves: the neighbour may answer at once
             self._sent.setdefault(step, set()).add(microbatch)
             self._mailbox.changed()
 
         def packed() -> Frame:
             if kind in _MADE:
                 self._sightings.look(step, _MADE[kind], tensor)
-            place = self._place(kind, step, microbatch)
-            return Frame(
-                kind=kind,
-                sender=self.stage,
-                step=step,
-                microbatch=microbatch,
-                weight_version=made_with.weight_version,
-                basis_version=made_with.basis_version,
-                codec=codec.tag,
-                shape=tuple(tensor.shape),
-                payload=codec.pack(tensor.to(self._end.spec.dtype), place),
-            )
+            return self._end.pack(kind, tensor, step, microbatch, made_with)
 
         self.link.send(packed)
 
@@ -344,7 +324,7 @@ class Port:
         else:
             codec = self._check_contract(frame)
             self._check_due(frame)
-            is_remembered = codec.remembers and frame.kind in _TRAINING
+            is_remembered = codec.remembers and frame.kind in TRAINING
             with self._gate:
                 self._check_first(frame)
                 if is_remembered:
@@ -444,8 +424,7 @@ class Port:
 
     def _receive(self, frame: Frame) -> None:
         """Unpack a tensor and put it where the compute thread looks for it."""
-        place = self._place(frame.kind, frame.step, frame.microbatch)
-        tensor = self._end.codecs[place.leg].unpack(frame.payload, self._end.spec, place)
+        tensor = self._end.unpack(frame)
         if frame.kind in _ARRIVED:
             self._sightings.look(frame.step, _ARRIVED[frame.kind], tensor)
         if tensor.is_cuda:
@@ -453,11 +432,6 @@ class Port:
         versions = Versions(frame.weight_version, frame.basis_version)
         key = (frame.kind, frame.step, frame.microbatch)
         self._mailbox.put(key, frame.step, (tensor, versions))
-
-    def _place(self, kind: FrameKind, step: int, number: int) -> Place:
-        """Where a tensor is packed; both probes of a move at one place, so chance is the same."""
-        microbatch = 0 if kind is FrameKind.PROBE else number
-        return self._end.place(LEGS[kind], step, microbatch, kind in _TRAINING)
 
     def _described(self, frame: Frame) -> str:
         work = f"step {frame.step}, microbatch {frame.microbatch}"

@@ -10,7 +10,7 @@ begins while the first still has backwards to come.
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -68,12 +68,11 @@ class Runner:
         above: Port | None,
         schedule: Schedule,
         index: int,
-        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
-        progress: Progress | None = None,
-        sightings: Sightings | None = None,
+        autocast: Callable[[], AbstractContextManager[None]],
+        progress: Progress,
+        sightings: Sightings,
     ):
-        self._progress = progress or Progress()
-        self._sightings = sightings or Sightings()
+        self._progress, self._sightings = progress, sightings
         self._feed = feed
         self._update = update
         self._below, self._above = below, above

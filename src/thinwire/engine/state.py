@@ -23,7 +23,7 @@ from thinwire.codec import Leg, TensorSpec, build_codecs
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import not_finite_in, partial_folder, write_shard
-from thinwire.engine.cut import MEMORY, CutEnd, memory_prefix
+from thinwire.engine.cut import MEMORY, CutEnd, cuts_of, ends_of, memory_prefix
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES
 from thinwire.engine.reports import ShardFailed, ShardWritten
@@ -46,14 +46,12 @@ _HEADER_BYTES = 4096  # for a tensor's name, type and place in its file, and mor
 class StageState:
     """Weights, moments, the basis and its gradients, what codecs remember."""
 
-    def __init__(
-        self, settings: Settings, stage: Stage, update: StageUpdate, ends: Iterable[CutEnd]
-    ):
+    def __init__(self, settings: Settings, update: StageUpdate, ends: Iterable[CutEnd | None] = ()):
         self.step = 0  # steps done, refused ones included
+        self.ends = [end for end in ends if end is not None]
         self._settings = settings
-        self._stage = stage
+        self._stage = update.stage
         self._update = update
-        self._ends = list(ends)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it by global name, as it is: a later step changes these tensors.
@@ -70,7 +68,7 @@ class StageState:
             tensors |= update.keeper.state_tensors()
         if update.rows is not None:
             tensors |= update.rows.state_tensors()
-        for end in self._ends:
+        for end in self.ends:
             tensors |= end.state_tensors()
         return tensors
 
@@ -87,7 +85,7 @@ class StageState:
             shard = write_shard(partial_folder(run_folder, self.step), index, self.shard())
         except CheckpointError as error:
             return ShardFailed(self.step, str(error))
-        agreements = {str(end.cut): end.agreements() for end in self._ends}
+        agreements = {str(end.cut): end.agreements() for end in self.ends}
         return ShardWritten(self.step, self._update.latest.versions, shard, agreements)
 
     def snapshot(self) -> Snapshot:
@@ -105,7 +103,7 @@ class StageState:
             keeper.load(source)
         if self._update.rows is not None:
             self._update.rows.load(source)
-        for end in self._ends:
+        for end in self.ends:
             end.load(source)
         update.version = source.versions.weight_version
         update.restore_twin(self._before(source))
@@ -133,13 +131,13 @@ def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set
 
     Beside what it would save itself: what stages below have learned for it, and the shared basis.
     """
-    built, split = StageBuilder(settings, torch.device("meta")).build(stage), settings.split()
+    built = StageBuilder(settings, torch.device("meta")).build(stage)
     exact = {*built.global_parameters()}
     exact |= {BEFORE + name for name in built.trained_parameters()}
     prefixes = [f"{OPTIMIZER}{name}/" for name in built.trained_parameters()]
-    for cut, is_lower in ((stage - 1, False), (stage, True)):
-        if 0 <= cut < len(split) - 1:
-            prefixes += [memory_prefix(split[cut].stop, leg, is_lower) for leg in Leg]
+    for cut, is_lower in cuts_of(settings, stage):
+        above = settings.split()[cut].stop
+        prefixes += [memory_prefix(above, leg, is_lower) for leg in Leg]
     exact |= {BASIS, NEXT_BASIS, SEEN, ROWS + built.names[0]}
     exact |= {COVARIANCE, NEXT_MEASURES} if built.outgoing is None else set()
     return {name for name in names if name in exact or name.startswith(tuple(prefixes))}
@@ -189,14 +187,12 @@ def most_shard_bytes(settings: Settings, stage: int) -> int:
     tensors = [*needed.values(), *allowed.values()]
     size, names = sum(tensor.nbytes for tensor in tensors), len(tensors) + 64
     microbatches = settings.pipeline.microbatches
-    for cut in (stage - 1, stage):
-        if 0 <= cut < settings.pipeline.stages - 1:
-            tensor = 8 * math.prod(wire_shape(settings))
-            for codec in build_codecs(*settings.codec.names(cut)).values():
-                if codec.remembers:
-                    size += 4 * microbatches * tensor
-                    size += settings.codec.memory_mb << 20 if codec.remembers_examples else 0
-                    names += 8 * microbatches
+    for cut, _ in cuts_of(settings, stage):
+        for codec in build_codecs(*settings.codec.names(cut)).values():
+            if codec.remembers:
+                size += 4 * microbatches * 8 * math.prod(wire_shape(settings))
+                size += settings.codec.memory_mb << 20 if codec.remembers_examples else 0
+                names += 8 * microbatches
     return size + names * _HEADER_BYTES
 
 
@@ -251,13 +247,12 @@ class ShardCheck:
         saved = {name: file.get_tensor(name) for name in file.keys() if name.startswith(MEMORY)}  # noqa: SIM118
         source, agreements = Snapshot(saved, self._settings, part.step, part.versions), {}
         found: dict[str, Tensor] = {}
-        for cut, is_lower in ((stage - 1, False), (stage, True)):
-            if 0 <= cut < self._settings.pipeline.stages - 1:
-                dtype = WEIGHT_TYPES[self._settings.run.precision]
-                spec = TensorSpec(wire_shape(self._settings), dtype, torch.device("cpu"))
-                end = CutEnd.build(self._settings, cut, is_lower, spec, self._feed, self._scratch)
+        dtype = WEIGHT_TYPES[self._settings.run.precision]
+        spec = TensorSpec(wire_shape(self._settings), dtype, torch.device("cpu"))
+        for end in ends_of(self._settings, stage, spec, self._feed, self._scratch):
+            if end is not None:
                 end.load(source)
-                agreements[str(cut)] = end.agreements()
+                agreements[str(end.cut)] = end.agreements()
                 found |= end.state_tensors()
         if agreements != part.agreements:
             raise CheckpointError("its codecs do not remember what its stage reported")
@@ -275,7 +270,7 @@ def shard_like(
     built = builder.build(stage)
     update = StageUpdate.build(builder, built, stage).latest
     update.version = versions.weight_version
-    needed = StageState(settings, built, update, ()).shard()
+    needed = StageState(settings, update).shard()
     if versions.weight_version > 0:
         needed |= {OPTIMIZER + name: t for name, t in update.optimizer.state_like().items()}
     if builder.space is None or built.outgoing is not None:

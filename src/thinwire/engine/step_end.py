@@ -229,11 +229,6 @@ class StageUpdate:
         if self.keeper is not None:
             self.keeper.begin_step(step)
 
-    def project(self) -> None:
-        """Drop what leads out of the shared space: before the norm, clipping and the moments."""
-        if self.keeper is not None:
-            self.keeper.project_gradients()
-
     def squared_norms(self) -> list[float]:
         """The squared gradient norm of each parameter, in float64; rows of a shared embedding only
         count where they are not finite.
@@ -353,7 +348,8 @@ class StepEnd:
         if self._keepers:
             with self.trace.span("compute", "norm"):
                 for update in self._of_step(step):
-                    update.project()
+                    if update.keeper is not None:
+                        update.keeper.project_gradients()
                 self.sync()
             if self._keepers[-1].moves_after(step):
                 self._new_basis_DK = self._pass_basis_down(step)

@@ -20,8 +20,8 @@ import thinwire
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.cut import CutEnd
-from thinwire.engine.feed import FarCorpus, Feed
+from thinwire.engine.cut import CutEnd, ends_of
+from thinwire.engine.feed import Feed, TokenSource
 from thinwire.engine.port import Due, Mailbox, Port, decision_number
 from thinwire.engine.reports import Evaluation, Report, Step, meters_of
 from thinwire.engine.runner import Runner, Running
@@ -74,7 +74,10 @@ class Worker:
     """Holds a stage and trains it, once its links are attached."""
 
     def __init__(
-        self, assignment: Assignment, progress: Progress | None = None, far: FarCorpus | None = None
+        self,
+        assignment: Assignment,
+        progress: Progress | None = None,
+        far: TokenSource | None = None,
     ):
         """`far` stands for the corpus where it is on another machine."""
         self.assignment = assignment
@@ -95,8 +98,9 @@ class Worker:
         if assignment.resume is None:
             self.builder.initialise(self.stage)
         self.update = StageUpdate.build(self.builder, self.stage, self.index)
-        self.below, self.above = self._end(self.index - 1), self._end(self.index)
-        self.state = StageState(settings, self.stage, self.update, self._ends())
+        spec = self.builder.wire_spec
+        self.below, self.above = ends_of(settings, self.index, spec, self.feed, self._scratch)
+        self.state = StageState(settings, self.update, (self.below, self.above))
         if assignment.resume is not None:
             # Whoever started the run has been asked about plugins before any stage was.
             self.state.restore(Checkpoint.open(assignment.resume, allow_plugins=True))
@@ -155,7 +159,7 @@ class Worker:
 
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
-        largest = max((end.payload_limit() for end in self._ends()), default=0)
+        largest = max((end.payload_limit() for end in self.state.ends), default=0)
         basis = 8 * self.settings.model.dim * self.settings.boundary.rank
         rows = self.update.rows.limits()[1] if self.update.rows else 0
         return max(largest, basis, rows) + 65536
@@ -283,38 +287,25 @@ class Worker:
         basis = keeper.most_basis_bytes if keeper else 0
         rows = self.update.rows.limits() if self.update.rows else (0, 0)
         step, schedule = self.state.step, self.settings.schedule()
-        from_below, from_above = (
-            Due(self.index, is_from_below, step, schedule, batches, basis, rows)
-            for is_from_below in (True, False)
-        )
+
+        def port(link: Link | None, end: CutEnd | None) -> Port | None:
+            if link is None or end is None:
+                return None
+            due = Due(self.index, end is self.below, step, schedule, batches, basis, rows)
+            return Port(link, end, self.mailbox, due, self._sightings)
+
+        ports = port(below, self.below), port(above, self.above)
+        self._ports = [port for port in ports if port is not None]
         return Runner(
             self.feed,
             self.update,
-            self._port(below, self.below, from_below),
-            self._port(above, self.above, from_above),
+            *ports,
             schedule,
             self.index,
-            autocast_for(self.settings.run.precision, self.device),
-            self.progress,
-            self._sightings,
+            autocast=autocast_for(self.settings.run.precision, self.device),
+            progress=self.progress,
+            sightings=self._sightings,
         )
-
-    def _port(self, link: Link | None, end: CutEnd | None, due: Due) -> Port | None:
-        if link is None or end is None:
-            return None
-        port = Port(link, self.index, end, self.mailbox, due, self._sightings)
-        self._ports.append(port)
-        return port
-
-    def _end(self, cut: int) -> CutEnd | None:
-        """This stage's end of a cut, or None where there is no such cut."""
-        if not 0 <= cut < self.last:
-            return None
-        is_lower, spec = cut == self.index, self.builder.wire_spec
-        return CutEnd.build(self.settings, cut, is_lower, spec, self.feed, self._scratch)
-
-    def _ends(self) -> list[CutEnd]:
-        return [end for end in (self.below, self.above) if end is not None]
 
 
 def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, float]]:

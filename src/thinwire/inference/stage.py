@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codec import Leg, Place, TensorSpec
+from thinwire.codec import Leg, TensorSpec
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.cut import CutEnd
+from thinwire.engine.cut import ends_of
 from thinwire.engine.state import restore_weights
 from thinwire.errors import WireError
 from thinwire.inference.text import Choice, Sampling, crosses_by_token
@@ -48,7 +48,9 @@ class TextStage:
         restore_weights(self._stage, self._builder.space, checkpoint)
         self._stage.eval()
         self._step, self._versions = checkpoint.step, checkpoint.versions
-        self._ends = {cut: self._end(cut) for cut in (index - 1, index) if 0 <= cut < self.last}
+        wire = self._builder.wire_spec
+        one = TensorSpec((1, settings.model.context, wire.shape[-1]), wire.dtype, wire.device)
+        self._below, self._above = ends_of(settings, index, one)
         self._autocast = autocast_for(settings.run.precision, self.device)
         self._is_cached = crosses_by_token(settings)
         self._past = self._stage.new_past()
@@ -59,11 +61,13 @@ class TextStage:
 
     def max_payload(self) -> int:
         """The largest payload that the stage below may send: a whole context."""
-        return max((end.payload_limit() for end in self._ends.values()), default=0) + 65536
+        ends = (end for end in (self._below, self._above) if end is not None)
+        return max((end.payload_limit() for end in ends), default=0) + 65536
 
     def contract(self, cut: int, epoch: int = 0, at_start: bool = True) -> dict[str, Any]:
         """What both ends of a cut must agree on before the first frame."""
-        end, space = self._ends[cut], self._builder.space
+        end, space = self._above if cut == self.index else self._below, self._builder.space
+        assert end is not None, f"stage {self.index} has no part in cut {cut}"
         return {
             "config_hash": self.settings.hash,
             "cut": cut,
@@ -87,39 +91,15 @@ class TextStage:
 
     def packed(self, z_BTK: Tensor, number: int) -> Frame:
         """The frame that takes an activation to the stage above."""
-        end = self._ends[self.index]
-        codec, place = end.codecs[Leg.FORWARD], self._place(end, number)
-        return Frame(
-            kind=FrameKind.EVALUATE,
-            sender=end.cut,
-            step=self._step,
-            microbatch=number,
-            weight_version=self._versions.weight_version,
-            basis_version=self._versions.basis_version,
-            codec=codec.tag,
-            shape=tuple(z_BTK.shape),
-            payload=codec.pack(z_BTK.to(end.spec.dtype), place),
-        )
+        assert self._above is not None, "the last stage chooses a token"
+        return self._above.pack(FrameKind.EVALUATE, z_BTK, self._step, number, self._versions)
 
     def unpacked(self, frame: Frame, message: Read) -> Tensor:
         """The activation in a frame of the stage below, another process of this user: it is of what
         was read last, and the codec refuses another size.
         """
-        end = self._ends[self.index - 1]
-        shape = (1, len(message.ids), end.spec.shape[-1])
-        spec = TensorSpec(shape, end.spec.dtype, end.spec.device)
-        place = self._place(end, message.number)
-        return end.codecs[Leg.FORWARD].unpack(frame.payload, spec, place)
-
-    def _place(self, end: CutEnd, number: int) -> Place:
-        return end.place(Leg.FORWARD, self._step, number, training=False)
-
-    def _end(self, cut: int) -> CutEnd:
-        """This stage's end of a cut, for one sequence of at most a context."""
-        spec = self._builder.wire_spec
-        shape = (1, self.settings.model.context, spec.shape[-1])
-        one = TensorSpec(shape, spec.dtype, spec.device)
-        return CutEnd.build(self.settings, cut, cut == self.index, one)
+        assert self._below is not None, "the first stage reads ids alone"
+        return self._below.unpack(frame, (1, len(message.ids), self._below.spec.shape[-1]))
 
 
 class TextPeer(Peer):

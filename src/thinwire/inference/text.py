@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.codec import Leg, build_codecs
+from thinwire.codec import Leg
 from thinwire.data import Tokenizer
 from thinwire.data.chat import Chat
 from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.cut import codecs_of
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.settings import Settings
 
@@ -185,8 +186,7 @@ class TextModel(ABC):
 
 def crosses_by_token(settings: Settings) -> bool:
     """Whether every codec of a run lets each token cross by itself."""
-    cuts = range(settings.pipeline.stages - 1)
-    return all(build_codecs(*settings.codec.names(cut))[Leg.FORWARD].by_token for cut in cuts)
+    return all(codecs[Leg.FORWARD].by_token for codecs in codecs_of(settings).values())
 
 
 def extensions(ids: list[int], context: int, cached: bool) -> Iterator[tuple[list[int], bool]]:

@@ -32,7 +32,6 @@ from thinwire.schedule import (
     Links,
     Simulation,
     deal,
-    in_flight,
     simulate,
     split_layers,
 )
@@ -81,7 +80,7 @@ class StageFigures:
         self.layers, self.stages = settings.model.layers, settings.pipeline.stages
         self.rates = [peer.flops_per_s(settings.run.precision) for peer in peers]
         self.schedule = settings.schedule()
-        self._held = in_flight(self.schedule)
+        self._held = self.schedule.held
         self._family = architecture(settings.model)
         self._layers: dict[str, Weights] = {}  # parameters of each layer by its name
         self._ends: list[Weights] = []  # and of each stage's ends of the cuts

@@ -33,7 +33,7 @@ from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
 from thinwire.data.order import MASKED
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.feed import At, CorpusTokens, FarCorpus
+from thinwire.engine.feed import At, CorpusTokens, TokenSource
 from thinwire.errors import WireError, printable
 from thinwire.settings import Settings
 from thinwire.typed import learn_types
@@ -184,7 +184,7 @@ class TokenServer:
         return TokenIds(ids_BW, learned_BT, of_step or int(learned_BT.sum()))
 
 
-class FetchedCorpus(FarCorpus):
+class FetchedCorpus(TokenSource):
     """Token ids that another machine sends as they are needed; reads wait for what is due."""
 
     def __init__(self, pipe: Pipe, settings: Settings, stage: int):

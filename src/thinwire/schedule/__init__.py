@@ -1,4 +1,4 @@
-"""Schedules as data: what each stage computes in which order, checked, drawn and simulated."""
+"""Schedules as data: what each stage computes in which order, drawn and simulated."""
 
 from thinwire.schedule.build import (
     NO_MICROBATCH,
@@ -10,10 +10,8 @@ from thinwire.schedule.build import (
     Schedule,
     build,
     deal,
-    in_flight,
     split_layers,
     stage_window,
-    validate,
 )
 from thinwire.schedule.simulator import (
     CONTROL_BYTES,

@@ -1,4 +1,4 @@
-"""Schedules: what a stage does, in which order, as data that can be printed, drawn and checked.
+"""Schedules: what a stage does, in which order: a few numbers from which every action follows.
 
 A schedule lists compute only. Sends and receives are implied: a forward needs the activation of the
 stage below, a backward the gradient of the stage above, and what a stage computed leaves at once
@@ -8,10 +8,11 @@ and what cannot run is refused.
 
 import itertools
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from thinwire.errors import ConfigError, ScheduleError
 from thinwire.typed import nearest, option
@@ -27,39 +28,62 @@ class Kind(Enum):
     U = "U"  # update of the weights, once per step
 
 
-@dataclass(frozen=True)
-class Action:
-    """One cell of a schedule; prints as `2F0`, `0B3`, and `1U` (an update has no microbatch)."""
+class Action(NamedTuple):
+    """One thing that a stage computes; an update has no microbatch."""
 
-    stage: int
     kind: Kind
     microbatch: int = NO_MICROBATCH
 
     @property
     def label(self) -> str:
-        """The action without its stage: `F0`, `B3`, `U`."""
+        """As it is printed: `F0`, `B3`, `U`."""
         return self.kind.value if self.kind is Kind.U else f"{self.kind.value}{self.microbatch}"
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.label}"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One training step: row s holds the actions of stage s in the order it runs them.
+    """One training step: `held` are the most microbatches that each stage has between their
+    forward and their backward.
 
-    `window` is the most microbatches that any stage may hold between forward and backward.
-    Making one checks nothing, so that a broken one can be drawn; `validate` does. With a `delay`,
-    a number of microbatches, rows are those of a step by itself, and `stream` says how one step
-    follows on another.
+    A stage runs so many forwards, then backward and forward in turn, then the backwards left over,
+    and its update. With a `delay`, a number of microbatches, that is a step by itself, and `stream`
+    says how one step follows on another.
     """
 
     name: str
-    stages: int
     microbatches: int
-    window: int
-    rows: tuple[tuple[Action, ...], ...]
+    held: tuple[int, ...]
     delay: int = 0
+
+    def __post_init__(self) -> None:
+        falling = (self.microbatches, *self.held, 1)
+        if any(above > below for below, above in itertools.pairwise(falling)):
+            raise ScheduleError(
+                f"schedule {self.name} cannot run: its stages hold {self.held} of "
+                f"{self.microbatches} microbatches. Each needs one, and where a stage holds more "
+                "than the one below there is a deadlock: it waits for a forward before it sends "
+                "the gradient that the other waits for"
+            )
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.held)
+
+    @property
+    def window(self) -> int:
+        """The most microbatches that any stage holds: the first."""
+        return self.held[0]
+
+    def row(self, stage: int) -> list[Action]:
+        """The actions of a stage in a step by itself."""
+        held = self.held[stage]
+        row = [Action(Kind.F, m) for m in range(held)]
+        for m in range(self.microbatches):
+            row.append(Action(Kind.B, m))
+            if m + held < self.microbatches:
+                row.append(Action(Kind.F, m + held))
+        return [*row, Action(Kind.U)]
 
     def stream(self, stage: int, first: int, until: int) -> Iterator[tuple[int, Action]]:
         """What a stage does from step `first` to the one before `until`: each action's step, and
@@ -70,31 +94,30 @@ class Schedule:
         behind that update. So forwards follow on backwards across steps, and a stage holds as many
         microbatches from the first step to the last, if enough are delayed.
         """
-        *passes, update = self.rows[stage]
-        forwards, backwards = ([a for a in passes if a.kind is kind] for kind in (Kind.F, Kind.B))
-        coming = deque((step, action) for step in range(first, until) for action in forwards)
-        room, updated, ended = in_flight(self)[stage], first, first
+        numbers, update = range(self.microbatches), Action(Kind.U)
+        coming = deque(itertools.product(range(first, until), numbers))
+        room, updated, ended = self.held[stage], first, first
 
         def advance() -> Iterator[tuple[int, Action]]:
             nonlocal room, updated
             while coming and room:
-                step, action = coming[0]
-                known = step if action.microbatch >= self.delay else step - 1
+                step, microbatch = coming[0]
+                known = step if microbatch >= self.delay else step - 1
                 if known > ended:
                     return  # it needs an update that has backwards to come
                 if known > updated:
                     yield updated, update
                     updated += 1
-                yield coming.popleft()
+                coming.popleft()
+                yield step, Action(Kind.F, microbatch)
                 room -= 1
 
         yield from advance()
-        for step in range(first, until):
-            for action in backwards:
-                yield step, action
-                room += 1
-                ended += action is backwards[-1]
-                yield from advance()
+        for step, microbatch in itertools.product(range(first, until), numbers):
+            yield step, Action(Kind.B, microbatch)
+            room += 1
+            ended += microbatch == numbers[-1]
+            yield from advance()
         yield from ((step, update) for step in range(updated, until))
 
     def __str__(self) -> str:
@@ -102,61 +125,43 @@ class Schedule:
             f"{self.name} stages={self.stages} microbatches={self.microbatches} "
             f"window={self.window}"
         )
-        return "\n".join([header, *(" ".join(map(str, row)) or "-" for row in self.rows)])
+        rows = ((f"{s}{action.label}" for action in self.row(s)) for s in range(self.stages))
+        return "\n".join([header, *map(" ".join, rows)])
 
-    def needs(self, action: Action) -> list[Action]:
-        """The actions of other stages whose result must have arrived before this one.
+    def cells(self) -> list[list[str]]:
+        """What each stage does in each slot of time, when all actions take one and messages none.
 
-        An update needs the last backward of every other stage: a step is committed
-        everywhere or nowhere.
+        Updates need the last backward of every stage: a step is committed everywhere or nowhere.
         """
-        stage, kind = action.stage, action.kind
-        if kind is Kind.F:
-            return [Action(stage - 1, kind, action.microbatch)] if stage > 0 else []
-        if kind is Kind.B:
-            return [Action(stage + 1, kind, action.microbatch)] if stage + 1 < self.stages else []
-        backwards = ([a for a in row if a.kind is Kind.B] for row in self.rows)
-        return [row[-1] for row in backwards if row and row[-1].stage != stage]
+        rows = [deque(self.row(stage)[:-1]) for stage in range(self.stages)]
+        cells: list[list[str]] = [[] for _ in rows]
+        done: set[tuple[int, Action]] = set()
 
-    def unit_slots(self) -> list[list[int]]:
-        """The time slot of each action when all take one slot and messages take none.
+        def can_start(stage: int) -> bool:
+            if not rows[stage]:
+                return False
+            source = stage + (-1 if rows[stage][0].kind is Kind.F else 1)
+            return source not in range(self.stages) or (source, rows[stage][0]) in done
 
-        A row that gets stuck stays shorter than the schedule's row: that is the deadlock.
-        """
-        slots: list[list[int]] = [[] for _ in self.rows]
-        done: set[Action] = set()
-        time = 0
-        while True:
-            started = []
-            for ran, row in zip(slots, self.rows, strict=True):
-                if len(ran) < len(row) and done.issuperset(self.needs(row[len(ran)])):
-                    started.append(row[len(ran)])
-                    ran.append(time)
-            if not started:
-                return slots
-            done.update(started)
-            time += 1
+        while any(rows):
+            starting = [can_start(stage) for stage in range(self.stages)]
+            for stage, row in enumerate(rows):
+                cells[stage].append(f"{stage}{row[0].label}" if starting[stage] else ".")
+                if starting[stage]:
+                    done.add((stage, row.popleft()))
+        return [[*row, f"{stage}U"] for stage, row in enumerate(cells)]
 
     def grid(self) -> str:
-        """Draw the schedule with unit times: a row per stage, a column per time slot.
-
-        Actions that never run stand in order behind the last slot, in columns headed `-`.
-        """
-        slots = self.unit_slots()
-        happened = 1 + max((ran[-1] for ran in slots if ran), default=-1)
-        left = [len(row) - len(ran) for ran, row in zip(slots, self.rows, strict=True)]
-        columns = happened + max(left, default=0)
-        width = 2 + max((len(str(action)) for row in self.rows for action in row), default=1)
-        title = len(f"stage {len(self.rows) - 1}")
-        heads = [str(slot) if slot < happened else "-" for slot in range(columns)]
-        lines = [f"{'slot':<{title}}  " + "".join(f"{head:<{width}}" for head in heads)]
-        for stage, (ran, row) in enumerate(zip(slots, self.rows, strict=True)):
-            cells = ["."] * columns
-            for action, column in zip(row, [*ran, *range(happened, columns)], strict=False):
-                cells[column] = str(action)
-            cells_text = "".join(f"{cell:<{width}}" for cell in cells)
-            lines.append(f"{f'stage {stage}':<{title}}  {cells_text}")
-        return "\n".join(line.rstrip() for line in lines)
+        """Draw the schedule with unit times: a row per stage, a column per time slot."""
+        cells = self.cells()
+        width = 2 + len(f"{self.stages - 1}F{self.microbatches - 1}")
+        table = {"slot": [str(slot) for slot in range(len(cells[0]))]}
+        table |= {f"stage {stage}": row for stage, row in enumerate(cells)}
+        title = len(f"stage {self.stages - 1}")
+        return "\n".join(
+            f"{name:<{title}}  {''.join(f'{cell:<{width}}' for cell in row)}".rstrip()
+            for name, row in table.items()
+        )
 
 
 NAMES = ("gpipe", "1f1b")
@@ -203,7 +208,7 @@ class PipelineConfig:
 
 
 def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int = 0) -> Schedule:
-    """The validated schedule of that name.
+    """The schedule of that name.
 
     A window beyond what is of use (more than all microbatches, or any with one stage of
     1f1b) is lowered to that, so one setting serves runs of different sizes. An open one follows
@@ -223,7 +228,6 @@ def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int
                 "before the first backward, fewer in flight would be another schedule; "
                 'set pipeline.schedule = "1f1b" to use this window, or pipeline.window = 0'
             )
-        window = microbatches
         held = [microbatches] * stages
     else:
         if microbatches < stages:
@@ -240,10 +244,7 @@ def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int
             f"pipeline.delay = {delay} is more than pipeline.microbatches = {microbatches}: a step "
             "has no more to delay"
         )
-    rows = tuple(_row(stage, microbatches, held[stage]) for stage in range(stages))
-    schedule = Schedule(name, stages, microbatches, window, rows, delay)
-    validate(schedule)
-    return schedule
+    return Schedule(name, microbatches, tuple(held), delay)
 
 
 def stage_window(stage: int, stages: int, microbatches: int, window: int) -> int:
@@ -324,68 +325,3 @@ def deal(
                 new[stop] = found
         ends = new
     return ends[layers]
-
-
-def in_flight(schedule: Schedule) -> list[int]:
-    """Peak number of microbatches each stage holds, read off its row.
-
-    A microbatch is held from its forward to its backward. Frames that wait at the door are not
-    counted.
-    """
-    changes = {Kind.F: 1, Kind.B: -1, Kind.U: 0}
-    held = (itertools.accumulate(changes[action.kind] for action in row) for row in schedule.rows)
-    return [max(counts, default=0) for counts in held]
-
-
-def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError, with the grid, if it cannot run.
-
-    First each row on its own (every action once, in an order a stage can follow), then
-    all rows together with unit times, where the only thing left to go wrong is a deadlock.
-    """
-    if len(schedule.rows) != schedule.stages:
-        raise ScheduleError(
-            f"{schedule.name} says stages={schedule.stages} but has {len(schedule.rows)} rows"
-        )
-    faults = (_fault(schedule, stage, held) for stage, held in enumerate(in_flight(schedule)))
-    why = next(filter(None, faults), "")
-    for stage, ran in enumerate(schedule.unit_slots() if not why else []):
-        if len(ran) < len(schedule.rows[stage]):
-            action = schedule.rows[stage][len(ran)]
-            needs = ", ".join(map(str, schedule.needs(action)))
-            why += f"\n  deadlock: stage {stage} at {action} waits for {needs}"
-    if why:
-        raise ScheduleError(f"schedule {schedule.name} cannot run: {why}\n{schedule.grid()}")
-
-
-def _fault(schedule: Schedule, stage: int, held: int) -> str:
-    """What is wrong with a row by itself; empty if nothing is."""
-    row, numbers = schedule.rows[stage], range(schedule.microbatches)
-    expected = [Action(stage, kind, m) for kind in (Kind.F, Kind.B) for m in numbers]
-    expected.append(Action(stage, Kind.U))
-    there, wanted = Counter(row), Counter(expected)
-    for action in (*expected, *row):
-        if there[action] != wanted[action]:
-            times = f"{there[action]} times, and must be there {wanted[action]} times"
-            return f"{action} is in the row of stage {stage} {times}"
-    if row[-1].kind is not Kind.U:
-        return f"{row[-1]} comes after the update, which must be the last of its row"
-    if held > schedule.window:
-        return f"stage {stage} would hold {held} microbatches, window={schedule.window}"
-    backwards = [action.microbatch for action in row if action.kind is Kind.B]
-    if backwards != sorted(backwards):  # gradients are always summed in the same order
-        return f"the backwards of stage {stage} do not run in the order of microbatches"
-    places = {action: place for place, action in enumerate(row)}
-    early = [m for m in backwards if places[Action(stage, Kind.B, m)]
-             < places[Action(stage, Kind.F, m)]]  # fmt: skip
-    return f"{stage}B{early[0]} comes before its own forward" if early else ""
-
-
-def _row(stage: int, microbatches: int, held: int) -> tuple[Action, ...]:
-    """`held` forwards, then backward and forward in turn, then the backwards left over."""
-    actions = [Action(stage, Kind.F, m) for m in range(held)]
-    for m in range(microbatches):
-        actions.append(Action(stage, Kind.B, m))
-        if m + held < microbatches:
-            actions.append(Action(stage, Kind.F, m + held))
-    return (*actions, Action(stage, Kind.U))

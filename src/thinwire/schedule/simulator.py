@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from thinwire.errors import ConfigError
 from thinwire.occupancy import Occupancy
-from thinwire.schedule.build import Action, Kind, Schedule, build, in_flight, validate
+from thinwire.schedule.build import Action, Kind, Schedule, build
 
 CONTROL_BYTES = 64  # one tally or verdict: a frame header and a few numbers
 TALLY, VERDICT = "tally", "verdict"
@@ -38,10 +38,10 @@ class Costs:
     backward_bytes: list[int]
     row_bytes: list[int] = field(default_factory=list)  # none = no embedding is shared
 
-    def of(self, action: Action) -> float:
-        """Seconds that this action takes on a core of its own."""
+    def of(self, stage: int, action: Action) -> float:
+        """Seconds that this action of a stage takes on a core of its own."""
         times = {Kind.F: self.forward, Kind.B: self.backward, Kind.U: self.update}
-        return times[action.kind][action.stage]
+        return times[action.kind][stage]
 
     def each_step(self, cut: int) -> int:
         """Bytes of rows that cross a cut once a step, each way."""
@@ -284,7 +284,7 @@ class Play:
             if self._now > host.since:
                 self._record(turn.step, stage, "wait", action.label, host.since, self._now)
             host.is_computing, host.since = True, self._now
-            self._cores.start(stage, self._costs.of(action), self._now)
+            self._cores.start(stage, self._costs.of(stage, action), self._now)
 
     def _finish(self, stage: int) -> None:
         host = self.hosts[stage]
@@ -292,7 +292,7 @@ class Play:
         assert turn is not None and turn.action is not None
         self._cores.stop(stage, self._now)
         self._record(turn.step, stage, "compute", turn.action.label, host.since, self._now)
-        work = self._costs.of(turn.action)
+        work = self._costs.of(stage, turn.action)
         host.chain = host.chain.then(compute=work, shared=self._now - host.since - work)
         host.is_computing, host.since = False, self._now
         self._complete(stage, turn)
@@ -376,7 +376,6 @@ class Simulation:
     compute_seconds: list[float]
     uplink_utilisation: list[float]
     downlink_utilisation: list[float]
-    in_flight: list[int]
     chain: dict[str, float]
     cores: float | None = None
 
@@ -448,7 +447,7 @@ class Simulation:
             lines.append(
                 f"{stage:5}  {self.compute_seconds[stage]:11.3f}"
                 f"  {self.uplink_utilisation[stage]:11.0%}"
-                f"  {self.downlink_utilisation[stage]:13.0%}  {self.in_flight[stage]:17}"
+                f"  {self.downlink_utilisation[stage]:13.0%}  {schedule.held[stage]:17}"
             )
         return "\n".join(lines)
 
@@ -469,7 +468,6 @@ def simulate(
     leaves one to spare. With delayed updates steps overlap: the mean of some is taken, after
     a few that lead there.
     """
-    validate(schedule)
     if steps < 2:
         raise ConfigError(f"steps = {steps}: a steady step needs one before it, use 2 or more")
     if cores is not None and cores < 1:
@@ -489,10 +487,12 @@ def simulate(
         schedule=schedule,
         step_seconds=seconds,
         spans=[Span(s.stage, s.lane, s.label, s.start - start, s.end - start) for s in play.spans],
-        compute_seconds=[sum(map(costs.of, row)) for row in schedule.rows],
+        compute_seconds=[
+            sum(costs.of(stage, action) for action in schedule.row(stage))
+            for stage in range(schedule.stages)
+        ],
         uplink_utilisation=[_ratio(host.uplink.busy, steps * seconds) for host in play.hosts],
         downlink_utilisation=[_ratio(host.downlink.busy, steps * seconds) for host in play.hosts],
-        in_flight=in_flight(schedule),
         chain={
             name: _per_step(seconds, seen, over)
             for name, seconds in zip(
@@ -532,7 +532,7 @@ def window_table(
     for window in sorted(windows) if stages > 1 else [1]:  # a single stage has one window only
         schedule = build("1f1b", stages, microbatches, window, delay)
         played = simulate(schedule, costs, network, 2, cores)
-        table.append((window, played.step_seconds, played.in_flight))
+        table.append((window, played.step_seconds, list(schedule.held)))
         if many and len(table) > 1 and played.step_seconds > 0.999 * table[-2][1]:
             break
     return table

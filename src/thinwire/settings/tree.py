@@ -240,7 +240,7 @@ class Settings:
         return self.tokens_per_step // self.pipeline.microbatches
 
     def schedule(self) -> Schedule:
-        """The training schedule, validated by simulation."""
+        """The training schedule."""
         p = self.pipeline
         return build(p.schedule, p.stages, p.microbatches, p.window, p.delay)
 
