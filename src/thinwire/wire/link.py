@@ -368,10 +368,9 @@ class Link:
 
     def _stop_threads(self) -> None:
         self._outgoing.put(None)
-        if self._out_line is not None:
-            self._out_line.stop()
-        if self._in_line is not None:
-            self._in_line.stop()
+        for line in (self._out_line, self._in_line):
+            if line is not None:
+                line.stop()
 
     def _lost(self) -> bool:
         return self._said_bye or self._failure is not None

@@ -73,7 +73,7 @@ class FrameLog:
         self._folder, self._limit, self._keeps = folder, limit, keeps
         self._entries: deque[Entry] = deque()
         self._lock = threading.Lock()
-        self._number, self._size, self.bytes = 0, 0, 0
+        self._number, self.bytes = 0, 0  # of the file that grows, and of all frames
         self._dropped = 0  # entries before the first that is there
         self.latest = 0  # the last step of which it has a frame
         self._from = 0  # it has all frames of this step and later ones
@@ -98,13 +98,12 @@ class FrameLog:
 
     def _store(self, message: BytesLike) -> tuple[Path, int]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if self._size >= SEGMENT_BYTES:
-            self._number, self._size = self._number + 1, 0
         file = self._folder / f"{self._number:06d}.frames"
         with file.open("ab") as end:
             offset = end.tell()
             end.write(message)
-        self._size = offset + len(message)
+        if offset + len(message) >= SEGMENT_BYTES:
+            self._number += 1
         return file, offset
 
     def reaches(self, step: int) -> bool:
