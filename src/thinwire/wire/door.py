@@ -35,7 +35,7 @@ from thinwire.wire.routes import (
     to_sign,
     who_of,
 )
-from thinwire.wire.sockets import ListeningPort, hang_up, split_address
+from thinwire.wire.sockets import ListeningPort, address_text, hang_up
 
 LINK_MBPS = 200.0
 CHUNK = 1 << 16  # bytes that a direction holds at most, between reading and writing
@@ -159,9 +159,9 @@ class Door(contextlib.AbstractContextManager["Door"]):
             for caller in filter(is_out, self._callers):
                 hang_up(caller.connection)
 
-    def _receive(self, connection: socket.socket, address: str) -> None:
+    def _receive(self, connection: socket.socket, host: str) -> None:
         """One connection that was opened: strangers are few, and have their time."""
-        limits, caller = self._limits, _Caller(connection, address)
+        limits, caller = self._limits, _Caller(connection, host)
         with self._lock:
             at_home = [other for other in self._callers if other.home == caller.home]
             is_full = (
@@ -191,7 +191,8 @@ class Door(contextlib.AbstractContextManager["Door"]):
                     raise WireError("the token shown does not count any more")
                 connection.settimeout(self._limits.idle_s)
                 if wish == "ping":
-                    say(connection, f"ok {caller.address} {time.time():.3f}")
+                    address = address_text(*connection.getpeername()[:2])
+                    say(connection, f"ok {address} {time.time():.3f}")
                 elif wish == "wait":
                     self._keep_waiting(caller)
                 elif take := self._served.get(caller.name):
@@ -344,10 +345,9 @@ class Allowance:
 class _Caller:
     """A connection at a door: a stranger until it has proven what it may."""
 
-    def __init__(self, connection: socket.socket, address: str) -> None:
-        self.connection, self.address = connection, address
-        self.host, _ = split_address(address)
-        self.home = home_of(self.host)  # whose connections are counted together
+    def __init__(self, connection: socket.socket, host: str) -> None:
+        self.connection, self.host = connection, host
+        self.home = home_of(host)  # whose connections are counted together
         self.run = self.who = self.name = ""  # once it is known
         self.waits_for = ""  # its name, while it waits to be called
         self.answer: futures.Future[bytes] = futures.Future()  # to a call

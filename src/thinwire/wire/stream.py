@@ -30,7 +30,7 @@ from thinwire.wire.frame import BytesLike
 from thinwire.wire.keys import Identity, dialing_context, fingerprint_of, proven_by, shown_key
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 from thinwire.wire.routes import Routes
-from thinwire.wire.sockets import ListeningPort, hang_up, split_address
+from thinwire.wire.sockets import ListeningPort, hang_up
 
 T = TypeVar("T")
 
@@ -292,9 +292,7 @@ class Listener:
         self._is_closed = False
         self.address, self._port = "", None
         if host is not None:
-            self._port = ListeningPort(
-                host, port, lambda one, at: self.take(one, split_address(at)[0])
-            )
+            self._port = ListeningPort(host, port, self.take)
             self.address = self._port.address
 
     def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:
