@@ -529,7 +529,8 @@ class World:
             if not knows and self.now - max(leader.told_at, self.calm_at) > 0.5:
                 raise WrongError(f"stage {index} was not told what is saved")
             logs = [end.state.log for end in stage.ends.values() if end.state]
-            old = [[e.length for e in log.since(-1) if -1 < e.step < stage.saved] for log in logs]
+            logged = [log.after(None)[1] for log in logs]
+            old = [[e.length for e in some if -1 < e.step < stage.saved] for some in logged]
             # One that follows may hear of a state before it is there, and logs until the next.
             if any(sum(some) > self.speeds.keeps for some in old) and not process.follows:
                 raise WrongError(f"stage {index} still logs what was saved")

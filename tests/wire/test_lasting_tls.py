@@ -6,14 +6,15 @@ import pytest
 from wiring import HOST, HOURLY, MAX_MESSAGE, PEER, in_background, read_all
 
 from proxy import Proxy
-from thinwire.wire import LastingPipe, Listener, dial
+from thinwire.wire import LastingPipe, Listener, dial, stream
 from waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
-def listener():
+def listener(monkeypatch):
     """Neither end says that it lives: what is noticed, and told, is up to the pipes."""
-    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, HOURLY)
+    monkeypatch.setattr(stream, "SILENCE_S", HOURLY)
+    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
     yield listener
     listener.close()
 
@@ -33,7 +34,7 @@ def over_tls(listener, path):
         return listener.accept("peer", timeout, PEER.fingerprint, is_replaceable=True)
 
     def call(timeout):
-        return dial(path.address, "peer", PEER, HOST.fingerprint, timeout, MAX_MESSAGE, HOURLY)
+        return dial(path.address, "peer", PEER, HOST.fingerprint, timeout, MAX_MESSAGE)
 
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(lambda: LastingPipe(accept(PATIENCE), accept, PATIENCE))

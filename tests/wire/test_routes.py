@@ -14,6 +14,7 @@ from proxy import Proxy
 from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
 from thinwire.wire import Door, Identity, LastingPipe, Route, Routes, Standby, dial
+from thinwire.wire import routes as routes_room
 from thinwire.wire.routes import proof_of, to_sign
 from waiting import PATIENCE, wait_until
 
@@ -156,12 +157,13 @@ def test_a_link_goes_from_relayed_to_direct_and_back(ends):
     assert routes.in_use == relayed(relay.address)
 
 
-def test_a_route_that_swallows_dials_does_not_hold_up_the_next(ends):
+def test_a_route_that_swallows_dials_does_not_hold_up_the_next(ends, monkeypatch):
+    monkeypatch.setattr(routes_room, "ROUTE_S", 1)
     door = ends.door()
     door.serve(NAME, ends.listener.take)
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # connects, and never says a word
         dead = "{}:{}".format(*nobody.getsockname())
-        routes = Routes(NAME, [direct(dead), relayed(door.address)], timeout=1)
+        routes = Routes(NAME, [direct(dead), relayed(door.address)])
         exchange(*ends.join(routes))
         assert routes.in_use == relayed(door.address)
 

@@ -29,11 +29,11 @@ OTHER = """
     from thinwire.wire import *
     order = json.loads(sys.stdin.readline())
     identity = Identity(**order["identity"])
-    silence = order["silence"]
+    stream.SILENCE_S = order["silence"]
     if "address" in order:
-        pipe = dial(order["address"], "peer", identity, order["whom"], 30, 1 << 25, silence)
+        pipe = dial(order["address"], "peer", identity, order["whom"], 30, 1 << 25)
     else:
-        listener = Listener(identity, "127.0.0.1", 0, 1 << 25, silence)
+        listener = Listener(identity, "127.0.0.1", 0, 1 << 25)
         print(listener.address, flush=True)
         pipe = listener.accept("coordinator", 30)
     link = Link(pipe, Meter(), None, "echo", 1 << 24)
@@ -42,10 +42,8 @@ OTHER = """
 """
 
 
-def call(
-    address, name="peer", who=PEER, timeout=PATIENCE, whom=HOST.fingerprint, silence=HOURLY, **more
-):
-    return wire.dial(address, name, who, whom, timeout, MAX_MESSAGE, silence, **more)
+def call(address, name="peer", who=PEER, timeout=PATIENCE, whom=HOST.fingerprint, **more):
+    return wire.dial(address, name, who, whom, timeout, MAX_MESSAGE, **more)
 
 
 def refusal(address, *others, **named):
@@ -66,17 +64,18 @@ def awaited(listener, name="peer", dialer=None):
 
 
 @pytest.fixture
-def spawn():
+def spawn(monkeypatch):
     """Start the other process, and join it; it is killed at the end."""
     held = contextlib.ExitStack()
 
     def spawn(we, silence, wait=True):
+        monkeypatch.setattr(wire.stream, "SILENCE_S", silence)
         order = {
             "identity": {"name": "peer", "key_pem": PEER.key_pem}, "silence": silence, "wait": wait,
             "whom": HOST.fingerprint,
         }  # fmt: skip
         if we == "listen":
-            listener = wire.Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, silence)
+            listener = wire.Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
             held.callback(listener.close)
             order["address"] = listener.address
         process = subprocess.Popen(
@@ -91,7 +90,7 @@ def spawn():
         if we == "listen":
             return process, listener.accept("peer", PATIENCE)
         address = process.stdout.readline().strip()
-        return process, call(address, "coordinator", HOST, PATIENCE, PEER.fingerprint, silence)
+        return process, call(address, "coordinator", HOST, PATIENCE, PEER.fingerprint)
 
     yield spawn
     held.close()
@@ -132,12 +131,12 @@ def test_a_process_that_forgets_to_close_still_exits(spawn, we):
     pipe.close()
 
 
-def test_an_end_that_does_not_read_is_alive_all_the_same():
+def test_an_end_that_does_not_read_is_alive_all_the_same(listener, monkeypatch):
     """A stage that is busy takes nothing for a while: the other end must not give it up."""
-    listener = wire.Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, HASTY)
+    monkeypatch.setattr(wire.stream, "SILENCE_S", HASTY)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, "peer", PATIENCE)
-        (link, heard) = start(call(listener.address, silence=HASTY))
+        (link, heard) = start(call(listener.address))
         for _ in range(20):
             link.send(wire.Frame(wire.FrameKind.FORWARD, payload=bytes(1 << 20)))
         time.sleep(3.5)
@@ -146,7 +145,6 @@ def test_an_end_that_does_not_read_is_alive_all_the_same():
         got.wait(lambda: len(got.frames) == 20)
     link.close()
     late.close()
-    listener.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import safetensors
@@ -115,6 +115,7 @@ class _CheckedManifest(msgspec.Struct):
 
 
 Word = Want | Refusal | SeatFiles
+T = TypeVar("T", Frame, SeatFiles)
 _WORDS = msgspec.json.Decoder(Word)
 learn_types(_CheckedManifest)
 
@@ -152,6 +153,17 @@ class Talk:
         except (WireError, msgspec.MsgspecError, RecursionError) as error:
             reason = printable(str(error), 200)
             raise BreachError(f"what came among files cannot be read: {reason}") from None
+
+    def expect(self, kind: type[T], what: str, timeout: float | None = None) -> T:
+        """The next word or piece, which must be of this kind; CheckpointError if it is refused."""
+        heard = self.hear(timeout)
+        if heard is None:
+            raise WireError(f"the other end closed the connection before it sent {what}")
+        if isinstance(heard, Refusal):
+            raise CheckpointError(f"the other end does not send it: {printable(heard.reason, 500)}")
+        if not isinstance(heard, kind):
+            raise BreachError(f"the other end sent something else than {what}")
+        return heard
 
 
 def uplink_share(mbps: float) -> float:
@@ -248,21 +260,13 @@ def _complete(talk: Talk, want: Want, part: Path, progress: Callable[[int], None
 
 
 def _next_piece(talk: Talk, want: Want, have: int) -> BytesLike:
-    heard = talk.hear(SILENCE_S)
-    if heard is None:
-        raise WireError("the other end closed the connection in the middle of a file")
-    if isinstance(heard, Refusal):
-        raise _refused(heard)
-    if not isinstance(heard, Frame) or heard.step != have // PIECE_BYTES:
+    piece = talk.expect(Frame, "the rest of a file", SILENCE_S)
+    if piece.step != have // PIECE_BYTES:
         raise BreachError("the other end sent another piece than the one that was due")
-    size, due = len(heard.payload), min(PIECE_BYTES, want.bytes - have)
+    size, due = len(piece.payload), min(PIECE_BYTES, want.bytes - have)
     if size != due:
         raise BreachError(f"the other end sent a piece of {size} bytes, not {due}")
-    return heard.payload
-
-
-def _refused(word: Refusal) -> CheckpointError:
-    return CheckpointError(f"the other end does not send it: {printable(word.reason, 500)}")
+    return piece.payload
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -609,14 +613,8 @@ def fetch_seat(
     """
     talk = Talk(pipe)
     try:
-        heard = talk.hear()
-        if heard is None:
-            raise WireError("the host closed the connection before it said what this seat needs")
-        if isinstance(heard, Refusal):
-            raise _refused(heard)
-        if not isinstance(heard, SeatFiles):
-            raise BreachError("the host sent something else than what this seat needs")
-        shards = _checked_manifest(heard.manifest, plugins)
+        manifest = talk.expect(SeatFiles, "what this seat needs").manifest
+        shards = _checked_manifest(manifest, plugins)
         which = ", ".join(map(str, stages))
         if (size := sum(shard.bytes for shard in shards)) > limit:
             raise CheckpointError(
@@ -624,7 +622,7 @@ def fetch_seat(
                 f"most {limit:,} with the settings of this run: nothing of it is fetched"
             )
         folder, tell = checkpoints_folder(run_folder), lambda done: progress(done, size)
-        return _fetch_files(talk, heard.manifest, shards, folder, min(stages), tell)
+        return _fetch_files(talk, manifest, shards, folder, min(stages), tell)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint cannot be kept in {run_folder}: {error}. Free some space, or choose "

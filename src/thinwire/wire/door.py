@@ -35,7 +35,7 @@ from thinwire.wire.routes import (
     to_sign,
     who_of,
 )
-from thinwire.wire.sockets import ListeningPort, hang_up, split_address
+from thinwire.wire.sockets import ListeningPort, address_text, hang_up
 
 LINK_MBPS = 200.0
 CHUNK = 1 << 16  # bytes that a direction holds at most, between reading and writing
@@ -91,7 +91,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
         self._lock = threading.RLock()  # guards all that follows
         self._served: dict[str, Take] = {}
         self._runs: dict[str, _Run] = {}
-        self._pass: tuple[str, float] | None = None
+        self._guests: _Run | None = None  # what counts for runs that are not known beforehand
         self._callers: list[_Caller] = []  # in the order in which they came
         self._is_closed = False
         self._port = ListeningPort(host, port, self._receive)
@@ -118,12 +118,12 @@ class Door(contextlib.AbstractContextManager["Door"]):
         """
         check_name(f"{run}/any")
         with self._lock:
-            known = self._runs.setdefault(run, _Run(Allowance(0)))
+            known = self._runs.setdefault(run, _Run(grant_of, Allowance(mbps)))
             known.grant_of, known.allowance.mbps = grant_of, mbps
 
     def admit_any(self, token: str, mbps: float = 0.0) -> None:
         """Let every run meet here whose peers know this pass, each within `mbps`."""
-        self._pass = (token, mbps)
+        self._guests = _Run({who_of(token): Grant(token)}.get, Allowance(mbps))
 
     def cut(self, run: str, who: str) -> None:
         """Cut all connections that were opened with somebody's token."""
@@ -159,9 +159,9 @@ class Door(contextlib.AbstractContextManager["Door"]):
             for caller in filter(is_out, self._callers):
                 hang_up(caller.connection)
 
-    def _receive(self, connection: socket.socket, address: str) -> None:
+    def _receive(self, connection: socket.socket, host: str) -> None:
         """One connection that was opened: strangers are few, and have their time."""
-        limits, caller = self._limits, _Caller(connection, address)
+        limits, caller = self._limits, _Caller(connection, host)
         with self._lock:
             at_home = [other for other in self._callers if other.home == caller.home]
             is_full = (
@@ -186,12 +186,13 @@ class Door(contextlib.AbstractContextManager["Door"]):
         with connection, contextlib.suppress(OSError):
             try:
                 wish, run = self._admit(caller)
-                grant = run.grant_of(caller.who) if run.grant_of else Grant("")
+                grant = run.grant_of(caller.who)
                 if grant is None or grant.refusal:  # it was struck off in this very moment
                     raise WireError("the token shown does not count any more")
                 connection.settimeout(self._limits.idle_s)
                 if wish == "ping":
-                    say(connection, f"ok {caller.address} {time.time():.3f}")
+                    address = address_text(*connection.getpeername()[:2])
+                    say(connection, f"ok {address} {time.time():.3f}")
                 elif wish == "wait":
                     self._keep_waiting(caller)
                 elif take := self._served.get(caller.name):
@@ -222,14 +223,10 @@ class Door(contextlib.AbstractContextManager["Door"]):
         run_name, _, service = check_name(name).partition("/")
         who = "" if who == "-" else who  # at a relay all show the same pass
         with self._lock:
-            run = self._runs.get(run_name)
-            if run is not None and run.grant_of is not None:
-                grant, mbps = run.grant_of(who), run.allowance.mbps
-            elif self._pass is not None:
-                token, mbps = self._pass
-                grant = None if who else Grant(token)
-            else:
+            run = self._runs.get(run_name) or self._guests
+            if run is None:
                 raise WireError(f"run {run_name} is not known at this door")
+            grant = run.grant_of(who)
         if grant is None or not hmac.compare_digest(
             proof_of(grant.token, nonce, wish, name).encode(), proof.encode()
         ):
@@ -252,7 +249,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
             if fingerprint_of(public)[:RUN_DIGITS] != run_name:
                 raise WireError(f"the key shown is not the one of the host of run {run_name}")
         with self._lock:
-            run = self._runs.get(run_name) or self._new_run(run_name, mbps)
+            run = self._runs.get(run_name) or self._new_guest(run_name, run)
             held = [other.who for other in self._callers if other.run == run_name]
             if len(held) >= limits.per_run:
                 raise WireError(f"run {run_name} has {len(held)} connections here, the most")
@@ -261,15 +258,16 @@ class Door(contextlib.AbstractContextManager["Door"]):
             caller.run, caller.who, caller.name = run_name, who, name
         return wish, run
 
-    def _new_run(self, name: str, mbps: float) -> "_Run":
+    def _new_guest(self, name: str, like: "_Run") -> "_Run":
         """Make room for a run that is new to a relay, at the cost of counts of earlier ones."""
         held, most = {caller.run for caller in self._callers}, self._limits.runs
-        idle = [name for name, run in self._runs.items() if not (run.grant_of or name in held)]
+        guests = [name for name, run in self._runs.items() if run.grant_of is like.grant_of]
+        idle = [guest for guest in guests if guest not in held]
         for other in idle[: max(0, len(self._runs) - most + 1)]:
             del self._runs[other]
         if len(self._runs) >= most:
             raise WireError(f"{len(self._runs)} runs meet at this door already, the most")
-        self._runs[name] = run = _Run(Allowance(mbps))
+        self._runs[name] = run = _Run(like.grant_of, Allowance(like.allowance.mbps))
         return run
 
     def _join_waiting(self, caller: "_Caller", run: "_Run") -> None:
@@ -347,10 +345,9 @@ class Allowance:
 class _Caller:
     """A connection at a door: a stranger until it has proven what it may."""
 
-    def __init__(self, connection: socket.socket, address: str) -> None:
-        self.connection, self.address = connection, address
-        self.host, _ = split_address(address)
-        self.home = home_of(self.host)  # whose connections are counted together
+    def __init__(self, connection: socket.socket, host: str) -> None:
+        self.connection, self.host = connection, host
+        self.home = home_of(host)  # whose connections are counted together
         self.run = self.who = self.name = ""  # once it is known
         self.waits_for = ""  # its name, while it waits to be called
         self.answer: futures.Future[bytes] = futures.Future()  # to a call
@@ -359,13 +356,10 @@ class _Caller:
 
 @dataclass
 class _Run:
-    """A run at a door: what may pass between its peers, and who they are.
+    """A run at a door: who its peers are, and what may pass between them."""
 
-    Without `grant_of`, the door's pass counts.
-    """
-
+    grant_of: GrantOf
     allowance: Allowance
-    grant_of: GrantOf | None = None
 
 
 def home_of(host: str) -> str:

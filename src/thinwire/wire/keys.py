@@ -13,6 +13,7 @@ import re
 import ssl
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import BinaryIO
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -93,17 +94,10 @@ class Identity:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # nobody resumes a session: each connection proves its keys
-        ends = []
-        try:  # Python reads keys from files alone: these have no name
-            for content in (
-                certificate.public_bytes(serialization.Encoding.PEM),
-                self.key_pem.encode(),
-            ):
-                ends.append(_pipe_with(content))
-            context.load_cert_chain(*(f"/dev/fd/{end}" for end in ends))
-        finally:
-            for end in ends:
-                os.close(end)
+        # Python reads keys from files alone: these have no name.
+        shown = certificate.public_bytes(serialization.Encoding.PEM)
+        with _pipe_with(shown) as one, _pipe_with(self.key_pem.encode()) as other:
+            context.load_cert_chain(f"/dev/fd/{one.fileno()}", f"/dev/fd/{other.fileno()}")
         return context
 
 
@@ -172,9 +166,9 @@ def _base64(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-def _pipe_with(content: bytes) -> int:
+def _pipe_with(content: bytes) -> BinaryIO:
     """The reading end of a pipe that holds all of a short content."""
     end, writing = os.pipe()
     with open(writing, "wb") as pipe:
         pipe.write(content)
-    return end
+    return open(end, "rb")

@@ -89,8 +89,6 @@ class LastingPipe(Pipe):
                         self._lose(connection, None)
                     elif (message := self._receive(raw)) is not None:
                         return message
-                except BreachError as error:
-                    self._stop(error)
                 except WireError as error:
                     self._lose(connection, error)
         if self._stopped and not self._over and not self._closed:
@@ -105,7 +103,8 @@ class LastingPipe(Pipe):
                 # Somebody must read to the end, and from here on it may be nobody else.
                 on_daemon_thread("thinwire close", self.read)
             self._changed.wait_for(lambda: self._stopped, grace)
-        if connection := self._end(WireError("the pipe is closed")):
+            connection = self._stop(WireError("the pipe is closed"))
+        if connection is not None:
             connection.close(grace)
 
     def round_trip(self) -> float:
@@ -168,15 +167,13 @@ class LastingPipe(Pipe):
                 while (message := self._next_due(connection)) is not None:
                     connection.write(message)
             except WireError as error:
-                if isinstance(error, BreachError | AdmissionError):
-                    self._stop(error)
                 self._wait_for_the_reader(connection)
                 self._lose(connection, error)
             except Exception as error:  # it must not die with this thread
-                self._stop(WireError(f"a connection failed: {error!r}"))
+                self._lose(connection, WireError(f"a connection failed: {error!r}"), for_good=True)
             connection = None
             time.sleep(_PAUSE_S)
-        if self._stopped is None:
+        with self._changed:
             self._stop(WireError(f"the connection was down for {self._outage:g} s: {self._reason}"))
 
     def _time_left(self) -> float:
@@ -244,34 +241,34 @@ class LastingPipe(Pipe):
             if connection is not None and self._over:
                 self._changed.wait_for(lambda: self._connection is not connection, CLOSE_GRACE_S)
 
-    def _lose(self, connection: Pipe | None, error: WireError | None) -> None:
-        """A connection is lost, or cannot be had; without an error, the other end closed it."""
+    def _lose(
+        self, connection: Pipe | None, error: WireError | None, for_good: bool = False
+    ) -> None:
+        """A connection is lost, or cannot be had; without an error, the other end closed it.
+
+        What the other end may not do, and that this one may not connect, ends the pipe for good.
+        """
         with self._changed:
             self._reason = str(error or "the other end closed the connection")
-            if connection is not None and self._connection is connection:
-                self._connection = None
+            if error and (for_good or isinstance(error, BreachError | AdmissionError)):
+                connection = self._stop(error) or connection
+            elif connection is not None and self._connection is connection:
                 if self._is_done() or (error is None and self._over):
-                    self._stopped = self._stopped or WireError("the other end is gone")
+                    self._stop(WireError("the other end is gone"))
                 else:
-                    self._down_since = time.monotonic()
+                    self._connection, self._down_since = None, time.monotonic()
                     self.outages += 1
                     self._on_down(self._reason)
             self._changed.notify_all()
         if connection is not None:
             on_daemon_thread("thinwire close", connection.close)
 
-    def _stop(self, error: WireError) -> None:
-        """The pipe is broken for good."""
-        if connection := self._end(error):
-            on_daemon_thread("thinwire close", connection.close)
-
-    def _end(self, reason: WireError) -> Pipe | None:
+    def _stop(self, reason: WireError) -> Pipe | None:
         """Move nothing more, for this reason or an earlier one; the connection that there was."""
-        with self._changed:
-            connection, self._connection = self._connection, None
-            self._stopped = self._stopped or reason
-            self._changed.notify_all()
-            return connection
+        connection, self._connection = self._connection, None
+        self._stopped = self._stopped or reason
+        self._changed.notify_all()
+        return connection
 
 
 class LastingKind(IntEnum):

@@ -102,15 +102,18 @@ def handshake(
         payload = json.dumps(mine, sort_keys=True).encode()
         pipe.write(encode(Frame(FrameKind.HELLO, payload=payload)))
         meter.count_sent(FrameKind.HELLO, len(payload))
-        payload = _read_hello(pipe, timeout)
-        meter.count_received(FrameKind.HELLO, len(payload))
+        message = pipe.read_within(timeout)
+        if message is None:
+            raise WireError("the other end closed the link; its own message says why")
+        hello = decode(message, MAX_HELLO)
+        if hello.kind != FrameKind.HELLO:
+            raise WireError(f"expected HELLO first, got {hello.kind.name}")
+        meter.count_received(FrameKind.HELLO, len(hello.payload))
         try:
-            theirs = msgspec.json.decode(payload, type=dict[str, Any])
+            theirs = msgspec.json.decode(hello.payload, type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError) as error:
             why = printable(str(error), 200)
-            raise WireError(
-                f"handshake: the other end's HELLO is not a JSON object: {why}"
-            ) from None
+            raise WireError(f"the other end's HELLO is not a JSON object: {why}") from None
         differences = []
         for key, wanted in expect.items():
             difference = f"{key}: this stage has {wanted}, the other end "
@@ -121,25 +124,12 @@ def handshake(
                 said = printable(str(theirs[key]), 200)
                 differences.append(f"{difference}has {said}{f' ({cure})' if cure else ''}")
         if differences:
-            raise WireError("handshake: the two ends do not match: " + "; ".join(differences))
+            raise WireError("the two ends do not match: " + "; ".join(differences))
         return theirs
-    except WireError:
+    except WireError as error:
         # Aside, because closing lets the other end read our HELLO first, and it may not be.
         on_daemon_thread("handshake", pipe.close)
-        raise
-
-
-def _read_hello(pipe: Pipe, timeout: float) -> bytes:
-    try:
-        message = pipe.read_within(timeout)
-    except WireError as error:
-        raise WireError(f"handshake: {error}") from error
-    if message is None:
-        raise WireError("handshake: the other end closed the link; its own message says why")
-    frame = decode(message, MAX_HELLO)
-    if frame.kind != FrameKind.HELLO:
-        raise WireError(f"handshake: expected HELLO first, got {frame.kind.name}")
-    return bytes(frame.payload)
+        raise type(error)(f"handshake: {error}") from error
 
 
 class Link:
@@ -378,10 +368,9 @@ class Link:
 
     def _stop_threads(self) -> None:
         self._outgoing.put(None)
-        if self._out_line is not None:
-            self._out_line.stop()
-        if self._in_line is not None:
-            self._in_line.stop()
+        for line in (self._out_line, self._in_line):
+            if line is not None:
+                line.stop()
 
     def _lost(self) -> bool:
         return self._said_bye or self._failure is not None

@@ -73,7 +73,7 @@ class FrameLog:
         self._folder, self._limit, self._keeps = folder, limit, keeps
         self._entries: deque[Entry] = deque()
         self._lock = threading.Lock()
-        self._number, self._size, self.bytes = 0, 0, 0
+        self._number, self.bytes = 0, 0  # of the file that grows, and of all frames
         self._dropped = 0  # entries before the first that is there
         self.latest = 0  # the last step of which it has a frame
         self._from = 0  # it has all frames of this step and later ones
@@ -98,27 +98,21 @@ class FrameLog:
 
     def _store(self, message: BytesLike) -> tuple[Path, int]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if self._size >= SEGMENT_BYTES:
-            self._number, self._size = self._number + 1, 0
         file = self._folder / f"{self._number:06d}.frames"
         with file.open("ab") as end:
             offset = end.tell()
             end.write(message)
-        self._size = offset + len(message)
+        if offset + len(message) >= SEGMENT_BYTES:
+            self._number += 1
         return file, offset
 
     def reaches(self, step: int) -> bool:
         """Whether it has all frames of this step and later ones."""
         return step >= self._from
 
-    def since(self, step: int) -> list[Entry]:
-        """The frames of this step and later ones, in order; the goodbye too, if there was one."""
-        with self._lock:
-            return [entry for entry in self._entries if entry.step >= step or entry.step == GOODBYE]
-
     def after(self, count: int | None) -> tuple[int, list[Entry]]:
-        """Those that came after so many, or all that are there; and how many there were in all.
-        WireError if some of them are there no more.
+        """The frames that came after so many, or all that are there, in order; and how many there
+        were in all. WireError if some of them are there no more.
         """
         with self._lock:
             count = self._dropped if count is None else count
@@ -272,7 +266,7 @@ class LinkState:
         if self.is_new:
             last = max((step for step, _, _ in theirs.received), default=-1)
             self.sent_again = max(self.sent_again, theirs.latest, theirs.start, last + 1)
-        entries = self.log.since(theirs.start)
+        _, entries = self.log.after(None)
         # What waits for its time on an emulated uplink will be written by itself.
         entries = entries[: max(0, len(entries) - self._unwritten)]
         return [entry for entry in entries if self._lacks(entry.step, entry.kind)]
@@ -378,21 +372,21 @@ class LoggedPipe(Pipe):
             except WireError as error:
                 failure = error
             with self._changed:
+                if pipe is not self._pipe:
+                    continue  # of a process that was replaced meanwhile
                 if message is not None:
-                    if pipe is not self._pipe or self._is_witness(message):
-                        continue  # or of a process that was replaced meanwhile
+                    if self._is_witness(message):
+                        continue
                     self._receive(message)
                     return message
-                if pipe is not self._pipe:
-                    continue
                 if self.state.heard_bye or self._closed:
                     return None
                 if self.state.follows:
                     raise failure or WireError("the other end feeds this follower no more")
-                if failure is not None and not self._awaits:
-                    raise failure
                 if not self._awaits:
-                    return None
+                    if failure is None:
+                        return None
+                    raise failure
                 self._pipe = None
 
     def _is_witness(self, message: BytesLike) -> bool:

@@ -38,6 +38,7 @@ LONGEST_LINE = 320  # bytes, of what either side says before bytes are passed on
 HERE = b"+"  # what one who waits answers to a call
 ROUTE_S = 4.0  # for one route to answer: a firewall may swallow a dial, and another route is next
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+_READY = 2  # connections that wait at a door
 _NAME = re.compile(r"[0-9a-f]{16}/[a-z0-9][a-z0-9@._-]{0,79}")
 
 Wish = Literal["reach", "wait", "ping"]
@@ -63,11 +64,10 @@ class Routes:
     tried again.
     """
 
-    def __init__(self, name: str, routes: Sequence[Route] | str, timeout: float = ROUTE_S) -> None:
+    def __init__(self, name: str, routes: Sequence[Route] | str) -> None:
         self.name = check_name(name) if name else ""
         self.routes = (Route(routes),) if isinstance(routes, str) else tuple(routes)
         self.in_use: Route | None = None  # of the latest connection
-        self._timeout = timeout
 
     def __str__(self) -> str:
         return " or ".join(route.address for route in self.routes) or "nowhere"
@@ -82,7 +82,7 @@ class Routes:
         problems, refusal, deadline = [], None, time.monotonic() + timeout
         for route in self.routes:
             try:
-                left = max(0.1, min(self._timeout, deadline - time.monotonic()))
+                left = max(0.1, min(ROUTE_S, deadline - time.monotonic()))
                 connection, _ = call(route, "reach", self.name, left)
                 self.in_use = route
                 return connection
@@ -135,21 +135,19 @@ def ping_all(routes: Sequence[Route], name: str) -> dict[Route, Seen | WireError
 class Standby(contextlib.AbstractContextManager["Standby"]):
     """The acceptor's end at a door elsewhere: waits there, and has who calls served by `take`.
 
-    `ready` connections wait at a time. While the door is away it comes back by itself, with
+    Two connections wait at a time. While the door is away it comes back by itself, with
     growing pauses. A host that waits for those who want its services needs its prover; the ends of
     links need none.
     """
 
-    def __init__(
-        self, name: str, route: Route, take: Take, ready: int = 2, prover: Prover | None = None
-    ) -> None:
+    def __init__(self, name: str, route: Route, take: Take, prover: Prover | None = None) -> None:
         self.name, self.route = check_name(name), route
         self.trouble = ""  # why the last attempt to wait there failed; empty if it did not
         self._take, self._prover = take, prover
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         self._waiting: set[socket.socket] = set()
-        for _ in range(ready):
+        for _ in range(_READY):
             on_daemon_thread("thinwire standby", self._stand_by)
 
     @property

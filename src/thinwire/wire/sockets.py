@@ -72,7 +72,7 @@ def why(error: OSError) -> str:
 
 
 class ListeningPort:
-    """Listens on a port, and passes each connection on with its address, until it is closed.
+    """Listens on a port, and passes each connection on with the host that it comes from.
 
     A WireError says why it cannot listen there, and what to change.
     """
@@ -110,7 +110,8 @@ class ListeningPort:
                     return
                 time.sleep(0.1)  # out of descriptors, perhaps: some will be given back
                 continue
-            receive(connection, address_text(*place[:2]))
+            host, _ = split_address(address_text(*place[:2]))
+            receive(connection, host)
 
 
 def hang_up(connection: socket.socket) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
 from thinwire.wire.routes import ROUTE_S, Route, call, hear, say
-from thinwire.wire.sockets import hang_up, why
+from thinwire.wire.sockets import why
 
 SERVICE = "speed"
 MOST_SECONDS = 3.0  # of one burst
@@ -76,20 +76,14 @@ class SpeedService:
 
 
 def _burst(caller: socket.socket, wish: str, seconds: float) -> None:
-    over = threading.Timer(MOST_SECONDS + 2 * _GRACE_S, hang_up, [caller])
-    over.daemon = True
-    over.start()
-    try:
-        say(caller, "go")
-        if wish == "down":
-            _send(caller, seconds)
-        else:
-            say(caller, f"{_receive(caller, seconds):.3f}")
+    say(caller, "go")
+    if wish == "down":
+        _send(caller, seconds)
+    else:
+        rate = _receive(caller, seconds)
         caller.settimeout(_GRACE_S)
-        while caller.recv(_CHUNK):  # what is on the way must not be lost to our end
-            pass
-    finally:
-        over.cancel()
+        say(caller, f"{rate:.3f}")
+    _receive(caller, _GRACE_S)  # what is on the way must not be lost to our end
 
 
 def _send(connection: socket.socket, seconds: float) -> None:

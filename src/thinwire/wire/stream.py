@@ -30,7 +30,7 @@ from thinwire.wire.frame import BytesLike
 from thinwire.wire.keys import Identity, dialing_context, fingerprint_of, proven_by, shown_key
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 from thinwire.wire.routes import Routes
-from thinwire.wire.sockets import ListeningPort, hang_up, split_address
+from thinwire.wire.sockets import ListeningPort, hang_up
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Stream(Pipe):
     ) -> None:
         self.public = ""
         self.deadline: float | None = deadline  # until it is open
-        self._silence_s, self._limit = SILENCE_S, _GREETING_BYTES
+        self._limit = _GREETING_BYTES
         self._in_tls = threading.Lock()  # Python's TLS is not for two threads at once
         self._reading, self._writing = threading.Lock(), threading.Lock()
         self._closed = False  # by us
@@ -78,13 +78,14 @@ class Stream(Pipe):
 
     def shake_hands(self) -> None:
         """Begin TLS; a listener proves its key by that."""
-        self._do(self._tls.do_handshake)
-        if not self._tls.server_side:
-            self.public = shown_key(self._tls.getpeercert(binary_form=True))
+        with self._reading:
+            self._do(self._tls.do_handshake)
+            if not self._tls.server_side:
+                self.public = shown_key(self._tls.getpeercert(binary_form=True))
 
-    def opened(self, limit: int, silence_s: float) -> None:
+    def opened(self, limit: int) -> None:
         """Both ends are known: from now on messages may have `limit` bytes, and silence counts."""
-        self._limit, self.deadline, self._silence_s = limit, None, silence_s
+        self._limit, self.deadline = limit, None
 
     def write(self, message: BytesLike) -> None:
         if not len(message):
@@ -143,16 +144,12 @@ class Stream(Pipe):
 
     def keep_alive(self) -> None:
         """Say now and then that this end is alive; returns when the stream is over."""
-        pause: float | None = self._silence_s / 2
-        while not self._over.wait(pause):
+        while not self._over.wait(SILENCE_S / 2):
             if self._writing.acquire(blocking=False):  # else it is heard anyway
-                try:
+                with contextlib.suppress(WireError):  # whoever reads says so
                     if not self._said_end:
                         self._send(_ALIVE)
-                except WireError:  # whoever reads says so
-                    pause = None
-                finally:
-                    self._writing.release()
+                self._writing.release()
 
     def _take_leave(self) -> None:
         with contextlib.suppress(WireError):
@@ -194,7 +191,7 @@ class Stream(Pipe):
                 awaited = select.POLLIN
             except ssl.SSLWantWriteError:
                 awaited = select.POLLOUT
-            except (OSError, ValueError) as error:  # a ValueError, where it was closed meanwhile
+            except OSError as error:
                 raise WireError(f"the other end is gone ({_plainly(error)})") from None
             self._wait(awaited)
         raise WireError("the other end is gone (the connection is closed)")
@@ -204,12 +201,9 @@ class Stream(Pipe):
         if self.deadline is not None:
             seconds = max(0.0, self.deadline - time.monotonic())
         elif awaited == select.POLLIN:
-            seconds = self._silence_s
+            seconds = SILENCE_S
         poll = select.poll()
-        try:
-            poll.register(self._tls, awaited)
-        except ValueError:
-            raise WireError("the other end is gone (the connection is closed)") from None
+        poll.register(self._tls, awaited)
         if not poll.poll(None if seconds is None else seconds * 1000):
             raise WireError(f"the other end is gone (it said nothing for {seconds:.3g} s)")
 
@@ -221,7 +215,6 @@ def dial(
     whom: str,
     timeout: float,
     max_message: int,
-    silence_s: float = SILENCE_S,
     tries_again: bool = True,
 ) -> Stream:
     """Open a stream called `name` to a listener; tries again until `timeout`.
@@ -243,7 +236,7 @@ def dial(
             except WireError:
                 stream.cut()
                 raise
-            stream.opened(max_message, silence_s)
+            stream.opened(max_message)
             on_daemon_thread("thinwire stream", stream.keep_alive)
             return stream
         except WireError as error:
@@ -288,11 +281,9 @@ class Listener:
         host: str | None,
         port: int,
         max_message: int,
-        silence_s: float = SILENCE_S,
         who: Callable[[str], str | None] = lambda fingerprint: fingerprint,
     ) -> None:
-        self._identity, self._who = identity, who
-        self._max_message, self._silence_s = max_message, silence_s
+        self._identity, self._who, self._max_message = identity, who, max_message
         self._context = identity.listening_context()
         self._served: dict[str, Callable[[Stream], None]] = {}
         self._lock = threading.Lock()  # guards all that follows
@@ -301,9 +292,7 @@ class Listener:
         self._is_closed = False
         self.address, self._port = "", None
         if host is not None:
-            self._port = ListeningPort(
-                host, port, lambda one, at: self.take(one, split_address(at)[0])
-            )
+            self._port = ListeningPort(host, port, self.take)
             self.address = self._port.address
 
     def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:
@@ -410,7 +399,7 @@ class Listener:
             is_right, has_come = expected.dialer in (None, dialer), expected.arrival.done()
             if is_right and not has_come:
                 stream.write(b"ok")  # fails if the dialer has given up: its next attempt counts
-                stream.opened(self._max_message, self._silence_s)
+                stream.opened(self._max_message)
                 expected.arrival.set_result(stream)
                 if not expected.is_replaceable:
                     del self._expected[name]
@@ -443,9 +432,9 @@ def _told(stream: Stream) -> str:
     return printable(bytes(message).decode(errors="replace"))
 
 
-def _plainly(error: OSError | ValueError) -> str:
+def _plainly(error: OSError) -> str:
     """Why a connection ended. TLS has words of its own; most readers need to know less."""
-    if isinstance(error, ssl.SSLEOFError | ConnectionResetError | BrokenPipeError | ValueError):
+    if isinstance(error, ssl.SSLEOFError | ConnectionResetError | BrokenPipeError):
         return "the connection was lost"
     if isinstance(error, ssl.SSLError):
         return f"no TLS connection: {error.reason or error}"
