@@ -224,15 +224,15 @@ def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_
         wait_until(lambda: led.event() and len(led.peers._standbys) == 2)
         names = {stage: led.peers._standbys[stage,] for stage in (0, 1)}
         for stage in (0, 1):  # each end of one, then each end of the other
-            led.peers.tell(stage, msg.Connect("at", follower=stage + 1), follows=True)
+            led.peers.tell(stage, msg.Connect("at", [0], follower=stage + 1), follows=True)
         for stage in (0, 1):
-            led.peers.tell(1 - stage, msg.Follow(0, msg.Connect("", follower=stage + 1)))
+            led.peers.tell(1 - stage, msg.Connect("", [0], 0, follower=stage + 1))
         for stage, holder in ((0, "ben"), (1, "ana")):
-            for name, kind in ((names[stage], msg.Connect), (holder, msg.Follow)):
-                joined[name].hears(kind)
-            own = next(m for m, *_ in joined[names[stage]].heard if isinstance(m, msg.Connect))
-            fed = next(m for m, *_ in joined[holder].heard if isinstance(m, msg.Follow))
-            assert own.word and own.word == fed.connect.word
+            ends = [joined[names[stage]], joined[holder]]
+            for end in ends:
+                end.hears(msg.Connect)
+            own, fed = (next(m for m, *_ in e.heard if isinstance(m, msg.Connect)) for e in ends)
+            assert own.word and own.word == fed.word
 
 
 # What the coordinator makes of it

@@ -70,8 +70,7 @@ MESSAGES: list[Any] = [
     pr.Order([0], {"key": "k"}, {"run": {}}, "/c", "/r"), pr.Release("formed again"),
     pr.News("all is well"), records.StepRecord(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0, [], []),
     records.EvaluationRecord(1, 2.0, None), NEWS, pr.TryDoor(), pr.Dismiss("over", "failed"),
-    CONNECT, pr.Start(), pr.Await(0), pr.Relink(0, CONNECT), pr.Follow(0, CONNECT),
-    pr.TakeOver([pr.Relink(0, CONNECT)]), pr.Saved(8), pr.Stop(), pr.Leave(),
+    CONNECT, pr.Start(), pr.Await(0), pr.Saved(8), pr.Stop(), pr.Leave(),
     pr.Read([1, 2], seed=-3),
 ]  # fmt: skip
 

@@ -16,7 +16,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -444,11 +444,10 @@ class HostedPeers(Peers):
         self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
         self._standbys = base.display.standing.standbys
         self._standby_after = 0.0  # no other stand-by begins before
-        self._standby_ways: dict[tuple[int, ...], Ways] = {}
         self._replaces = bool(placement(settings, self._groups))  # those who are lost
         self._given_up: set[tuple[str, float]] = set()  # members that were away for too long
         self._links = f"epoch/{formation.epoch}.{secrets.token_hex(16)}"
-        self._ways: Ways | None = None
+        self._ways: dict[tuple[int, ...], Ways] = {}  # by who follows, of the holders by ()
         self._words: dict[int, str] = {}  # of stages whose processes have ended
         self._ended: set[int] = set()
         self._streams = Streams(base.door.listener)
@@ -477,7 +476,7 @@ class HostedPeers(Peers):
 
     def start(self) -> None:
         self._base.members.on_happening = self._on_happening
-        self._ways = self._probed_ways()
+        self._ways_between()
         for stages in self._groups:
             name = self._base.formation.seats[stages[0]]
             if not self._give(stages, name, self._checkpoint):
@@ -629,7 +628,7 @@ class HostedPeers(Peers):
     def _forget_standby(self, stages: list[int]) -> str:
         """Who followed these stages, and does so no more; nobody: nothing."""
         name = self._standbys.pop(tuple(stages), "")
-        self._standby_ways.pop(tuple(stages), None)
+        self._ways.pop(tuple(stages), None)
         if name not in self._standbys.values():
             self._base.display.standing.audits.pop(name, None)
         return name
@@ -638,14 +637,6 @@ class HostedPeers(Peers):
         if name := self._forget_standby(stages):
             self._standby_after = time.monotonic() + STANDBY_PAUSE  # it may fail again at once
             self._tell(name, msg.Release("its stage is placed anew", stages))
-
-    def _ways_of_standby(self, stage: int) -> Ways:
-        """The ways as they were if whoever follows this stage held it."""
-        group, name = next(one for one in self._standbys.items() if stage in one[0])
-        if group not in self._standby_ways:  # both ends need the same word
-            seats = self._base.formation.given([*group], name).seats
-            self._standby_ways[group] = self._probed_ways(seats=seats)
-        return self._standby_ways[group]
 
     def _take_seat(self, stages: list[int], name: str) -> None:
         """Note who holds stages from now on, and let go of whoever did."""
@@ -658,8 +649,10 @@ class HostedPeers(Peers):
             self.collector.retract(stages)
             reason = f"{name} holds {stage_names(stages)} now"
             self._tell(before, msg.Release(reason, stages))
-        self._ways = self._probed_ways({before, name})
-        self._standby_ways.clear()  # whoever follows the stage beside it is fed from elsewhere
+        self._ways.clear()  # whoever follows the stage beside it is fed from elsewhere
+        for changed in (before, name):
+            self._doors.pop(changed, None)
+        self._ways_between()
 
     def _best(self, stages: list[int], machines: list[Machine]) -> str | None:
         """Who of these is to hold lost stages; None: nobody can."""
@@ -710,13 +703,12 @@ class HostedPeers(Peers):
         name = self._followed().get(stage, "") if follows else self._base.formation.seats[stage]
         if not name:
             return
-        ways = self._ways
-        if isinstance(message, msg.Follow):
-            ways = self._ways_of_standby(msg.other_end(message.cut, stage))
-        elif follows and isinstance(message, msg.Connect | msg.Relink):
-            ways = self._ways_of_standby(stage)
-        if ways is not None:
-            message = msg.with_ways(message, partial(ways.connect, stage))
+        if isinstance(message, msg.Connect):
+            fed = stage
+            if message.cut is not None and not follows:
+                fed = msg.other_end(message.cut, stage)
+            groups = [group for group in self._standbys if fed in group and message.follower]
+            message = self._ways_between(*groups).connect(stage, message)
         self._tell(name, message, stage)
 
     def ask_to_stop(self, who: str = "") -> None:
@@ -739,16 +731,21 @@ class HostedPeers(Peers):
             states.close()
         self._states.clear()
 
-    def _probed_ways(self, changed: Collection[str] = (), seats: list[str] | None = None) -> Ways:
-        """The doors of all stages' members, probed at once; of some, if the others are known."""
-        door, book, known = self._base.door, self._base.door.book, self._doors
-        seats = self._base.formation.seats if seats is None else seats
-        new = {name for name in seats if name in changed or name not in known}
-        members = [member for member in self._base.members.all() if member.name in new]
-        known |= zip((member.name for member in members), probe_all(members, book), strict=True)
-        doors = [known.get(name, DoorOf()) for name in seats]
-        meeting = [door.meeting(name) for name in seats]
-        return Ways(book.run_id, self._links, doors, meeting, [*map(book.key_of, seats)])
+    def _ways_between(self, followed: tuple[int, ...] = ()) -> Ways:
+        """The ways between the members of all stages; or as they were if whoever follows some held
+        these. Doors that are not known are probed at once.
+        """
+        if followed not in self._ways:  # both ends of a link need the same word
+            door, book, known = self._base.door, self._base.door.book, self._doors
+            follower = self._standbys.get(followed, "")
+            seats = self._base.formation.given([*followed], follower).seats
+            new = {*seats} - known.keys()
+            members = [member for member in self._base.members.all() if member.name in new]
+            known |= zip((member.name for member in members), probe_all(members, book), strict=True)
+            doors = [known.get(name, DoorOf()) for name in seats]
+            meeting, keys = [door.meeting(name) for name in seats], [*map(book.key_of, seats)]
+            self._ways[followed] = Ways(book.run_id, self._links, doors, meeting, keys)
+        return self._ways[followed]
 
     def _serve(self, name: str, stages: list[int], checkpoint: Checkpoint | None) -> None:
         """Accept what stages on a member open beside its own stream: states and token ids."""

@@ -12,7 +12,6 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.explosion import watch_losses
 from thinwire.run.processes import TRAINING, Forker, StageProcess, forks, start_processes
-from thinwire.run.protocol import FROM_PEER, Envelope, Failed, Order, ToStage, with_ways
+from thinwire.run.protocol import FROM_PEER, Connect, Envelope, Failed, Order, ToStage
 from thinwire.run.record import RunRecord
 from thinwire.settings import Settings
 from thinwire.wire import Identity, raise_descriptor_limit
@@ -299,8 +298,9 @@ class LocalPeers(Peers):
         return super().next_event(coordinator)
 
     def tell(self, stage: int, message: ToStage, follows: bool = False) -> None:
-        known = partial(dataclasses.replace, seats=self._seats)
-        self._with(stage).channel.send(with_ways(message, known), stage)
+        if isinstance(message, Connect):
+            message = dataclasses.replace(message, seats=self._seats)
+        self._with(stage).channel.send(message, stage)
 
     def wait_for_exits(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS

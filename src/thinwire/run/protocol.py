@@ -13,8 +13,8 @@ in one generation of the placement:
                           <-     Start
     Step, Evaluation,
     ShardWritten, ...     ->     (Stop, Saved)     training; a step never waits for this stream
-                          <-     Await, Relink     a neighbour is lost, another takes its place
-                          <-     Follow, TakeOver  a process follows a stage, and takes its place
+                          <-     Await, Connect    a neighbour is lost, another takes its place;
+                                                   a process follows a stage, and takes its place
     Audited               ->                       ... and compares what both compute
     Finished or Failed    ->
                           <-     Leave             all stages have finished
@@ -27,7 +27,7 @@ control characters, for a terminal would obey them.
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -406,12 +406,16 @@ class Connect:
     (direct), or of another (relayed). `run` is by what doors know the
     run, and `word` ends the names of its links there: who is not told it, such as a peer that was
     removed from the run, cannot wait in another's place. `links` says of each cut how often its
-    link was opened anew, for another process at one of its ends. With the number of a `follower`
-    it is about the streams that feed that one.
+    link was opened anew, for another process at one of its ends.
+
+    It is about all cuts of a stage: of one that is built, or that followed another and takes its
+    place. Or about one `cut`, because there is another process at its other end. With the number of
+    a `follower` it is about the streams by which that one is fed.
     """
 
     below: str
-    links: list[int] = field(default_factory=list)
+    links: list[int]
+    cut: int | None = None
     follower: int = 0
     seats: list[str] = field(default_factory=list)
     run: str = ""
@@ -434,29 +438,6 @@ class Await:
     """The stage at the other end of a cut is lost, and another process will take its place."""
 
     cut: int
-
-
-@dataclass(frozen=True)
-class Relink:
-    """It has: link to it; `connect` as at the start."""
-
-    cut: int
-    connect: Connect
-
-
-@dataclass(frozen=True)
-class Follow:
-    """Feed a process that follows the stage at the other end of a cut; `connect` leads to it."""
-
-    cut: int
-    connect: Connect
-
-
-@dataclass(frozen=True)
-class TakeOver:
-    """The stage that this one follows is lost: take its place, on these links."""
-
-    relinks: list[Relink]
 
 
 @dataclass(frozen=True)
@@ -520,7 +501,7 @@ ToPeer = (
     | TryDoor
     | Dismiss
 )
-ToStage = Connect | Start | Await | Relink | Follow | TakeOver | Saved | Stop | Leave | Read
+ToStage = Connect | Start | Await | Saved | Stop | Leave | Read
 
 OF_NO_STAGE = -1
 
@@ -535,20 +516,6 @@ def last_decision(known: Iterable[tuple[int, bool]]) -> tuple[int, bool]:
 def other_end(cut: int, stage: int) -> int:
     """The stage at the other end of a cut."""
     return cut if cut < stage else cut + 1
-
-
-def with_ways(message: ToStage, found: Callable[[Connect], Connect]) -> ToStage:
-    """A message with what is `found` instead of what the coordinator knows of where others are."""
-    match message:
-        case Connect():
-            return found(message)
-        case Relink(cut, connect):
-            return Relink(cut, found(connect))
-        case Follow(cut, connect):
-            return Follow(cut, found(connect))
-        case TakeOver(relinks):
-            return TakeOver([Relink(one.cut, found(one.connect)) for one in relinks])
-    return message
 
 
 class Envelope(NamedTuple):
