@@ -10,6 +10,7 @@ from hosting import Joined
 from leading import Lead, part, ready, step
 
 from thinwire.run import events as ev
+from thinwire.run import formation
 from thinwire.run import host as host_module
 from thinwire.run import protocol as msg
 from thinwire.run.coordinator import Phase
@@ -164,8 +165,8 @@ def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(house, leads,
 def test_who_cannot_be_reached_is_given_up_sooner_with_a_spare_and_never_without_logs(
     house, leads, monkeypatch, log_mb, has_spare
 ):
-    monkeypatch.setattr(host_module, "SPARE_SECONDS", 0.1)
-    monkeypatch.setattr(host_module, "NEIGHBOUR_SECONDS", 0.2)
+    monkeypatch.setattr(formation, "SPARE_SECONDS", 0.1)
+    monkeypatch.setattr(formation, "NEIGHBOUR_SECONDS", 0.2)
     with leads("ana", "ben", train__log_mb=log_mb) as (led, _, ben):
         if has_spare:
             house.join("cleo")
