@@ -180,6 +180,8 @@ class Leader:
                     self.told, self.told_at, self._is_saved = message.step, world.now, True
                 world.note("coordinator tells stage %s: %s", stage, message)
                 self._tell(self.processes[stage], stage, message)
+            case ev.Replace(stages, by_follower=True):
+                self._promote(stages)
             case ev.Replace(stages):
                 lost = self.processes[stages[0]]
                 lost.is_replaced = True
@@ -187,8 +189,6 @@ class Leader:
                     lost.die(-9)
                 world.outcome.replaced += 1
                 self._find_holder(stages, lost)
-            case ev.Promote(stages):
-                self._promote(stages)
             case ev.DropFollower(stages):
                 self._drop_standby(tuple(stages))
             case ev.Doubt(stage, _, replaces) if replaces:

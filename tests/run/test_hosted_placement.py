@@ -259,7 +259,7 @@ def test_a_move_is_no_death_however_often_it_comes(run):
         assert run.on(move) == [], "who does may be far behind"
         run.on(ev.Said(1, msg.Follows(number), follows=True))
         told = run.on(move)
-        assert told[0] == ev.Tell(0, msg.Await(0)) and ev.Promote([1]) in told
+        assert told[0] == ev.Tell(0, msg.Await(0)) and ev.Replace([1], by_follower=True) in told
         assert run.on(move) == [], "not while it is on its way"
         assert isinstance(run.say(1, msg.Linked())[-1].message, msg.Start)
     assert not run.coordinator.is_over

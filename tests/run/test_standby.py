@@ -36,9 +36,8 @@ def test_who_follows_a_stage_is_fed_by_its_neighbours_and_takes_its_place_at_onc
     assert start == ev.Tell(1, pr.Start(), follows=True)
     assert texts([note]) == ["stage 1 has a stand-by, which follows it"]
     *awaits, _, promote, below, above, own = lead.on(ev.Exited(1, -9))
-    assert awaits == [ev.Tell(0, pr.Await(0)), ev.Tell(2, pr.Await(1))] and promote == ev.Promote(
-        [1]
-    )
+    assert awaits == [ev.Tell(0, pr.Await(0)), ev.Tell(2, pr.Await(1))]
+    assert promote == ev.Replace([1], by_follower=True)
     assert below == ev.Tell(0, pr.Connect("", [1, 1, 0], 0))
     assert above == ev.Tell(2, pr.Connect("at-1", [1, 1, 0], 1))
     assert own == ev.Tell(1, pr.Connect("at-0", [1, 1, 0])), "it keeps what it has computed"
@@ -63,7 +62,7 @@ def test_one_that_follows_beside_a_lost_stage_is_fed_by_who_takes_its_place():
     assert feed == ev.Tell(2, pr.Connect("at-1", links, 1, follower=2))
     fed = lead.on(ev.Said(1, pr.Linked(follower=2), follows=True))
     assert texts(fed) == ["the stand-by of stage 1 follows on"]
-    assert ev.Promote([1]) in lead.on(ev.Exited(1, -9))
+    assert ev.Replace([1], by_follower=True) in lead.on(ev.Exited(1, -9))
 
 
 def test_one_that_is_not_fed_is_not_promoted():
@@ -89,8 +88,8 @@ def test_neighbours_that_are_lost_together_and_promoted_wait_for_each_other():
     assert lost == [[], [], []]
     told = lead.on(ev.Tick(), SETTLE_SECONDS)
     for command in (
-        ev.Promote([0]),
-        ev.Promote([1]),
+        ev.Replace([0], by_follower=True),
+        ev.Replace([1], by_follower=True),
         ev.Replace([3]),
         ev.Tell(0, pr.Await(0)),
         ev.Tell(1, pr.Await(0)),

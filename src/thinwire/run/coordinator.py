@@ -144,7 +144,6 @@ class Coordinator:
         self._saved = 0  # the step of the last complete checkpoint, as stages were told
         self._complete = 0  # ... and as it is
         self._base = 0  # ... and from which stages were last replaced
-        self._heard: dict[tuple[int, type], int] = {}  # the last step of each kind of report
         self._followers: dict[Group, Follower] = {}  # by the stages that they follow
         self._audits, self._audit_replaces = audits, audit_replaces
         self._promoted: set[int] = set()  # lost stages whose followers take their places
@@ -537,11 +536,9 @@ class Coordinator:
         commands: Commands = [*told, ev.Say(note)]
         self._promoted = (self._promoted - lost) | self._followed_among(groups, lost)
         for group in groups:
-            if not self._promoted.issuperset(group):
-                commands.append(ev.Replace(list(group)))
-                continue
-            commands.append(ev.Promote(list(group)))
-            for stage in group:
+            is_promoted = self._promoted.issuperset(group)
+            commands.append(ev.Replace(list(group), is_promoted))
+            for stage in group if is_promoted else ():
                 # Whoever fed it is lost too, and others may take long to be built.
                 unfed = [
                     c for c in self._outer_cuts(stage) if msg.other_end(c, stage) in self._coming
@@ -699,18 +696,16 @@ class Coordinator:
 
     def _is_repeated(self, stage: int, message: msg.OfStage) -> bool:
         """Whether a stage that was replaced reports again what its lost self had reported."""
-        if not isinstance(message, Step | Evaluation | ShardWritten | ShardFailed):
+        if not isinstance(message, Report) or stage not in self._lost_at:
             return False
-        kind = ShardWritten if isinstance(message, ShardFailed) else type(message)
-        if stage in self._lost_at and message.step <= self._heard.get((stage, kind), -1):
-            parts, at = self._parts.get(message.step, {}), (message.step, stage)
-            is_here = self._parts_travel and stage in parts and at not in self._travelling
-            if isinstance(message, ShardWritten) and message.step in self._parts and not is_here:
-                parts[stage] = message  # another machine may write other bytes
-                self._travelling |= {at} if self._parts_travel else set()
-            return True
-        self._heard[stage, kind] = message.step
-        return False
+        if not self._conduct[stage].has_reported(message):
+            return False
+        parts, at = self._parts.get(message.step, {}), (message.step, stage)
+        is_here = self._parts_travel and stage in parts and at not in self._travelling
+        if isinstance(message, ShardWritten) and message.step in self._parts and not is_here:
+            parts[stage] = message  # another machine may write other bytes
+            self._travelling |= {at} if self._parts_travel else set()
+        return True
 
     def _is_late(self, stage: int, message: msg.OfStage) -> bool:
         """Whether this is of a process that was given up and lives: its successor is not linked."""

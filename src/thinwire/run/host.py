@@ -503,9 +503,18 @@ class HostedPeers(Peers):
         self.end_states()
         self.is_training = True
 
-    def replace(self, stages: list[int]) -> None:
-        self._homeless.append(stages)
-        self._ask_who_is_there()
+    def replace(self, stages: list[int], by_follower: bool = False) -> None:
+        if not by_follower:
+            self._homeless.append(stages)
+            self._ask_who_is_there()
+        elif name := self._forget_standby(stages):
+            self._take_seat(stages, name)
+            self._collect(name, stages)
+            stood_by = f"{stage_names(stages)}: {name}, which stood by"
+            self._base.display.announce("form", stood_by)
+        else:  # it has just got other stages
+            for stage in stages:
+                self.said.note(ev.Lost(stage, "who stood by for it does so no more"))
 
     def next_event(self, coordinator: Coordinator) -> ev.Event:
         somebody_is_away = self._give_up_the_absent()
@@ -575,15 +584,6 @@ class HostedPeers(Peers):
 
     def on_follower(self, command: ev.OfFollower) -> None:
         match command:
-            case ev.Promote(stages):
-                if not (name := self._forget_standby(stages)):  # it has just got other stages
-                    for stage in stages:
-                        self.said.note(ev.Lost(stage, "who stood by for it does so no more"))
-                    return
-                self._take_seat(stages, name)
-                self._collect(name, stages)
-                stood_by = f"{stage_names(stages)}: {name}, which stood by"
-                self._base.display.announce("form", stood_by)
             case ev.DropFollower(stages):
                 self._drop_standby(stages)
             case ev.Doubt(stage, found, replaces):

@@ -107,8 +107,8 @@ def heed(
                 if error is not None:
                     raise error
                 peers.wait_for_exits()
-            case ev.Replace(stages):
-                peers.replace(stages)
+            case ev.Replace(stages, by_follower):
+                peers.replace(stages, by_follower)
             case ev.OfFollower():
                 peers.on_follower(command)
             case _:
@@ -132,7 +132,7 @@ class Peers(contextlib.AbstractContextManager[Any]):
         """Send a message to a stage; or to the process that follows it, where one does."""
 
     @abstractmethod
-    def replace(self, stages: list[int]) -> None:
+    def replace(self, stages: list[int], by_follower: bool = False) -> None:
         """Have another process hold these stages, which shared one that is lost."""
 
     def on_begin(self) -> None:
@@ -275,7 +275,7 @@ class LocalPeers(Peers):
         for order, process in zip(self._orders, started, strict=True):
             self._here.append(self._attended(order, process))
 
-    def replace(self, stages: list[int]) -> None:
+    def replace(self, stages: list[int], by_follower: bool = False) -> None:
         place = next(i for i, here in enumerate(self._here) if here.stages == stages)
         lost, order = self._here[place], self._orders[place]
         lost.is_replaced = True
