@@ -34,7 +34,7 @@ from thinwire.run import formation
 from thinwire.run import protocol as pr
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import MOST_DEATHS, Coordinator, Phase
-from thinwire.run.host import FOLLOWED_SECONDS, NEIGHBOUR_SECONDS, SPARE_SECONDS, STANDBY_PAUSE
+from thinwire.run.host import STANDBY_PAUSE
 from thinwire.run.machine import Machine
 from thinwire.run.peer import FOR_FOLLOWERS
 from thinwire.run.peers import STOPPED_SECONDS, neighbours
@@ -180,6 +180,8 @@ class Leader:
                     self.told, self.told_at, self._is_saved = message.step, world.now, True
                 world.note("coordinator tells stage %s: %s", stage, message)
                 self._tell(self.processes[stage], stage, message)
+            case ev.Replace(stages, by_follower=True):
+                self._promote(stages)
             case ev.Replace(stages):
                 lost = self.processes[stages[0]]
                 lost.is_replaced = True
@@ -187,8 +189,6 @@ class Leader:
                     lost.die(-9)
                 world.outcome.replaced += 1
                 self._find_holder(stages, lost)
-            case ev.Promote(stages):
-                self._promote(stages)
             case ev.DropFollower(stages):
                 self._drop_standby(tuple(stages))
             case ev.Doubt(stage, _, replaces) if replaces:
@@ -218,37 +218,33 @@ class Leader:
         process.stop_fetching()
         self.world.at(max(self.world.now + 0.001, process.away_until), process.do, process.die, -9)
 
-    def _here(self, besides=None):
-        """Members that can be reached; `besides` says who does not count."""
+    def _here(self):
+        """Members that can be reached."""
         frozen = {p.member for p in self.all_processes() if p.is_paused}
         names = [n for n, until in self.members.items() if until <= self.world.now]
-        unable = frozen | self.down.keys() | (besides or set())
-        return [Machine(name=n, memory_gb=8.0, tflops=1.0) for n in names if n not in unable]
+        unable = frozen | self.down.keys()
+        here = [name for name in names if name not in unable]
+        return [Machine(name=n, memory_gb=8.0, tflops=self.world.rate_of(n)) for n in here]
 
-    def _next_holder(self, stages, machines):
-        return formation.next_holder(stages, self.seats, machines, self.world.plan)
+    def _placing(self):
+        """The host's own choices, of what is here."""
+        standbys = {group: process.member for group, process in self.standbys.items()}
+        plan, here = self.world.plan, self._here()
+        return formation.Placing(plan, self.groups, self.seats, standbys, here)
 
     def _find_holder(self, stages, lost):
         """Another process in the place of a lost one: on the machine that the host would choose."""
         if self.world.leader is not self or self.processes[stages[0]] is not lost:
             return
-        member: str | None = lost.member
-        if self.world.plan.hosted:
-            machines = self._here()
-            follower = self._standby_of(stages[0])
-            is_here = any(machine.name == follower for machine in machines)
-            member = follower if is_here else self._next_holder(stages, machines)
+        placing = self._placing()
+        member = placing.holder(stages) if self.world.plan.hosted else lost.member
         if member is None:
             self.world.calm_at = max(self.world.calm_at, self.world.now + 1.0)
             self.world.after(0.5, self._find_holder, stages, lost)
             return
-        counted = [self._standby_of(stage) or name for stage, name in enumerate(self.seats)]
-        own = [m for m in self._here() if m.name == member]
-        has_room = formation.next_holder(stages, counted, own, self.world.plan) is not None
-        for group, process in [*self.standbys.items()]:
-            if process.member == member and ([*group] == stages or not has_room):
-                self._drop_standby(group)
-                self.world.after(0.0, self.hear, ev.FollowerLost([*group]))
+        for group in placing.displaced(stages, member):
+            self._drop_standby(tuple(group))
+            self.world.after(0.0, self.hear, ev.FollowerLost(group))
         self._take_seat(stages, member)
         self._seat(stages, self.world.saved, member)
 
@@ -277,41 +273,23 @@ class Leader:
     def _find_standby(self):
         if self.world.now < self._standby_after:
             return
-        left = [group for group in self.groups if tuple(group) not in self.standbys]
-        is_lost = any(process.is_replaced for process in self.processes.values())
-        if not left or is_lost or not self._here({*self.seats}):
+        if any(process.is_replaced for process in self.processes.values()):
             return
-        rates = self.world.rates
-
-        def turn(group):
-            name = self.seats[group[0]]
-            return -self.seats.count(name), rates.setdefault(name, self.world.random.random())
-
-        stages = min(left, key=turn)
-        plan = self.world.plan
-        followed = {s: process.member for group, process in self.standbys.items() for s in group}
-        member = formation.next_follower(stages, self.seats, followed, self._here(), plan)
+        stages, member = self._placing().next_standby()
         if member is None:
-            self._standby_after = self.world.now + self.world.speeds.pause
+            if stages:
+                self._standby_after = self.world.now + self.world.speeds.pause
             return
         process = Process(self, stages, self.world.saved, member, follows=True)
         self.standbys[tuple(stages)] = process
         self.world.note("%s begins at step %s", process, self.world.saved)
 
-    def _standby_of(self, stage):
-        found = (process for group, process in self.standbys.items() if stage in group)
-        return next((process.member for process in found), "")
-
     def _spread(self):
         is_due, self._is_saved = self._is_saved, False
-        holders = [self.seats[stages[0]] for stages in self.groups]
-        crowded = max(holders, key=holders.count)
-        for stages in self.groups if is_due and holders.count(crowded) > 1 else ():
-            name = self._standby_of(stages[0])
-            if self.seats[stages[0]] == crowded and name and name not in self.seats:
-                self.world.outcome.moved += 1
-                self.hear(ev.MoveAsked(stages, f"stages {stages} move from {crowded} to {name}"))
-                return
+        if is_due and (found := self._placing().next_move()):
+            stages, crowded, name = found
+            self.world.outcome.moved += 1
+            self.hear(ev.MoveAsked(stages, f"stages {stages} move from {crowded} to {name}"))
 
     def lose_touch(self, process, seconds):
         """A member that holds stages cannot be reached for a while."""
@@ -331,12 +309,7 @@ class Leader:
     def _give_up_the_absent(self):
         for name, since in [*self.down.items()]:
             held = [s for s, p in self.processes.items() if p.member == name and not p.is_replaced]
-            other = self._next_holder(held, self._here()) if held else None
-            limit = OUTAGE if other is None else NEIGHBOUR_SECONDS
-            if other is not None and other not in self.seats:
-                limit = SPARE_SECONDS
-            if held and all(map(self._standby_of, held)):
-                limit = FOLLOWED_SECONDS
+            limit = (self._placing().patience(held) if held else None) or OUTAGE
             if held and self.world.now - since > limit:
                 del self.down[name]
                 for stage in held:
@@ -422,6 +395,12 @@ class World:
 
     def at(self, time, *what):
         heapq.heappush(self._events, (max(time, self.now), next(self._order), what))
+
+    def rate_of(self, member):
+        """What a machine computes; all about the same."""
+        if member not in self.rates:
+            self.rates[member] = 1 + self.random.random() / 1000
+        return self.rates[member]
 
     def after(self, seconds, *what):
         self.at(self.now + seconds, *what)

@@ -43,7 +43,7 @@ def test_what_agrees_is_no_news_and_a_difference_is():
     assert lead.on(ev.Said(1, EQUAL, follows=True)) == []
     assert lead.on(ev.Said(1, LIE, follows=True)) == [ev.Doubt(1, LIE, replaces=False)]
     assert lead.on(ev.Said(1, LIE, follows=True)) == [], "once is enough"
-    assert ev.Promote([1]) in lead.on(ev.Exited(1, -9)), "it still stands by"
+    assert ev.Replace([1], by_follower=True) in lead.on(ev.Exited(1, -9)), "it still stands by"
 
 
 def test_who_is_found_to_lie_is_replaced_at_once_if_that_is_wished_and_who_said_so_follows_it():
@@ -51,7 +51,7 @@ def test_who_is_found_to_lie_is_replaced_at_once_if_that_is_wished_and_who_said_
     assert lead.on(ev.Said(2, LIE, follows=True)) == [], "it follows no stage"
     doubt, *rest = lead.on(ev.Said(1, LIE, follows=True))
     assert doubt == ev.Doubt(1, LIE, replaces=True)
-    assert ev.Promote([1]) in rest and ev.Replace([1]) not in rest
+    assert ev.Replace([1], by_follower=True) in rest and ev.Replace([1]) not in rest
     assert any("for it sent other values" in c.text for c in rest if isinstance(c, ev.Say))
     assert lead.on(ev.Said(1, LIE, follows=True)) == [], "it follows no more"
     lead, _ = audited(replaces=True)

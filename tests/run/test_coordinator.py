@@ -16,7 +16,7 @@ def test_a_run_from_its_layers_to_the_last_goodbye():
     lead = Lead()
     ready = [msg.Ready("at-0", "0..1", "cpu", {"torch": "2"}), msg.Ready("", "2..3", "cpu")]
     assert lead.say(0, ready[0]) == [ev.Starting(1, "stages have their layers")]
-    connect = ev.Tell(0, msg.Connect("")), ev.Tell(1, msg.Connect("at-0"))
+    connect = ev.Tell(0, msg.Connect("", [0])), ev.Tell(1, msg.Connect("at-0", [0]))
     assert lead.say(1, ready[1]) == [ev.Starting(2, "stages have their layers"), *connect]
     start = ev.Tell(0, msg.Start()), ev.Tell(1, msg.Start())
     assert lead.all_say(msg.Linked()) == [*start, ev.Begin(ready, {"torch": "2"})]

@@ -148,7 +148,7 @@ def test_each_member_holds_its_stages_and_hears_what_is_for_them(house, leads):
         peers.tell(1, Start())
         ana.hears(Start())
         assert ana.heard[-1] == (Start(), 1, 3)
-        peers.tell(2, Connect("127.0.0.1:1"))
+        peers.tell(2, Connect("127.0.0.1:1", []))
         ben.hears(Connect)
         assert ben.heard[-1].message.seats == [*map(house.book.key_of, ("ana", "ana", "ben"))]
         ben.say(Pulse(1, "works"), 2, 3)
@@ -259,7 +259,7 @@ def make_ways():
 def test_a_link_is_direct_where_either_end_can_be_reached():
     """All stages of a generation are told a word by which its links are called."""
     ways = make_ways()
-    told = [ways.connect(stage, Connect("")) for stage in range(3)]
+    told = [ways.connect(stage, Connect("", [])) for stage in range(3)]
     reach = [[way.address for way in one.reach] for one in told]
     wait = [[way.address for way in one.wait] for one in told]
     own, relay = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"], "192.0.2.9:9"

@@ -10,6 +10,7 @@ from hosting import Joined
 from leading import Lead, part, ready, step
 
 from thinwire.run import events as ev
+from thinwire.run import formation
 from thinwire.run import host as host_module
 from thinwire.run import protocol as msg
 from thinwire.run.coordinator import Phase
@@ -164,8 +165,8 @@ def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(house, leads,
 def test_who_cannot_be_reached_is_given_up_sooner_with_a_spare_and_never_without_logs(
     house, leads, monkeypatch, log_mb, has_spare
 ):
-    monkeypatch.setattr(host_module, "SPARE_SECONDS", 0.1)
-    monkeypatch.setattr(host_module, "NEIGHBOUR_SECONDS", 0.2)
+    monkeypatch.setattr(formation, "SPARE_SECONDS", 0.1)
+    monkeypatch.setattr(formation, "NEIGHBOUR_SECONDS", 0.2)
     with leads("ana", "ben", train__log_mb=log_mb) as (led, _, ben):
         if has_spare:
             house.join("cleo")
@@ -224,15 +225,15 @@ def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_
         wait_until(lambda: led.event() and len(led.peers._standbys) == 2)
         names = {stage: led.peers._standbys[stage,] for stage in (0, 1)}
         for stage in (0, 1):  # each end of one, then each end of the other
-            led.peers.tell(stage, msg.Connect("at", follower=stage + 1), follows=True)
+            led.peers.tell(stage, msg.Connect("at", [0], follower=stage + 1), follows=True)
         for stage in (0, 1):
-            led.peers.tell(1 - stage, msg.Follow(0, msg.Connect("", follower=stage + 1)))
+            led.peers.tell(1 - stage, msg.Connect("", [0], 0, follower=stage + 1))
         for stage, holder in ((0, "ben"), (1, "ana")):
-            for name, kind in ((names[stage], msg.Connect), (holder, msg.Follow)):
-                joined[name].hears(kind)
-            own = next(m for m, *_ in joined[names[stage]].heard if isinstance(m, msg.Connect))
-            fed = next(m for m, *_ in joined[holder].heard if isinstance(m, msg.Follow))
-            assert own.word and own.word == fed.connect.word
+            ends = [joined[names[stage]], joined[holder]]
+            for end in ends:
+                end.hears(msg.Connect)
+            own, fed = (next(m for m, *_ in e.heard if isinstance(m, msg.Connect)) for e in ends)
+            assert own.word and own.word == fed.word
 
 
 # What the coordinator makes of it
@@ -258,7 +259,7 @@ def test_a_move_is_no_death_however_often_it_comes(run):
         assert run.on(move) == [], "who does may be far behind"
         run.on(ev.Said(1, msg.Follows(number), follows=True))
         told = run.on(move)
-        assert told[0] == ev.Tell(0, msg.Await(0)) and ev.Promote([1]) in told
+        assert told[0] == ev.Tell(0, msg.Await(0)) and ev.Replace([1], by_follower=True) in told
         assert run.on(move) == [], "not while it is on its way"
         assert isinstance(run.say(1, msg.Linked())[-1].message, msg.Start)
     assert not run.coordinator.is_over

@@ -70,8 +70,7 @@ MESSAGES: list[Any] = [
     pr.Order([0], {"key": "k"}, {"run": {}}, "/c", "/r"), pr.Release("formed again"),
     pr.News("all is well"), records.StepRecord(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0, [], []),
     records.EvaluationRecord(1, 2.0, None), NEWS, pr.TryDoor(), pr.Dismiss("over", "failed"),
-    CONNECT, pr.Start(), pr.Await(0), pr.Relink(0, CONNECT), pr.Follow(0, CONNECT),
-    pr.TakeOver([pr.Relink(0, CONNECT)]), pr.Saved(8), pr.Stop(), pr.Leave(),
+    CONNECT, pr.Start(), pr.Await(0), pr.Saved(8), pr.Stop(), pr.Leave(),
     pr.Read([1, 2], seed=-3),
 ]  # fmt: skip
 
@@ -222,8 +221,8 @@ def test_a_report_holds_no_more_than_its_step_has():
     (pr.Finished(METERS), "with meters of cut-0"),
     (pr.LinkDown(1, "lost"), "of cut 1"),
     (pr.LinkUp(0, 1.0), "LinkUp message twice"),
-    (replace(FAILED, accuses=[3]), "blames an unknown stage"),
-    (replace(FAILED, convicts=[1]), "blames an unknown stage"),
+    (msgspec.structs.replace(FAILED, accuses=[3]), "blames an unknown stage"),
+    (msgspec.structs.replace(FAILED, convicts=[1]), "blames an unknown stage"),
     (replace(WRITTEN, shard=replace(SHARD, file="../x")), "of the file '../x'"),
 ])  # fmt: skip
 def test_a_stage_can_speak_for_itself_alone(message, words):
@@ -293,10 +292,18 @@ def test_a_channel_convicts_who_sent_it_nonsense(frame):
 
 
 def test_messages_of_two_peers_may_be_the_first_of_their_kind_at_once():
-    """Where two threads first decode a type at once msgspec crashes: types are learnt at import."""
+    """Where two threads first decode a type at once msgspec crashes: types are learnt at import.
+
+    That shows in dataclasses; a Struct has it where Python does not see it.
+    """
     lines = (
+        "import msgspec\n"
+        "learnt, learn = set(), msgspec.msgpack.Decoder\n"
+        "msgspec.msgpack.Decoder = lambda kind: learnt.add(kind) or learn(kind)\n"
         "from thinwire.run.protocol import FROM_COORDINATOR, FROM_PEER\n"
         "kinds = {*FROM_PEER.values(), *FROM_COORDINATOR.values()}\n"
-        "assert all('__msgspec_cache__' in vars(kind) for kind in kinds)"
+        "assert kinds <= learnt\n"
+        "plain = [kind for kind in kinds if not issubclass(kind, msgspec.Struct)]\n"
+        "assert plain and all('__msgspec_cache__' in vars(kind) for kind in plain)"
     )
     assert subprocess.run([sys.executable, "-c", lines]).returncode == 0

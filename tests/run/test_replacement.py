@@ -6,7 +6,7 @@ from leading import Lead, failed, meters, part, ready, step
 from thinwire.engine.reports import Evaluation, Step
 from thinwire.run import events as ev
 from thinwire.run.coordinator import MOST_DEATHS, SETTLE_SECONDS, Phase
-from thinwire.run.protocol import Await, Connect, Finished, Leave, Linked, Pulse, Relink, Start
+from thinwire.run.protocol import Await, Connect, Finished, Leave, Linked, Pulse, Start
 
 FOUR = [[0], [1], [2], [3]]
 KILLED = "killed by SIGKILL"
@@ -50,7 +50,7 @@ def test_a_stage_that_dies_is_replaced_while_its_neighbours_wait(stage, ends):
     again = [int(cut in (stage - 1, stage)) for cut in range(3)]  # links that are opened anew
     below = {s: f"at-{s - 1}" if s else "" for s in range(4)}
     assert lead.say(stage, ready(stage)) == [
-        *(ev.Tell(s, Relink(cut, Connect(below[s], again))) for s, cut in ends),
+        *(ev.Tell(s, Connect(below[s], again, cut)) for s, cut in ends),
         ev.Tell(stage, Connect(below[stage], again)),
     ]
     assert lead.say(stage, Linked()) == [ev.Tell(stage, Start(4))]
@@ -174,8 +174,8 @@ def test_two_neighbours_that_die_are_linked_to_each_other():
     assert lead.say(2, ready(2)) == [], "the other is not built"
     again = [1, 2, 1]
     assert lead.say(1, ready(1)) == [
-        ev.Tell(0, Relink(0, Connect("", again))),
-        ev.Tell(3, Relink(2, Connect("at-2", again))),
+        ev.Tell(0, Connect("", again, 0)),
+        ev.Tell(3, Connect("at-2", again, 2)),
         ev.Tell(1, Connect("at-0", again)),
         ev.Tell(2, Connect("at-1", again)),
     ]

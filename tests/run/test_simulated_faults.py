@@ -15,7 +15,7 @@ from toy_stages import LinkEnd, Stage
 
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Given, Tell
-from thinwire.run.protocol import Relink, Saved
+from thinwire.run.protocol import Connect, Saved
 from thinwire.wire import LinkState
 from thinwire.wire.logged import Lacking
 
@@ -105,12 +105,12 @@ def _skip_one_more(go_on):
     return wrong
 
 
-def _without(kind, method):
-    """Drop the first message of a kind."""
+def _without(is_meant, method):
+    """Drop the first message that is meant."""
 
     def wrong(self, *args):
         commands = method(self, *args)
-        told = [c for c in commands if isinstance(c, Tell) and isinstance(c.message, kind)]
+        told = [c for c in commands if isinstance(c, Tell) and is_meant(c.message)]
         return [c for c in commands if c not in told[:1]]
 
     return wrong
@@ -132,11 +132,11 @@ def _with(during, method):
 
 def _linking_goes_on(replace):
     def wrong(self, *args):
-        linking = {s: phase for s, phase in self._lost.items() if phase is Phase.LINKING}
+        linking = {s: phase for s, phase in self._coming.items() if phase is Phase.LINKING}
         for stage in linking:
-            del self._lost[stage]
+            del self._coming[stage]
         commands = replace(self, *args)
-        self._lost |= {s: phase for s, phase in linking.items() if s not in self._lost}
+        self._coming |= {s: phase for s, phase in linking.items() if s not in self._coming}
         return commands
 
     return wrong
@@ -150,6 +150,10 @@ def _from_an_older_checkpoint(find_holder):
         world.saved = saved
 
     return wrong
+
+
+def _is_of_one_cut(message):
+    return isinstance(message, Connect) and message.cut is not None
 
 
 def _nothing(_):
@@ -172,12 +176,13 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any], int]] = {
         (LinkState, "sent_again", lambda _: property(lambda self: -1, _nothing(0)), 60),
     "a stop is decided anew": (LinkState, "decide", _nothing, 300),
     "a neighbour is not told to link":
-        (Coordinator, "_link_replaced", partial(_without, Relink), 60),
-    "one is not told what is saved": (Coordinator, "_tell_saved", partial(_without, Saved), 200),
+        (Coordinator, "_link", partial(_without, _is_of_one_cut), 60),
+    "one is not told what is saved":
+        (Coordinator, "_tell_saved", partial(_without, lambda m: isinstance(m, Saved)), 200),
     "who links to a lost one goes on": (Coordinator, "_replace", _linking_goes_on, 60),
     "reports are heard twice": (Coordinator, "_is_repeated", _nothing, 60),
     "a stop is told to one that is built":
-        (Coordinator, "_on_stop", partial(_with, lambda _: {"_lost": {}}), 150),
+        (Coordinator, "_on_stop", partial(_with, lambda _: {"_coming": {}}), 150),
     "a lost stage begins at an older checkpoint":
         (Leader, "_find_holder", _from_an_older_checkpoint, 120),
     "a stand-by sends what it computes":

@@ -28,20 +28,19 @@ def followed(*stages):
 def test_who_follows_a_stage_is_fed_by_its_neighbours_and_takes_its_place_at_once():
     lead, told = followed(1)
     own, below, above, start, note = told
-    connect = pr.Connect("at-0", [0, 0, 0], follower=1)
+    links = [0, 0, 0]
+    connect = pr.Connect("at-0", links, follower=1)
     assert own == ev.Tell(1, connect, follows=True)
-    assert below == ev.Tell(0, pr.Follow(0, pr.Connect("", [0, 0, 0], follower=1)))
-    assert above == ev.Tell(2, pr.Follow(1, pr.Connect("at-1", [0, 0, 0], follower=1)))
+    assert below == ev.Tell(0, pr.Connect("", links, 0, follower=1))
+    assert above == ev.Tell(2, pr.Connect("at-1", links, 1, follower=1))
     assert start == ev.Tell(1, pr.Start(), follows=True)
     assert texts([note]) == ["stage 1 has a stand-by, which follows it"]
     *awaits, _, promote, below, above, own = lead.on(ev.Exited(1, -9))
-    assert awaits == [ev.Tell(0, pr.Await(0)), ev.Tell(2, pr.Await(1))] and promote == ev.Promote(
-        [1]
-    )
-    assert below == ev.Tell(0, pr.Relink(0, pr.Connect("", [1, 1, 0])))
-    assert above == ev.Tell(2, pr.Relink(1, pr.Connect("at-1", [1, 1, 0])))
-    relinks = [pr.Relink(cut, pr.Connect("at-0", [1, 1, 0])) for cut in (0, 1)]
-    assert own == ev.Tell(1, pr.TakeOver(relinks)), "it keeps what it has computed"
+    assert awaits == [ev.Tell(0, pr.Await(0)), ev.Tell(2, pr.Await(1))]
+    assert promote == ev.Replace([1], by_follower=True)
+    assert below == ev.Tell(0, pr.Connect("", [1, 1, 0], 0))
+    assert above == ev.Tell(2, pr.Connect("at-1", [1, 1, 0], 1))
+    assert own == ev.Tell(1, pr.Connect("at-0", [1, 1, 0])), "it keeps what it has computed"
     last = lead.say(1, step(1, 2, 4)) + lead.say(1, Audited(2, 4, 0.0, 0.0))
     assert last == [], "last words of who was replaced are not those of its stand-by"
     (start,) = lead.say(1, pr.Linked())
@@ -59,11 +58,11 @@ def test_one_that_follows_beside_a_lost_stage_is_fed_by_who_takes_its_place():
     *_, start, relink, feed = link(lead, 2)
     links = [0, 1, 1]
     assert start == ev.Tell(2, pr.Start(4))
-    assert relink == ev.Tell(1, pr.Relink(1, pr.Connect("at-0", links, follower=2)), follows=True)
-    assert feed == ev.Tell(2, pr.Follow(1, pr.Connect("at-1", links, follower=2)))
+    assert relink == ev.Tell(1, pr.Connect("at-0", links, 1, follower=2), follows=True)
+    assert feed == ev.Tell(2, pr.Connect("at-1", links, 1, follower=2))
     fed = lead.on(ev.Said(1, pr.Linked(follower=2), follows=True))
     assert texts(fed) == ["the stand-by of stage 1 follows on"]
-    assert ev.Promote([1]) in lead.on(ev.Exited(1, -9))
+    assert ev.Replace([1], by_follower=True) in lead.on(ev.Exited(1, -9))
 
 
 def test_one_that_is_not_fed_is_not_promoted():
@@ -89,8 +88,8 @@ def test_neighbours_that_are_lost_together_and_promoted_wait_for_each_other():
     assert lost == [[], [], []]
     told = lead.on(ev.Tick(), SETTLE_SECONDS)
     for command in (
-        ev.Promote([0]),
-        ev.Promote([1]),
+        ev.Replace([0], by_follower=True),
+        ev.Replace([1], by_follower=True),
         ev.Replace([3]),
         ev.Tell(0, pr.Await(0)),
         ev.Tell(1, pr.Await(0)),

@@ -443,7 +443,7 @@ class Stage:
         self.is_finished = self.stops = self._stop_asked = self._is_stopping = False
         self._may_leave = self._obeys = self._is_down = False
         self._heard: deque[Any] = deque()
-        self._relinks: dict[int, pr.Relink | None] = {}
+        self._relinks: dict[int, pr.Connect | None] = {}
         self._tasks: list[list[Any]] = []  # lives, and what each waits for
         self._is_poked, self._doing = False, "builds its layers"
         self._begin(self.live())
@@ -577,13 +577,14 @@ class Stage:
             case pr.Await(cut) if cut in logged:
                 self._relinks[cut] = None
                 logged[cut].await_another()
-            case pr.Relink(cut=cut) if cut in logged:
+            case pr.Connect(cut=None):
+                self._begin(self._take_over(message, logged))
+            case pr.Connect(cut=cut) if cut in logged:
+                if message.follower and not self.follows:
+                    self._begin(self._feed(logged[cut], message))
+                    return
                 self._relinks[cut] = message
                 self._begin(self._relink(logged[cut], message))
-            case pr.Follow(cut=cut) if cut in logged:
-                self._begin(self._feed(logged[cut], message.connect))
-            case pr.TakeOver(relinks):
-                self._begin(self._take_over(relinks, logged))
             case pr.Start():
                 self._decide(message)
                 self._speak_up()
@@ -601,8 +602,7 @@ class Stage:
 
     def _open(self, end, connect, at_start):
         """Meet the neighbour by the name of the link, and agree on the contract."""
-        again = connect.links[end.cut] if connect.links else 0
-        name = (self.world.life, end.cut, again, connect.follower)
+        name = (self.world.life, end.cut, connect.links[end.cut], connect.follower)
         meeting = self.world.meet(name, end, at_start)
         deadline = self.world.now + JOIN
         self.poke_at(deadline)
@@ -615,12 +615,12 @@ class Stage:
 
     def _relink(self, end, message):
         try:
-            wire = yield from self._open(end, message.connect, False)
+            wire = yield from self._open(end, message, False)
             if message is not self._relinks[end.cut]:
                 return False
             if end.neighbour < self.index:
                 self.mention(is_down=False)
-            if number := message.connect.follower:
+            if number := message.follower:
                 yield from end.follow(wire)
                 self.say(pr.Linked(follower=number))
             else:
@@ -642,12 +642,12 @@ class Stage:
             for other in fed:
                 other.stage.process.do(other.starve, wire)
 
-    def _take_over(self, relinks, logged):
-        for relink in relinks:
-            self._relinks[relink.cut] = relink
-            logged[relink.cut].await_another()
-        for relink in relinks:
-            if not (yield from self._relink(logged[relink.cut], relink)):
+    def _take_over(self, connect, logged):
+        for cut, end in logged.items():
+            self._relinks[cut] = connect
+            end.await_another()
+        for end in logged.values():
+            if not (yield from self._relink(end, connect)):
                 return
         self.process.say(self.index, self._linked())
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NoReturn
 
-from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, Step
+from thinwire.engine.reports import Evaluation, Meters, Report, ShardFailed, ShardWritten, Step
 from thinwire.engine.trace import GRADIENT, INPUT, NORMS, PLACES
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import WireError, printable
@@ -32,8 +32,7 @@ class PeerConduct:
         self._places = {"", *PLACES} - nowhere
         self._is_down = False  # the link to the stage below
         self._most_spans = SPANS * microbatches + OTHER_SPANS
-        self._step: int | None = None
-        self._once: dict[str, int] = {}  # for what comes once a step at most: the latest step
+        self._latest: dict[type, int] = {}  # the step of the last report of each kind
 
     def check(self, message: OfStage) -> None:
         """WireError for a message, of all in order, that is of another stage, or of no step."""
@@ -45,13 +44,13 @@ class PeerConduct:
             case Evaluation(step=step):
                 if not self._is_last:
                     self._refuse(name, "that only the last stage may send")
-                self._check_order(name, step)
+                self._check_order(Evaluation, step)
             case ShardWritten(step=step, shard=shard):
                 if shard.file != f"stage-{self._stage}.safetensors":
                     self._refuse(name, f"of the file {shard.file!r}")
-                self._check_order(name, step)
+                self._check_order(ShardWritten, step)
             case ShardFailed(step=step):
-                self._check_order(ShardWritten.__name__, step)
+                self._check_order(ShardWritten, step)
             case LinkDown(cut=cut) | LinkUp(cut=cut) if cut != self._stage - 1:
                 self._refuse(name, f"of cut {cut}")
             case LinkDown() | LinkUp():
@@ -63,6 +62,11 @@ class PeerConduct:
             case Failed() if not {*message.accuses, *message.convicts} <= self._others:
                 self._refuse(name, "that blames an unknown stage")
 
+    def has_reported(self, report: Report) -> bool:
+        """Whether it has reported this step before, or a later one, in a report of this kind."""
+        kind = ShardWritten if isinstance(report, ShardFailed) else type(report)
+        return report.step <= self._latest.get(kind, -1)
+
     def begin_anew(self) -> None:
         """Another process is this stage: it goes on where the lost one was."""
         self._is_down = False
@@ -73,8 +77,9 @@ class PeerConduct:
 
     def _check_step(self, report: Step) -> None:
         place, labels = printable(report.not_finite, 40), (label for _, label, *_ in report.spans)
+        last = self._latest.get(Step)
         wrong = {
-            f"{report.step} after step {self._step}": self._step not in (None, report.step - 1),
+            f"{report.step} after step {last}": last not in (None, report.step - 1),
             "without its loss": self._is_last and report.loss is None,
             "with a loss": not self._is_last and report.loss is not None,
             f"with non-finite values in {place!r}": report.not_finite not in self._places,
@@ -86,15 +91,16 @@ class PeerConduct:
         }
         for what in (what for what, is_so in wrong.items() if is_so):
             self._refuse("Step", what)
-        self._step = report.step
+        self._latest[Step] = report.step
 
-    def _check_order(self, name: str, step: int) -> None:
+    def _check_order(self, kind: type, step: int) -> None:
         """Results of a step come after it, once: otherwise they could pile up without limit."""
-        if self._step is not None and step != self._step + 1:
-            self._refuse(name, f"of step {step} after step {self._step + 1}")
-        if step <= self._once.get(name, -1):
-            self._refuse(name, f"of step {step} twice")
-        self._once[name] = step
+        last = self._latest.get(Step)
+        if last is not None and step != last + 1:
+            self._refuse(kind.__name__, f"of step {step} after step {last + 1}")
+        if step <= self._latest.get(kind, -1):
+            self._refuse(kind.__name__, f"of step {step} twice")
+        self._latest[kind] = step
 
     def _refuse(self, name: str, what: str) -> NoReturn:
         raise WireError(f"stage {self._stage} sent a {name} message {what}")

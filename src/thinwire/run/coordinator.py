@@ -61,12 +61,8 @@ class Phase(Enum):
     FINISHED = "is over"
 
 
-# Before training stages go from phase to phase together: what each says at the end of a phase, and
-# what a person sees of those phases that take time (importing torch, building layers).
-_ROUNDS: dict[Phase, tuple[type[msg.OfStage], str]] = {
-    Phase.BUILDING: (msg.Ready, "stages have their layers"),
-    Phase.LINKING: (msg.Linked, ""),
-}
+# Before they train, stages go from phase to phase together: what each says at the end of one.
+_ROUNDS: dict[Phase, type[msg.OfStage]] = {Phase.BUILDING: msg.Ready, Phase.LINKING: msg.Linked}
 
 
 @dataclass
@@ -131,7 +127,7 @@ class Coordinator:
         self._finished: set[int] = set()
         self._ended = (0, False)  # the last decision that they knew, and whether it ends the run
         self._left: set[int] = set()  # in good order; their last words may be still to be heard
-        self._ready: list[msg.Ready] = []
+        self._ready: dict[int, msg.Ready] = {}
         self._last_step = [0] * stages
         self._parts: dict[int, dict[int, ShardWritten | ShardFailed]] = {}  # by step and stage
         self._parts_travel = parts_travel
@@ -139,15 +135,15 @@ class Coordinator:
         self._evidence: list[Evidence] = []
         self._settled_at: float | None = None  # when it is clear who caused a failure
         self._together = {stage: list(group) for group in placement for stage in group}
-        self._lost: dict[int, Phase] = {}  # stages that are replaced, and how far that is
-        self._lost_at: dict[int, float] = {}  # ... and since when, until they have caught up
+        # Stages that do not train yet, at the start all, and how far each is.
+        self._coming: dict[int, Phase] = dict.fromkeys(self._all, Phase.BUILDING)
+        self._lost_at: dict[int, float] = {}  # stages that are replaced, until they have caught up
         self._deaths: Counter[int] = Counter()  # since the last step that is new
         self._gone: set[int] = set()  # whose processes have ended, also after they had finished
         self._links = [0] * max(0, stages - 1)  # how often the link over each cut was opened anew
         self._saved = 0  # the step of the last complete checkpoint, as stages were told
         self._complete = 0  # ... and as it is
         self._base = 0  # ... and from which stages were last replaced
-        self._heard: dict[tuple[int, type], int] = {}  # the last step of each kind of report
         self._followers: dict[Group, Follower] = {}  # by the stages that they follow
         self._audits, self._audit_replaces = audits, audit_replaces
         self._promoted: set[int] = set()  # lost stages whose followers take their places
@@ -181,7 +177,7 @@ class Coordinator:
             replaced = [] if stuck is None else self._replace_stuck(stuck, verdict, now)
             return commands + (replaced or [self._end(StageError(verdict), culprit)])
         for stage, silence in self._watch.frozen().items():
-            if stage not in self._lost:
+            if stage not in self._coming:
                 why = f"it has said nothing for {silence:.0f} s"
                 return commands + self._replace_stuck(stage, why, now)
         return commands
@@ -272,13 +268,11 @@ class Coordinator:
             for culprit, deed in faults:
                 self._suspect(ev.Lost(culprit, deed, in_breach=True), now)
             return []
-        if stage in self._lost:
+        if stage in self._coming:
             self._arrived[stage] = message
             if isinstance(message, msg.Ready):
                 self._ready[stage] = message
-            return self._link_replaced(self._lost[stage])
-        if self.phase in _ROUNDS:
-            return self._on_arrival(stage, message)
+            return self._link(self._coming[stage])
         message = self._with_all_moved(stage, message)
         if isinstance(message, ShardWritten | ShardFailed):
             self._parts.setdefault(message.step, {})[stage] = message
@@ -339,8 +333,8 @@ class Coordinator:
         or comes from a stage that is done with this; and reports without end, for they wait here
         until the other stages have reported.
         """
-        phase = self._lost.get(stage, self.phase)
-        due = _ROUNDS[phase][0] if phase in _ROUNDS else Report | msg.Finished
+        phase = self._coming.get(stage, self.phase)
+        due = _ROUNDS[phase] if phase in _ROUNDS else Report | msg.Finished
         if not isinstance(message, due) or stage not in self.waiting_for():
             name = type(message).__name__
             raise WireError(f"stage {stage} sent a {name} message while the run {self.phase.value}")
@@ -355,21 +349,42 @@ class Coordinator:
             return []
         return self._course.faults(stage, message, self.stop_asked)
 
-    def _on_arrival(self, stage: int, message: msg.OfStage) -> Commands:
-        """A stage is through with this phase of the start; when all are, the next one begins."""
-        self._arrived[stage] = message
-        what = _ROUNDS[self.phase][1]
-        commands: Commands = [ev.Starting(len(self._arrived), what)] if what else []
-        if self.waiting_for():
+    def _link(self, phase: Phase) -> Commands:
+        """What follows once all who do not train yet, at the start or in the places of lost stages,
+        are through with a phase.
+        """
+        is_building = self.phase is Phase.BUILDING  # imports torch and builds layers: takes time
+        count = ev.Starting(len(self._arrived), "stages have their layers")
+        commands: Commands = [count] if is_building else []
+        if not all(self._coming[s] is phase and s in self._arrived for s in self._coming):
             return commands
-        arrived = [self._arrived.pop(stage) for stage in self._all]
-        if self.phase is Phase.BUILDING:
-            self.phase = Phase.LINKING
-            self._ready = arrived
-            return [*commands, *(ev.Tell(s, self._connect(s)) for s in self._all)]
-        self.phase = Phase.TRAINING
-        self._watch.begin_training()
-        return [*self._tell_all(msg.Start()), ev.Begin(self._ready, self._ready[0].versions)]
+        arrived, coming = [*self._arrived.values()], sorted(self._coming)
+        self._arrived.clear()
+        if phase is Phase.LINKING:
+            return self._start(coming, arrived)
+        relinked = self._ends_alive(self._cuts_of(coming))
+        commands += [ev.Tell(stage, self._connect(stage, cut)) for stage, cut in relinked]
+        commands += [ev.Tell(stage, self._connect(stage)) for stage in coming]
+        self._coming = dict.fromkeys(coming, Phase.LINKING)
+        self._promoted.clear()
+        self.phase = Phase.LINKING if is_building else self.phase
+        return commands
+
+    def _start(self, stages: list[int], linked: list[msg.Linked]) -> Commands:
+        """Have stages train that are linked now."""
+        self._coming.clear()
+        # Not before the steps that were reported, if nobody is left who knows more.
+        reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
+        known = [(one.decided, one.stops) for one in linked]
+        start = msg.Start(*msg.last_decision([(reported, False), self._ended, *known]))
+        commands: Commands = [ev.Tell(stage, start) for stage in stages]
+        if self.phase is Phase.LINKING:
+            self.phase = Phase.TRAINING
+            self._watch.begin_training()
+            ready = [self._ready[stage] for stage in self._all]
+            return [*commands, ev.Begin(ready, ready[0].versions)]
+        stop = [ev.Tell(stage, msg.Stop()) for stage in stages if self.stop_asked]
+        return [*commands, *stop, *self._feed_followers()]
 
     def _on_travelled(self, event: ev.Travelled) -> Commands:
         if (event.step, event.stage) not in self._travelling:
@@ -492,7 +507,7 @@ class Coordinator:
         """Have others take the place of these stages, and all who share their processes."""
         lost = self._fellows(stages)
         # Whoever was linking to one of them would wait in vain, and begins anew.
-        linking = {s for s, phase in self._lost.items() if phase is Phase.LINKING}
+        linking = {s for s, phase in self._coming.items() if phase is Phase.LINKING}
         lost |= self._fellows(linking)
         # Whoever still computes anew would ask for more than the logs of others that begin at a
         # newer checkpoint will have: it begins there too.
@@ -504,7 +519,7 @@ class Coordinator:
             lost |= self._fellows(gone)
         self._gone -= lost
         for stage in lost:
-            self._lost[stage] = Phase.BUILDING
+            self._coming[stage] = Phase.BUILDING
             self._lost_at.setdefault(stage, now)
             self._finished.discard(stage)
             self._left.discard(stage)
@@ -512,7 +527,7 @@ class Coordinator:
             self._conduct[stage].begin_anew()
             self._watch.replace(stage)
             self._moved[stage] = _sum(self._moved.get(stage, {}), self._moving.pop(stage, {}))
-        cuts = {cut for stage in lost for cut in (stage - 1, stage)} & {*range(len(self._links))}
+        cuts = self._cuts_of(lost)
         for cut in cuts:
             self._links[cut] += 1
             self._watch.down(f"cut-{cut}", is_down=False)
@@ -521,21 +536,19 @@ class Coordinator:
         commands: Commands = [*told, ev.Say(note)]
         self._promoted = (self._promoted - lost) | self._followed_among(groups, lost)
         for group in groups:
-            if not self._promoted.issuperset(group):
-                commands.append(ev.Replace(list(group)))
-                continue
-            commands.append(ev.Promote(list(group)))
-            for stage in group:
+            is_promoted = self._promoted.issuperset(group)
+            commands.append(ev.Replace(list(group), is_promoted))
+            for stage in group if is_promoted else ():
                 # Whoever fed it is lost too, and others may take long to be built.
                 unfed = [
-                    c for c in self._outer_cuts(stage) if msg.other_end(c, stage) in self._lost
+                    c for c in self._outer_cuts(stage) if msg.other_end(c, stage) in self._coming
                 ]
                 commands += [ev.Tell(stage, msg.Await(cut)) for cut in unfed]
                 self._watch.heard(stage)
                 ready = self._followers[group].ready[stage]
                 self._ready[stage] = self._arrived[stage] = ready
         commands += self._unfeed(cuts, lost)
-        return [*commands, *self._link_replaced(Phase.BUILDING)]
+        return [*commands, *self._link(Phase.BUILDING)]
 
     def _fellows(self, stages: Iterable[int]) -> set[int]:
         """These stages, and all who share their processes."""
@@ -547,7 +560,7 @@ class Coordinator:
         """
         able = {group for group, one in self._followers.items() if one.can_take_over}
         found = {s for group in groups if group in able and not self.stop_asked for s in group}
-        anew = self._lost.keys() - (self._promoted - lost)
+        anew = self._coming.keys() - (self._promoted - lost)
         while beside := {s for s in found if {s - 1, s + 1} & (anew - found)}:
             found -= self._fellows(beside)
         return found
@@ -557,39 +570,12 @@ class Coordinator:
         culprit = _stuck(stage, why)
         return self._bury({stage}, culprit, now) if self._may_replace(culprit) else []
 
+    def _cuts_of(self, stages: Iterable[int]) -> set[int]:
+        return {cut for stage in stages for cut in (stage - 1, stage)} & {*self._all[:-1]}
+
     def _ends_alive(self, cuts: set[int]) -> list[tuple[int, int]]:
         ends = [(stage, cut) for cut in sorted(cuts) for stage in (cut, cut + 1)]
-        return [(stage, cut) for stage, cut in ends if stage not in self._lost]
-
-    def _link_replaced(self, phase: Phase) -> Commands:
-        """What follows once all who take the places of lost stages are through with a phase."""
-        if not all(self._lost[s] is phase and s in self._arrived for s in self._lost):
-            return []
-        arrived = [*self._arrived.values()]
-        self._arrived.clear()
-        lost = sorted(self._lost)
-        if phase is Phase.LINKING:
-            self._lost.clear()
-            stop = [ev.Tell(s, msg.Stop()) for s in lost if self.stop_asked]
-            # Not before the steps that were reported, if nobody is left who knows more.
-            reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
-            known = [(linked.decided, linked.stops) for linked in arrived]
-            start = msg.Start(*msg.last_decision([(reported, False), self._ended, *known]))
-            return [*(ev.Tell(stage, start) for stage in lost), *stop, *self._feed_followers()]
-        cuts = {cut for s in lost for cut in (s - 1, s)} & {*range(len(self._links))}
-        relinks = [
-            ev.Tell(s, msg.Relink(cut, self._connect(s))) for s, cut in self._ends_alive(cuts)
-        ]
-        self._lost = dict.fromkeys(lost, Phase.LINKING)
-        for stage in lost:
-            connect = self._connect(stage)
-            if stage in self._promoted:
-                own = [msg.Relink(cut, connect) for cut in self._outer_cuts(stage)]
-                relinks.append(ev.Tell(stage, msg.TakeOver(own)))
-            else:
-                relinks.append(ev.Tell(stage, connect))
-        self._promoted.clear()
-        return [*relinks]
+        return [(stage, cut) for stage, cut in ends if stage not in self._coming]
 
     def _outer_cuts(self, stage: int) -> list[int]:
         """The cuts of a stage that are between two processes."""
@@ -633,7 +619,7 @@ class Coordinator:
     def _on_audited(self, group: Group, stage: int, found: Audited, now: float) -> Commands:
         """Whoever follows a stage says how what it computes stands against what that sent."""
         follower = self._followers.get(group)
-        if follower is None or self._lost or self.phase is not Phase.TRAINING:
+        if follower is None or self._coming or self.phase is not Phase.TRAINING:
             return []
         if not found.tensor:
             # What has drifted so far finds only what is as far: it begins at a newer checkpoint.
@@ -671,7 +657,7 @@ class Coordinator:
     def _feed_followers(self) -> Commands:
         """Have neighbours feed all who follow and are not fed, unless some are replaced still."""
         commands: Commands = []
-        for group, follower in [*self._followers.items()] if not self._lost else ():
+        for group, follower in [*self._followers.items()] if not self._coming else ():
             if len(follower.ready) < len(group):
                 continue
             if self.phase is not Phase.TRAINING:
@@ -681,51 +667,52 @@ class Coordinator:
             if not follower.is_told:
                 follower.is_told = True
                 self._followed += 1
-                commands += [ev.Tell(s, self._feeds(group, s), follows=True) for s in group]
+                for stage in group:
+                    connect = self._connect(stage, follower=follower)
+                    commands.append(ev.Tell(stage, connect, follows=True))
                 commands += [self._is_to_feed(follower, *end) for end in cuts]
-            for end in [end for end in cuts if follower.unfed.get(end[1]) == 0]:
-                stage, cut = end
+            for stage, cut in [end for end in cuts if follower.unfed.get(end[1]) == 0]:
                 self._followed += 1
                 follower.unfed[cut] = self._followed
-                relink = msg.Relink(cut, self._feeds(group, stage))
-                commands += [ev.Tell(stage, relink, follows=True), self._is_to_feed(follower, *end)]
+                connect = self._connect(stage, cut, follower)
+                commands.append(ev.Tell(stage, connect, follows=True))
+                commands.append(self._is_to_feed(follower, stage, cut))
         return commands
-
-    def _feeds(self, group: Group, stage: int) -> msg.Connect:
-        """Where whoever follows a stage is fed, by the latest number of such streams."""
-        inside = stage - 1 in group
-        below = self._followers[group].ready[stage - 1] if inside else self._ready[stage - 1]
-        return msg.Connect(below.address if stage else "", list(self._links), self._followed)
 
     def _is_to_feed(self, follower: Follower, stage: int, cut: int) -> ev.Tell:
         """The word to the neighbour that feeds it over a cut."""
         by = msg.other_end(cut, stage)
-        address = follower.ready[stage].address if by > stage else ""
-        return ev.Tell(by, msg.Follow(cut, msg.Connect(address, list(self._links), self._followed)))
+        return ev.Tell(by, self._connect(by, cut, follower))
 
-    def _connect(self, stage: int) -> msg.Connect:
-        below = self._ready[stage - 1].address if stage else ""
-        return msg.Connect(below, list(self._links) if any(self._links) else [])
+    def _connect(
+        self, stage: int, cut: int | None = None, follower: Follower | None = None
+    ) -> msg.Connect:
+        """Where the stage below is; for the latest streams of a follower, with it in its place."""
+        ready, number = self._ready, 0
+        if follower is not None:
+            ready, number = ready | follower.ready, self._followed
+        below = ready[stage - 1].address if stage else ""
+        return msg.Connect(below, [*self._links], cut, number)
 
     def _is_repeated(self, stage: int, message: msg.OfStage) -> bool:
         """Whether a stage that was replaced reports again what its lost self had reported."""
-        if not isinstance(message, Step | Evaluation | ShardWritten | ShardFailed):
+        if not isinstance(message, Report) or stage not in self._lost_at:
             return False
-        kind = ShardWritten if isinstance(message, ShardFailed) else type(message)
-        if stage in self._lost_at and message.step <= self._heard.get((stage, kind), -1):
-            parts, at = self._parts.get(message.step, {}), (message.step, stage)
-            is_here = self._parts_travel and stage in parts and at not in self._travelling
-            if isinstance(message, ShardWritten) and message.step in self._parts and not is_here:
-                parts[stage] = message  # another machine may write other bytes
-                self._travelling |= {at} if self._parts_travel else set()
-            return True
-        self._heard[stage, kind] = message.step
-        return False
+        if not self._conduct[stage].has_reported(message):
+            return False
+        parts, at = self._parts.get(message.step, {}), (message.step, stage)
+        is_here = self._parts_travel and stage in parts and at not in self._travelling
+        if isinstance(message, ShardWritten) and message.step in self._parts and not is_here:
+            parts[stage] = message  # another machine may write other bytes
+            self._travelling |= {at} if self._parts_travel else set()
+        return True
 
     def _is_late(self, stage: int, message: msg.OfStage) -> bool:
         """Whether this is of a process that was given up and lives: its successor is not linked."""
-        is_early = isinstance(message, msg.Linked) and self._lost.get(stage) is Phase.BUILDING
-        return stage in self._lost and (is_early or isinstance(message, Report | msg.Finished))
+        if self.phase in _ROUNDS or stage not in self._coming:
+            return False
+        is_early = isinstance(message, msg.Linked) and self._coming[stage] is Phase.BUILDING
+        return is_early or isinstance(message, Report | msg.Finished)
 
     def _with_all_moved(self, stage: int, message: msg.OfStage) -> msg.OfStage:
         """A report with the bytes of all processes that this stage had."""
@@ -762,7 +749,7 @@ class Coordinator:
 
     def _tell_all(self, message: msg.ToStage) -> Commands:
         """Who takes a lost one's place hears it once it trains."""
-        return [ev.Tell(stage, message) for stage in self._all if stage not in self._lost]
+        return [ev.Tell(stage, message) for stage in self._all if stage not in self._coming]
 
 
 def _stuck(stage: int, why: str) -> ev.Suspect:

@@ -169,19 +169,16 @@ class Discard(Command, frozen=True):
 
 
 class Replace(Command, frozen=True):
-    """Have others hold these stages, which are lost: from the last complete checkpoint on."""
+    """Have others hold these stages, which are lost: the process that follows them, or another from
+    the last complete checkpoint on.
+    """
 
     stages: list[int]
+    by_follower: bool = False
 
 
 class OfFollower(Command, frozen=True):
     """What it wants of a process that follows stages."""
-
-
-class Promote(OfFollower, frozen=True):
-    """The process that follows these stages holds them from now on."""
-
-    stages: list[int]
 
 
 class DropFollower(OfFollower, frozen=True):

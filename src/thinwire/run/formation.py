@@ -5,6 +5,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,9 @@ from thinwire.settings import Settings
 
 FORMATION_FILE = "epochs.json"
 FAILURES, ABSENCES = 3, 10  # of one member without net progress, before it gets no stage any more
+FOLLOWED_SECONDS, SPARE_SECONDS, NEIGHBOUR_SECONDS = 1.5, 3.0, 8.0
+"""For which a member may be away before another takes its stages: one that follows them loses
+nothing by it, one that holds nothing a little, one that holds stages is slower with more."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,82 @@ def next_follower(
 
     able = [m for m in here if m.name not in seats and keeps_up(m.name)]
     return next_holder(stages, [followed.get(s, n) for s, n in enumerate(seats)], able, settings)
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Who holds stages and who stands by for which, at a moment; and what follows for others."""
+
+    settings: Settings
+    groups: list[list[int]]  # the stages that share a process
+    seats: list[str]  # who holds each stage
+    standbys: dict[tuple[int, ...], str]  # by the groups that they follow
+    here: list[Machine]  # that can hold stages
+
+    @cached_property
+    def followed(self) -> dict[int, str]:
+        """Who follows each stage that somebody follows."""
+        return {stage: name for group, name in self.standbys.items() for stage in group}
+
+    def followed_by(self, name: str) -> list[list[int]]:
+        """The groups of stages that a member follows, each by a process of its own."""
+        return [list(group) for group, who in self.standbys.items() if who == name]
+
+    def holder(self, stages: list[int]) -> str | None:
+        """Who is to hold lost stages; None: nobody can."""
+        follower = self.standbys.get(tuple(stages))  # has some of their state at least
+        if any(machine.name == follower for machine in self.here):
+            return follower
+        return next_holder(stages, self.seats, self.here, self.settings)
+
+    def displaced(self, stages: list[int], name: str) -> list[list[int]]:
+        """What a member follows no more once it holds these stages: them, or all that it follows if
+        it lacks the memory for both.
+        """
+        counted = [self.followed.get(stage, holder) for stage, holder in enumerate(self.seats)]
+        own = [machine for machine in self.here if machine.name == name]
+        has_room = next_holder(stages, counted, own, self.settings) is not None
+        return [group for group in self.followed_by(name) if group == stages or not has_room]
+
+    def next_standby(self) -> tuple[list[int], str | None]:
+        """Stages that nobody follows, if some machine holds nothing: of a member that holds several
+        groups of them, to take one over; then of the weakest, the likeliest to go. And who is to
+        follow them; None: nobody can.
+        """
+        left = [group for group in self.groups if tuple(group) not in self.standbys]
+        if not left or all(machine.name in self.seats for machine in self.here):
+            return [], None
+        rates = {machine.name: machine.tflops for machine in self.here}
+        holders = [self.seats[group[0]] for group in self.groups]
+
+        def turn(group: list[int]) -> tuple[int, float]:
+            name = self.seats[group[0]]
+            return -holders.count(name), rates.get(name, 0.0)
+
+        stages = min(left, key=turn)
+        return stages, next_follower(stages, self.seats, self.followed, self.here, self.settings)
+
+    def next_move(self) -> tuple[list[int], str, str] | None:
+        """Stages of the member that holds most groups of them, it, and a member that follows them
+        and holds nothing: it is to hold them, for others are slower with more.
+        """
+        holders = [self.seats[stages[0]] for stages in self.groups]
+        crowded = max(holders, key=holders.count)
+        for stages in self.groups if holders.count(crowded) > 1 else ():
+            name = self.standbys.get(tuple(stages), "")
+            if self.seats[stages[0]] == crowded and name and name not in self.seats:
+                return stages, crowded, name
+        return None
+
+    def patience(self, held: list[int]) -> float | None:
+        """Seconds for which whoever holds these stages may be away before another gets them; None:
+        there is no other.
+        """
+        if (name := next_holder(held, self.seats, self.here, self.settings)) is None:
+            return None
+        if self.followed.keys() >= {*held}:
+            return FOLLOWED_SECONDS
+        return NEIGHBOUR_SECONDS if name in self.seats else SPARE_SECONDS
 
 
 class Failures:

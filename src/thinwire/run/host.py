@@ -16,7 +16,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,12 +50,11 @@ from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.formation import (
     Failures,
     Formation,
+    Placing,
     fill_seats,
     fitting,
     is_hosted,
     lacking_peers,
-    next_follower,
-    next_holder,
     read_formation,
     stage_names,
     write_formation,
@@ -103,9 +102,6 @@ LOOK_SECONDS = 1.0
 PROBE_SECONDS = 3.0
 OWN_INVITE_SECONDS = 3600.0  # for peers on this machine, which join at once
 ANSWER_SECONDS = 3.0  # for whoever had lost stages to say that it is there
-FOLLOWED_SECONDS, SPARE_SECONDS, NEIGHBOUR_SECONDS = 1.5, 3.0, 8.0
-"""For which a member may be away before another takes its stages: one that follows them loses
-nothing by it, one that holds nothing a little, one that holds stages is slower with more."""
 AWAY_TICK = 0.1  # between two looks at who is back, while somebody is away and stages wait
 STANDBY_PAUSE = 5.0  # between a stand-by that was lost and the next one
 SPARES = 2  # machines that an invite lets in beyond those that the run needs
@@ -444,11 +440,10 @@ class HostedPeers(Peers):
         self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
         self._standbys = base.display.standing.standbys
         self._standby_after = 0.0  # no other stand-by begins before
-        self._standby_ways: dict[tuple[int, ...], Ways] = {}
         self._replaces = bool(placement(settings, self._groups))  # those who are lost
         self._given_up: set[tuple[str, float]] = set()  # members that were away for too long
         self._links = f"epoch/{formation.epoch}.{secrets.token_hex(16)}"
-        self._ways: Ways | None = None
+        self._ways: dict[tuple[int, ...], Ways] = {}  # by who follows, of the holders by ()
         self._words: dict[int, str] = {}  # of stages whose processes have ended
         self._ended: set[int] = set()
         self._streams = Streams(base.door.listener)
@@ -477,7 +472,7 @@ class HostedPeers(Peers):
 
     def start(self) -> None:
         self._base.members.on_happening = self._on_happening
-        self._ways = self._probed_ways()
+        self._ways_between()
         for stages in self._groups:
             name = self._base.formation.seats[stages[0]]
             if not self._give(stages, name, self._checkpoint):
@@ -508,9 +503,18 @@ class HostedPeers(Peers):
         self.end_states()
         self.is_training = True
 
-    def replace(self, stages: list[int]) -> None:
-        self._homeless.append(stages)
-        self._ask_who_is_there()
+    def replace(self, stages: list[int], by_follower: bool = False) -> None:
+        if not by_follower:
+            self._homeless.append(stages)
+            self._ask_who_is_there()
+        elif name := self._forget_standby(stages):
+            self._take_seat(stages, name)
+            self._collect(name, stages)
+            stood_by = f"{stage_names(stages)}: {name}, which stood by"
+            self._base.display.announce("form", stood_by)
+        else:  # it has just got other stages
+            for stage in stages:
+                self.said.note(ev.Lost(stage, "who stood by for it does so no more"))
 
     def next_event(self, coordinator: Coordinator) -> ev.Event:
         somebody_is_away = self._give_up_the_absent()
@@ -531,10 +535,8 @@ class HostedPeers(Peers):
     def _find_holder(self, stages: list[int]) -> None:
         """Give lost stages to whoever is best for them, or wait for somebody who is."""
         waited, display = time.monotonic() - self._asked_at, self._base.display
-        here = self._base.members.here()
-        answered = [member.machine for member in here if member.heard >= self._asked_at]
-        best = self._best(stages, [member.machine for member in here])
-        name = self._best(stages, answered)
+        placing = self._placing(lambda member: member.heard >= self._asked_at)
+        best, name = self._placing().holder(stages), placing.holder(stages)
         if (name is None or name != best) and waited < ANSWER_SECONDS:
             return  # a better one may answer: a spare, or whoever had them and has the files
         which = stage_names(stages)
@@ -548,14 +550,9 @@ class HostedPeers(Peers):
         self._homeless.remove(stages)
         self._is_waiting = False
         self._again += 1
-        seats, followed = self._base.formation.seats, self._followed()
-        own = [machine for machine in answered if machine.name == name]
-        counted = [followed.get(stage, holder) for stage, holder in enumerate(seats)]
-        has_room = next_holder(stages, counted, own, self._settings) is not None
-        for group in self._of(name):
-            if group == stages or not has_room:
-                self._drop_standby(group)
-                self.said.note(ev.FollowerLost(group))
+        for group in placing.displaced(stages, name):
+            self._drop_standby(group)
+            self.said.note(ev.FollowerLost(group))
         self._take_seat(stages, name)
         display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
         if self._give(stages, name, *self._where_to_begin()):
@@ -571,27 +568,13 @@ class HostedPeers(Peers):
     # Stand-bys: members that hold nothing, and follow stages whose loss would cost most
 
     def _find_standby(self) -> None:
-        """Have a member that holds nothing follow stages that nobody follows: of one that holds
-        several groups of them, to take one over; then of the weakest, the likeliest to go.
-        """
-        groups, seats = placement(self._settings, self._groups), self._base.formation.seats
-        here = self._base.members.here()
-        left = [group for group in groups if tuple(group) not in self._standbys]
-        is_idle = any(member.name not in seats for member in here)
-        if not left or not is_idle or time.monotonic() < self._standby_after:
+        """Have a member that holds nothing follow stages that nobody follows."""
+        if not self._replaces or time.monotonic() < self._standby_after:
             return
-        rates = {m.name: m.hello.machine.tflops for m in self._base.members.all() if m.hello}
-        holders = [seats[group[0]] for group in self._groups]
-
-        def turn(group: list[int]) -> tuple[int, float]:
-            name = seats[group[0]]
-            return -holders.count(name), rates.get(name, 0.0)
-
-        stages = min(left, key=turn)
-        machines = [member.machine for member in here]
-        name = next_follower(stages, seats, self._followed(), machines, self._settings)
+        stages, name = self._placing().next_standby()
         if name is None:
-            self._standby_after = time.monotonic() + STANDBY_PAUSE
+            if stages:
+                self._standby_after = time.monotonic() + STANDBY_PAUSE
             return
         self._again += 1
         self._standbys[tuple(stages)] = name
@@ -601,35 +584,26 @@ class HostedPeers(Peers):
 
     def on_follower(self, command: ev.OfFollower) -> None:
         match command:
-            case ev.Promote(stages):
-                if not (name := self._forget_standby(stages)):  # it has just got other stages
-                    for stage in stages:
-                        self.said.note(ev.Lost(stage, "who stood by for it does so no more"))
-                    return
-                self._take_seat(stages, name)
-                self._collect(name, stages)
-                stood_by = f"{stage_names(stages)}: {name}, which stood by"
-                self._base.display.announce("form", stood_by)
             case ev.DropFollower(stages):
                 self._drop_standby(stages)
             case ev.Doubt(stage, found, replaces):
-                holder, standby = self._base.formation.seats[stage], self._followed().get(stage, "")
+                placing = self._placing()
+                holder, standby = placing.seats[stage], placing.followed.get(stage, "")
                 self._base.display.announce("audit", doubt_text(stage, holder, standby, found))
                 if replaces:
                     reason = f"{standby} computed other values than it sent for stage {stage}"
                     self._base.members.set_aside(holder, reason)
 
-    def _of(self, name: str) -> list[list[int]]:
-        """The groups of stages that a member follows, each by a process of its own."""
-        return [list(group) for group, who in [*self._standbys.items()] if who == name]
-
-    def _followed(self) -> dict[int, str]:
-        return {stage: name for group, name in [*self._standbys.items()] for stage in group}
+    def _placing(self, counts: Callable[[Member], bool] = lambda member: True) -> Placing:
+        """Who holds and follows what. `counts`: whether a member that is here can be chosen."""
+        here = [member.machine for member in self._base.members.here() if counts(member)]
+        seats, standbys = self._base.formation.seats, dict(self._standbys)
+        return Placing(self._settings, self._groups, seats, standbys, here)
 
     def _forget_standby(self, stages: list[int]) -> str:
         """Who followed these stages, and does so no more; nobody: nothing."""
         name = self._standbys.pop(tuple(stages), "")
-        self._standby_ways.pop(tuple(stages), None)
+        self._ways.pop(tuple(stages), None)
         if name not in self._standbys.values():
             self._base.display.standing.audits.pop(name, None)
         return name
@@ -638,14 +612,6 @@ class HostedPeers(Peers):
         if name := self._forget_standby(stages):
             self._standby_after = time.monotonic() + STANDBY_PAUSE  # it may fail again at once
             self._tell(name, msg.Release("its stage is placed anew", stages))
-
-    def _ways_of_standby(self, stage: int) -> Ways:
-        """The ways as they were if whoever follows this stage held it."""
-        group, name = next(one for one in self._standbys.items() if stage in one[0])
-        if group not in self._standby_ways:  # both ends need the same word
-            seats = self._base.formation.given([*group], name).seats
-            self._standby_ways[group] = self._probed_ways(seats=seats)
-        return self._standby_ways[group]
 
     def _take_seat(self, stages: list[int], name: str) -> None:
         """Note who holds stages from now on, and let go of whoever did."""
@@ -658,15 +624,10 @@ class HostedPeers(Peers):
             self.collector.retract(stages)
             reason = f"{name} holds {stage_names(stages)} now"
             self._tell(before, msg.Release(reason, stages))
-        self._ways = self._probed_ways({before, name})
-        self._standby_ways.clear()  # whoever follows the stage beside it is fed from elsewhere
-
-    def _best(self, stages: list[int], machines: list[Machine]) -> str | None:
-        """Who of these is to hold lost stages; None: nobody can."""
-        follower = self._standbys.get(tuple(stages))  # has some of their state at least
-        if any(machine.name == follower for machine in machines):
-            return follower
-        return next_holder(stages, self._base.formation.seats, machines, self._settings)
+        self._ways.clear()  # whoever follows the stage beside it is fed from elsewhere
+        for changed in (before, name):
+            self._doors.pop(changed, None)
+        self._ways_between()
 
     def _give_up_the_absent(self) -> bool:
         """Have others hold the stages of a member that cannot be reached, if there are others: else
@@ -677,12 +638,8 @@ class HostedPeers(Peers):
             held, away = self._base.formation.held_by(member.name), (member.name, member.down_since)
             if not held or not member.is_down or away in self._given_up:
                 continue
-            others = [m.machine for m in self._base.members.here()]
-            name = next_holder(held, self._base.formation.seats, others, self._settings)
-            limit = SPARE_SECONDS if name not in self._base.formation.seats else NEIGHBOUR_SECONDS
-            if self._followed().keys() >= {*held}:
-                limit = FOLLOWED_SECONDS
-            if name is not None and now - member.down_since > limit:
+            limit = self._placing().patience(held)
+            if limit is not None and now - member.down_since > limit:
                 self._given_up.add(away)
                 self._lose(member.name, f"{member.name} could not be reached for {limit:g} s")
             is_waiting |= away not in self._given_up
@@ -695,28 +652,23 @@ class HostedPeers(Peers):
         is_due, self._is_saved = self._is_saved and self.is_training, False
         if not is_due or self._homeless or self.is_stopping:
             return
-        seats = self._base.formation.seats
-        holders = [seats[stages[0]] for stages in self._groups]
-        crowded = max(holders, key=holders.count)
-        for stages in self._groups if holders.count(crowded) > 1 else ():
-            name = self._standbys.get(tuple(stages), "")
-            if seats[stages[0]] == crowded and name and name not in seats:
-                moves = f"{stage_names(stages)} moves from {crowded} to {name}"
-                self.said.note(ev.MoveAsked(stages, moves))
-                return
+        if found := self._placing().next_move():
+            stages, crowded, name = found
+            moves = f"{stage_names(stages)} moves from {crowded} to {name}"
+            self.said.note(ev.MoveAsked(stages, moves))
 
     def tell(self, stage: int, message: msg.ToStage, follows: bool = False) -> None:
         self._is_saved |= isinstance(message, msg.Saved)
-        name = self._followed().get(stage, "") if follows else self._base.formation.seats[stage]
+        placing = self._placing()
+        name = placing.followed.get(stage, "") if follows else placing.seats[stage]
         if not name:
             return
-        ways = self._ways
-        if isinstance(message, msg.Follow):
-            ways = self._ways_of_standby(msg.other_end(message.cut, stage))
-        elif follows and isinstance(message, msg.Connect | msg.Relink):
-            ways = self._ways_of_standby(stage)
-        if ways is not None:
-            message = msg.with_ways(message, partial(ways.connect, stage))
+        if isinstance(message, msg.Connect):
+            fed = stage
+            if message.cut is not None and not follows:
+                fed = msg.other_end(message.cut, stage)
+            groups = [group for group in placing.standbys if fed in group and message.follower]
+            message = self._ways_between(*groups).connect(stage, message)
         self._tell(name, message, stage)
 
     def ask_to_stop(self, who: str = "") -> None:
@@ -739,16 +691,21 @@ class HostedPeers(Peers):
             states.close()
         self._states.clear()
 
-    def _probed_ways(self, changed: Collection[str] = (), seats: list[str] | None = None) -> Ways:
-        """The doors of all stages' members, probed at once; of some, if the others are known."""
-        door, book, known = self._base.door, self._base.door.book, self._doors
-        seats = self._base.formation.seats if seats is None else seats
-        new = {name for name in seats if name in changed or name not in known}
-        members = [member for member in self._base.members.all() if member.name in new]
-        known |= zip((member.name for member in members), probe_all(members, book), strict=True)
-        doors = [known.get(name, DoorOf()) for name in seats]
-        meeting = [door.meeting(name) for name in seats]
-        return Ways(book.run_id, self._links, doors, meeting, [*map(book.key_of, seats)])
+    def _ways_between(self, followed: tuple[int, ...] = ()) -> Ways:
+        """The ways between the members of all stages; or as they were if whoever follows some held
+        these. Doors that are not known are probed at once.
+        """
+        if followed not in self._ways:  # both ends of a link need the same word
+            door, book, known = self._base.door, self._base.door.book, self._doors
+            follower = self._standbys.get(followed, "")
+            seats = self._base.formation.given([*followed], follower).seats
+            new = {*seats} - known.keys()
+            members = [member for member in self._base.members.all() if member.name in new]
+            known |= zip((member.name for member in members), probe_all(members, book), strict=True)
+            doors = [known.get(name, DoorOf()) for name in seats]
+            meeting, keys = [door.meeting(name) for name in seats], [*map(book.key_of, seats)]
+            self._ways[followed] = Ways(book.run_id, self._links, doors, meeting, keys)
+        return self._ways[followed]
 
     def _serve(self, name: str, stages: list[int], checkpoint: Checkpoint | None) -> None:
         """Accept what stages on a member open beside its own stream: states and token ids."""
@@ -784,11 +741,12 @@ class HostedPeers(Peers):
         this generation says too much.
         """
         epoch, homeless = self._base.formation.epoch, {s for group in self._homeless for s in group}
+        placing = self._placing()
         held = [stage for stage in self._base.formation.held_by(name) if stage not in homeless]
         match what:
             case ev.Lost() | ev.Away() | msg.Envelope(msg.Leaving() | msg.Declined()):
                 declined = getattr(getattr(what, "message", None), "stages", [])
-                for group in self._of(name):
+                for group in placing.followed_by(name):
                     if not declined or not {*group}.isdisjoint(declined):
                         self.said.note(ev.FollowerLost(group))
         match what:
@@ -799,7 +757,7 @@ class HostedPeers(Peers):
             case msg.Envelope(msg.Hello() | msg.Alive()):
                 self.said.note(ev.Tick())  # somebody may be waited for
             case msg.Envelope(message, stage, said) if (
-                said == epoch and self._followed().get(stage, "") == name
+                said == epoch and placing.followed.get(stage, "") == name
             ):
                 self.said.note(ev.Said(stage, message, follows=True))
                 if isinstance(message, Audited):
@@ -847,9 +805,9 @@ class HostedPeers(Peers):
         """A member leaves: others take its stages; where nobody can, the run stops with a
         checkpoint, and waits for somebody. In a run that stops it stays until then.
         """
-        others = [m.machine for m in self._base.members.here() if m.name != name]
+        others = self._placing(lambda member: member.name != name)
         can_move = self.is_training and self._replaces and not self.is_stopping
-        if can_move and next_holder(held, self._base.formation.seats, others, self._settings):
+        if can_move and others.patience(held) is not None:
             self._lose(name, f"{name} leaves")
             return
         self.leaving = self.leaving or name

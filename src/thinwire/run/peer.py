@@ -125,7 +125,7 @@ class Peer:
         self.hear = self._inbox.put
         self._links: dict[int, Link] = {}  # by the neighbouring stage
         self._logged: dict[int, LoggedPipe] = {}  # by cut: where the other end may be replaced
-        self._relinks: dict[int, msg.Relink | None] = {}  # by cut: the latest that counts
+        self._relinks: dict[int, msg.Connect | None] = {}  # by cut: the latest that counts
         self._down_since = 0.0  # of the connection to the stage below
         self._is_new = self.order.began != msg.OF_NO_STEP  # takes the place of one that was lost
         self._listener: Listener | None = None  # for the stage above
@@ -269,8 +269,7 @@ class Peer:
     def _open(self, worker: Linkable, neighbour: int, connect: msg.Connect) -> Pipe:
         """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
         cut, key, feeds = min(self.stage, neighbour), connect.seats[neighbour], connect.follower
-        again = connect.links[cut] if connect.links else 0
-        name = msg.stream_name("cut", cut, self.order.generation, again)
+        name = msg.stream_name("cut", cut, self.order.generation, connect.links[cut])
         name = f"{name}.f{feeds}" if feeds else name
         outage, limit = worker.settings.link.outage, worker.max_payload() + 64
         listener, at_doors = self._listener, f"{connect.run}/{name}.{connect.word}"
@@ -323,12 +322,11 @@ class Peer:
             logged.go_on(pipe)
         return logged
 
-    def _feed(self, worker: Worker, message: msg.Follow) -> None:
+    def _feed(self, worker: Worker, cut: int, connect: msg.Connect) -> None:
         """On a thread of its own: send what is logged to a process that follows a neighbour."""
-        cut = message.cut
         neighbour = msg.other_end(cut, self.stage)
         try:
-            pipe = self._open(worker, neighbour, message.connect)
+            pipe = self._open(worker, neighbour, connect)
             try:
                 self._agree(worker, pipe, cut, Meter(), at_start=False)
                 self._logged[cut].feed(pipe, worker.settings.train.audit)
@@ -337,12 +335,12 @@ class Peer:
         except WireError as error:  # whoever leads sees that it is lost
             print(f"the follower of stage {neighbour} is fed no more: {error}", file=sys.stderr)
 
-    def _take_over(self, worker: Worker, message: msg.TakeOver) -> None:
+    def _take_over(self, worker: Worker, connect: msg.Connect) -> None:
         """On a thread of its own: take the place of the stage that this one followed."""
-        for relink in message.relinks:
-            self._relinks[relink.cut] = relink
-            self._logged[relink.cut].await_another()
-        if all(self._relink(worker, relink) for relink in message.relinks):
+        for cut, logged in self._logged.items():
+            self._relinks[cut] = connect
+            logged.await_another()
+        if all(self._relink(worker, cut, connect) for cut in self._logged):
             self._say(self._linked())
 
     def _speak_up(self) -> None:
@@ -367,27 +365,26 @@ class Peer:
             else:
                 self._say(message)
 
-    def _relink(self, worker: Worker, message: msg.Relink) -> bool:
+    def _relink(self, worker: Worker, cut: int, connect: msg.Connect) -> bool:
         """On a thread of its own: go on with another process at the other end of a cut; False if
         that cannot be, which it has said.
         """
-        cut = message.cut
         logged, neighbour = self._logged[cut], msg.other_end(cut, self.stage)
         try:
-            pipe = self._open(worker, neighbour, message.connect)
+            pipe = self._open(worker, neighbour, connect)
             self._agree(worker, pipe, cut, self._links[neighbour].meter, at_start=False)
-            if message is not self._relinks[cut]:
+            if connect is not self._relinks[cut]:
                 pipe.close(0)
                 return False
             if neighbour < self.stage and self._down_since:
                 self._on_up(time.monotonic() - self._down_since)
-            if number := message.connect.follower:
+            if number := connect.follower:
                 logged.follow(pipe)
                 self._say(msg.Linked(follower=number))
             else:
                 logged.go_on(pipe)
         except WireError as error:
-            if message is self._relinks[cut]:  # else that one is lost too, and another comes
+            if connect is self._relinks[cut]:  # else that one is lost too, and another comes
                 is_breach = isinstance(error, BreachError)
                 self.fail(error, *(([neighbour], []) if is_breach else ([], [neighbour])))
             return False
@@ -442,13 +439,15 @@ class Peer:
                 case msg.Await(cut) if cut in self._logged:
                     self._relinks[cut] = None
                     self._logged[cut].await_another()
-                case msg.Relink(cut=cut) as relink if cut in self._logged:
-                    self._relinks[cut] = relink
-                    on_daemon_thread("thinwire relink", partial(self._relink, worker, relink))
-                case msg.Follow(cut=cut) as follow if cut in self._logged:
-                    on_daemon_thread("thinwire feed", partial(self._feed, worker, follow))
-                case msg.TakeOver() as take_over:
-                    on_daemon_thread("thinwire", partial(self._take_over, worker, take_over))
+                case msg.Connect(cut=None) as connect:
+                    on_daemon_thread("thinwire", partial(self._take_over, worker, connect))
+                case msg.Connect(cut=cut) as connect if cut in self._logged:
+                    if connect.follower and not self._follows:
+                        feed = partial(self._feed, worker, cut, connect)
+                        on_daemon_thread("thinwire feed", feed)
+                        continue
+                    self._relinks[cut] = connect
+                    on_daemon_thread("thinwire relink", partial(self._relink, worker, cut, connect))
                 case msg.Start() as start:
                     self._decide(worker, start)
                     self._speak_up()

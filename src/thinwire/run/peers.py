@@ -12,7 +12,6 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.explosion import watch_losses
 from thinwire.run.processes import TRAINING, Forker, StageProcess, forks, start_processes
-from thinwire.run.protocol import FROM_PEER, Envelope, Failed, Order, ToStage, with_ways
+from thinwire.run.protocol import FROM_PEER, Connect, Envelope, Failed, Order, ToStage
 from thinwire.run.record import RunRecord
 from thinwire.settings import Settings
 from thinwire.wire import Identity, raise_descriptor_limit
@@ -108,8 +107,8 @@ def heed(
                 if error is not None:
                     raise error
                 peers.wait_for_exits()
-            case ev.Replace(stages):
-                peers.replace(stages)
+            case ev.Replace(stages, by_follower):
+                peers.replace(stages, by_follower)
             case ev.OfFollower():
                 peers.on_follower(command)
             case _:
@@ -133,7 +132,7 @@ class Peers(contextlib.AbstractContextManager[Any]):
         """Send a message to a stage; or to the process that follows it, where one does."""
 
     @abstractmethod
-    def replace(self, stages: list[int]) -> None:
+    def replace(self, stages: list[int], by_follower: bool = False) -> None:
         """Have another process hold these stages, which shared one that is lost."""
 
     def on_begin(self) -> None:
@@ -276,7 +275,7 @@ class LocalPeers(Peers):
         for order, process in zip(self._orders, started, strict=True):
             self._here.append(self._attended(order, process))
 
-    def replace(self, stages: list[int]) -> None:
+    def replace(self, stages: list[int], by_follower: bool = False) -> None:
         place = next(i for i, here in enumerate(self._here) if here.stages == stages)
         lost, order = self._here[place], self._orders[place]
         lost.is_replaced = True
@@ -299,8 +298,9 @@ class LocalPeers(Peers):
         return super().next_event(coordinator)
 
     def tell(self, stage: int, message: ToStage, follows: bool = False) -> None:
-        known = partial(dataclasses.replace, seats=self._seats)
-        self._with(stage).channel.send(with_ways(message, known), stage)
+        if isinstance(message, Connect):
+            message = dataclasses.replace(message, seats=self._seats)
+        self._with(stage).channel.send(message, stage)
 
     def wait_for_exits(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS

@@ -13,8 +13,8 @@ in one generation of the placement:
                           <-     Start
     Step, Evaluation,
     ShardWritten, ...     ->     (Stop, Saved)     training; a step never waits for this stream
-                          <-     Await, Relink     a neighbour is lost, another takes its place
-                          <-     Follow, TakeOver  a process follows a stage, and takes its place
+                          <-     Await, Connect    a neighbour is lost, another takes its place;
+                                                   a process follows a stage, and takes its place
     Audited               ->                       ... and compares what both compute
     Finished or Failed    ->
                           <-     Leave             all stages have finished
@@ -23,11 +23,13 @@ in one generation of the placement:
 
 Nothing is used before its types are checked, and what a peer says is at most 1 MiB and loses its
 control characters, for a terminal would obey them.
+
+Messages with secrets are dataclasses, which leave these out of what they print.
 """
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -138,8 +140,7 @@ class Progress:
 # What a peer says of itself
 
 
-@dataclass(frozen=True)
-class Hello:
+class Hello(msgspec.Struct, frozen=True):
     """A machine is there: what it is and what it can do. The first message of its stream.
 
     `door` is the address at which its own processes find its door, and `outside` the one that
@@ -155,36 +156,31 @@ class Hello:
     place: str = ""
 
 
-@dataclass(frozen=True)
-class Alive:
+class Alive(msgspec.Struct, frozen=True):
     """A peer's answer to AskAlive."""
 
 
-@dataclass(frozen=True)
-class Leaving:
+class Leaving(msgspec.Struct, frozen=True):
     """A peer wants to leave after this step."""
 
 
-@dataclass(frozen=True)
-class Tried:
+class Tried(msgspec.Struct, frozen=True):
     """Which addresses of its invite a peer reaches: why not, or an empty text, by address."""
 
     answers: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Declined:
+class Declined(msgspec.Struct, frozen=True):
     """A peer cannot hold the stages that it was given."""
 
     reason: str
-    stages: list[int] = field(default_factory=list)
+    stages: list[int] = []
 
 
 # What a peer says of a stage
 
 
-@dataclass(frozen=True)
-class Pulse:
+class Pulse(msgspec.Struct, frozen=True):
     """What a stage is doing, and how many pieces of work it has begun: sent now and then.
 
     With the round trips of its connections to the neighbours, in seconds; 0: not known.
@@ -196,19 +192,17 @@ class Pulse:
     trip_above: Finite = 0.0
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(msgspec.Struct, frozen=True):
     """A stage is built, and listens at this address if there is a stage above it elsewhere."""
 
     address: str
     layers: str
     device: str
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = {}
     again: int = 0  # as of its order: a machine may get the same stage twice
 
 
-@dataclass(frozen=True)
-class Linked:
+class Linked(msgspec.Struct, frozen=True):
     """A stage has its links, and both ends agree on their contract.
 
     Between machines, `way` is the kind of way to the stage below. A stage that takes the place of a
@@ -223,16 +217,14 @@ class Linked:
     follower: int = 0
 
 
-@dataclass(frozen=True)
-class LinkDown:
+class LinkDown(msgspec.Struct, frozen=True):
     """The connection over a cut is lost; the stage above the cut, which dials, says so."""
 
     cut: int
     reason: str
 
 
-@dataclass(frozen=True)
-class LinkUp:
+class LinkUp(msgspec.Struct, frozen=True):
     """There is another connection over a cut, after so many seconds; `way` as in Linked."""
 
     cut: int
@@ -240,15 +232,13 @@ class LinkUp:
     way: str = ""
 
 
-@dataclass(frozen=True)
-class LogLost:
+class LogLost(msgspec.Struct, frozen=True):
     """A stage has no room to keep what it sends: whoever needs it cannot be replaced for now."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Follows:
+class Follows(msgspec.Struct, frozen=True):
     """A process that follows a stage has come to this step, after which the stage saves."""
 
     step: int
@@ -264,8 +254,7 @@ class Finished:
     stops: bool = False
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """A stage cannot go on; it accuses neighbours it lost, and convicts who broke a contract."""
 
     kind: str
@@ -276,8 +265,7 @@ class Failed:
     convicts: list[int]
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The process of a stage on another machine has ended."""
 
     code: int  # of the exit, 256 and more for signals: a count is not negative
@@ -294,8 +282,7 @@ class Ended:
         return _SIGNALLED - self.code if self.code > _SIGNALLED else self.code
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(msgspec.Struct, frozen=True):
     """The next token of a text, from the last stage of a model that writes one."""
 
     token: int
@@ -304,8 +291,7 @@ class Chosen:
 # What the coordinator tells a peer
 
 
-@dataclass(frozen=True)
-class AskAlive:
+class AskAlive(msgspec.Struct, frozen=True):
     """A peer is to answer at once: another process shows its key."""
 
 
@@ -353,24 +339,21 @@ class Order:
     host: list[Route] = field(default_factory=list, repr=False)
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """The generation is over, or others hold these stages now: end their processes."""
 
     reason: str
-    stages: list[int] = field(default_factory=list)  # empty: all of the generation
+    stages: list[int] = []  # empty: all of the generation
 
 
-@dataclass(frozen=True)
-class News:
+class News(msgspec.Struct, frozen=True):
     """Something that everybody in the run should see; `kind` is the tag that it has there."""
 
     text: str
     kind: str = "host"
 
 
-@dataclass(frozen=True)
-class RunNews:
+class RunNews(msgspec.Struct, frozen=True):
     """What the host's page shows beside: so that of a member shows the same. Now and then.
 
     It lets nobody in, and does not say where others are.
@@ -381,13 +364,11 @@ class RunNews:
     progress: Progress | None = None  # seldom, for it is large
 
 
-@dataclass(frozen=True)
-class TryDoor:
+class TryDoor(msgspec.Struct, frozen=True):
     """A peer is to try the addresses of the host that its own invite names, and no others."""
 
 
-@dataclass(frozen=True)
-class Dismiss:
+class Dismiss(msgspec.Struct, frozen=True):
     """A peer is to leave: the run is over, in order or not, or the peer is not wanted."""
 
     reason: str
@@ -406,12 +387,16 @@ class Connect:
     (direct), or of another (relayed). `run` is by what doors know the
     run, and `word` ends the names of its links there: who is not told it, such as a peer that was
     removed from the run, cannot wait in another's place. `links` says of each cut how often its
-    link was opened anew, for another process at one of its ends. With the number of a `follower`
-    it is about the streams that feed that one.
+    link was opened anew, for another process at one of its ends.
+
+    It is about all cuts of a stage: of one that is built, or that followed another and takes its
+    place. Or about one `cut`, because there is another process at its other end. With the number of
+    a `follower` it is about the streams by which that one is fed.
     """
 
     below: str
-    links: list[int] = field(default_factory=list)
+    links: list[int]
+    cut: int | None = None
     follower: int = 0
     seats: list[str] = field(default_factory=list)
     run: str = ""
@@ -420,8 +405,7 @@ class Connect:
     wait: list[Route] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """All stages are linked: train; in the place of a lost stage, with the last decision known."""
 
     decided: int = 0
@@ -429,55 +413,27 @@ class Start:
     is_alike: bool = False  # for one that follows: its machine computes the stage's bits
 
 
-@dataclass(frozen=True)
-class Await:
+class Await(msgspec.Struct, frozen=True):
     """The stage at the other end of a cut is lost, and another process will take its place."""
 
     cut: int
 
 
-@dataclass(frozen=True)
-class Relink:
-    """It has: link to it; `connect` as at the start."""
-
-    cut: int
-    connect: Connect
-
-
-@dataclass(frozen=True)
-class Follow:
-    """Feed a process that follows the stage at the other end of a cut; `connect` leads to it."""
-
-    cut: int
-    connect: Connect
-
-
-@dataclass(frozen=True)
-class TakeOver:
-    """The stage that this one follows is lost: take its place, on these links."""
-
-    relinks: list[Relink]
-
-
-@dataclass(frozen=True)
-class Saved:
+class Saved(msgspec.Struct, frozen=True):
     """A checkpoint of this step is complete: what was sent before is needed no more."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(msgspec.Struct, frozen=True):
     """All stages have finished: the process may end."""
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True):
     """Stop after this step, with a checkpoint."""
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(msgspec.Struct, frozen=True):
     """Token ids that a model which writes text reads next; none: no more will come.
 
     The first of a text, number 0, says how its tokens are to be chosen.
@@ -520,7 +476,7 @@ ToPeer = (
     | TryDoor
     | Dismiss
 )
-ToStage = Connect | Start | Await | Relink | Follow | TakeOver | Saved | Stop | Leave | Read
+ToStage = Connect | Start | Await | Saved | Stop | Leave | Read
 
 OF_NO_STAGE = -1
 
@@ -535,20 +491,6 @@ def last_decision(known: Iterable[tuple[int, bool]]) -> tuple[int, bool]:
 def other_end(cut: int, stage: int) -> int:
     """The stage at the other end of a cut."""
     return cut if cut < stage else cut + 1
-
-
-def with_ways(message: ToStage, found: Callable[[Connect], Connect]) -> ToStage:
-    """A message with what is `found` instead of what the coordinator knows of where others are."""
-    match message:
-        case Connect():
-            return found(message)
-        case Relink(cut, connect):
-            return Relink(cut, found(connect))
-        case Follow(cut, connect):
-            return Follow(cut, found(connect))
-        case TakeOver(relinks):
-            return TakeOver([Relink(one.cut, found(one.connect)) for one in relinks])
-    return message
 
 
 class Envelope(NamedTuple):
