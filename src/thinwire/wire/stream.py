@@ -146,10 +146,13 @@ class Stream(Pipe):
         """Say now and then that this end is alive; returns when the stream is over."""
         while not self._over.wait(SILENCE_S / 2):
             if self._writing.acquire(blocking=False):  # else it is heard anyway
-                with contextlib.suppress(WireError):  # whoever reads says so
+                try:
                     if not self._said_end:
                         self._send(_ALIVE)
-                self._writing.release()
+                except WireError:
+                    pass  # whoever reads says so
+                finally:
+                    self._writing.release()
 
     def _take_leave(self) -> None:
         with contextlib.suppress(WireError):
