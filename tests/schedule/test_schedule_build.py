@@ -112,10 +112,35 @@ def test_whatever_stages_hold_a_row_has_every_action_once_in_an_order_that_can_r
         assert slots[stage][f"{stage}B{m}"] > slots[stage + 1][f"{stage + 1}B{m}"]
 
 
-@pytest.mark.parametrize("held", [(1, 2), (2, 2, 4), (2, 0), (5, 1)])
-def test_stages_that_hold_more_than_those_below_them_deadlock(held):
-    """The reason why in-flight counts must not grow from stage to stage."""
-    with pytest.raises(ScheduleError, match=r"hand cannot run: .* hold .* of 4 .* deadlock"):
+def _runs_to_its_end(rows):
+    """A plain player: whoever has what its next action needs runs it, until nobody can."""
+    done, at = set(), [0] * len(rows)
+    while True:
+        ready = [
+            stage for stage, row in enumerate(rows) if at[stage] < len(row)
+            and ((beside := stage + (-1 if row[at[stage]].kind is Kind.F else 1)) == len(rows)
+                 or beside < 0 or (beside, row[at[stage]]) in done)
+        ]  # fmt: skip
+        if not ready:
+            return all(place == len(row) for place, row in zip(at, rows, strict=True))
+        for stage in ready:
+            done.add((stage, rows[stage][at[stage]]))
+            at[stage] += 1
+
+
+@pytest.mark.parametrize("held", [*itertools.product(range(1, 5), repeat=3)])
+def test_a_schedule_is_refused_if_and_only_if_it_deadlocks(held):
+    rows = [Schedule("alone", 4, (count,)).row(0)[:-1] for count in held]
+    if _runs_to_its_end(rows):
+        assert [Schedule("hand", 4, held).row(stage)[:-1] for stage in range(3)] == rows
+    else:
+        with pytest.raises(ScheduleError, match=r"hand cannot run: .* hold .* of 4 .* deadlock"):
+            Schedule("hand", 4, held)
+
+
+@pytest.mark.parametrize("held", [(2, 0), (5, 1)])
+def test_a_stage_that_holds_nothing_or_more_than_there_is_is_refused(held):
+    with pytest.raises(ScheduleError, match="Each needs one"):
         Schedule("hand", 4, held)
 
 
