@@ -4,9 +4,9 @@ import io
 import re
 import threading
 import time
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from machines import assert_same_weights
 from proxy import Proxy
