@@ -186,8 +186,9 @@ def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(pair, tmp_path
     above.send(0)
     above.wait_for(2 * MICROBATCHES)
     below.wait_for(MICROBATCHES)
-    in_background(lambda: below.link.close(None))
+    closing = in_background(lambda: below.link.close(None))
     above.heard.wait(lambda: above.heard.ends)
+    closing.join(PATIENCE)  # long before another process could be there
     die(above, its_pipe, below)
     new = Side(tmp_path / "new", None, nic=nic())
     meet(below, new)
