@@ -380,3 +380,31 @@ def test_what_it_adds_to_messages_is_what_the_page_says():
     got.join(PATIENCE)
     opened, messages, acknowledged, end = 2 * 17, 32 * 1009, (2 + 1) * 9, 9
     assert sum(written) == opened + messages + acknowledged + end
+
+
+def test_whoever_closes_it_hangs_up_however_late_it_gets_to_that():
+    """When all is said the thread that writes ends, and it may be the first to take the lock."""
+    network = Network()
+    near, far = network.opener(0)(1), network.opener(1)(1)
+    closed = threading.Event()
+
+    class Noted(Passed):
+        def close(self, grace=5.0):
+            super().close(grace)
+            closed.set()
+
+    left, right = (LastingPipe(end, opener, PATIENCE) for end, opener in (
+        (Noted(near), network.opener(0)), (far, network.opener(1)),
+    ))  # fmt: skip
+    in_background(right.read)
+    closing, lock_again = threading.current_thread(), left._changed._acquire_restore
+
+    def late(state):
+        if threading.current_thread() is closing:
+            wait_until(lambda: left._stopped is not None)
+            time.sleep(2 * lasting._PAUSE_S)
+        lock_again(state)
+
+    left._changed._acquire_restore = late
+    left.close()
+    assert closed.is_set()

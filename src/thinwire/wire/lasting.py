@@ -174,7 +174,9 @@ class LastingPipe(Pipe):
             connection = None
             time.sleep(_PAUSE_S)
         with self._changed:
-            self._stop(WireError(f"the connection was down for {self._outage:g} s: {self._reason}"))
+            if self._stopped is None:  # else whoever closes it hangs up
+                why = f"the connection was down for {self._outage:g} s: {self._reason}"
+                self._stop(WireError(why))
 
     def _time_left(self) -> float:
         """Seconds until an outage has lasted too long."""
