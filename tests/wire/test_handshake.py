@@ -1,8 +1,9 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from wiring import Passed
 
-from thinwire.errors import WireError
+from thinwire.errors import AdmissionError, BreachError, WireError
 from thinwire.wire import Frame, FrameKind, encode, handshake, memory_pair
 from thinwire.wire.link import MAX_HELLO
 from waiting import PATIENCE
@@ -66,3 +67,18 @@ def test_a_malformed_hello_is_refused(message, reason):
 def test_silence_ends_in_an_error(pipes):
     with pytest.raises(WireError, match=r"said nothing for 0\.05 s"):
         handshake(pipes[0], {}, {}, 0.05)
+
+
+@pytest.mark.parametrize("error", [BreachError("it restarted"), AdmissionError("it left")])
+def test_whatever_ends_a_handshake_convicts_nobody(error):
+    """Whoever links to the next holder of a lost stage names one that breaks a contract: here there
+    is none yet, and the connection may break in many ways.
+    """
+
+    class Broken(Passed):
+        def read(self):
+            raise error
+
+    with pytest.raises(WireError, match=f"handshake: {error}") as caught:
+        handshake(Broken(memory_pair()[0]), {}, {}, PATIENCE)
+    assert type(caught.value) is WireError

@@ -129,7 +129,8 @@ def handshake(
     except WireError as error:
         # Aside, because closing lets the other end read our HELLO first, and it may not be.
         on_daemon_thread("handshake", pipe.close)
-        raise type(error)(f"handshake: {error}") from error
+        # Whatever it was: before both ends have agreed, no fault is the other end's alone.
+        raise WireError(f"handshake: {error}") from error
 
 
 class Link:
