@@ -28,6 +28,12 @@ def test_a_run_from_its_layers_to_the_last_goodbye():
     assert lead.coordinator.is_over and not lead.coordinator.stop_asked
 
 
+def test_before_the_first_step_nobody_can_say_that_the_run_stops():
+    lead = Lead().until(Phase.LINKING)
+    told = lead.say(0, msg.Linked()) + lead.say(1, msg.Linked(decided=9, stops=True))
+    assert told[:2] == [ev.Tell(0, msg.Start()), ev.Tell(1, msg.Start())]
+
+
 def test_a_link_that_breaks_again_and_again_does_not_bury_the_rest():
     lead = Lead().until(Phase.TRAINING)
     told = []

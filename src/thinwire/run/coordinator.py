@@ -373,16 +373,17 @@ class Coordinator:
     def _start(self, stages: list[int], linked: list[msg.Linked]) -> Commands:
         """Have stages train that are linked now."""
         self._coming.clear()
+        if self.phase is Phase.LINKING:
+            self.phase = Phase.TRAINING
+            self._watch.begin_training()
+            ready = [self._ready[stage] for stage in self._all]
+            # Nothing is decided yet, whatever one of them says.
+            return [*self._tell_all(msg.Start()), ev.Begin(ready, ready[0].versions)]
         # Not before the steps that were reported, if nobody is left who knows more.
         reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
         known = [(one.decided, one.stops) for one in linked]
         start = msg.Start(*msg.last_decision([(reported, False), self._ended, *known]))
         commands: Commands = [ev.Tell(stage, start) for stage in stages]
-        if self.phase is Phase.LINKING:
-            self.phase = Phase.TRAINING
-            self._watch.begin_training()
-            ready = [self._ready[stage] for stage in self._all]
-            return [*commands, ev.Begin(ready, ready[0].versions)]
         stop = [ev.Tell(stage, msg.Stop()) for stage in stages if self.stop_asked]
         return [*commands, *stop, *self._feed_followers()]
 
