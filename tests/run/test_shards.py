@@ -138,6 +138,26 @@ def test_members_forget_what_is_of_no_more_use(host, tmp_path):
     there.close()
 
 
+def test_a_run_that_is_formed_again_may_go_on_before_what_the_host_wanted(host, tmp_path):
+    """The host wants step 40, is killed before that is proven, and goes on from step 20."""
+    member = tmp_path / "member"
+    sender = tr.ShardSender(member)
+    host.written(member, 40)
+    there = host.join("peer", sender, [0, 1])
+    host.wait(2)
+    there.close()
+    sender.begin_anew()
+    again = Host(tmp_path / "again")
+    shards = [write(member, stage, 22) for stage in (0, 1)]
+    sender.remove_spare()  # as when a stage has said that it has written
+    for stage, shard in enumerate(shards):
+        again.announce(stage, 22, shard)
+    there = again.join("peer", sender, [0, 1])
+    assert again.wait(2) == [("arrived", 0, 22), ("arrived", 1, 22)]
+    again.collector.close()
+    there.close()
+
+
 def test_what_a_stage_cannot_have_written_is_not_asked_for(host, tmp_path):
     for step, (change, words) in enumerate(
         [

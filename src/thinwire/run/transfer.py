@@ -494,6 +494,7 @@ class ShardSender:
         self._closed = threading.Event()
         self._pipe: Pipe | None = None
         self._wanted: collections.deque[int] = collections.deque(maxlen=2)  # steps, the last
+        self._no_older = 0  # the step of which it has asked since the run was formed
 
     def keep_serving(self, connect: Callable[[], Pipe]) -> None:
         """Serve one connection after the other until `close`; on a thread of its own."""
@@ -520,6 +521,10 @@ class ShardSender:
         if self._pipe is not None:
             self._pipe.close(0)
 
+    def begin_anew(self) -> None:
+        """The run is formed again, perhaps from a step before the one that the host wanted last."""
+        self._no_older = 0
+
     def remove_spare(self) -> None:
         """Remove what no host needs: all shards but the newest few, and those that travel."""
         wanted = {partial_folder(self._run_folder, step) for step in self._wanted}
@@ -527,11 +532,12 @@ class ShardSender:
             found = checkpoints_folder(self._run_folder).glob(f".partial-step-{8 * '[0-9]'}")
             by_age = sorted(found, key=lambda folder: folder.stat().st_mtime_ns)
             # The host chooses the newest: it will ask for nothing older than what it wants now.
-            older = {f for f in by_age for step in [*self._wanted][-1:] if int(f.name[-8:]) < step}
+            older = {folder for folder in by_age if int(folder.name[-8:]) < self._no_older}
             for folder in ({*by_age[:-KEPT_SHARDS]} | older) - wanted:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _find(self, want: Want) -> Path:
+        self._no_older = want.step
         if want.step not in [*self._wanted][-1:]:
             self._wanted.append(want.step)
             self.remove_spare()
