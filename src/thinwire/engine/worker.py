@@ -160,7 +160,7 @@ class Worker:
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
         largest = max((end.payload_limit() for end in self.state.ends), default=0)
-        basis = 8 * self.settings.model.dim * self.settings.boundary.rank
+        basis = self.update.keeper.most_basis_bytes if self.update.keeper else 0
         rows = self.update.rows.limits()[1] if self.update.rows else 0
         return max(largest, basis, rows) + 65536
 
