@@ -19,9 +19,9 @@ import zstandard
 
 from thinwire.codec import Codec, Leg, Place, Surroundings, TensorSpec, cross, parse_codec
 
-CHOICE = ["bf16", "fp8", "int8", "int8(group=64)", "int8(hadamard)", "int8(tensor)", "int6",
-          "int4", "int4(group=64)", "int4(group=64,hadamard)", "int4(tensor)", "int3", "int2",
-          "step(4)", "step(4)+zstd", "topk(0.1)", "randk(0.1)"]  # fmt: skip
+CHOICE = ["bf16", "int8", "int8(group=64)", "int8(hadamard)", "int8(tensor)", "int6", "int4",
+          "int4(group=64)", "int4(group=64,hadamard)", "int4(tensor)", "int3", "int2", "step(4)",
+          "step(4)+zstd", "topk(0.1)", "randk(0.1)"]  # fmt: skip
 
 
 LINK = 1e9 / 8  # bytes per second

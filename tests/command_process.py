@@ -15,7 +15,6 @@ import thinwire.demo
 import thinwire.engine
 import thinwire.hf.export
 import thinwire.hf.importer
-import thinwire.inference.pipeline
 import thinwire.inference.serve
 import thinwire.run.doctor
 import thinwire.run.host

@@ -37,7 +37,7 @@ LONGEST = (
     "test_standby.py", "test_cluster_equality.py", "test_audited_runs.py", "test_page.py",
     "test_hosted_recovery.py", "test_runs.py", "test_launch.py",
     "test_life_of_a_run.py", "test_outages.py", "test_train.py",
-    "test_relayed_runs.py", "test_hosted_runs.py", "test_pipeline.py", "test_export.py",
+    "test_relayed_runs.py", "test_hosted_runs.py", "test_export.py",
     "test_demo.py", "test_narrow.py", "test_placement.py", "test_protocol.py", "test_codecs.py",
     "test_headline.py", "test_arms.py", "test_model_compile.py", "test_packaging.py",
 )  # fmt: skip
@@ -56,8 +56,8 @@ class SharedForker(Forker):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_forkers():
-    made: dict[str, Forker] = {}
+def shared_forker():
+    shared = SharedForker()
 
     def environment():
         """What forked processes have of whoever started the one that forks them."""
@@ -66,16 +66,13 @@ def shared_forkers():
 
     usual = environment()
 
-    def forker(module):
-        if environment() != usual:
-            return Forker(module)
-        return made.setdefault(module, SharedForker(module))
+    def forker():
+        return shared if environment() == usual else Forker()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "Forker", forker)
         yield
-    for each in made.values():
-        Forker.close(each)
+    Forker.close(shared)
 
 
 @pytest.fixture(scope="session")

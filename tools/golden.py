@@ -65,7 +65,7 @@ RUNS = {
     "aqsgd": Run(
         "codec.forward=int4+aqsgd codec.backward=int8 data.path=text/0.txt data.valid_fraction=0.3"
     ),
-    "lowrank and entropy": Run("codec.forward=lowrank(2) codec.backward=step(3)+zstd"),
+    "ef-mixed and entropy": Run("codec.forward=randk(0.3)+ef-mixed codec.backward=step(3)+zstd"),
     "muon": Run("optim.name=muon optim.lr=0.005"),
     "chat": Run("data.source=chat data.path=chats.jsonl model.vocab=400"),
     "thin32": Run(FOUR, recipe="thin32"),

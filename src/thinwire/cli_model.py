@@ -1,7 +1,6 @@
 """The commands that open a checkpoint, or make one: loss, text, an endpoint, models of others."""
 
 import argparse
-import contextlib
 import itertools
 import json
 import shlex
@@ -14,7 +13,7 @@ from thinwire.arguments import AddCommand, add_device, add_plugins, add_value, n
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
-    from thinwire.inference import Model, Sampling, TextModel
+    from thinwire.inference import Model, Sampling
 
 
 def add_model_commands(add: AddCommand) -> None:
@@ -48,7 +47,6 @@ def add_model_commands(add: AddCommand) -> None:
     about = "sample from the likeliest tokens that make up this probability; 1 = all"
     add_value(sub, "--top-p", number(float, above=0, most=1), about, 1.0)
     add_value(sub, "--seed", number(int), "seed of the sampling", 0)
-    _add_pipeline(sub)
 
     sub = add("serve", serve_command, "answer requests for text over HTTP, as OpenAI's servers do")
     _add_checkpoint(sub)
@@ -61,7 +59,6 @@ def add_model_commands(add: AddCommand) -> None:
     about = "requests that wait for their turn; more get status 429"
     add_value(sub, "--queue", number(int, 0, most=128), about, 16)
     _add_template(sub)
-    _add_pipeline(sub)
 
     sub = add("import", import_command, "make a checkpoint of a Hugging Face or GGUF model")
     about = "a folder with config.json and safetensors, a .gguf file, or a name on the hub"
@@ -105,13 +102,6 @@ def _add_checkpoint(sub: argparse.ArgumentParser) -> None:
 def _add_template(sub: argparse.ArgumentParser) -> None:
     about = "chat template, a Jinja file (default: the model's own, or chatml)"
     sub.add_argument("--template", default="", metavar="FILE", help=about)
-
-
-def _add_pipeline(sub: argparse.ArgumentParser) -> None:
-    about = "compute with one process per stage, over links with the run's codecs"
-    sub.add_argument("--pipeline", action="store_true", help=about)
-    about = "with --pipeline: do not hold messages back as the run's [link] section says"
-    sub.add_argument("--no-emulation", action="store_true", help=about)
 
 
 def eval_command(options: argparse.Namespace) -> None:
@@ -171,19 +161,18 @@ def generate_command(options: argparse.Namespace) -> None:
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     if options.template and not options.chat:
         raise ConfigError("--template is about the conversation of --chat: add that, too")
-    with _text_model(options) as model:
-        _show_notes(model.notes())
-        if options.chat:
-            _converse(model, options, sampling)
-            return
-        prompt = "def " if options.prompt is None else options.prompt
-        ids = model.encode(prompt)
-        if len(ids) > (most := model.settings.model.context):
-            _show_notes([f"the prompt has {len(ids)} tokens, the model sees the last {most}"])
-        _shown(itertools.chain([prompt], model.write(ids, options.tokens, sampling)))
+    model = _writing_model(options)
+    if options.chat:
+        _converse(model, options, sampling)
+        return
+    prompt = "def " if options.prompt is None else options.prompt
+    ids = model.encode(prompt)
+    if len(ids) > (most := model.settings.model.context):
+        _show_notes([f"the prompt has {len(ids)} tokens, the model sees the last {most}"])
+    _shown(itertools.chain([prompt], model.write(ids, options.tokens, sampling)))
 
 
-def _converse(model: "TextModel", options: argparse.Namespace, sampling: "Sampling") -> None:
+def _converse(model: "Model", options: argparse.Namespace, sampling: "Sampling") -> None:
     """Answer each line of the input until it ends, or the one prompt."""
     messages = [{"role": "system", "content": options.system}] if options.system else []
     lines = [options.prompt] if options.prompt is not None else _typed_lines()
@@ -217,53 +206,25 @@ def _shown(pieces: Iterable[str]) -> str:
 
 def serve_command(options: argparse.Namespace) -> None:
     """Serve until Ctrl-C."""
-    if options.pipeline and options.parallel > 1:
-        raise ConfigError(
-            "the stages of --pipeline keep the past of one text: leave out --parallel or --pipeline"
-        )
     from thinwire.inference.serve import run_server
 
-    with _text_model(options) as model:
-        _show_notes(model.notes())
-        run_server(
-            model,
-            options.listen,
-            options.port,
-            sys.stdout,
-            options.max_tokens,
-            options.parallel,
-            options.queue,
-        )
+    run_server(
+        _writing_model(options),
+        options.listen,
+        options.port,
+        sys.stdout,
+        options.max_tokens,
+        options.parallel,
+        options.queue,
+    )
 
 
-@contextlib.contextmanager
-def _text_model(options: argparse.Namespace) -> Iterator["TextModel"]:
-    """The model in this process, or in those of its stages; then what crossed is told at the end.
-
-    What is told goes to stderr: the text alone is on stdout.
-    """
-    if not options.pipeline:
-        if options.no_emulation:
-            raise ConfigError("--no-emulation is about the links of --pipeline: add that, too")
-        alone = _open_model(options)
-        alone.template = options.template
-        yield alone
-        return
-    if options.compression == "off":
-        raise ConfigError(
-            "--pipeline sends what training sends, so --compression off does not go with it: "
-            "leave out one of the two"
-        )
-    from thinwire.inference.pipeline import PipelineModel
-    from thinwire.report import PlainDisplay
-
-    display = PlainDisplay(sys.stderr)  # a live one would paint over the text
-    place, emulate = options.checkpoint, not options.no_emulation
-    whole = PipelineModel(place, display, options.device, options.allow_plugins, emulate)
-    whole.template = options.template
-    with whole.running() as model:
-        yield model
-        print(model.finish().text(), file=sys.stderr)
+def _writing_model(options: argparse.Namespace) -> "Model":
+    """The model of a command that writes text, with what is to be known of it said."""
+    model = _open_model(options)
+    model.template = options.template
+    _show_notes(model.notes())
+    return model
 
 
 def _show_notes(notes: list[str]) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from thinwire.codec import Leg, Place, Surroundings, TensorSpec, spec_of
 from thinwire.codec.entropy import Zstd
 from thinwire.codec.feedback import AQSGD, ExampleMemory, bytes_needed
-from thinwire.codec.lowrank import LowRank
 from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, TopK
 from thinwire.errors import ConfigError
@@ -20,8 +19,8 @@ from thinwire.errors import ConfigError
 CPU = tensors.CPU
 EXAMPLES, ROW = 7, (4, 6)
 ENOUGH = Surroundings(EXAMPLES, limit_bytes=10**6)
-INNERS = {"topk": lambda: TopK(0.2), "randk": lambda: RandK(0.2), "lowrank": lambda: LowRank(1),
-          "int": lambda: Integer(4), "zstd": lambda: Zstd(Integer(4))}  # fmt: skip
+INNERS = {"topk": lambda: TopK(0.2), "randk": lambda: RandK(0.2), "int": lambda: Integer(4),
+          "zstd": lambda: Zstd(Integer(4))}  # fmt: skip
 
 seeds = st.integers(0, 2**32)
 dtypes = st.sampled_from((torch.float32, torch.float64, torch.bfloat16))

@@ -8,10 +8,10 @@ from thinwire.codec import Leg, Place, Surroundings, TensorSpec, parse_codec, sp
 from thinwire.errors import WireError
 
 NAMES = [
-    "fp64", "fp32", "bf16", "fp16", "fp8", "int2", "int4", "int8", "int4(group=4,hadamard)",
-    "int4(tensor)", "step(3)", "topk(0.2)", "randk(0.2)", "lowrank(2)", "step(3)+zstd",
-    "int4+ef", "topk(0.2)+ef", "topk(0.2)+ef-mixed", "lowrank(2)+ef-mixed", "fp16+ef21",
-    "topk(0.2)+ef21", "lowrank(1)+ef21", "int4+zstd+ef21", "topk(0.2)+aqsgd", "int4+aqsgd",
+    "fp64", "fp32", "bf16", "int2", "int4", "int8", "int4(group=4,hadamard)", "int4(tensor)",
+    "step(3)", "topk(0.2)", "randk(0.2)", "step(3)+zstd", "int4+ef", "topk(0.2)+ef",
+    "topk(0.2)+ef-mixed", "randk(0.2)+ef-mixed", "bf16+ef21", "topk(0.2)+ef21", "int4+zstd+ef21",
+    "topk(0.2)+aqsgd", "int4+aqsgd",
 ]  # fmt: skip
 REMEMBERING = [name for name in NAMES if parse_codec(name).remembers]
 SHAPES = [(), (1,), (0, 4), (3, 5), (1, 1, 1), (3, 4, 6)]

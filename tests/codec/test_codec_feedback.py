@@ -11,20 +11,19 @@ from hypothesis import strategies as st
 
 from thinwire.codec import Cast, Leg, Place, Surroundings, cross, spec_of
 from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
-from thinwire.codec.lowrank import LowRank
 from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, TopK
 from thinwire.errors import ConfigError
 
 SHAPE = (3, 6, 8)
-BUDGETED = {"topk": lambda: TopK(0.2), "randk": lambda: RandK(0.2), "lowrank": lambda: LowRank(2)}
-INNERS = {**BUDGETED, "int": lambda: Integer(4), "fp16": lambda: Cast("fp16")}
+SPARSE = {"topk": lambda: TopK(0.2), "randk": lambda: RandK(0.2)}
+INNERS = {**SPARSE, "int": lambda: Integer(4), "bf16": lambda: Cast("bf16")}
 SENDERS = (ErrorFeedback, MixedErrorFeedback)
 WRAPPERS = (*SENDERS, EF21)
 PAIRS = [
     (wrapper, inner)
     for wrapper in WRAPPERS
-    for inner in (BUDGETED if wrapper is MixedErrorFeedback else INNERS)
+    for inner in (SPARSE if wrapper is MixedErrorFeedback else INNERS)
 ]
 
 seeds = st.integers(0, 2**32)

@@ -15,7 +15,6 @@ from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
 from thinwire.codec.quantize import (
     FORMATS,
     LARGEST,
-    Float8,
     Integer,
     StepCodec,
     TensorInteger,
@@ -31,7 +30,7 @@ STEP_BITS = (1.25, 2, 3.5, 6, 12)
 FORMS = ("", "(group=4)", "(hadamard)", "(group=4,hadamard)", "(tensor)")
 INTEGERS = [f"int{bits}{form}" for bits in BITS for form in FORMS]
 STEPS = [f"step({bits})" for bits in STEP_BITS]
-NAMES = [*INTEGERS, *STEPS, "fp8"]
+NAMES = [*INTEGERS, *STEPS]
 INF, NAN = math.inf, math.nan
 
 quick = settings(deadline=None, max_examples=150, derandomize=True)
@@ -80,9 +79,7 @@ def test_nan_and_infinity_travel(name):
     got = round_trip(Cast(name), sent)
     assert got.isnan().tolist() == [True, False, False, False, False]
     assert torch.equal(got[1:], sent[1:]) and torch.signbit(got[3])
-    large = torch.tensor([65504.0, 65520.0, -1e6, 3e38])
-    got = round_trip(Cast(name), large)
-    assert got.tolist() == [65504.0, INF, -INF, INF] if name == "fp16" else got.isfinite().all()
+    assert round_trip(Cast(name), torch.tensor([65520.0, -1e6, 3e38])).isfinite().all()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -99,8 +96,7 @@ def test_a_device_without_float64_is_refused_for_fp64_alone(name):
 def test_tags_name_the_codec_for_ever():
     """Written out: a release that changes one can no longer talk to the last."""
     tags = {name: Cast(name).tag for name in FORMATS}
-    wanted = {"fp64": 0xC3507A53, "fp32": 0x57442B23, "bf16": 0xF5D6C52D, "fp16": 0x621F8DB8}
-    assert tags == wanted
+    assert tags == {"fp64": 0xC3507A53, "fp32": 0x57442B23, "bf16": 0xF5D6C52D}
 
 
 # All quantizers
@@ -128,16 +124,11 @@ def float32_term(codec, sent):
 
 
 def is_within_bound(codec, sent, place):
-    """Half a step forward, a whole one backward, and float32's own rounding; rotated: by length.
-
-    Of an eight-bit float half a unit in the last of three places, or half of the smallest step.
-    """
+    """Half a step forward, a whole one backward, and float32's own rounding; rotated: by length."""
     error = round_trip(codec, sent, place).double() - sent.double()
     step = steps_of(codec, sent, place)
     bound = step * (0.5 if place.leg is Leg.FORWARD else 1.0) + float32_term(codec, sent)
-    if isinstance(codec, Float8):
-        bound = torch.maximum(sent.double().abs() / 16, step * 2.0**-10) * (1 + 2.0**-12)
-    elif "hadamard" in codec.name:
+    if "hadamard" in codec.name:
         error, bound = error.square().sum(-1), bound.square().sum(-1) * (1 + 2.0**-12)
     return bool((error.abs() <= bound).all())
 
@@ -210,7 +201,7 @@ def test_rounding_depends_on_the_place_and_values_alone(name):
     assert bytes(codec.pack(sent, Place(Leg.FORWARD, 9, 9))) == forward
     others = [Place(Leg.BACKWARD, *where) for where in ((3, 2), (4, 1), (3, 1, 1), (3, 1, 0, 1))]
     drawn = {bytes(codec.pack(sent, place)) for place in others} | {first, forward}
-    assert len(drawn) == (1 if name == "fp8" else 6), "eight-bit floats round to nearest both ways"
+    assert len(drawn) == 6
 
 
 @pytest.mark.parametrize(
@@ -219,9 +210,6 @@ def test_rounding_depends_on_the_place_and_values_alone(name):
         ("fp64", [1.0, -2.0], "000000000000f03f00000000000000c0"),
         ("fp32", [1.0, -2.0], "0000803f000000c0"),
         ("bf16", [1.0, -2.0], "803f00c0"),
-        ("fp16", [1.0, -2.0], "003c00c0"),
-        # scale 1.0 in bf16, then 448, 1, -2, 0 in e4m3
-        ("fp8", [448.0, 1, -2, 0], "803f" + "7e38c000"),
         # scales 1.0 and 0.5 in bf16, then codes 14 0 8 7 5 | 7 7 8 14 7, low nibbles first
         ("int4", [[7.0, -7, 1, 0, -2], [0, 0, 0.5, 3.5, 0]], "803f003f" + "0e7875877e"),
         # offset -7 and step 14/3 in fp32, then codes of two bits: 3 0 2 2 1

@@ -64,7 +64,7 @@ SEVERAL_EPOCHS = {"train__batch": 128}  # a corpus of 503 examples comes back af
     ("gpipe", 2, "delta", "delta", {}),
     ("1f1b", 3, "topk(0.2)+ef21", "topk(shared)+ef", {}),
     ("1f1b", 2, "int4+ef21+zstd", "int8+ef21", {}),
-    ("gpipe", 2, "randk(0.3)+ef-mixed", "lowrank(2)+ef21", {}),
+    ("gpipe", 2, "randk(0.3)+ef-mixed", "topk(0.3)+ef21", {}),
     ("gpipe", 2, "topk(0.2)+aqsgd", "int8+aqsgd", SEVERAL_EPOCHS),
     ("1f1b", 3, "int4+aqsgd+zstd", "int8", SEVERAL_EPOCHS),
 ])  # fmt: skip

@@ -31,8 +31,8 @@ def objections(outcome, settings, data, folder):
     [
         {"run__precision": "bf16", "lora__rank": 3, "optim__name": "muon"},
         narrow("subspace", basis_update_every=4), narrow("projected", anchor="per-stage"),
-        EMBEDDING, {"codec__forward": "topk(0.2)+ef21", "codec__backward": "lowrank(2)+ef-mixed"},
-        {"codec__forward": "int8+aqsgd", "codec__backward": "lowrank(2)", "train__batch": 160},
+        EMBEDDING, {"codec__forward": "topk(0.2)+ef21", "codec__backward": "randk(0.3)+ef-mixed"},
+        {"codec__forward": "int8+aqsgd", "codec__backward": "int4+ef", "train__batch": 160},
     ],
 )  # fmt: skip
 def test_what_stages_save_passes(changes, make_settings, run_in_threads, corpus, tmp_path):

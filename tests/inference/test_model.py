@@ -9,6 +9,8 @@ import torch
 from torch.nn import functional as F
 from variants import BY_TOKEN
 
+from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.joined import Joined
 from thinwire.errors import ConfigError
 from thinwire.inference import Model, Sampling
 from thinwire.report import PlainDisplay
@@ -59,6 +61,77 @@ def test_a_cache_changes_no_logit_and_no_token(changes, trained, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Model, "crosses_by_token", False)
             assert model.generate(*given) == text and len(text) > len("stage link ")
+
+
+def test_a_stage_reads_its_own_tensors_only(trained, monkeypatch):
+    folder, _ = trained(codec__forward="fp64")
+    read: list[set[str]] = []
+    whole = Checkpoint._read
+
+    def noted(self, names):
+        read.append(names)
+        return whole(self, names)
+
+    monkeypatch.setattr(Checkpoint, "_read", noted)
+    Model(folder, "cpu")
+    ends = [("model.embed_tokens.weight" in n, "lm_head.weight" in n) for n in read]
+    assert ends == [(True, False), (False, False), (False, True)]
+    assert not set.intersection(*read)
+
+
+def test_every_stage_computes_on_its_own_device(make_settings):
+    """The meta device stands for another one: what is there is known but for its numbers."""
+    here, there = torch.device("cpu"), torch.device("meta")
+    devices = [here, there, there]
+    settings = make_settings(pipeline__stages=3, codec__forward="int8")
+    model = Joined(settings, there, devices=devices)
+    found = []
+
+    def noted(stage, given):
+        x, ids, _ = given
+        found.append([x.device, ids.device, *{p.device for p in stage.parameters()}])
+
+    for stage in model.stages:
+        stage.register_forward_pre_hook(noted)
+    pasts = [stage.new_past() for stage in model.stages]
+    with torch.no_grad():
+        for count in (5, 1):
+            logits = model.logits(torch.zeros((1, count), dtype=torch.long), True, pasts)
+            assert logits.device == there and logits.shape[1] == count
+    assert found == [[device] * 3 for device in devices] * 2
+    moved = Joined(settings, here)  # by transformers, say
+    for stage in moved.stages:
+        stage.to(there)
+    assert moved.logits(torch.zeros((1, 5), dtype=torch.long, device=there)).device == there
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 3, pytest.param(["cuda", "cpu", "cuda"], marks=GPU)])
+@pytest.mark.parametrize("changes", BY_TOKEN)
+def test_stages_are_dealt_out_to_the_devices_of_this_machine(
+    devices, changes, trained, monkeypatch, tmp_path
+):
+    folder, _ = trained(**changes)
+    (tmp_path / "other.txt").write_text("stage link " * 40)
+    asked = []
+
+    def dealt(wanted, stage):
+        asked.append((wanted, stage))
+        return torch.device(devices[stage])
+
+    alone = Model(folder, "cpu")
+    monkeypatch.setattr("thinwire.inference.model.choose_device", dealt)
+    model = Model(folder, "auto")
+    assert asked == [("auto", stage) for stage in range(3)]
+    given = "stage link ", 20, 0.0, 0, 0
+    assert model.generate(*given) == alone.generate(*given)
+    for whole, dealt_out in (
+        (alone.evaluate(display()), model.evaluate(display())),
+        (alone.evaluate_text(tmp_path, display()), model.evaluate_text(tmp_path, display())),
+    ):
+        assert dealt_out["valid_loss"] == pytest.approx(whole["valid_loss"], abs=1e-3)
 
 
 def test_a_codec_that_looks_at_the_whole_window_is_not_cached(trained):

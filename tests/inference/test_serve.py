@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx
 import pytest
 
-from thinwire.errors import StageError
+from thinwire.errors import CheckpointError
 from thinwire.inference import Model, Sampling
 from thinwire.inference.serve import MOST_BYTES, Endpoint, run_server
 from thinwire.web.server import WebServer
@@ -279,7 +279,7 @@ def test_the_end_of_the_server_ends_texts_and_empties_the_queue(chatting):
 def test_a_model_that_fails_ends_the_server(chatting, stream):
     def lost(*arguments):
         yield 70
-        raise StageError("stage 1 was killed")
+        raise CheckpointError("the output is NaN")
 
     model, printed = Model(chatting(), "cpu"), io.StringIO()
     model.tokens_behind = lost
@@ -292,11 +292,11 @@ def test_a_model_that_fails_ends_the_server(chatting, stream):
 
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask)
-        with pytest.raises(StageError, match="killed"):
+        with pytest.raises(CheckpointError, match="NaN"):
             run_server(model, "127.0.0.1", 0, printed)
         said = answer.result(60)
     assert said.status_code == (200 if stream else 500)
-    assert "has failed" in said.text and "killed" not in said.text
+    assert "has failed" in said.text and "NaN" not in said.text
 
 
 def test_a_model_without_a_chat_template_says_so(chatting):

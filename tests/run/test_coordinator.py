@@ -178,8 +178,8 @@ def test_last_words_may_be_heard_after_the_end_of_a_process():
 @pytest.mark.parametrize(("phase", "said"), [
     (Phase.BUILDING, [step(1, 0)]), (Phase.BUILDING, [msg.Linked()]),
     (Phase.BUILDING, [msg.Ready("", "", "cpu"), msg.Ready("", "", "cpu")]),
-    (Phase.LINKING, [msg.Linked(), step(1, 0)]), (Phase.TRAINING, [msg.Chosen(1)]),
-    (Phase.TRAINING, [msg.Leaving()]), (Phase.TRAINING, [msg.Linked()]),
+    (Phase.LINKING, [msg.Linked(), step(1, 0)]), (Phase.TRAINING, [msg.Leaving()]),
+    (Phase.TRAINING, [msg.Linked()]),
     (Phase.TRAINING, [msg.Finished(METERS), step(1, 0)]),
 ])  # fmt: skip
 def test_a_message_that_is_not_due_is_its_sender_s_error(phase, said):

@@ -41,7 +41,7 @@ def start(tmp_path, monkeypatch):
         (tmp_path / "stage_of_a_test.py").write_text(text)
         logs = [tmp_path / f"{stage}.log" for stage in range(count)]
         forkers.append(Forker("stage_of_a_test"))
-        stages = start_processes(logs, "stage_of_a_test", forkers[-1] if fork else None)
+        stages = start_processes(logs, forkers[-1] if fork else None)
         started.extend(stages)
         for number, stage in enumerate(stages):
             stage.ours.sendall(str(number).encode())
@@ -93,7 +93,7 @@ def test_another_is_forked_in_no_time_while_the_forker_lives_and_all_end_with_it
     first[1].kill()
     assert first[1].wait(PATIENCE) == -signal.SIGKILL
     logs = [tmp_path / "1.log"]
-    (second,) = start_processes(logs, "stage_of_a_test", start.forkers[0])
+    (second,) = start_processes(logs, start.forkers[0])
     assert second.process is not None, "it runs"
     second.ours.sendall(b"7")
     said(tmp_path / "1.log", "stage 7 is")
@@ -104,7 +104,7 @@ def test_another_is_forked_in_no_time_while_the_forker_lives_and_all_end_with_it
     os.kill(parent, signal.SIGKILL)
     assert [stage.wait(PATIENCE) for stage in (first[0], second, first[2])] == [-signal.SIGKILL] * 3
     assert gone(pids)
-    (third,) = start_processes(logs, "stage_of_a_test", start.forkers[0])
+    (third,) = start_processes(logs, start.forkers[0])
     third.ours.sendall(b"8")
     said(tmp_path / "1.log", "stage 8 is")
     third.end()

@@ -65,13 +65,12 @@ MESSAGES: list[Any] = [
     pr.Linked(), pr.LinkDown(0, "the connection was lost"), pr.LinkUp(0, 1.5),
     pr.LogLost("the disk is full"), rp.Audited(9, 40, 0.05, 0.0, "gradient", 2), pr.Follows(8),
     STEP, rp.Evaluation(3, 2.0, 1.5), WRITTEN, rp.ShardFailed(4, "disk full"), pr.Finished(METERS),
-    FAILED, pr.Ended.by(-9, "killed"), pr.Chosen(3), pr.AskAlive(),
+    FAILED, pr.Ended.by(-9, "killed"), pr.AskAlive(),
     pr.Hold([0, 1], {"run": {}}, True, "ab", "token"),
     pr.Order([0], {"key": "k"}, {"run": {}}, "/c", "/r"), pr.Release("formed again"),
     pr.News("all is well"), records.StepRecord(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0, [], []),
     records.EvaluationRecord(1, 2.0, None), NEWS, pr.TryDoor(), pr.Dismiss("over", "failed"),
     CONNECT, pr.Start(), pr.Await(0), pr.Saved(8), pr.Stop(), pr.Leave(),
-    pr.Read([1, 2], seed=-3),
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codec.place import Leg, Place
-from thinwire.errors import ConfigError, WireError
+from thinwire.errors import WireError
 
 Payload = bytes | bytearray | memoryview
 Shape = tuple[int, ...]
@@ -123,13 +123,6 @@ class Codec(ABC):
         """Called once before the first tensor; ConfigError when there is not enough room."""
         for codec in self.inside().values():
             codec.prepare(spec, surroundings)
-
-    def halved(self) -> "Codec":
-        """A new codec of half the budget, as `+ef-mixed` needs it; ConfigError if there is none."""
-        raise ConfigError(
-            f"ef-mixed spends half of the budget on the tensor and half on the error, but "
-            f"{self.name} has no budget to halve; topk, randk and lowrank have"
-        )
 
     def to_bytes(self, parts: Parts) -> Payload:
         """The parts one after the other, little-endian; shares memory where there is only one."""
@@ -296,11 +289,6 @@ def elements(shape: Shape) -> int:
 def spec_of(tensor: Tensor) -> TensorSpec:
     """What a receiver of this tensor expects."""
     return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-
-def working(dtype: torch.dtype) -> torch.dtype:
-    """The type in which codecs compute and remember what belongs to tensors of a type."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -9,7 +9,7 @@ from thinwire.errors import ConfigError
 from thinwire.typed import nearest, option
 
 LEGS = tuple(leg.value for leg in Leg)
-PLAIN = ("fp32", "bf16", "fp16", "fp8", *(f"int{bits}" for bits in range(2, 9)))
+PLAIN = ("fp32", "bf16", *(f"int{bits}" for bits in range(2, 9)))
 """Names known to exist without a look at the codecs themselves, which need torch."""
 _CUT = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.DOTALL)
 _LEG = re.compile(r"(\w+)\s*=(?![^(]*\))")  # not within a codec's parentheses
@@ -25,8 +25,8 @@ class CodecConfig:
 
     forward: str = option(
         "bf16",
-        "codec of activations: fp32 bf16 fp16 fp8, int2..int8, step(bits), topk(share), "
-        "randk(share), lowrank(rank); append +ef, +ef-mixed, +ef21 or +aqsgd, and +zstd",
+        "codec of activations: fp32, bf16, int2..int8, step(bits), topk(share), randk(share); "
+        "append +ef, +ef-mixed, +ef21 or +aqsgd, and +zstd",
     )
     backward: str = option(
         "bf16", "codec of gradients: the same, and topk(shared), with the positions of forward"

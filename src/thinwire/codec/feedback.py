@@ -37,10 +37,9 @@ from thinwire.codec.base import (
     bytes_of,
     elements,
     spec_of,
-    working,
 )
 from thinwire.codec.quantize import Cast
-from thinwire.codec.sparse import remember_whole
+from thinwire.codec.sparse import Sparse, remember_whole
 from thinwire.errors import ConfigError
 
 ROWS = torch.bfloat16
@@ -99,7 +98,7 @@ class Buffered(Feedback):
 
     def buffer(self, spec: TensorSpec) -> Tensor:
         """The buffer, on the tensor's device; never changed in place."""
-        dtype = working(spec.dtype)
+        dtype = _working(spec.dtype)
         if self._buffer is None:
             return torch.zeros(spec.shape, dtype=dtype, device=spec.device)
         if self._buffer.shape != spec.shape or self._buffer.dtype != dtype:
@@ -123,7 +122,7 @@ class Buffered(Feedback):
         buffer, expected = tensors.get("buffer"), self._expected
         if buffer is not None and expected is not None:
             given = tuple(buffer.shape), buffer.dtype
-            wanted = expected.shape, working(expected.dtype)
+            wanted = expected.shape, _working(expected.dtype)
             if given != wanted:
                 raise ValueError(
                     f"{self.name} needs a buffer of {wanted}, but was given one of {given}: with "
@@ -153,50 +152,51 @@ class ErrorFeedback(Buffered):
 
 
 class MixedErrorFeedback(Buffered):
-    """EF-mixed: send c = H(x) + H(e), then e += x - c; H is the inner codec at half its budget.
+    """EF-mixed: send c = H(x) + H(e), then e += x - c; H is the inner codec with half its share.
 
-    Only the sender remembers. The halves are codecs of their own: two warm starts, two draws.
+    Only the sender remembers.
 
-    Payload: in training twice that of the inner codec with half its share, or half its rank
-    rounded down; in evaluation the inner codec's.
+    Payload: in training twice that of H; in evaluation the inner codec's.
     """
 
     suffix = "ef-mixed"
     size_varies = True  # between training and evaluation
-    content_decides_size = False  # the parts of both halves follow each other as they are
-    to_bytes = Codec.to_bytes
     from_bytes = Codec.from_bytes
 
     def __init__(self, inner: Codec):
         super().__init__(inner)
-        self._on_tensor = inner.halved()
-        self._on_error = inner.halved()
+        if not isinstance(inner, Sparse):
+            raise ConfigError(
+                f"ef-mixed spends half of a share on the tensor and half on the error, but "
+                f"{inner.name} has no share to halve; topk and randk have"
+            )
+        self._half = inner.halved()
 
     def inside(self) -> dict[str, Codec]:
-        return {"tensor": self._on_tensor, "error": self._on_error}
+        """One codec for both, since it remembers nothing: both send as much, each its own mask."""
+        return {"tensor": self._half, "error": self._half}
 
     def encode_training(self, tensor: Tensor, place: Place) -> Parts:
         spec = spec_of(tensor)
         error = self.buffer(spec)
-        parts = self._on_tensor.encode(tensor, place)
-        parts += self._on_error.encode(error, _elsewhere(place))
+        parts = self._half.encode(tensor, place)
+        parts += self._half.encode(error, _elsewhere(place))
         sent = self.decode_training(parts, spec, place)
         self.replace_buffer(error, error + (tensor.to(error.dtype) - sent.to(error.dtype)))
         return parts
 
     def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        first = len(self._on_tensor.layout(spec.shape, place))
-        sent = self._on_tensor.decode(parts[:first], spec, place)
-        return sent + self._on_error.decode(parts[first:], spec, _elsewhere(place))
+        first = len(parts) // 2
+        sent = self._half.decode(parts[:first], spec, place)
+        return sent + self._half.decode(parts[first:], spec, _elsewhere(place))
 
     def layout(self, shape: Shape, place: Place) -> Layout:
         if not place.training:
             return self.inner.layout(shape, place)
-        return self._on_tensor.layout(shape, place) + self._on_error.layout(shape, place)
+        return 2 * self._half.layout(shape, place)
 
     def payload_limit(self, shape: Shape) -> int:
-        halves = self._on_tensor.payload_limit(shape) + self._on_error.payload_limit(shape)
-        return max(halves, self.inner.payload_limit(shape))
+        return max(2 * self._half.payload_limit(shape), self.inner.payload_limit(shape))
 
     expected_bytes, coded_bytes = Codec.expected_bytes, Codec.coded_bytes
 
@@ -292,7 +292,7 @@ class AQSGD(Mirrored):
 
     def known(self, spec: TensorSpec, place: Place) -> Tensor:
         rows = self._room().read(self._examples(place), spec.device)
-        return rows.to(working(spec.dtype)).view(spec.shape)
+        return rows.to(_working(spec.dtype)).view(spec.shape)
 
     def learn(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
         rows = better.to(ROWS)
@@ -446,6 +446,11 @@ def _mapped(count: int, folder: Path) -> Tensor:
     except OSError as error:
         raise ConfigError(f"{size:,} bytes cannot be kept in {folder}: {error}") from error
     return torch.from_numpy(numbers).view(ROWS)
+
+
+def _working(dtype: torch.dtype) -> torch.dtype:
+    """The type of what is remembered of tensors of a type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _elsewhere(place: Place) -> Place:

@@ -15,11 +15,10 @@ from typing import Any
 from thinwire.codec.base import Codec
 from thinwire.codec.entropy import Zstd
 from thinwire.codec.feedback import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback
-from thinwire.codec.lowrank import LowRank
 from thinwire.codec.place import Leg
-from thinwire.codec.quantize import FORMATS, Cast, Float8, Integer, StepCodec, TensorInteger
+from thinwire.codec.quantize import FORMATS, Cast, Integer, StepCodec, TensorInteger
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, gone
 from thinwire.typed import nearest
 
 Factory = Callable[..., Codec]
@@ -53,12 +52,10 @@ def _topk(share: float | None = None, shared: bool = False) -> Codec:
 
 _CODECS: dict[str, Factory] = {
     **{name: partial(Cast, name) for name in FORMATS},
-    "fp8": Float8,
     **{f"int{bits}": partial(_integer, bits) for bits in range(2, 9)},
     "step": StepCodec,
     "topk": _topk,
     "randk": RandK,
-    "lowrank": LowRank,
 }
 _SUFFIXES: dict[str, Factory] = {
     "zstd": Zstd,
@@ -67,6 +64,8 @@ _SUFFIXES: dict[str, Factory] = {
     "ef21": EF21,
     "aqsgd": AQSGD,
 }
+GONE = ("fp16", "fp8", "lowrank")
+"""Codecs of earlier releases."""
 
 
 def register_codec(name: str, factory: Factory) -> None:
@@ -109,7 +108,7 @@ def parse_codec(name: str, where: str = "codec") -> Codec:
         for suffix, arguments in suffixes:
             codec = _made(_SUFFIXES, suffix, arguments, codec)
     except ConfigError as error:
-        raise ConfigError(f'{where} = "{name}": {error}') from None
+        raise type(error)(f'{where} = "{name}": {error}') from None
     return codec
 
 
@@ -127,6 +126,8 @@ def _terms(text: str) -> list[tuple[str, str]]:
 def _made(factories: dict[str, Factory], name: str, arguments: str, *inner: Codec) -> Codec:
     """What a factory makes of the arguments, once these fit its signature."""
     if name not in factories:
+        if name in GONE:
+            raise gone(f"the codec {name}")
         is_base = factories is _CODECS
         if name in (_SUFFIXES if is_base else _CODECS):
             hint = f"bf16+{name}" if is_base else f"{name}+zstd"

@@ -1,5 +1,4 @@
-"""Float formats, and quantizers: whole numbers of 2 to 8 bits, eight-bit floats, multiples of a
-step.
+"""Float formats, and quantizers: whole numbers of 2 to 8 bits, multiples of a step.
 
 Shapes: a tensor is R rows (its last dimension is the row), D wide, split into G groups of W
 elements; the last group of a row may be short. All arithmetic is in float32.
@@ -32,12 +31,7 @@ from thinwire.codec.base import (
 from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
 from thinwire.errors import ConfigError
 
-FORMATS = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+FORMATS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 LARGEST = 2.0**120  # what is above counts as infinite: below, no sum or product overflows
 _SMALLEST = 2.0**-126  # the smallest scale: its reciprocal is finite
 _NAN_BITS = 0x7FC0  # NaN in bf16
@@ -64,11 +58,7 @@ _SIGNS_KEY = 0x5157
 
 
 class Cast(Codec):
-    """Round to a float format and send the elements as they are.
-
-    NaN and infinity travel unchanged. fp16 turns magnitudes above 65504 into infinity, which
-    the step's verdict then sees: prefer bf16 for gradients.
-    """
+    """Round to a float format and send the elements as they are, also NaN and infinity."""
 
     name = ""
     by_token = True
@@ -299,34 +289,6 @@ class StepCodec(Codec):
             rows_RD.sub_(_dither(rows_RD, place) * rows_RD.any(1, keepdim=True))
         # Single operations, each rounded once, so every device gives the same.
         return (values * step).reshape(spec.shape).to(spec.dtype)
-
-
-class Float8(Codec):
-    """`fp8`: eight-bit floats (e4m3: three bits of mantissa), each row with a scale of its own.
-
-    The scale, in bfloat16 rounded up, brings the row's largest magnitude to 448 or just below.
-    Both directions round to nearest.
-
-    Payload: the scales row by row, then the elements.
-    """
-
-    name = "fp8"
-    by_token = True
-
-    def layout(self, shape: Shape, place: Place) -> Layout:
-        count = elements(shape)
-        return Part(torch.bfloat16, count // _width(shape)), Part(torch.float8_e4m3fn, count)
-
-    def encode(self, tensor: Tensor, place: Place) -> Parts:
-        x_RD = _rows(tensor)
-        scale_R1 = _scale(x_RD, top=torch.finfo(torch.float8_e4m3fn).max)
-        scaled_RD = x_RD * _reciprocal(scale_R1)
-        return scale_R1.reshape(-1), scaled_RD.to(torch.float8_e4m3fn).reshape(-1)
-
-    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        scales, scaled = parts
-        x_RD = scaled.to(torch.float32).view(len(scales), _width(spec.shape))
-        return x_RD.mul_(scales.to(torch.float32)[:, None]).reshape(spec.shape).to(spec.dtype)
 
 
 def _halves_apart(whole: Tensor) -> Tensor:

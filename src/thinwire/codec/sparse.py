@@ -83,6 +83,7 @@ class Sparse(Codec):
         return f"{self.word}({short if float(short) == self.share else self.share})"
 
     def halved(self) -> "Sparse":
+        """One that sends half of the share, as `+ef-mixed` needs it."""
         return type(self)(self.share / 2)
 
     @abstractmethod

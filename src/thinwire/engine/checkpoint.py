@@ -36,9 +36,9 @@ from thinwire.data.chat import CONFIG
 from thinwire.engine.keeper import COVARIANCE, NEXT_MEASURES
 from thinwire.engine.source import Source, Versions
 from thinwire.engine.trace import is_finite
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import CheckpointError, ConfigError, GoneError
 from thinwire.folders import flush
-from thinwire.settings import GoneError, Settings
+from thinwire.settings import Settings
 from thinwire.typed import Exact, learn_types
 
 FORMAT = 2

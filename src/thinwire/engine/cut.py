@@ -7,7 +7,6 @@ remember them alike.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -115,11 +114,10 @@ class CutEnd:
             payload=codec.pack(tensor.to(self.spec.dtype), self._place_of(kind, step, number)),
         )
 
-    def unpack(self, frame: Frame, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The tensor in a frame of the neighbour; it may be smaller than those of training."""
-        spec = self.spec if shape is None else replace(self.spec, shape=shape)
+    def unpack(self, frame: Frame) -> Tensor:
+        """The tensor in a frame of the neighbour."""
         place = self._place_of(frame.kind, frame.step, frame.microbatch)
-        return self.codecs[place.leg].unpack(frame.payload, spec, place)
+        return self.codecs[place.leg].unpack(frame.payload, self.spec, place)
 
     def _place_of(self, kind: FrameKind, step: int, number: int) -> Place:
         """Both probes of a move of the basis are packed at one place, so chance is the same."""

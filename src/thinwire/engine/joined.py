@@ -1,6 +1,6 @@
 """All stages of a model in one process, with its boundaries and what codecs do at its cuts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,13 +17,26 @@ Told = Callable[[int, int], None]
 
 
 class Joined:
-    """All stages of a model and both ends of its cuts, on one device; weights are still empty."""
+    """All stages of a model and both ends of its cuts; weights are still empty."""
 
-    def __init__(self, settings: Settings, device: torch.device, feed: Feed | None = None):
+    def __init__(
+        self,
+        settings: Settings,
+        device: torch.device,
+        feed: Feed | None = None,
+        devices: Sequence[torch.device] = (),
+    ):
+        """`device` has what goes in and what comes out, and all stages unless `devices` says where
+        each of them is. Without that, whoever moves all stages need not say so here.
+        """
         self.settings = settings
         self.device = device
-        self.builder = StageBuilder(settings, device)
-        self.stages = [self.builder.build(i) for i in range(settings.pipeline.stages)]
+        self.devices = devices
+        places = devices or [device] * settings.pipeline.stages
+        builders = {one: StageBuilder(settings, one) for one in {device, *places}}
+        self.builder = builders[device]
+        self.stages = [builders[one].build(i) for i, one in enumerate(places)]
+        self.spaces = [builders[one].space for one in places]
         self.ends = [
             tuple(
                 CutEnd.build(settings, cut, is_lower, self.builder.wire_spec, feed)
@@ -41,13 +54,15 @@ class Joined:
 
         With the past of each stage, of the positions that follow those in it.
         """
-        x = inputs
+        x = ids = inputs
         for index, stage in enumerate(self.stages):
             if compressed and index > 0:
                 x = self.crossed(x, index - 1)
+            if self.devices:
+                x, ids = x.to(self.devices[index]), ids.to(self.devices[index])
             with self._autocast():
-                x = stage(x, inputs, pasts[index] if pasts is not None else None)
-        return x
+                x = stage(x, ids, pasts[index] if pasts is not None else None)
+        return x.to(self.device) if self.devices else x
 
     def crossed(self, z: Tensor, cut: int) -> Tensor:
         """An activation as the stage above the cut unpacks it."""

@@ -1,4 +1,4 @@
 """A trained model at work: its loss, its text, a conversation, an endpoint."""
 
 from thinwire.inference.model import Model
-from thinwire.inference.text import Sampling, TextModel
+from thinwire.inference.text import Sampling

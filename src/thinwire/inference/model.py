@@ -1,12 +1,13 @@
-"""A trained model in one process: its loss and its tokens, from a checkpoint of any split.
+"""A trained model in one process: its loss and its text, from a checkpoint of any split.
 
 Shapes: B windows, T tokens of a window, N tokens of a text.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.codec import Leg
+from thinwire.data import Tokenizer
+from thinwire.data.chat import Chat
 from thinwire.data.documents import LostCharacters, Texts
 from thinwire.data.sources import read_records, text_files
 from thinwire.engine.build import choose_device
@@ -21,8 +25,8 @@ from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
 from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
-from thinwire.errors import DataError
-from thinwire.inference.text import Choice, Sampling, TextModel
+from thinwire.errors import CheckpointError, ConfigError, DataError
+from thinwire.inference.text import Choice, Sampling, Writing, extensions
 from thinwire.model import Past, Score
 from thinwire.report import Display
 from thinwire.run.ledger import bits_per_byte
@@ -32,12 +36,20 @@ MOST_WINDOWS = 8  # of any text, at a time
 MOST_LOGITS = 1 << 26  # at a time; of these there are several copies, of 256 MiB each
 
 
-class Model(Joined, TextModel):
-    """The whole model of a checkpoint, on one device, with the tokenizer it was trained with.
+class Model(Joined):
+    """The whole model of a checkpoint, with the tokenizer it was trained with.
 
     A narrow boundary is part of the model. What codecs do to a tensor at a cut is done here too,
-    as in training's own validations, or left out without `compression`.
+    as in training's own validations, or left out without `compression`. Stages are dealt out to the
+    GPUs of this machine, as in training.
+
+    It sees its context at most: of a longer prompt the last part. When the window is full its older
+    half is dropped, and the rest is computed anew. Each stage keeps what attention has computed of
+    a window (a key-value cache), where codecs let each token cross by itself.
     """
+
+    template = ""
+    """The chat template to ask it with, as data.template chooses one; empty: its own."""
 
     def __init__(
         self,
@@ -48,20 +60,13 @@ class Model(Joined, TextModel):
     ):
         self.checkpoint = Checkpoint.open(place, allow_plugins)
         self.checkpoint.verify()
-        super().__init__(self.checkpoint.settings, choose_device(device, 0))
+        settings = self.checkpoint.settings
+        devices = [choose_device(device, stage) for stage in range(settings.pipeline.stages)]
+        super().__init__(settings, devices[0], devices=devices)
         self.compression = compression
-        for stage in self.stages:
-            restore_weights(stage, self.builder.space, self.checkpoint)
+        for stage, space in zip(self.stages, self.spaces, strict=True):
+            restore_weights(stage, space, self.checkpoint)
             stage.eval()
-
-    slow = (
-        "a codec of this run reads more than one token, so every new token recomputes the whole "
-        "window; --compression off is faster"
-    )
-
-    @property
-    def crosses_by_token(self) -> bool:
-        return not self.compression or super().crosses_by_token
 
     def __call__(self, inputs: Tensor, number: int = 0, pasts: list[Past] | None = None) -> Tensor:
         """Logits of every position; `number` tells a microbatch or token from the next.
@@ -142,16 +147,97 @@ class Model(Joined, TextModel):
             "tokens": score.count,
         }
 
-    def reader(self, sampling: Sampling) -> Callable[[list[int], int, bool], int]:
-        choose, cached = Choice(sampling), self.crosses_by_token
-        pasts: list[Past] | None = None
+    @property
+    def crosses_by_token(self) -> bool:
+        """Whether each token crosses every cut by itself, so that a past can be kept."""
+        forward = [lower.codecs[Leg.FORWARD] for lower, _ in self.ends]
+        return not self.compression or all(codec.by_token for codec in forward)
 
-        @torch.no_grad()
-        def read(part: list[int], number: int, with_empty_past: bool) -> int:
-            nonlocal pasts
+    def notes(self) -> list[str]:
+        """What whoever generates text with this model should know."""
+        if self.crosses_by_token:
+            return []
+        return [
+            "a codec of this run reads more than one token, so every new token recomputes the "
+            "whole window; --compression off is faster"
+        ]
+
+    def tokens_behind(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
+        """The tokens that follow `ids`, without end; each is computed when it is asked for."""
+        ids, choose, cached = list(ids), Choice(sampling), self.crosses_by_token
+        pasts: list[Past] | None = None
+        parts = extensions(ids, self.settings.model.context, cached)
+        for number, (part, with_empty_past) in enumerate(parts):
             if cached and with_empty_past:
                 pasts = [stage.new_past() for stage in self.stages]
-            logits_BTV = self(torch.tensor([part], device=self.device), number, pasts)
-            return choose(logits_BTV[0, -1].float().cpu())
+            with torch.no_grad():
+                logits_BTV = self(torch.tensor([part], device=self.device), number, pasts)
+            ids.append(choose(logits_BTV[0, -1].float().cpu()))
+            yield ids[-1]
 
-        return read
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the run; CheckpointError when it trained on bare token ids."""
+        if self.checkpoint.tokenizer is None:
+            raise CheckpointError(
+                f"{self.checkpoint.folder} holds no tokenizer (it was trained on token shards "
+                "without one): set data.tokenizer when training to be able to generate text"
+            )
+        return Tokenizer.load(self.checkpoint.tokenizer)
+
+    @functools.cached_property
+    def chat(self) -> Chat:
+        """The chat template with which the model is asked; DataError if none fits it."""
+        _ = self.tokenizer  # which says why there is none
+        return Chat.open(self.checkpoint.folder, self.template)
+
+    def answer(
+        self, messages: Sequence[Mapping[str, str]], tokens: int, sampling: Sampling
+    ) -> Writing:
+        """The assistant's next message in a conversation."""
+        return self.write(self.chat.prompt_ids(messages), tokens, sampling, self.chat.end_ids)
+
+    def encode(self, prompt: str) -> list[int]:
+        """The ids of a prompt; an empty one begins a new text."""
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # bytes of another encoding on the command line
+            raise ConfigError(f"the prompt is not valid Unicode text: {error.reason}") from None
+        if ids := self.tokenizer.encode(prompt):
+            return ids
+        if self.tokenizer.end_of_text is None:
+            raise ConfigError(
+                "an empty prompt begins a new text, but the tokenizer of "
+                f"{self.checkpoint.folder} has no token between texts: give a prompt"
+            )
+        return [self.tokenizer.end_of_text]
+
+    def write(
+        self,
+        ids: list[int],
+        tokens: int,
+        sampling: Sampling,
+        ends: Collection[int] = (),
+        stop: Collection[str] = (),
+    ) -> Writing:
+        """At most `tokens` tokens behind `ids`, to the end of the text, one of the tokens `ends`,
+        or one of the texts `stop`.
+        """
+        if tokens < 1:
+            raise ConfigError("tokens must be at least 1")
+        known = {*ends, self.tokenizer.end_of_text}
+        chosen = itertools.islice(self.tokens_behind(ids, sampling), tokens)
+        return Writing(self.tokenizer, ids, chosen, known, stop)
+
+    def generate(
+        self,
+        prompt: str,
+        tokens: int,
+        temperature: float,
+        top_k: int,
+        seed: int,
+        top_p: float = 1.0,
+    ) -> str:
+        """The prompt and its continuation. The same seed gives the same text on a machine."""
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        return prompt + "".join(self.write(self.encode(prompt), tokens, sampling))

@@ -33,7 +33,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from thinwire.errors import DataError, ThinwireError, printable
-from thinwire.inference.text import Sampling, TextModel, Writing
+from thinwire.inference.model import Model
+from thinwire.inference.text import Sampling, Writing
 from thinwire.run.signals import heeding
 from thinwire.typed import learn_types
 from thinwire.web.server import WebServer
@@ -135,7 +136,7 @@ def check_name(asked: str, name: str) -> None:
 
 
 def read_request(
-    body: bytes, is_chat: bool, model: TextModel, name: str, most_tokens: int
+    body: bytes, is_chat: bool, model: Model, name: str, most_tokens: int
 ) -> "ServedText":
     """The text that a request asks for; RefusedError says what is wrong with it."""
     asked = Asked.read(body)
@@ -223,7 +224,7 @@ class ServedText:
 
 
 def run_server(
-    model: TextModel,
+    model: Model,
     host: str,
     port: int,
     stream: TextIO,
@@ -248,10 +249,10 @@ class Endpoint:
     """The application that serves a model.
 
     A request gets `most_tokens` at most, or as many as the model's context has. `parallel` texts
-    are under way at a time and `queue` requests wait. A model across its pipeline writes one text.
+    are under way at a time and `queue` requests wait.
     """
 
-    def __init__(self, model: TextModel, most_tokens: int = 0, parallel: int = 1, queue: int = 16):
+    def __init__(self, model: Model, most_tokens: int = 0, parallel: int = 1, queue: int = 16):
         self.model = model
         self.most_tokens = most_tokens or model.settings.model.context
         self.name = f"{model.settings.run.name}-{model.checkpoint.step}"
@@ -345,11 +346,11 @@ class Endpoint:
             if part:
                 into.send_nowait(part)
             async with self._model_in_use:
-                if self.is_over.is_set():  # the model may be gone
+                if self.is_over.is_set():
                     raise RefusedError("the server is ending", 503)
                 try:
                     part = await to_thread.run_sync(next, parts, None)
-                except ThinwireError as error:  # such as a lost stage, which will not come back
+                except ThinwireError as error:  # such as a model whose output is NaN
                     self.failure = error
                     self.is_over.set()
                     raise RefusedError("the model has failed", 500) from error

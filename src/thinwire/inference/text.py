@@ -2,24 +2,16 @@
 where the text ends. Shapes: V entries of the vocabulary.
 """
 
-import functools
-import itertools
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.codec import Leg
 from thinwire.data import Tokenizer
-from thinwire.data.chat import Chat
-from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.cut import codecs_of
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.settings import Settings
 
 COLDEST = 1e-6  # a temperature below is 0: logits divided by it would overflow
 
@@ -75,118 +67,6 @@ def shares(logits_V: Tensor, sampling: Sampling) -> Tensor:
     kept_V = sorted_V.cumsum(-1) - sorted_V < sampling.top_p
     shares_V = torch.zeros_like(shares_V).scatter(0, order_V, sorted_V * kept_V)
     return shares_V / shares_V.sum()
-
-
-class TextModel(ABC):
-    """Whatever writes text: the model of a checkpoint in this process, or in those of its stages.
-
-    A model sees its context at most: of a longer prompt the last part. When the window is full its
-    older half is dropped, and the rest is computed anew. Each stage keeps what attention has
-    computed of a window (a key-value cache), where codecs let each token cross by itself.
-    """
-
-    checkpoint: Checkpoint
-    settings: Settings
-    template = ""
-    """The chat template to ask it with, as data.template chooses one; empty: its own."""
-
-    slow: str
-    """What it costs that a codec reads more than one token."""
-
-    @abstractmethod
-    def reader(self, sampling: Sampling) -> Callable[[list[int], int, bool], int]:
-        """What chooses the token behind the next ids, given with their number within the text and
-        whether they are read with an empty past.
-        """
-
-    @property
-    def crosses_by_token(self) -> bool:
-        """Whether every codec of this model lets each token cross by itself."""
-        return crosses_by_token(self.settings)
-
-    def notes(self) -> list[str]:
-        """What whoever generates text with this model should know."""
-        return [] if self.crosses_by_token else [self.slow]
-
-    def tokens_behind(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
-        """The tokens that follow `ids`, without end; each is computed when it is asked for."""
-        ids, choose = list(ids), self.reader(sampling)
-        parts = extensions(ids, self.settings.model.context, self.crosses_by_token)
-        for number, (part, with_empty_past) in enumerate(parts):
-            ids.append(choose(part, number, with_empty_past))
-            yield ids[-1]
-
-    @functools.cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the run; CheckpointError when it trained on bare token ids."""
-        if self.checkpoint.tokenizer is None:
-            raise CheckpointError(
-                f"{self.checkpoint.folder} holds no tokenizer (it was trained on token shards "
-                "without one): set data.tokenizer when training to be able to generate text"
-            )
-        return Tokenizer.load(self.checkpoint.tokenizer)
-
-    @functools.cached_property
-    def chat(self) -> Chat:
-        """The chat template with which the model is asked; DataError if none fits it."""
-        _ = self.tokenizer  # which says why there is none
-        return Chat.open(self.checkpoint.folder, self.template)
-
-    def answer(
-        self, messages: Sequence[Mapping[str, str]], tokens: int, sampling: Sampling
-    ) -> "Writing":
-        """The assistant's next message in a conversation."""
-        return self.write(self.chat.prompt_ids(messages), tokens, sampling, self.chat.end_ids)
-
-    def encode(self, prompt: str) -> list[int]:
-        """The ids of a prompt; an empty one begins a new text."""
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:  # bytes of another encoding on the command line
-            raise ConfigError(f"the prompt is not valid Unicode text: {error.reason}") from None
-        if ids := self.tokenizer.encode(prompt):
-            return ids
-        if self.tokenizer.end_of_text is None:
-            raise ConfigError(
-                "an empty prompt begins a new text, but the tokenizer of "
-                f"{self.checkpoint.folder} has no token between texts: give a prompt"
-            )
-        return [self.tokenizer.end_of_text]
-
-    def write(
-        self,
-        ids: list[int],
-        tokens: int,
-        sampling: Sampling,
-        ends: Collection[int] = (),
-        stop: Collection[str] = (),
-    ) -> "Writing":
-        """At most `tokens` tokens behind `ids`, to the end of the text, one of the tokens `ends`,
-        or one of the texts `stop`.
-        """
-        if tokens < 1:
-            raise ConfigError("tokens must be at least 1")
-        known = {*ends, self.tokenizer.end_of_text}
-        chosen = itertools.islice(self.tokens_behind(ids, sampling), tokens)
-        return Writing(self.tokenizer, ids, chosen, known, stop)
-
-    def generate(
-        self,
-        prompt: str,
-        tokens: int,
-        temperature: float,
-        top_k: int,
-        seed: int,
-        top_p: float = 1.0,
-    ) -> str:
-        """The prompt and its continuation. The same seed gives the same text on a machine."""
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        return prompt + "".join(self.write(self.encode(prompt), tokens, sampling))
-
-
-def crosses_by_token(settings: Settings) -> bool:
-    """Whether every codec of a run lets each token cross by itself."""
-    return all(codecs[Leg.FORWARD].by_token for codecs in codecs_of(settings).values())
 
 
 def extensions(ids: list[int], context: int, cached: bool) -> Iterator[tuple[list[int], bool]]:

@@ -17,7 +17,7 @@ from thinwire.engine.reports import Report
 from thinwire.errors import ThinwireError, WireError
 from thinwire.run.events import Event, Said, Tick
 from thinwire.run.pacing import Pace
-from thinwire.run.protocol import MOST_SAID, OF_NO_STAGE, Chosen, Envelope, Kinds, pack, unpack
+from thinwire.run.protocol import MOST_SAID, OF_NO_STAGE, Envelope, Kinds, pack, unpack
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe
 from thinwire.wire.frame import BytesLike
 from thinwire.wire.pipe import CLOSE_GRACE_S
@@ -120,7 +120,7 @@ class Hearing:
         WireError if it speaks too often, which breaks its stream. Results of its work are bounded
         by the work of the others (coordinator.py).
         """
-        if not isinstance(message, Report | Chosen):
+        if not isinstance(message, Report):
             self._pace[stage].count()
         self._room[stage].acquire()
         self._queue.put((Said(stage, message), self._room[stage]))

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -93,22 +93,6 @@ def _cpu() -> str:
     return platform.processor()
 
 
-class Linkable(Protocol):
-    """A stage that is built: what its links to the neighbours are made from."""
-
-    settings: Settings
-    last: int  # the number of the last stage
-
-    def describe(self) -> dict[str, str]:
-        """What a display shows of it."""
-
-    def max_payload(self) -> int:
-        """The largest payload that a neighbour may send."""
-
-    def contract(self, cut: int, epoch: int = 0, at_start: bool = True) -> dict[str, Any]:
-        """What both ends of a cut must agree on before the first frame."""
-
-
 Inner = dict[int, tuple[Pipe, Pipe]]
 """The cuts between stages of one process: the ends of the stage below and of the one above."""
 
@@ -154,7 +138,7 @@ class Peer:
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
         worker.run(below, above, self.say)
         known = [(logged.state.decided, logged.state.stops) for logged in self._logged.values()]
-        self._leave(may_leave.wait, msg.last_decision([(worker.decided, worker.stops), *known]))
+        self._leave(may_leave, msg.last_decision([(worker.decided, worker.stops), *known]))
 
     def receive(self, wanted: type[MessageT]) -> MessageT:
         """The next message for this stage, which must be of the wanted type."""
@@ -165,7 +149,7 @@ class Peer:
             )
         return message
 
-    def _introduce(self, worker: Linkable) -> msg.Connect:
+    def _introduce(self, worker: Worker) -> msg.Connect:
         """Say that the stage is built, and hear where its neighbours are."""
         self._progress.begin("waits for the other stages to be built")
         if self.stage < worker.last and self.stage not in self._inner:
@@ -178,14 +162,14 @@ class Peer:
         )
         return self.receive(msg.Connect)
 
-    def _link(self, worker: Linkable, connect: msg.Connect) -> None:
+    def _link(self, worker: Worker, connect: msg.Connect) -> None:
         """Link to the neighbours, and wait for the start."""
         self._progress.begin("waits for its neighbours to link")
         self._join(worker, connect)
         self.say(self._linked())
         start = self.receive(msg.Start)
         self._decide(worker, start)
-        if isinstance(worker, Worker) and self._follows and worker.settings.train.audit:
+        if self._follows and worker.settings.train.audit:
             self._audit = Audit(worker.sent_over(), start.is_alike, self._say)
             for logged in self._logged.values():
                 logged.audit = self._audit
@@ -196,21 +180,18 @@ class Peer:
         heard = [(theirs.decided, theirs.stops) for theirs in known if theirs is not None]
         return msg.Linked(self._way_below(), *msg.last_decision(heard))
 
-    def _decide(self, worker: Linkable, start: msg.Start) -> None:
+    def _decide(self, worker: Worker, start: msg.Start) -> None:
         """Note the last known decision of the first stage: it is not made anew."""
         for logged in self._logged.values():
             logged.state.decide(start.decided, start.stops)
-        if isinstance(worker, Worker):
-            worker.decided, worker.stops = start.decided, start.stops
+        worker.decided, worker.stops = start.decided, start.stops
 
-    def _leave(
-        self, wait: Callable[[], Any] = lambda: None, decided: tuple[int, bool] = (0, False)
-    ) -> None:
+    def _leave(self, may_leave: threading.Event, decided: tuple[int, bool]) -> None:
         """Say what the links have moved, and goodbye; and wait until nobody needs this stage."""
         fed = sum(logged.fed_bytes for logged in self._logged.values())
         self.say(msg.Finished(meters_of(self._links.values()), fed, *decided))
         self._progress.begin("waits for the other stages to finish")
-        wait()
+        may_leave.wait()
         if self._listener:
             self._listener.close()
 
@@ -250,7 +231,7 @@ class Peer:
         pipe = LastingPipe(first, call, outage) if outage else first
         return FetchedCorpus(pipe, settings, self.stage)
 
-    def _join(self, worker: Linkable, connect: msg.Connect) -> None:
+    def _join(self, worker: Worker, connect: msg.Connect) -> None:
         """Dial the stage below, accept the stage above, and agree with both on the contract."""
         nic = worker.settings.link.nic(seed=worker.settings.run.seed * 1000 + self.stage)
         for neighbour in (self.stage - 1, self.stage + 1):
@@ -266,7 +247,7 @@ class Peer:
                 pipe = self._logged_pipe(worker, pipe, cut, nic, meter)
             self._links[neighbour] = Link(pipe, meter, card, f"cut-{cut}", worker.max_payload())
 
-    def _open(self, worker: Linkable, neighbour: int, connect: msg.Connect) -> Pipe:
+    def _open(self, worker: Worker, neighbour: int, connect: msg.Connect) -> Pipe:
         """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
         cut, key, feeds = min(self.stage, neighbour), connect.seats[neighbour], connect.follower
         name = msg.stream_name("cut", cut, self.order.generation, connect.links[cut])
@@ -304,13 +285,13 @@ class Peer:
         self._mention(msg.LinkUp(self.stage - 1, seconds, self._way_below()))
 
     def _logged_pipe(
-        self, worker: Linkable, pipe: Pipe, cut: int, nic: Nic | None, meter: Meter
+        self, worker: Worker, pipe: Pipe, cut: int, nic: Nic | None, meter: Meter
     ) -> Pipe:
         """The same pipe with a log of what is sent, so that whoever is at its other end may be
         replaced; or, where this stage is such a replacement, what goes on with the log there.
         """
         most = worker.settings.train.log_mb << 20
-        if not isinstance(worker, Worker) or not most or not worker.settings.link.outage:
+        if not most or not worker.settings.link.outage:
             return pipe
         log = FrameLog(worker.log_folder(cut), most + FOR_FOLLOWERS, FOR_FOLLOWERS)
         state = LinkState(log, worker.state.step, self._is_new, self._follows)
@@ -399,7 +380,7 @@ class Peer:
             self.say(message)
 
     def _agree(
-        self, worker: Linkable, pipe: Pipe, cut: int, meter: Meter, at_start: bool = True
+        self, worker: Worker, pipe: Pipe, cut: int, meter: Meter, at_start: bool = True
     ) -> None:
         """Hold this end's contract against that of the other end."""
         epoch = self.order.generation if self.order.host else 0
@@ -455,20 +436,7 @@ class Peer:
                     may_leave.set()
 
 
-def live_as(kind: type[Peer]) -> NoReturn:
-    """The life of a process whose stages are peers of this kind."""
-    gc.freeze()  # what has been imported stays
-    gc.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides what Ctrl-C means
-    # A log on a full disk must not keep the reason of a failure from the coordinator.
-    with redirect_stdout(SafeStream(sys.stdout)), redirect_stderr(SafeStream(sys.stderr)):
-        code = _live(kind, SocketPipe(socket.socket(fileno=os.dup(0))))
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)  # transport threads must not keep a finished stage alive
-
-
-def _live(kind: type[Peer], pipe: Pipe) -> int:
+def _live(pipe: Pipe) -> int:
     """Be the stages of the order that comes first, to their end; returns the exit code."""
     orders: queue.SimpleQueue[msg.Order] = queue.SimpleQueue()
     ended: queue.SimpleQueue[tuple[Peer, BaseException | None]] = queue.SimpleQueue()
@@ -495,7 +463,7 @@ def _live(kind: type[Peer], pipe: Pipe) -> int:
     inner = {stage: memory_pair() for stage in order.stages[:-1]}
     for stage in order.stages:
         say = partial(channel.send, stage=stage, generation=order.generation)
-        peers[stage] = kind(order, inner, stage, say)
+        peers[stage] = Peer(order, inner, stage, say)
     for peer in peers.values():
         threading.Thread(target=live, args=(peer,), name=f"stage {peer.stage}", daemon=True).start()
     for _ in peers:
@@ -511,7 +479,15 @@ def _live(kind: type[Peer], pipe: Pipe) -> int:
 
 def main() -> None:
     """Entry point of `python -m thinwire.run.peer`."""
-    live_as(Peer)
+    gc.freeze()  # what has been imported stays
+    gc.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides what Ctrl-C means
+    # A log on a full disk must not keep the reason of a failure from the coordinator.
+    with redirect_stdout(SafeStream(sys.stdout)), redirect_stderr(SafeStream(sys.stderr)):
+        code = _live(SocketPipe(socket.socket(fileno=os.dup(0))))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # transport threads must not keep a finished stage alive
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from thinwire.run.channel import Channel, Hearing, SocketPipe
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.explosion import watch_losses
-from thinwire.run.processes import TRAINING, Forker, StageProcess, forks, start_processes
+from thinwire.run.processes import Forker, StageProcess, forks, start_processes
 from thinwire.run.protocol import FROM_PEER, Connect, Envelope, Failed, Order, ToStage
 from thinwire.run.record import RunRecord
 from thinwire.settings import Settings
@@ -238,7 +238,6 @@ class LocalPeers(Peers):
         run_folder: Path,
         order: Order,
         peers: int = 0,
-        module: str = TRAINING,
         began: int = 0,
     ):
         """`began`: the step from which the run goes on, for those who replace a lost process."""
@@ -252,9 +251,9 @@ class LocalPeers(Peers):
             whose = dataclasses.asdict(identity)
             self._orders.append(dataclasses.replace(order, stages=group, identity=whose))
             self._seats += [identity.fingerprint] * len(group)
-        self._logs, self._module = run_folder / "logs", module
+        self._logs = run_folder / "logs"
         is_worth_it = forks(settings.run.device) and len(held) > 1
-        self._forker = Forker(module) if is_worth_it else None
+        self._forker = Forker() if is_worth_it else None
         self._here: list[StagesHere] = []
         self._began = began
         self._looked_at = 0.0  # when it was last seen which processes are stopped
@@ -271,7 +270,7 @@ class LocalPeers(Peers):
 
     def start(self) -> None:
         logs = [self._log(order) for order in self._orders]
-        started = start_processes(logs, self._module, self._forker)
+        started = start_processes(logs, self._forker)
         for order, process in zip(self._orders, started, strict=True):
             self._here.append(self._attended(order, process))
 
@@ -282,7 +281,7 @@ class LocalPeers(Peers):
         lost.process.end()  # it may be frozen
         resume = str(self.saved.resolve()) if self.saved else order.resume
         order = dataclasses.replace(order, resume=resume, began=self._began)
-        (process,) = start_processes([self._log(order)], self._module, self._forker)
+        (process,) = start_processes([self._log(order)], self._forker)
         self._here[place] = self._attended(order, process)
         self.said.note(ev.Given(stages))
 

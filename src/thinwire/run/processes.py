@@ -27,7 +27,7 @@ from typing import BinaryIO, NoReturn
 from thinwire.errors import ConfigError, StageError, printable
 
 LOG_LINES = 12
-TRAINING = "thinwire.run.peer"  # the module that a process of stages runs, to train
+PEER = "thinwire.run.peer"  # the module that a process of stages runs
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _PR_SET_PDEATHSIG = 1
 _FORK_SECONDS = 30.0  # for a process that has imported all, to fork another
@@ -117,9 +117,7 @@ def forks(device: str) -> bool:
     return sys.platform.startswith("linux") and device in ("auto", "cpu") and not has_gpu
 
 
-def start_processes(
-    logs: Sequence[Path], module: str = TRAINING, forker: "Forker | None" = None
-) -> list[StageProcess]:
+def start_processes(logs: Sequence[Path], forker: "Forker | None" = None) -> list[StageProcess]:
     """Start a process for each of these logs, by itself or by a forker, each on the thread that
     also ends it. If one cannot be started, none is left.
     """
@@ -143,7 +141,7 @@ def start_processes(
                 forker.fork(started, theirs, outputs)
             else:
                 for process, end, output in zip(started, theirs, outputs, strict=True):
-                    process._follow(python_module(module, stdin=end.fileno(), output=output))
+                    process._follow(python_module(PEER, stdin=end.fileno(), output=output))
         except OSError as error:
             for process in started:
                 if process.process is not None:
@@ -173,7 +171,7 @@ class Forker:
     wanted. All end with it.
     """
 
-    def __init__(self, module: str = TRAINING):
+    def __init__(self, module: str = PEER):
         self._module = module
         self._parent: subprocess.Popen[bytes] | None = None  # once the first are wanted
         self._ours: socket.socket | None = None

@@ -282,12 +282,6 @@ class Ended(msgspec.Struct, frozen=True):
         return _SIGNALLED - self.code if self.code > _SIGNALLED else self.code
 
 
-class Chosen(msgspec.Struct, frozen=True):
-    """The next token of a text, from the last stage of a model that writes one."""
-
-    token: int
-
-
 # What the coordinator tells a peer
 
 
@@ -433,21 +427,6 @@ class Stop(msgspec.Struct, frozen=True):
     """Stop after this step, with a checkpoint."""
 
 
-class Read(msgspec.Struct, frozen=True):
-    """Token ids that a model which writes text reads next; none: no more will come.
-
-    The first of a text, number 0, says how its tokens are to be chosen.
-    """
-
-    ids: list[int]
-    number: int = 0  # of this message within the text
-    with_empty_past: bool = False
-    temperature: Finite = 0.0
-    top_k: int = 0
-    top_p: Finite = 1.0
-    seed: int = 0
-
-
 OfPeer = Hello | Alive | Leaving | Tried | Declined
 OfStage = (
     Pulse
@@ -462,7 +441,6 @@ OfStage = (
     | Finished
     | Failed
     | Ended
-    | Chosen
 )
 ToPeer = (
     AskAlive
@@ -476,7 +454,7 @@ ToPeer = (
     | TryDoor
     | Dismiss
 )
-ToStage = Connect | Start | Await | Saved | Stop | Leave | Read
+ToStage = Connect | Start | Await | Saved | Stop | Leave
 
 OF_NO_STAGE = -1
 

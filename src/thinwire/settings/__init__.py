@@ -4,7 +4,6 @@ from thinwire.settings.file import CONFIG, load_asked, load_settings, read_toml
 from thinwire.settings.recipe import make_recipe
 from thinwire.settings.tree import (
     PRECISIONS,
-    GoneError,
     RunConfig,
     Settings,
     TrainConfig,

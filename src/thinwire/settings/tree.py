@@ -17,7 +17,7 @@ from typing import Any
 
 from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, gone
 from thinwire.model import BoundaryConfig, LoraConfig, ModelConfig, OptimConfig
 from thinwire.model.config import SIZES
 from thinwire.paths import expanded
@@ -274,12 +274,6 @@ _LEFT_OPEN: list[tuple[str, str, Any]] = [
 """How settings leave to us what a key is."""
 
 
-class GoneError(ConfigError):
-    """Settings of an earlier release, with an option that has gone."""
-
-
-LAST_RELEASE = "0.1.0"
-"""The last release that has the options that have gone."""
 _ANY = object()
 GONE: dict[str, dict[str, Any]] = {
     "model": {"classes": 0, "channels": 0, "side": 0},
@@ -299,25 +293,18 @@ GONE_VALUES = {
 
 def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
     kept = dict(values)
-    for section, gone in GONE.items():
+    for section, unused in GONE.items():
         keys = values.get(section)
         if not isinstance(keys, dict):
             continue
-        kept[section] = {key: value for key, value in keys.items() if key not in gone}
+        kept[section] = {key: value for key, value in keys.items() if key not in unused}
         for key, value in keys.items():
-            has_effect = gone.get(key, value) not in (value, _ANY)
+            has_effect = unused.get(key, value) not in (value, _ANY)
             if has_effect or GONE_VALUES.get(section, {}).get(key, _ANY) == value:
-                raise _gone(f"{section}.{key} = {value!r}")
+                raise gone(f"{section}.{key} = {value!r}")
         if keys.get("mode") == "projected" and keys.get("anchor") == "fixed":
-            raise _gone('boundary.anchor = "fixed" with boundary.mode = "projected"')
+            raise gone('boundary.anchor = "fixed" with boundary.mode = "projected"')
     return kept
-
-
-def _gone(what: str) -> GoneError:
-    return GoneError(
-        f"{what} has gone from thinwire. Runs and checkpoints with it open with release "
-        f"{LAST_RELEASE}: pip install thinwire=={LAST_RELEASE}"
-    )
 
 
 _SCOPES = {name: scopes(cls) for name, cls in typing.get_type_hints(Settings).items()}
@@ -348,7 +335,7 @@ def apply_override(values: dict[str, Any], override: str, kind: type = Settings)
     if section not in sections:
         raise ConfigError(f'unknown section "{section}"{nearest(section, sections)}')
     if key in GONE.get(section, {}) and kind is Settings:
-        raise _gone(f"{section}.{key}")
+        raise gone(f"{section}.{key}")
     parsed = parse_literal(text.strip(), sections[section], key, f"{section}.{key}")
     table = values.setdefault(section, {})
     if not isinstance(table, dict):
