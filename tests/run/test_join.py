@@ -13,6 +13,9 @@ import pytest
 from hosting import House
 
 from thinwire.data import Tokenizer, prepare
+from thinwire.engine.checkpoint import partial_folder
+from thinwire.engine.reports import ShardWritten
+from thinwire.engine.source import Versions
 from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, outward
 from thinwire.report import EvaluationRecord, PlainDisplay, StepRecord
 from thinwire.report.metrics import losses_of
@@ -23,6 +26,7 @@ from thinwire.run.join import Holding, JoinedPeer, Terms, own_settings
 from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer
 from thinwire.run.status import status_from_plain
+from thinwire.run.transfer import Want
 from thinwire.wire import Door, Identity, Route, Routes
 from waiting import PATIENCE, wait_until
 
@@ -248,6 +252,23 @@ def test_states_of_stages_that_others_hold_now_are_removed(tmp_path, make_settin
         folder.mkdir(parents=True)
     peer._on_prepared(held, msg.Order([1], {}, {}, "", ""))
     assert [folder.exists() for folder in fetched] == [False, True]
+
+
+def test_what_a_stage_writes_after_its_run_went_back_is_kept_for_the_host(
+    tmp_path, make_settings, monkeypatch
+):
+    """The host wanted step 40, and has this peer hold a stage again, from step 20 on."""
+    monkeypatch.setattr(Holding, "prepare", lambda *_: msg.Order([0], {}, {}, "", ""))
+    peer = joined_peer(tmp_path, Routes("", "127.0.0.1:1"))
+    peer._serves_shards = True
+    peer._shards._find(Want(40, 0, "ab", 1))
+    peer._on_message(
+        msg.Envelope(msg.Hold([0], make_settings().to_plain(), False, ""), generation=2)
+    )
+    written = partial_folder(tmp_path / "run", 22)
+    written.mkdir(parents=True)
+    peer._say_of(peer._holdings[0], 0, ShardWritten(22, Versions(22, 0), None, {}))
+    assert written.exists()
 
 
 @pytest.mark.parametrize(
