@@ -12,7 +12,7 @@ export NO_PROXY := $(no_proxy)
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml lab/pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml src/thinwire/__init__.py lab/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "thinwire needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./lab

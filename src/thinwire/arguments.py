@@ -1,4 +1,4 @@
-"""Values and parsers of the command line, for every command alike. Floor 0."""
+"""Values and parsers of the command line, for every command alike."""
 
 import argparse
 import math

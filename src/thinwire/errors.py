@@ -1,4 +1,4 @@
-"""Errors a user can act on. Floor 0: every room may import this file.
+"""Errors a user can act on. Every room may import this file.
 
 Each message says what failed, why, and what to do. The command line turns one of
 these into a few plain lines and the exit code of its class; anything else is a

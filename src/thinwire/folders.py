@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent, whatever ends the process. Floor 0.
+"""Files and folders that are complete or absent, whatever ends the process.
 
 What takes time to write bears another name until it is whole: its content is forced to the disk
 first, then one rename gives it its own. That holds after a loss of power too, since names reach

@@ -1,4 +1,4 @@
-"""Imports that wait until they are needed: our own names, and optional packages. Floor 0.
+"""Imports that wait until they are needed: our own names, and optional packages.
 
 Settings are read by commands that compute nothing, such as `thinwire init`; they must not wait for
 torch because a config dataclass lives beside the code that it configures.

@@ -1,4 +1,4 @@
-"""How long a message occupies a link, and when it is through. Floor 0.
+"""How long a message occupies a link, and when it is through.
 
 The emulator holds real messages back by this rule and the simulator plays schedules with it, so
 that what `thinwire plan` says and what an emulated run does follow from one model.

@@ -1,4 +1,4 @@
-"""Folders outside a run. Floor 0."""
+"""Folders outside a run."""
 
 import os
 from pathlib import Path

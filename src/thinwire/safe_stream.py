@@ -1,4 +1,4 @@
-"""A stream that cannot end a run, nor hold it up. Floor 0.
+"""A stream that cannot end a run, nor hold it up.
 
 `thinwire train run.toml | head` closes the pipe after ten lines, and a terminal may be closed
 under a run of days: then the stream falls silent. A reader may also stop reading and stay, as

@@ -1,4 +1,4 @@
-"""Strict conversion between plain data (TOML, JSON) and config dataclasses. Floor 0.
+"""Strict conversion between plain data (TOML, JSON) and config dataclasses.
 
 Each room keeps its own config dataclass beside the code it configures; this file is the one place
 that fills them, so an unknown key or a wrong type is refused everywhere alike. msgspec decides

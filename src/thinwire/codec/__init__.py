@@ -1,4 +1,4 @@
-"""Codecs: tensors to bytes and back, outside autograd (floor 1)."""
+"""Codecs: tensors to bytes and back, outside autograd."""
 
 from typing import TYPE_CHECKING
 

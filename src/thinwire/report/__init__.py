@@ -1,4 +1,4 @@
-"""What a person sees of a run: live display, metrics on disk, plots, tables. Floor 1.
+"""What a person sees of a run: live display, metrics on disk, plots, tables.
 
 This room receives plain records and knows nothing of how they come about. The plots are
 imported from `thinwire.report.plots`, apart from the rest, since matplotlib is slow to load.
