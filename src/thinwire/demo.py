@@ -9,17 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from thinwire.folders import next_free_name
 from thinwire.inference import Model
-from thinwire.model import architecture
-from thinwire.plan import estimate_costs
-from thinwire.report import comparison_table, read_timeline
-from thinwire.report.human import elapsed, human_bytes, human_count
-from thinwire.schedule import simulate
-from thinwire.settings import Settings, load_settings, make_recipe
-from thinwire.settings.crossing import frame_bytes, network_of
+from thinwire.report import read_timeline
+from thinwire.report.human import elapsed, human_bytes
+from thinwire.settings import Settings, make_recipe
 
 Summary = dict[str, Any]
 
@@ -31,15 +25,6 @@ COMMON = (
 RECIPES = {"thin": "thin32", "dense": "dense"}
 STEPS = {"thin": 56, "dense": 32}  # thin takes less time for its steps than dense for its own
 PROMPT = "    def __init__(self"
-LARGE = ("pipeline.stages=16", "pipeline.microbatches=32", "train.batch=32")
-LARGE_CUTS = {
-    "dense bf16": (),
-    "projected rank 128, int8 forward, int4 back": (
-        *("boundary.mode=projected", "boundary.rank=128"),
-        *("codec.forward=int8", "codec.backward=int4"),
-    ),
-}
-LARGE_TFLOPS = 50  # that each stage reaches
 WELCOME = """\
 One small language model in four processes, as if on four machines at home. Each uploads at most
 {up:g} Mbps and is {latency:g} ms from the next. The model learns from Python's own library, twice:
@@ -49,7 +34,7 @@ This takes about two minutes.
 
 
 def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None:
-    """Train both arms with `train` and show what the thin cut changes, here and for a large model.
+    """Train both arms with `train` and show what the thin cut changes.
 
     `overrides` are those of `--set`; what they set holds for both arms.
     """
@@ -62,12 +47,10 @@ def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None
         summaries[arm] = train(settings)
         print()
     _show_sample(summaries["thin"])
-    Console(highlight=False).print(comparison_table(summaries))
-    print()
     for line in conclusion(summaries):
         print(line)
     picture = _draw(summaries)
-    print(f"\n{large_model()}\n")
+    print()
     if picture is not None:
         print(f"One step of each, on one scale of time: {picture}")
     print(f"More text:       thinwire generate {summaries['thin']['paths']['folder']}")
@@ -93,32 +76,6 @@ def conclusion(summaries: Mapping[str, Summary]) -> list[str]:
         f"It reached a validation loss of {losses[0]:.2f}, the dense run {losses[1]:.2f}: {lower}, "
         f"and {sooner}.",
     ]
-
-
-def large_model(preset: str = "8b") -> str:
-    """What a thin cut would give a large model over slow links, without measuring or building it.
-
-    A microbatch is one sequence, and twice the stages are in flight, which hides the latency from
-    both.
-    """
-    lines, rates = [], []
-    for name, own in LARGE_CUTS.items():
-        settings = load_settings(None, [f"model.preset={preset}", *LARGE, *own])
-        costs = estimate_costs(settings, LARGE_TFLOPS * 1e12)
-        step = simulate(settings.schedule(), costs, network_of(settings), steps=2)
-        per_token = sum(frame_bytes(settings)) / settings.tokens_per_microbatch
-        rates.append(settings.tokens_per_step / step.step_seconds)
-        lines.append(
-            f"  {name:<43}  {per_token:>10,.0f} bytes per token at a cut  "
-            f"{rates[-1]:>10,.0f} tokens/s"
-        )
-    size, link = human_count(architecture(settings.model).parameter_count()), settings.link
-    head = (
-        f"Simulated: a model of {size} parameters ({preset}) over {settings.pipeline.stages} "
-        f"stages of {LARGE_TFLOPS} TFLOP/s, links of {link.mbps_up:g} Mbps and "
-        f"{link.latency_ms:g} ms"
-    )
-    return "\n".join([head, *lines, f"  the thin cut is {rates[1] / rates[0]:,.1f}x faster"])
 
 
 def _settings(arm: str, overrides: list[str]) -> Settings:

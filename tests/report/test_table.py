@@ -3,7 +3,7 @@ import math
 import pytest
 
 from tables import as_text
-from thinwire.report import comparison_table, summary_table
+from thinwire.report import summary_table
 from thinwire.report.table import saving
 
 
@@ -115,19 +115,15 @@ def test_a_loss_that_is_not_finite_is_named_with_its_reason(summary):
     assert fact(text, "training loss") == (
         "NaN (mean of the last 10 steps, of which one was not finite), 3.2000 in the last"
     )
-    assert line_with(as_text(comparison_table({"bad": summary | bad})), "bad").split()[1] == "NaN"
 
 
 def test_tables_are_ascii_without_colour_within_80_columns(summary, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    long = "a-run-with-a-very-long-name-and-no-spaces" * 2  # folds, and squeezes no number
-    runs = as_text(comparison_table({"a": summary, long: summary}))
-    assert runs.count("3.4567") == runs.count("81.4") == 2
-    both = as_text(summary_table(summary)) + runs
-    assert both.isascii()
-    assert "\x1b" not in both
-    assert max(len(line) for line in both.splitlines()) <= 80
-    assert "..." not in both
+    text = as_text(summary_table(summary))
+    assert text.isascii()
+    assert "\x1b" not in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "..." not in text
 
 
 def test_every_byte_is_in_the_summary_with_those_of_validations(summary):
@@ -140,15 +136,3 @@ def test_every_byte_is_in_the_summary_with_those_of_validations(summary):
     quiet = {"by_kind": {}, "total": 0}
     text = as_text(summary_table(summary | {"bytes_sent": quiet}))
     assert "0 B between stages, 0 B of it" in line_with(text, "bytes sent")
-
-
-def test_comparison_has_a_row_per_run(summary):
-    slow = summary | {"tokens_per_s": 100.0, "final_valid_loss": 3.3, "ratio_vs_bf16": 1.0}
-    unknown = dict.fromkeys(("tokens_per_s", "final_valid_loss", "ratio_vs_bf16")) | {"cuts": []}
-    text = as_text(comparison_table({"thin": summary, "dense": slow, "unknown": unknown}))
-    for row in (
-        "thin 3.4567 3,412 133.4 264.8 15.5x fewer 81.4",
-        "dense 3.3000 100 133.4 264.8 no saving 2,777.8",
-        "unknown - - - - - -",
-    ):
-        assert line_with(text, row.split()[0]).split() == row.split()

@@ -16,4 +16,4 @@ from thinwire.report.records import (
     read_timeline,
     write_timeline,
 )
-from thinwire.report.table import comparison_table, print_summary, summary_table
+from thinwire.report.table import print_summary, summary_table

@@ -1,4 +1,4 @@
-"""The end of a run, and several runs beside each other, as tables for a terminal.
+"""The end of a run as tables for a terminal.
 
 They read at 80 columns, without colour and in ASCII. "-" stands for a number that is not known.
 """
@@ -30,29 +30,6 @@ def summary_table(summary: Summary) -> RenderableType:
     if summary["time_shares"]:
         parts.append(_time_table(summary))
     return Group(*parts)
-
-
-def comparison_table(summaries: Mapping[str, Summary]) -> RenderableType:
-    """One row per run, so that any number of runs fits the width.
-
-    Bytes are those of each run's busiest cut, the one that sets its pace.
-    """
-    names = "valid\nloss", "tok/s", "forward\nB/token", "back\nB/token"
-    ends = "bytes vs\ndense bf16", "hours to\n1B tokens"
-    table = plain_table("Runs", Column("run", overflow="fold"), *number_columns(*names, *ends))
-    for run, summary in summaries.items():
-        speed = summary["tokens_per_s"] or math.nan
-        ways = "forward_bytes_per_token", "backward_bytes_per_token"
-        busiest = (max((cut[way] for cut in summary["cuts"]), default=None) for way in ways)
-        table.add_row(
-            Text(run),
-            loss_text(summary["final_valid_loss"]),
-            _number(speed, ",.0f"),
-            *(_number(size, ",.1f") for size in busiest),
-            saving(summary["ratio_vs_bf16"]),
-            _number(1e9 / speed / 3600, ",.1f"),
-        )
-    return table
 
 
 def print_summary(summary: Summary) -> None:
