@@ -143,27 +143,20 @@ def parse_literal(text: str, cls: type, key: str, place: str) -> Any:
     if key not in hints:
         raise ConfigError(f'unknown key "{place}"{nearest(key, hints)}')
     wanted = hints[key]
+    plain = text.replace("_", "") if wanted is int else text  # 1_000, as TOML has it
     try:
-        if wanted is bool:
-            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
-        if wanted is int:
-            return int(text.replace("_", ""))
-        if wanted is float:
-            return float(text)
-        if typing.get_origin(wanted) is list:
-            inner = typing.get_args(wanted)[0]
-            if inner is str:
-                return _texts(text)
-            return [inner(part) for part in text.strip("[]").split(",") if part.strip()]
-    except (KeyError, ValueError, RecursionError):
+        value = _entries(text) if typing.get_origin(wanted) is list else plain
+        return msgspec.convert(value, wanted, strict=False)
+    except (ValueError, RecursionError):  # of tomllib, or of msgspec
         raise ConfigError(f"{place}: cannot read {_brief(text)} as {_type_name(wanted)}") from None
-    return text
 
 
-def _texts(text: str) -> list[str]:
-    """Texts as TOML has them, or bare between commas; one within parentheses separates nothing."""
+def _entries(text: str) -> list[Any]:
+    """Those of a list as TOML has them, or bare between commas; a comma within parentheses
+    separates nothing.
+    """
     if text.startswith("["):
-        return list(tomllib.loads(f"texts = {text}")["texts"])
+        return list(tomllib.loads(f"entries = {text}")["entries"])
     return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 
