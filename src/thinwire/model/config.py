@@ -25,6 +25,13 @@ _FORM = re.compile(
 NARROW = ("subspace", "reparam", "projected")
 CONSTRAINED = ("subspace", "reparam")
 PER_STAGE, EMBEDDING = "per-stage", "embedding"
+_OUTSIDE = "all stages must know of each token what lies outside the subspace"
+ANCHORS = {
+    "dense": (("none",), "it has no basis"),
+    "projected": (("none", PER_STAGE), "its weights write outside the basis too"),
+    **dict.fromkeys(CONSTRAINED, (("fixed", EMBEDDING), _OUTSIDE)),
+}
+"""What boundary.anchor may be in each mode, "auto" being the first, and why nothing else."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a block that an adapter can stand beside."""
 AUTO_WARMUP = 20  # steps, in a run of at least twice as many
@@ -276,90 +283,54 @@ class BoundaryConfig:
 
     def resolved(self, dim: int, split: list[range]) -> "BoundaryConfig":
         """The same config with `auto` and -1 filled in, refused if it cannot work."""
-        if self.table and not self.own_tables:
+        here = f'with boundary.mode = "{self.mode}"'
+        anchors, why = ANCHORS[self.mode]
+        if self.anchor not in ("auto", *anchors):
             raise ConfigError(
-                f"boundary.table = {self.table} has no meaning without boundary.anchor = "
-                '"per-stage", whose tables it narrows: leave it at 0'
+                f'boundary.anchor = "{self.anchor}" cannot work {here}: {why}; set it to '
+                f'"{anchors[-1]}" or "auto"'
             )
-        if self.bound and self.mode != "projected":
-            raise ConfigError(
-                f"boundary.bound = {self.bound:g} has no meaning with boundary.mode = "
-                f'"{self.mode}", whose cuts lose nothing of a gradient: leave it at 0'
-            )
-        if self.mode == "dense":
-            return self._resolved_dense(dim)
-        rank = self.rank or (max(1, int(dim / self.ratio)) if self.ratio else 0)
-        filled = dataclasses.replace(self, rank=rank)
-        filled._check_rank(dim)
-        if self.is_constrained:
-            return filled._resolved_constrained(len(split[-1]))
-        return filled._resolved_projected(dim)
-
-    def _resolved_projected(self, dim: int) -> "BoundaryConfig":
-        if self.free_layers > 0:
-            raise ConfigError(
-                "boundary.free_layers has no meaning with projected: all its weights are free"
-            )
-        if self.anchor in ("fixed", EMBEDDING):
-            raise ConfigError(
-                f'boundary.anchor = "{self.anchor}" cannot work with boundary.mode = "projected", '
-                'whose weights write outside the basis too: use subspace, or anchor = "per-stage"'
-            )
-        anchor = "none" if self.anchor == "auto" else self.anchor
-        table = (self.table or dim) if self.own_tables else 0
-        if table > dim:
-            raise ConfigError(
-                f"boundary.table = {self.table} must lie between 1 and model.dim = {dim}: a wider "
-                "table holds nothing more"
-            )
-        return dataclasses.replace(self, anchor=anchor, table=table, free_layers=0)
-
-    def _check_rank(self, dim: int) -> None:
-        if not 0 < self.rank < dim + self.own_tables:  # the full width with tables: a control
-            most = f"model.dim = {dim}" if self.own_tables else f"model.dim - 1 = {dim - 1}"
-            raise ConfigError(
-                f"boundary.rank = {self.rank} must lie between 1 and {most} with boundary.mode = "
-                f'"{self.mode}": at the full width nothing is saved, use dense'
-            )
-
-    def _resolved_dense(self, dim: int) -> "BoundaryConfig":
-        if self.rank not in (0, dim):
-            raise ConfigError(
-                f'boundary.rank = {self.rank} has no meaning with boundary.mode = "dense", where '
-                f"all {dim} channels cross: leave it at 0"
-            )
-        if self.basis_update_every or self.anchor not in ("auto", "none"):
-            raise ConfigError(
-                "boundary.basis_update_every and anchor have no meaning with "
-                'boundary.mode = "dense", which has no basis: leave them at 0 and "auto"'
-            )
-        if self.free_layers > 0:
-            raise ConfigError(
-                'boundary.free_layers has no meaning with boundary.mode = "dense": all its weights '
-                "are free"
-            )
-        return dataclasses.replace(self, anchor="none", free_layers=0)
-
-    def _resolved_constrained(self, last_stage: int) -> "BoundaryConfig":
-        if self.anchor not in ("auto", "fixed", EMBEDDING):
-            raise ConfigError(
-                f'boundary.anchor = "{self.anchor}" cannot work with mode = "{self.mode}": all '
-                "stages must know of each token what lies outside the subspace, a fixed table or "
-                'the embedding; set it to "auto" or "embedding"'
-            )
+        is_narrow, last_stage = self.mode in NARROW, len(split[-1])
+        idle = {
+            "rank": not is_narrow and self.rank not in (0, dim),
+            "basis_update_every": not is_narrow and self.basis_update_every,
+            "free_layers": not self.is_constrained and self.free_layers > 0,
+            "bound": self.mode != "projected" and self.bound,
+            f'table (without boundary.anchor = "{PER_STAGE}")': self.table and not self.own_tables,
+        }
+        for key in (key for key, is_set in idle.items() if is_set):
+            raise ConfigError(f"boundary.{key} has no meaning {here}: leave it at 0")
         if self.shares_embedding and self.basis_update_every:
             raise ConfigError(
                 'boundary.basis_update_every cannot work with boundary.anchor = "embedding": leave '
                 "it at 0"
             )
+        by_ratio = max(1, int(dim / self.ratio)) if is_narrow and self.ratio else 0
+        rank, table = self.rank or by_ratio, (self.table or dim) if self.own_tables else 0
+        most = dim if self.own_tables else dim - 1  # the full width with tables: a control
+        if is_narrow and not 0 < rank <= most:
+            raise ConfigError(
+                f"boundary.rank = {rank} must lie between 1 and {most} {here}: at the full width "
+                "nothing is saved, use dense"
+            )
+        if table > dim:
+            raise ConfigError(
+                f"boundary.table = {table} must lie between 1 and model.dim = {dim}: a wider "
+                "table holds nothing more"
+            )
         free = last_stage if self.free_layers == -1 else self.free_layers
-        if not 0 <= free <= last_stage:
+        if free > last_stage:
             raise ConfigError(
                 f"boundary.free_layers = {free}, but only the {last_stage} blocks of the last "
                 "stage may be free: what a block below the last cut writes must lie in the subspace"
             )
-        anchor = EMBEDDING if self.shares_embedding else "fixed"
-        return dataclasses.replace(self, anchor=anchor, free_layers=free)
+        return dataclasses.replace(
+            self,
+            rank=rank,
+            anchor=anchors[0] if self.anchor == "auto" else self.anchor,
+            table=table,
+            free_layers=free if self.is_constrained else 0,
+        )
 
 
 @dataclass(frozen=True)
