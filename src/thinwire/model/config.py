@@ -124,11 +124,21 @@ class ModelConfig:
                 f'model.preset = "{self.preset}" has no sizes of its own: set {", ".join(missing)}'
             )
         filled["embed_std"] = self.embed_std or embed_std
-        filled["head_dim"] = self.head_dim or _even_share(filled["dim"], filled["heads"])
         filled["rope_scaling"] = str(RopeScaling.parse(self.rope_scaling) or "")
-        full = dataclasses.replace(self, **filled)
-        full._check_heads()
-        return full
+        heads, kv_heads = filled["heads"], filled["kv_heads"]
+        filled["head_dim"] = self.head_dim or filled["dim"] / heads
+        if filled["head_dim"] % 2:
+            raise ConfigError(
+                f"model.head_dim = {filled['head_dim']:g} must be even, for rotary positions turn "
+                f"pairs of channels: it is model.dim = {filled['dim']} / model.heads = {heads} "
+                "unless it is set"
+            )
+        if heads % kv_heads:
+            raise ConfigError(
+                f"model.heads = {heads} must be a multiple of model.kv_heads = {kv_heads}"
+            )
+        filled["head_dim"] = int(filled["head_dim"])
+        return dataclasses.replace(self, **filled)
 
     def unlike_preset(self) -> dict[str, tuple[int, int]]:
         """Sizes that are set and differ from the preset's, each with the preset's after it."""
@@ -139,28 +149,6 @@ class ModelConfig:
             for key, size in self.shape.items()
             if getattr(self, key) not in (0, size)
         }
-
-    def _check_heads(self) -> None:
-        """Refuse sizes that cannot work together."""
-        if not self.head_dim or (self.head_dim % 2 and self.attention_dim == self.dim):
-            raise ConfigError(
-                f"model.dim = {self.dim} must split into model.heads = {self.heads} heads of "
-                "even width (rotary positions turn pairs of channels), or model.head_dim be set"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"model.head_dim = {self.head_dim} must be even: rotary positions turn pairs of "
-                "channels"
-            )
-        if self.heads % self.kv_heads:
-            raise ConfigError(
-                f"model.heads = {self.heads} must be a multiple of model.kv_heads = {self.kv_heads}"
-            )
-
-
-def _even_share(dim: int, heads: int) -> int:
-    """The width of a head where the stream's width is split evenly, else 0."""
-    return 0 if dim % heads else dim // heads
 
 
 @dataclass(frozen=True)
@@ -177,24 +165,20 @@ class RopeScaling:
     context: int
 
     @classmethod
-    def parse(cls, text: str, place: str = "model.rope_scaling") -> "RopeScaling | None":
+    def parse(cls, text: str) -> "RopeScaling | None":
         """Read the setting; None for an empty one."""
         if not text:
             return None
-        found = _FORM.fullmatch(text.strip())
-        if found is None:
-            raise ConfigError(
-                f'{place} = "{text}" must be empty or look like '
-                f'"{cls(8.0, 1.0, 4.0, 8192)}", where context is the original one'
-            )
-        factor, low, high = (float(found[number]) for number in (1, 2, 3))
-        scaling = cls(factor, low, high, int(found[4]))
-        if not (1 <= factor < math.inf and 0 < low < high < math.inf and scaling.context > 0):
-            raise ConfigError(
-                f'{place} = "{text}" must have factor of at least 1, low below high, both above 0, '
-                "and a context"
-            )
-        return scaling
+        if found := _FORM.fullmatch(text.strip()):
+            factor, low, high = (float(found[number]) for number in (1, 2, 3))
+            scaling = cls(factor, low, high, int(found[4]))
+            if 1 <= factor < math.inf and 0 < low < high < math.inf and scaling.context > 0:
+                return scaling
+        raise ConfigError(
+            f'model.rope_scaling = "{text}" must be empty or look like '
+            f'"{cls(8.0, 1.0, 4.0, 8192)}": factor at least 1, low below high, both above 0, and '
+            "the original context"
+        )
 
     def __str__(self) -> str:
         """The setting that `parse` reads back."""
