@@ -75,8 +75,8 @@ def test_the_cut_moves_to_the_nearest_end_of_text(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"version": 2}, "magic 20240520 with version 2; version 1 is supported"),
-        ({"magic": 20240522}, "unknown magic 20240522"),
+        ({"version": 2}, "magic 20240520 and version 2: .*20240520, 1"),
+        ({"magic": 20240522}, "magic 20240522 and version 1"),
         ({"count": 600}, "has 2024 bytes, but its header announces 600 tokens, which take 2224"),
         ({"count": -1}, "announces -1 tokens"),
     ],
@@ -90,7 +90,7 @@ def test_bad_header_is_refused_with_its_values(tmp_path, arguments, complaint):
 def test_truncated_missing_and_empty_sources(tmp_path):
     path = write_with_header(tmp_path / "bad.bin", [1, 2, 3])
     path.write_bytes(path.read_bytes()[:500])
-    refused(r"bad\.bin is truncated within its header", find_shards, str(path))
+    refused(r"bad\.bin has 500 bytes, .* truncated", find_shards, str(path))
     path.write_bytes(b"abc")
     refused(r"bad\.bin .* odd size of 3 bytes", find_shards, str(path))
     path.unlink()

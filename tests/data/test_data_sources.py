@@ -103,9 +103,9 @@ def test_text_that_is_not_utf8_is_named_or_skipped(tmp_path):
     ("line", "complaint"),
     [
         (b"{not json", "not valid JSON"),
-        (b'{"txt": "a", "id": 1}', r'key "text" .* keys "txt", "id"; set data\.text_key'),
-        (b'{"text": 3}', 'key "text" .* holds a number'),
-        (b'["text"]', 'key "text" .* is a list'),
+        (b'{"txt": "a", "id": 1}', r'key "text" .* keys: txt, id. Set data\.text_key'),
+        (b'{"text": 3}', 'key "text" .* the keys: text'),
+        (b'["text"]', 'key "text" .* the keys: none'),
         (b'{"text": "\xff"}', "not valid JSON"),
         (b'{"text": "\\ud800"}', "not valid Unicode"),
     ],
@@ -155,7 +155,7 @@ def test_parquet_that_cannot_be_read(tmp_path, monkeypatch):
     path.write_bytes(parquet_bytes(tmp_path, {"content": ["a"]}))
     refused(r'a\.parquet has no column "text".*content', texts, path)
     path.write_bytes(parquet_bytes(tmp_path, {"text": [1, 2]}))
-    refused(r"a\.parquet, row 1: .* holds a number", texts, path)
+    refused(r"a\.parquet, row 1: .* that holds a string", texts, path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingPackageError, match=r"a\.parquet needs .*'thinwire\[data\]'"):
         texts(path)

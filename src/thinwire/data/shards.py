@@ -24,16 +24,16 @@ _REACH = 1 << 20  # how far from the wanted place the cut looks for an end of te
 class Layout(NamedTuple):
     """How the ids of a shard are stored, and the id that its writers put between documents."""
 
-    version: int
     dtype: np.dtype
     end_of_text: int
 
 
-RAW = Layout(version=0, dtype=np.dtype("<u2"), end_of_text=50256)
+RAW = Layout(np.dtype("<u2"), end_of_text=50256)
 WITH_HEADER = {
-    20240520: Layout(version=1, dtype=np.dtype("<u2"), end_of_text=50256),
-    20240801: Layout(version=7, dtype=np.dtype("<u4"), end_of_text=128000),
+    (20240520, 1): RAW,
+    (20240801, 7): Layout(np.dtype("<u4"), end_of_text=128000),
 }
+"""By the magic and the version in the header."""
 
 
 @dataclass(frozen=True)
@@ -169,16 +169,14 @@ def open_shard(file: SourceFile) -> TokenShard:
     """Read the header, if there is one, and check that the file is as long as it says."""
     with reading(file.path), file.path.open("rb") as stream:
         start = stream.read(HEADER_BYTES)
-    header = np.frombuffer(start[: len(start) // 4 * 4], dtype="<i4")
-    magic = int(header[0]) if len(header) else 0
-    layout = WITH_HEADER.get(magic)
+    header = np.frombuffer(start[: len(start) // 4 * 4], dtype="<i4").tolist()
+    layout = WITH_HEADER.get((*header[:2],))
     if layout is None:
         # A number and then a kilobyte of zeros is a header, not the beginning of a raw shard.
-        if len(header) == HEADER_INTS and magic != 0 and not header[4:].any():
-            known = ", ".join(map(str, WITH_HEADER))
+        if len(header) == HEADER_INTS and header[0] and not any(header[4:]):
             raise DataError(
-                f"{file.path} begins with a header of unknown magic {magic} (known: {known}): "
-                "it is not a token shard of a supported format"
+                f"{file.path} begins with a header of magic {header[0]} and version {header[1]}: "
+                f"it is no token shard of a supported format ({', '.join(map(str, WITH_HEADER))})"
             )
         if file.size % 2:
             raise DataError(
@@ -186,16 +184,9 @@ def open_shard(file: SourceFile) -> TokenShard:
                 "not uint16 tokens: it is truncated or of another format; write it again"
             )
         return TokenShard(file, RAW, 0, file.size // 2)
-    if len(start) < HEADER_BYTES:
-        raise DataError(f"{file.path} is truncated within its header: write it again")
-    version, count = int(header[1]), int(header[2])
-    if version != layout.version:
-        raise DataError(
-            f"{file.path} has magic {magic} with version {version}; "
-            f"version {layout.version} is supported: write it again with that version"
-        )
+    count = header[2] if len(header) == HEADER_INTS else 0
     expected = HEADER_BYTES + count * layout.dtype.itemsize
-    if count < 0 or file.size != expected:
+    if file.size != expected:
         raise DataError(
             f"{file.path} has {file.size} bytes, but its header announces {count} tokens, which "
             f"take {expected} bytes: it is truncated or damaged; write it again"

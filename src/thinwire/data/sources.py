@@ -213,27 +213,16 @@ def text_of(record: SourceRecord, key: str) -> str:
     values = record.values
     text = values.get(key) if isinstance(values, dict) else None
     if not isinstance(text, str):
-        if not isinstance(values, dict):
-            found = f"is {_json_kind(values)}"
-        elif key in values:
-            found = f"holds {_json_kind(values[key])}"
-        else:
-            keys = ", ".join(f'"{name}"' for name in list(values)[:12])
-            found = f"has the keys {keys}" if keys else "has no keys"
+        names = ", ".join(list(values)[:12]) if isinstance(values, dict) else ""
         raise DataError(
-            f'{record.where}: needs an object with the key "{key}" that holds a string, but it '
-            f"{found}; set data.text_key to the key of the text"
+            f'{record.where}: needs an object with the key "{key}" that holds a string; it has '
+            f"the keys: {names or 'none'}. Set data.text_key to the key of the text"
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:  # an escape such as "\ud800" alone is no character
         raise DataError(f'{record.where}: "{key}" is not valid Unicode ({error.reason})') from error
     return text
-
-
-def _json_kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a string" if isinstance(value, str) else "a number")
 
 
 def _json_records(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterator[SourceRecord]:
