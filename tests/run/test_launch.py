@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from leading import step
 
 from settings_values import narrow
 from thinwire.engine.reports import Step
@@ -18,10 +19,19 @@ from thinwire.run import coordinator as coordinator_module
 from thinwire.run import processes
 from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import Record, Said, StopAsked
+from thinwire.run.events import Exited, Given, Lost, Record, Said, StopAsked, Tick
 from thinwire.run.pacing import AT_ONCE, Pace
 from thinwire.run.peers import LocalPeers, heed, neighbours
-from thinwire.run.protocol import FROM_PEER, Finished, LinkDown, LinkUp, Order, Pulse
+from thinwire.run.protocol import (
+    FROM_PEER,
+    Finished,
+    Follows,
+    LinkDown,
+    LinkUp,
+    Order,
+    Pulse,
+    Ready,
+)
 from thinwire.train import train
 from thinwire.wire import memory_pair
 from waiting import PATIENCE, wait_until
@@ -104,6 +114,39 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(make_peers, tmp_p
         assert lower["sent"][kind] == upper["received"][kind]
     orders, hellos = 2 * 4_000, 2 * 1_000  # settings go out once
     assert 2 * 64 < peers.control_bytes() < orders + hellos + 4 * 600
+
+
+def test_nothing_is_heard_of_a_process_whose_place_another_takes(make_peers, monkeypatch):
+    """Its end may be in the queue, as where all are killed: the other would be replaced for it. Or
+    its first word: that of the other would be the second, and a breach of the contract.
+    """
+    peers, noted = make_peers(), []
+    note = peers.said.note
+    monkeypatch.setattr(peers.said, "note", lambda event: (note(event), noted.append(event)))
+    peers.start()
+    peers._here[1].process.kill()
+    wait_until(lambda: any(isinstance(event, Exited) for event in noted))
+    peers.replace([1])
+    heard = []
+    while not heard or not isinstance(getattr(heard[-1], "message", None), Ready):
+        event = peers.said.next(PATIENCE)
+        heard += [event] if getattr(event, "stage", 0) == 1 or isinstance(event, Given) else []
+    assert heard[0] == Given([1])
+    assert all(isinstance(event, Said) for event in heard[1:])
+
+
+def test_what_is_forgotten_of_stages_leaves_the_rest_in_order_and_makes_room():
+    hearing = Hearing(2)
+    hearing.note(Lost(0, "gone"))
+    for begun in range(MOST_UNHEARD):
+        hearing.hear(1, step(1, begun))
+    kept = [Said(1, Follows(3), follows=True), Given([1]), StopAsked()]
+    for event in (kept[0], Exited(1, -9), *kept[1:]):
+        hearing.note(event)
+    hearing.forget([1])
+    hearing.hear(1, step(1, 0))  # else it would wait for ever
+    late = [Said(1, step(1, 0))]
+    assert [hearing.next(0) for _ in range(6)] == [Lost(0, "gone"), *kept, *late, Tick()]
 
 
 def test_stages_in_fewer_processes_give_the_same_bits_and_send_less(make_settings, tmp_path):

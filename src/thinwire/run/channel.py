@@ -5,17 +5,19 @@ back, to a process on this machine on a pair of sockets. It carries well under a
 and step, which is metered, and no step waits for it.
 """
 
+import contextlib
 import os
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from typing import Any
 
 from thinwire.engine.reports import Report
 from thinwire.errors import ThinwireError, WireError
-from thinwire.run.events import Event, Said, Tick
+from thinwire.run.events import Event, Exited, Lost, Said, Stopped, Tick
 from thinwire.run.pacing import Pace
 from thinwire.run.protocol import MOST_SAID, OF_NO_STAGE, Envelope, Kinds, pack, unpack
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe
@@ -102,11 +104,15 @@ One message may be large, and a stage may send without end."""
 
 
 class Hearing:
-    """What happens to all stages, in one queue: our notes come in at once, a stage's in turn."""
+    """What happens to all stages, in one queue: our notes come in at once, a stage's in turn.
+
+    One thread takes it out.
+    """
 
     def __init__(self, stages: int) -> None:
         self._queue: queue.SimpleQueue[tuple[Event, threading.Semaphore | None]]
         self._queue = queue.SimpleQueue()
+        self._next: deque[tuple[Event, threading.Semaphore | None]] = deque()  # before the queue
         self._room = [threading.Semaphore(MOST_UNHEARD) for _ in range(stages)]
         self._pace = [Pace(f"stage {stage}") for stage in range(stages)]
 
@@ -128,9 +134,24 @@ class Hearing:
     def next(self, timeout: float) -> Event:
         """The next of them, or a Tick if none comes in time."""
         try:
-            event, room = self._queue.get(timeout=timeout)
+            event, room = self._next.popleft() if self._next else self._queue.get(timeout=timeout)
         except queue.Empty:
             return Tick()
         if room is not None:
             room.release()
         return event
+
+    def forget(self, stages: Collection[int]) -> None:
+        """Others take the places of those who hold these stages: what came of them and was not
+        taken yet would pass for a word, or the end, of the others.
+        """
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._next.append(self._queue.get_nowait())
+        for event, room in [self._next.popleft() for _ in range(len(self._next))]:
+            is_said = isinstance(event, Said) and not event.follows
+            if (is_said or isinstance(event, Exited | Lost | Stopped)) and event.stage in stages:
+                if room is not None:
+                    room.release()
+            else:
+                self._next.append((event, room))

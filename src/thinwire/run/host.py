@@ -504,6 +504,7 @@ class HostedPeers(Peers):
         self.is_training = True
 
     def replace(self, stages: list[int], by_follower: bool = False) -> None:
+        self.said.forget(stages)
         if not by_follower:
             self._homeless.append(stages)
             self._ask_who_is_there()

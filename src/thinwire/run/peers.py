@@ -279,6 +279,7 @@ class LocalPeers(Peers):
         lost, order = self._here[place], self._orders[place]
         lost.is_replaced = True
         lost.process.end()  # it may be frozen
+        self.said.forget(stages)
         resume = str(self.saved.resolve()) if self.saved else order.resume
         order = dataclasses.replace(order, resume=resume, began=self._began)
         (process,) = start_processes([self._log(order)], self._forker)
