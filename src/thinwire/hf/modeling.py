@@ -53,7 +53,7 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
         settings = settings_of(config.settings)
         # Not on a device without memory, even if asked to: rotary tables are computed, not loaded.
         self._whole = Whole(settings, torch.device("cpu"), self)
-        self.to(torch.get_default_dtype())  # type: ignore[arg-type]
+        self.to(torch.get_default_dtype())
         block = next(module for module in self.modules() if isinstance(module, Block))
         self._positions = block.cos_TE.clone(), block.sin_TE.clone()
         self._context = settings.model.context
@@ -108,7 +108,7 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
             logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]
         output = CausalLMOutputWithPast(
             loss=loss,
-            logits=logits,  # type: ignore[arg-type]
+            logits=logits,
             past_key_values=past_key_values,
         )
         return output.to_tuple() if return_dict is False else output
