@@ -149,9 +149,14 @@ class Hearing:
             while True:
                 self._next.append(self._queue.get_nowait())
         for event, room in [self._next.popleft() for _ in range(len(self._next))]:
-            is_said = isinstance(event, Said) and not event.follows
-            if (is_said or isinstance(event, Exited | Lost | Stopped)) and event.stage in stages:
-                if room is not None:
-                    room.release()
-            else:
-                self._next.append((event, room))
+            match event:
+                case (
+                    Said(stage=stage, follows=False)
+                    | Exited(stage=stage)
+                    | Lost(stage=stage)
+                    | Stopped(stage=stage)
+                ) if stage in stages:
+                    if room is not None:
+                        room.release()
+                case _:
+                    self._next.append((event, room))
