@@ -21,7 +21,7 @@ from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
 from thinwire.engine.worker import Assignment, Worker
 from thinwire.run import peers
 from thinwire.run.checkpoints import commit
-from thinwire.run.processes import Forker
+from thinwire.run.processes import Forker, start_processes
 from thinwire.typed import to_toml
 from thinwire.wire import Link, Meter, memory_pair
 from waiting import PROCESS_PATIENCE
@@ -78,8 +78,14 @@ def shared_forker():
     def forker():
         return shared if environment() == usual else Forker()
 
+    def start(logs, module, own):
+        """Also a process that is the only one of its run."""
+        shared = forker(module) if environment() == usual else None
+        return start_processes(logs, module, own or shared)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "Forker", forker)
+        patch.setattr(peers, "start_processes", start)
         yield
     Forker.close(shared)
 
@@ -263,8 +269,9 @@ def command(capsys):
 def thinwire(cache, tmp_path):
     started: list[Program] = []
 
-    def start(*arguments, into=None):
-        started.append(Program([str(a) for a in arguments], cache, tmp_path, into))
+    def start(*arguments, into=None, imports=False):
+        words = [str(a) for a in arguments]
+        started.append(Program(words, cache, tmp_path, into, imports=imports))
         return started[-1]
 
     yield start

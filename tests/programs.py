@@ -21,11 +21,11 @@ _forker = Forker("command_process")
 class Command:
     """A running command, forked by a process that has imported what commands use."""
 
-    def __init__(self, arguments, log, cwd, env, said):
+    def __init__(self, arguments, log, cwd, env, said, imports):
         paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
             (self._process,) = start_processes([log], forker=_forker)
-        order = {"arguments": [*arguments], "cwd": str(cwd), "env": dict(env)}
+        order = {"arguments": [*arguments], "cwd": str(cwd), "env": dict(env), "imports": imports}
         with contextlib.suppress(BrokenPipeError), self._process.ours as there:
             there.sendall(json.dumps(order).encode() + b"\n" + said.encode())
             there.shutdown(socket.SHUT_WR)
@@ -46,8 +46,9 @@ class Command:
 class Program:
     """A running `thinwire` command, with what it has printed so far."""
 
-    def __init__(self, arguments, cache, cwd, into=None, said="", **variables):
+    def __init__(self, arguments, cache, cwd, into=None, said="", imports=False, **variables):
         """`into`: a descriptor that gets the output instead of a file. `said`: its input.
+        `imports`: its stages import torch by themselves, as outside of tests.
 
         With variables that its libraries read at the start, it imports them itself.
         """
@@ -57,7 +58,7 @@ class Program:
         self.process: Command | subprocess.Popen[bytes]
         if forks("cpu") and into is None and {*variables} <= {"HOME", "THINWIRE_DATA"}:
             env = {**os.environ, **own}
-            self.process = Command(arguments, self.log, cwd, env, said)
+            self.process = Command(arguments, self.log, cwd, env, said, imports)
             return
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -109,7 +110,7 @@ class Program:
 
     def forking(self):
         """The process that imports for all stages and forks them, where there are several."""
-        return self._running("thinwire.run.processes", "thinwire.run.peer")
+        return self._running("thinwire.run.processes")
 
     def _running(self, *module):
         words = "\0".join(["", "-m", *module, ""]).encode()

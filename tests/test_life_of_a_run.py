@@ -69,7 +69,7 @@ def test_a_request_to_stop_cuts_a_validation_short(name, thinwire, config, tmp_p
 
 
 def test_a_stopped_stage_does_not_outlive_a_killed_coordinator(thinwire, config):
-    run = thinwire("train", long_run(config))
+    run = thinwire("train", long_run(config), imports=True)
     run.wait_for(r"\[train\] step +\d")
     stages = run.stages()
     os.kill(stages[1], signal.SIGSTOP)
@@ -101,7 +101,7 @@ def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(slow,
 @pytest.mark.slow
 def test_a_suspended_coordinator_goes_on(thinwire, config):
     """As Ctrl-Z and fg do, for longer than any link waits for an answer."""
-    run = thinwire("train", long_run(config))
+    run = thinwire("train", long_run(config), imports=True)
     run.wait_for(r"\[train\] step +\d")
     run.process.send_signal(signal.SIGSTOP)
     time.sleep(13)
@@ -115,7 +115,7 @@ def test_a_suspended_coordinator_goes_on(thinwire, config):
 def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(stages, thinwire, config):
     """While it imports, that is; two stages have one process that imports for both."""
     settings = ["--set", "run.patience=6", "--set", f"pipeline.stages={stages}"]
-    run = thinwire("train", long_run(config), *settings)
+    run = thinwire("train", long_run(config), *settings, imports=True)
     importing = run.stages if stages == 1 else run.forking
     run.wait_until(importing)
     frozen = importing()
@@ -128,7 +128,7 @@ def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(stages, thinwire,
 
 
 def test_a_request_to_end_is_heeded_before_the_stages_are_ready(thinwire, config, tmp_path):
-    run = thinwire("train", long_run(config))
+    run = thinwire("train", long_run(config), imports=True)
     run.wait_until(run.forking)
     importing = run.forking()
     run.stop(signal.SIGTERM)
@@ -140,7 +140,7 @@ def test_a_request_to_end_is_heeded_before_the_stages_are_ready(thinwire, config
 def test_a_stage_that_freezes_alone_is_named(thinwire, config):
     """There is no neighbour that could miss it."""
     settings = ["--set", "run.patience=15", "--set", "pipeline.stages=1"]
-    run = thinwire("train", long_run(config), *settings)
+    run = thinwire("train", long_run(config), *settings, imports=True)
     run.wait_for(r"\[train\] step +\d")
     stages = run.stages()
     os.kill(stages[0], signal.SIGSTOP)
