@@ -64,8 +64,8 @@ def fork_stages():
     with mock.patch.object(processes, "python_module", Forked):
         forker._start(sys.stdout.buffer)
 
-    def start_forked(logs, module=processes.TRAINING, own=None):
-        return start(logs, module, forker if module == processes.TRAINING else own)
+    def start_forked(logs, own=None):
+        return start(logs, forker)
 
     join.start_processes = peers.start_processes = start_forked
 

@@ -78,10 +78,9 @@ def shared_forker():
     def forker():
         return shared if environment() == usual else Forker()
 
-    def start(logs, module, own):
+    def start(logs, own=None):
         """Also a process that is the only one of its run."""
-        shared = forker(module) if environment() == usual else None
-        return start_processes(logs, module, own or shared)
+        return start_processes(logs, own or (shared if environment() == usual else None))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "Forker", forker)
