@@ -143,6 +143,8 @@ def test_what_a_page_shows_is_checked_too(part, change, words):
     ({"grad_norm": None}, r"at `\$.grad_norm`"),
     ({"end": math.nan}, r"at `\$.end`"),
     ({"costs": {"forward": 1.0}}, r"missing required field `backward` - at `\$.costs`"),
+    *(({"costs": {"forward": 1, "backward": 1, "update": wrong}}, r"at `\$.costs.update`")
+      for wrong in (-1e-9, 1e300)),
     ({"spans": ["cF0 cF1", [1, 2], [3]]}, "argument 3 is shorter"),
     ({"spans": ["cF0", [math.inf], [3]]}, "times or meters cannot be read"),
     ({"meters": {"cut-0": [["FORWARD", 1, -2]]}}, "a count is below 0"),

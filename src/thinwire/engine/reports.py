@@ -5,13 +5,17 @@ Their annotations say all that is checked when a report arrives from another pro
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypedDict, cast
+from typing import Annotated, Literal, TypedDict, cast
+
+import msgspec
 
 from thinwire.engine.checkpoint import Shard
 from thinwire.engine.source import Versions
 from thinwire.typed import Finite
 from thinwire.wire import Link
 
+Cost = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+"""Seconds of a piece of work: the simulator plays a run's end with them."""
 Span = tuple[str, str, Finite, Finite]
 """Lane, label, start and end, in this machine's monotonic seconds."""
 Agreements = dict[str, dict[str, str]]
@@ -64,9 +68,9 @@ class Audited:
 class StageCosts:
     """Mean seconds of a microbatch's forward and backward, and those of the update."""
 
-    forward: Finite
-    backward: Finite
-    update: Finite
+    forward: Cost
+    backward: Cost
+    update: Cost
 
 
 @dataclass(frozen=True)
