@@ -4,8 +4,6 @@ import io
 import json
 import math
 import re
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import asdict, replace
@@ -261,7 +259,7 @@ def samples(folder):
     return [event["text"] for event in events if event["kind"] == "sample"]
 
 
-def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder):
+def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder, command):
     """As `thinwire generate` does with that checkpoint, and others hear of it too."""
     shared: list[tuple[str, str]] = []
     with Followed(PlainDisplay(io.StringIO()), "off", "train", "stage link") as display:
@@ -271,9 +269,9 @@ def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder):
         wait_until(lambda: shared, PROCESS_PATIENCE)
     (text,) = samples(run_folder)
     assert text.startswith(f"step {STEPS}: stage link") and shared == [("sample", text)]
-    words = ["generate", str(run_folder), "--prompt", "stage link", "--tokens", str(TOKENS)]
-    done = subprocess.run([sys.executable, "-m", "thinwire.cli", *words], capture_output=True)
-    assert text == f"step {STEPS}: {done.stdout.decode().strip()}", done.stderr
+    words = ("--prompt", "stage link", "--tokens", TOKENS)
+    _, written, errors = command("generate", run_folder, *words)
+    assert text == f"step {STEPS}: {written.strip()}", errors
 
 
 def test_a_text_that_is_being_written_ends_with_its_run(run_folder):
@@ -286,7 +284,8 @@ def test_a_text_that_is_being_written_ends_with_its_run(run_folder):
 
 def test_train_saves_and_writes_a_text_at_a_validation(thinwire, finished, tmp_path):
     """Though by its settings it saves at its end alone; and not at the first one only."""
-    changes = [f"run.out={tmp_path}", "train.checkpoint_every=0", "train.steps=100000"]
+    changes = [f"run.out={tmp_path}", "train.checkpoint_every=0", "train.steps=100000",
+               "link.latency_ms=200"]  # fmt: skip
     sets = [word for change in changes for word in ("--set", change)]
     config = finished.parent / "run.toml"
     run = thinwire("train", config, *sets, "--sample", "stage", "--web", "off")

@@ -4,8 +4,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from programs import Program
 from settings_values import TINY_MODEL, with_changes
 from thinwire.report import LinkRecord, StageRecord, StepRecord
 from thinwire.run.alive import ControlSocket
@@ -23,7 +22,6 @@ from thinwire.schedule import Links
 from thinwire.typed import to_toml
 from thinwire.web.page import make_page
 from thinwire.web.server import WebServer
-from waiting import PROCESS_PATIENCE
 
 TOKEN = "t0ken"
 STEPS = 6
@@ -58,12 +56,9 @@ def _train(place, text_folder):
         },
     )  # fmt: skip
     (place / "run.toml").write_text(to_toml(settings))
-    done = subprocess.run(
-        [sys.executable, "-m", "thinwire.cli", "train", "run.toml"],
-        cwd=place, capture_output=True, text=True, timeout=PROCESS_PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    (place / "output.txt").write_text(done.stdout)
+    run = Program(["train", "run.toml"], os.environ["THINWIRE_CACHE"], place)
+    assert run.wait() == 0, run.text()
+    (place / "output.txt").write_text(run.text())
 
 
 @pytest.fixture
