@@ -70,8 +70,9 @@ def shared_forker():
 
     def environment():
         """What forked processes have of whoever started the one that forks them."""
-        own = {**os.environ, "PYTEST_CURRENT_TEST": "", "THINWIRE_CACHE": ""}
-        return sys.executable, own
+        changed = ("PYTEST_CURRENT_TEST", "THINWIRE_CACHE")  # and by what tests import:
+        changed += ("TORCHINDUCTOR_CACHE_DIR", "TOKENIZERS_PARALLELISM")
+        return sys.executable, {**os.environ, **dict.fromkeys(changed, "")}
 
     usual = environment()
 

@@ -25,6 +25,7 @@ EXTRAS = re.compile(r"(?:thinwire|\.)\[([\w,]+)\]")
 BLOCKS = [block for page in pages(ROOT) for block in find_blocks(page.name, page.read_text())]
 
 HELP: dict[str, str] = {}
+PARSER = make_parser()
 
 Words = list[str]
 
@@ -102,7 +103,7 @@ def check(words, perform):
     if words == ["thinwire", "--version"]:
         perform(words, {})
     elif words[0] == "thinwire":
-        options = make_parser().parse_args(words[1:])
+        options = PARSER.parse_args(words[1:])
         if words[1] in ("train", "plan") and options.config.parts[0] != "models":  # imported
             load_settings(options.config, options.set)
         for override in getattr(options, "set", []):
