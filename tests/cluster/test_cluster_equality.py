@@ -1,6 +1,7 @@
 """Ranks on PyTorch's pipelining train what our own engine trains, bit for bit."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -95,7 +96,8 @@ def play(cluster_settings, corpus, masked, tmp_path_factory):
         here = Path(__file__)
         program = here.parents[2] / "examples" / "pipelining.py"
         command = [sys.executable, str(here.with_name("ranks.py")), str(path), str(program)]
-        finished = subprocess.run(command, capture_output=True, text=True)
+        single = {**os.environ, "OMP_NUM_THREADS": "1"}  # as torchrun sets it
+        finished = subprocess.run(command, capture_output=True, text=True, env=single)
         assert finished.returncode == 0, finished.stdout + finished.stderr
         return Played(settings, finished.stdout)
 
