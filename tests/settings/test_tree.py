@@ -16,7 +16,7 @@ KEEPING = {
     ("train", "audit_replaces"), ("pipeline", "window"),
 }  # fmt: skip
 MACHINE = {
-    ("run", "device"), ("run", "threads"), ("codec", "memory_mb"),
+    ("run", "device"), ("run", "threads"), ("run", "graphs"), ("codec", "memory_mb"),
     ("data", "path"), ("data", "valid_path"), ("data", "text_key"), ("train", "init_from"),
     *(("link", key.name) for key in dataclasses.fields(LinkConfig)),
 }  # fmt: skip

@@ -4,6 +4,7 @@ Shapes: B sequences of a microbatch, T tokens of context.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -16,6 +17,7 @@ from thinwire.errors import ConfigError, DataError
 from thinwire.model import Stage
 from thinwire.settings import Settings
 
+Loss = Callable[[Tensor, Tensor], Tensor]
 At = tuple[int, int] | int
 """Step and microbatch of a training, or the number of a validation's microbatch."""
 
@@ -76,15 +78,19 @@ class DeviceBatch:
     def loss(self, stage: Stage, output: Tensor, microbatches: int) -> Tensor:
         """What this microbatch adds to the loss of its step, which is the mean over all tokens
         that are learned in it.
+        """
+        loss, parts = self.loss_of(stage, microbatches)
+        return loss(output, self.targets) / parts
 
-        Each microbatch has as many, unless some are masked: then the mean over the step is not
-        the mean of the means of its microbatches.
+    def loss_of(self, stage: Stage, microbatches: int) -> tuple[Loss, int]:
+        """The same as a function of logits and targets, and what its result is divided by.
+
+        Each microbatch learns as many tokens, unless some are masked: then the mean over the step
+        is not the mean of the means of its microbatches.
         """
         assert not isinstance(self._at, int), "a validation has scores"
         count = self._source.learned_count(self._at)
-        if count is None:
-            return stage.loss(output, self.targets) / microbatches
-        return stage.summed_loss(output, self.targets) / count
+        return (stage.loss, microbatches) if count is None else (stage.summed_loss, count)
 
 
 class Feed:

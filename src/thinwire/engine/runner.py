@@ -10,7 +10,7 @@ begins while the first still has backwards to come.
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from thinwire.engine.build import weights_rounded_once
 from thinwire.engine.feed import DeviceBatch, Feed
+from thinwire.engine.passes import Autocast, GraphPasses, Pass, Passes
 from thinwire.engine.port import Port
 from thinwire.engine.reports import StageCosts
 from thinwire.engine.step_end import Decide, StageUpdate, StepEnd, Verdict
 from thinwire.engine.trace import FORWARD, Progress, Sightings, StepTrace
-from thinwire.model import Score, Stage
+from thinwire.model import Score
 from thinwire.schedule import Kind, Schedule
 from thinwire.wire import FrameKind
 
@@ -39,8 +40,7 @@ class Running:
     trace: StepTrace
     start: float
     end: float | None = None
-    in_flight: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    """Of each microbatch: received, output."""
+    in_flight: dict[int, Pass] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
     def costs(self, microbatches: int) -> StageCosts:
@@ -68,17 +68,21 @@ class Runner:
         above: Port | None,
         schedule: Schedule,
         index: int,
-        autocast: Callable[[], AbstractContextManager[None]],
+        autocast: Autocast,
         progress: Progress,
         sightings: Sightings,
+        graphs: bool = False,
     ):
+        """With `graphs` a GPU replays microbatches."""
         self._progress, self._sightings = progress, sightings
         self._feed = feed
         self._update = update
         self._below, self._above = below, above
         self._schedule, self._index = schedule, index
-        self._autocast = autocast
         device = next(update.stage.parameters()).device
+        kind = GraphPasses if graphs and device.type == "cuda" else Passes
+        both = [update, *([update.twin] if update.twin is not None else [])]
+        self._passes = {one.stage: kind(one.stage, autocast) for one in both}
         self._end = StepEnd([update], index, below, above, device, [self._sightings])
         self._running: dict[int, Running] = {}
 
@@ -202,8 +206,9 @@ class Runner:
     ) -> None:
         """One forward without gradients: to the stage above, or into the score."""
         latest = self._update.latest
-        with self._autocast():
-            output = _run_layers(latest.stage, received, batch)
+        passes = self._passes[latest.stage]
+        with passes.autocast():
+            output = passes.run_layers(received, passes.ids_read(received, batch))
             if self._above is None:
                 score.add(latest.stage.loss(output, batch.targets), batch.targets)
         if self._above is not None:
@@ -225,35 +230,33 @@ class Runner:
                 received = self._below.take_tensor(
                     FrameKind.FORWARD, step, microbatch, update.versions
                 )
-            received.requires_grad_()
         with trace.span("compute", f"F{microbatch}"):
-            with self._autocast():
-                output = _run_layers(update.stage, received, batch)
-                if self._above is None:
-                    output = batch.loss(update.stage, output, self._schedule.microbatches)
-                    running.losses.append(output.detach())
+            passes = self._passes[update.stage]
+            passed = passes.forward(received, batch, self._schedule.microbatches)
+            if self._above is None:
+                running.losses.append(passed.output.detach())
             self._end.sync()
-        running.in_flight[microbatch] = received, output
+        running.in_flight[microbatch] = passed
         if self._above is not None:
-            sent = output.detach()
+            sent = passed.output.detach()
             self._above.send_tensor(FrameKind.FORWARD, sent, step, microbatch, update.versions)
 
     def _backward(self, step: int, microbatch: int) -> None:
         running = self._running[step]
         versions, trace = self._update.of_microbatch(step, microbatch).versions, running.trace
-        received, output = running.in_flight.pop(microbatch)
+        passed = running.in_flight.pop(microbatch)
         gradient = None
         if self._above is not None:
             with trace.span("wait", f"B{microbatch}"):
                 gradient = self._above.take_tensor(
                     FrameKind.BACKWARD, step, microbatch, versions
-                ).to(output.dtype)
+                ).to(passed.output.dtype)
         with trace.span("compute", f"B{microbatch}"):
-            torch.autograd.backward(output, gradient)
+            sent_back = passed.backward(gradient)
             self._end.sync()
         if self._below is not None:
-            assert received is not None and received.grad is not None
-            self._below.send_tensor(FrameKind.BACKWARD, received.grad, step, microbatch, versions)
+            assert sent_back is not None, "a stage with one below received something"
+            self._below.send_tensor(FrameKind.BACKWARD, sent_back, step, microbatch, versions)
 
     @torch.no_grad()
     def _probe(self, step: int, number: int) -> float | None:
@@ -271,8 +274,3 @@ class Runner:
             self._score(FrameKind.PROBE, step, number, batch, received, score)
             update.stage.train()
             return score.loss if self._above is None else None
-
-
-def _run_layers(stage: Stage, received: Tensor | None, batch: DeviceBatch) -> Tensor:
-    x = batch.inputs if received is None else received
-    return stage(x, batch.inputs if stage.needs_ids else None)

@@ -305,6 +305,7 @@ class Worker:
             autocast=autocast_for(self.settings.run.precision, self.device),
             progress=self.progress,
             sightings=self._sightings,
+            graphs=self.settings.run.graphs,
         )
 
 

@@ -67,6 +67,12 @@ class RunConfig:
     compile: bool = option(
         False, "compile the layers with torch.compile: slower start, faster steps on a GPU"
     )
+    graphs: bool = option(
+        False,
+        "on an NVIDIA GPU, replay each microbatch as CUDA graphs: faster where microbatches are "
+        "small, more memory, the same result",
+        scope="machine",
+    )
     wandb: str = option(
         "", "project on Weights & Biases that gets the metrics too; empty = none", scope="keeping"
     )
@@ -377,6 +383,11 @@ def _check(settings: Settings) -> None:
     settings.schedule()
     if pipeline.delay and (reason := _against_delay(settings)):
         raise ConfigError(f"pipeline.delay = {pipeline.delay} {reason}; or leave it at 0")
+    if settings.run.graphs and (pipeline.recompute or settings.boundary.basis_update_every):
+        raise ConfigError(
+            "run.graphs = true cannot work with pipeline.recompute = true, nor with a basis that "
+            "moves (boundary.basis_update_every): set these to false and 0, or leave it at false"
+        )
     settings.codec.check(pipeline.stages - 1)
     settings.lora.check(settings.boundary)
 

@@ -1,0 +1,205 @@
+"""The forward and the backward of one microbatch on one stage: as torch launches them, kernel by
+kernel, or replayed as CUDA graphs.
+
+With small microbatches on a fast GPU launching takes longer than computing. A graph launches all
+kernels of a pass at once. What it reads and writes stays where it was when it was captured, so each
+microbatch in flight has a pair of graphs, with tensors of its own.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from thinwire.engine.feed import DeviceBatch, Loss
+from thinwire.errors import StageError
+from thinwire.model import Stage
+
+Autocast = Callable[[], AbstractContextManager[None]]
+
+_WARM_UPS = 3  # before a capture: libraries choose kernels then, and compilers compile
+_CAPTURING = threading.Lock()  # stages of one process capture one after the other
+
+
+class Pass(ABC):
+    """A microbatch between its forward and its backward. `output` is the loss on the last stage."""
+
+    output: Tensor
+
+    @abstractmethod
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        """Add to the gradients of the weights; returns that of what the stage received, if any."""
+
+
+class Passes:
+    """The passes of a stage as torch launches them."""
+
+    def __init__(self, stage: Stage, autocast: Autocast):
+        self.stage, self.autocast = stage, autocast
+
+    def forward(self, received: Tensor | None, batch: DeviceBatch, microbatches: int) -> Pass:
+        """Compute a microbatch: of what was received, or of its token ids on the first stage."""
+        received = None if received is None else received.requires_grad_()
+        with self.autocast():
+            output = self.run_layers(received, self.ids_read(received, batch))
+            if self.stage.outgoing is None:
+                output = batch.loss(self.stage, output, microbatches)
+        return _Launched(received, output)
+
+    def ids_read(self, received: Tensor | None, batch: DeviceBatch) -> Tensor | None:
+        """The token ids of a batch, where this stage reads them."""
+        return batch.inputs if received is None or self.stage.needs_ids else None
+
+    def run_layers(self, received: Tensor | None, ids: Tensor | None) -> Tensor:
+        """What the stage makes of what it received, or of token ids."""
+        x = ids if received is None else received
+        assert x is not None, "a stage that receives nothing reads token ids"
+        return self.stage(x, ids if self.stage.needs_ids else None)
+
+
+class _Launched(Pass):
+    def __init__(self, received: Tensor | None, output: Tensor):
+        self._received, self.output = received, output
+
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        torch.autograd.backward(self.output, gradient)
+        return None if self._received is None else self._received.grad
+
+
+class GraphPasses(Passes):
+    """The same, replayed: the same kernels in the same order, so the same bits.
+
+    Weights that autocast rounds are rounded by the first graphs, for all others. Those go first
+    whenever weights have changed: nothing is in flight then, and the first free ones are taken.
+    Where autocast has forgotten its copies since, graphs round for themselves: that costs time alone.
+    """
+
+    def __init__(self, stage: Stage, autocast: Autocast):
+        super().__init__(stage, autocast)
+        self._graphs: list[_Graphs] = []
+        self._trained = [p for p in stage.parameters() if p.requires_grad]
+        self._sums: list[Tensor | None] = []  # of their gradients in the step under way
+        self.stream = torch.cuda.Stream()  # on which all are captured
+
+    def forward(self, received: Tensor | None, batch: DeviceBatch, microbatches: int) -> Pass:
+        free = next((graphs for graphs in self._graphs if graphs.is_free), None)
+        if free is None:
+            try:
+                with _CAPTURING:
+                    free = _Graphs(self, received, batch)
+            except RuntimeError as error:
+                raise StageError(
+                    f"a microbatch cannot be captured as CUDA graphs ({error}): set "
+                    "run.graphs = false"
+                ) from error
+            self._graphs.append(free)
+        free.replay(received, batch, microbatches)
+        return free
+
+    def compute(
+        self, received: Tensor | None, ids: Tensor | None, targets: Tensor | None, loss: Loss
+    ) -> Tensor:
+        """What is sent on, or on the last stage the loss before it is divided."""
+        with self.autocast():
+            output = self.run_layers(received, ids)
+            return output if targets is None else loss(output, targets)
+
+    def differentiate(
+        self, output: Tensor, gradient: Tensor, received: Tensor | None
+    ) -> list[Tensor | None]:
+        """The gradients of the weights, and behind them that of what was received."""
+        wanted = [*self._trained, *([] if received is None else [received])]
+        found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+        if not self._sums:
+            own = found[: len(self._trained)]
+            self._sums = [None if one is None else torch.zeros_like(one) for one in own]
+        return [*found]
+
+    def add(self, found: list[Tensor | None]) -> None:
+        """Add the gradients of a microbatch to those of its step."""
+        for total, gradient in zip(self._sums, found, strict=False):
+            if total is not None and gradient is not None:
+                total.add_(gradient)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing has been captured yet."""
+        return not self._graphs
+
+    def forget_rounded(self) -> None:
+        """Before the first capture: a graph could not round again what is rounded already."""
+        torch.clear_autocast_cache()
+
+    def begin_sums(self) -> None:
+        """Where an update has cleared gradients, have the sums take their place, from zero."""
+        pairs = zip(self._trained, self._sums, strict=True)
+        cleared = [(p, total) for p, total in pairs if total is not None and p.grad is None]
+        if cleared:
+            torch._foreach_zero_([total for _, total in cleared])
+        for parameter, total in cleared:
+            parameter.grad = total
+
+
+class _Graphs(Pass):
+    """A forward and a backward, captured, with the tensors that they read and write."""
+
+    def __init__(self, passes: GraphPasses, received: Tensor | None, batch: DeviceBatch):
+        self.is_free = True
+        self._passes, self._is_last = passes, passes.stage.outgoing is None
+        self._received = None if received is None else received.detach().clone().requires_grad_()
+        ids = passes.ids_read(received, batch)
+        self._ids = None if ids is None else ids.clone()
+        self._targets = batch.targets.clone() if self._is_last else None
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        loss, _ = batch.loss_of(passes.stage, 1)
+        forward = partial(passes.compute, self._received, self._ids, self._targets, loss)
+        current = torch.cuda.current_stream()
+        passes.stream.wait_stream(current)
+        with torch.cuda.stream(passes.stream):
+            if passes.is_new:
+                for _ in range(_WARM_UPS):
+                    made = forward()
+                    passes.differentiate(made, torch.ones_like(made), self._received)
+                passes.forget_rounded()
+            # In its thread alone: those of links go on using the GPU meanwhile.
+            self._forward.capture_begin(capture_error_mode="thread_local")
+            self._made = forward()
+            self._forward.capture_end()
+            self._gradient = torch.empty_like(self._made)
+            self._backward.capture_begin(self._forward.pool(), capture_error_mode="thread_local")
+            found = passes.differentiate(self._made, self._gradient, self._received)
+            passes.add(found)
+            self._backward.capture_end()
+        current.wait_stream(passes.stream)
+        self._made = self._made.detach()
+        self._sent_back = found[-1] if self._received is not None else None
+
+    @torch.no_grad()
+    def replay(self, received: Tensor | None, batch: DeviceBatch, microbatches: int) -> None:
+        """Compute another microbatch."""
+        self.is_free = False
+        if self._received is not None and received is not None:
+            self._received.copy_(received)
+        if self._ids is not None:
+            self._ids.copy_(batch.inputs)
+        if self._targets is not None:
+            self._targets.copy_(batch.targets)
+        self._forward.replay()
+        self.output = self._made
+        if self._is_last:
+            _, parts = batch.loss_of(self._passes.stage, microbatches)
+            self.output = self._made / parts
+            self._gradient.copy_(torch.ones_like(self._made) / parts)
+
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is not None:
+            self._gradient.copy_(gradient)
+        self._passes.begin_sums()
+        self._backward.replay()
+        self.is_free = True
+        # The next microbatch may come before a link has packed this.
+        return None if self._sent_back is None else self._sent_back.clone()
