@@ -75,7 +75,7 @@ class GraphPasses(Passes):
 
     Weights that autocast rounds are rounded by the first graphs, for all others. Those go first
     whenever weights have changed: nothing is in flight then, and the first free ones are taken.
-    Where autocast has forgotten its copies since, graphs round for themselves: that costs time alone.
+    Where autocast has forgotten its copies, graphs round for themselves, which costs time alone.
     """
 
     def __init__(self, stage: Stage, autocast: Autocast):
