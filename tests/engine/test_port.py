@@ -187,7 +187,7 @@ def test_a_tensor_is_remembered_once(is_held):
     pair.send(frame)
     before = pair.remembered()
     pair.raw.send(frame)
-    pair.refuses("FORWARD of step 4, microbatch 0 arrived twice", WireError)
+    pair.refuses("FORWARD of step 4, microbatch 0: it arrived twice", WireError)
     assert pair.remembered() == before
 
 
@@ -198,7 +198,7 @@ def test_a_step_that_is_not_due_is_refused(step):
     pair.send(pair.frame(4, 0))
     before = pair.remembered()
     pair.raw.send(pair.frame(step, 1))
-    words = f"step {step}, microbatch 1 belongs neither to the current step"
+    words = f"step {step}, microbatch 1: it belongs neither to the current step"
     pair.refuses(words, WireError)
     assert pair.remembered() == before
 

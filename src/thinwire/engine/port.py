@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.codec import Codec
 from thinwire.engine.cut import LEGS, TRAINING, CutEnd
-from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW
+from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
 from thinwire.engine.source import Versions
 from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack_tally
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
@@ -60,17 +60,21 @@ class Due:
         return self.stage + (-1 if self.is_from_below else 1)
 
     @cached_property
-    def kinds(self) -> set[FrameKind]:
-        """From below activations, of validations too, and verdicts; from above gradients, tallies,
+    def kinds(self) -> dict[FrameKind, int]:
+        """The kinds of frames, with the most bytes of those that no codec packs.
+
+        From below activations, of validations too, and verdicts; from above gradients, tallies,
         to which each stage adds its own, and the basis as the last stage moves it.
         """
+        rows, basis = {FrameKind.ROWS: self.rows[1]}, {FrameKind.BASIS: self.basis_bytes}
         if self.is_from_below:
-            kinds = {FrameKind.FORWARD, FrameKind.VERDICT, FrameKind.EVALUATE, FrameKind.VALIDATED}
+            tensors = {FrameKind.FORWARD, FrameKind.EVALUATE}
+            tensors |= {FrameKind.PROBE} if self.basis_bytes else set()
+            verdicts = dict.fromkeys((FrameKind.VERDICT, FrameKind.VALIDATED), VERDICT_BYTES)
+            messages = verdicts | rows
         else:
-            kinds = {FrameKind.BACKWARD, FrameKind.TALLY}
-        if self.basis_bytes:
-            kinds.add(FrameKind.PROBE if self.is_from_below else FrameKind.BASIS)
-        return kinds | ({FrameKind.ROWS} if self.rows[0] else set())
+            tensors, messages = {FrameKind.BACKWARD}, {FrameKind.TALLY: TALLY_BYTES} | basis | rows
+        return {kind: most for kind, most in messages.items() if most} | dict.fromkeys(tensors, 0)
 
     @property
     def steps_behind(self) -> int:
@@ -91,27 +95,16 @@ class Due:
 
     def has_number(self, kind: FrameKind, number: int) -> bool:
         """Whether there is a message of this kind and number, of those that no codec packs."""
-        if kind is FrameKind.ROWS:
-            frame, way = divmod(number, 2)
-            return (
-                way == (FROM_BELOW if self.is_from_below else FROM_ABOVE) and frame < self.rows[0]
-            )
-        return number == 0
-
-    def most_bytes(self, kind: FrameKind) -> int:
-        """The largest message of a kind."""
-        return {
-            FrameKind.BASIS: self.basis_bytes,
-            FrameKind.ROWS: self.rows[1],
-            FrameKind.TALLY: TALLY_BYTES,
-        }.get(kind, VERDICT_BYTES)
+        if kind is not FrameKind.ROWS:
+            return number == 0
+        way = FROM_BELOW if self.is_from_below else FROM_ABOVE
+        return number in (row_number(frame, way) for frame in range(self.rows[0]))
 
 
 class Mailbox:
     """Items by key, put by link threads as they arrive and taken once by the runner.
 
-    What may be put is bounded by ports, which know what is due; a flow that has no such bound is
-    held back by `wait_for_room`.
+    What may be put is bounded by ports, which know what is due.
 
     A failure of any link is put here too, so that a stage which waits for a frame that can no
     longer come stops at once instead of waiting forever. A link may be as slow as it likes:
@@ -135,30 +128,25 @@ class Mailbox:
             self._items[key] = step, item
             self._changed.notify_all()
 
-    def wait_for_room(self, kind: Any, most: int) -> None:
-        """On a link thread: wait until fewer than `most` items wait whose key begins with `kind`.
-
-        Meanwhile the link reads nothing, so that its sender is held back too. A failure ends it.
+    def take(self, key: Key, unless: Key | None = None) -> Any:
+        """The item of this key, waiting for it if need be; None if `unless` is there before it,
+        which stays.
         """
-        self.wait_until(lambda: sum(key[0] == kind for key in self._items) < most)
-
-    def take(self, key: Key) -> Any:
-        """The item of this key, waiting for it if need be."""
         with self._changed:
-            self._changed.wait_for(lambda: key in self._items or self._failure, self._timeout)
+            self._changed.wait_for(
+                lambda: key in self._items or unless in self._items or self._failure, self._timeout
+            )
             if key in self._items:
                 _, item = self._items.pop(key)
                 self._changed.notify_all()
                 return item
+            if unless in self._items:
+                return None
             raise self._failure or WireError(f"no {key} arrived within {self._timeout} s")
 
-    def wait_for_either(self, key: Key, other: Key) -> Key:
-        """Wait until one of the two is there, without taking it; `key` if both are."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: key in self._items or other in self._items or self._failure, self._timeout
-            )
-            return other if other in self._items and key not in self._items else key
+    def count(self, kind: Any) -> int:
+        """How many items wait whose key begins so."""
+        return sum(key[0] == kind for key in self._items)
 
     def changed(self) -> None:
         """Something that `wait_until` may wait for has changed."""
@@ -261,21 +249,24 @@ class Port:
         self, kind: FrameKind, step: int, microbatch: int, expected: Versions
     ) -> Tensor:
         """The neighbour's tensor, waiting for it; it must come from the versions expected."""
-        tensor, theirs = self._mailbox.take((kind, step, microbatch))
+        return self._made_with(expected, (kind, step, microbatch), None)
+
+    def take_evaluated(self, step: int, microbatch: int, expected: Versions) -> Tensor | None:
+        """The neighbour's tensor of a validation, waiting for it; None if that is over."""
+        over = FrameKind.VALIDATED, step, 0
+        return self._made_with(expected, (FrameKind.EVALUATE, step, microbatch), over)
+
+    def _made_with(self, expected: Versions, key: Key, unless: Key | None) -> Any:
+        found = self._mailbox.take(key, unless)
+        if found is None:
+            return None
+        (tensor, theirs), (kind, step, microbatch) = found, key
         if theirs != expected:
             raise WireError(
                 f"{self.link.name}: {kind.name} of step {step}, microbatch {microbatch} was made "
                 f"with {theirs}, but this stage is at {expected}"
             )
         return tensor
-
-    def take_evaluated(self, step: int, microbatch: int, expected: Versions) -> Tensor | None:
-        """The neighbour's tensor of a validation, waiting for it; None if that is over."""
-        key = (FrameKind.EVALUATE, step, microbatch)
-        over = (FrameKind.VALIDATED, step, 0)
-        if self._mailbox.wait_for_either(key, over) == over:
-            return None
-        return self.take_tensor(FrameKind.EVALUATE, step, microbatch, expected)
 
     def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
         """Hand over a message as it travels: a tally, a verdict, a basis."""
@@ -309,28 +300,39 @@ class Port:
         is_again = self._state is not None and frame.step <= self._state.sent_again
         if is_again and not self._mailbox.wait_until(lambda: not self._too_early(frame)):
             return  # nobody will take it
-        if frame.kind not in self._due.kinds:
-            raise WireError(f"{self.link.name}: an unexpected {frame.kind.name} frame arrived")
+        try:
+            self._take_in(frame)
+        except WireError as error:
+            work = f"{frame.kind.name} of step {frame.step}, microbatch {frame.microbatch}"
+            raise WireError(f"{self.link.name}: {work}: {error}") from None
+
+    def _take_in(self, frame: Frame) -> None:
+        """Check a frame and take it in; what is not due is an error."""
+        kind = frame.kind
+        if kind not in self._due.kinds:
+            raise WireError(f"it is an unexpected {kind.name} frame")
         if frame.sender != self._due.sender:
             raise WireError(
-                f"{self._described(frame)} bears the name of stage {frame.sender}, but stage "
-                f"{self._due.sender} is the neighbour"
+                f"it bears the name of stage {frame.sender}, but stage {self._due.sender} is the "
+                "neighbour"
             )
-        if frame.kind is FrameKind.EVALUATE:
-            self._on_evaluation(frame)
-        elif frame.kind not in LEGS:
-            self._check_due(frame)
-            self._on_message(frame)
+        codec = self._check_contract(frame) if kind in LEGS else None
+        if kind is FrameKind.EVALUATE:
+            self._check_evaluated(frame)
         else:
-            codec = self._check_contract(frame)
-            self._check_due(frame)
-            is_remembered = codec.remembers and frame.kind in TRAINING
             with self._gate:
-                self._check_first(frame)
-                if is_remembered:
+                self._check_due(frame)
+                what = kind, frame.step, frame.microbatch
+                if what in self._seen:
+                    raise WireError("it arrived twice")
+                self._seen.add(what)
+                if codec is not None and codec.remembers and kind in TRAINING:
                     self._admit(frame)
-            if not is_remembered:
-                self._receive(frame)
+                    return
+        if codec is not None:
+            self._receive(frame)
+        else:
+            self._on_message(frame)
 
     def _too_early(self, frame: Frame) -> str:
         """Why the neighbour's schedule cannot have made a frame yet: it would pile up here."""
@@ -338,18 +340,16 @@ class Port:
         if frame.step - self._open_step > self._due.is_from_below:
             return self._not_now()
         if frame.kind is FrameKind.BACKWARD and number not in self._sent.get(frame.step, ()):
-            return "answers an activation that was not sent"
+            return "it answers an activation that was not sent"
         if frame.kind is FrameKind.FORWARD and number < len(before):
             answers, wanted = self._answers(frame.step), before[number]
             if answers < wanted:
-                return (
-                    f"is beyond the window: it is due after {wanted} gradients, and {answers} were "
-                    "sent"
-                )
+                due = f"it is due after {wanted} gradients, and {answers} were sent"
+                return f"it is beyond the window: {due}"
         return ""
 
     def _not_now(self) -> str:
-        return f"belongs neither to the current step, {self._open_step}, nor to the next"
+        return f"it belongs neither to the current step, {self._open_step}, nor to the next"
 
     def _answers(self, step: int) -> int:
         """Gradients of a step that were sent, less those that are missing of the step before."""
@@ -361,62 +361,43 @@ class Port:
     def _check_due(self, frame: Frame) -> None:
         is_late = frame.step < self._open_step - self._due.steps_behind
         if why := self._not_now() if is_late else self._too_early(frame):
-            raise WireError(f"{self._described(frame)} {why}")
-
-    def _check_first(self, frame: Frame) -> None:
-        what = frame.kind, frame.step, frame.microbatch
-        if what in self._seen:
-            raise WireError(f"{self._described(frame)} arrived twice")
-        self._seen.add(what)
+            raise WireError(why)
+        if frame.kind not in LEGS and not (
+            self._due.has_number(frame.kind, frame.microbatch)
+            and (frame.kind is not FrameKind.VALIDATED or frame.step == self._open_step + 1)
+        ):
+            raise WireError("it does not exist")
 
     def _on_message(self, frame: Frame) -> None:
-        kind, step, number = frame.kind, frame.step, frame.microbatch
-        ends_validation = kind is FrameKind.VALIDATED
-        exists = self._due.has_number(kind, number)
-        if not exists or (ends_validation and step != self._open_step + 1):
-            raise WireError(f"{self._described(frame)} does not exist")
-        with self._gate:
-            self._check_first(frame)
-        if len(frame.payload) > (most := self._due.most_bytes(kind)):
-            raise WireError(
-                f"{self._described(frame)} has {len(frame.payload)} bytes, but at most {most} "
-                "were agreed"
-            )
-        content = bytes(frame.payload)
-        try:
-            if kind is FrameKind.BASIS and len(content) != (agreed := self._due.basis_bytes):
-                raise WireError(f"it has {len(content)} bytes, but {agreed} were agreed")
-            if kind in _MESSAGE_CHECKS:  # the size of rows the stage knows at the step's end
-                said = _MESSAGE_CHECKS[kind](content)
-                if isinstance(said, Verdict) and self._state is not None:
-                    self._state.decide(decision_number(kind, step), said.stop)
-                if isinstance(said, list) and not all(map(math.isfinite, said)):
-                    self._sightings.note(step, NORMS)
-        except WireError as error:
-            raise WireError(f"{self._described(frame)}: {error}") from None
-        self._mailbox.put((kind, step, number), step, content)
+        kind, step, content = frame.kind, frame.step, bytes(frame.payload)
+        if len(content) > (most := self._due.kinds[kind]):
+            raise WireError(f"it has {len(content)} bytes, but at most {most} were agreed")
+        if kind is FrameKind.BASIS and len(content) != most:
+            raise WireError(f"it has {len(content)} bytes, but {most} were agreed")
+        if kind in _MESSAGE_CHECKS:  # the size of rows the stage knows at the step's end
+            said = _MESSAGE_CHECKS[kind](content)
+            if isinstance(said, Verdict) and self._state is not None:
+                self._state.decide(decision_number(kind, step), said.stop)
+            if isinstance(said, list) and not all(map(math.isfinite, said)):
+                self._sightings.note(step, NORMS)
+        self._mailbox.put((kind, step, frame.microbatch), step, content)
 
-    def _on_evaluation(self, frame: Frame) -> None:
-        """Take in the next frame of a validation: in order, so waiting cannot block."""
-        self._check_contract(frame)
+    def _check_evaluated(self, frame: Frame) -> None:
+        """The frames of a validation come in order, so waiting for room cannot block."""
         step, number = self._evaluated
         expected = number + 1 if frame.step == step else 0
         if frame.step != self._open_step + 1 or frame.microbatch != expected:
-            raise WireError(f"{self._described(frame)} is not the validation frame that is due")
-        if frame.microbatch >= self._due.validation_batches:
-            raise WireError(
-                f"{self._described(frame)} does not exist: a validation has "
-                f"{self._due.validation_batches} of them"
-            )
+            raise WireError("it is not the validation frame that is due")
+        if frame.microbatch >= (batches := self._due.validation_batches):
+            raise WireError(f"it does not exist: a validation has {batches} of them")
         self._evaluated = frame.step, frame.microbatch
-        self._mailbox.wait_for_room(FrameKind.EVALUATE, EVALUATION_WINDOW)
-        self._receive(frame)
+        # Meanwhile the link reads nothing, so that its sender is held back too.
+        self._mailbox.wait_until(lambda: self._mailbox.count(frame.kind) < EVALUATION_WINDOW)
 
     def _admit(self, frame: Frame) -> None:
         """Receive a frame of a step that was opened, and hold one of the next: what its codec
         remembers may not move on to it yet.
         """
-        self._check_due(frame)
         if frame.step <= self._open_step:
             self._receive(frame)
         else:
@@ -433,26 +414,17 @@ class Port:
         key = (frame.kind, frame.step, frame.microbatch)
         self._mailbox.put(key, frame.step, (tensor, versions))
 
-    def _described(self, frame: Frame) -> str:
-        work = f"step {frame.step}, microbatch {frame.microbatch}"
-        return f"{self.link.name}: {frame.kind.name} of {work}"
-
     def _check_contract(self, frame: Frame) -> Codec:
-        what, codec = self._described(frame), self._end.codecs[LEGS[frame.kind]]
+        codec, shape = self._end.codecs[LEGS[frame.kind]], self._end.spec.shape
         most = PROBES if frame.kind is FrameKind.PROBE else self._end.microbatches
         if frame.kind is not FrameKind.EVALUATE and frame.microbatch >= most:
-            raise WireError(f"{what} does not exist: a step has {most} of them")
+            raise WireError(f"it does not exist: a step has {most} of them")
         if frame.codec != codec.tag:
-            raise WireError(f"{what} was not packed by {codec.name}: the ends' codecs differ")
-        if frame.shape != self._end.spec.shape:
-            raise WireError(
-                f"{what} has shape {frame.shape}, but {self._end.spec.shape} was agreed"
-            )
-        limit = codec.payload_limit(frame.shape)
-        if len(frame.payload) > limit:
-            raise WireError(
-                f"{what} has {len(frame.payload)} bytes, but at most {limit} were agreed"
-            )
+            raise WireError(f"it was not packed by {codec.name}: the ends' codecs differ")
+        if frame.shape != shape:
+            raise WireError(f"it has shape {frame.shape}, but {shape} was agreed")
+        if len(frame.payload) > (limit := codec.payload_limit(shape)):
+            raise WireError(f"it has {len(frame.payload)} bytes, but at most {limit} were agreed")
         return codec
 
     def _on_end(self) -> None:
