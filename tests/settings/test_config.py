@@ -138,7 +138,8 @@ def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path):
     [
         (["model.dim=64"], 'model.preset = "tiny" is changed: dim 64 (not 128)'),
         (["boundary.basis_seed=3"], "boundary.basis_seed = 3 has no effect without"),
-        (["boundary.ratio=8"], "boundary.ratio = 8.0 has no effect without a narrow boundary.mode"),
+        (["boundary.basis_rate=1"], "boundary.basis_rate = 1.0 has no effect without another"),
+        (["data.learn=all"], "data.learn = 'all' has no effect without data.source = \"chat\" or"),
         (["data.path=x"], "data.path = 'x' has no effect without another data.source"),
     ],
 )

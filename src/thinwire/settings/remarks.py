@@ -1,7 +1,6 @@
 """What a user should know about settings that work: what overrides a preset, what has no effect."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import re
 
 from thinwire.settings.crossing import (
     MOST_LOGGED_STEPS,
@@ -12,47 +11,23 @@ from thinwire.settings.crossing import (
 from thinwire.settings.recipe import stale_rates
 from thinwire.settings.tree import Settings
 
-
-class _Use(NamedTuple):
-    """When a key has an effect."""
-
-    key: str
-    when: str
-    holds: Callable[[Settings], bool]
-
-
-_CHAT = 'data.source = "chat" or "hf"'
-_USES = [
-    _Use("optim.matrix_lr", 'optim.name = "muon"', lambda s: s.optim.name == "muon"),
-    _Use("optim.floor", 'optim.schedule = "cosine"', lambda s: s.optim.schedule == "cosine"),
-    _Use(
-        "boundary.ratio",
-        "a narrow boundary.mode and boundary.rank = 0",
-        lambda s: s.boundary.mode != "dense" and s.relaxed().boundary.rank == 0,
-    ),
-    _Use("boundary.basis_seed", "a narrow boundary.mode", lambda s: s.boundary.mode != "dense"),
-    _Use(
-        "boundary.basis_rate",
-        "boundary.basis_update_every",
-        lambda s: s.boundary.basis_update_every > 0,
-    ),
-    _Use("lora.alpha", "lora.rank", lambda s: s.lora.rank > 0),
-    _Use("lora.targets", "lora.rank", lambda s: s.lora.rank > 0),
-    _Use("train.audit_replaces", "train.audit", lambda s: s.train.audit),
-    _Use("data.path", "another data.source", lambda s: s.data.source != "stdlib"),
-    _Use(
-        "data.text_key", 'data.source = "text" or "hf"', lambda s: s.data.source in ("text", "hf")
-    ),
-    _Use(
-        "data.valid_fraction",
-        "an empty data.valid_path and data.valid_split",
-        lambda s: not (s.data.valid_path or s.data.valid_split),
-    ),
-    _Use("data.split", 'data.source = "hf"', lambda s: s.data.source == "hf"),
-    _Use("data.valid_split", 'data.source = "hf"', lambda s: s.data.source == "hf"),
-    _Use("data.template", _CHAT, lambda s: s.data.source in ("chat", "hf")),
-    _Use("data.learn", _CHAT, lambda s: s.data.source in ("chat", "hf")),
-]
+_USED_WITH = {
+    "optim.matrix_lr": 'optim.name = "muon"',
+    "optim.floor": 'optim.schedule = "cosine"',
+    "boundary.ratio": "boundary.rank = 0",
+    "boundary.basis_seed": "boundary.mode",
+    "boundary.basis_rate": "boundary.basis_update_every",
+    "lora.alpha": "lora.rank",
+    "lora.targets": "lora.rank",
+    "train.audit_replaces": "train.audit",
+    "data.path": "data.source",
+    "data.text_key": 'data.source = "text" or "hf"',
+    "data.split": 'data.source = "hf"',
+    "data.valid_split": 'data.source = "hf"',
+    "data.template": 'data.source = "chat" or "hf"',
+    "data.learn": 'data.source = "chat" or "hf"',
+}
+"""What a key needs to have an effect: another key with one of these values, or not its default."""
 
 
 def remarks(settings: Settings) -> list[str]:
@@ -64,11 +39,14 @@ def remarks(settings: Settings) -> list[str]:
         found.append(f'model.preset = "{settings.model.preset}" is changed: {changes}')
     found += filter(None, [stale_rates(settings), _short_patience(settings), _small_log(settings)])
     plain, default = settings.relaxed().to_plain(), Settings().to_plain()
-    for use in _USES:
-        section, key = use.key.split(".")
-        value = plain[section][key]
-        if value != default[section][key] and not use.holds(settings):
-            found.append(f"{use.key} = {value!r} has no effect without {use.when}")
+    for place, need in _USED_WITH.items():
+        (section, key), (other, _, wanted) = place.split("."), need.partition(" = ")
+        part, name = other.split(".")
+        is_met = str(plain[part][name]) in re.findall(r"\w+", wanted)
+        is_met |= not wanted and plain[part][name] != default[part][name]
+        if plain[section][key] != default[section][key] and not is_met:
+            without = need if wanted else f"another {need}"
+            found.append(f"{place} = {plain[section][key]!r} has no effect without {without}")
     return found
 
 
