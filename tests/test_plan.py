@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from settings_values import narrow
 from thinwire.codec import Leg, Place, parse_codec
-from thinwire.engine.build import StageBuilder, Weights, stage_weights
+from thinwire.engine.build import StageBuilder, Weights, model_weights, stage_weights
 from thinwire.model import architecture
 from thinwire.model.optim import StageOptimizer, orthogonalised, orthogonalising_flops
 from thinwire.plan import (
@@ -104,7 +104,7 @@ def test_the_stages_hold_all_parameters_once(preset, split):
     pipeline = {"stages": len(split), "split": split}
     settings = Settings.from_plain({"model": {"preset": preset}, "pipeline": pipeline})
     counts = [stage_weights(settings, stage).count for stage in range(len(split))]
-    assert sum(counts) == architecture(settings.model).parameter_count()
+    assert sum(counts) == model_weights(settings).count
     assert make_plan(settings, 1e15).parameters == counts
 
 
@@ -161,7 +161,7 @@ def test_the_text_answers_what_a_person_asks_and_says_from_what(slow_link):
     assert text.startswith("An estimate: nothing is trained.")
     for wanted in (
         "from a compute rate that is given",
-        f"{architecture(settings.model).parameter_count():,} parameters",
+        f"{model_weights(settings).count:,} parameters",
         "compute: 2.0 TFLOP/s per stage, as given; a machine per stage",
         "20 Mbps up, 30 Mbps down per host, 5 ms one way",
         "window  seconds per step  microbatches held by each stage",

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from thinwire.report import PlainDisplay
 from thinwire.schedule import Costs, Network, simulate
 from thinwire.settings import Settings, merged
-from thinwire.settings.crossing import bytes_per_token, size_notes
+from thinwire.settings.crossing import bytes_per_token
 from thinwire.train import train
 from thinwire_lab.arms import DENSE, Arm, Values, base_of, check_arms, small_settings, width_of
 from thinwire_lab.experiment import Say, sheet, steps_of, words
-from thinwire_lab.outcome import Outcome, Row
+from thinwire_lab.outcome import Outcome, Row, size_notes
 from thinwire_lab.plots import Line, Panel
 
 UNLIMITED = 0.0

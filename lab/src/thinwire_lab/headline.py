@@ -15,12 +15,12 @@ from thinwire.plan import Rates, estimate_costs, measure_rates
 from thinwire.report.human import human_count
 from thinwire.schedule import Costs, Network, build, simulate
 from thinwire.settings import Settings, merged
-from thinwire.settings.crossing import bytes_per_token, size_notes
+from thinwire.settings.crossing import bytes_per_token
 from thinwire_lab.arms import Values, base_of, split_patterns
 from thinwire_lab.decide import too_short
 from thinwire_lab.experiment import Say, sheet, words
 from thinwire_lab.logs import Method, dense_among, grounds_of, methods_of, read_logs, tokens_at
-from thinwire_lab.outcome import Outcome, Row
+from thinwire_lab.outcome import Outcome, Row, size_notes
 from thinwire_lab.plots import Line, Panel, short_name
 
 LEAST_STEPS = 200  # of training: shorter runs say nothing of what a method costs

@@ -20,9 +20,16 @@ from typing import Any
 import torch
 
 import thinwire
+from thinwire.settings import Settings
+from thinwire.settings.crossing import size_kind
 from thinwire_lab.plots import Panel, draw
 
 Row = dict[str, Any]
+
+_SIZE_NOTES = {
+    "expected": "what these codecs are expected to send",
+    "limits": "the most that these codecs may send",
+}
 
 
 @dataclass
@@ -55,6 +62,16 @@ class Outcome:
         """The outcome for a program."""
         plain = {key: value for key, value in vars(self).items() if key != "panels"}
         return {**plain, "machine": machine()}
+
+
+def size_notes(settings: Settings) -> list[str]:
+    """What to know of `frame_bytes` of the first cut, taken as the size of all frames."""
+    notes = []
+    if note := _SIZE_NOTES.get(size_kind(settings, 0)):
+        notes.append(f"bytes: {note}; the actual size varies")
+    if settings.codec.cuts:
+        notes.append("bytes: of the first cut; codec.cuts makes others differ")
+    return notes
 
 
 def machine() -> str:

@@ -259,12 +259,6 @@ class Llama:
         """The global name of a block."""
         return f"model.layers.{block}"
 
-    def parameter_count(self) -> int:
-        """Parameters of the whole model, counted on layers without memory."""
-        with torch.device("meta"):
-            layers = [plan.make() for plan in self.layers()]
-        return sum(p.numel() for layer in layers for p in layer.parameters())
-
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
         """Fill a parameter from its global name and the seed alone, whatever the split.
 

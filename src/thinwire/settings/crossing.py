@@ -13,10 +13,6 @@ BF16_BYTES = 2  # of a number, where a dense cut carries bf16: what ratios compa
 MOST_LOGGED_STEPS = 10_000  # more would take too long to compute again
 _MESSAGES = 4096  # bytes of a step's tally and verdict with their headers, and more than that
 _SIZE_WORDS = {"exact": "", "expected": "about ", "limits": "at most "}
-_SIZE_NOTES = {
-    "expected": "what these codecs are expected to send",
-    "limits": "the most that these codecs may send",
-}
 
 
 def wire_shape(settings: Settings) -> tuple[int, ...]:
@@ -51,12 +47,6 @@ def size_kind(settings: Settings, cut: int) -> str:
 def size_word(settings: Settings, cut: int) -> str:
     """What to write before `frame_bytes` of a cut, with a space behind it; often nothing."""
     return _SIZE_WORDS[size_kind(settings, cut)]
-
-
-def is_entropy_coded(settings: Settings) -> bool:
-    """Whether a codec of any cut packs by content."""
-    cuts = range(settings.pipeline.stages - 1)
-    return any(codec.content_decides_size for cut in cuts for codec in _codecs(settings, cut))
 
 
 def row_bytes(settings: Settings) -> int:
@@ -138,16 +128,6 @@ def checkpoint_steps(settings: Settings) -> Callable[[int], bool]:
     """Says whether a checkpoint follows the update after which so many updates are done."""
     every, last = checkpoint_interval(settings), settings.train.steps
     return lambda done: every >= 0 and (done == last or (every > 0 and done % every == 0))
-
-
-def size_notes(settings: Settings) -> list[str]:
-    """What to know of `frame_bytes` of the first cut, taken as the size of all frames."""
-    notes = []
-    if note := _SIZE_NOTES.get(size_kind(settings, 0)):
-        notes.append(f"bytes: {note}; the actual size varies")
-    if settings.codec.cuts:
-        notes.append("bytes: of the first cut; codec.cuts makes others differ")
-    return notes
 
 
 def network_of(settings: Settings) -> Network | None:
