@@ -6,7 +6,6 @@ The same worker runs in a peer process over TLS links and in a thread over in-me
 import contextlib
 import hashlib
 import json
-import re
 import shutil
 import threading
 import time
@@ -339,8 +338,6 @@ def remedy(key: str, mine: Any, theirs: Any) -> str:
 
     `theirs` may be anything: it comes from the other end.
     """
-    if key == RELEASE:
-        return release_remedy(str(mine), str(theirs))
     if key == SECTIONS and isinstance(mine, dict) and isinstance(theirs, dict):
         names = [name for name, digest in mine.items() if theirs.get(name) != digest]
         return f"they differ in {', '.join(names)}"
@@ -350,6 +347,8 @@ def remedy(key: str, mine: Any, theirs: Any) -> str:
 
 _SAME_START = "start all stages from the same checkpoint: --resume on the host"
 _REMEDIES = {
+    RELEASE: "run `pip install --upgrade thinwire` on the machine with the older one, and join "
+    "again",
     EPOCH: "the run was formed again meanwhile. Run the `thinwire join` command again on the "
     "machine with the lower number",
     "config_hash": "both ends need the same settings: start both from the same run.toml",
@@ -359,19 +358,6 @@ _REMEDIES = {
     "memory": _SAME_START,  # of a codec
     "codec": "give both the same codec settings, and the same plugins where they name one",
 }
-
-
-def release_remedy(mine: str, theirs: str) -> str:
-    """Which end is to install which release of thinwire; each is as `thinwire --version` says."""
-    if not re.fullmatch(r"[0-9A-Za-z.+!-]{1,40}", theirs):
-        return "install the same release on both machines: pip install --upgrade thinwire"
-    is_older_here = _numbers(mine) < _numbers(theirs)
-    newer, where = (theirs, "on this machine") if is_older_here else (mine, "at the other end")
-    return f"run `pip install thinwire=={newer}` {where}, and join again"
-
-
-def _numbers(release: str) -> list[int]:
-    return [int(number[:9]) for number in re.findall(r"\d+", release)]
 
 
 def _digest(values: Any) -> str:
