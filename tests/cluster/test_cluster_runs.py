@@ -98,7 +98,7 @@ FOUR = {"pipeline__stages": 4, "pipeline__microbatches": 8}
     [
         ({}, 3, "", 0, "torchrun started 3 processes, but pipeline.stages = 2"),
         ({}, 6, "", 0, "microbatches = 4 do not divide over 3 replicas"),
-        ({}, 8, "", 0, "1f1b needs at least one microbatch of each replica for each stage"),
+        ({}, 8, "", 0, "1f1b cannot order 1 microbatches of each replica on 2 ranks"),
         ({"pipeline__delay": 1}, 2, "", 0, "pipeline.delay = 1 does not work on a cluster"),
         ({"pipeline__stages": 4}, 1, "zbv", 0, "exactly two stages"),
         ({**FOUR, "pipeline__recompute": True}, 2, "zbv", 0,

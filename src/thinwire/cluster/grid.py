@@ -95,20 +95,16 @@ def lay_out(settings: Settings, world: int, schedule: str, replicas: int) -> Gri
 
 
 def _check_world(world: int, schedule: str, stages: int, ranks: int, replicas: int) -> None:
-    if schedule in SINGLE and world != stages * replicas:
-        raise ConfigError(
-            f"torchrun started {world} processes, but pipeline.stages = {stages} and {schedule} "
-            f"has one stage on each: start {stages} (torchrun --nproc-per-node {stages} on one "
-            f"machine), or a multiple of {stages} for replicas"
-        )
-    if schedule in SINGLE:
-        return
     if world != ranks * replicas:
         raise ConfigError(
-            f"torchrun started {world} processes, which do not divide into {replicas} replicas"
+            f"torchrun started {world} processes, but pipeline.stages = {stages} and {schedule} "
+            f"has one stage on each: start {stages}, or a multiple of {stages} for replicas"
+            if schedule in SINGLE
+            else f"torchrun started {world} processes, which do not divide into {replicas} replicas"
         )
     chunks = stages // ranks
-    if stages % ranks or chunks < 2 or (schedule == "zbv" and chunks != 2):
+    is_right = chunks == 2 if schedule == "zbv" else chunks > 1
+    if schedule not in SINGLE and (stages % ranks or not is_right):
         wanted = "exactly two stages" if schedule == "zbv" else "two or more stages, all as many,"
         raise ConfigError(
             f"{schedule} has {wanted} on each rank, but pipeline.stages = {stages} and each "
@@ -119,54 +115,40 @@ def _check_world(world: int, schedule: str, stages: int, ranks: int, replicas: i
 
 def _check_microbatches(grid: Grid) -> None:
     """What PyTorch's schedules ask for."""
-    count, each = grid.microbatches, "" if grid.replicas == 1 else " of each replica"
-    if grid.schedule == "1f1b" and count < grid.ranks:
-        raise ConfigError(
-            f"1f1b needs at least one microbatch{each} for each stage: {grid.stages} stages, but "
-            f"{count} microbatches. Raise pipeline.microbatches to {grid.stages * grid.replicas}, "
-            "or use gpipe"
-        )
-    rounds = max(1, count // grid.ranks)
-    if grid.schedule in ("interleaved", "zero-bubble") and count % rounds:
+    count, least = grid.microbatches, grid.ranks if grid.schedule == "1f1b" else 1
+    is_in_rounds = grid.schedule in ("interleaved", "zero-bubble")
+    if count < least or (is_in_rounds and count % max(1, count // grid.ranks)):
         fitting = grid.ranks * max(1, count // grid.ranks) * grid.replicas
         raise ConfigError(
-            f"{grid.schedule} cannot order {count} microbatches{each} on {grid.ranks} ranks: set "
-            f"pipeline.microbatches to a multiple of the ranks, such as {fitting}"
+            f"{grid.schedule} cannot order {count} microbatches of each replica on {grid.ranks} "
+            f"ranks: set pipeline.microbatches to a multiple of the ranks, such as {fitting}, or "
+            "use gpipe"
         )
 
 
 def _check_settings(settings: Settings, grid: Grid) -> None:
-    if settings.boundary.shares_embedding:
-        raise ConfigError(
-            'boundary.anchor = "embedding" does not work on a cluster yet: rows of the embedding '
-            'would have to cross between its ranks. Use "fixed" (with boundary.ratio = 12.5 it was '
-            "measured), or train with thinwire train or join"
-        )
-    if settings.pipeline.delay:
-        raise ConfigError(
-            f"pipeline.delay = {settings.pipeline.delay} does not work on a cluster: PyTorch's "
-            "schedules end a step before the next begins. Set it to 0, or train with thinwire "
-            "train or join"
-        )
-    if grid.schedule in ("zero-bubble", "zbv"):
-        for key, is_on in (
-            ("run.compile", settings.run.compile),
-            ("pipeline.recompute", settings.pipeline.recompute),
-        ):
-            if is_on:
-                raise ConfigError(
-                    f"{key} = true does not work with {grid.schedule}, which computes the "
-                    "gradients of inputs and of weights apart: set it to false, or use "
-                    "interleaved"
-                )
-        if settings.boundary.own_tables:
-            raise ConfigError(
-                f'boundary.anchor = "per-stage" does not work with {grid.schedule}: PyTorch would '
-                "compute the gradient of a table that is used at both ends of a stage from what "
-                "it has freed. Use interleaved"
-            )
-    if grid.replicas > 1 and settings.boundary.basis_update_every:
-        raise ConfigError(
-            "boundary.basis_update_every does not work with replicas: a replica sees the "
-            "gradients of its own microbatches alone. Set it to 0, or start one replica"
-        )
+    """Refuse what works with our own engine alone, or not with every schedule."""
+    boundary, is_split = settings.boundary, grid.schedule in ("zero-bubble", "zbv")
+    apart = f"with {grid.schedule}, which parts gradients of inputs and weights: use interleaved"
+    for is_on, what, why in (
+        (
+            boundary.shares_embedding,
+            'boundary.anchor = "embedding"',
+            'on a cluster yet. Use "fixed", or train with thinwire train or join',
+        ),
+        (
+            settings.pipeline.delay,
+            f"pipeline.delay = {settings.pipeline.delay}",
+            "on a cluster. Set it to 0, or train with thinwire train or join",
+        ),
+        (settings.run.compile and is_split, "run.compile = true", apart),
+        (settings.pipeline.recompute and is_split, "pipeline.recompute = true", apart),
+        (boundary.own_tables and is_split, 'boundary.anchor = "per-stage"', apart),
+        (
+            boundary.basis_update_every and grid.replicas > 1,
+            "boundary.basis_update_every",
+            "with replicas, which see their own gradients alone: start one replica",
+        ),
+    ):
+        if is_on:
+            raise ConfigError(f"{what} does not work {why}")
