@@ -4,15 +4,13 @@ import importlib
 import re
 from dataclasses import dataclass
 
-from thinwire.codec.place import Leg
 from thinwire.errors import ConfigError
-from thinwire.typed import nearest, option
+from thinwire.typed import option
 
-LEGS = tuple(leg.value for leg in Leg)
 PLAIN = ("fp32", "bf16", *(f"int{bits}" for bits in range(2, 9)))
 """Names known to exist without a look at the codecs themselves, which need torch."""
-_CUT = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.DOTALL)
-_LEG = re.compile(r"(\w+)\s*=(?![^(]*\))")  # not within a codec's parentheses
+_LEG = re.compile(r"(forward|backward)\s*=\s*((?:[^\s()]|\([^()]*\))+)(?:\s+|$)")
+_CUT = re.compile(rf"\s*(\d{{1,9}})\s*:\s*((?:{_LEG.pattern})+)")
 
 
 class PluginError(ConfigError):
@@ -88,7 +86,8 @@ class CodecConfig:
         for place, text in enumerate(self.cuts):
             where = f'codec.cuts[{place}] = "{text}"'
             matched = _CUT.fullmatch(text)
-            if matched is None or not (legs := matched[2].strip()):
+            legs = _LEG.findall(matched[2]) if matched else []
+            if matched is None or len(dict(legs)) < len(legs):
                 raise ConfigError(f'{where} must look like "0: forward=fp32 backward=bf16"')
             cut = int(matched[1])
             if cut in found:
@@ -96,14 +95,5 @@ class CodecConfig:
             if cuts is not None and cut >= cuts:
                 there = f"the cuts here are 0..{cuts - 1}" if cuts else "a single stage has no cut"
                 raise ConfigError(f"{where}: {there}")
-            found[cut] = {}
-            before, *parts = _LEG.split(legs)
-            if before.strip():
-                parts = [before.strip(), "", *parts]
-            for leg, name in zip(parts[::2], parts[1::2], strict=True):
-                if leg not in LEGS:
-                    raise ConfigError(f'{where}: unknown leg "{leg}"{nearest(leg, LEGS)}')
-                if leg in found[cut]:
-                    raise ConfigError(f"{where}: {leg} is given twice")
-                found[cut][leg] = name.strip()
+            found[cut] = dict(legs)
         return found
