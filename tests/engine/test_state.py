@@ -8,6 +8,7 @@ from test_narrow import EMBEDDING, MODES
 from settings_values import EXACT
 from thinwire.engine.source import Snapshot
 from thinwire.engine.state import StageState
+from whole_state import fingerprint, snapshot
 
 MEMORY = {"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(0.2)+ef"}
 CASES = {
@@ -35,19 +36,19 @@ def moved(settings, run):
     whole = run(settings)
     stopped = run(settings, prepare_worker=stop_in_the_second_step)
     states = [worker.state for worker in stopped.workers]
-    snapshots, prints = [s.snapshot() for s in states], [s.fingerprint() for s in states]
+    snapshots, prints = [snapshot(s) for s in states], [fingerprint(s) for s in states]
 
     def restore(worker):
-        assert worker.state.fingerprint() != prints[worker.index]
+        assert fingerprint(worker.state) != prints[worker.index]
         worker.state.restore(snapshots[worker.index])
-        assert worker.state.fingerprint() == prints[worker.index]
+        assert fingerprint(worker.state) == prints[worker.index]
 
     resumed = run(settings, prepare_worker=restore)
     assert stopped.losses() + resumed.losses() == whole.losses()
     assert len(stopped.losses()) == 2
     for ours, theirs in zip(resumed.workers, whole.workers, strict=True):
         assert ours.state.step == theirs.state.step == settings.train.steps
-        assert ours.state.fingerprint() == theirs.state.fingerprint()
+        assert fingerprint(ours.state) == fingerprint(theirs.state)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -75,13 +76,13 @@ def test_steps_can_be_undone(done, chain):
     states = states_of(chain)
     for step in range(done):
         chain.train_step(step)
-    before, prints = [s.snapshot() for s in states], [s.fingerprint() for s in states]
+    before, prints = [snapshot(s) for s in states], [fingerprint(s) for s in states]
     first = [chain.train_step(step) for step in range(done, 5)]
-    assert all(s.fingerprint() != p for s, p in zip(states, prints, strict=True))
+    assert all(fingerprint(s) != p for s, p in zip(states, prints, strict=True))
     for _ in range(2):  # a snapshot is not used up
-        for state, snapshot in zip(states, before, strict=True):
-            state.restore(snapshot)
-        assert [state.fingerprint() for state in states] == prints
+        for state, whole in zip(states, before, strict=True):
+            state.restore(whole)
+        assert [fingerprint(state) for state in states] == prints
         assert [chain.train_step(step) for step in range(done, 5)] == first
 
 
@@ -95,8 +96,8 @@ def test_every_tensor_and_every_fact_counts(chain):
     chain.train_step(0)
     chain.train_step(1)
     for state in states_of(chain):
-        snapshot, print = state.snapshot(), state.fingerprint()
-        names = snapshot.names()
+        whole, print = snapshot(state), fingerprint(state)
+        names = whole.names()
         kinds = {name.split("/")[0] for name in names if "/" in name}
         assert kinds == {"optimizer", "space", "codec"}
         for name in names:
@@ -104,13 +105,13 @@ def test_every_tensor_and_every_fact_counts(chain):
             def flip(tensors, name=name):
                 tensors[name].flatten().view(torch.uint8)[0] ^= 1
 
-            state.restore(altered(snapshot, flip))
-            assert state.fingerprint() != print, name
-        state.restore(snapshot)
-        assert state.fingerprint() == print
-        snapshot.step += 1
-        state.restore(snapshot)
-        assert state.fingerprint() != print
+            state.restore(altered(whole, flip))
+            assert fingerprint(state) != print, name
+        state.restore(whole)
+        assert fingerprint(state) == print
+        whole.step += 1
+        state.restore(whole)
+        assert fingerprint(state) != print
 
 
 def test_a_file_holds_no_copies_of_what_the_stage_below_saves(make_settings, run_in_threads):

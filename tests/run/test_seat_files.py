@@ -15,6 +15,7 @@ from thinwire.engine.state import most_shard_bytes
 from thinwire.errors import CheckpointError, WireError
 from thinwire.run import transfer as tr
 from thinwire.wire import memory_pair
+from whole_state import fingerprint
 
 RUN = {**EXACT, "pipeline__stages": 3, "train__steps": 6, "train__checkpoint_every": 3}
 MOST = 10**6
@@ -81,7 +82,7 @@ def test_seats_go_on_bit_for_bit(kind, trained, make_settings, run_in_threads, t
         whole = run_in_threads(settings, resume=checkpoint.folder, folder=tmp_path / "other")
     assert resumed.losses() == whole.losses()[-3:]
     for ours, theirs in zip(resumed.workers, whole.workers, strict=True):
-        assert ours.state.fingerprint() == theirs.state.fingerprint()
+        assert fingerprint(ours.state) == fingerprint(theirs.state)
     server.close()
     assert not list(checkpoint.folder.parent.glob(".extracts-*"))
 

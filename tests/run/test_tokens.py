@@ -13,6 +13,7 @@ from thinwire.errors import WireError
 from thinwire.run.tokens import Columns, FetchedCorpus, TokenServer, columns_read
 from thinwire.wire import Frame, FrameKind, Link, Meter, encode, handshake, memory_pair
 from waiting import PATIENCE
+from whole_state import fingerprint
 
 CPU = torch.device("cpu")
 NARROW, TABLES = (narrow("projected", anchor=anchor) for anchor in ("none", "per-stage"))
@@ -90,7 +91,7 @@ def test_a_run_without_the_corpus_trains_to_the_same_bits(
     assert far.losses() == near.losses()
     assert far.valid_losses() == near.valid_losses()
     for ours, theirs in zip(far.workers, near.workers, strict=True):
-        assert ours.state.fingerprint() == theirs.state.fingerprint()
+        assert fingerprint(ours.state) == fingerprint(theirs.state)
         assert ours.contract(min(ours.index, 1)) == theirs.contract(min(ours.index, 1))
     last = Feed(pairs[2][1], settings, CPU)
     assert last.validation_text == Feed(data, settings, CPU).validation_text

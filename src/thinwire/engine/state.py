@@ -9,7 +9,6 @@ these shapes and types, all of them finite, and codec memories that a stage can 
 are those it reported.
 """
 
-import hashlib
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -88,11 +87,6 @@ class StageState:
         agreements = {str(end.cut): end.agreements() for end in self.ends}
         return ShardWritten(self.step, self._update.latest.versions, shard, agreements)
 
-    def snapshot(self) -> Snapshot:
-        """A copy that later steps do not change."""
-        tensors = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
-        return Snapshot(tensors, self._settings, self.step, self._update.latest.versions)
-
     def restore(self, source: Source) -> None:
         """Become what the source holds; CheckpointError says what of it is missing or unfit."""
         update = self._update.of_step(source.step + 1)  # the latest of two, or the only one
@@ -116,14 +110,6 @@ class StageState:
             return {}
         found = source.tensors(BEFORE + name for name in self._stage.trained_parameters())
         return {name.removeprefix(BEFORE): tensor for name, tensor in found.items()}
-
-    def fingerprint(self) -> str:
-        """A hash of every bit of it, and of the numbers of its step and versions."""
-        digest = hashlib.sha256(f"step {self.step}, {self._update.latest.versions}".encode())
-        for name, tensor in sorted(self.tensors().items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
 
 
 def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set[str]:

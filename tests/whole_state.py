@@ -1,0 +1,22 @@
+"""A stage's state as a whole: a copy of it, and a hash of every bit."""
+
+import hashlib
+
+import torch
+
+from thinwire.engine.source import Snapshot
+
+
+def snapshot(state):
+    """A copy that later steps do not change."""
+    tensors = {name: tensor.detach().clone() for name, tensor in state.tensors().items()}
+    return Snapshot(tensors, state._settings, state.step, state._update.latest.versions)
+
+
+def fingerprint(state):
+    """A hash of every bit of it, and of the numbers of its step and versions."""
+    digest = hashlib.sha256(f"step {state.step}, {state._update.latest.versions}".encode())
+    for name, tensor in sorted(state.tensors().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
