@@ -21,7 +21,6 @@ not know keep their starting values.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -49,7 +48,6 @@ FOLDS = (
     'recipe exact32 (boundary.mode = "subspace") trains narrow cuts whose weights fold; so do '
     '"reparam" and recipe dense'
 )
-HELD, COORDINATES = "held", "coordinates"
 MOST_LOST = 1e-3  # of a model's weights that rounding may explain
 
 
@@ -204,13 +202,15 @@ class Transfer:
 
     def __init__(self, source: Source, settings: Settings):
         self.fresh: list[str] = []  # what the source does not have, and starts anew
-        # Adapters go along where the new run has the same ones; else they are merged.
-        source = source if _keeps_adapters(source.settings, settings) else merged(source)
-        self._source = source
-        self._settings = settings
-        self._names = source.names()
-        self._saved_forms = _forms(source.settings)
+        forms = _forms(source.settings)
         self._keeps_space = _same_space(source.settings, settings)
+        # Whether each tensor means here what it meant there; else plain weights go between them.
+        self._is_alike = forms == _forms(settings) and (not forms or self._keeps_space)
+        # Adapters go along where the new run has the same ones; else they are merged.
+        keeps_adapters = self._is_alike and source.settings.lora == settings.lora
+        self._source = source if keeps_adapters else merged(source)
+        self._settings = settings
+        self._names = self._source.names()
         self._folded: Folded | None = None
         self._lost = self._size = 0.0  # squares, of what was to lie in the subspace
 
@@ -228,11 +228,10 @@ class Transfer:
     def fill(self, builder: StageBuilder, stage: Stage) -> None:
         """Lay the source's weights over the starting weights of a stage."""
         state = stage.owned_parameters()
-        forms = _forms_of(stage)
         for name, tensor in state.items():
             if _is_of_a_cut(name) or is_adapter(name):
                 self._take_own(name, tensor)
-            elif self._is_alike(name, forms):
+            elif self._is_alike:
                 self._put(tensor, self._source.tensor(name), name)
             else:
                 self._take_folded(name, builder, stage)
@@ -251,11 +250,6 @@ class Transfer:
         saved, now = self._source.settings, self._settings
         before, after = (projected_cuts(s).get(name.rpartition(".")[0]) for s in (saved, now))
         return before == after and saved.boundary.basis_seed == now.boundary.basis_seed
-
-    def _is_alike(self, name: str, forms: Mapping[str, str]) -> bool:
-        """Whether the source's tensor means here what it meant there."""
-        saved, now = self._saved_forms.get(name), forms.get(name)
-        return saved == now and (now is None or self._keeps_space)
 
     def _take_folded(self, name: str, builder: StageBuilder, stage: Stage) -> None:
         self._folded = self._folded or Folded(self._source)
@@ -313,20 +307,8 @@ def _same_space(saved: Settings, now: Settings) -> bool:
     return saved.boundary.mode != "dense" and before == after
 
 
-def _keeps_adapters(saved: Settings, now: Settings) -> bool:
-    """Whether both have the same adapters, beside matrices of the same form: folding merges."""
-    forms = _forms(saved)
-    alike = forms == _forms(now) and (not forms or _same_space(saved, now))
-    return saved.lora == now.lora and alike
-
-
 def _forms(settings: Settings) -> dict[str, str]:
     """Which tensors of a model are not plain: held in the subspace, or coordinates in it."""
-    builder = StageBuilder(settings, torch.device("meta"))
-    stages = (builder.build(index) for index in range(settings.pipeline.stages))
-    return {name: form for stage in stages for name, form in _forms_of(stage).items()}
-
-
-def _forms_of(stage: Stage) -> dict[str, str]:
-    held = {held.name: HELD for held in stage.held_parameters()}
-    return held | dict.fromkeys(stage.reparametrised(), COORDINATES)
+    whole = _whole(settings)
+    held = {held.name: "held" for held in whole.held_parameters()}
+    return held | dict.fromkeys(whole.reparametrised(), "coordinates")
