@@ -238,9 +238,9 @@ def measure_rates(settings: Settings, repeats: int = 3) -> Rates:
     most = _MEASURE_FLOPS / (1 + BACKWARD_PER_FORWARD)
     if is_emulated(settings.run.precision, device):
         most, repeats = most / 100, 0
-    probe = architecture(settings.model).probe(settings.microbatch_size, most)
-    block = probe.plan.make().to(device, dtype)
-    x = torch.randn(probe.shape, device=device, dtype=dtype, requires_grad=True)
+    block, shape, flops = architecture(settings.model).probe(settings.microbatch_size, most)
+    block = block.to(device, dtype)
+    x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_per_stage(settings))
     autocast = autocast_for(settings.run.precision, device)
@@ -274,7 +274,7 @@ def measure_rates(settings: Settings, repeats: int = 3) -> Rates:
 
     try:
         best = min(seconds(train) for _ in range(repeats + 1))
-        rates = Rates(probe.flops * (1 + BACKWARD_PER_FORWARD) / best)
+        rates = Rates(flops * (1 + BACKWARD_PER_FORWARD) / best)
         if settings.lora.rank:
             return rates
         own = sum(p.numel() for p in parameters.values())

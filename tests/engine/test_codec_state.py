@@ -193,10 +193,9 @@ def saved(settings_with, saved_run):
 
 def test_a_cut_elsewhere_has_no_memory_and_says_so(saved, settings_with, resumed):
     elsewhere = settings_with(pipeline__split=[1, 3])
-    words = r"the memory of delta on .* before block 2, but .* \[1, 3\] blocks, and had \[2, 2\]"
-    with pytest.raises(CheckpointError, match=words) as caught:
+    words = r"the memory of delta on .* before block 2, but .*split = \[2, 2\]"
+    with pytest.raises(CheckpointError, match=words):
         check_memory(elsewhere, Checkpoint.open(saved))
-    assert "cannot be re-split" in str(caught.value)
     forgetful = settings_with(pipeline__split=[1, 3], codec__forward="fp32", codec__backward="fp32")
     notes = check_memory(forgetful, Checkpoint.open(saved))
     assert [note.partition(":")[0] for note in notes] == [

@@ -10,21 +10,56 @@ as class attributes, and that it remembers by being `Stateful`. One codec object
 direction of one cut: it either only encodes or only decodes, so what it remembers is its own.
 """
 
+import hashlib
 import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from thinwire.codec.place import Leg, Place
 from thinwire.errors import WireError
 
 Payload = bytes | bytearray | memoryview
 Shape = tuple[int, ...]
+
+
+class Leg(Enum):
+    """The direction of a crossing: activations go forward, gradients come backward."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the run a tensor is packed, the same on both ends.
+
+    Codecs with state or with random rounding key it by this, so that runs repeat exactly.
+    """
+
+    leg: Leg
+    step: int
+    microbatch: int
+    cut: int = 0
+    seed: int = 0
+    training: bool = True
+    """False in a validation or when text is generated: then nothing is remembered."""
+    examples: tuple[int, ...] | None = None
+    """Which training examples the rows are, for codecs that remember examples."""
+    salt: int = 0
+    """For a codec that needs more than one key at a place."""
+
+    @property
+    def key(self) -> int:
+        """63 bits that differ from place to place: the key of everything random here."""
+        where = f"{self.cut}/{self.leg.value}/{self.step}/{self.microbatch}"
+        text = f"{self.seed}/{where}/{self.salt}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 @dataclass(frozen=True)

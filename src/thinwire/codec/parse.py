@@ -12,10 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from thinwire.codec.base import Codec
+from thinwire.codec.base import Codec, Leg
 from thinwire.codec.entropy import Zstd
 from thinwire.codec.feedback import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback
-from thinwire.codec.place import Leg
 from thinwire.codec.quantize import FORMATS, Cast, Integer, StepCodec, TensorInteger
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
 from thinwire.errors import ConfigError, gone

@@ -222,31 +222,23 @@ def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
 
 def _check_gone(settings: Settings, checkpoint: Checkpoint, leg: Leg) -> list[str]:
     """What is lost on one leg with the cuts that this run no longer has."""
-    saved, here = checkpoint.settings, codecs_of(settings)
-    gone = {
-        block: codecs[leg].name
-        for block, codecs in codecs_of(saved).items()
-        if block not in here and codecs[leg].remembers
-    }
+    saved, here = codecs_of(checkpoint.settings), codecs_of(settings)
+    gone = [block for block in saved if block not in here and saved[block][leg].remembers]
     if not gone:
         return []
-    lost = f"the memory of {', '.join(sorted(set(gone.values())))} on the {leg.value} leg"
-    where = f"before block {', '.join(map(str, gone))}"
+    names = ", ".join(sorted({saved[block][leg].name for block in gone}))
+    where = f"leg of the cut before block {', '.join(map(str, gone))}"
+    lost = f"the memory of {names} on the {leg.value} {where}"
     # A run without cuts still says which codecs it would use.
     used = here.values() or [build_codecs(*settings.codec.names(0))]
     if not any(codecs[leg].remembers for codecs in used):
-        return [f"{lost} of the cut {where} is dropped: this run has no cut there"]
+        return [f"{lost} is dropped: this run has no cut there"]
+    split = [len(blocks) for blocks in checkpoint.settings.split()]
     raise CheckpointError(
-        f"{checkpoint.folder} holds {lost} of the cut {where}, but this run has no cut there: its "
-        f"stages have {_blocks_of(settings)} blocks, and had {_blocks_of(saved)}. Memory cannot be "
-        "re-split: resume with that pipeline.split or a finer one, or with codecs without memory, "
-        f"or start a new run from its weights, whose codecs begin anew: --init-from "
-        f"{checkpoint.folder}"
+        f"{checkpoint.folder} holds {lost}, but this run has no cut there: resume with "
+        f"pipeline.split = {split} as before, with a finer one, or with codecs without memory; or "
+        f"start a new run from its weights: --init-from {checkpoint.folder}"
     )
-
-
-def _blocks_of(settings: Settings) -> list[int]:
-    return [len(blocks) for blocks in settings.split()]
 
 
 def codecs_of(settings: Settings) -> dict[int, dict[Leg, Codec]]:

@@ -39,17 +39,6 @@ class LayerPlan:
     """What its matrices are to an optimizer."""
 
 
-@dataclass(frozen=True)
-class Probe:
-    """A block to measure a machine with."""
-
-    plan: LayerPlan
-    shape: tuple[int, ...]
-    """Of what it reads."""
-    flops: float
-    """Floating-point operations of its forward."""
-
-
 class KeyValues:
     """What attention keeps of the positions before, so that the next one costs one position: keys
     and values of one block, of at most a context of positions, in memory made once.
@@ -319,15 +308,17 @@ class Llama:
         kept = normed * width + computed_numbers * computed
         return batch * config.context * len(blocks) * kept
 
-    def probe(self, batch: int, most_flops: float) -> Probe:
-        """The first block, on as much of a batch as costs no more than so many operations."""
+    def probe(self, batch: int, most_flops: float) -> tuple[nn.Module, tuple[int, ...], float]:
+        """To measure a machine with: the first block, the shape of as much of a batch as costs no
+        more than so many operations, and the operations of its forward.
+        """
         config = self._config
         tokens = batch * config.context
         share = min(1.0, most_flops / self._block_flops(tokens))
         context = min(config.context, max(16, int(tokens * share)))
         sequences = max(1, int(tokens * share) // context)
         flops = self._block_flops(sequences * context)
-        return Probe(self.layers()[1], (sequences, context, config.dim), flops)
+        return self.layers()[1].make(), (sequences, context, config.dim), flops
 
     def describe(self) -> str:
         """The shape of the model in a few words."""
