@@ -49,7 +49,7 @@ def test_a_checkpoint_that_does_not_open_is_passed_over(saved, tmp_path):
     assert checkpoint.folder == saved[4]
     for path, note in zip((ruined, saved[6], saved[4]), notes, strict=True):
         assert str(path) in note
-    assert "w in" in notes[0] and "not finite" in notes[0] and "no file" in notes[1]
+    assert "w in" in notes[0] and "not finite" in notes[0] and "missing" in notes[1]
     with pytest.raises(CheckpointError, match="not finite"):
         open_newest(ruined)  # what is named is not replaced by another
     for step in (2, 4):
