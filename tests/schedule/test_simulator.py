@@ -143,7 +143,6 @@ def test_the_window_table_trades_memory_for_time():
 @pytest.mark.parametrize(("changes", "message"), [
     ({"costs": costs(3)}, "costs.forward has 3 numbers, 2 stages need 2"),
     ({"costs": costs(2, forward=-1.0)}, "costs.forward = -1.0"),
-    ({"steps": 1}, "steps = 1"),
 ])  # fmt: skip
 def test_what_cannot_be_simulated(changes, message):
     arguments = {"schedule": build("gpipe", 2, 2), "costs": costs(2)} | changes

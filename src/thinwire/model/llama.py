@@ -195,11 +195,6 @@ class Block(nn.Module):
         return KeyValues(len(self.cos_TE))
 
 
-def architecture(config: ModelConfig) -> "Llama":
-    """What is to be known of the model of a resolved config."""
-    return Llama(config)
-
-
 class Llama:
     """A model as those who cut, place and plan it need to know it.
 
@@ -335,3 +330,6 @@ class Llama:
     def _attention_flops(self, tokens: int) -> float:
         """Scores and their use, each over half the context."""
         return 2.0 * tokens * self._config.context * self._config.attention_dim
+
+
+architecture = Llama  # what is to be known of the model of a resolved config

@@ -468,10 +468,6 @@ def simulate(
     leaves one to spare. With delayed updates steps overlap: the mean of some is taken, after
     a few that lead there.
     """
-    if steps < 2:
-        raise ConfigError(f"steps = {steps}: a steady step needs one before it, use 2 or more")
-    if cores is not None and cores < 1:
-        raise ConfigError(f"cores = {cores}: must be 1 or more, or None for a core per stage")
     links = (network or Network()).links(schedule.stages)
     _check("costs", costs, schedule.stages)
     _check("links", links, schedule.stages)

@@ -86,7 +86,5 @@ def read_toml(path: Path, if_missing: str) -> dict[str, Any]:
         raise ConfigError(f"{path} does not exist: {if_missing}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    except RecursionError:
-        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
-    except ValueError as error:  # also of bytes that are no text, and of numbers far too long
+    except (ValueError, RecursionError) as error:  # also of bytes that are no text
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
