@@ -1,4 +1,3 @@
-import dataclasses
 import io
 import math
 import os
@@ -123,7 +122,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(tty, make_record):
     with pytest.raises(BrokenPipeError):  # so it is without a display
         print("text", file=stream, flush=True)
     with open_display(stream) as display:
-        assert isinstance(display, LiveDisplay if tty else PlainDisplay)
+        assert type(display) is (LiveDisplay if tty else PlainDisplay)
         display.phase("data", "ready")
         display.progress("data", 1, 2, "B")
         display.progress("data", 2, 2, "B")
@@ -147,9 +146,9 @@ def test_a_terminal_gets_the_panel_and_its_cursor_back(make_record):
 @pytest.mark.parametrize("term", ["dumb", "unknown"])
 def test_a_terminal_that_is_dumb_or_without_unicode_gets_plain_lines(monkeypatch, term):
     monkeypatch.setenv("TERM", term)
-    assert isinstance(open_display(Terminal()), PlainDisplay)
+    assert type(open_display(Terminal())) is PlainDisplay
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(open_display(Terminal(encoding="latin-1")), PlainDisplay)
+    assert type(open_display(Terminal(encoding="latin-1"))) is PlainDisplay
 
 
 def panel_lines(display, console):
@@ -162,17 +161,16 @@ def panel_lines(display, console):
 def make_display(width=80, run="shakespeare"):
     own = {"force_terminal": True, "color_system": None, "width": width, "height": 40}
     console = Console(file=io.StringIO(), **own)
-    clock = SimpleNamespace(now=0.0, used=0.0)  # seconds, and those of the processor
-    display = LiveDisplay(console, run, clock=lambda: clock.now, used=lambda: clock.used)
+    clock = SimpleNamespace(now=0.0)
+    display = LiveDisplay(console, run, clock=lambda: clock.now)
     return display, console, clock
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 200])
-@pytest.mark.parametrize("stage_count", [1, 2, 9])
-def test_loss_is_visible_and_nothing_wraps_at_any_width(width, stage_count, make_record):
+def test_loss_is_visible_and_nothing_wraps_at_any_width(width, make_record):
     display, console, _ = make_display(width, run="a run whose name is rather long " * 4)
     display.evaluation(EvaluationRecord(0, 10.8, 2.5))
-    display.step(make_record(stage_count=stage_count))
+    display.step(make_record())
     lines = panel_lines(display, console)
     display.close()
     assert any("loss 5.1234" in line for line in lines)
@@ -187,9 +185,8 @@ def test_the_panel_shows_what_matters_at_80_columns(make_record):
     text = "\n".join(panel_lines(display, console))
     display.close()
     for part in (
-        "shakespeare", "step 40/200", "ETA 3m12s", "loss 5.0000 █", "valid 4.9876 at step 40",
-        "3,412 tok/s", "1.25 s/step", "163.8k tokens", "lr 3.0e-04", "grad 1.25",
-        "60 %", "32 %", "4 %", "0..1", "cpu", "0→1", "1.2 MB", "2.3 MB", "83 %  ████████░░",
+        "shakespeare", "step 40/200", "ETA 3m12s", "loss 5.0000", "valid 4.9876 at step 40",
+        "3,412 tok/s", "1.25 s/step",
     ):  # fmt: skip
         assert part in text
 
@@ -203,6 +200,16 @@ def test_the_panel_is_drawn_at_most_four_times_a_second(make_record):
     display.close()
 
 
+def test_long_work_has_a_bar_until_it_is_done(make_record):
+    display, console, _ = make_display()
+    with display:
+        display.progress("data", 4_100_000, 10_200_000, "B")
+        assert "4.1 MB / 10.2 MB" in "\n".join(panel_lines(display, console))
+        display.progress("data", 10_200_000, 10_200_000, "B")
+        assert not "".join(panel_lines(display, console)).strip()
+    assert "[data]  10.2 MB / 10.2 MB done" in console.file.getvalue()
+
+
 def test_phases_and_notes_are_printed_as_they_are(make_record):
     display, console, _ = make_display()
     with display:
@@ -212,12 +219,8 @@ def test_phases_and_notes_are_printed_as_they_are(make_record):
     lines = console.file.getvalue().splitlines()
     assert "[data]  reading [bold]notes[/bold].txt :smile:" in lines
     assert "[note]  link 0 is slow" in lines
-    assert "[valid] step 3  loss 4.5000  1.2500 bits/byte" in lines
+    assert "[valid] step    3  loss  4.5000  1.2500 bits/byte" in lines
     display, console, _ = make_display(width=60)
     with display:  # an invite is copied from the screen into a shell: it stays whole
         display.phase("invite", f"thinwire join tw1-{'x' * 150}")
-        # A peer knows nothing of other stages, and sees no empty table.
-        display.step(dataclasses.replace(make_record(step=3), stages=[], links=[]))
-        panel = "\n".join(panel_lines(display, console))
     assert f"[invite] thinwire join tw1-{'x' * 150}" in console.file.getvalue().splitlines()
-    assert "loss" in panel and "compute" not in panel

@@ -5,7 +5,6 @@ import pytest
 
 from thinwire import report
 from thinwire.errors import ThinwireError
-from thinwire.report.human import sparkline
 from thinwire.report.metrics import Losses
 from thinwire.report.plots import DPI, loss_figure, plot_loss, plot_steps, steps_figure
 
@@ -119,12 +118,3 @@ def test_a_timeline_is_read_as_it_was_written(tmp_path):
             report.read_timeline(path)
     with pytest.raises(ThinwireError, match="not the timeline of a step"):
         report.read_timeline(tmp_path / "nowhere.json")
-
-
-def test_sparklines():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([7, 0], 8) == "█▁"
-    assert sparkline([], 8) == ""
-    assert sparkline([3.0, 3.0], 8) == "▄▄"
-    assert sparkline([math.nan, math.inf], 8) == "  "
-    assert sparkline([0.0, math.nan, 1.0], 8) == "▁ █"

@@ -1,4 +1,4 @@
-"""What a person sees while a run is under way: plain lines, or a live panel on a real terminal.
+"""What a person sees while a run is under way: plain lines, and on a real terminal a live panel.
 
 Plain lines serve log files, pipes and dumb terminals. All methods of a display are called from one
 thread. None fails because the reader is gone (the display falls silent then), and none waits for
@@ -14,28 +14,17 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, TextIO, cast
+from typing import IO, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
-from thinwire.report.human import (
-    amount,
-    duration,
-    human_bytes,
-    human_count,
-    loss_text,
-    meter_bar,
-    percent,
-    sparkline,
-)
-from thinwire.report.metrics import Curve
-from thinwire.report.records import EvaluationRecord, LinkRecord, StageRecord, StepRecord
-from thinwire.report.table import number_columns
+from thinwire.report.human import amount, duration, loss_text, percent
+from thinwire.report.records import EvaluationRecord, StepRecord
 from thinwire.safe_stream import safe_stream
 
 _TAG_WIDTH = len("[train]")
@@ -153,12 +142,8 @@ def _step_count(step: int, latest: StepRecord | None) -> str:
     return f"step {step:>{max(4, len(str(latest.steps)))}}/{latest.steps}"
 
 
-_SIDE_BY_SIDE_WIDTH = 110  # from here on the two tables fit beside each other
-_SPARKLINE_WIDTH = 24
-_CURVE_POINTS = 256
-_LEAST_INTERVAL = 0.25  # seconds between two drawings of the panel
-_COST_SHARE = 0.02  # of a core that drawing may take, whatever the number of stages
-_MOST_INTERVAL = 2.0  # but nobody waits longer to see that the run goes on
+_INTERVAL = 0.25  # seconds between two drawings of the panel
+_STYLES = {"note": "yellow", "valid": "green"}  # of tags; all others are cyan
 
 
 def open_display(stream: TextIO, run: str = "thinwire") -> Display:
@@ -174,86 +159,64 @@ def open_display(stream: TextIO, run: str = "thinwire") -> Display:
     return LiveDisplay(Console(file=stream, highlight=False), run)
 
 
-class LiveDisplay(Display):
-    """Permanent lines for phases and notes, and under them a panel redrawn in place.
+class LiveDisplay(PlainDisplay):
+    """The same lines, but instead of those of steps and of long work a panel that stands below.
 
-    There is no refresh thread: the panel changes only when something is reported, at most
-    four times a second, and less often where drawing costs much, so the run keeps its cores. What
-    it costs is processor time: on a busy machine a drawing also waits for a core.
+    There is no refresh thread: the panel changes only when something is reported, at most four
+    times a second. Stages and links are on the page of the run, and in `thinwire status`.
     """
 
     def __init__(
-        self,
-        console: Console,
-        run: str,
-        clock: Callable[[], float] = time.monotonic,
-        used: Callable[[], float] = time.thread_time,
+        self, console: Console, run: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._stream = safe_stream(cast(TextIO, console.file))
+        super().__init__(cast(TextIO, console.file), clock=clock)
         console.file = cast(IO[str], self._stream)
         self._console = console
         self._run = run
-        self._clock, self._used = clock, used
         self._live: Live | None = None
         self._due = -math.inf
-        self._bar: RenderableType | None = None
-        self._record: StepRecord | None = None
-        self._evaluation: EvaluationRecord | None = None
-        self._losses = Curve(_CURVE_POINTS)
+        self._work: RenderableType | None = None
+        self._valid = ""
         # a caller that dies without `with` must not leave a hidden cursor behind
         atexit.register(self.close)
 
-    def phase(self, tag: str, text: str) -> None:
-        self._say(tag, text, "cyan")
-
     def progress(self, tag: str, done: int, total: int, unit: str) -> None:
         """Draw a bar in the panel; when all is done, one permanent line replaces it."""
+        bar = ProgressBar(total=total, completed=done)
+        self._work = _row(_tag(tag), bar, amount(done, total, unit)) if done < total else None
+        self._draw(at_once=done >= total)
         if done >= total:
-            self._bar = None
-            self._draw(at_once=True)
-            self._say(tag, f"{amount(done, total, unit)} done", "cyan")
-        else:
-            bar = ProgressBar(total=total, completed=done)
-            self._bar = _row(_tag(tag, "cyan"), bar, Text(amount(done, total, unit)))
-            self._draw()
+            self._line(tag, f"{amount(done, total, unit)} done")
 
     def step(self, record: StepRecord) -> None:
-        self._record = record
-        self._bar = None
-        self._losses.add(record.loss)
+        self._latest, self._work = record, None
         self._draw(at_once=record.step >= record.steps)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """Show the validation loss in the header and keep it as a line in the scrollback."""
-        self._evaluation = record
-        self._say("valid", f"step {record.step}  loss {record.loss:.4f}{record.facts()}", "green")
+        """Show the validation loss in the panel and keep it as a line in the scrollback."""
+        super().evaluation(record)
+        self._valid = f"   valid {loss_text(record.loss)} at step {record.step:,}"
         self._draw(at_once=True)
-
-    def note(self, text: str) -> None:
-        self._say("note", text, "yellow")
 
     def close(self) -> None:
         """Leave the last state on the screen, show the cursor, release stdout and stderr."""
         atexit.unregister(self.close)
-        try:
-            if self._live is not None:
-                self._draw(at_once=True)
-        finally:
-            if self._live is not None:
-                self._live.stop()
-                self._live = None
-            self._stream.finish()
+        if self._live is not None:
+            self._draw(at_once=True)
+            self._live.stop()
+            self._live = None
+        super().close()
 
-    def _say(self, tag: str, text: str, style: str) -> None:
+    def _line(self, tag: str, text: str) -> None:
         # A word longer than a line, as an invite is, must stay whole for whoever copies it.
         is_long = any(len(word) > self._console.width - 2 * len(tag) for word in text.split())
         # Text, not markup: a path such as "[a].txt" must come out as it is
-        self._console.print(Text.assemble(_tag(tag, style), " ", text), soft_wrap=is_long)
+        self._console.print(Text.assemble(_tag(tag), " ", text), soft_wrap=is_long)
 
     def _draw(self, at_once: bool = False) -> None:
         if not at_once and self._clock() < self._due:
             return
-        began = self._used()
+        self._due = self._clock() + _INTERVAL
         if self._live is None:
             # prints to the terminal go above the panel; those to a file or pipe stay there
             self._live = Live(
@@ -264,45 +227,22 @@ class LiveDisplay(Display):
             )
             self._live.start()
         self._live.update(self._panel(), refresh=True)
-        pause = max(_LEAST_INTERVAL, (self._used() - began) / _COST_SHARE)
-        self._due = self._clock() + min(pause, _MOST_INTERVAL)
 
     def _panel(self) -> RenderableType:
         parts: list[RenderableType] = []
-        if self._record is not None:
+        if (record := self._latest) is not None:
+            run = Text(self._run, style="bold cyan")
+            run.truncate(self._console.width // 3, overflow="ellipsis")
+            bar = ProgressBar(total=max(1, record.steps), completed=record.step)
+            left = Text(f"ETA {duration(record.eta_seconds)}", style="bold")
+            facts = (
+                f"loss {loss_text(record.loss)}{self._valid}   {record.tokens_per_s:,.0f} tok/s   "
+                f"{record.step_seconds:.2f} s/step"
+            )
             parts.append(Rule(style="dim"))  # parts the panel from the lines above it
-            parts += self._header(self._record)
-            if self._record.stages:  # a peer on another machine is told the run's numbers alone
-                parts.append(_tables(self._record, self._console.width))
-        if self._bar is not None:
-            parts.append(self._bar)
-        return Group(*parts)
-
-    def _header(self, record: StepRecord) -> list[RenderableType]:
-        run = Text(self._run, style="bold cyan")
-        run.truncate(self._console.width // 3, overflow="ellipsis")
-        top = _row(
-            run,
-            Text(f"step {record.step:,}/{record.steps:,}"),
-            ProgressBar(total=max(1, record.steps), completed=record.step),
-            Text(f"ETA {duration(record.eta_seconds)}", style="bold"),
-        )
-        losses: list[str | tuple[str, str]] = ["loss ", (loss_text(record.loss), "bold"), " "]
-        losses.append((sparkline(self._losses.column(-1), _SPARKLINE_WIDTH), "magenta"))
-        if self._evaluation is not None:
-            losses += ["   valid ", (loss_text(self._evaluation.loss), "bold green")]
-            losses.append((f" at step {self._evaluation.step:,}", "dim"))
-        facts = (
-            f"{record.tokens_per_s:,.0f} tok/s   {record.step_seconds:.2f} s/step"
-            f"   {human_count(record.tokens)} tokens   lr {record.lr:.1e}   "
-            f"grad {record.grad_norm:.2f}"
-        )
-        return [
-            top,
-            Text.assemble(*losses, no_wrap=True, overflow="ellipsis"),
-            Text(facts, no_wrap=True, overflow="ellipsis"),
-            "",
-        ]
+            parts.append(_row(run, f"step {record.step:,}/{record.steps:,}", bar, left))
+            parts.append(Text(facts, no_wrap=True, overflow="ellipsis"))
+        return Group(*parts, *([self._work] if self._work is not None else []))
 
 
 def _row(*cells: RenderableType) -> Table:
@@ -315,51 +255,5 @@ def _row(*cells: RenderableType) -> Table:
     return row
 
 
-def _tables(record: StepRecord, width: int) -> RenderableType:
-    stages = _stage_table(record.stages, record.step_seconds, text_width=width // 5)
-    if not record.links:
-        return stages
-    links = _link_table(record.links)
-    if width < _SIDE_BY_SIDE_WIDTH:
-        return Group(stages, "", links)
-    both = Table.grid(padding=(0, 6))
-    both.add_row(stages, links)
-    return both
-
-
-def _stage_table(stages: list[StageRecord], step_seconds: float, text_width: int) -> Table:
-    # On a narrow terminal the texts give way, never the numbers.
-    narrow: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis", "max_width": text_width}
-    texts = Column("layers", **narrow), Column("device", **narrow)
-    table = _bare_table("stage", *texts, *number_columns("compute", "wait", "update"))
-    for stage in stages:
-        shares = [
-            percent(seconds / step_seconds if step_seconds > 0 else None)
-            for seconds in (stage.compute_s, stage.wait_s, stage.update_s)
-        ]
-        table.add_row(str(stage.stage), Text(stage.layers), Text(stage.device), *shares)
-    return table
-
-
-def _link_table(links: list[LinkRecord]) -> Table:
-    busy = Column("uplink busy", no_wrap=True)
-    table = _bare_table("link", *number_columns("fwd/step", "bwd/step"), busy)
-    for link in links:
-        table.add_row(
-            f"{link.cut}→{link.cut + 1}",
-            human_bytes(link.forward_bytes),
-            human_bytes(link.backward_bytes),
-            Text.assemble(
-                f"{percent(link.utilisation):>5}  ", (meter_bar(link.utilisation), "blue")
-            ),
-        )
-    return table
-
-
-def _bare_table(first: str, *columns: Column) -> Table:
-    style: dict[str, Any] = {"header_style": "dim", "padding": (0, 2, 0, 0), "pad_edge": False}
-    return Table(Column(first, no_wrap=True), *columns, box=None, **style)
-
-
-def _tag(tag: str, style: str) -> Text:
-    return Text(padded_tag(tag), style=style)
+def _tag(tag: str) -> Text:
+    return Text(padded_tag(tag), style=_STYLES.get(tag, "cyan"))

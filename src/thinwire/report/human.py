@@ -1,10 +1,8 @@
 """Numbers as people read them: bytes, counts, durations, shares."""
 
-import itertools
 import math
 from collections.abc import Sequence
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
 ABSENT = "-"  # stands for a number that is unknown; ASCII, so that every terminal can show it
 
 
@@ -87,38 +85,7 @@ def amount(done: float, total: float, unit: str) -> str:
     return f"{done:,} / {total:,} {unit}"
 
 
-def meter_bar(fraction: float, width: int = 10) -> str:
-    """A bar of `width` cells filled to `fraction`; empty text when the fraction is unknown."""
-    if not math.isfinite(fraction):
-        return ""
-    filled = round(width * min(1.0, max(0.0, fraction)))
-    return "█" * filled + "░" * (width - filled)
-
-
 def finite_mean(values: Sequence[float]) -> float:
     """The mean of the finite values, NaN when there is none."""
     known = [value for value in values if math.isfinite(value)]
     return sum(known) / len(known) if known else math.nan
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """The curve of `values` in at most `width` characters; a gap where nothing is finite.
-
-    More values than characters are averaged in equal runs, so the whole curve stays in view.
-    """
-    cells = min(width, len(values))
-    edges = [index * len(values) // cells for index in range(cells + 1)] if cells else []
-    means = [finite_mean(values[a:b]) for a, b in itertools.pairwise(edges)]
-    known = [mean for mean in means if math.isfinite(mean)]
-    if not known:
-        return " " * cells
-    # halves, because the distance between two huge values would overflow
-    low, span = min(known) / 2, max(known) / 2 - min(known) / 2
-    top = len(_BLOCKS) - 1
-
-    def block(mean: float) -> str:
-        if not math.isfinite(mean):
-            return " "
-        return _BLOCKS[round((mean / 2 - low) / span * top)] if span > 0 else _BLOCKS[top // 2]
-
-    return "".join(map(block, means))
