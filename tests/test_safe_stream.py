@@ -44,7 +44,7 @@ def test_everything_arrives_in_order_at_a_slow_reader(pipe):
 
 
 def test_the_oldest_gives_way_and_the_newest_stays(pipe, monkeypatch):
-    monkeypatch.setattr(stream_module, "_HELD_BYTES", 10_000)
+    monkeypatch.setattr(stream_module, "_MOST_HELD", 100)
     safe = safe_stream(pipe[1])
     for number in range(5000):
         safe.write(f"line {number:06d} {'x' * 100}\n")

@@ -10,20 +10,19 @@ import collections
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-_HELD_BYTES = 1 << 20  # for a reader that does not read
+_MOST_HELD = 4096  # pieces of text, for a reader that does not read
 _STALLED_S = 2.0  # no byte taken for so long: a reader that has stopped
 
 
 class SafeStream:
     """A text stream around another, whose writes never fail; all else is the other's own.
 
-    They may wait for the reader, until `never_wait` is called. A stream that is a file, a pipe or a
-    terminal is written on a daemon thread, oldest text first, so that a program can end while its
-    reader has stopped.
+    They may wait for the reader, until `never_wait` is called: then a file, a pipe or a terminal is
+    written on a daemon thread, oldest text first, so that a program can end while its reader has
+    stopped.
     """
 
     def __init__(self, stream: TextIO, after: "SafeStream | None" = None) -> None:
@@ -31,18 +30,18 @@ class SafeStream:
         self._stream = stream
         self._after = after
         self._descriptor = _descriptor(stream)
-        self._may_drop = False
-        self._held: collections.deque[bytes] = collections.deque()
-        self._size = 0  # bytes held
+        self._is_waiting, self._is_lost, self._is_idle = True, False, True
+        self._held: collections.deque[bytes] = collections.deque(maxlen=_MOST_HELD)
         self._dropped = 0  # texts, since the last one that was written
-        self._taken = 0  # bytes that the reader has taken
-        self._is_writing = self._is_started = self._is_lost = False
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._more, self._read = (threading.Condition(self._lock) for _ in range(2))
         self._attempt(stream.flush)
 
     def never_wait(self) -> None:
         """From now on `write` returns at once, whatever the reader does."""
-        self._may_drop = True
+        if self._is_waiting and self._descriptor is not None:
+            self._is_waiting = False
+            threading.Thread(target=self._work, name="thinwire output", daemon=True).start()
 
     def write(self, text: str) -> int:
         """Write the text, with what the stream's encoding lacks replaced."""
@@ -50,37 +49,31 @@ class SafeStream:
         encoded = text.encode(encoding, "replace")
         if self._descriptor is None:
             self._attempt(self._stream.write, encoded.decode(encoding))
+        elif self._is_waiting:
+            self._attempt(self._pass_on, encoded)
         elif encoded:
-            self._put(encoded)
+            self._hold(encoded)
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what is buffered."""
-        if self._descriptor is None or not self._may_drop:
-            self.finish(None)
+        """Hand on what the stream has buffered, which is nothing where it has a descriptor."""
+        if self._descriptor is None:
+            self._attempt(self._stream.flush)
 
     def finish(self, patience: float | None = _STALLED_S) -> None:
         """Wait until everything is read, or for as long as the reader reads.
 
         `patience` is how many seconds it may pause; None waits for it without a limit.
         """
-        if self._descriptor is None:
-            self._attempt(self._stream.flush)
-            return
-        with self._changed:
-            taken, since = self._taken, time.monotonic()
-            while not self._is_lost and (self._held or self._is_writing):
-                if self._taken != taken:
-                    taken, since = self._taken, time.monotonic()
-                left = None if patience is None else since + patience - time.monotonic()
-                if left is not None and left <= 0:
-                    return
-                self._changed.wait(left)
+        self.flush()
+        with self._lock:
+            while not (self._is_idle or self._is_lost) and self._read.wait(patience):
+                pass
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _attempt(self, act: Callable[..., object], *values: str) -> None:
+    def _attempt(self, act: Callable[..., object], *values: Any) -> None:
         if self._is_lost:
             return
         try:
@@ -90,58 +83,39 @@ class SafeStream:
             self._is_lost = True
             _silence(self._descriptor)
 
-    def _put(self, text: bytes) -> None:
-        """Hold the text until the reader takes it.
-
-        When too much is held already, wait for the reader or, if that is allowed, drop the oldest.
+    def _pass_on(self, text: bytes) -> None:
+        """Write to the descriptor itself: a thread that waits in a stream keeps its lock, and what
+        a stream has buffered is written once more at the end; either way the program could not end.
         """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._may_drop or self._is_lost or self._size < _HELD_BYTES
-            )
-            if self._is_lost:
-                return
+        assert self._descriptor is not None
+        while text:
+            text = text[os.write(self._descriptor, text) :]
+            with self._lock:
+                self._read.notify_all()
+
+    def _hold(self, text: bytes) -> None:
+        """Keep the text until the reader takes it; the oldest gives way where it is too much."""
+        with self._lock:
+            self._dropped += len(self._held) == _MOST_HELD
             self._held.append(text)
-            self._size += len(text)
-            while self._may_drop and self._size > _HELD_BYTES and len(self._held) > 1:
-                self._size -= len(self._held.popleft())
-                self._dropped += 1
-            if not self._is_started:
-                self._is_started = True
-                threading.Thread(target=self._work, name="thinwire output", daemon=True).start()
-            self._changed.notify_all()
+            self._is_idle = False
+            self._more.notify()
 
     def _work(self) -> None:
-        assert self._descriptor is not None
-        try:
-            while True:
-                with self._changed:
-                    self._is_writing = False
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._held)
-                    self._is_writing = True
-                    text = self._held.popleft()
-                    self._size -= len(text)
-                    lost, self._dropped = self._dropped, 0
-                if lost:
-                    gap = f"[note]  {lost} earlier pieces of output were dropped unread\n"
-                    text = gap.encode() + text
-                if self._after is not None:
-                    self._after.finish()
-                # Not through the stream: a thread that waits in there would keep the stream's
-                # lock, and the program could not end.
-                while text:
-                    count = os.write(self._descriptor, text)
-                    text = text[count:]
-                    with self._changed:
-                        self._taken += count
-                        self._changed.notify_all()
-        except OSError:
-            _silence(self._descriptor)
-        finally:
-            with self._changed:
-                self._is_lost = True
-                self._changed.notify_all()
+        while not self._is_lost:
+            with self._lock:
+                self._more.wait_for(lambda: self._held)
+                text, lost = self._held.popleft(), self._dropped
+                self._dropped = 0
+            if lost:
+                gap = f"[note]  {lost} earlier pieces of output were dropped unread\n"
+                text = gap.encode() + text
+            if self._after is not None:
+                self._after.finish()
+            self._attempt(self._pass_on, text)
+            with self._lock:
+                self._is_idle = not self._held
+                self._read.notify_all()
 
 
 def safe_stream(stream: TextIO | SafeStream) -> SafeStream:
