@@ -15,7 +15,7 @@ def shown(folder):
     view = RunView(folder)
     view.refresh()
     parts = {name: json.loads(view.sections.get(name, b"null")) for name in SECTIONS}
-    return {**parts, "losses": view.points.columns["loss"]}
+    return {**parts, "losses": view.curves.points()["loss"]}
 
 
 def test_peers_see_the_run_as_its_host_does(machines, tmp_path):

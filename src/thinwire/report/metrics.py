@@ -322,11 +322,6 @@ class Curve:
         self._points: list[tuple[float, ...]] = []
         self._open: list[tuple[float, ...]] = []
 
-    @property
-    def complete(self) -> int:
-        """How many points no longer change."""
-        return len(self._points)
-
     def add(self, *point: float) -> None:
         """Append the next point."""
         if len(self._points) >= self._capacity and not self._open:

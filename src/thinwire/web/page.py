@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from thinwire.web.runs import Points, RunView
+    from thinwire.web.runs import RunView
 
 STATIC = Path(__file__).parent / "static"
 TICK_SECONDS = 1.0
@@ -113,7 +113,7 @@ def _first_invite(folder: Path) -> str:
 
 async def _events(views: Sequence["RunView"], is_owner: bool) -> AsyncIterator[bytes]:
     """All that a page shows, as server-sent events, until it is closed."""
-    seen = [_Seen() for _ in views]
+    seen: list[dict[str, bytes]] = [{} for _ in views]
     hello = {"runs": len(views), "owner": is_owner, "now": time.time()}
     yield _event("hello", 0, msgspec.json.encode(hello))
     quiet = 0
@@ -122,33 +122,14 @@ async def _events(views: Sequence["RunView"], is_owner: bool) -> AsyncIterator[b
         for number, view in enumerate(views):
             if view.is_stale:
                 await asyncio.to_thread(view.refresh)
-            for message in seen[number].news(number, view):
-                quiet = 0
-                yield message
+            for name, body in [*view.sections.items()]:  # a thread may add one
+                if seen[number].get(name) is not body:
+                    seen[number][name], quiet = body, 0
+                    yield _event(name, number, body)
         if quiet >= KEEPALIVE_TICKS:
             quiet = 0
             yield b": still here\n\n"
         await asyncio.sleep(TICK_SECONDS)
-
-
-class _Seen:
-    """How much of a run one page has been sent."""
-
-    def __init__(self) -> None:
-        self._sections: dict[str, bytes] = {}
-        self._points: Points | None = None
-
-    def news(self, number: int, view: "RunView") -> list[bytes]:
-        """What it has not seen yet."""
-        found = []
-        if (points := view.points) is not self._points:
-            news, self._points = points.since(self._points), points
-            found.append(_event("points", number, msgspec.json.encode(news)))
-        for name, body in [*view.sections.items()]:  # a thread may add one
-            if self._sections.get(name) is not body:
-                self._sections[name] = body
-                found.append(_event(name, number, body))
-        return found
 
 
 def _event(kind: str, run: int, body: bytes) -> bytes:

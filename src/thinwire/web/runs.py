@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -37,7 +37,7 @@ from thinwire.settings import Settings, load_settings
 from thinwire.settings.crossing import frame_bytes, network_of
 from thinwire.settings.recipe import recipe_of
 
-MOST_POINTS = 2000  # of a curve: a screen has no more columns
+MOST_POINTS = 1000  # of a curve: all of them are sent when there are more
 MOST_EVENTS = 500
 REFRESH_SECONDS = 0.9  # between two looks at the folder
 STATUS_SECONDS = 2.0  # for a host to say how it stands
@@ -98,26 +98,10 @@ class Tail:
                 yield line
 
 
-class Points(NamedTuple):
-    """The curve of the steps at one moment."""
-
-    generation: int  # changes when points that were sent are no longer true
-    size: int  # steps of each, of which it is the mean
-    complete: int  # further ones still change
-    columns: dict[str, list[float]]
-
-    def since(self, known: "Points | None") -> dict[str, Any]:
-        """What a page lacks that has been sent those."""
-        start = known.complete if known is not None and known[:2] == self[:2] else 0
-        lacking = {name: values[start:] for name, values in self.columns.items()}
-        return {"size": self.size, "from": start, **lacking}
-
-
 class Curves:
     """The curves of a run: of the steps means, of each validation its step and loss."""
 
-    def __init__(self, generation: int = 0) -> None:
-        self.generation = generation
+    def __init__(self) -> None:
         self.valid: list[tuple[int, float | None, float | None]] = []
         self.last: dict[str, Any] = {}  # the newest step, whole
         self.began = 0.0  # when the first step was written
@@ -137,7 +121,6 @@ class Curves:
             step, moment = self._newest
             if row.step <= step:  # a run that went back trains it again
                 self._steps.drop_from(row.step)
-                self.generation += 1
             # Earlier versions wrote no time: then the steps' own seconds count.
             self._newest = row.step, row.time or moment + (row.step_seconds or 0.0)
             self.began = self.began or self._newest[1]
@@ -145,14 +128,13 @@ class Curves:
             loss = math.nan if row.loss is None else row.loss
             self._steps.add(row.step, row.tokens, self._newest[1], loss, speed)
 
-    def points(self) -> Points:
-        """What a page draws of the steps."""
+    def points(self) -> dict[str, Any]:
+        """What a page draws of the steps, and of how many steps each point is the mean."""
         steps, tokens, times, *means = (self._steps.column(index) for index in range(5))
         loss, speed = ([round(value, 5) for value in column] for column in means)
         hours = [round((moment - self.began) / 3600, 5) for moment in times]
         columns = {"step": steps, "tokens": tokens, "hours": hours, "loss": loss, "speed": speed}
-        size, complete = self._steps.run_length, self._steps.complete
-        return Points(self.generation, size, complete, columns)
+        return {"size": self._steps.run_length, **columns}
 
 
 class RunView:
@@ -161,8 +143,8 @@ class RunView:
     def __init__(self, folder: Path, is_own: bool = False):
         self.folder, self.is_own = folder, is_own
         self.curves = Curves()
-        self.points = self.curves.points()  # made anew when there are more: pages compare
         self.sections: dict[str, bytes] = {}  # parts of the page, each sent whole when it changes
+        self._show("points", self.curves.points())
         self.status: StatusReport | None = None
         self._events: list[_Event] = []
         self._metrics, self._tail = Tail(folder / FILE_NAME), Tail(folder / EVENTS_FILE)
@@ -202,7 +184,7 @@ class RunView:
     def _read_metrics(self) -> None:
         is_new, lines = self._metrics.read()
         if is_new:
-            self.curves = Curves(self.curves.generation + 1)
+            self.curves = Curves()
         latest = b""
         for line in lines:
             self.curves.add(line)
@@ -212,7 +194,7 @@ class RunView:
                 record = revived(StepRecord, values := msgspec.json.decode(latest, type=dict))
                 self.curves.last = {**dataclasses.asdict(record), "time": values.get("time")}
         if latest or is_new:
-            self.points = self.curves.points()
+            self._show("points", self.curves.points())
 
     def _read_events(self) -> None:
         is_new, lines = self._tail.read()

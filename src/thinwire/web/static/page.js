@@ -8,7 +8,7 @@ const lossChart = new CurveChart($("loss"), 340), speedChart = new CurveChart($(
 
 function newRun() {
   return {
-    points: { step: [], tokens: [], hours: [], loss: [], speed: [] }, size: 1,
+    points: { size: 1, step: [], tokens: [], hours: [], loss: [], speed: [] },
     valid: [], events: [], state: null, progress: {}, settings: { text: "", recipe: "" }, seats: {},
   };
 }
@@ -38,11 +38,7 @@ function connect() {
     for (let number = 0; number < hello.runs; number++) runs.push(newRun());
     chosen = Math.min(chosen, runs.length - 1);
   });
-  on("points", (news, run) => {
-    run.size = news.size;
-    for (const name of Object.keys(run.points)) run.points[name] = run.points[name].slice(0, news.from).concat(news[name]);
-  });
-  for (const kind of ["valid", "events", "progress", "settings", "state"]) on(kind, (value, run) => {
+  for (const kind of ["points", "valid", "events", "progress", "settings", "state"]) on(kind, (value, run) => {
     run[kind] = value;
     dirtyStep = dirtyStep || kind === "progress";
   });
@@ -156,7 +152,7 @@ function drawCurves() {
   const label = { step: "step", tokens: "tokens", hours: "hours" }[axis];
   lossChart.draw(losses, label);
   speedChart.draw(speeds, label);
-  const size = Math.max(...runs.map((run) => run.size));
+  const size = Math.max(...runs.map((run) => run.points.size));
   $("loss-note").textContent = size > 1 ? `Each point is the mean of ${size} steps.` : "";
 }
 
