@@ -8,9 +8,9 @@ Weights & Biases may end a run: what fails is told once, and the run goes on wit
 import contextlib
 import dataclasses
 import errno
+import io
 import json
 import math
-import mmap
 import os
 import secrets
 import threading
@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+import msgspec
 
 from thinwire.errors import ThinwireError, printable
 from thinwire.lazy import needs
@@ -227,12 +229,12 @@ def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
 
 
 def last_step(folder: str | Path) -> StepRecord | None:
-    """The last step that was written."""
-    for _, line in _lines_from_the_end(Path(folder) / FILE_NAME):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line
-            values = _record_in(line)
-            if values is not None and values["kind"] == "step":
-                return revived(StepRecord, values)
+    """The last step that was written; None where there is none that can be read."""
+    values: dict[str, Any] = {}
+    with contextlib.suppress(ThinwireError, TypeError):
+        for _, row, _ in _rows(Path(folder) / FILE_NAME):
+            values = row if row.get("kind") == "step" else values
+        return revived(StepRecord, values)
     return None
 
 
@@ -240,66 +242,45 @@ def losses_of(folder: str | Path) -> Iterator[StepLoss | EvaluationRecord]:
     """One by one, as they were written, with only the loss of each step: a long run need not fit
     into memory. Incomplete lines are left out.
     """
-    path = Path(folder) / FILE_NAME
-    if not path.exists():
-        return
-    kinds: dict[Any, type[StepLoss] | type[EvaluationRecord]] = {
-        "step": StepLoss,
-        "evaluation": EvaluationRecord,
-    }
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                values = _record_in(line)
-                if values is not None and values["kind"] in kinds:
-                    yield revived(kinds[values["kind"]], values)
-            except (KeyError, TypeError, ValueError) as error:
-                raise _damaged(path, number, f"a field is missing or wrong ({error})") from None
+    path, kinds = Path(folder) / FILE_NAME, dict[str, type[StepLoss] | type[EvaluationRecord]]()
+    kinds |= {"step": StepLoss, "evaluation": EvaluationRecord}
+    for number, row, _ in _rows(path):
+        try:
+            if row["kind"] in kinds:
+                yield revived(kinds[row["kind"]], row)
+        except (KeyError, TypeError) as error:
+            raise _damaged(path, number, f"a field is missing or wrong ({error})") from None
 
 
 def _drop_after(path: Path, last_step: int | None) -> None:
     """Cut the file off behind `last_step`, and in any case a line that a crash has cut off."""
-    kept = 0  # where the last line ends that stays
-    for start, line in _lines_from_the_end(path):
-        try:
-            values = _record_in(line)
-        except ValueError as error:
-            number = path.read_bytes()[:start].count(b"\n") + 1
-            raise _damaged(path, number, str(error)) from None
-        if values is not None and (last_step is None or values["step"] <= last_step):
-            kept = start + len(line)
-            break
-    if not path.exists() or (kept and path.stat().st_size == kept + 1):
-        return
-    with path.open("r+b") as file:
-        file.truncate(kept)
-        file.seek(kept)
-        file.write(b"\n" if kept else b"")
-        file.flush()
-        os.fsync(file.fileno())
+    ends = (end for _, row, end in _rows(path) if last_step is None or row["step"] <= last_step)
+    kept = max(ends, default=0)
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(kept)
+            file.seek(max(0, kept - 1))
+            if kept and file.read() != b"\n":
+                file.write(b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
-def _lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Where each line of a file starts, and the line, the last one first: the rest may be long."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        end = len(content)
-        while end > 0:
-            start = content.rfind(b"\n", 0, end) + 1
-            yield start, content[start:end]
-            end = start - 1
-
-
-def _record_in(line: bytes) -> dict[str, Any] | None:
-    """The object in a line; None in an empty one, and in one that was cut off on its way."""
-    try:
-        values = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(values, dict) or not isinstance(values.get("step"), int):
-        raise ValueError("it is not the record of a step")
-    return values
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
+    """The rows of a file: the number of each line, what it holds, and where it ends. A line that
+    was cut off on its way is none.
+    """
+    end = 0
+    with path.open("rb") if path.exists() else io.BytesIO() as file:
+        for number, line in enumerate(file, start=1):
+            end += len(line)
+            try:
+                row = msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                continue
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise _damaged(path, number, "it is not the record of a step")
+            yield number, row, end
 
 
 def _damaged(path: Path, line: int, why: str) -> ThinwireError:
