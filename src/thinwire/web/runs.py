@@ -25,7 +25,6 @@ import msgspec
 from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import NotAliveError, ThinwireError
 from thinwire.report.metrics import EVENTS_FILE, FILE_NAME, Curve
-from thinwire.report.records import StepRecord, revived
 from thinwire.run.alive import FILE as CONTROL_SOCKET
 from thinwire.run.alive import ask
 from thinwire.run.formation import read_formation
@@ -103,10 +102,15 @@ class Curves:
 
     def __init__(self) -> None:
         self.valid: list[tuple[int, float | None, float | None]] = []
-        self.last: dict[str, Any] = {}  # the newest step, whole
+        self._line = b"{}"  # of the newest step
         self.began = 0.0  # when the first step was written
         self._newest = 0, 0.0  # step, and when it was written
         self._steps = Curve(MOST_POINTS, means=2)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest step, with all that it has, also where others wrote it."""
+        return msgspec.json.decode(self._line, type=dict[str, Any])
 
     def add(self, line: bytes) -> None:
         """Add a line of metrics.jsonl; one that cannot be read is left out."""
@@ -121,6 +125,7 @@ class Curves:
             step, moment = self._newest
             if row.step <= step:  # a run that went back trains it again
                 self._steps.drop_from(row.step)
+            self._line = line
             # Earlier versions wrote no time: then the steps' own seconds count.
             self._newest = row.step, row.time or moment + (row.step_seconds or 0.0)
             self.began = self.began or self._newest[1]
@@ -144,7 +149,6 @@ class RunView:
         self.folder, self.is_own = folder, is_own
         self.curves = Curves()
         self.sections: dict[str, bytes] = {}  # parts of the page, each sent whole when it changes
-        self._show("points", self.curves.points())
         self.status: StatusReport | None = None
         self._events: list[_Event] = []
         self._metrics, self._tail = Tail(folder / FILE_NAME), Tail(folder / EVENTS_FILE)
@@ -185,16 +189,9 @@ class RunView:
         is_new, lines = self._metrics.read()
         if is_new:
             self.curves = Curves()
-        latest = b""
         for line in lines:
             self.curves.add(line)
-            latest = line if line.startswith(b'{"kind": "step"') else latest
-        with contextlib.suppress(msgspec.MsgspecError, TypeError):
-            if latest:  # with all that a step has, also where others wrote it
-                record = revived(StepRecord, values := msgspec.json.decode(latest, type=dict))
-                self.curves.last = {**dataclasses.asdict(record), "time": values.get("time")}
-        if latest or is_new:
-            self._show("points", self.curves.points())
+        self._show("points", self.curves.points())
 
     def _read_events(self) -> None:
         is_new, lines = self._tail.read()
