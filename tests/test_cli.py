@@ -63,7 +63,7 @@ def training(monkeypatch):
     """Instead of training: who was asked to, in `calls`; every run says it was interrupted."""
     calls: list[tuple[Settings, Path | None]] = []
 
-    def interrupted(settings, display, resume, allow_plugins, peers):
+    def interrupted(settings, display, resume=None, allow_plugins=False, peers=0):
         calls.append((settings, resume))
         return {"steps": 3, "interrupted": True, "paths": {"folder": ".", "checkpoint": None}}
 

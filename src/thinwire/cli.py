@@ -274,27 +274,15 @@ def completion_command(options: argparse.Namespace) -> None:
     print(completion_script(options.shell, make_parser()), end="")
 
 
-def _trained(
-    settings: "Settings",
-    resume: Path | None = None,
-    allow_plugins: bool = False,
-    peers: int = 0,
-    shows_summary: bool = True,
-    web: str = "off",
-    sample: str = "",
-) -> dict[str, Any]:
-    """Train with a display around it; what ends a run early carries the command to continue it."""
+def _trained(settings: "Settings", *how: Any, **shown: Any) -> dict[str, Any]:
+    """Train, with a display around it that is `shown` so; what ends a run early carries the command
+    to continue it.
+    """
     from thinwire.train import train
 
     _wait_for_no_reader()  # one that stops must not stop the run, nor its end
-    return run_to_end(
-        lambda display: train(settings, display, resume, allow_plugins, peers),
-        settings.run.name,
-        lambda: _way_on(settings),
-        shows_summary,
-        web,
-        sample=sample,
-    )
+    name, way_on = settings.run.name, lambda: _way_on(settings)
+    return run_to_end(lambda display: train(settings, display, *how), name, way_on, **shown)
 
 
 def _way_on(settings: "Settings") -> str:
