@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from thinwire.errors import ThinwireError
 from thinwire.report import EvaluationRecord, MetricsWriter, metrics
 from waiting import wait_until
 
@@ -68,24 +67,26 @@ def test_what_is_written_is_read(tmp_path, make_record, without_tensorboard):
         evaluations = [EvaluationRecord(7, 4.5, 1.25), EvaluationRecord(8, 4.25, None)]
         assert metrics.read_evaluations(tmp_path) == evaluations
         assert rows(tmp_path)[0]["loss"] is None
-    losses = metrics.Losses.read(tmp_path)
-    assert (losses.steps, losses.valid) == ([7], [4.5, 4.25]) and math.isnan(losses.train[0])
+    curves = metrics.Curves.read(tmp_path)
+    points = curves.points()
+    assert points["step"] == [7] and math.isnan(points["loss"][0])
+    assert curves.valid == [(7, 4.5, 1.25), (8, 4.25, None)]
 
 
-def test_a_torn_line_is_left_out_and_one_of_something_else_is_an_error(
+def test_a_torn_line_is_left_out_and_so_is_one_of_something_else(
     tmp_path, make_record, without_tensorboard
 ):
     write_run(tmp_path, make_record, 3)
     path = tmp_path / metrics.FILE_NAME
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], '{"kind": "st' + lines[1], *lines[2:], ""]))
-    assert [loss.step for loss in metrics.losses_of(tmp_path)] == [1, 2, 3]
+    assert metrics.Curves.read(tmp_path).points()["step"] == [1, 3]
     MetricsWriter(tmp_path, resume_step=1).close()
     assert steps(tmp_path) == [1]
-    for line in ('{"kind": "step", "step": 1}', "[1]", '"text"', "{}"):
+    for line in ("[1]", '"text"', "{}", '{"kind": "step", "step": 1, "loss": "low"}'):
         path.write_text(line + "\n")
-        with pytest.raises(ThinwireError, match="line 1 of"):
-            list(metrics.losses_of(tmp_path))
+        assert metrics.Curves.read(tmp_path).points()["step"] == []
+        assert metrics.last_step(tmp_path) is None and metrics.read_evaluations(tmp_path) == []
 
 
 def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path, make_record):

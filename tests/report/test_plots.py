@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import struct
 
@@ -5,7 +6,8 @@ import pytest
 
 from thinwire import report
 from thinwire.errors import ThinwireError
-from thinwire.report.metrics import Losses
+from thinwire.report import metrics
+from thinwire.report.metrics import Curves, line_of
 from thinwire.report.plots import DPI, loss_figure, plot_loss, plot_steps, steps_figure
 
 
@@ -13,6 +15,15 @@ def png_size(path):
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     return struct.unpack(">II", content[16:24])
+
+
+def curves(*records):
+    """As they are read from the record of a run."""
+    found = Curves()
+    for record in records:
+        kind = "evaluation" if isinstance(record, report.EvaluationRecord) else "step"
+        found.add(line_of(kind, dataclasses.asdict(record)).encode())
+    return found
 
 
 def stages(count):
@@ -48,7 +59,7 @@ def test_loss_figure_has_the_curves_over_tokens(make_record):
     steps = [make_record(k, loss=10.0 - k) for k in (1, 2, 4)]
     scores = ((0, 11.0), (2, 8.5), (3, 7.5))
     evaluations = [report.EvaluationRecord(step, loss) for step, loss in scores]
-    (axes,) = loss_figure(Losses(steps + evaluations), "demo: loss").axes
+    (axes,) = loss_figure(curves(*steps, *evaluations), "demo: loss").axes
     train, valid = axes.lines
     assert list(train.get_xdata()) == [4096, 8192, 16384]
     assert list(train.get_ydata()) == [9.0, 8.0, 6.0]
@@ -59,21 +70,21 @@ def test_loss_figure_has_the_curves_over_tokens(make_record):
     assert len(axes.get_legend().get_texts()) == 2, "so short a curve is its own running mean"
 
 
-def test_a_very_long_curve_is_thinned(make_record):
-    losses = Losses((make_record(k, loss=float(k % 2)) for k in range(1, 1001)), most=64)
-    assert losses.steps_per_point == 16 and len(losses.train) == 63
-    assert set(losses.train) == {0.5}, "a point is the mean of its steps"
-    assert losses.tokens[-1] == 1000 * 4096, "the curve reaches to the last step"
-    (axes,) = loss_figure(losses, "demo: loss").axes
+def test_a_very_long_curve_is_thinned(make_record, monkeypatch):
+    monkeypatch.setattr(metrics, "MOST_POINTS", 64)
+    long = curves(*(make_record(k, loss=float(k % 2)) for k in range(1, 1001)))
+    points = long.points()
+    assert points["size"] == 16 and len(points["loss"]) == 63
+    assert set(points["loss"]) == {0.5}, "a point is the mean of its steps"
+    assert points["tokens"][-1] == 1000 * 4096, "the curve reaches to the last step"
+    (axes,) = loss_figure(long, "demo: loss").axes
     assert axes.lines[0].get_label() == "training, mean of 16 steps"
-    many = Losses((report.EvaluationRecord(k, 1.0) for k in range(1000)), most=64)
-    assert len(many.valid) == len(many.valid_steps) == 63
 
 
 def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path, make_record):
-    plot_loss(Losses(), tmp_path / "none.png", "")
-    plot_loss(Losses([report.EvaluationRecord(0, 9.0)]), tmp_path / "only_valid.png", "")
-    plot_loss(Losses([make_record(1, loss=math.nan)]), tmp_path / "nan.png", "")
+    plot_loss(curves(), tmp_path / "none.png", "")
+    plot_loss(curves(report.EvaluationRecord(0, 9.0)), tmp_path / "only_valid.png", "")
+    plot_loss(curves(make_record(1, loss=math.nan)), tmp_path / "nan.png", "")
     assert png_size(tmp_path / "none.png") == (9 * DPI, 5 * DPI)
 
 

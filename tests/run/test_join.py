@@ -18,7 +18,7 @@ from thinwire.engine.reports import ShardWritten
 from thinwire.engine.source import Versions
 from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, outward
 from thinwire.report import EvaluationRecord, PlainDisplay, StepRecord
-from thinwire.report.metrics import losses_of
+from thinwire.report.metrics import Row, lines_of
 from thinwire.run import join as join_module
 from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook
@@ -304,7 +304,7 @@ def test_a_member_keeps_what_the_host_tells_it_and_says_what_it_knows_better(
     for _ in range(2):  # the step is still the same
         peer._on_message(msg.Envelope(msg.RunNews(report, step)))
     peer._on_message(msg.Envelope(EvaluationRecord(3, 2.25, None)))
-    assert [row.step for row in losses_of(tmp_path)] == [3, 3], "a step and a validation"
+    assert [Row.read(line).step for line in lines_of(tmp_path)] == [3, 3], "a step and a validation"
     told = status_from_plain(status({}))
     assert (told.role, told.state, told.last_checkpoint) == ("member", "training", 2)
     assert told.links == links and abs(told.time - time.time()) < PATIENCE

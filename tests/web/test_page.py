@@ -13,21 +13,29 @@ import pytest
 from webruns import STEPS, TOKEN, first_of, let_links_decide, messages, step_record
 
 from thinwire.errors import ConfigError
-from thinwire.report import EvaluationRecord, MetricsWriter, PlainDisplay
-from thinwire.report.metrics import EVENTS_FILE, FILE_NAME, line_of, losses_of, read_evaluations
+from thinwire.report import MetricsWriter, PlainDisplay
+from thinwire.report.metrics import (
+    EVENTS_FILE,
+    FILE_NAME,
+    MOST_POINTS,
+    Row,
+    line_of,
+    lines_of,
+    read_evaluations,
+)
 from thinwire.run.record import read_progress
 from thinwire.schedule import Links, simulate
 from thinwire.settings import load_settings, make_recipe
 from thinwire.typed import to_toml
 from thinwire.web.follow import TOKENS, Followed
-from thinwire.web.runs import MOST_POINTS, RunView, compared
+from thinwire.web.runs import RunView, compared
 from waiting import PROCESS_PATIENCE, wait_until
 
 OWNER = {"headers": {"Authorization": f"Bearer {TOKEN}"}}
 
 
 def steps_of(folder):
-    return [row for row in losses_of(folder) if not isinstance(row, EvaluationRecord)]
+    return [row for row in map(Row.read, lines_of(folder)) if row.kind == "step"]
 
 
 def test_a_finished_run_shows_what_its_folder_holds(finished, serve):

@@ -23,7 +23,7 @@ from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
-from thinwire.errors import CheckpointError, ConfigError, ThinwireError
+from thinwire.errors import CheckpointError, ConfigError
 from thinwire.hf.cuts import WithCuts, config_with_cuts
 from thinwire.hf.folder import (
     CONFIG,
@@ -41,8 +41,7 @@ from thinwire.model import LoraConfig
 from thinwire.model.adapter import UP, is_adapter
 from thinwire.report import Display
 from thinwire.report.human import human_bytes, human_count
-from thinwire.report.metrics import losses_of
-from thinwire.report.records import EvaluationRecord
+from thinwire.report.metrics import Row, lines_of
 from thinwire.settings import Settings
 
 CARD = "README.md"
@@ -396,13 +395,14 @@ def _losses(checkpoint: Checkpoint) -> dict[str, str]:
     """The last losses before the checkpoint, if its run has kept them beside it."""
     run = checkpoint.folder.parent.parent
     found: dict[str, str] = {}
+    kinds = {"step": "training", "evaluation": "validation"}
     if checkpoint.folder.parent != checkpoints_folder(run):
         return found
-    with contextlib.suppress(OSError, ThinwireError):  # a card is not worth failing for
-        for record in losses_of(run):
-            if record.step <= checkpoint.step and record.loss is not None:
-                kind = "validation" if isinstance(record, EvaluationRecord) else "training"
-                found[f"{kind} loss"] = f"{record.loss:.4f} (step {record.step:,})"
+    with contextlib.suppress(OSError):  # a card is not worth failing for
+        for row in filter(None, map(Row.read, lines_of(run))):
+            if (kind := kinds.get(row.kind)) and row.step <= checkpoint.step:
+                loss = math.nan if row.loss is None else row.loss
+                found[f"{kind} loss"] = f"{loss:.4f} (step {row.step:,})"
     return found
 
 

@@ -8,7 +8,6 @@ Weights & Biases may end a run: what fails is told once, and the run goes on wit
 import contextlib
 import dataclasses
 import errno
-import io
 import json
 import math
 import os
@@ -16,16 +15,16 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
-from thinwire.errors import ThinwireError, printable
+from thinwire.errors import printable
 from thinwire.lazy import needs
 from thinwire.report.human import finite_mean
-from thinwire.report.records import EvaluationRecord, StepLoss, StepRecord, revived
+from thinwire.report.records import EvaluationRecord, StepRecord, revived
 
 ID_FILE = "wandb-id"  # in the folder of a run: one that is resumed continues its curves
 INIT_SECONDS = 30
@@ -223,71 +222,63 @@ def without_nan(value: Any) -> Any:
 
 
 def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
-    """The evaluations alone."""
-    found = (record for record in losses_of(folder) if isinstance(record, EvaluationRecord))
-    return list({record.step: record for record in sorted(found, key=lambda r: r.step)}.values())
+    """The evaluations of a run, by step."""
+    return [
+        EvaluationRecord(step, math.nan if loss is None else loss, bits)
+        for step, loss, bits in Curves.read(folder).valid
+    ]
 
 
 def last_step(folder: str | Path) -> StepRecord | None:
-    """The last step that was written; None where there is none that can be read."""
-    values: dict[str, Any] = {}
-    with contextlib.suppress(ThinwireError, TypeError):
-        for _, row, _ in _rows(Path(folder) / FILE_NAME):
-            values = row if row.get("kind") == "step" else values
-        return revived(StepRecord, values)
+    """The last step that was written; None where there is none."""
+    with contextlib.suppress(TypeError):
+        return revived(StepRecord, Curves.read(folder).last)
     return None
-
-
-def losses_of(folder: str | Path) -> Iterator[StepLoss | EvaluationRecord]:
-    """One by one, as they were written, with only the loss of each step: a long run need not fit
-    into memory. Incomplete lines are left out.
-    """
-    path, kinds = Path(folder) / FILE_NAME, dict[str, type[StepLoss] | type[EvaluationRecord]]()
-    kinds |= {"step": StepLoss, "evaluation": EvaluationRecord}
-    for number, row, _ in _rows(path):
-        try:
-            if row["kind"] in kinds:
-                yield revived(kinds[row["kind"]], row)
-        except (KeyError, TypeError) as error:
-            raise _damaged(path, number, f"a field is missing or wrong ({error})") from None
 
 
 def _drop_after(path: Path, last_step: int | None) -> None:
     """Cut the file off behind `last_step`, and in any case a line that a crash has cut off."""
-    ends = (end for _, row, end in _rows(path) if last_step is None or row["step"] <= last_step)
-    kept = max(ends, default=0)
-    if path.exists():
-        with path.open("r+b") as file:
-            file.truncate(kept)
-            file.seek(max(0, kept - 1))
-            if kept and file.read() != b"\n":
-                file.write(b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+    if not path.exists():
+        return
+    kept = end = 0
+    with path.open("r+b") as file:
+        for line in file:
+            end, row = end + len(line), Row.read(line)
+            if row is not None and (last_step is None or row.step <= last_step):
+                kept = end
+        file.truncate(kept)
+        file.seek(max(0, kept - 1))
+        if kept and file.read() != b"\n":
+            file.write(b"\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
-    """The rows of a file: the number of each line, what it holds, and where it ends. A line that
-    was cut off on its way is none.
-    """
-    end = 0
-    with path.open("rb") if path.exists() else io.BytesIO() as file:
-        for number, line in enumerate(file, start=1):
-            end += len(line)
-            try:
-                row = msgspec.json.decode(line)
-            except msgspec.DecodeError:
-                continue
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise _damaged(path, number, "it is not the record of a step")
-            yield number, row, end
+class Row(msgspec.Struct):
+    """What readers need of a line of metrics.jsonl; null stands for a number that is not finite."""
+
+    kind: str
+    step: int
+    loss: float | None = None
+    tokens: int = 0
+    tokens_per_s: float | None = None
+    step_seconds: float | None = None
+    bits_per_byte: float | None = None
+    time: float = 0.0
+
+    @classmethod
+    def read(cls, line: bytes) -> "Row | None":
+        """None for a line that was cut off on its way, or that something else wrote."""
+        try:
+            return msgspec.json.decode(line, type=cls)
+        except msgspec.MsgspecError:
+            return None
 
 
-def _damaged(path: Path, line: int, why: str) -> ThinwireError:
-    return ThinwireError(
-        f"line {line} of {path} cannot be read: {why}. "
-        "Delete that line, or move the file away to begin a new record."
-    )
+def lines_of(folder: str | Path) -> Iterator[bytes]:
+    """The lines of a run's record, one by one: a long run need not fit into memory."""
+    with contextlib.suppress(FileNotFoundError), (Path(folder) / FILE_NAME).open("rb") as file:
+        yield from file
 
 
 class Curve:
@@ -330,34 +321,58 @@ class Curve:
         return (*points[-1][: -self._means], *means)
 
 
-MOST_POINTS = 4096  # more than a picture has columns
+MOST_POINTS = 1000  # of a curve: few screens have more columns
 
 
-class Losses:
-    """The curve of the training loss and the validations, thinned where there are too many.
+class Curves:
+    """The curves of a run: of the steps means, of each validation its step and loss."""
 
-    Steps and evaluations are given in the order of the run.
-    """
-
-    def __init__(
-        self,
-        records: Iterable[StepRecord | StepLoss | EvaluationRecord] = (),
-        most: int = MOST_POINTS,
-    ):
-        train, valid = Curve(most), Curve(most)
-        for record in records:
-            if isinstance(record, EvaluationRecord):
-                valid.add(record.step, record.loss)
-            else:
-                train.add(record.step, record.tokens, record.loss)
-        self.steps_per_point = train.run_length
-        self.steps, self.tokens, self.train = (train.column(index) for index in range(3))
-        self.valid_steps, self.valid = (valid.column(index) for index in range(2))
+    def __init__(self) -> None:
+        self.valid: list[tuple[int, float | None, float | None]] = []
+        self._line = b"{}"  # of the newest step
+        self.began = 0.0  # when the first step was written
+        self._newest = 0, 0.0  # step, and when it was written
+        self._steps = Curve(MOST_POINTS, means=2)
 
     @classmethod
-    def read(cls, folder: str | Path) -> "Losses":
+    def read(cls, folder: str | Path) -> "Curves":
         """Those that a run has written to its folder."""
-        return cls(losses_of(folder))
+        curves = cls()
+        for line in lines_of(folder):
+            curves.add(line)
+        return curves
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest step, with all that it has, also where others wrote it."""
+        return msgspec.json.decode(self._line, type=dict[str, Any])
+
+    def add(self, line: bytes) -> None:
+        """Add a line of metrics.jsonl; one that cannot be read is left out."""
+        if (row := Row.read(line)) is None:
+            return
+        if row.kind == "evaluation":
+            self.valid = [one for one in self.valid if one[0] < row.step]
+            self.valid.append((row.step, row.loss, row.bits_per_byte))
+        elif row.kind == "step":
+            step, moment = self._newest
+            if row.step <= step:  # a run that went back trains it again
+                self._steps.drop_from(row.step)
+            self._line = line
+            # Earlier versions wrote no time: then the steps' own seconds count.
+            self._newest = row.step, row.time or moment + (row.step_seconds or 0.0)
+            self.began = self.began or self._newest[1]
+            speed = math.nan if row.tokens_per_s is None else row.tokens_per_s
+            loss = math.nan if row.loss is None else row.loss
+            self._steps.add(row.step, row.tokens, self._newest[1], loss, speed)
+
+    def points(self) -> dict[str, Any]:
+        """What is drawn of the steps, and of how many steps each point is the mean."""
+        steps, tokens, times, *means = (self._steps.column(index) for index in range(5))
+        loss, speed = ([round(value, 5) for value in column] for column in means)
+        hours = [round((moment - self.began) / 3600, 5) for moment in times]
+        columns = {"step": steps, "tokens": tokens, "hours": hours, "loss": loss, "speed": speed}
+        return {"size": self._steps.run_length, **columns}
 
 
 class Story:

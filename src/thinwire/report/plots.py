@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from thinwire.report.human import human_count
-from thinwire.report.metrics import Losses
+from thinwire.report.metrics import Curves
 from thinwire.report.records import Timeline, TraceSpan
 
 DPI = 150
@@ -40,9 +40,9 @@ _LEAST_TYPE = 6.5  # points; smaller numbers would be dust
 _SEND_OFFSET = 0.36  # the send lane hangs this far below the middle of the compute lane
 
 
-def plot_loss(losses: Losses, path: str | Path, title: str) -> None:
+def plot_loss(curves: Curves, path: str | Path, title: str) -> None:
     """Save the training and validation loss over the tokens seen, as PNG."""
-    _save(loss_figure(losses, title), path)
+    _save(loss_figure(curves, title), path)
 
 
 def plot_steps(timelines: Sequence[Timeline], path: str | Path, title: str = "") -> None:
@@ -52,25 +52,27 @@ def plot_steps(timelines: Sequence[Timeline], path: str | Path, title: str = "")
     _save(steps_figure(timelines, title), path)
 
 
-def loss_figure(losses: Losses, title: str) -> Figure:
+def loss_figure(curves: Curves, title: str) -> Figure:
     """Training loss thin, its running mean strong, validation losses as points.
 
     The legend stands above the axes, where it can cover nothing.
     """
     figure = Figure(figsize=(9, 5), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
-    tokens, values = np.array(losses.tokens, dtype=float), np.array(losses.train, dtype=float)
-    each = "each step" if losses.steps_per_point == 1 else f"mean of {losses.steps_per_point} steps"
+    points = curves.points()
+    tokens, values = (np.array(points[name], dtype=float) for name in ("tokens", "loss"))
+    each = "each step" if points["size"] == 1 else f"mean of {points['size']} steps"
     has_mean = _reach(len(values)) > 0
     thin = {"alpha": 0.35, "linewidth": 0.8} if has_mean else {"linewidth": 2}
     axes.plot(tokens, values, color=_TRAIN, label=f"training, {each}", **thin)
     if has_mean:
         smooth = running_mean(values)
         axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="training, running mean")
-    if losses.valid:
-        before = np.interp(losses.valid_steps, [0, *losses.steps], [0, *losses.tokens])
+    if curves.valid:
+        steps, losses, _ = zip(*curves.valid, strict=True)
+        before = np.interp(steps, [0, *points["step"]], [0, *tokens])
         axes.plot(
-            before, losses.valid,
+            before, np.array(losses, dtype=float),
             color=_VALID, marker="o", markersize=7, linestyle="none", label="validation",
         )  # fmt: skip
     axes.set_xlabel("tokens seen", fontsize=13)

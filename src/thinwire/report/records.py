@@ -58,15 +58,6 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class StepLoss:
-    """The part of a StepRecord that a curve of the loss needs."""
-
-    step: int
-    tokens: int
-    loss: float
-
-
-@dataclass(frozen=True)
 class EvaluationRecord:
     """The validation loss after a step; bits per byte where the tokenizer's ratio is known."""
 

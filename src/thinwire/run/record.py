@@ -306,10 +306,10 @@ class RunRecord:
             if timeline is not None:
                 write_timeline(timeline, plots / "step.json")
             needs("matplotlib", extra="plots", what="drawing")
-            from thinwire.report.metrics import Losses
+            from thinwire.report.metrics import Curves
             from thinwire.report.plots import plot_loss, plot_steps  # slow to import
 
-            plot_loss(Losses.read(self.folder), plots / "loss.png", f"{name}: loss")
+            plot_loss(Curves.read(self.folder), plots / "loss.png", f"{name}: loss")
             if timeline is not None:
                 plot_steps([timeline], plots / "step.png")
         finally:

@@ -7,7 +7,7 @@
     epochs.json     who holds which stage
     control.sock    the host or peer that is at work there, if one is
 
-A long run stays cheap: of a curve at most `MOST_POINTS` means are kept and sent. All of it runs on
+A long run stays cheap: of a curve a thousand means at most are kept and sent. All of it runs on
 threads of the server, one at a time.
 """
 
@@ -24,7 +24,7 @@ import msgspec
 
 from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import NotAliveError, ThinwireError
-from thinwire.report.metrics import EVENTS_FILE, FILE_NAME, Curve
+from thinwire.report.metrics import EVENTS_FILE, FILE_NAME, Curves
 from thinwire.run.alive import FILE as CONTROL_SOCKET
 from thinwire.run.alive import ask
 from thinwire.run.formation import read_formation
@@ -36,25 +36,11 @@ from thinwire.settings import Settings, load_settings
 from thinwire.settings.crossing import frame_bytes, network_of
 from thinwire.settings.recipe import recipe_of
 
-MOST_POINTS = 1000  # of a curve: all of them are sent when there are more
 MOST_EVENTS = 500
 REFRESH_SECONDS = 0.9  # between two looks at the folder
 STATUS_SECONDS = 2.0  # for a host to say how it stands
 SILENT_SECONDS = 60.0  # without a word, from here on a run is said to be silent
 _TAIL = 64  # bytes before the place read last, by which a file is known again
-
-
-class _Row(msgspec.Struct):
-    """What a curve needs of a line of metrics.jsonl."""
-
-    kind: str
-    step: int
-    loss: float | None = None
-    tokens: int = 0
-    tokens_per_s: float | None = None
-    step_seconds: float | None = None
-    bits_per_byte: float | None = None
-    time: float = 0.0
 
 
 class _Event(msgspec.Struct):
@@ -95,51 +81,6 @@ class Tail:
                 self._place += len(line)
                 self._before = (self._before + line)[-_TAIL:]
                 yield line
-
-
-class Curves:
-    """The curves of a run: of the steps means, of each validation its step and loss."""
-
-    def __init__(self) -> None:
-        self.valid: list[tuple[int, float | None, float | None]] = []
-        self._line = b"{}"  # of the newest step
-        self.began = 0.0  # when the first step was written
-        self._newest = 0, 0.0  # step, and when it was written
-        self._steps = Curve(MOST_POINTS, means=2)
-
-    @property
-    def last(self) -> dict[str, Any]:
-        """The newest step, with all that it has, also where others wrote it."""
-        return msgspec.json.decode(self._line, type=dict[str, Any])
-
-    def add(self, line: bytes) -> None:
-        """Add a line of metrics.jsonl; one that cannot be read is left out."""
-        try:
-            row = msgspec.json.decode(line, type=_Row)
-        except msgspec.MsgspecError:
-            return
-        if row.kind == "evaluation":
-            self.valid = [one for one in self.valid if one[0] < row.step]
-            self.valid.append((row.step, row.loss, row.bits_per_byte))
-        elif row.kind == "step":
-            step, moment = self._newest
-            if row.step <= step:  # a run that went back trains it again
-                self._steps.drop_from(row.step)
-            self._line = line
-            # Earlier versions wrote no time: then the steps' own seconds count.
-            self._newest = row.step, row.time or moment + (row.step_seconds or 0.0)
-            self.began = self.began or self._newest[1]
-            speed = math.nan if row.tokens_per_s is None else row.tokens_per_s
-            loss = math.nan if row.loss is None else row.loss
-            self._steps.add(row.step, row.tokens, self._newest[1], loss, speed)
-
-    def points(self) -> dict[str, Any]:
-        """What a page draws of the steps, and of how many steps each point is the mean."""
-        steps, tokens, times, *means = (self._steps.column(index) for index in range(5))
-        loss, speed = ([round(value, 5) for value in column] for column in means)
-        hours = [round((moment - self.began) / 3600, 5) for moment in times]
-        columns = {"step": steps, "tokens": tokens, "hours": hours, "loss": loss, "speed": speed}
-        return {"size": self._steps.run_length, **columns}
 
 
 class RunView:
