@@ -24,7 +24,8 @@ import msgspec
 from thinwire.errors import printable
 from thinwire.lazy import needs
 from thinwire.report.human import finite_mean
-from thinwire.report.records import EvaluationRecord, StepRecord, revived
+from thinwire.report.records import EvaluationRecord, StepRecord
+from thinwire.typed import learn_types
 
 ID_FILE = "wandb-id"  # in the folder of a run: one that is resumed continues its curves
 INIT_SECONDS = 30
@@ -231,9 +232,18 @@ def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
 
 def last_step(folder: str | Path) -> StepRecord | None:
     """The last step that was written; None where there is none."""
-    with contextlib.suppress(TypeError):
-        return revived(StepRecord, Curves.read(folder).last)
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(_with_nan(Curves.read(folder).last), StepRecord)
     return None
+
+
+def _with_nan(value: Any) -> Any:
+    """The inverse of `without_nan`: null stands for a number that is not finite."""
+    if isinstance(value, dict):
+        return {key: _with_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_nan(inner) for inner in value]
+    return math.nan if value is None else value
 
 
 def _drop_after(path: Path, last_step: int | None) -> None:
@@ -273,6 +283,9 @@ class Row(msgspec.Struct):
             return msgspec.json.decode(line, type=cls)
         except msgspec.MsgspecError:
             return None
+
+
+learn_types(Row, StepRecord)  # which threads of a run read
 
 
 def lines_of(folder: str | Path) -> Iterator[bytes]:

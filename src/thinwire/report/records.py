@@ -4,17 +4,12 @@ Byte counts are what left the sender in one step, frame headers included; second
 those of one step unless a name says otherwise.
 """
 
-import dataclasses
-import json
-import math
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+
+import msgspec
 
 from thinwire.errors import ThinwireError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,22 +76,6 @@ class TraceSpan:
     end: float
 
 
-def revived(cls: type[T], values: dict[str, Any]) -> T:
-    """The record `cls` from a JSON object: null is NaN again where a number is required.
-
-    TypeError if a field is missing that has no default.
-    """
-    parts = [part for part in dataclasses.fields(cls) if part.name in values]  # type: ignore[arg-type]
-    return cls(**{part.name: _revived_value(part.type, values[part.name]) for part in parts})
-
-
-def _revived_value(kind: Any, value: Any) -> Any:
-    if isinstance(value, list):
-        (record,) = typing.get_args(kind)
-        return [revived(record, inner) for inner in value]
-    return math.nan if value is None and kind is float else value
-
-
 @dataclass(frozen=True)
 class Timeline:
     """The spans of one step, in seconds since it began on the first stage."""
@@ -115,14 +94,14 @@ class Timeline:
 def write_timeline(timeline: Timeline, path: Path) -> None:
     """Write it as one JSON object."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dataclasses.asdict(timeline), allow_nan=False) + "\n")
+    path.write_bytes(msgspec.json.encode(timeline) + b"\n")
 
 
 def read_timeline(path: Path) -> Timeline:
     """What `write_timeline` wrote; ThinwireError when it cannot be read."""
     try:
-        return revived(Timeline, json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=Timeline)
+    except (OSError, msgspec.MsgspecError) as error:
         raise ThinwireError(
             f"{path} is not the timeline of a step: {error}. `thinwire train` writes one "
             "when a run ends"
