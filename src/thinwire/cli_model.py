@@ -1,6 +1,7 @@
 """The commands that open a checkpoint, or make one: loss, text, an endpoint, models of others."""
 
 import argparse
+import functools
 import itertools
 import json
 import shlex
@@ -241,28 +242,16 @@ def _open_model(options: argparse.Namespace) -> "Model":
 
 def import_command(options: argparse.Namespace) -> None:
     """Import a model, and say what became of it and what comes next."""
-    from thinwire.hf.importer import check_import, opened, plan_import, write_import
+    from thinwire.hf.importer import import_model
     from thinwire.paths import expanded
     from thinwire.report import open_display
 
     target = expanded(options.to, "--to")
-    check_import(target, options.force)
-    with open_display(sys.stderr) as display, opened(options.model) as origin:
-        plan = plan_import(origin, options.stages, options.context)
-        write_import(
-            plan,
-            target,
-            options.force,
-            lambda done, total: display.progress("import", done, total, "B"),
-        )
-    model, stages = plan.settings.model, plan.settings.pipeline.stages
-    kind = origin.config["model_type"]
-    print(
-        f"imported {origin.name} ({kind}, {plan.parameters:,} parameters, {plan.formats}) as "
-        f"{target}: {model.layers} blocks in {stages} stages, context {model.context:,}"
-    )
-    for note in plan.notes:
-        print(f"note: {note}")
+    with open_display(sys.stderr) as display:
+        told = functools.partial(display.progress, "import", unit="B")
+        how = options.stages, options.context, options.force
+        lines = import_model(options.model, target, *how, told)
+    print(*lines, sep="\n")
     folder, settings = shlex.quote(str(target)), shlex.quote(str(target / "run.toml"))
     print(f"next: thinwire generate {folder}, thinwire train {settings}")
 

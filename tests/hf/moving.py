@@ -6,7 +6,7 @@ import torch
 
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.hf.export import Wanted, export
-from thinwire.hf.importer import opened, plan_import, write_import
+from thinwire.hf.importer import import_model
 from thinwire.report import PlainDisplay
 
 IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
@@ -20,6 +20,5 @@ def exported(place, folder, **wanted):
 
 
 def imported(source, target, stages=2, context=0, force=False):
-    with opened(str(source)) as origin:
-        plan = plan_import(origin, stages, context)
-        return write_import(plan, target, force, lambda done, total: None)
+    import_model(str(source), target, stages, context, force)
+    return target

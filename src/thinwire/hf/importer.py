@@ -195,39 +195,35 @@ def _gguf(path: Path, scratch: Path) -> Origin:
     return Origin(path.stem, config, *_tokenizer(scratch), listed, read, [note])
 
 
-@dataclass(frozen=True)
-class ImportPlan:
-    """What an import will write: checked, and not begun."""
-
-    origin: Origin
-    settings: Settings
-    stages: list[dict[str, Kept]]
-    notes: list[str]
-
-    @property
-    def tensors(self) -> list[Kept]:
-        """Of all stages."""
-        return [kept for stage in self.stages for kept in stage.values()]
-
-    @property
-    def bytes(self) -> int:
-        """Of all weights, on disk."""
-        return sum(kept.bytes for kept in self.tensors)
-
-    @property
-    def parameters(self) -> int:
-        """Of the model as it will be trained."""
-        return sum(math.prod(kept.shape) for kept in self.tensors)
-
-    @property
-    def formats(self) -> str:
-        """The number formats of its weights, such as bfloat16."""
-        found = sorted({kept.dtype for kept in self.tensors})
-        return " and ".join(str(TYPES[dtype]).removeprefix("torch.") for dtype in found)
+def import_model(
+    place: str,
+    target: Path,
+    stages: int,
+    context: int = 0,
+    force: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> list[str]:
+    """Write the folder of an import, all of it or nothing; returns what a user is told of it."""
+    check_import(target, force)
+    with opened(place) as origin:
+        settings, notes = _planned(origin, stages, context)
+        parts = _matched(origin, settings)
+        _write(origin, settings, parts, target.absolute(), force, progress)
+    model, tensors = settings.model, [kept for part in parts for kept in part.values()]
+    parameters = sum(math.prod(kept.shape) for kept in tensors)
+    types = {str(TYPES[kept.dtype]).removeprefix("torch.") for kept in tensors}
+    about = (
+        f"imported {origin.name} ({origin.config['model_type']}, {parameters:,} parameters, "
+        f"{' and '.join(sorted(types))}) as {target}: {model.layers} blocks in {stages} stages, "
+        f"context {model.context:,}"
+    )
+    return [about, *(f"note: {note}" for note in notes)]
 
 
-def plan_import(origin: Origin, stages: int, context: int = 0) -> ImportPlan:
-    """Check a model against what a run needs of it; the error names what does not fit."""
+def _planned(origin: Origin, stages: int, context: int) -> tuple[Settings, list[str]]:
+    """The settings of the model as it will be kept, and what there is to say of it; the error names
+    what does not fit.
+    """
     longest = shape_of(origin.config).context
     model = shape_of(origin.config, context or min(longest, LONGEST_CONTEXT))
     values = {
@@ -264,13 +260,18 @@ def plan_import(origin: Origin, stages: int, context: int = 0) -> ImportPlan:
             "the last stage, so they are untied and the head becomes a copy: "
             f"{vocab * model.dim:,} more parameters to train and keep"
         )
-    return ImportPlan(origin, settings, _matched(origin, settings), notes)
+    return settings, notes
 
 
-def write_import(plan: ImportPlan, target: Path, force: bool, progress: Progress) -> Path:
-    """Write the folder of an import, all of it or nothing; returns it."""
-    target, origin, settings = target.absolute(), plan.origin, plan.settings
-    check_import(target, force)
+def _write(
+    origin: Origin,
+    settings: Settings,
+    parts: list[dict[str, Kept]],
+    target: Path,
+    force: bool,
+    progress: Progress,
+) -> None:
+    size = sum(kept.bytes for part in parts for kept in part.values())
     done, shards = 0, []
 
     def read(name: str) -> Tensor:
@@ -279,17 +280,17 @@ def write_import(plan: ImportPlan, target: Path, force: bool, progress: Progress
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"{name} holds values that are not finite: it is damaged")
         done += tensor.nbytes
-        progress(done, plan.bytes)
+        progress(done, size)
         return tensor
 
     with new_folder(target) as folder:
         free = shutil.disk_usage(folder).free
-        if free < plan.bytes:
+        if free < size:
             raise CheckpointError(
                 f"{target.parent} has {human_bytes(free)} free, the model needs "
-                f"{human_bytes(plan.bytes)}: free some space or choose another folder with --to"
+                f"{human_bytes(size)}: free some space or choose another folder with --to"
             )
-        for index, stage in enumerate(plan.stages):
+        for index, stage in enumerate(parts):
             path = folder / f"stage-{index}.safetensors"
             shapes = {name: kept.shape for name, kept in stage.items()}
             types = {name: TYPES[kept.dtype] for name, kept in stage.items()}
@@ -316,7 +317,6 @@ def write_import(plan: ImportPlan, target: Path, force: bool, progress: Progress
             manifest["template_sha256"] = sha256_of(folder / TOKENIZER_CONFIG)
         write_file(folder / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
         check_import(target, force)  # another process may have been quicker
-    return target
 
 
 def check_import(target: Path, force: bool) -> None:
