@@ -294,58 +294,24 @@ def lines_of(folder: str | Path) -> Iterator[bytes]:
         yield from file
 
 
-class Curve:
-    """Points (x, ..., y) of a curve: means over runs of equal length, which doubles when full.
-
-    Of a run the means of the last `means` coordinates are kept, and the others of its last point.
-    So neither memory nor the cost of drawing grows with the number of steps. `capacity` is even.
-    """
-
-    def __init__(self, capacity: int, means: int = 1) -> None:
-        self.run_length = 1
-        self._capacity, self._means = capacity, means
-        self._points: list[tuple[float, ...]] = []
-        self._open: list[tuple[float, ...]] = []
-
-    def add(self, *point: float) -> None:
-        """Append the next point."""
-        if len(self._points) >= self._capacity and not self._open:
-            pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [self._merged(pair) for pair in pairs]
-            self.run_length *= 2
-        self._open.append(point)
-        if len(self._open) == self.run_length:
-            self._points.append(self._merged(self._open))
-            self._open = []
-
-    def drop_from(self, x: float) -> None:
-        """Drop the points from `x` on, and with the first of them all of its run."""
-        self._points = [point for point in self._points if point[0] < x]
-        self._open = [point for point in self._open if point[0] < x]
-
-    def column(self, index: int) -> list[float]:
-        """One coordinate of the points so far, the newest (perhaps incomplete) run last."""
-        newest = [self._merged(self._open)] if self._open else []
-        return [point[index] for point in self._points + newest]
-
-    def _merged(self, points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-        columns = list(zip(*points, strict=True))
-        means = map(finite_mean, columns[-self._means :])
-        return (*points[-1][: -self._means], *means)
-
-
 MOST_POINTS = 1000  # of a curve: few screens have more columns
 
 
 class Curves:
-    """The curves of a run: of the steps means, of each validation its step and loss."""
+    """The curves of a run: of the steps means, of each validation its step and loss.
+
+    A point of the steps is a mean over a run of them, whose length doubles when there are many: so
+    neither memory nor the cost of drawing grows with the number of steps.
+    """
 
     def __init__(self) -> None:
         self.valid: list[tuple[int, float | None, float | None]] = []
         self._line = b"{}"  # of the newest step
         self.began = 0.0  # when the first step was written
         self._newest = 0, 0.0  # step, and when it was written
-        self._steps = Curve(MOST_POINTS, means=2)
+        self._size = 1  # steps of a point
+        self._points: list[tuple[float, ...]] = []  # step, tokens, time, loss and speed
+        self._open: list[tuple[float, ...]] = []  # steps of the next one
 
     @classmethod
     def read(cls, folder: str | Path) -> "Curves":
@@ -370,22 +336,37 @@ class Curves:
         elif row.kind == "step":
             step, moment = self._newest
             if row.step <= step:  # a run that went back trains it again
-                self._steps.drop_from(row.step)
+                self._points = [point for point in self._points if point[0] < row.step]
+                self._open = [point for point in self._open if point[0] < row.step]
             self._line = line
             # Earlier versions wrote no time: then the steps' own seconds count.
             self._newest = row.step, row.time or moment + (row.step_seconds or 0.0)
             self.began = self.began or self._newest[1]
             speed = math.nan if row.tokens_per_s is None else row.tokens_per_s
             loss = math.nan if row.loss is None else row.loss
-            self._steps.add(row.step, row.tokens, self._newest[1], loss, speed)
+            if len(self._points) >= MOST_POINTS and not self._open:
+                pairs = zip(self._points[::2], self._points[1::2], strict=True)
+                self._points, self._size = [_mean(pair) for pair in pairs], 2 * self._size
+            self._open.append((row.step, row.tokens, self._newest[1], loss, speed))
+            if len(self._open) == self._size:
+                self._points.append(_mean(self._open))
+                self._open = []
 
     def points(self) -> dict[str, Any]:
         """What is drawn of the steps, and of how many steps each point is the mean."""
-        steps, tokens, times, *means = (self._steps.column(index) for index in range(5))
+        points = [*self._points, *([_mean(self._open)] if self._open else [])]
+        found: Any = map(list, zip(*points, strict=True)) if points else [[]] * 5
+        steps, tokens, times, *means = found
         loss, speed = ([round(value, 5) for value in column] for column in means)
         hours = [round((moment - self.began) / 3600, 5) for moment in times]
         columns = {"step": steps, "tokens": tokens, "hours": hours, "loss": loss, "speed": speed}
-        return {"size": self._steps.run_length, **columns}
+        return {"size": self._size, **columns}
+
+
+def _mean(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """The last of some points, with the mean of their losses and speeds."""
+    *_, losses, speeds = zip(*points, strict=True)
+    return (*points[-1][:3], finite_mean(losses), finite_mean(speeds))
 
 
 class Story:
