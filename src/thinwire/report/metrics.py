@@ -14,7 +14,6 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -106,7 +105,6 @@ class WandbLog:
 EVENTS_FILE = "events.jsonl"
 SECRETS = ("invite", "web")  # tags of lines that let people in: they stay on the terminal
 _LONGEST = 2000  # characters of one
-_HELD = 100  # before there is a folder
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -370,25 +368,17 @@ def _mean(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 class Story:
-    """Appends what happens in a run, in words and with the time, to events.jsonl in its folder, as
-    soon as there is one and on any thread; `kind` is the tag that the terminal shows.
-
-    A full disk costs events, but nothing else.
+    """Appends what happens in a run, in words and with the time, to events.jsonl in its folder, on
+    any thread; `kind` is the tag that the terminal shows. A full disk costs events, nothing else.
     """
 
     def __init__(self, folder: Path):
-        self._folder = folder
-        self._held: deque[str] = deque(maxlen=_HELD)
-        self._lock = threading.Lock()
+        self._path, self._lock = folder / EVENTS_FILE, threading.Lock()
 
     def tell(self, kind: str, text: str) -> None:
         """Add an event."""
         if kind in SECRETS:
             return
-        with self._lock:
-            self._held.append(line_of(kind, {"text": printable(text, _LONGEST)}))
-            if not self._folder.is_dir():
-                return
-            with contextlib.suppress(OSError), (self._folder / EVENTS_FILE).open("a") as file:
-                while self._held:
-                    file.write(self._held.popleft())
+        line = line_of(kind, {"text": printable(text, _LONGEST)})
+        with self._lock, contextlib.suppress(OSError), self._path.open("a") as file:
+            file.write(line)
