@@ -27,7 +27,6 @@ from thinwire.web.server import App, WebServer
 DEFAULT_LISTEN = "127.0.0.1:4618"
 OFF = "off"
 TOKENS = 60  # of a text that a run under way writes
-SECONDS = 600.0  # for one such text, on a machine that has other work
 _KEPT = "authority/web.json"  # in a hosted run's folder: its address stays when it is restarted
 
 
@@ -183,10 +182,7 @@ class Sampler:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
-        late = threading.Timer(SECONDS, self._process.kill)
-        late.start()
         text, errors = self._process.communicate()
-        late.cancel()
         if self._process.returncode == 0:
             self._tell("sample", f"step {step}: {text.strip()}")
         elif not self._is_over:
