@@ -16,7 +16,7 @@ from thinwire.data.chat import (
     NotAConversation,
     conversation_of,
 )
-from thinwire.data.documents import Conversations, LostCharacters
+from thinwire.data.documents import Conversations
 from thinwire.data.rendering import RENDERER
 from thinwire.data.tokenizer import END_OF_TEXT, RESERVED, Tokenizer
 from thinwire.errors import DataError
@@ -165,7 +165,7 @@ def test_a_tokenizer_without_an_end_of_text(tmp_path):
     assert chat.end_ids == {chat.tokenizer.id_of("<|im_end|>")}
     passages = [("train", Conversation(TALK).json())] * 2
     documents = Conversations([], chat.template, learn_all=False)
-    chunks = list(documents.encode(chat.tokenizer, passages, LostCharacters()))
+    chunks = list(documents.encode(chat.tokenizer, passages))
     (once,) = chat.encode_all([Conversation(TALK)], learn_all=False)
     assert all(np.array_equal(chunk.ids, once.ids) for chunk in chunks) and len(chunks) == 2
 

@@ -7,7 +7,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from thinwire.data import Tokenizer, documents
 from thinwire.data import tokenizer as tokenizer_module
-from thinwire.data.documents import LostCharacters, Texts
+from thinwire.data.documents import Texts
 from thinwire.data.tokenizer import END_OF_TEXT
 from thinwire.errors import DataError
 
@@ -26,7 +26,7 @@ def test_passages_in_batches_equal_single_ones(texts, monkeypatch, side):
     monkeypatch.setattr(tokenizer_module, "PIECE_CHARACTERS", 700)
     monkeypatch.setattr(documents, "BATCH_CHARACTERS", 1500)
     found: list[list[int]] = [[]]
-    for chunk in Texts([]).encode(tokenizer, ((side, text) for text in texts), LostCharacters()):
+    for chunk in Texts([]).encode(tokenizer, ((side, text) for text in texts)):
         assert chunk.side == side
         for token in chunk.ids.tolist():
             if token == tokenizer.end_of_text:
@@ -45,8 +45,8 @@ def test_sides_keep_their_order_and_validation_is_measured(texts, monkeypatch):
     monkeypatch.setattr(documents, "BATCH_CHARACTERS", 1500)
     tokenizer = Tokenizer.train(texts, 400)
     passages = [("valid" if i % 3 else "train", text) for i, text in enumerate(texts)]
-    losses = LostCharacters()
-    encoded = list(Texts([]).encode(tokenizer, passages, losses))
+    documents_of = Texts([])
+    encoded = list(documents_of.encode(tokenizer, passages))
     assert [tokenizer.decode(chunk.ids) for chunk in encoded] == [t + END_OF_TEXT for t in texts]
     for chunk, (side, text) in zip(encoded, passages, strict=True):
         assert chunk.side == side
@@ -54,8 +54,8 @@ def test_sides_keep_their_order_and_validation_is_measured(texts, monkeypatch):
         if chunk.sizes is not None:
             assert np.sum(chunk.sizes) == len(text.encode())
             assert len(chunk.sizes) == len(chunk.ids)
-    assert losses.characters == sum(map(len, texts))
-    assert losses.summary() == ""
+    assert documents_of.characters == sum(map(len, texts))
+    assert documents_of.remarks() == []
 
 
 def test_no_more_is_held_than_a_batch(texts, monkeypatch):
@@ -68,16 +68,17 @@ def test_no_more_is_held_than_a_batch(texts, monkeypatch):
             taken += 100
             yield ("train", "x" * 99 + "\n")
 
-    encoded = Texts([]).encode(Tokenizer.train(texts, 300), endless(), LostCharacters())
+    encoded = Texts([]).encode(Tokenizer.train(texts, 300), endless())
     for _ in range(40):
         next(encoded)
     assert taken == 4500
 
 
 def lost(backend, text):
-    losses = LostCharacters()
-    list(Texts([]).encode(Tokenizer(backend), [("train", text)], losses))
-    return losses.summary()
+    texts = Texts([])
+    list(texts.encode(Tokenizer(backend), [("train", text)]))
+    (told,) = texts.remarks()
+    return told
 
 
 def byte_level(*alphabet):
@@ -94,10 +95,10 @@ def test_characters_without_a_token_are_counted():
 
 
 def test_what_loses_most_of_the_text_is_refused(monkeypatch):
-    with pytest.raises(DataError, match=r"does not fit this text: it loses 6 of 10 characters"):
+    with pytest.raises(DataError, match=r"do not fit: the tokenizer loses 6 of 10 characters"):
         lost(byte_level("a"), "aaaabbbbbb")
     monkeypatch.setattr(documents, "_JUDGED_CHARACTERS", 100)
     monkeypatch.setattr(documents, "BATCH_CHARACTERS", 100)
     endless = itertools.repeat(("train", "b" * 50))
     with pytest.raises(DataError, match="loses 100 of 100 characters"):
-        list(Texts([]).encode(Tokenizer(byte_level("a")), endless, LostCharacters()))
+        list(Texts([]).encode(Tokenizer(byte_level("a")), endless))

@@ -206,4 +206,4 @@ def test_what_a_tokenizer_loses_is_said_each_time(text_folder, made, tmp_path, t
     for _ in range(2):  # made, and found in the cache
         (note,) = made(config).notes
         assert f"loses {zeros:,} of {total:,} characters" in note and "'0'" in note
-    assert made(text_config(text_folder)).notes == []
+    assert made(text_config(text_folder)).notes == ()

@@ -56,10 +56,9 @@ class Corpus:
     valid_bytes: int  # UTF-8 bytes of the validation text, 0 if unknown
     source: str
     documents: int  # 0 if unknown
-    lost: str  # what of the text its tokenizer loses; empty if nothing
     train_learned: np.memmap | None = None  # of each id whether it is learned; None if all are
     valid_learned: np.memmap | None = None
-    remarks: tuple[str, ...] = ()  # what else there is to say of how it was made
+    notes: tuple[str, ...] = ()  # what a user of it should know
 
     @classmethod
     def open(cls, folder: str | Path) -> "Corpus":
@@ -91,10 +90,9 @@ class Corpus:
                 valid_bytes=int(manifest["valid_bytes"]),
                 source=str(manifest["source"]),
                 documents=int(manifest["documents"]),
-                lost=str(manifest.get("lost", "")),
                 train_learned=beside("train.loss", np.uint8, train),
                 valid_learned=beside("valid.loss", np.uint8, valid),
-                remarks=tuple(map(str, manifest.get("remarks", []))),
+                notes=tuple(map(str, manifest.get("remarks", []))),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _damaged(folder, f"its {MANIFEST} is not usable ({error!r})") from error
@@ -109,11 +107,6 @@ class Corpus:
     def template(self) -> ChatTemplate | None:
         """The chat template of the tokenizer, if it has one."""
         return ChatTemplate.beside(self.folder / TOKENIZER)
-
-    @property
-    def notes(self) -> list[str]:
-        """What a user of this corpus should know."""
-        return [*self.remarks, *([f"the tokenizer {self.lost}"] if self.lost else [])]
 
     def summary(self) -> str:
         """One line for the log."""
@@ -182,14 +175,13 @@ def write_corpus(
     chunks: Iterable[TokenChunk],
     tokenizer: Tokenizer | None,
     documents: int = 0,
-    lost: Callable[[], str] = str,
     template: ChatTemplate | None = None,
     remarks: Callable[[], list[str]] = list,
 ) -> None:
     """Write a corpus beside `folder` and rename it there at the end, or leave nothing.
 
-    `lost` and `remarks` are asked once all chunks are there. All chunks say which ids are learned,
-    or none does.
+    `remarks` are asked for once all chunks are there. All chunks say which ids are learned, or none
+    does.
     """
     dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
     streams: dict[str, IO[bytes]] = {}
@@ -233,7 +225,6 @@ def write_corpus(
             facts = {
                 "source": source,
                 "documents": documents,
-                "lost": lost(),
                 "vocab": vocab,
                 "valid_bytes": valid_bytes,
                 "dtype": dtype.name,

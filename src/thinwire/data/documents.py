@@ -29,45 +29,6 @@ _JUDGED_CHARACTERS = 10_000_000  # enough to know a tokenizer that loses most of
 _SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk leaves
 
 
-class LostCharacters:
-    """Counts the characters that a tokenizer loses: those that do not come back from its ids.
-
-    A tokenizer may lack some characters or bytes, and leaves them out silently.
-    """
-
-    def __init__(self) -> None:
-        self.characters = 0  # of all texts
-        self._lost: Counter[str] = Counter()
-
-    def add(self, texts: Iterable[str], decoded: Iterable[str]) -> None:
-        """Compare texts with what their ids decode to; losing most of a text is an error."""
-        for text, back in zip(texts, decoded, strict=True):
-            self.characters += len(text)
-            if back != text:
-                self._lost += Counter(text) - Counter(back)
-        if self.characters >= _JUDGED_CHARACTERS:
-            self.check()
-
-    def check(self) -> None:
-        """Refuse a tokenizer that loses more than half of the text."""
-        if 2 * self._lost.total() > self.characters:
-            raise DataError(f"the tokenizer does not fit this text: it {self.summary()}")
-
-    def summary(self) -> str:
-        """What is lost, for the user; empty if nothing is."""
-        lost = self._lost.total()
-        if not lost:
-            return ""
-        most = ", ".join(
-            f"{character!r} {count:,}" for character, count in self._lost.most_common(5)
-        )
-        return (
-            f"loses {lost:,} of {self.characters:,} characters ({lost / self.characters:.2%}), "
-            f"most often {most}: decoding its ids does not restore them. A byte-level "
-            "tokenizer loses none; leave data.tokenizer empty to train one"
-        )
-
-
 class Document(NamedTuple):
     """A text, whether it was given for validation, and how far reading has come."""
 
@@ -96,6 +57,8 @@ class Texts:
         self._groups = groups
         self._key = key
         self.size = sum(size for _, size in groups)  # how far reading goes; 0 if not known
+        self.characters = 0  # that were encoded
+        self._lost: Counter[str] = Counter()  # of these
 
     def read(self) -> Iterator[Document]:
         """All documents, those to train on first."""
@@ -116,22 +79,37 @@ class Texts:
         return [document]
 
     def remarks(self) -> list[str]:
-        """What the user should know of them, once all have been read."""
-        return []
+        """What the user should know of them, once all have been encoded."""
+        lost, most = self._lost.total(), self._lost.most_common(5)
+        if not lost:
+            return []
+        often = ", ".join(f"{character!r} {count:,}" for character, count in most)
+        return [
+            f"the tokenizer loses {lost:,} of {self.characters:,} characters "
+            f"({lost / self.characters:.2%}), most often {often}: decoding its ids does not "
+            "restore them. A byte-level tokenizer loses none; leave data.tokenizer empty to "
+            "train one"
+        ]
 
     def encode(
-        self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]], losses: LostCharacters
+        self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]]
     ) -> Iterator[TokenChunk]:
         """The ids of every (side, document) in turn, each followed by the end of text.
 
-        What is lost on the way is counted. A text over 128,000 characters comes in pieces that
-        meet at line ends.
+        A tokenizer may lack some characters or bytes, and leaves them out silently: what does not
+        come back from the ids is counted. A text over 128,000 characters comes in pieces that meet
+        at line ends.
         """
 
         def encoded(batch: Iterator[TextPiece]) -> list[TokenChunk]:
             found = self._encoded(tokenizer, list(batch))
             decoded = tokenizer.decode_all([chunk.ids for chunk, _, _ in found])
-            losses.add([text for _, text, _ in found], decoded)
+            for (_, text, _), back in zip(found, decoded, strict=True):
+                self.characters += len(text)
+                if back != text:
+                    self._lost += Counter(text) - Counter(back)
+            if self.characters >= _JUDGED_CHARACTERS:
+                self._check_fit()
             return [_ended(chunk, tokenizer) if is_open else chunk for chunk, _, is_open in found]
 
         batch: list[TextPiece] = []
@@ -144,7 +122,12 @@ class Texts:
                 batch, size = [], 0
         if batch:
             yield from interruptible(encoded, batch)
-        losses.check()
+        self._check_fit()
+
+    def _check_fit(self) -> None:
+        """Refuse a tokenizer that loses more than half of the text."""
+        if 2 * self._lost.total() > self.characters:
+            raise DataError(f"the text and its tokenizer do not fit: {Texts.remarks(self)[0]}")
 
     def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[TextPiece]:
         for side, text in passages:
@@ -208,7 +191,7 @@ class Conversations(Texts):
                 f"{self._unanswered:,} conversations without an answer of the assistant are left "
                 "out: there is nothing to learn from them"
             )
-        return found
+        return found + super().remarks()
 
     def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[TextPiece]:
         return ((side, text, True) for side, text in passages)

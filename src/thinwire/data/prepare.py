@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.data.chat import CHATML, CHATML_TOKENS, ChatTemplate, form_of
 from thinwire.data.corpus import Corpus, Progress, TokenChunk, found_or_made, write_corpus
-from thinwire.data.documents import Conversations, HubDataset, LostCharacters, Texts
+from thinwire.data.documents import Conversations, HubDataset, Texts
 from thinwire.data.shards import changed, find_shards
 from thinwire.data.sources import SourceFile, read_records, stdlib_files, text_files
 from thinwire.data.split import ValidationSplit
@@ -167,9 +167,8 @@ def _documents(
     def make(split: ValidationSplit, folder: Path) -> None:
         used = tokenizer or Tokenizer.train(sample(split), vocab, special)
         texts = ((p.side, p.text) for p in split.passages(documents("tokenising")))
-        losses = LostCharacters()
-        chunks = of.encode(used, texts, losses)
-        told = split.documents, losses.summary, template, of.remarks
+        chunks = of.encode(used, texts)
+        told = split.documents, template, of.remarks
         write_corpus(folder, config.source, used.vocab_size, chunks, used, *told)
 
     encoding = tokenizer.digest if tokenizer else " ".join(["train", str(vocab), *special])

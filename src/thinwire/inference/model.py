@@ -18,7 +18,7 @@ from torch import Tensor
 from thinwire.codec import Leg
 from thinwire.data import Tokenizer
 from thinwire.data.chat import Chat
-from thinwire.data.documents import LostCharacters, Texts
+from thinwire.data.documents import Texts
 from thinwire.data.sources import read_records, text_files
 from thinwire.engine.build import choose_device
 from thinwire.engine.checkpoint import Checkpoint
@@ -106,15 +106,14 @@ class Model(Joined):
         display.phase("data", f"{path}, with the tokenizer of {self.checkpoint.folder}")
         files = text_files(str(path), "--data")
         texts = Texts([(functools.partial(read_records, files, text_key), 0)], text_key)
-        lost = LostCharacters()
         passages = (("valid", document.text) for document in texts.read())
-        chunks = list(texts.encode(self.tokenizer, passages, lost))
+        chunks = list(texts.encode(self.tokenizer, passages))
         ids_N = np.concatenate([np.empty(0, np.int64), *(chunk.ids for chunk in chunks)])
         sizes_N = np.concatenate([np.empty(0, np.int64), *(c.sizes for c in chunks)])
         if len(ids_N) < 2:
             raise DataError(f"{path} has too little text: a loss needs at least two tokens")
-        if lost.summary():
-            display.note(f"the tokenizer {lost.summary()}")
+        for note in texts.remarks():
+            display.note(note)
         places, score, size = self._windows(len(ids_N) - 1)[: batches or None], Score(), 0
         for number, place in enumerate(places):
             part_N = torch.from_numpy(ids_N[place.start : place.stop + 1]).to(self.device)
