@@ -14,7 +14,6 @@ MASKED = -100
 """The target of a position from whose next token nothing is learned, as torch has it."""
 _ROUNDS = 8
 _SUMMED = 1 << 18  # values added up at a time
-_COUNTED = 1 << 24  # bytes of a mask looked at at a time
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd 64-bit multipliers that spread bits well
 
 
@@ -42,12 +41,7 @@ class Windows:
         self._learned = learned
         if learned is not None:
             targets = learned[1 : self.all * context + 1].reshape(self.all, context)
-            at_once = max(1, _COUNTED // context)
-            parts = [
-                np.count_nonzero(targets[first : first + at_once], axis=1)
-                for first in range(0, self.all, at_once)
-            ]
-            counts = np.concatenate([np.empty(0, np.int64), *parts])
+            counts = targets.sum(axis=1, dtype=np.int64)  # of ones and zeros, without a copy
             self._numbers = np.flatnonzero(counts)
             self._counts = counts[self._numbers]
             self.count = len(self._numbers)
