@@ -1,8 +1,8 @@
 """Which peer holds which blocks of a run: chosen by what the machines measured, and explained.
 
-Orders of peers are tried one by one while they are few; for each the blocks are dealt out so that
-the slowest stage is as fast as it can be. A rough estimate ranks them, and the simulator decides
-among the best and improves on them.
+A search begins with a few orders of the peers and blocks dealt out so that the slowest stage is as
+fast as it can be. It goes on as long as the step gets shorter, as the simulator plays it, when a
+block is moved or two peers are exchanged.
 """
 
 import contextlib
@@ -39,8 +39,7 @@ from thinwire.settings import Settings
 from thinwire.settings.crossing import size_kind, size_word
 
 ALIKE = 1.25  # rates within this factor count as equal: measured twice, one machine differs so much
-MOST_ORDERS = 720  # all orders of six peers
-SIMULATED = 16  # placements that the simulator compares, at first and in each round
+SIMULATED = 16  # placements that the simulator compares in a round
 LEAST_GAIN = 0.005  # of a step: for less no block is moved, so that splits stay near the even one
 MOST_PERMUTED = 6  # peers whose every order is looked at, where they share stages
 ROUNDS = 30  # of improvement; it ends earlier where nothing gains
@@ -52,12 +51,12 @@ Seating = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Peers and blocks by stage, with a rough estimate of the step."""
+    """Peers and blocks by stage, with the least that a step can take."""
 
     order: Seating
     counts: Counts
     fullness: float  # memory that the fullest stage needs, of what its peer has for it
-    rough_seconds: float
+    busiest: float  # seconds of a step for which a stage or a link is busy
 
     @property
     def fits(self) -> bool:
@@ -67,7 +66,7 @@ class Placement:
     @property
     def rank(self) -> tuple[float, float]:
         """What fits comes first, then what is fast."""
-        return max(1.0, self.fullness), self.rough_seconds
+        return max(1.0, self.fullness), self.busiest
 
 
 class StageFigures:
@@ -171,13 +170,10 @@ class Search:
 
     def best(self) -> Placement:
         """The fastest placement found that fits; where none fits, the one that lacks least."""
-        ranked = sorted(self._placements(), key=lambda placement: placement.rank)
-        fitting = [placement for placement in ranked if placement.fits]
-        if not fitting:
-            return ranked[0]
-        best = self._fastest(fitting[0], fitting[1:])
+        listed, *others = map(self.place, self._starts())
+        best = self._fastest(listed, others)
         for _ in range(ROUNDS):
-            better = self._fastest(best, list(self._neighbours(best)))
+            better = self._fastest(best, [*self._neighbours(best)])
             if better is best:
                 break
             best = better
@@ -191,35 +187,26 @@ class Search:
         """The peers in this order with these blocks, or with the best that can be dealt out."""
         counts = counts or self._counts or self._dealt(order)
         fullness = max(map(self.figures.fullness, order, itertools.count(), ranges(counts)))
-        return Placement(order, counts, fullness, self._rough(order, counts))
+        return Placement(order, counts, fullness, self._busiest(order, counts))
 
     def _fastest(self, best: Placement, others: list[Placement]) -> Placement:
         """The fastest by the simulator of the first and the most promising others, which must be
-        clearly faster; one whose busiest part takes as long is not played.
+        clearly faster, or lack less memory; one whose busiest part takes as long is not played.
         """
         for other in heapq.nsmallest(SIMULATED, others, key=lambda placement: placement.rank):
+            if not best.fits:
+                best = min(best, other, key=lambda placement: placement.rank)
+                continue
             limit = self.seconds(best) * (1 - LEAST_GAIN)
-            busiest = max(self._busy(other.order, other.counts))
-            if other.fits and busiest < limit and self.seconds(other) < limit:
+            if other.fits and other.busiest < limit and self.seconds(other) < limit:
                 best = other
         return best
 
-    def _placements(self) -> list[Placement]:
-        peers, stages = len(self.figures.peers), self.figures.stages
-        if math.perm(peers, stages) <= MOST_ORDERS:
-            orders = self._distinct(itertools.permutations(range(peers), stages))
-            return [self.place(order) for order in orders]
-        by_rate = sorted(range(peers), key=lambda peer: -self.figures.rates[peer])[:stages]
-        starts = [tuple(range(stages)), tuple(by_rate), tuple(reversed(by_rate))]
-        return [self.place(start) for start in starts]  # improved by exchanges later
-
-    def _distinct(self, orders: Iterator[Seating]) -> list[Seating]:
-        """Orders that differ in more than the names of equal peers; the first of each kind."""
-        kinds = [dataclasses.replace(peer, name="", device="") for peer in self.figures.peers]
-        found: dict[tuple[Machine, ...], Seating] = {}
-        for order in orders:
-            found.setdefault(tuple(kinds[peer] for peer in order), order)
-        return list(found.values())
+    def _starts(self) -> list[Seating]:
+        """Peers as they are listed, and the fastest first or last."""
+        stages, rates = self.figures.stages, self.figures.rates
+        by_rate = sorted(range(len(rates)), key=lambda peer: -rates[peer])[:stages]
+        return [tuple(range(stages)), tuple(by_rate), tuple(reversed(by_rate))]
 
     def _exchanges(self, order: Seating) -> Iterator[Seating]:
         """Two stages exchange their peers, or one takes a peer that has no stage."""
@@ -242,7 +229,7 @@ class Search:
                 least = self.figures.least_on_last if source == len(counts) - 1 else 1
                 if moved[source] >= least:
                     yield self.place(order, tuple(moved))
-        for changed in self._distinct(self._exchanges(order)):
+        for changed in self._exchanges(order):
             yield self.place(changed, counts)
             if self._counts is None:
                 yield self.place(changed)
@@ -263,8 +250,8 @@ class Search:
         worst, counts = deal(*sizes, seconds)
         return counts if math.isfinite(worst) else deal(*sizes, fullness)[1]
 
-    def _busy(self, order: Seating, counts: Counts) -> list[float]:
-        """Seconds of a step for which each stage and link is busy: no step is shorter than one."""
+    def _busiest(self, order: Seating, counts: Counts) -> float:
+        """Seconds of a step for which its busiest stage or link works: no step is shorter."""
         costs = self.figures.costs(order, counts)
         links = links_of([self.figures.peers[peer] for peer in order])
         below, above = [0, *costs.forward_bytes], [*costs.forward_bytes, 0]  # activations
@@ -277,14 +264,7 @@ class Search:
                 Occupancy(links.mbps_up[stage]).seconds(up),
                 Occupancy(links.mbps_down[stage]).seconds(down),
             ]
-        return [self.figures.schedule.microbatches * seconds for seconds in busy]
-
-    def _rough(self, order: Seating, counts: Counts) -> float:
-        """A step is its busiest part and the way of one microbatch; or round trips, by window."""
-        busy, schedule = self._busy(order, counts), self.figures.schedule
-        links = links_of([self.figures.peers[peer] for peer in order])
-        one = sum(busy) / schedule.microbatches + 2 * sum(links.latency_s)
-        return max(max(busy) + one, one * schedule.microbatches / schedule.window)
+        return self.figures.schedule.microbatches * max(busy)
 
 
 @dataclass(frozen=True)
