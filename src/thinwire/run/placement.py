@@ -279,7 +279,6 @@ class ChosenSplit:
     memory_bytes: list[int]
     simulation: Simulation
     even: Simulation | None  # the even split in the listed order; None where its memory is lacking
-    faster: tuple[Counts, float] | None  # an uneven split of equal peers, and its seconds
     why: str
 
     @property
@@ -319,19 +318,15 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
     as_listed = search.place(tuple(range(stages)), own)
     of_own = Search(figures, own).best()
     is_fixed = bool(settings.pipeline.split)
-    free = of_own if is_fixed else search.best()
     is_alike = max(figures.rates) / min(figures.rates) <= ALIKE
     candidates = [as_listed, of_own]
     if not is_fixed and not (is_alike and of_own.fits):
-        candidates.append(free)
+        candidates.append(search.best())
     fitting = [placement for placement in candidates if placement.fits]
     if not fitting:
-        raise ConfigError(_lack(figures, of_own if is_fixed else free))
+        raise ConfigError(_lack(figures, candidates[-1]))
     limit = min(map(search.seconds, fitting)) * (1 + WORTH)
     chosen = next(placement for placement in fitting if search.seconds(placement) <= limit)
-    faster = None
-    if not is_fixed and free.fits and search.seconds(free) * (1 + WORTH) < search.seconds(chosen):
-        faster = free.counts, search.seconds(free)
     even = tuple(map(len, split_layers(settings.model.layers, [], stages)))
     even_fits = search.place(as_listed.order, even).fits
     held, seated = [*enumerate(ranges(chosen.counts))], [peers[peer] for peer in chosen.order]
@@ -344,7 +339,6 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
         memory_bytes=[figures.memory(*stage) for stage in held],
         simulation=figures.simulation(chosen.order, chosen.counts),
         even=figures.simulation(as_listed.order, even) if even_fits else None,
-        faster=faster,
         why=_why(figures, chosen, as_listed),
     )
 
@@ -468,7 +462,6 @@ def split_to_plain(split: ChosenSplit) -> dict[str, Any]:
     simulation, settings = split.simulation, split.settings
     costs, microbatches = estimate_costs(settings, 1.0), settings.pipeline.microbatches
     even = split.even.step_seconds if split.even else None
-    faster, faster_seconds = split.faster or (None, None)
     return {
         "step_seconds": simulation.step_seconds,
         "tokens_per_s": settings.tokens_per_step / simulation.step_seconds,
@@ -506,8 +499,6 @@ def split_to_plain(split: ChosenSplit) -> dict[str, Any]:
             for cut, (below, above) in enumerate(itertools.pairwise(split.peers))
         ],
         "spare": [peer.name for peer in split.spare],
-        "faster_split": list(faster) if faster else None,
-        "faster_step_seconds": faster_seconds,
         "why": split.why,
         "config_hash": settings.hash,
     }
@@ -558,12 +549,6 @@ def split_text(split: ChosenSplit) -> str:
             "step; its own rate is not in the estimate"
         )
     lines += [f"limited by: {plain['bound']}", "", f"why: {split.why}"]
-    if split.faster:
-        lines.append(
-            f"note: pipeline.split = {plain['faster_split']} would take {split.faster[1]:.3f} s "
-            "per step: the last stage also computes the head. Set it in the settings to use it; "
-            "its cuts lie elsewhere"
-        )
     lines.append(
         f"estimate: {seconds:.3f} s per step, {plain['tokens_per_s']:,.0f} tokens/s, "
         f"{duration(seconds * steps)} for {steps:,} steps, not counting start, validations and "
