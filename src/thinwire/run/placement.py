@@ -1,8 +1,8 @@
 """Which peer holds which blocks of a run: chosen by what the machines measured, and explained.
 
-A search begins with a few orders of the peers and blocks dealt out so that the slowest stage is as
-fast as it can be. It goes on as long as the step gets shorter, as the simulator plays it, when a
-block is moved or two peers are exchanged.
+A search begins with orders of the peers and blocks dealt out so that the slowest stage is as fast
+as it can be. It goes on as long as the step gets shorter, as the simulator plays it, when a block
+is moved or two peers are exchanged.
 """
 
 import contextlib
@@ -39,6 +39,7 @@ from thinwire.settings import Settings
 from thinwire.settings.crossing import size_kind, size_word
 
 ALIKE = 1.25  # rates within this factor count as equal: measured twice, one machine differs so much
+MOST_ORDERS = 720  # all orders of six peers
 SIMULATED = 16  # placements that the simulator compares in a round
 LEAST_GAIN = 0.005  # of a step: for less no block is moved, so that splits stay near the even one
 MOST_PERMUTED = 6  # peers whose every order is looked at, where they share stages
@@ -51,12 +52,13 @@ Seating = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Peers and blocks by stage, with the least that a step can take."""
+    """Peers and blocks by stage, with a rough estimate of the step."""
 
     order: Seating
     counts: Counts
     fullness: float  # memory that the fullest stage needs, of what its peer has for it
-    busiest: float  # seconds of a step for which a stage or a link is busy
+    busiest: float  # seconds of a step for which a stage or a link works: no step is shorter
+    rough_seconds: float
 
     @property
     def fits(self) -> bool:
@@ -66,7 +68,7 @@ class Placement:
     @property
     def rank(self) -> tuple[float, float]:
         """What fits comes first, then what is fast."""
-        return max(1.0, self.fullness), self.busiest
+        return max(1.0, self.fullness), self.rough_seconds
 
 
 class StageFigures:
@@ -187,7 +189,7 @@ class Search:
         """The peers in this order with these blocks, or with the best that can be dealt out."""
         counts = counts or self._counts or self._dealt(order)
         fullness = max(map(self.figures.fullness, order, itertools.count(), ranges(counts)))
-        return Placement(order, counts, fullness, self._busiest(order, counts))
+        return Placement(order, counts, fullness, *self._rough(order, counts))
 
     def _fastest(self, best: Placement, others: list[Placement]) -> Placement:
         """The fastest by the simulator of the first and the most promising others, which must be
@@ -203,8 +205,10 @@ class Search:
         return best
 
     def _starts(self) -> list[Seating]:
-        """Peers as they are listed, and the fastest first or last."""
+        """All orders of few peers; of many as they are listed, and the fastest first or last."""
         stages, rates = self.figures.stages, self.figures.rates
+        if math.perm(len(rates), stages) <= MOST_ORDERS:
+            return [*itertools.permutations(range(len(rates)), stages)]
         by_rate = sorted(range(len(rates)), key=lambda peer: -rates[peer])[:stages]
         return [tuple(range(stages)), tuple(by_rate), tuple(reversed(by_rate))]
 
@@ -250,8 +254,10 @@ class Search:
         worst, counts = deal(*sizes, seconds)
         return counts if math.isfinite(worst) else deal(*sizes, fullness)[1]
 
-    def _busiest(self, order: Seating, counts: Counts) -> float:
-        """Seconds of a step for which its busiest stage or link works: no step is shorter."""
+    def _rough(self, order: Seating, counts: Counts) -> tuple[float, float]:
+        """Seconds for which the busiest stage or link of a step works; and of the step, which is
+        these and the way of one microbatch, or round trips, by window.
+        """
         costs = self.figures.costs(order, counts)
         links = links_of([self.figures.peers[peer] for peer in order])
         below, above = [0, *costs.forward_bytes], [*costs.forward_bytes, 0]  # activations
@@ -264,7 +270,9 @@ class Search:
                 Occupancy(links.mbps_up[stage]).seconds(up),
                 Occupancy(links.mbps_down[stage]).seconds(down),
             ]
-        return self.figures.schedule.microbatches * max(busy)
+        schedule, one = self.figures.schedule, sum(busy) + 2 * sum(links.latency_s)
+        busiest, trips = schedule.microbatches * max(busy), schedule.microbatches / schedule.window
+        return busiest, max(busiest + one, one * trips)
 
 
 @dataclass(frozen=True)
@@ -390,23 +398,14 @@ def _why(figures: StageFigures, chosen: Placement, as_listed: Placement) -> str:
     if chosen.counts == as_listed.counts:
         reason = "the peers compute about equally fast" if is_alike else "no other gains enough"
         return f"The even split is kept because {reason}, with the peers {order}."
-    parts = []
-    if not is_alike:
-        slow, fast = rates.index(min(rates)), rates.index(max(rates))
-        parts.append(
-            f"{names[slow]} computes {rates[fast] / rates[slow]:.1f} times slower than "
-            f"{names[fast]} and gets {_blocks(chosen.counts[slow])}, not {chosen.counts[fast]}"
-        )
-    full = [
-        names[stage]
-        for stage, blocks in enumerate(ranges(chosen.counts))
-        if blocks.start  # one more block, from the stage below
-        and figures.fullness(chosen.order[stage], stage, range(blocks.start - 1, blocks.stop)) > 1
-    ]
-    if full:
-        parts.append(f"memory allows no more on {', '.join(full)}")
-    parts.append("the last stage also computes the head")
-    return f"Uneven because {'; '.join(parts)}."
+    if is_alike:
+        return "Uneven because the memory of the peers allows no even split."
+    slow, fast = rates.index(min(rates)), rates.index(max(rates))
+    return (
+        f"Uneven because {names[slow]} computes {rates[fast] / rates[slow]:.1f} times slower than "
+        f"{names[fast]} and gets {_blocks(chosen.counts[slow])}, not {chosen.counts[fast]}; the "
+        "last stage also computes the head."
+    )
 
 
 def _blocks(count: int) -> str:
@@ -414,8 +413,7 @@ def _blocks(count: int) -> str:
 
 
 def _lack(figures: StageFigures, placement: Placement) -> str:
-    """Which stage lacks how much memory, and what would help: tried, not guessed."""
-    settings = figures.settings
+    """Which stage lacks how much memory, and what would help."""
     lacking = []
     for stage, blocks in enumerate(ranges(placement.counts)):
         peer = figures.peers[placement.order[stage]]
@@ -425,36 +423,15 @@ def _lack(figures: StageFigures, placement: Placement) -> str:
     lacks, stage, peer, count, needs = max(lacking, key=lambda row: row[0])
     in_all = sum(row[0] for row in lacking) / MEMORY_SHARE
     names = ", ".join(row[2].name for row in lacking)
-    helps = [text for text, changed in _remedies(settings) if _fits(changed, figures.peers)]
-    helps.append(f"{human_bytes(in_all)} more memory on {names}{' together' * (len(lacking) > 1)}")
-    helps.append("more peers and a larger pipeline.stages; a smaller model")
-    fixed = settings.pipeline.split
+    fixed = figures.settings.pipeline.split
     what = f"pipeline.split = {fixed} does not fit" if fixed else "no split fits"
     return (
         f"{what} into the memory of these peers. At best, stage {stage} with {_blocks(count)} "
         f"needs {human_bytes(needs)} and {peer.name} has {human_bytes(peer.memory_bytes)}, of "
         f"which {1 - MEMORY_SHARE:.0%} is kept free: it lacks {human_bytes(lacks)}. "
-        f"What would help: {'; '.join(helps)}"
+        f"What would help: {human_bytes(in_all)} more memory on {names}; more peers and a larger "
+        "pipeline.stages; pipeline.recompute = true; more pipeline.microbatches; a smaller model"
     )
-
-
-def _remedies(settings: Settings) -> list[tuple[str, Settings]]:
-    """Changes of the settings that take less memory, most harmless first."""
-    found = []
-    pipeline, batch = settings.pipeline, settings.train.batch
-    if not pipeline.recompute:
-        changed = dataclasses.replace(pipeline, recompute=True)
-        found.append(("pipeline.recompute = true (more compute)", changed))
-    more = next((n for n in (2, 4, 8) if batch % (n * pipeline.microbatches) == 0), None)
-    if more:
-        changed = dataclasses.replace(pipeline, microbatches=more * pipeline.microbatches)
-        found.append((f"pipeline.microbatches = {changed.microbatches}", changed))
-    return [(text, dataclasses.replace(settings, pipeline=changed)) for text, changed in found]
-
-
-def _fits(settings: Settings, peers: list[Machine]) -> bool:
-    fixed: Counts | None = tuple(settings.pipeline.split) or None
-    return Search(StageFigures(settings, peers), fixed).best().fits
 
 
 def split_to_plain(split: ChosenSplit) -> dict[str, Any]:
@@ -531,7 +508,6 @@ def split_text(split: ChosenSplit) -> str:
     if split.spare:
         lines.append(f"without a stage: {', '.join(plain['spare'])}")
     lines.append("")
-    relayed, relayed_word = 0, ""
     for link in plain["links"]:
         forward, backward = link["forward_bytes_per_step"], link["backward_bytes_per_step"]
         word = size_word(settings, link["cut"])
@@ -540,14 +516,8 @@ def split_text(split: ChosenSplit) -> str:
             f"cut {link['cut']}, {link['below']} - {link['above']} ({way}), per step: "
             f"{word}{human_bytes(forward)} forward, {human_bytes(backward)} backward"
         )
-        if link["relayed"]:
-            relayed += forward + backward
-            relayed_word = max(relayed_word, word, key=len)
-    if relayed:
-        lines.append(
-            f"the relay, or the host without one, carries {relayed_word}{human_bytes(relayed)} per "
-            "step; its own rate is not in the estimate"
-        )
+    if any(link["relayed"] for link in plain["links"]):
+        lines.append("the rate of the relay, or of the host without one, is not in the estimate")
     lines += [f"limited by: {plain['bound']}", "", f"why: {split.why}"]
     lines.append(
         f"estimate: {seconds:.3f} s per step, {plain['tokens_per_s']:,.0f} tokens/s, "
