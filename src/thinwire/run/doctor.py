@@ -266,31 +266,23 @@ def _check_route(route: Route, answer: Seen | WireError, is_reached: bool) -> Fi
         seen, _ = split_address(answer.address)
         trip = f"{1e3 * answer.round_trip_s:.0f} ms"
         return fine(f"{who} answers at {route.address} in {trip}, and sees this machine as {seen}")
-    what, fix = f"{who} does not answer: {answer}", _way_out(str(answer), route)
+    what, fix = f"{who} does not answer: {answer}", _way_out(route)
     if is_reached:
         return Finding("note", what, "Another way works; the run will use that.", fix)
     return Finding("blocks", what, "This machine cannot reach the run.", fix)
 
 
-def _way_out(reason: str, route: Route) -> str:
+def _way_out(route: Route) -> str:
     """What to do about a door that does not answer."""
     _, port = split_address(route.address)
     command = "thinwire host" if route.kind == "direct" else "thinwire relay"
-    unknown = f"the name of the host is unknown here: check this machine's DNS, or {_NEW_INVITE}"
-    offline = "this machine has no way there: is it connected to the internet?"
-    ways = {
-        "the door refused": "another run is at home there, or the pass of the relay has changed: "
-        + _NEW_INVITE,
-        "refused": f"nothing listens there: is `{command}` running, and does the router in front "
-        f"of it forward TCP port {port} to it?",
-        "no answer": "a firewall or a router swallows the connection. There: open TCP port "
-        f"{port} (sudo ufw allow {port}/tcp) and forward it in the router. Here: allow connections "
-        f"out to port {port}; thinwire does not use a proxy. Or let both meet at a third machine: "
-        "thinwire relay, and thinwire host --relay",
-        **dict.fromkeys(("Name or service", "name resolution", "nodename"), unknown),
-        **dict.fromkeys(("unreachable", "No route"), offline),
-    }
-    return next((way for words, way in ways.items() if words in reason), _NEW_INVITE)
+    return (
+        f"there: see that `{command}` runs, open TCP port {port} (sudo ufw allow {port}/tcp) and "
+        f"forward TCP port {port} in the router. Here: look at the connection and the name server, "
+        f"and allow connections out to port {port}; thinwire does not use a proxy. Or let both "
+        "meet at a third machine: thinwire relay, and thinwire host --relay. If another run is at "
+        f"home there by now, {_NEW_INVITE}"
+    )
 
 
 def check_clock(ahead_s: float) -> Finding:
