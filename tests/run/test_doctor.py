@@ -63,7 +63,7 @@ def test_a_machine_that_can_join_is_told_so(host, doctor, tmp_path, monkeypatch,
     assert not found.is_blocked, found.text()
     answers = f"the host answers at {host.door.address}"
     reached = "can be reached from outside, at 127.0.0.1:"
-    for words in (answers, "would let this machine in", reached, "agree within 30 s"):
+    for words in (answers, "would let this machine in", reached):
         assert one(found, words).level == "fine"
     assert "sees this machine as 127.0.0.1" in found.text() and "Mbit/s up" in found.text()
     busy = one(doctor(invite, host.door.address), "no door can be opened here")
@@ -167,14 +167,10 @@ def test_a_machine_without_torch_is_told_so():
     (checks.check_torch("2.9.1+cu128"), "blocks", "needs torch 2.10"),
     (checks.check_memory(100_000_000, "cpu"), "blocks", "No stage"),
     (checks.check_memory(1_000_000_000, "cpu"), "note", "Only a small stage"),
-    (checks.check_files(64), "blocks", "used up"), (checks.check_files(0), "fine", ""),
-    (checks.check_clock(0.4), "fine", ""), (checks.check_clock(-90.0), "note", "will not agree"),
 ])  # fmt: skip
 def test_thresholds(finding, level, words):
     assert finding.level == level and words in finding.trouble
     assert bool(finding.fix) == (level != "fine")
-    assert checks.check_clock(-90.0).what == "the clock here is 1m30s ahead of the host's"
-    assert checks.check_clock(90.0).what == "the clock here is 1m30s behind the host's"
 
 
 def test_an_impostor_behind_the_right_door_blocks(host, doctor, tmp_path):

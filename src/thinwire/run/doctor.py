@@ -5,7 +5,6 @@ wrong also what, and the fix. torch is imported late: it may be what is missing.
 """
 
 import contextlib
-import math
 import os
 import platform
 import re
@@ -22,13 +21,11 @@ from thinwire.report.human import duration, human_bytes
 from thinwire.run.admission import HostSays, Invite, saved_identity
 from thinwire.run.admission import ask as ask_host
 from thinwire.run.machine import device_name, existing_folder, free_disk, free_memory
-from thinwire.wire import Door, Identity, Route, Routes, Seen, ping_all, raise_descriptor_limit
+from thinwire.wire import Door, Identity, Route, Routes, Seen, ping_all
 from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import measure_link
 
 TORCH = (2, 10)  # as in pyproject.toml
-SKEW_S = 30.0  # beyond which clocks are worth a note
-LOW_MBPS_UP = 5.0
 _NEW_INVITE = "ask the host for a new invite"
 # Commands in a fix are to be copied: no word is broken.
 _WRAPPER = textwrap.TextWrapper(
@@ -113,7 +110,6 @@ def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Findin
     yield fine(f"thinwire {thinwire.__version__}, Python {python} on {system}")
     yield from _check_device()
     yield check_folder(place)
-    yield check_files(raise_descriptor_limit())
     if invite is not None:
         yield from check_way(invite, saved_identity(place, invite.fingerprint), listen)
     elif not text:
@@ -184,18 +180,6 @@ def check_folder(folder: Path) -> Finding:
     )
 
 
-def check_files(limit: int) -> Finding:
-    """Whether this process may open enough files and connections; 0 where there is no limit."""
-    return _graded(
-        f"{limit:,} files may be open at once" if limit else "open files are not limited",
-        limit or math.inf,
-        *(256, 1024),
-        "Each link takes several; they would soon be used up.",
-        "A run with many peers may use them up.",
-        "raise the limit before you join: ulimit -n 4096",
-    )
-
-
 def _check_hosted() -> Iterator[Finding]:
     """Have the peers of each run that is hosted here look from outside."""
     with contextlib.suppress(ImportError, OSError):  # without torch none is hosted
@@ -244,7 +228,6 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
         yield _check_route(route, answer, is_reached=bool(ways))
     if ways:
         seen, *_ = ways.values()
-        yield check_clock(seen.ahead_s)
         yield from _check_host(invite, list(ways), known.key_pem if known else "", listen, seen)
         yield _check_rate(invite, list(ways))
         return
@@ -282,19 +265,6 @@ def _way_out(route: Route) -> str:
         f"and allow connections out to port {port}; thinwire does not use a proxy. Or let both "
         "meet at a third machine: thinwire relay, and thinwire host --relay. If another run is at "
         f"home there by now, {_NEW_INVITE}"
-    )
-
-
-def check_clock(ahead_s: float) -> Finding:
-    """Whether the clocks here and at the host agree; nothing fails where they do not."""
-    if abs(ahead_s) <= SKEW_S:
-        return fine(f"the clocks here and at the host agree within {SKEW_S:g} s")
-    direction = "behind" if ahead_s > 0 else "ahead of"
-    return Finding(
-        "note",
-        f"the clock here is {duration(abs(ahead_s))} {direction} the host's",
-        "Times in logs and invites will not agree.",
-        "set this machine's clock by the network: sudo timedatectl set-ntp true",
     )
 
 
@@ -356,16 +326,7 @@ def _check_rate(invite: Invite, ways: list[Route]) -> Finding:
         rates = measure_link(ways, invite.run_id)
     except WireError as error:
         return fine(f"rates were not measured: {error}")
-    here = (
+    return fine(
         f"{rates.mbps_up:.1f} Mbit/s up, {rates.mbps_down:.1f} Mbit/s down, round trip "
         f"{1e3 * rates.round_trip_s:.0f} ms to the host"
-    )
-    if rates.mbps_up >= LOW_MBPS_UP:
-        return fine(here)
-    return Finding(
-        "note",
-        here,
-        "Each step waits for the slowest uplink of the run; this one may be it.",
-        "use a cable instead of wireless, and stop other uploads; the host can choose thinner "
-        "cuts: thinwire init --recipe thin100 or thin200",
     )
