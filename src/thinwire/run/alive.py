@@ -191,33 +191,32 @@ def alive_reports(given: Path | None) -> list[StatusReport]:
 
 def host_folder(given: Path | None) -> Path:
     """The one folder in which a run answers that this machine hosts; NotAliveError says why not."""
-    found = _given(given) or _answering(_runs())
-    if any(map(is_alive, found)):
-        return _only(found)
-    for folder in found or _local_runs():
-        if is_claimed(folder):
-            raise NotAliveError(
-                f"the run in {folder} has no peers: it is a local one, or only starts"
-            )
-    if given is None and (joined := _answering(peers_folder())):
-        raise NotAliveError(
-            f"this machine hosts no run: it is a peer of the run in {joined[0]}, and only the "
-            "host of a run can do this (`thinwire leave` takes this peer out of it)"
-        )
-    raise _not_alive(found, [_runs()])
+    peer_of = "this machine hosts no run: it is a peer of the run in {}, and only a host can do this"
+    return _one(given, _runs(), peers_folder(), peer_of)
 
 
 def member_folder(given: Path | None) -> Path:
     """The one folder in which this machine is a peer; NotAliveError says why there is none."""
-    found = [given] if given is not None else _answering(peers_folder())
-    if any(map(is_alive, found)):
-        return _only(found)
-    if given is None and (hosted := _answering(_runs())):
-        raise NotAliveError(
-            f"this machine is no peer of a run: it hosts the one in {hosted[0]}. Press Ctrl-C "
-            "there to stop it"
+    hosts = "this machine is no peer of a run: it hosts the one in {}. Press Ctrl-C there to stop it"
+    return _one(given, peers_folder(), _runs(), hosts)
+
+
+def _one(given: Path | None, place: Path, other: Path, elsewhere: str) -> Path:
+    """The one folder that answers, of those in a place; `elsewhere`: one in the other place does,
+    which is no use.
+    """
+    found = _given(given) or _answering(place)
+    if len(found) > 1:
+        raise ConfigError(
+            f"several runs are alive: name the folder of one, {', '.join(map(str, found))}"
         )
-    raise _not_alive(found, [peers_folder()])
+    if found and is_alive(found[0]):
+        return found[0]
+    if given is None and (useless := _answering(other)):
+        raise NotAliveError(elsewhere.format(useless[0]))
+    if local := [folder for folder in found or _local_runs() if is_claimed(folder)]:
+        raise NotAliveError(f"the run in {local[0]} has no peers: it is a local one, or starts")
+    raise _not_alive(found, [place])
 
 
 def hosted_folders() -> list[Path]:
@@ -266,14 +265,6 @@ def _report(folder: Path) -> StatusReport:
         last_checkpoint=max(map(step_of, list_checkpoints(folder)), default=None),
         notes=notes,
     ).after(step)
-
-
-def _only(found: list[Path]) -> Path:
-    if len(found) > 1:
-        raise ConfigError(
-            f"several runs are alive: name the folder of one, {', '.join(map(str, found))}"
-        )
-    return found[0]
 
 
 def _not_alive(given: list[Path], places: list[Path]) -> NotAliveError:
