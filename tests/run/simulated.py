@@ -37,7 +37,7 @@ from thinwire.run.coordinator import MOST_DEATHS, Coordinator, Phase
 from thinwire.run.host import STANDBY_PAUSE
 from thinwire.run.machine import Machine
 from thinwire.run.peer import FOR_FOLLOWERS
-from thinwire.run.peers import STOPPED_SECONDS, neighbours
+from thinwire.run.peers import neighbours
 from thinwire.schedule import OPEN, build
 from thinwire.wire.frame import HEADER_BYTES
 
@@ -315,11 +315,6 @@ class Leader:
                 for stage in held:
                     self.hear(ev.Lost(stage, f"{name} could not be reached for {limit} s"))
 
-    def look_for_stopped(self, process):
-        """As LocalPeers.next_event: a process that was stopped for a while is found."""
-        if process.is_paused and not process.is_replaced:
-            self.hear(ev.Stopped(process.group[0]), process)
-
 
 @dataclass
 class Outcome:
@@ -588,9 +583,7 @@ class World:
             case "pause" if process.runs:
                 process.pause(True)
                 self.after(seconds, process.pause, False)
-                if not self.plan.hosted:
-                    self.after(STOPPED_SECONDS + 1.0, leader.look_for_stopped, process)
-                elif not is_held and seconds > OUTAGE / 4:
+                if self.plan.hosted and not is_held and seconds > OUTAGE / 4:
                     gone = ev.Away(process.group[0], "it does not answer")
                     self.after(OUTAGE / 4, leader.hear, gone, process)
                 if seconds > ANSWER and is_held:

@@ -157,16 +157,6 @@ def test_a_wait_for_a_new_process_is_no_stuck_run():
         assert lead.on(ev.Tick(), 1.0) == []
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_process_that_is_stopped_is_replaced(stage):
-    lead = training(steps=1)
-    commands = lead.on(ev.Stopped(stage))
-    assert replaced(commands) == [[stage]]
-    assert texts(commands)[0].startswith(f"stage {stage} got stuck at step 1: its process is stop")
-    alone = Lead(stages=4).until(Phase.TRAINING)
-    assert alone.on(ev.Stopped(stage)) == [], "where it cannot be replaced it may go on by itself"
-
-
 def test_two_neighbours_that_die_are_linked_to_each_other():
     lead = training(steps=1)
     lead.on(ev.Exited(1, -9))

@@ -17,7 +17,7 @@ from typing import Any
 
 from thinwire.engine.reports import Report
 from thinwire.errors import ThinwireError, WireError
-from thinwire.run.events import Event, Exited, Lost, Said, Stopped, Tick
+from thinwire.run.events import Event, Exited, Lost, Said, Tick
 from thinwire.run.pacing import Pace
 from thinwire.run.protocol import MOST_SAID, OF_NO_STAGE, Envelope, Kinds, pack, unpack
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe
@@ -151,10 +151,7 @@ class Hearing:
         for event, room in [self._next.popleft() for _ in range(len(self._next))]:
             match event:
                 case (
-                    Said(stage=stage, follows=False)
-                    | Exited(stage=stage)
-                    | Lost(stage=stage)
-                    | Stopped(stage=stage)
+                    Said(stage=stage, follows=False) | Exited(stage=stage) | Lost(stage=stage)
                 ) if stage in stages:
                     if room is not None:
                         room.release()

@@ -234,8 +234,6 @@ class Coordinator:
                 self._suspect(ev.Lost(stage, error, in_breach=True), now)
             case ev.Travelled():
                 return self._on_travelled(event)
-            case ev.Stopped(stage):
-                return self._replace_stuck(stage, "its process is stopped", now)
             case ev.Given(stages):
                 for stage in stages:
                     self._watch.heard(stage)

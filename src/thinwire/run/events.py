@@ -33,12 +33,6 @@ class Lost(Event, frozen=True):
     in_breach: bool = False
 
 
-class Stopped(Event, frozen=True):
-    """The process of a stage on this machine is stopped, as SIGSTOP does; it may stay so."""
-
-    stage: int
-
-
 class Given(Event, frozen=True):
     """Another process begins to hold these stages, which were lost: it is waited for from now."""
 

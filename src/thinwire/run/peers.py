@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from thinwire.settings import Settings
 from thinwire.wire import Identity, raise_descriptor_limit
 
 LAST_WORDS_SECONDS = 2.0  # to hear what a process said before it ended
-STOPPED_SECONDS = 5  # for which a process is stopped, before it is said
 EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
 
 
@@ -256,8 +254,6 @@ class LocalPeers(Peers):
         self._forker = Forker() if is_worth_it else None
         self._here: list[StagesHere] = []
         self._began = began
-        self._looked_at = 0.0  # when it was last seen which processes are stopped
-        self._stopped: Counter[StageProcess] = Counter()  # ... and how often in a row
         raise_descriptor_limit()  # for the stages too, which inherit it
 
     def __exit__(self, *error: object) -> None:
@@ -285,17 +281,6 @@ class LocalPeers(Peers):
         (process,) = start_processes([self._log(order)], self._forker)
         self._here[place] = self._attended(order, process)
         self.said.note(ev.Given(stages))
-
-    def next_event(self, coordinator: Coordinator) -> ev.Event:
-        if time.monotonic() >= self._looked_at + 1.0:
-            self._looked_at = time.monotonic()
-            for here in self._here:
-                process = here.process
-                self._stopped[process] = (self._stopped[process] + 1) * process.is_stopped()
-                if self._stopped[process] > STOPPED_SECONDS:
-                    self._stopped[process] = 0
-                    self.said.note(ev.Stopped(here.stages[0]))
-        return super().next_event(coordinator)
 
     def tell(self, stage: int, message: ToStage, follows: bool = False) -> None:
         if isinstance(message, Connect):

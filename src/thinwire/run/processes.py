@@ -56,13 +56,6 @@ class StageProcess:
         """How it ended; None while it runs."""
         return self._code
 
-    def is_stopped(self) -> bool:
-        """Whether it is stopped, as SIGSTOP does; known on Linux alone. A debugger is no reason."""
-        with contextlib.suppress(OSError, IndexError):
-            stat = Path(f"/proc/{self.process}/stat").read_text()
-            return self._code is None and stat.rsplit(")", 1)[1].split()[0] == "T"
-        return False
-
     def wait(self, timeout: float | None = None) -> int:
         """How it ended, once it has; TimeoutExpired if it does not in time."""
         if not self._ended.wait(timeout):
