@@ -12,24 +12,18 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-
 from thinwire.errors import ConfigError, WireError
 from thinwire.folders import replace_private_file
 from thinwire.paths import data_folder, expanded
 from thinwire.report.human import human_bytes
-from thinwire.report.table import plain_table
 from thinwire.run.signals import heeding
-from thinwire.wire import Door, Route, Traffic, raise_descriptor_limit
+from thinwire.wire import Door, Route, raise_descriptor_limit
 from thinwire.wire.door import LINK_MBPS
 from thinwire.wire.sockets import address_text, split_address
 
 _PASS = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _PASS_MEANS = "8 to 64 letters, digits, hyphens or underscores"
-_LINE_EVERY_S = 10.0  # where lines cannot be rewritten
-_TABLE_EVERY_S = 1.0
+_LINE_EVERY_S = 10.0
 
 
 def parse_relay(text: str) -> Route:
@@ -117,12 +111,8 @@ def is_public(host: str) -> bool:
 
 
 def _show(door: Door, stream: TextIO, is_over: threading.Event) -> None:
-    """A table on a terminal; a line at times where lines cannot be rewritten."""
-    console, last = Console(file=stream, highlight=False), ""
-    if console.is_terminal:
-        with Live(console=console, auto_refresh=False) as live:
-            while not is_over.wait(_TABLE_EVERY_S):
-                live.update(_table(door.traffic()), refresh=True)
+    """Who meets, and how much passed, in a line whenever that has changed."""
+    last = ""
     while not is_over.wait(_LINE_EVERY_S):
         line = ", ".join(
             f"run {run}: {traffic.connections} connections, {human_bytes(traffic.relayed_bytes)}"
@@ -132,13 +122,3 @@ def _show(door: Door, stream: TextIO, is_over: threading.Event) -> None:
             stream.write(line + "\n")
             stream.flush()
             last = line
-
-
-def _table(runs: dict[str, Traffic]) -> Table:
-    table = plain_table("Runs that meet here")
-    for head in ("run", "connections", "waiting", "passed"):
-        table.add_column(head, justify="left" if head == "run" else "right")
-    for name, traffic in runs.items():
-        passed = human_bytes(traffic.relayed_bytes)
-        table.add_row(name, str(traffic.connections), str(traffic.waiting), passed)
-    return table
