@@ -146,7 +146,6 @@ def test_a_run_that_is_formed_again_may_go_on_before_what_the_host_wanted(host, 
     there = host.join("peer", sender, [0, 1])
     host.wait(2)
     there.close()
-    sender.begin_anew()
     again = Host(tmp_path / "again")
     shards = [write(member, stage, 22) for stage in (0, 1)]
     sender.remove_spare()  # as when a stage has said that it has written

@@ -644,7 +644,6 @@ class JoinedPeer:
             self._serves_shards = True
             dial_store = partial(self._dial, msg.store_name(self.identity.name))
             self._begin(self._shards.keep_serving, dial_store)
-        self._shards.begin_anew()
         self._admit(hold.links)
         counts = [len(blocks) for blocks in holding.settings.split()]
         blocks = sum(counts[stage] for stage in hold.stages)

@@ -67,7 +67,7 @@ MOST_SAID = 8 << 20  # bytes of a message; that of a seat lists the tensors of i
 SPARE_BYTES = 64 << 20  # of the disk that a transfer leaves free
 SILENCE_S = 120.0  # without a piece, after which the connection is given up
 LEAST_MBPS = 4 * PIECE_BYTES / SILENCE_S * 8e-6  # slower would be taken for silence
-REDIAL_S = (1.0, 30.0)  # the first and the longest pause between two attempts
+REDIAL_S = 2.0  # between two attempts
 KEPT_SHARDS = 4  # that a member keeps for a host which asks for none of them
 _SHA256 = r"\A[0-9a-f]{64}\Z"
 
@@ -494,18 +494,13 @@ class ShardSender:
         self._closed = threading.Event()
         self._pipe: Pipe | None = None
         self._wanted: collections.deque[int] = collections.deque(maxlen=2)  # steps, the last
-        self._no_older = 0  # the step of which it has asked since the run was formed
 
     def keep_serving(self, connect: Callable[[], Pipe]) -> None:
         """Serve one connection after the other until `close`; on a thread of its own."""
-        pause = REDIAL_S[0]
         while not self._closed.is_set():
-            try:
+            with contextlib.suppress(ThinwireError):
                 self.serve(connect())
-                pause = REDIAL_S[0]
-            except ThinwireError:
-                self._closed.wait(pause)
-                pause = min(2 * pause, REDIAL_S[1])
+            self._closed.wait(REDIAL_S)
 
     def serve(self, pipe: Pipe) -> None:
         """Answer the host until this connection ends; WireError if it breaks."""
@@ -521,23 +516,16 @@ class ShardSender:
         if self._pipe is not None:
             self._pipe.close(0)
 
-    def begin_anew(self) -> None:
-        """The run is formed again, perhaps from a step before the one that the host wanted last."""
-        self._no_older = 0
-
     def remove_spare(self) -> None:
         """Remove what no host needs: all shards but the newest few, and those that travel."""
         wanted = {partial_folder(self._run_folder, step) for step in self._wanted}
         with contextlib.suppress(OSError):  # one has just been removed: look again later
             found = checkpoints_folder(self._run_folder).glob(f".partial-step-{8 * '[0-9]'}")
             by_age = sorted(found, key=lambda folder: folder.stat().st_mtime_ns)
-            # The host chooses the newest: it will ask for nothing older than what it wants now.
-            older = {folder for folder in by_age if int(folder.name[-8:]) < self._no_older}
-            for folder in ({*by_age[:-KEPT_SHARDS]} | older) - wanted:
+            for folder in {*by_age[:-KEPT_SHARDS]} - wanted:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _find(self, want: Want) -> Path:
-        self._no_older = want.step
         if want.step not in [*self._wanted][-1:]:
             self._wanted.append(want.step)
             self.remove_spare()
