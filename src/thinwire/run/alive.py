@@ -191,13 +191,13 @@ def alive_reports(given: Path | None) -> list[StatusReport]:
 
 def host_folder(given: Path | None) -> Path:
     """The one folder in which a run answers that this machine hosts; NotAliveError says why not."""
-    peer_of = "this machine hosts no run: it is a peer of the run in {}, and only a host can do this"
+    peer_of = "this machine hosts no run: it is a peer of the run in {}; only a host can do this"
     return _one(given, _runs(), peers_folder(), peer_of)
 
 
 def member_folder(given: Path | None) -> Path:
     """The one folder in which this machine is a peer; NotAliveError says why there is none."""
-    hosts = "this machine is no peer of a run: it hosts the one in {}. Press Ctrl-C there to stop it"
+    hosts = "this machine is no peer of a run: it hosts the one in {}. Ctrl-C there stops that"
     return _one(given, peers_folder(), _runs(), hosts)
 
 
