@@ -196,14 +196,18 @@ class IssuedInvite:
 
 @dataclass(frozen=True)
 class EnrolledPeer:
-    """A peer that was let in: its name, and the key that it is known by."""
+    """A peer that was let in: its name, and its public key."""
 
     name: str
-    key: str  # its fingerprint
+    public: str
     invite_id: str
     enrolled: float
     kicked: bool = False
-    public: str = ""
+
+    @property
+    def key(self) -> str:
+        """The fingerprint of its key, that it is known by."""
+        return fingerprint_of(self.public)
 
     @property
     def why_kicked(self) -> str:
@@ -273,7 +277,7 @@ class AuthorityBook:
             if known is None:
                 name = wanted_name or _unused(self._peers, lambda: f"peer-{secrets.token_hex(2)}")
                 self._refuse_name(name)
-                self._peers[name] = EnrolledPeer(name, key, invite_id, self._clock(), public=public)
+                self._peers[name] = EnrolledPeer(name, public, invite_id, self._clock())
             elif wanted_name not in ("", name := known.name):
                 raise AdmissionError(
                     f"this machine has joined the run as {name!r} before: leave out --name "
@@ -402,8 +406,7 @@ class AuthorityBook:
             if kept.version != _VERSION:
                 raise ConfigError(f"its version is {kept.version}, not {_VERSION}")
             for peer in kept.peers:
-                if fingerprint_of(peer.public) != peer.key:
-                    raise ConfigError(f"the key of {peer.name!r} is not that of its fingerprint")
+                fingerprint_of(peer.public)  # refuses what is no key
             self._peers = {peer.name: peer for peer in kept.peers}
         except (OSError, ValueError, ThinwireError) as error:
             raise ConfigError(
