@@ -271,14 +271,12 @@ class Failures:
         return count if count >= (ABSENCES if is_absence else FAILURES) else 0
 
 
-def lacking_peers(before: list[str], least: int, here: list[str], unfit: dict[str, str]) -> str:
-    """For whom a run waits; and who is there but gets no stage, with the reason."""
+def lacking_peers(least: int, here: list[str], unfit: dict[str, str]) -> str:
+    """For how many a run waits; and who is there but gets no stage, with the reason."""
     missing = max(1, least - len(here))
-    gone = [name for name in dict.fromkeys(before) if name not in here]
-    which = f" ({', '.join(gone)} or another)" if gone else ""
     there = f"; here: {', '.join(here)}" if here else ""
     others = "".join(f"; {name} gets no stage: {why}" for name, why in unfit.items() if why)
-    return f"waiting for {missing} more peer{'s' if missing != 1 else ''}{which}{there}{others}"
+    return f"waiting for {missing} more peer{'s' if missing != 1 else ''}{there}{others}"
 
 
 def fitting(before: Formation, settings: Settings) -> Formation:

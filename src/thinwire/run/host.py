@@ -1020,12 +1020,8 @@ class _Hosting(Base):
         return [member.name for member in self.members.here()] != known
 
     def _lacking(self, here: list[str]) -> str:
-        """For whom the run waits: those who had stages and may have them again come first."""
-        known = self.members.all()
-        welcome = {member.name for member in known if not member.why_unfit}
-        expected = [name for name in self.formation.seats if name in welcome]
-        unfit = {member.name: member.why_unfit for member in known if member.is_here}
-        return lacking_peers(expected, self._least, here, unfit)
+        unfit = {one.name: one.why_unfit for one in self.members.all() if one.is_here}
+        return lacking_peers(self._least, here, unfit)
 
     def _choose(self, here: list[Member]) -> tuple[list[str] | None, str]:
         """Stages and blocks for a run that is formed for the first time, by what peers measured.
