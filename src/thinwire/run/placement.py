@@ -33,7 +33,6 @@ from thinwire.schedule import (
     Simulation,
     deal,
     simulate,
-    split_layers,
 )
 from thinwire.settings import Settings
 from thinwire.settings.crossing import size_kind, size_word
@@ -286,7 +285,6 @@ class ChosenSplit:
     parameters: list[int]
     memory_bytes: list[int]
     simulation: Simulation
-    even: Simulation | None  # the even split in the listed order; None where its memory is lacking
     why: str
 
     @property
@@ -335,8 +333,6 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
         raise ConfigError(_lack(figures, candidates[-1]))
     limit = min(map(search.seconds, fitting)) * (1 + WORTH)
     chosen = next(placement for placement in fitting if search.seconds(placement) <= limit)
-    even = tuple(map(len, split_layers(settings.model.layers, [], stages)))
-    even_fits = search.place(as_listed.order, even).fits
     held, seated = [*enumerate(ranges(chosen.counts))], [peers[peer] for peer in chosen.order]
     return ChosenSplit(
         settings=with_split(settings, chosen.counts),
@@ -346,7 +342,6 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
         parameters=[figures.parameters(*stage) for stage in held],
         memory_bytes=[figures.memory(*stage) for stage in held],
         simulation=figures.simulation(chosen.order, chosen.counts),
-        even=figures.simulation(as_listed.order, even) if even_fits else None,
         why=_why(figures, chosen, as_listed),
     )
 
@@ -438,13 +433,10 @@ def split_to_plain(split: ChosenSplit) -> dict[str, Any]:
     """The split for a program."""
     simulation, settings = split.simulation, split.settings
     costs, microbatches = estimate_costs(settings, 1.0), settings.pipeline.microbatches
-    even = split.even.step_seconds if split.even else None
     return {
         "step_seconds": simulation.step_seconds,
         "tokens_per_s": settings.tokens_per_step / simulation.step_seconds,
         "bound": simulation.bound,
-        "even_step_seconds": even,
-        "even_tokens_per_s": settings.tokens_per_step / even if even else None,
         "split": split.counts,
         "stages": [
             {
@@ -524,17 +516,4 @@ def split_text(split: ChosenSplit) -> str:
         f"{duration(seconds * steps)} for {steps:,} steps, not counting start, validations and "
         "checkpoints"
     )
-    if split.even is None:
-        lines.append(
-            "even split in the listed order: does not fit into the peers' memory with "
-            f"{split.simulation.schedule.window} microbatches in flight"
-        )
-    else:
-        gain = split.even.step_seconds / seconds
-        same = abs(gain - 1) < 0.0005
-        lines.append(
-            f"even split in the listed order: {split.even.step_seconds:.3f} s per step, "
-            f"{plain['even_tokens_per_s']:,.0f} tokens/s; "
-            f"{'the same' if same else f'the chosen one is {gain:.2f}x as fast'}"
-        )
     return "\n".join(lines)
