@@ -152,23 +152,18 @@ def _refuse_moved_cuts(checkpoint: Checkpoint, settings: Settings) -> None:
     before, now = ([len(blocks) for blocks in s.split()] for s in (saved, settings))
     if before == now or boundary.mode == "dense" or boundary.mode != saved.boundary.mode:
         return
-    lost = "cuts elsewhere drop what it needs, and what these cuts learned would be lost"
-    cost = "its loss starts far above the one that this run reached"
-    if boundary.is_constrained:
-        free = saved.boundary.free_layers
-        lost = f"all blocks but the last {free} are held in the subspace for it"
-        cost = "its weights stay as they are"
-        if now[-1] < free:
-            cost = (
-                f"of the last {free} blocks those below the last cut keep only what lies in the "
-                'subspace, which ruins a trained model (boundary.mode = "dense" keeps all)'
-            )
     raise ConfigError(
         f"cannot resume {checkpoint.folder} with {now} blocks in its stages: the model learned "
-        f'with {before}, and with boundary.mode = "{boundary.mode}" its cuts are part of it: '
-        f"{lost}. Keep pipeline.stages = {len(before)} and pipeline.split = {before}. "
-        f"`--init-from {checkpoint.folder} --set run.name=NAME` starts a new run with other cuts "
-        f"from these weights: {cost}, and steps, data order and optimizer begin anew"
+        f'with {before}, and with boundary.mode = "{boundary.mode}" its cuts are part of it. Keep '
+        f"pipeline.stages = {len(before)} and pipeline.split = {before}. {_anew(checkpoint)}"
+    )
+
+
+def _anew(checkpoint: Checkpoint) -> str:
+    return (
+        f"`--init-from {checkpoint.folder} --set run.name=NAME` starts a new run with these "
+        "weights, as far as they fit (docs/finetuning.md says what each change costs); steps, data "
+        "order and optimizer begin anew"
     )
 
 
@@ -182,16 +177,9 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
         and before[section][key] != now[section][key]
     }
     if changed:
-        way = "Start a new run instead"
-        if any(place.startswith("boundary.") for place in changed):
-            way += (
-                f": with --init-from {checkpoint.folder} it takes these weights along, as far as "
-                "they fit (docs/finetuning.md says what each change costs); steps, data order and "
-                "optimizer begin anew"
-            )
         raise ConfigError(
             f"cannot resume {checkpoint.folder} with other values of {', '.join(changed)} (in the "
-            f"checkpoint: {changed}): the weights depend on them. {way}"
+            f"checkpoint: {changed}): the weights depend on them. {_anew(checkpoint)}"
         )
     if checkpoint.step >= settings.train.steps:
         raise ConfigError(
@@ -366,11 +354,6 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
             f"model.vocab grows from {saved.model.vocab} to {settings.model.vocab}: the rows of "
             f"new tokens start anew{stay}"
         )
-    if settings.model.context > saved.model.context:
-        notes.append(
-            f"model.context = {settings.model.context} is longer than the {saved.model.context} "
-            f"tokens that {origin.folder} was trained with: later positions are new to it"
-        )
     before, now = (projected_cuts(s).values() for s in (saved, settings))
     if gone := {*before} - {*now}:
         blocks = ", ".join(str(block) for block, _ in sorted(gone))
@@ -388,11 +371,8 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
 
 def _found(transfer: Transfer, origin: Checkpoint) -> list[str]:
     notes = []
-    cuts = [name for name in transfer.fresh if not is_adapter(name)]
-    if cuts:
-        notes.append(f"not in {origin.folder}, so they start anew: {', '.join(cuts)}")
-    if count := len(transfer.fresh) - len(cuts):
-        notes.append(f"{count} tensors of adapters start anew, without effect at first")
+    if fresh := [name for name in transfer.fresh if not is_adapter(name)]:
+        notes.append(f"not in {origin.folder}, so they start anew: {', '.join(fresh)}")
     if transfer.lost > MOST_LOST:
         notes.append(
             f"{100 * transfer.lost:.1f} % of the weights that the subspace is to hold lie outside "
