@@ -238,20 +238,17 @@ class Search:
                 yield self.place(changed)
 
     def _dealt(self, order: Seating) -> Counts:
-        """Blocks so that the slowest stage is fastest; where none fit, so that they lack least."""
+        """Blocks so that the slowest stage is fastest; where none fit, those of the settings."""
         figures = self.figures
 
-        def fullness(stage: int, blocks: range) -> float:
-            return figures.fullness(order[stage], stage, blocks)
-
         def seconds(stage: int, blocks: range) -> float:
-            if fullness(stage, blocks) > 1.0:
+            if figures.fullness(order[stage], stage, blocks) > 1.0:
                 return math.inf
             return figures.work(blocks) / figures.rates[order[stage]]
 
-        sizes = figures.layers, figures.stages, figures.least_on_last
-        worst, counts = deal(*sizes, seconds)
-        return counts if math.isfinite(worst) else deal(*sizes, fullness)[1]
+        worst, counts = deal(figures.layers, figures.stages, figures.least_on_last, seconds)
+        own = tuple(len(blocks) for blocks in figures.settings.split())
+        return counts if math.isfinite(worst) else own
 
     def _rough(self, order: Seating, counts: Counts) -> tuple[float, float]:
         """Seconds for which the busiest stage or link of a step works; and of the step, which is
