@@ -164,7 +164,6 @@ def test_a_machine_without_torch_is_told_so():
 
 
 @pytest.mark.parametrize(("finding", "level", "words"), [
-    (checks.check_torch("2.9.1+cu128"), "blocks", "needs torch 2.10"),
     (checks.check_memory(100_000_000, "cpu"), "blocks", "No stage"),
     (checks.check_memory(1_000_000_000, "cpu"), "note", "Only a small stage"),
 ])  # fmt: skip

@@ -7,7 +7,6 @@ wrong also what, and the fix. torch is imported late: it may be what is missing.
 import contextlib
 import os
 import platform
-import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from thinwire.wire import Door, Identity, Route, Routes, Seen, ping_all
 from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import measure_link
 
-TORCH = (2, 10)  # as in pyproject.toml
 _NEW_INVITE = "ask the host for a new invite"
 # Commands in a fix are to be copied: no word is broken.
 _WRAPPER = textwrap.TextWrapper(
@@ -120,22 +118,12 @@ def _check_device() -> Iterator[Finding]:
         what, trouble = f"torch cannot be imported: {error}", "A stage computes with it."
         yield Finding("blocks", what, trouble, "install it: pip install torch")
         return
-    yield check_torch(torch.__version__)
+    yield fine(f"torch {torch.__version__}")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu" and torch.backends.mps.is_available():
         kind = "mps"
     device = torch.device(kind)
     yield check_memory(free_memory(device), device_name(device))
-
-
-def check_torch(version: str) -> Finding:
-    """Whether this torch will do."""
-    matched = re.match(r"(\d+)\.(\d+)", version)
-    if matched and (int(matched[1]), int(matched[2])) < TORCH:
-        needs = ".".join(map(str, TORCH))
-        fix = f"pip install --upgrade 'torch>={needs}'"
-        return Finding("blocks", f"torch {version}", f"thinwire needs torch {needs} or newer.", fix)
-    return fine(f"torch {version}")
 
 
 def _graded(
