@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # torch may be missing: the doctor says so
     import torch
 
 APART_SECONDS = 120.0  # for a process that measures a GPU; importing torch may take long
-MOST_PEERS = 256  # in one file: choosing among more would take long
 MOST_OF_A_MACHINE = 1e9  # of any of its figures
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
@@ -107,8 +106,6 @@ def load_peers(path: Path) -> list[Machine]:
     listed = values.get("peer", [])
     if not isinstance(listed, list) or not listed:
         raise ConfigError(f"{path} lists no peers: {example}")
-    if len(listed) > MOST_PEERS:
-        raise ConfigError(f"{path} lists {len(listed):,} peers: at most {MOST_PEERS} are allowed")
     peers = []
     for index, table in enumerate(listed):
         where = f"{path}: peer[{index}]"
