@@ -20,7 +20,7 @@ def meters(stage, stages, frames=0):
 def failed(error, kind="WireError", accuses=(), convicts=()):
     """What a peer sends before it leaves."""
     known = kind.endswith("Error") and kind != "ValueError"
-    return Failed(kind, known, error, "" if known else "a trace", [*accuses], [*convicts])
+    return Failed(kind, known, error, [*accuses], [*convicts])
 
 
 def step(stage, number, stages=2, frames=0):

@@ -577,7 +577,7 @@ class World:
                         leader.lose_touch(other, seconds)
                         other.die(-9, is_silent=True)
             case "crash" if process.runs and not process.stages[process.group[-1]].is_finished:
-                stage, what = process.group[-1], ("RuntimeError", False, "out of memory", "a trace")
+                stage, what = process.group[-1], ("RuntimeError", False, "out of memory")
                 process.say(stage, pr.Failed(*what, [], []))
                 process.die(1)
             case "pause" if process.runs:

@@ -118,9 +118,9 @@ def test_a_request_to_stop_while_a_cause_is_sought_ends_nothing_sooner_unless_re
 
 
 def found(end):
-    """Who was blamed, whether its error was known, and its traceback."""
+    """Who was blamed, and whether its error was known."""
     assert isinstance(end.culprit, ev.Suspect)
-    return end.culprit.stage, end.culprit.known, end.culprit.trace
+    return end.culprit.stage, end.culprit.known
 
 
 LOST = ev.Lost(1, "link control of stage 1 is broken")
@@ -131,18 +131,18 @@ BREACH = ev.Lost(1, "a 'step' message has no field 'loss'", in_breach=True)
 @pytest.mark.parametrize(
     ("event", "words", "culprit"),
     [
-        (ev.Exited(1, -9), "stage 1 died at the start: killed by SIGKILL", (1, False, "")),
-        (ev.Exited(1, 3), "stage 1 died at the start: exit code 3", (1, False, "")),
-        (LOST, f"stage 1 was lost at the start: {LOST.error}", (1, False, "")),
-        (BREACH, f"stage 1 broke the contract at the start: {BREACH.error}", (1, True, "")),
+        (ev.Exited(1, -9), "stage 1 died at the start: killed by SIGKILL", (1, False)),
+        (ev.Exited(1, 3), "stage 1 died at the start: exit code 3", (1, False)),
+        (LOST, f"stage 1 was lost at the start: {LOST.error}", (1, False)),
+        (BREACH, f"stage 1 broke the contract at the start: {BREACH.error}", (1, True)),
         (ev.Said(1, failed("no such device", "ConfigError")),
-         "stage 1 failed at the start: no such device", (1, True, "")),
+         "stage 1 failed at the start: no such device", (1, True)),
         (ev.Said(1, failed("odd", "ValueError")),
-         "stage 1 failed at the start: odd", (1, False, "a trace")),
+         "stage 1 failed at the start: odd", (1, False)),
         (ev.Said(1, failed("link cut-0 is broken", accuses=(0,))),
-         "stage 0 was lost at the start: stage 1 says: link cut-0 is broken", (0, False, "")),
+         "stage 0 was lost at the start: stage 1 says: link cut-0 is broken", (0, False)),
         (ev.Said(1, failed("odd frame", "BreachError", convicts=(0,))),
-         "stage 0 broke the contract at the start: stage 1 says: odd frame", (0, True, "")),
+         "stage 0 broke the contract at the start: stage 1 says: odd frame", (0, True)),
     ],
 )  # fmt: skip
 def test_every_failure_ends_every_phase_with_the_stage_and_the_reason(event, words, culprit, phase):
@@ -188,7 +188,7 @@ def test_a_message_that_is_not_due_is_its_sender_s_error(phase, said):
     end = lead.settled()
     assert str(end.error).startswith("stage 1 broke the contract at the start: stage 1 sent a ")
     assert f"while the run {phase.value}" in str(end.error)
-    assert found(end) == (1, True, "")
+    assert found(end) == (1, True)
 
 
 @pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING])
@@ -201,7 +201,7 @@ def test_a_stage_that_falls_silent_is_told_of_and_ends_every_phase(phase):
     assert told[:2] == ["no progress for 30 s", "no progress for 60 s"]
     end = lead.ended(commands)
     assert str(end.error).startswith("stage 1 is stuck: no progress for 100 s")
-    assert found(end) == (1, True, "")
+    assert found(end) == (1, True)
 
 
 def test_it_is_known_who_is_waited_for():

@@ -36,7 +36,7 @@ STEP = rp.Step(
 )  # fmt: skip
 SHARD = Shard("stage-1.safetensors", "ab", 10, ["a/b"])
 WRITTEN = rp.ShardWritten(4, rp.Versions(4, 0), SHARD, {"0": {"forward": "ab", "backward": ""}})
-FAILED = pr.Failed("WireError", True, "link cut-0 is broken", "", [0], [])
+FAILED = pr.Failed("WireError", True, "link cut-0 is broken", [0], [])
 CONNECT = pr.Connect(
     "127.0.0.1:1", [0, 1], seats=["ana", "ben"], reach=[Route("a:1", "direct", "t")]
 )

@@ -99,7 +99,7 @@ def test_neighbours_that_are_lost_together_and_promoted_wait_for_each_other():
 
 def test_one_that_fails_or_is_lost_or_is_not_linked_is_not_promoted():
     for gone in (
-        ev.Said(1, pr.Failed("StageError", True, "no", "", [], []), follows=True),
+        ev.Said(1, pr.Failed("StageError", True, "no", [], []), follows=True),
         ev.Said(1, pr.Ended(0, ""), follows=True),
         ev.FollowerLost([1]),
     ):

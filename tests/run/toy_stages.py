@@ -928,7 +928,7 @@ class Process:
 
     def complain(self, stage, error, cannot_link=()):
         self._failed.append(stage.index)
-        ends, what = stage.ends.items(), (type(error).__name__, True, str(error), "")
+        ends, what = stage.ends.items(), (type(error).__name__, True, str(error))
         accused = [s for s, end in ends if end.is_lost and not end.at_fault] + [*cannot_link]
         convicted = [s for s, end in ends if end.at_fault]
         self.say(stage.index, pr.Failed(*what, accused, convicted))

@@ -67,7 +67,7 @@ def _suspect(event: Evidence) -> Suspect:
         case Said(stage, Failed() as said):
             by_itself = said.kind not in ("WireError", "BreachError")
             doubt = 2 if by_itself else 5 if said.accuses else 4
-            return Suspect(doubt, stage, "failed", said.error, said.known, said.trace)
+            return Suspect(doubt, stage, "failed", said.error, said.known)
     raise AssertionError(f"{event} is no evidence")
 
 

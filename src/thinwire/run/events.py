@@ -194,7 +194,7 @@ class Doubt(OfFollower, frozen=True):
 class Suspect(msgspec.Struct, frozen=True):
     """A stage that may be the cause of a failure, and how unsure the evidence leaves us of that.
 
-    Where its error is not `known`, only its log or traceback explains it.
+    Where its error is not `known`, only its log explains it.
     """
 
     doubt: int
@@ -202,7 +202,6 @@ class Suspect(msgspec.Struct, frozen=True):
     deed: str
     reason: str
     known: bool = False
-    trace: str = ""
 
 
 class End(Command, frozen=True):

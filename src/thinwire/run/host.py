@@ -679,7 +679,7 @@ class HostedPeers(Peers):
 
     def last_words(self, culprit: ev.Suspect) -> str:
         who = f"\n  stage {culprit.stage} was held by {self._base.formation.seats[culprit.stage]}"
-        words = "" if culprit.known else self._words.get(culprit.stage) or culprit.trace
+        words = "" if culprit.known else self._words.get(culprit.stage, "")
         return who + "".join(f"\n  | {printable(line)}" for line in words.splitlines())
 
     def end_states(self) -> None:

@@ -67,7 +67,6 @@ from thinwire.wire.keys import fingerprint_of
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
 FOR_FOLLOWERS = 256 << 20  # bytes that a log keeps beside what is needed: who follows may be late
 MOST_UNSAID = 1024  # reports that a follower keeps at most: a lost stage may owe them
-_TRACE_PARTS = 12  # of a traceback, sent along in case that the log is lost
 MessageT = TypeVar("MessageT")
 
 
@@ -205,16 +204,14 @@ class Peer:
         to another machine holds nothing of this one's files: its log has the rest.
         """
         known, is_wire = isinstance(error, ThinwireError), isinstance(error, WireError)
-        told, trace = str(error) if known else f"{type(error).__name__}: {error}", ""
+        told = str(error) if known else f"{type(error).__name__}: {error}"
         if self.order.host:  # to another machine
             told = outward(error)
-        elif not known:
-            trace = "".join(traceback.format_exception(error)[-_TRACE_PARTS:])
         lost = [stage for stage, link in self._links.items() if link.other_end_lost]
         at_fault = [stage for stage, link in self._links.items() if link.other_end_at_fault]
         accused, convicted = [*{*lost, *accuses}] if is_wire else [], [*{*at_fault, *convicts}]
         with suppress(ThinwireError):  # whoever started this sees the exit code and the log
-            self.say(msg.Failed(type(error).__name__, known, told, trace, accused, convicted))
+            self.say(msg.Failed(type(error).__name__, known, told, accused, convicted))
 
     def _far_corpus(self, settings: Settings) -> FetchedCorpus | None:
         """The corpus on the coordinator's machine, where there is none on this one."""

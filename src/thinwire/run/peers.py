@@ -297,7 +297,7 @@ class LocalPeers(Peers):
         process = self._with(culprit.stage).process
         # A known error explains itself: then this only says where the log is.
         log = f"its log is {process.log}"
-        return f"\n  {log if culprit.known else process.last_lines(culprit.trace)}"
+        return f"\n  {log if culprit.known else process.last_lines()}"
 
     def control_bytes(self) -> int:
         """Every byte of the streams of messages so far, both ways, frame headers included."""

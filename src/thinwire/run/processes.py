@@ -77,17 +77,15 @@ class StageProcess:
         self.wait()
         self.ours.close()
 
-    def last_lines(self, trace: str = "") -> str:
-        """The end of its log, or where that is lost, as on a full disk, the trace that it sent."""
+    def last_lines(self) -> str:
+        """The end of its log."""
         log, lines = self.log, list[str]()
         with contextlib.suppress(OSError):
             lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-        source = f"last lines of {log}" if lines else f"its log {log} is empty; its last output"
-        lines = lines or trace.splitlines()
         if not lines:
             return f"its log {log} is empty"
         shown = [f"  | {printable(line)}" for line in lines[-LOG_LINES:]]
-        return f"{source}:\n" + "\n".join(shown)
+        return f"last lines of {log}:\n" + "\n".join(shown)
 
     def _has_ended(self, code: int) -> None:
         if self._code is None:

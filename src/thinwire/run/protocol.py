@@ -254,7 +254,6 @@ class Failed(msgspec.Struct, frozen=True):
     kind: str
     known: bool
     error: str
-    trace: str
     accuses: list[int]
     convicts: list[int]
 
