@@ -290,9 +290,9 @@ def test_a_peers_door_is_tried_only_where_the_peer_comes_from():
 @pytest.mark.parametrize(
     ("addresses", "relay", "said"),
     [
-        (("127.0.0.1:7600",), "", "127.0.0.1 is an address of this machine or its network alone"),
-        (("localhost:7600", "[::1]:7600"), "", "localhost is an address of this machine"),
-        (("127.0.0.1:7600", "192.168.1.5:7600"), "", "is an address of this machine or its"),
+        (("127.0.0.1:7600",), "", "only this machine can use the invite: 127.0.0.1 is its own"),
+        (("localhost:7600", "[::1]:7600"), "", "only this machine can use the invite"),
+        (("127.0.0.1:7600", "192.168.1.5:7600"), "", "is an address of this network alone"),
         (("192.168.1.5:7600",), "relay.example:4617", ""),
         (("192.168.1.5:7600", "ana.example.org:7600"), "", ""),
         (("8.8.8.8:7600",), "", ""),

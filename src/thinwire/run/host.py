@@ -11,6 +11,7 @@ taken for one of this.
 
 import contextlib
 import dataclasses
+import ipaddress
 import secrets
 import subprocess
 import threading
@@ -290,12 +291,15 @@ def who_is_left_out(addresses: tuple[str, ...], relay: Route | None) -> str:
     if relay or any(is_public(host) and host != "localhost" for host, _ in places):
         return ""
     host, port = places[0]
-    return (
-        f"{host} is an address of this machine or its network alone. For peers from outside, listen "
-        f"on all addresses (--listen 0.0.0.0:{port}), open TCP port {port} of the router to this "
-        "machine, and add --address with the public address or name; or use a relay (thinwire "
-        "relay, and host --relay)"
+    ways = (
+        f"open TCP port {port} of the router to this machine, and add --address with the public "
+        "address or name; or use a relay (thinwire relay, and host --relay)"
     )
+    if all(one == "localhost" or ipaddress.ip_address(one).is_loopback for one, _ in places):
+        inside = f"listen on all addresses (--listen 0.0.0.0:{port})"
+        who = f"only this machine can use the invite: {host} is its own address"
+        return f"{who}. For peers in the same network, {inside}. For others, also {ways}"
+    return f"{host} is an address of this network alone. For peers from outside, {ways}"
 
 
 def with_port(address: str, port: int) -> str:
