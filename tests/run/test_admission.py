@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 import os
 import stat
 import string
@@ -152,19 +151,13 @@ def test_a_torn_write_changes_nothing(book, again, monkeypatch):
     assert later.peers() == [] and enrol(later, invite, new_key(), "bob") == "bob"
 
 
-def test_a_damaged_book_is_an_error_and_not_an_empty_book_and_so_is_one_with_the_key_of_another(
-    book, again
-):
+def test_a_damaged_book_is_an_error_and_not_an_empty_book(book, again):
     enrol(book, book.invite(["h:1"]), new_key(), "ada")
     path, key = book.folder / "book.json", book.folder / "authority.pem"
-    forged = json.loads(path.read_text())
-    forged["peers"][0]["public"] = new_key()
     lacking = b'{"run_name": 1, "invites": [], "peers": []}'
-    written = dict.fromkeys([b"", b"{", b'{"version": 2}', lacking], r"book\.json is damaged")
-    written[json.dumps(forged).encode()] = "is not that of its fingerprint"
-    for content, said in written.items():
+    for content in (b"", b"{", b'{"version": 2}', lacking):
         path.write_bytes(content)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=r"book\.json is damaged"):
             again()
         assert path.read_bytes() == content
     key.write_text(key.read_text()[:100])

@@ -189,7 +189,7 @@ class _Graphs(Pass):
         if self._targets is not None:
             self._targets.copy_(batch.targets)
         self._forward.replay()
-        self.output = self._made
+        self.output = self._made.clone()  # a link packs it later, perhaps behind the next forward
         if self._is_last:
             _, parts = batch.loss_of(self._passes.stage, microbatches)
             self.output = self._made / parts
@@ -201,5 +201,4 @@ class _Graphs(Pass):
         self._passes.begin_sums()
         self._backward.replay()
         self.is_free = True
-        # The next microbatch may come before a link has packed this.
-        return None if self._sent_back is None else self._sent_back.clone()
+        return None if self._sent_back is None else self._sent_back.clone()  # packed later too

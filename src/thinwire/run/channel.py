@@ -150,9 +150,9 @@ class Hearing:
                 self._next.append(self._queue.get_nowait())
         for event, room in [self._next.popleft() for _ in range(len(self._next))]:
             match event:
-                case (
-                    Said(stage=stage, follows=False) | Exited(stage=stage) | Lost(stage=stage)
-                ) if stage in stages:
+                case Said(stage=stage, follows=False) | Exited(stage=stage) | Lost(stage=stage) if (
+                    stage in stages
+                ):
                     if room is not None:
                         room.release()
                 case _:

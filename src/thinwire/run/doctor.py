@@ -214,11 +214,11 @@ def _way_out(route: Route) -> str:
     _, port = split_address(route.address)
     command = "thinwire host" if route.kind == "direct" else "thinwire relay"
     return (
-        f"there: see that `{command}` runs, open TCP port {port} (sudo ufw allow {port}/tcp) and "
-        f"forward TCP port {port} in the router. Here: look at the connection and the name server, "
-        f"and allow connections out to port {port}; thinwire does not use a proxy. Or let both "
-        "meet at a third machine: thinwire relay, and thinwire host --relay. If another run is at "
-        f"home there by now, {_NEW_INVITE}"
+        f"there: see that `{command}` runs, open TCP port {port} in the firewall (sudo ufw allow "
+        f"{port}/tcp) and forward TCP port {port} in the router. Here: look at the connection and "
+        f"the name server, and allow connections out to port {port}; thinwire does not use a "
+        "proxy. Or let both meet at a third machine: thinwire relay, and thinwire host --relay. If "
+        f"another run is at home there by now, {_NEW_INVITE}"
     )
 
 
