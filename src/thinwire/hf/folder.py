@@ -29,8 +29,8 @@ TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F1
 _SPELLED = {dtype: name for name, dtype in TYPES.items()}
 EXPORT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _WHY_NO_PICKLE = (
-    "Pickle (.bin) is never read, for that runs code which the file names: take a version with "
-    ".safetensors files, or convert it where you trust it "
+    "holds its weights as pickle (.bin) only. Reading pickle runs code that the file names, so "
+    "thinwire never does: take a version with .safetensors files, or convert it where you trust it "
     "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
 )
 Shapes = Mapping[str, tuple[int, ...]]
@@ -119,45 +119,59 @@ class FolderWeights:
         self.listed: dict[str, Kept] = {}
         self._folder = folder
         self._files: dict[str, str] = {}
-        places = self._places()
-        for file in sorted(set(places.values())) or [WHOLE]:
+        for file, expected in self._parts().items():
             with self._opened(file) as opened:
-                for name in opened.keys():  # noqa: SIM118 -- it is no dictionary
+                names = set(opened.keys())
+                if expected is not None and names != expected:
+                    absent, other = sorted(expected - names), sorted(names - expected)
+                    found = f"lacks {absent[0]}" if absent else f"also holds {other[0]}"
+                    raise CheckpointError(
+                        f"{folder / file} {found}, unlike {INDEX} says: the files are not of one "
+                        "model"
+                    )
+                for name in names:
                     part = opened.get_slice(name)
                     self.listed[name] = Kept(tuple(part.get_shape()), part.get_dtype())
                     self._files[name] = file
-        if places and places != self._files:
-            name, file = min(places.items() ^ self._files.items())
-            raise CheckpointError(
-                f"{folder / file} and {INDEX} do not agree on {name}: the files are not of "
-                "one model"
-            )
 
     def read(self, name: str) -> Tensor:
         """One of the tensors, and no other."""
         with self._opened(self._files[name]) as file:
             return file.get_tensor(name)
 
-    def _places(self) -> dict[str, str]:
-        """The file of each tensor as the index has it; nothing where one file has them all."""
-        folder, path = self._folder, self._folder / INDEX
-        if not path.is_file():
-            if (folder / WHOLE).is_file():
-                return {}
+    def _parts(self) -> dict[str, set[str] | None]:
+        """The files, each with the tensors that the index expects there, if there is an index."""
+        folder = self._folder
+        if (folder / INDEX).is_file():
+            return self._indexed(read_json(folder / INDEX).get("weight_map"))
+        if (folder / WHOLE).is_file():
+            return {WHOLE: None}
+        others = sorted(path.name for path in folder.glob("*.safetensors"))
+        if others:
             raise CheckpointError(
-                f"{folder} has no weights: expected {WHOLE}, or {INDEX} with its files. "
-                f"{_WHY_NO_PICKLE}"
+                f"{folder} has {others[0]} but neither {WHOLE} nor {INDEX}, which says what is in "
+                "which file: the download is not complete, or this is an adapter"
             )
-        places: Any = read_json(path).get("weight_map")
-        files: set[Any] = set(places.values()) if isinstance(places, dict) else {None}
-        if not all(isinstance(file, str) and Path(file).name == file for file in files):
-            raise CheckpointError(f"{path} has no weight_map of tensors and of files beside it")
-        if missing := sorted(file for file in files if not (folder / file).is_file()):
+        if list(folder.glob("*.bin")) or list(folder.glob("*.pt*")):
+            raise CheckpointError(f"{folder} {_WHY_NO_PICKLE}")
+        raise CheckpointError(f"{folder} has no weights: expected {WHOLE}, or {INDEX} with files")
+
+    def _indexed(self, places: Any) -> dict[str, set[str] | None]:
+        path = self._folder / INDEX
+        if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
+            raise CheckpointError(f"{path} has no weight_map of tensors and their files")
+        parts: dict[str, set[str] | None] = {}
+        for file in sorted(set(places.values())):
+            if Path(file).name != file:
+                raise CheckpointError(f"{path} names {file!r}, which is not a file beside it")
+            parts[file] = {name for name, place in places.items() if place == file}
+        missing = [file for file in parts if not (self._folder / file).is_file()]
+        if missing:
             raise CheckpointError(
-                f"{folder} lacks {len(missing)} of the {len(files)} files that {INDEX} names, such "
-                f"as {missing[0]}: complete the download"
+                f"{self._folder} lacks {len(missing)} of the {len(parts)} files that {INDEX} "
+                f"names, such as {missing[0]}: complete the download"
             )
-        return dict[str, str](places)
+        return parts
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
