@@ -32,7 +32,7 @@ def summary():
         "step_seconds_median": 1.2345, "simulated_step_seconds": 1.1, "time_shares": shares,
         "config_hash": "a1b2c3d4", "seed": 17, "total_seconds": 252.3,
         "seconds": {"start": 9.5, "training": 238.1, "validation": 3.2, "waiting": 0, "other": 1.5},
-        "bytes_sent": None, "control_bytes": 98_000,
+        "bytes_sent": None, "control_bytes": 0, "space": None,
     }  # fmt: skip
 
 
@@ -55,14 +55,17 @@ def fact(text, name):
 def test_summary_has_the_numbers(summary):
     text = as_text(summary_table(summary))
     for name, told in {
-        "validation loss": "10.8123 -> 3.4567 nats per token (step 200), of 65,536 tokens",
-        "training loss": "3.2000 in the last step, 3.3123 in the mean of the last 10",
+        "validation loss": "10.8123 -> 3.4567 nats per token (step 0 -> 200), of 65,536 tokens",
+        "training loss": "3.3123 (mean of the last 10 steps), 3.2000 in the last",
         "steps": "200 of 200",
-        "speed": "3,412 tokens/s over 194 steps",
-        "time": "4m12s: 9.50 s start, 3m58s training, 3.20 s validation, 1.50 s other",
-        "step time": "1.23 s (median), of which 27 % is not compute; simulated 1.10 s, 21 %",
+        "speed": "3,412 tokens/s: 194 steps of 4,096 tokens in 3m53s; not counted: the first 2, "
+        "and those right after a validation",
+        "time": "4m12s: 9.50 s start, 3m58s training, 3.20 s validation, 1.50 s saving and ending",
+        "step time": "1.23 s measured (median), 12% above the 1.10 s simulated from the run's "
+        "compute times and bytes",
+        "bubble": "27 % of the stages' time in a step is not compute (simulated: 21 %)",
         "bytes at the cuts": "15.5x fewer bytes than dense bf16, headers included",
-        "control stream": "98.0 kB between stages and coordinator",
+        "busiest uplink": "sends 71 % of the time",
         "settings": "hash a1b2c3d4, seed 17",
     }.items():
         assert fact(text, name) == told
@@ -74,14 +77,23 @@ def test_summary_has_the_numbers(summary):
     assert "basis" not in text, "no stage waited for one"
 
 
-def test_a_run_that_was_resumed_or_formed_again_says_so(summary):
-    short = summary | {"steps": 24, "steps_run": 4, "steps_planned": 24, "first_step": 20}
+def test_a_resumed_run_counts_its_own_steps(summary):
+    short = summary | {"steps": 24, "steps_run": 4, "steps_planned": 24,
+                       "final_train_loss_steps": 4, "first_step": 20}  # fmt: skip
     text = as_text(summary_table(short))
-    assert fact(text, "steps") == "24 of 24; this run resumed at step 20"
-    text = as_text(summary_table(summary | {"steps_run": 209, "epochs": 3}), width=200)
-    assert fact(text, "steps") == (
-        "200 of 200; the run was formed 3 times; 9 trained twice, since a peer was lost after them"
-    )
+    assert fact(text, "steps") == "24 of 24; 4 in this run, which resumed at step 20"
+    assert "(mean of the last 4 steps)" in fact(text, "training loss")
+    one = as_text(summary_table(summary | {"final_train_loss_steps": 1}))
+    assert fact(one, "training loss") == "3.2000 in the only step"
+
+
+def test_a_run_that_was_formed_again_says_so(summary):
+    seconds = {"start": 10.0, "training": 90.0, "validation": 2.0, "waiting": 40.0, "other": 8.0}
+    again = {"steps_run": 209, "epochs": 3, "total_seconds": 150.0}
+    text = as_text(summary_table(summary | again | {"seconds": seconds}), width=200)
+    assert fact(text, "steps") == "200 of 200; 9 trained twice, since a peer was lost after them"
+    assert fact(text, "epochs").startswith("3: the run was formed again")
+    assert "40.0 s waiting for peers, 8.00 s saving and ending" in fact(text, "time")
 
 
 @pytest.mark.parametrize(
@@ -95,12 +107,14 @@ def test_a_comparison_of_bytes_has_a_direction(summary, ratio, told):
     assert line.startswith(told)
 
 
-def test_a_loss_that_is_not_finite_or_unknown_is_named(summary):
-    bad = {"final_train_loss": math.nan, "valid_losses": [[0, 10.8123], [200, math.nan]]}
+def test_a_loss_that_is_not_finite_is_named_with_its_reason(summary):
+    bad = {"final_train_loss": math.nan, "final_valid_loss": math.nan}
+    bad |= {"valid_losses": [[0, 10.8123], [200, math.nan]]}
     text = as_text(summary_table(summary | bad))
     assert "10.8123 -> NaN nats per token" in fact(text, "validation loss")
-    assert "NaN in the mean of the last 10" in fact(text, "training loss")
-    assert fact(as_text(summary_table(summary | {"valid_losses": []})), "validation loss") == "-"
+    assert fact(text, "training loss") == (
+        "NaN (mean of the last 10 steps, of which one was not finite), 3.2000 in the last"
+    )
 
 
 def test_tables_are_ascii_without_colour_within_80_columns(summary, monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any
 from rich.box import Box
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
+from rich.text import Text
 
 from thinwire.report.human import ABSENT, elapsed, human_bytes, loss_text, percent
 
@@ -40,35 +41,43 @@ def print_summary(summary: Summary) -> None:
 
 
 def _facts(summary: Summary) -> RenderableType:
-    """What is known, a line each."""
-    ratio, sent, timed = summary["ratio_vs_bf16"], summary["bytes_sent"], summary["timed"]
-    spent = (f"{elapsed(s)} {what}" for what, s in summary["seconds"].items() if s)
-    bubble, simulated = (summary[f"{kind}bubble_fraction"] for kind in ("", "simulated_"))
-    beside = summary.get("beside_bytes") or {}  # checkpoints, states and ids of other machines
-    rows = {
-        "validation loss": _validation(summary),
-        "training loss": f"{loss_text(summary['last_train_loss'])} in the last step, "
-        f"{loss_text(summary['final_train_loss'])} in the mean of the last "
-        f"{summary['final_train_loss_steps']}",
-        "steps": _steps(summary),
-        "speed": f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s over {timed['steps']:,} "
-        "steps",
-        "time": f"{elapsed(summary['total_seconds'])}: {', '.join(spent)}",
-        "step time": f"{elapsed(summary['step_seconds_median'])} (median), of which "
-        f"{percent(bubble)} is not compute; simulated "
-        f"{elapsed(summary['simulated_step_seconds'])}, {percent(simulated)}",
-        "bytes at the cuts": f"{against_bf16(ratio)}, headers included",
-        "bytes sent": _bytes_sent(sent) if sent else "",
-        "control stream": f"{human_bytes(summary['control_bytes'])} between stages and coordinator",
-        "beside the cuts": ", ".join(f"{human_bytes(n)} of {what}" for what, n in beside.items()),
-        "settings": f"hash {summary['config_hash']}, seed {summary['seed']}",
-    }
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    for name, told in rows.items():
-        if told:
-            grid.add_row(name, told)
+    grid.add_row("validation loss", Text(_validation(summary), style="bold"))
+    grid.add_row("training loss", _training(summary))
+    grid.add_row("steps", _steps(summary))
+    if (epochs := summary["epochs"]) > 1:
+        formed = f"{epochs:,}: the run was formed again after peers left or were lost"
+        grid.add_row("epochs", formed)
+    grid.add_row("speed", _speed(summary))
+    grid.add_row("time", _time(summary))
+    grid.add_row("step time", _step_time(summary))
+    keys = "bubble_fraction", "simulated_bubble_fraction"
+    bubble, simulated = (percent(summary[key]) for key in keys)
+    compared = "" if simulated == ABSENT else f" (simulated: {simulated})"
+    told = f"{bubble} of the stages' time in a step is not compute{compared}"
+    grid.add_row("bubble", bubble if bubble == ABSENT else told)
+    fewer = against_bf16(summary["ratio_vs_bf16"])
+    grid.add_row("bytes at the cuts", fewer if fewer == ABSENT else f"{fewer}, headers included")
+    if sent := summary["bytes_sent"]:
+        scored = human_bytes(sum(sent["by_kind"].get(kind, 0) for kind in _VALIDATION_KINDS))
+        total = human_bytes(sent["total"])
+        grid.add_row("bytes sent", f"{total} between stages, {scored} of it for validations")
+    if summary["control_bytes"]:
+        control = human_bytes(summary["control_bytes"])
+        grid.add_row("control stream", f"{control} between stages and coordinator, not at the cuts")
+    if moved := summary.get("beside_bytes"):  # checkpoints, states and ids of other machines
+        parts = (f"{human_bytes(size)} of {what}" for what, size in moved.items())
+        grid.add_row("beside the cuts", ", ".join(parts))
+    busy = percent(summary["link_utilisation"])
+    grid.add_row("busiest uplink", busy if busy == ABSENT else f"sends {busy} of the time")
+    if space := summary["space"]:
+        grid.add_row("subspace drift", f"{_number(space['largest_drift'], '.1e')} at most")
+        if moves := space["moves"]:
+            before, after = percent(moves[0]["energy_before"]), percent(moves[-1]["energy_after"])
+            grid.add_row("basis moves", f"{len(moves):,}, captured energy {before} -> {after}")
+    grid.add_row("settings", f"hash {summary['config_hash']}, seed {summary['seed']}")
     return grid
 
 
@@ -76,25 +85,74 @@ def _validation(summary: Summary) -> str:
     losses = summary["valid_losses"]
     if not losses:
         return ABSENT
-    told = " -> ".join(loss_text(loss) for _, loss in [*losses[:-1][:1], losses[-1]])
-    return f"{told} nats per token (step {losses[-1][0]:,}), of {summary['valid_tokens']:,} tokens"
+    (first_step, first), (last_step, last) = losses[0], losses[-1]
+    loss, steps = loss_text(last), f"step {last_step:,}"
+    if len(losses) > 1:  # one alone may be of the start of an interrupted run
+        loss, steps = f"{loss_text(first)} -> {loss}", f"step {first_step:,} -> {last_step:,}"
+    return f"{loss} nats per token ({steps}), of {summary['valid_tokens']:,} tokens"
+
+
+def _training(summary: Summary) -> str:
+    mean, last = summary["final_train_loss"], summary["last_train_loss"]
+    if mean is None:
+        return ABSENT
+    count = summary["final_train_loss_steps"]
+    if count == 1:
+        return f"{loss_text(last)} in the only step"
+    why = "" if math.isfinite(mean) else ", of which one was not finite"
+    return f"{loss_text(mean)} (mean of the last {count} steps{why}), {loss_text(last)} in the last"
 
 
 def _steps(summary: Summary) -> str:
-    done, first, epochs = summary["steps"], summary["first_step"], summary["epochs"]
+    done, first = summary["steps"], summary["first_step"]
     text = f"{done:,} of {summary['steps_planned']:,}"
     if first:
-        text += f"; this run resumed at step {first:,}"
-    if epochs > 1:
-        text += f"; the run was formed {epochs:,} times"
+        text += f"; {done - first:,} in this run, which resumed at step {first:,}"
     if (again := summary["steps_run"] - (done - first)) > 0:
         text += f"; {again:,} trained twice, since a peer was lost after them"
     return text
 
 
-def _bytes_sent(sent: Mapping[str, Any]) -> str:
-    scored = human_bytes(sum(sent["by_kind"].get(kind, 0) for kind in _VALIDATION_KINDS))
-    return f"{human_bytes(sent['total'])} between stages, {scored} of it for validations"
+def _speed(summary: Summary) -> str:
+    """Tokens per second, and what it is the quotient of."""
+    timed = summary["timed"]
+    speed = f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s"
+    if not timed["steps"]:
+        return speed
+    first = "the first 2 of each epoch" if summary["epochs"] > 1 else "the first 2"
+    left_out = {
+        "steady": f"; not counted: {first}, and those right after a validation",
+        "behind validations": ", each right after a validation, whose end it includes",
+        "first": ", which include the warm-up",
+    }[timed["which"]]
+    steps = f"{timed['steps']:,} step{'s' if timed['steps'] > 1 else ''}"
+    return (
+        f"{speed}: {steps} of {timed['tokens_per_step']:,} tokens in "
+        f"{elapsed(timed['seconds'])}{left_out}"
+    )
+
+
+def _time(summary: Summary) -> str:
+    """How the seconds of the run divide; the parts add up to the total."""
+    parts = summary["seconds"]
+    waiting = f"{elapsed(parts['waiting'])} waiting for peers, " if parts["waiting"] else ""
+    return (
+        f"{elapsed(summary['total_seconds'])}: {elapsed(parts['start'])} start, "
+        f"{elapsed(parts['training'])} training, {elapsed(parts['validation'])} validation, "
+        f"{waiting}{elapsed(parts['other'])} saving and ending"
+    )
+
+
+def _step_time(summary: Summary) -> str:
+    measured, simulated = summary["step_seconds_median"], summary["simulated_step_seconds"]
+    text = f"{elapsed(measured)} measured (median)"
+    if not measured or not simulated or not math.isfinite(measured / simulated):
+        return text
+    more = measured / simulated - 1
+    side = f"{abs(more):.0%} {'above' if more >= 0 else 'below'}"
+    return (
+        f"{text}, {side} the {elapsed(simulated)} simulated from the run's compute times and bytes"
+    )
 
 
 def _cut_table(summary: Summary) -> RenderableType:
