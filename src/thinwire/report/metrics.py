@@ -20,7 +20,6 @@ from typing import IO, Any
 
 import msgspec
 
-from thinwire.background import on_daemon_thread
 from thinwire.errors import printable
 from thinwire.lazy import needs
 from thinwire.report.human import finite_mean
@@ -78,9 +77,21 @@ class WandbLog:
     def close(self) -> None:
         """Upload what is left, within a minute. May be called twice."""
         run, self._run = self._run, None
-        if run is not None:
+        if run is None:
+            return
+
+        def finish() -> None:
             with self._trying():
-                on_daemon_thread("wandb", run.finish).result(LAST_SECONDS)
+                run.finish()
+
+        thread = threading.Thread(target=finish, name="wandb", daemon=True)
+        thread.start()
+        thread.join(LAST_SECONDS)
+        if thread.is_alive():
+            self._on_lost(
+                f"Weights & Biases did not take the last metrics within {LAST_SECONDS:g} s; "
+                "`wandb sync` uploads them later"
+            )
 
     @contextlib.contextmanager
     def _trying(self) -> Any:
@@ -88,8 +99,7 @@ class WandbLog:
             yield
         except Exception as error:  # the package has many of its own, and they may change
             self._run = None
-            why = str(error) or "it takes too long"
-            self._on_lost(f"nothing is logged to Weights & Biases, the run continues: {why}")
+            self._on_lost(f"nothing is logged to Weights & Biases, the run continues: {error}")
 
 
 EVENTS_FILE = "events.jsonl"
