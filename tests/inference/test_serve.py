@@ -89,10 +89,10 @@ def events(answer):
 def test_the_model_is_listed(server):
     name = server.endpoint.name
     (listed,) = server.client.get("/v1/models").json()["data"]
+    assert listed == server.client.get(f"/v1/models/{name}").json()
     assert listed["id"] == name == "test-0" and listed["object"] == "model"
+    assert server.client.get("/v1/models/gpt-9").json()["error"]["code"] == "model_not_found"
     assert server.client.get("/health").json() == {"status": "ok", "writing": 0, "waiting": 0}
-    status, answer = server.ask("completions", {"model": "gpt-9", "prompt": "a"})
-    assert (status, answer["error"]["code"]) == (404, "model_not_found")
 
 
 def test_a_completion_is_what_the_model_writes(server):

@@ -128,14 +128,19 @@ class Asked(msgspec.Struct):
 learn_types(Asked)
 
 
+def check_name(asked: str, name: str) -> None:
+    """Refuse the name of a model that is not served."""
+    if asked != name:
+        text = f"the model {asked[:100]!r} does not exist; this server has {name!r}"
+        raise RefusedError(text, 404, "model_not_found", "model")
+
+
 def read_request(
     body: bytes, is_chat: bool, model: Model, name: str, most_tokens: int
 ) -> "ServedText":
     """The text that a request asks for; RefusedError says what is wrong with it."""
     asked = Asked.read(body)
-    if asked.model not in ("", name):
-        text = f"the model {asked.model[:100]!r} does not exist; this server has {name!r}"
-        raise RefusedError(text, 404, "model_not_found", "model")
+    check_name(asked.model or name, name)
     if is_chat:
         if not asked.messages:
             text = "messages must be a list with at least one message"
@@ -262,6 +267,7 @@ class Endpoint:
             routes=[
                 Route("/health", self._health),
                 Route(MODELS, self._models),
+                Route(f"{MODELS}/{{name:path}}", self._models),
                 Route(COMPLETIONS, self._write, methods=["POST"]),
                 Route(CHATS, self._write, methods=["POST"]),
             ],
@@ -277,7 +283,11 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         shown = {"id": self.name, "object": "model", "owned_by": "thinwire", "created": 0}
-        return JSONResponse({"object": "list", "data": [shown]})
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [shown]})
+        check_name(name, self.name)
+        return JSONResponse(shown)
 
     async def _write(self, request: Request) -> ASGIApp:
         body, is_chat = await _body(request), request.url.path == CHATS
