@@ -97,8 +97,7 @@ def run_folder(config, tmp_path):
 
 def test_the_folder_of_a_run_is_enough_to_go_on(training, run_folder, command):
     checkpoint = run_folder / "checkpoints" / "step-00000002"
-    for words in ((run_folder, "--resume"), ("--resume", run_folder),
-                  (run_folder, "--resume", checkpoint)):  # fmt: skip
+    for words in ((run_folder, "--resume"), ("--resume", run_folder), ("--resume", checkpoint)):
         command("train", *words)
     assert [resume for _, resume in training] == [run_folder, run_folder, checkpoint]
     folders = {Path(settings.run.out) / settings.run.name for settings, _ in training}

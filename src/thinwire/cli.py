@@ -210,18 +210,30 @@ def train_command(options: argparse.Namespace) -> None:
     """Train, or continue from a checkpoint."""
     from thinwire.settings import load_settings
 
-    config, resume = options.config, options.resume
-    if config is None:  # argparse took it for the value of --resume
-        config, resume = resume, NEWEST
-        if config is None or config is NEWEST:
-            text = "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
-            raise ConfigError(text)
+    config, resume = _config_and_resume(options)
     settings = load_settings(config, overrides(options), options.allow_plugins)
     if resume is NEWEST:
         resume = config if config.is_dir() else settings.run.folder
     plugins, peers = options.allow_plugins, options.peers
     settings = settings.saved_at_validations() if options.sample else settings
     _trained(settings, resume, plugins, peers, web=options.web, sample=options.sample)
+
+
+def _config_and_resume(options: argparse.Namespace) -> tuple[Path, Any]:
+    """Which run, and from where: `train --resume X` names one thing for both."""
+    config, resume = options.config, options.resume
+    if config is not None:
+        return config, resume
+    if resume is None or resume is NEWEST:
+        raise ConfigError(
+            "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
+        )
+    if resume.is_dir():
+        run = next(
+            (p for p in (resume, *resume.parents[:2]) if (p / "config.toml").is_file()), None
+        )
+        return run or resume, resume
+    return resume, NEWEST  # argparse took the config for the value of --resume
 
 
 def plan_command(options: argparse.Namespace) -> None:
