@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.arguments import AddCommand, add_config, add_device, add_init_from, number, overrides
-from thinwire.errors import StageError, WireError
+from thinwire.errors import ConfigError, StageError, WireError
 
 if TYPE_CHECKING:
     from thinwire.report import Display
@@ -260,8 +260,10 @@ def doctor_command(options: argparse.Namespace) -> None:
 
 def kick_command(options: argparse.Namespace) -> None:
     """Have the host remove a peer."""
-    asked = {"ask": "kick", "peer": options.peer, "by_invite": options.by_invite}
-    _ask_host(options.folder, asked)
+    peer, folder = options.peer, options.folder
+    if folder is not None and not folder.exists() and Path(peer).exists():
+        raise ConfigError(f"the peer comes first: thinwire kick {folder} {peer}")
+    _ask_host(folder, {"ask": "kick", "peer": peer, "by_invite": options.by_invite})
 
 
 def invite_command(options: argparse.Namespace) -> None:

@@ -146,7 +146,8 @@ def test_the_commands_on_a_host(said, tmp_path):
         assert json.loads(said(0, "status", "runs/code", "--json")) == REPORT.to_plain()
         assert said(0, "kick", "ben") == "ben was kicked\n"
         assert "it hosts the one in runs/code" in said(9, "leave"), "a host does not leave"
-        assert "there is no such folder" in said(9, "kick", "runs/code", "ben")
+        words = said(2, "kick", "runs/code", "ben")
+        assert "the peer comes first: thinwire kick ben runs/code" in words
         (tmp_path / "run.toml").write_text('[run]\nname = "code"\n')
         said(0, "status", "run.toml")
 
