@@ -251,7 +251,7 @@ def test_very_many_microbatches_are_planned_in_a_few_lines(slow_link):
     settings = slow_link(pipeline__microbatches=64, train__batch=64)
     plan = make_plan(settings, RATE)
     assert len(plan.windows) <= 12
-    assert len(plan_text(plan)) < 5000 and " ...\n" in plan_text(plan)
+    assert len(plan_text(plan)) < 5000 and "slots are left out" in plan_text(plan)
     assert plan_to_plain(plan)["schedule"].count("F") == 2 * 64, "whole for programs"
 
 

@@ -48,7 +48,8 @@ WORTH = 0.03  # what another split, order or window must gain before the plain o
 _SLOW = 1.5  # a stage that computes so many times as long as any other is told
 _MEASURE_SECONDS = 5.0  # an update that takes longer is computed from its matrix products
 _MEASURE_FLOPS = 2e10  # a probe larger than this is measured on fewer tokens and scaled
-_GRID_WIDTH = 250  # characters, beyond which a line shows how a grid begins
+_GRID_COLUMNS = 40  # a grid with more slots than these is shown by its two ends
+_GRID_END = 12
 
 
 class Rates(NamedTuple):
@@ -426,9 +427,18 @@ def _cut_lines(settings: Settings) -> list[str]:
 
 
 def short_grid(schedule: Schedule) -> str:
-    """The schedule's grid, of which a long one shows only how it begins."""
-    lines = schedule.grid().splitlines()
-    return "\n".join(f"{x[:_GRID_WIDTH]} ..." if len(x) > _GRID_WIDTH else x for x in lines)
+    """The schedule's grid, of which a long one shows only how it begins and how it ends."""
+    grid = schedule.grid()
+    cell = 2 + len(f"{schedule.stages - 1}F{schedule.microbatches - 1}")
+    title = len(f"stage {schedule.stages - 1} ")
+    lines = grid.splitlines()
+    columns = -(-(max(map(len, lines)) - title) // cell)
+    if columns <= _GRID_COLUMNS:
+        return grid
+    begin, end = title + _GRID_END * cell, title + (columns - _GRID_END) * cell
+    short = [f"{line[:begin]:<{begin}} ...  {line[end:]}".rstrip() for line in lines]
+    left_out = columns - 2 * _GRID_END
+    return "\n".join([*short, f"({left_out:,} slots are left out here; --json has them all)"])
 
 
 def plan_to_plain(plan: Plan) -> dict[str, Any]:
