@@ -74,6 +74,9 @@ class Corpus:
                 np.memmap(folder / f"{side}.bin", dtype=dtype, mode="r") for side in SIDES
             )
 
+            # It was a fact of its own once: such a corpus is not made again.
+            lost = [f"the tokenizer {manifest['lost']}"] if manifest.get("lost") else []
+
             def beside(name: str, kind: Any, ids: np.memmap) -> np.memmap | None:
                 """A value of each id, where the corpus has one."""
                 if name not in manifest["files"]:
@@ -92,7 +95,7 @@ class Corpus:
                 documents=int(manifest["documents"]),
                 train_learned=beside("train.loss", np.uint8, train),
                 valid_learned=beside("valid.loss", np.uint8, valid),
-                notes=tuple(map(str, manifest.get("remarks", []))),
+                notes=(*map(str, manifest.get("remarks", [])), *lost),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _damaged(folder, f"its {MANIFEST} is not usable ({error!r})") from error

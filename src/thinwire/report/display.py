@@ -163,7 +163,7 @@ class LiveDisplay(PlainDisplay):
     """The same lines, but instead of those of steps and of long work a panel that stands below.
 
     There is no refresh thread: the panel changes only when something is reported, at most four
-    times a second. Stages and links are on the page of the run, and in `thinwire status`.
+    times a second. Stages and links are on the page of the run.
     """
 
     def __init__(
@@ -201,11 +201,14 @@ class LiveDisplay(PlainDisplay):
     def close(self) -> None:
         """Leave the last state on the screen, show the cursor, release stdout and stderr."""
         atexit.unregister(self.close)
-        if self._live is not None:
-            self._draw(at_once=True)
-            self._live.stop()
-            self._live = None
-        super().close()
+        try:
+            if self._live is not None:
+                self._draw(at_once=True)
+        finally:  # also where a Ctrl-C comes while it is drawn
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+            super().close()
 
     def _line(self, tag: str, text: str) -> None:
         # A word longer than a line, as an invite is, must stay whole for whoever copies it.

@@ -230,7 +230,7 @@ def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
 
 def last_step(folder: str | Path) -> StepRecord | None:
     """The last step that was written; None where there is none."""
-    with contextlib.suppress(msgspec.ValidationError):
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
         return msgspec.convert(_with_nan(Curves.read(folder).last), StepRecord)
     return None
 

@@ -247,7 +247,7 @@ def _report(folder: Path) -> StatusReport:
     if is_alive(folder):
         return status_from_plain(ask(folder, {"ask": "status"}))
     step, now = last_step(folder), time.time()
-    notes = ["this is what the run has written so far; its own terminal shows more"]
+    notes = ["this is what the run has written so far; its page, thinwire watch, shows more"]
     if step is not None:
         written = (folder / FILE_NAME).stat().st_mtime
         notes.insert(0, f"its last line was written {duration(now - written)} ago")

@@ -138,7 +138,7 @@ class RunRecord:
             self.checkpoints.end(ledger.done)
         latest, earlier = self.checkpoints.latest, list[EvaluationRecord]()
         if ledger.first_step:
-            with contextlib.suppress(OSError, ThinwireError):  # the plots say what is damaged
+            with contextlib.suppress(OSError):
                 earlier = read_evaluations(self.folder)
         logs = self.folder / "logs"  # absent where all stages are on other machines
         seconds = time.monotonic() - started
