@@ -1,10 +1,13 @@
 """Microbatches replayed as CUDA graphs: the same bits as without."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine_runs import are_equal
 
 from settings_values import narrow
+from thinwire.engine.build import StageBuilder, autocast_for, weights_rounded_once
 from thinwire.engine.passes import GraphPasses
 from thinwire.errors import ConfigError
 
@@ -60,6 +63,30 @@ def test_weights_that_are_not_rounded_again(make_settings, run_in_threads, monke
     right = weights(run_in_threads(settings))
     monkeypatch.setattr(GraphPasses, "forget_rounded", lambda self: None)
     assert not are_equal(right, weights(run_in_threads(settings)))
+
+
+@needs_cuda
+def test_what_is_sent_stays_as_it_was(make_settings):
+    """A link may pack it when the graphs compute the next microbatch already."""
+    settings = make_settings(**BF16, **OWN_TABLES, pipeline__stages=3)
+    device = torch.device("cuda", 0)
+    builder = StageBuilder(settings, device)
+    stage = builder.build(1)
+    builder.initialise(stage)
+    passes = GraphPasses(stage, autocast_for("bf16", device))
+    shape = settings.microbatch_size, settings.model.context
+    batch = SimpleNamespace(inputs=torch.zeros(shape, dtype=torch.long, device=device),
+                            loss_of=lambda stage, microbatches: (None, microbatches))  # fmt: skip
+    with weights_rounded_once():
+        sent = []
+        for scale in (1.0, 2.0):
+            received = torch.full(builder.wire_spec.shape, scale, device=device)
+            passed = passes.forward(received, batch, 1)
+            back = passed.backward(torch.full_like(passed.output, scale))
+            sent.append((passed.output, passed.output.clone(), back, back.clone()))
+    (output, was, back, back_was), (_, output_2, _, _) = sent
+    assert torch.equal(output, was) and torch.equal(back, back_was)
+    assert not torch.equal(was, output_2)
 
 
 def test_on_other_devices_there_are_none(make_settings, run_in_threads):
