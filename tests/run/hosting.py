@@ -120,10 +120,10 @@ class House:
         """Why members get no stage."""
         return {member.name: member.why_unfit for member in self.members.all()}
 
-    def console(self, formation, settings=Settings):
+    def console(self, formation, settings=Settings, *more):
         standing, members = Standing("test", self.book.run_id), self.members
         invite = lambda machines: self.invite  # noqa: E731
-        return HostConsole(standing, members, self.book, lambda: formation, settings, invite)
+        return HostConsole(standing, members, self.book, lambda: formation, settings, invite, *more)
 
     def peers(self, formation, settings, corpus):
         """Members that hold stages, as a coordinator sees them."""

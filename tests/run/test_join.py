@@ -76,6 +76,17 @@ def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(tmp_path, monkeypa
     again.listener.close()
 
 
+def test_a_peer_tries_the_addresses_of_its_invite(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        shut = "{}:{}".format(*free.getsockname())
+    with Door("127.0.0.1", 0) as door:
+        door.admit("ab" * 8, "ana.secret")
+        routes = [Route(address, "direct", "ana.secret") for address in (door.address, shut)]
+        peer = joined_peer(tmp_path, Routes(f"{'ab' * 8}/control", routes))
+        tried, *_ = answer(peer, msg.TryDoor())
+    assert tried == msg.Tried({door.address: "", shut: f"{shut}: Connection refused"})
+
+
 # What it decides itself
 
 

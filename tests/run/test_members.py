@@ -14,6 +14,7 @@ from thinwire.errors import AdmissionError, WireError
 from thinwire.run import events as ev
 from thinwire.run import members as members_module
 from thinwire.run import protocol as pr
+from thinwire.run.doctor import check_outside
 from thinwire.run.formation import Formation
 from thinwire.run.host import Streams
 from thinwire.run.members import MOST_STREAMS, SESSION_BYTES
@@ -276,3 +277,21 @@ def test_a_kick_names_who_came_by_the_same_invite_and_removes_them_if_asked(hous
     said = kick({"peer": "ana", "by_invite": True})["text"]
     assert said.startswith("ana, ben, eve were removed") and "stage 0 gets another peer" in said
     assert [peer.name for peer in house.book.peers() if not peer.kicked] == []
+
+
+def test_a_host_learns_from_its_peers_whether_others_reach_it(house):
+    ana, published = house.join("ana"), ("192.0.2.7:7600", "192.0.2.8:7600")
+    settings = SimpleNamespace(run=SimpleNamespace(name="test"))
+    outside = house.console(Formation(), lambda: settings, published).handlers()["outside"]
+    house.members.all()[0].origin = "192.0.2.9"
+    asked = on_daemon_thread("doctor", lambda: outside({}))
+    ana.hears(pr.TryDoor())
+    ana.say(pr.Tried({published[0]: "", published[1]: "no answer within 4 s", "x:1": "no"}))
+    told = asked.result(PATIENCE)
+    assert told["peers"] == {"ana": {published[0]: "", published[1]: "no answer within 4 s"}}
+    reached, lost = check_outside(told)
+    assert reached.level == "fine" and "at 192.0.2.7:7600: ana did" in reached.what
+    assert lost.level == "note" and "ana tried (no answer within 4 s)" in lost.what
+    assert "--address" in lost.fix and "thinwire relay" in lost.fix
+    (alone,) = check_outside({**told, "addresses": published[:1], "peers": {}})
+    assert "no peer on another machine" in alone.what

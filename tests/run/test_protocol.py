@@ -60,7 +60,7 @@ RECORD = records.StepRecord(3, 9, 2.5, 0.1, 1.0, 50, 700.0, 0.5, 9.0, STAGES, LI
 NEWS = pr.RunNews(REPORT, RECORD, PROGRESS)
 MESSAGES: list[Any] = [
     pr.Hello({"torch": "2.6"}, Machine("ana", tflops=1.0, memory_gb=2.0), "127.0.0.1:1", "", "ab"),
-    pr.Alive(), pr.Leaving(), pr.Declined("no room"),
+    pr.Alive(), pr.Leaving(), pr.Tried({"127.0.0.1:1": "refused"}), pr.Declined("no room"),
     pr.Pulse(7, "waits for F3 of step 2"), pr.Ready("127.0.0.1:1", "0..1", "cpu", {"torch": "2.6"}),
     pr.Linked(), pr.LinkDown(0, "the connection was lost"), pr.LinkUp(0, 1.5),
     pr.LogLost("the disk is full"), rp.Audited(9, 40, 0.05, 0.0, "gradient", 2), pr.Follows(8),
@@ -69,7 +69,7 @@ MESSAGES: list[Any] = [
     pr.Hold([0, 1], {"run": {}}, True, "ab", "token"),
     pr.Order([0], {"key": "k"}, {"run": {}}, "/c", "/r"), pr.Release("formed again"),
     pr.News("all is well"), records.StepRecord(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0, [], []),
-    records.EvaluationRecord(1, 2.0, None), NEWS, pr.Dismiss("over", "failed"),
+    records.EvaluationRecord(1, 2.0, None), NEWS, pr.TryDoor(), pr.Dismiss("over", "failed"),
     CONNECT, pr.Start(), pr.Await(0), pr.Saved(8), pr.Stop(), pr.Leave(),
 ]  # fmt: skip
 

@@ -219,6 +219,11 @@ def _one(given: Path | None, place: Path, other: Path, elsewhere: str) -> Path:
     raise _not_alive(found, [place])
 
 
+def hosted_folders() -> list[Path]:
+    """The folders of all runs that this machine hosts and that answer."""
+    return _answering(_runs())
+
+
 def _runs() -> Path:
     return Path(RunConfig().out)
 

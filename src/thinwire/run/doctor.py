@@ -86,8 +86,9 @@ class Findings:
 def examine(text: str = "", folder: Path | None = None, listen: str = "") -> Findings:
     """Examine this machine, and with the text of an invite the way to its host.
 
-    `folder` and `listen` are those that `join` would be given. It changes nothing: neither is the
-    invite used, nor a key made.
+    Without one, also whether peers reach the runs that this machine hosts. `folder` and `listen`
+    are those that `join` would be given. It changes nothing: neither is the invite used, nor a key
+    made.
     """
     return Findings(_examination(text, folder, listen))
 
@@ -109,6 +110,8 @@ def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Findin
     yield check_folder(place)
     if invite is not None:
         yield from check_way(invite, saved_identity(place, invite.fingerprint), listen)
+    elif not text:
+        yield from _check_hosted()
 
 
 def _check_device() -> Iterator[Finding]:
@@ -163,6 +166,37 @@ def check_folder(folder: Path) -> Finding:
         "A shard takes about 12 bytes for each parameter of the stage, and several are kept.",
         f"free some space, or {fix}",
     )
+
+
+def _check_hosted() -> Iterator[Finding]:
+    """Have the peers of each run that is hosted here look from outside."""
+    with contextlib.suppress(ImportError, OSError):  # without torch none is hosted
+        from thinwire.run.alive import ask, hosted_folders
+
+        for folder in hosted_folders():
+            with contextlib.suppress(ThinwireError):  # a run of this machine alone
+                yield from check_outside(ask(folder, {"ask": "outside"}))
+
+
+def check_outside(told: dict[str, Any]) -> Iterator[Finding]:
+    """Whether others reach a host of this machine, by what the peers of its run found (TryDoor)."""
+    run, peers = f"run {told['run']!r}", told["peers"]
+    for address in told["addresses"]:
+        tried = {name: found[address] for name, found in peers.items() if address in found}
+        if reached := [name for name, why in tried.items() if not why]:
+            yield fine(f"{run} can be reached from outside at {address}: {', '.join(reached)} did")
+        elif tried:
+            (name, why), *_ = tried.items()
+            _, port = split_address(address)
+            yield Finding(
+                "note",
+                f"{run} was not reached from outside at {address}: {name} tried ({why})",
+                "Nobody new can join by this address.",
+                f"forward TCP port {port} in the router, open it here (sudo ufw allow {port}/tcp), "
+                "and host with --address and the public address; or use thinwire relay",
+            )
+        else:
+            yield fine(f"{run} at {address}: no peer on another machine is there that could try")
 
 
 def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -> Iterator[Finding]:

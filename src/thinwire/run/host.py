@@ -859,7 +859,7 @@ class _Hosting(Base):
         self.keep(dataclasses.replace(formation, port=door.port))
         members.note = shared.note
         now = (lambda: self.formation), (lambda: self._settings)
-        console = HostConsole(notes, members, book, *now, door.invite)
+        console = HostConsole(notes, members, book, *now, door.invite, door.addresses)
         opened.enter_context(ControlSocket(folder, console.handlers()))
         is_over, self._tell_members = threading.Event(), console.tell_now
         opened.callback(is_over.set)

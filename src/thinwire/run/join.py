@@ -69,8 +69,10 @@ from thinwire.wire import (
     LastingPipe,
     Pipe,
     Routes,
+    Seen,
     dial,
     ping,
+    ping_all,
     raise_descriptor_limit,
 )
 from thinwire.wire.door import Allowance
@@ -566,6 +568,8 @@ class JoinedPeer:
                 self._let_go(generation, stages)
                 if self._is_leaving and not self._holdings:
                     self._end("left the run")
+            case msg.TryDoor():
+                self._begin(self._try_door)
             case msg.Dismiss(reason, "over"):
                 self._end(printable(reason))
             case msg.Dismiss(reason, why):
@@ -736,6 +740,16 @@ class JoinedPeer:
         if self._door is not None:
             run, _, _ = self._host.name.partition("/")
             self._door.admit(run, self.identity.door_token, *filter(None, links))
+
+    def _try_door(self) -> None:
+        """On a thread of its own: look by which addresses this machine reaches the host."""
+        way = self._host
+        found = ping_all([route for route in way.routes if route.kind == "direct"], way.name)
+        answers = {
+            route.address: "" if isinstance(seen, Seen) else str(seen)
+            for route, seen in found.items()
+        }
+        self._due.put(partial(self._say, msg.Tried(answers)))
 
     def _leave(self) -> None:
         self._is_leaving = True

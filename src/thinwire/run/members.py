@@ -50,6 +50,7 @@ class Member:
     why_unfit: str = ""  # it declined, or failed; another hello may change that
     set_aside: str = ""  # why it gets no stage, however often it comes
     is_leaving: bool = False  # it said so, and may still be here for a moment
+    tried: msg.Tried | None = None  # addresses of the host that it reached when last asked
     pace: Pace = field(init=False)  # over all its streams
 
     def __post_init__(self) -> None:
@@ -178,6 +179,16 @@ class Members:
 
     def _channels(self) -> list[Channel]:
         return [member.channel for member in self._members.values() if member.channel]
+
+    def try_door(self, timeout: float) -> list[Member]:
+        """Have all who are here try to reach the host anew; those who said in time how it went."""
+        with self._changed:
+            asked = [member for member in self._members.values() if member.is_here]
+            for member in asked:
+                member.tried = None
+                self.tell(member.name, msg.TryDoor())
+            self._changed.wait_for(lambda: all(member.tried for member in asked), timeout)
+            return [member for member in asked if member.tried]
 
     def kick(self, name: str) -> list[str]:
         """Let a machine in no more, and have it leave; returns who else came by its invite."""
@@ -354,6 +365,8 @@ class Members:
                     member.why_unfit = one_line(reason) or "it does not say why"
                 case msg.Leaving():
                     member.is_leaving = True
+                case msg.Tried() as tried:
+                    member.tried = tried
             self._changed.notify_all()
         return self.on_happening(member.name, said)
 

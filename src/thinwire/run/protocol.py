@@ -164,6 +164,12 @@ class Leaving(msgspec.Struct, frozen=True):
     """A peer wants to leave after this step."""
 
 
+class Tried(msgspec.Struct, frozen=True):
+    """Which addresses of its invite a peer reaches: why not, or an empty text, by address."""
+
+    answers: dict[str, str]
+
+
 class Declined(msgspec.Struct, frozen=True):
     """A peer cannot hold the stages that it was given."""
 
@@ -351,6 +357,10 @@ class RunNews(msgspec.Struct, frozen=True):
     progress: Progress | None = None  # seldom, for it is large
 
 
+class TryDoor(msgspec.Struct, frozen=True):
+    """A peer is to try the addresses of the host that its own invite names, and no others."""
+
+
 class Dismiss(msgspec.Struct, frozen=True):
     """A peer is to leave: the run is over, in order or not, or the peer is not wanted."""
 
@@ -416,7 +426,7 @@ class Stop(msgspec.Struct, frozen=True):
     """Stop after this step, with a checkpoint."""
 
 
-OfPeer = Hello | Alive | Leaving | Declined
+OfPeer = Hello | Alive | Leaving | Tried | Declined
 OfStage = (
     Pulse
     | Ready
@@ -440,6 +450,7 @@ ToPeer = (
     | StepRecord  # without what is of single stages and cuts
     | EvaluationRecord
     | RunNews
+    | TryDoor
     | Dismiss
 )
 ToStage = Connect | Start | Await | Saved | Stop | Leave

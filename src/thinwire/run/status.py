@@ -2,8 +2,8 @@
 
 The host notes what stages say (`Standing`), shows it on its own screen and in a few numbers on
 those of its peers (`SharedDisplay`). Whoever asks on the machine of a host or of a peer (alive.py)
-gets a `StatusReport`, as data or as tables. A host also answers to kick and to invite
-(`HostConsole`); a peer also to leave.
+gets a `StatusReport`, as data or as tables. A host also answers to kick, to invite, and whether
+others reach it (`HostConsole`); a peer also to leave.
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ from thinwire.settings import Settings
 STEP_NEWS_SECONDS = 1.0  # between two steps that peers are told of: their downlinks have other work
 RUN_NEWS_SECONDS, PROGRESS_NEWS_SECONDS = 10.0, 60.0  # between two words on all that a page shows
 MOST_WORDS = 200  # characters of what a peer says of itself, as others are told it
+TRY_SECONDS = 10.0  # for peers to look from outside
 UNREACHED = "cannot be reached"  # the state of a peer whose connection is lost and may come back
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
@@ -252,6 +253,7 @@ class HostConsole:
     formation: Callable[[], Formation]  # that holds at the moment, and the settings that do
     settings: Callable[[], Settings]
     invite: Callable[[int], Invite]  # makes another, for so many machines
+    addresses: tuple[str, ...] = ()  # that such an invite names
 
     def handlers(self) -> dict[str, Handler]:
         """For a `ControlSocket`."""
@@ -259,6 +261,7 @@ class HostConsole:
             "status": lambda request: self._report().to_plain(),
             "kick": self._kick,
             "invite": self._make_invite,
+            "outside": self._outside,
         }
 
     def tell_members(self, is_over: Callable[[float], bool]) -> None:
@@ -337,6 +340,17 @@ class HostConsole:
             text += f"\nby the same invite came, and stay: {', '.join(others)}"
             text += f"; `thinwire kick {name} --by-invite` removes them too"
         return {"text": text}
+
+    def _outside(self, request: dict[str, Any]) -> dict[str, Any]:
+        """By which of its addresses peers on other machines reach this host."""
+        peers = {}
+        for member in self.members.try_door(TRY_SECONDS):
+            if member.tried and not member.origin.startswith(("127.", "::1")):
+                said = member.tried.answers
+                known = (one for one in self.addresses if one in said)
+                peers[member.name] = {address: one_line(said[address]) for address in known}
+        run = self.settings().run.name
+        return {"run": run, "addresses": list(self.addresses), "peers": peers}
 
     def _make_invite(self, request: dict[str, Any]) -> dict[str, Any]:
         machines = request.get("machines", 1)
