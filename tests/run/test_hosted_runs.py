@@ -184,3 +184,13 @@ def test_a_peer_that_takes_a_stage_fetches_it_and_a_restarted_host_goes_on_bit_f
     assert whole[own] < sent["states"] < whole[own] + 20_000
     assert sent["checkpoints"] >= sum(whole.values())
     assert sent["token ids"] > (steps - begun) * 8 * (16 + 17) * 2
+
+
+def test_peers_on_the_machine_of_the_host_hear_that_the_run_is_complete(machines):
+    machines.config(pipeline__stages=2)
+    host = machines.host("--stages-here", 2)
+    assert host.wait() == 0, host.text()
+    for log in (machines.run_folder / "logs").glob("here-*.log"):
+        assert "the run is complete" in log.read_text()
+    for here in (machines.run_folder / "here").iterdir():
+        assert not (here / "run").exists(), "what a peer no longer needs is removed"

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -26,7 +27,7 @@ from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer
 from thinwire.run.status import status_from_plain
 from thinwire.run.transfer import Want
-from thinwire.wire import Identity, Route, Routes
+from thinwire.wire import Door, Identity, Route, Routes
 from waiting import PATIENCE, wait_until
 
 

@@ -5,6 +5,7 @@ import os
 import random
 import string
 import threading
+from types import SimpleNamespace
 
 import pytest
 from hosting import Joined, hello, host_of

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import thinwire
-from thinwire.errors import AdmissionError, WireError
+from thinwire.errors import AdmissionError, ThinwireError, WireError
 from thinwire.paths import peer_folder
 from thinwire.report.human import duration, human_bytes
 from thinwire.run.admission import HostSays, Invite, saved_identity

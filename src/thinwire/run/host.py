@@ -852,6 +852,9 @@ class _Hosting(Base):
         self._failures = Failures()
         door = OpenDoor(book, options, formation.port, opened)
         door.listener.serve(msg.SETTINGS, partial(tell_settings, book, settings))
+        if options.stages_here:  # they end after members have heard a farewell, so they begin first
+            here = own_peers(options.stages_here, door.own_invite(), folder, settings.run.device)
+            opened.enter_context(here)
         members = opened.enter_context(Members(door.listener, book, settings.link.outage, door.cut))
         notes = Standing(settings.run.name, book.run_id)
         shared = SharedDisplay(display, members.tell_all, notes)
@@ -867,9 +870,6 @@ class _Hosting(Base):
         others = max(1, settings.pipeline.stages - options.stages_here)
         machines = options.machines or others + SPARES
         self._announce(door.invite(machines), machines)
-        if options.stages_here:
-            here = own_peers(options.stages_here, door.own_invite(), folder, settings.run.device)
-            opened.enter_context(here)
 
     def run(self) -> dict[str, Any]:
         """Form the run, and form it again, until it is over; the summary."""
