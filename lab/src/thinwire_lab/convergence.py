@@ -41,9 +41,7 @@ CONTROL = "dense+tables"
 MODES = "subspace,reparam,projected"
 POINTS = 10  # of a curve
 CONTROL_NOTE = f"gap to control: against {CONTROL}, which has the token tables but whole cuts"
-COPYING_NOTE = (
-    "copying: how much lower the loss of half a window is, per token, when it is said a second time"
-)
+COPYING_NOTE = "copying: how much lower the loss of half a window is, per token, when said again"
 
 Place = tuple[int, int, str]
 """Stages, steps and label: what is one row of the table."""
@@ -116,13 +114,9 @@ def best_by_method(runs: Iterable[Trained]) -> dict[Place, list[Trained]]:
     groups: dict[Place, list[Trained]] = {}
     for run in runs:
         if run.loss is not None:
-            place = _stages(run.arm), run.arm.steps, run.arm.label
+            place = run.arm.get("pipeline.stages"), run.arm.steps, run.arm.label
             groups.setdefault(place, []).append(run)
     return {place: at_best_rate(group) for place, group in sorted(groups.items())}
-
-
-def _stages(arm: Arm) -> int:
-    return arm.get("pipeline.stages")
 
 
 def table(best: dict[Place, list[Trained]], base: Values) -> list[Row]:

@@ -15,7 +15,6 @@ import numpy as np
 from thinwire.codec import build_codecs
 from thinwire.engine.build import model_weights
 from thinwire.recipes import SHEETS
-from thinwire.settings import Settings
 from thinwire_lab.decide import CAST_NOISE, gap_to_dense
 from thinwire_lab.experiment import Say, sheet, words
 from thinwire_lab.logs import Method, dense_among, grounds_of, methods_of, read_logs, tokens_of
@@ -61,19 +60,14 @@ def rows_of(ground: list[Trained]) -> list[Row]:
     return sorted(found, key=lambda row: row["ratio"])
 
 
-def _is_entropy_coded(settings: Settings) -> bool:
-    """Whether a codec of any cut packs by content."""
-    names = map(settings.codec.names, range(settings.pipeline.stages - 1))
-    return any(c.content_decides_size for pair in names for c in build_codecs(*pair).values())
-
-
 def _row(method: Method, dense: Method, steps: int) -> Row:
     runs, settings = method.by_steps[steps], method.settings
     gaps = [gap_to_dense([run], dense.by_steps[steps]) for run in runs]
     tables = TABLES.get(settings.boundary.anchor, "")
     mode = MODES.get(settings.boundary.mode, "dense cuts, fewer bits") + tables
     optimizer = settings.optim.name.replace("adamw", "AdamW").replace("muon", "Muon")
-    coded = ", entropy-coded" if _is_entropy_coded(settings) else ""
+    codecs = build_codecs(*settings.codec.names(0)).values()
+    coded = ", entropy-coded" if any(codec.content_decides_size for codec in codecs) else ""
     return {
         "method": method.label,
         "kind": f"{mode}, {optimizer}{coded}",

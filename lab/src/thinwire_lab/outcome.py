@@ -21,15 +21,10 @@ import torch
 
 import thinwire
 from thinwire.settings import Settings
-from thinwire.settings.crossing import size_kind
+from thinwire.settings.crossing import size_word
 from thinwire_lab.plots import Panel, draw
 
 Row = dict[str, Any]
-
-_SIZE_NOTES = {
-    "expected": "what these codecs are expected to send",
-    "limits": "the most that these codecs may send",
-}
 
 
 @dataclass
@@ -66,12 +61,8 @@ class Outcome:
 
 def size_notes(settings: Settings) -> list[str]:
     """What to know of `frame_bytes` of the first cut, taken as the size of all frames."""
-    notes = []
-    if note := _SIZE_NOTES.get(size_kind(settings, 0)):
-        notes.append(f"bytes: {note}; the actual size varies")
-    if settings.codec.cuts:
-        notes.append("bytes: of the first cut; codec.cuts makes others differ")
-    return notes
+    notes = ["bytes: as planned; the actual size varies"] * bool(size_word(settings, 0))
+    return notes + ["bytes: of the first cut; others differ"] * bool(settings.codec.cuts)
 
 
 def machine() -> str:
