@@ -20,7 +20,7 @@ from thinwire.cli_host import add_host_commands, add_listen, add_web, run_to_end
 from thinwire.cli_model import add_model_commands
 from thinwire.errors import ConfigError, ThinwireError, printable
 from thinwire.recipes import BEST, RECIPES
-from thinwire.safe_stream import SafeStream
+from thinwire.safe_stream import SafeStream, wait_for_no_reader
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
     from thinwire.settings import Settings
@@ -66,12 +66,6 @@ def _safe(stream: TextIO | None, after: Any = None) -> Any:
     return SafeStream(stream or open(os.devnull, "w", encoding="utf-8"), after)
 
 
-def _wait_for_no_reader() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, SafeStream):
-            stream.never_wait()
-
-
 def _run(options: argparse.Namespace) -> None:
     try:
         options.command(options)
@@ -81,7 +75,7 @@ def _run(options: argparse.Namespace) -> None:
     except KeyboardInterrupt as error:
         with contextlib.suppress(ValueError):  # which is raised outside the main thread
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more must not change how we end
-        _wait_for_no_reader()
+        wait_for_no_reader()
         _say("", error, "interrupted")
         gc.freeze()  # else Python ends with a search for garbage: all of torch, a second or more
         sys.exit(INTERRUPTED)
@@ -292,7 +286,6 @@ def _trained(settings: "Settings", *how: Any, **shown: Any) -> dict[str, Any]:
     """
     from thinwire.train import train
 
-    _wait_for_no_reader()  # one that stops must not stop the run, nor its end
     name, way_on = settings.run.name, lambda: _way_on(settings)
     return run_to_end(lambda display: train(settings, display, *how), name, way_on, **shown)
 

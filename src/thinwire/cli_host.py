@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.arguments import AddCommand, add_config, add_device, add_init_from, number, overrides
 from thinwire.errors import ConfigError, StageError, WireError
+from thinwire.safe_stream import wait_for_no_reader
 
 if TYPE_CHECKING:
     from thinwire.report import Display
@@ -176,6 +177,7 @@ def run_to_end(
     from thinwire.report import open_display, print_summary
     from thinwire.web.follow import Followed
 
+    wait_for_no_reader()
     try:
         with open_display(sys.stdout, name) as shown, Followed(shown, web, role, sample) as display:
             summary = run(display)
@@ -198,6 +200,7 @@ def join_command(options: argparse.Namespace) -> None:
     if options.tied:
         threading.Thread(target=_leave_with_input, daemon=True).start()
     invite = Invite.parse(text)  # before torch is loaded: a bad one is refused at once
+    wait_for_no_reader()
 
     from thinwire.report import open_display
     from thinwire.run.join import Terms, join

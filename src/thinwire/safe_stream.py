@@ -9,6 +9,7 @@ and the oldest of it is dropped in the end. What is shown is a convenience; what
 import collections
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -123,6 +124,13 @@ def safe_stream(stream: TextIO | SafeStream) -> SafeStream:
     safe = stream if isinstance(stream, SafeStream) else SafeStream(stream)
     safe.never_wait()
     return safe
+
+
+def wait_for_no_reader() -> None:
+    """From now on neither standard output nor errors wait: whoever reads must not stop a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, SafeStream):
+            stream.never_wait()
 
 
 def _descriptor(stream: TextIO) -> int | None:

@@ -202,12 +202,11 @@ class Transfer:
 
     def __init__(self, source: Source, settings: Settings):
         self.fresh: list[str] = []  # what the source does not have, and starts anew
-        forms = _forms(source.settings)
+        self._saved, self._now = saved, now = _forms(source.settings), _forms(settings)
         self._keeps_space = _same_space(source.settings, settings)
-        # Whether each tensor means here what it meant there; else plain weights go between them.
-        self._is_alike = forms == _forms(settings) and (not forms or self._keeps_space)
         # Adapters go along where the new run has the same ones; else they are merged.
-        keeps_adapters = self._is_alike and source.settings.lora == settings.lora
+        is_alike = saved == now and (not now or self._keeps_space)
+        keeps_adapters = is_alike and source.settings.lora == settings.lora
         self._source = source if keeps_adapters else merged(source)
         self._settings = settings
         self._names = self._source.names()
@@ -231,7 +230,7 @@ class Transfer:
         for name, tensor in state.items():
             if _is_of_a_cut(name) or is_adapter(name):
                 self._take_own(name, tensor)
-            elif self._is_alike:
+            elif self._is_alike(name):
                 self._put(tensor, self._source.tensor(name), name)
             else:
                 self._take_folded(name, builder, stage)
@@ -250,6 +249,11 @@ class Transfer:
         saved, now = self._source.settings, self._settings
         before, after = (projected_cuts(s).get(name.rpartition(".")[0]) for s in (saved, now))
         return before == after and saved.boundary.basis_seed == now.boundary.basis_seed
+
+    def _is_alike(self, name: str) -> bool:
+        """Whether a tensor means here what it meant there; else plain weights go between them."""
+        saved, now = self._saved.get(name), self._now.get(name)
+        return saved == now and (now is None or self._keeps_space)
 
     def _take_folded(self, name: str, builder: StageBuilder, stage: Stage) -> None:
         self._folded = self._folded or Folded(self._source)

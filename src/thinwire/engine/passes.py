@@ -75,7 +75,7 @@ class GraphPasses(Passes):
 
     Weights that autocast rounds are rounded by the first graphs, for all others. Those go first
     whenever weights have changed: nothing is in flight then, and the first free ones are taken.
-    Where autocast has forgotten its copies, graphs round for themselves, which costs time alone.
+    Where autocast has forgotten its copies, graphs round for themselves: more time and memory.
     """
 
     def __init__(self, stage: Stage, autocast: Autocast):
@@ -83,7 +83,8 @@ class GraphPasses(Passes):
         self._graphs: list[_Graphs] = []
         self._trained = [p for p in stage.parameters() if p.requires_grad]
         self._sums: list[Tensor | None] = []  # of their gradients in the step under way
-        self.stream = torch.cuda.Stream()  # on which all are captured
+        self.device = next(stage.parameters()).device
+        self.stream = torch.cuda.Stream(self.device)  # on which all are captured
 
     def forward(self, received: Tensor | None, batch: DeviceBatch, microbatches: int) -> Pass:
         free = next((graphs for graphs in self._graphs if graphs.is_free), None)
@@ -115,8 +116,8 @@ class GraphPasses(Passes):
         wanted = [*self._trained, *([] if received is None else [received])]
         found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
         if not self._sums:
-            own = found[: len(self._trained)]
-            self._sums = [None if one is None else torch.zeros_like(one) for one in own]
+            pairs = zip(self._trained, found, strict=False)
+            self._sums = [None if one is None else torch.zeros_like(p) for p, one in pairs]
         return [*found]
 
     def add(self, found: list[Tensor | None]) -> None:
@@ -157,7 +158,7 @@ class _Graphs(Pass):
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         loss, _ = batch.loss_of(passes.stage, 1)
         forward = partial(passes.compute, self._received, self._ids, self._targets, loss)
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(passes.device)
         passes.stream.wait_stream(current)
         with torch.cuda.stream(passes.stream):
             if passes.is_new:
@@ -165,6 +166,7 @@ class _Graphs(Pass):
                     made = forward()
                     passes.differentiate(made, torch.ones_like(made), self._received)
                 passes.forget_rounded()
+                torch.cuda.empty_cache()  # no capture could have what the warm-ups leave
             # In its thread alone: those of links go on using the GPU meanwhile.
             self._forward.capture_begin(capture_error_mode="thread_local")
             self._made = forward()

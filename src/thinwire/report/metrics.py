@@ -279,7 +279,7 @@ class Row(msgspec.Struct):
         """None for a line that was cut off on its way, or that something else wrote."""
         try:
             return msgspec.json.decode(line, type=cls)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
 
 

@@ -173,12 +173,18 @@ class Search:
         """The fastest placement found that fits; where none fits, the one that lacks least."""
         listed, *others = map(self.place, self._starts())
         best = self._fastest(listed, others)
-        for _ in range(ROUNDS):
+        able = sum(map(self._can_hold, range(len(self.figures.peers))))
+        for _ in range(ROUNDS if able >= self.figures.stages else 0):
             better = self._fastest(best, [*self._neighbours(best)])
             if better is best:
                 break
             best = better
         return best
+
+    def _can_hold(self, peer: int) -> bool:
+        """Whether a peer has the memory for a block of some stage."""
+        stages = range(self.figures.stages)
+        return any(self.figures.fullness(peer, s, range(s, s + 1)) <= 1 for s in stages)
 
     def seconds(self, placement: Placement) -> float:
         """The step by the simulator."""
@@ -196,7 +202,8 @@ class Search:
         """
         for other in heapq.nsmallest(SIMULATED, others, key=lambda placement: placement.rank):
             if not best.fits:
-                best = min(best, other, key=lambda placement: placement.rank)
+                lacks_less = other.fullness < best.fullness * (1 - LEAST_GAIN)
+                best = other if other.fits or lacks_less else best
                 continue
             limit = self.seconds(best) * (1 - LEAST_GAIN)
             if other.fits and other.busiest < limit and self.seconds(other) < limit:

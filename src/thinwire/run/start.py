@@ -177,9 +177,11 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
         and before[section][key] != now[section][key]
     }
     if changed:
+        is_same_model = not any(place.startswith("model.") for place in changed)
+        way = _anew(checkpoint) if is_same_model else "Start a new run instead"
         raise ConfigError(
             f"cannot resume {checkpoint.folder} with other values of {', '.join(changed)} (in the "
-            f"checkpoint: {changed}): the weights depend on them. {_anew(checkpoint)}"
+            f"checkpoint: {changed}): the weights depend on them. {way}"
         )
     if checkpoint.step >= settings.train.steps:
         raise ConfigError(
@@ -353,6 +355,11 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
         notes.append(
             f"model.vocab grows from {saved.model.vocab} to {settings.model.vocab}: the rows of "
             f"new tokens start anew{stay}"
+        )
+    if settings.model.context > saved.model.context:
+        notes.append(
+            f"model.context = {settings.model.context} is longer than the {saved.model.context} "
+            f"tokens that {origin.folder} was trained with: later positions are new to it"
         )
     before, now = (projected_cuts(s).values() for s in (saved, settings))
     if gone := {*before} - {*now}:

@@ -11,22 +11,25 @@ from thinwire.settings.crossing import (
 from thinwire.settings.recipe import stale_rates
 from thinwire.settings.tree import Settings
 
-_USED_WITH = {
-    "optim.matrix_lr": 'optim.name = "muon"',
-    "optim.floor": 'optim.schedule = "cosine"',
-    "boundary.ratio": "boundary.rank = 0",
-    "boundary.basis_seed": "boundary.mode",
-    "boundary.basis_rate": "boundary.basis_update_every",
-    "lora.alpha": "lora.rank",
-    "lora.targets": "lora.rank",
-    "train.audit_replaces": "train.audit",
-    "data.path": "data.source",
-    "data.text_key": 'data.source = "text" or "hf"',
-    "data.split": 'data.source = "hf"',
-    "data.valid_split": 'data.source = "hf"',
-    "data.template": 'data.source = "chat" or "hf"',
-    "data.learn": 'data.source = "chat" or "hf"',
-}
+_USED_WITH = [
+    ("optim.matrix_lr", 'optim.name = "muon"'),
+    ("optim.floor", 'optim.schedule = "cosine"'),
+    ("boundary.ratio", "boundary.mode"),
+    ("boundary.ratio", "boundary.rank = 0"),
+    ("boundary.basis_seed", "boundary.mode"),
+    ("boundary.basis_rate", "boundary.basis_update_every"),
+    ("lora.alpha", "lora.rank"),
+    ("lora.targets", "lora.rank"),
+    ("train.audit_replaces", "train.audit"),
+    ("data.path", "data.source"),
+    ("data.text_key", 'data.source = "text" or "hf"'),
+    ("data.valid_fraction", 'data.valid_path = ""'),
+    ("data.valid_fraction", 'data.valid_split = ""'),
+    ("data.split", 'data.source = "hf"'),
+    ("data.valid_split", 'data.source = "hf"'),
+    ("data.template", 'data.source = "chat" or "hf"'),
+    ("data.learn", 'data.source = "chat" or "hf"'),
+]
 """What a key needs to have an effect: another key with one of these values, or not its default."""
 
 
@@ -39,10 +42,10 @@ def remarks(settings: Settings) -> list[str]:
         found.append(f'model.preset = "{settings.model.preset}" is changed: {changes}')
     found += filter(None, [stale_rates(settings), _short_patience(settings), _small_log(settings)])
     plain, default = settings.relaxed().to_plain(), Settings().to_plain()
-    for place, need in _USED_WITH.items():
+    for place, need in _USED_WITH:
         (section, key), (other, _, wanted) = place.split("."), need.partition(" = ")
         part, name = other.split(".")
-        is_met = str(plain[part][name]) in re.findall(r"\w+", wanted)
+        is_met = str(plain[part][name]) in re.findall(r'\w+|(?<=")(?=")', wanted)
         is_met |= not wanted and plain[part][name] != default[part][name]
         if plain[section][key] != default[section][key] and not is_met:
             without = need if wanted else f"another {need}"
