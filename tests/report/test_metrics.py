@@ -83,8 +83,9 @@ def test_a_torn_line_is_left_out_and_so_is_one_of_something_else(
     assert metrics.Curves.read(tmp_path).points()["step"] == [1, 3]
     MetricsWriter(tmp_path, resume_step=1).close()
     assert steps(tmp_path) == [1]
-    for line in ("[1]", '"text"', "{}", '{"kind": "step", "step": 1, "loss": "low"}'):
-        path.write_text(line + "\n")
+    low, bad = (f'{{"kind": "{kind}", "step": 1, "loss": "low"}}' for kind in ("step", "\xff"))
+    for line in ("[1]", '"text"', "{}", low, bad):
+        path.write_text(line + "\n", encoding="latin-1")
         assert metrics.Curves.read(tmp_path).points()["step"] == []
         assert metrics.last_step(tmp_path) is None and metrics.read_evaluations(tmp_path) == []
 

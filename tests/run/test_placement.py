@@ -86,6 +86,16 @@ def test_a_split_that_is_set_is_kept(make_settings):
     assert "pipeline.split is set" in split.why
 
 
+def test_where_nothing_fits_the_search_is_short(make_settings, monkeypatch):
+    settings = make_settings(model__layers=16, pipeline__stages=8, pipeline__microbatches=8,
+                             train__batch=8)  # fmt: skip
+    placed, place = [], pl.Search.place
+    monkeypatch.setattr(pl.Search, "place", lambda *what: placed.append(what) or place(*what))
+    with pytest.raises(ConfigError, match="no split fits"):
+        pl.choose_split(settings, [peer(f"p{n}", n, memory_mb=0.4 + 0.1 * n) for n in range(1, 9)])
+    assert len(placed) < 8**3
+
+
 def test_where_nothing_fits_it_says_what_is_lacking(make_settings):
     settings = make_settings(model__layers=6, pipeline__stages=2)
     peers = [peer("a", memory_mb=0.7), peer("b", memory_mb=0.7)]

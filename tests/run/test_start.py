@@ -79,6 +79,15 @@ def test_a_new_run_begins_where_the_other_ended(
     assert ours.dtype == torch.float32 and torch.equal(ours, theirs.float())
 
 
+def test_weights_that_mean_the_same_stay_bit_for_bit(begin, make_settings, corpus, tmp_path):
+    """Also beside others that are held in the subspace no more."""
+    settings = make_settings(**SUBSPACE, pipeline__stages=4, train__steps=3)
+    source = trained(settings, corpus, tmp_path / "source")
+    made, name = begin(source, "new", **SUBSPACE), "model.layers.0.mlp.down_proj.weight"
+    ours, theirs = (c.tensors([name])[name] for c in (made, Checkpoint.open(source)))
+    assert torch.equal(ours, theirs)
+
+
 EMBEDDED: Changes = {**SUBSPACE, "boundary__anchor": "embedding"}
 GROWN: dict[str, tuple[Changes, Changes]] = {
     "dense": ({}, {"pipeline__stages": 3}),
@@ -161,7 +170,8 @@ def test_what_a_change_costs_is_said(begin, make_settings, corpus, tmp_path):
     assert loss_of(made.folder, corpus) > loss_of(source, corpus)
     tables = begin(source, "narrow", said, **TABLES).folder
     assert "start anew: boundary.model.layers.2.table" in said.getvalue()
-    begin(tables, "dense", said)
+    begin(tables, "dense", said, model__context=32)
+    assert "later positions are new to it" in said.getvalue()
     assert "was trained with projected cuts" in said.getvalue()
     with pytest.raises(ConfigError, match="cannot become a model"):
         open_origin(make_settings(**SUBSPACE, train__init_from=str(tables)), silent())

@@ -141,6 +141,11 @@ def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path):
         (["boundary.basis_rate=1"], "boundary.basis_rate = 1.0 has no effect without another"),
         (["data.learn=all"], "data.learn = 'all' has no effect without data.source = \"chat\" or"),
         (["data.path=x"], "data.path = 'x' has no effect without another data.source"),
+        (["boundary.ratio=9"], "boundary.ratio = 9.0 has no effect without another boundary.mode"),
+        (
+            ["data.source=text", "data.path=x", "data.valid_path=y", "data.valid_fraction=0.3"],
+            'data.valid_fraction = 0.3 has no effect without data.valid_path = ""',
+        ),
     ],
 )
 def test_a_setting_that_does_nothing_or_changes_a_preset_is_told(changes, remark):
@@ -192,10 +197,10 @@ def test_numbers_and_paths_that_cannot_work_are_refused(override, message):
 
 def test_a_cut_has_the_codecs_that_it_names_and_else_those_of_all(make_settings):
     usual = {"pipeline__stages": 4, "codec__forward": "bf16", "codec__backward": "fp32"}
-    cuts = ["2: backward=int4(group=8, hadamard)+ef forward=fp64", " 0 :  forward=fp32 "]
+    cuts = ["2: backward=int4(group=8, hadamard) + ef forward=fp64", " 0 :  forward=fp32 "]
     settings = make_settings(codec__cuts=cuts, **usual)
     found = [settings.codec.names(cut) for cut in range(3)]
-    own = "fp64", "int4(group=8, hadamard)+ef"
+    own = "fp64", "int4(group=8, hadamard) + ef"
     assert found == [("fp32", "fp32"), ("bf16", "fp32"), own]
     assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings
     assert Settings.from_plain(json.loads(json.dumps(settings.to_plain()))) == settings

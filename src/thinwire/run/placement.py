@@ -173,18 +173,12 @@ class Search:
         """The fastest placement found that fits; where none fits, the one that lacks least."""
         listed, *others = map(self.place, self._starts())
         best = self._fastest(listed, others)
-        able = sum(map(self._can_hold, range(len(self.figures.peers))))
-        for _ in range(ROUNDS if able >= self.figures.stages else 0):
+        for _ in range(ROUNDS):
             better = self._fastest(best, [*self._neighbours(best)])
             if better is best:
                 break
             best = better
         return best
-
-    def _can_hold(self, peer: int) -> bool:
-        """Whether a peer has the memory for a block of some stage."""
-        stages = range(self.figures.stages)
-        return any(self.figures.fullness(peer, s, range(s, s + 1)) <= 1 for s in stages)
 
     def seconds(self, placement: Placement) -> float:
         """The step by the simulator."""
@@ -229,17 +223,25 @@ class Search:
             yield (*order[:stage], peer, *order[stage + 1 :])
 
     def _neighbours(self, placement: Placement) -> Iterator[Placement]:
-        """One block moved to another stage; or peers exchanged, with blocks as they are or new."""
-        order, counts = placement.order, placement.counts
+        """One block moved to another stage; or peers exchanged, with blocks as they are or new.
+
+        Where memory lacks, only changes of the stage that lacks most.
+        """
+        order, counts, stages = placement.order, placement.counts, range(len(placement.counts))
+        if not placement.fits:
+            full = [*map(self.figures.fullness, order, stages, ranges(counts))]
+            stages = range(full.index(max(full)), full.index(max(full)) + 1)
         if self._counts is None:
-            for source, target in itertools.permutations(range(len(counts)), 2):
+            for source, target in itertools.product(stages, range(len(counts))):
                 moved = list(counts)
                 moved[source] -= 1
                 moved[target] += 1
                 least = self.figures.least_on_last if source == len(counts) - 1 else 1
-                if moved[source] >= least:
+                if moved[source] >= least and source != target:
                     yield self.place(order, tuple(moved))
         for changed in self._exchanges(order):
+            if all(changed[stage] == order[stage] for stage in stages):
+                continue
             yield self.place(changed, counts)
             if self._counts is None:
                 yield self.place(changed)
