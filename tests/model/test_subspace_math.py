@@ -27,6 +27,13 @@ def test_basis_and_table_are_the_same_bits_everywhere():
     assert (basis, table) == ("f753a08129f8e802", "02f154ff2f71c3fb")
 
 
+def test_coordinates_of_the_table_have_the_precision_of_the_basis_also_under_autocast():
+    space = Space(random_basis(24, 5, 7).float(), fixed_table(100, 24, 7, std=0.02))
+    with torch.autocast("cpu", torch.bfloat16):
+        coordinates = space.anchor_coordinates()
+    assert torch.equal(coordinates, space.table_VD.float() @ space.basis_DK)
+
+
 def test_the_fixed_table_is_exact_in_bfloat16_and_full_rank():
     table = fixed_table(512, 64, 0, std=0.02)
     assert table.dtype == torch.bfloat16

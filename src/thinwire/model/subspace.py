@@ -107,7 +107,7 @@ class Space:
         if self._table_VK is not None and torch.compiler.is_compiling():
             return self._table_VK  # the caller has had it made
         if self._table_VK is None or self._table_made_at != self.basis_DK._version:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(self.basis_DK.device.type, enabled=False):
                 rows = self.table_VD.split(TABLE_ROWS)
                 parts = [part.to(self.basis_DK.dtype) @ self.basis_DK for part in rows]
             self._table_VK, self._table_made_at = torch.cat(parts), self.basis_DK._version
