@@ -105,6 +105,7 @@ class WandbLog:
 EVENTS_FILE = "events.jsonl"
 SECRETS = ("invite", "web")  # tags of lines that let people in: they stay on the terminal
 _LONGEST = 2000  # characters of one
+_END_BYTES = 1 << 20  # of a file, in which its last step is looked for
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -230,8 +231,13 @@ def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
 
 def last_step(folder: str | Path) -> StepRecord | None:
     """The last step that was written; None where there is none."""
-    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-        return msgspec.convert(_with_nan(Curves.read(folder).last), StepRecord)
+    path = Path(folder) / FILE_NAME
+    unreadable = OSError, msgspec.MsgspecError, UnicodeDecodeError
+    with contextlib.suppress(*unreadable), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _END_BYTES))
+        for line in reversed(file.readlines()):
+            if (row := Row.read(line)) is not None and row.kind == "step":
+                return msgspec.convert(_with_nan(msgspec.json.decode(line)), StepRecord)
     return None
 
 
@@ -322,7 +328,9 @@ class Curves:
     @property
     def last(self) -> dict[str, Any]:
         """The newest step, with all that it has, also where others wrote it."""
-        return msgspec.json.decode(self._line, type=dict[str, Any])
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            return msgspec.json.decode(self._line, type=dict[str, Any])
+        return {}
 
     def add(self, line: bytes) -> None:
         """Add a line of metrics.jsonl; one that cannot be read is left out."""
