@@ -12,7 +12,8 @@ Then what logs and a stand-by cost a run whose links decide its speed: the same 
 without, and in one run with a stand-by and without, by turns; beside what the host planned, and
 what the simulator says with the compute that was measured. All share this machine's cores, where
 the stand-by computes when nobody else does, as if it had its own. With `--only-speed` no more than
-a step of such a run beside its plan, changed by `--set`.
+a step of such a run beside its plan, changed by `--set`; `--share` gives each member its own part
+of a core.
 """
 
 import argparse
@@ -45,6 +46,7 @@ from thinwire_lab.bench_link import Row, show
 STAGES, STEPS_A_DEATH = 3, 25
 COUNTED, TURNS = 60, 4  # steps whose median is the speed of a run, and how often each is measured
 PATIENCE_S = 900.0
+Env = Mapping[str, str] | None
 STANDBY = r"stage (\d+) has a stand-by"
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"layers": 6, "dim": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 300,
@@ -71,12 +73,7 @@ class Program:
     """A `thinwire` command as a process with a home of its own."""
 
     def __init__(
-        self,
-        prefix: list[str],
-        home: Path,
-        *words: object,
-        said: str = "",
-        env: Mapping[str, str] | None = None,
+        self, prefix: list[str], home: Path, *words: object, said: str = "", env: Env = None
     ):
         home.mkdir(parents=True, exist_ok=True)
         self._log = home / f"output-{time.monotonic_ns()}.txt"
@@ -204,6 +201,8 @@ def train_here(folder: Path, name: str, steps: int) -> Run:
 class Hosted(contextlib.ExitStack):
     """A host and its members; with a network, each on a node of its own."""
 
+    share = 0.0  # of a core for each member; 0: no limit
+
     def __init__(self, folder: Path, settings: Settings, has_network: bool = False):
         super().__init__()
         self._folder, self._has_network = folder, has_network
@@ -216,7 +215,7 @@ class Hosted(contextlib.ExitStack):
         self.run = Run(settings.run.folder, host)
         self._invite = host.find(r"thinwire join (tw1-\S+)")
 
-    def join(self, number: int, env: Mapping[str, str] | None = None, idle: bool = False) -> None:
+    def join(self, number: int, env: Env = None, idle: bool = False) -> None:
         """Have a member join, or join again, and wait until it is there."""
         self.begin_to_join(number, env, idle)
         self.wait_for_members()
@@ -226,9 +225,7 @@ class Hosted(contextlib.ExitStack):
         for member in self.members.values():
             member.find("(enrolled as)")
 
-    def begin_to_join(
-        self, number: int, env: Mapping[str, str] | None = None, idle: bool = False
-    ) -> None:
+    def begin_to_join(self, number: int, env: Env = None, idle: bool = False) -> None:
         """Have a member join, or join again; `idle` has it compute when nobody else does."""
         name = f"peer-{number}"
         words = ["join", "-", "--name", name, "--listen", f"{self._address(number)}:0"]
@@ -241,7 +238,9 @@ class Hosted(contextlib.ExitStack):
         return f"10.88.0.{number + 1}" if self._has_network else "127.0.0.1"
 
     def _prefix(self, number: int) -> list[str]:
-        return ["ip", "netns", "exec", node_of(number)] if self._has_network else []
+        node = f"thinwire-{number}"
+        own = part_of_a_core(self.share, node) if number and self.share else []
+        return [*own, *(["ip", "netns", "exec", node] if self._has_network else [])]
 
 
 def kill_stages(folder: Path, deaths: int, chance: random.Random) -> Row:
@@ -290,8 +289,7 @@ def _kill(run: Run, chance: random.Random, alive: Any, kill: Any) -> float:
 
 
 def _kill_process(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 9)
+    subprocess.run(["kill", "-9", str(pid)], check=False)
 
 
 def _times(pauses: list[float]) -> Row:
@@ -305,15 +303,19 @@ def _times(pauses: list[float]) -> Row:
 # Over an emulated internet
 
 
-def node_of(number: int) -> str:
-    """The namespace of a node."""
-    return f"thinwire-{number}"
+def part_of_a_core(share: float, name: str) -> list[str]:
+    """What gives a program and those that it starts so much of a core (cgroup v1, root)."""
+    group = Path("/sys/fs/cgroup/cpu") / name
+    group.mkdir(exist_ok=True)
+    (group / "cpu.cfs_period_us").write_text("5000")
+    (group / "cpu.cfs_quota_us").write_text(f"{5000 * share:.0f}")
+    return ["sh", "-c", f'echo $$ > {group}/tasks; exec "$@"', "sh"]
 
 
 @contextlib.contextmanager
 def network(wan: Path, mbps: float, latency_ms: float) -> Iterator[None]:
     """Nodes for the host, for a member of each stage and for a spare; gone afterwards."""
-    names = [node_of(number) for number in range(STAGES + 2)]
+    names = [f"thinwire-{number}" for number in range(STAGES + 2)]
     with contextlib.ExitStack() as held:
         for name in names:
             subprocess.run(["ip", "netns", "add", name], check=True)
@@ -436,7 +438,7 @@ def measured(scratch: Path, options: argparse.Namespace) -> Iterator[Row]:
             yield kill_members(scratch, half, 1, chance)
         return
     if options.only_speed:
-        values = merged(LIGHT, {})
+        values, Hosted.share = merged(LIGHT, {}), options.share
         for override in options.set:
             apply_override(values, override)
         with network(options.wan, options.mbps, options.latency_ms):
@@ -465,6 +467,7 @@ def main() -> None:
     parser.add_argument("--wan", type=Path, help="program that joins network namespaces")
     parser.add_argument("--only-cost", action="store_true", help="of logs and a stand-by")
     parser.add_argument("--only-speed", action="store_true", help="a step beside its plan")
+    parser.add_argument("--share", type=float, default=0.0, help="of a core for each such member")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value",
                         help="changes a setting of --only-speed; up to 4 stages")  # fmt: skip
     parser.add_argument("--mbps", type=float, default=80.0)

@@ -36,10 +36,7 @@ def gap_to_dense(runs: Sequence[Trained], dense: Sequence[Trained]) -> float:
 
 
 def compared(runs: Sequence[Trained], dense: Sequence[Trained]) -> Row:
-    """What a table says of the runs of one label: bytes, and loss against dense of the same seed.
-
-    Where a run diverged there is neither loss nor gap.
-    """
+    """Bytes and loss of the runs of one label, against dense; no loss where one diverged."""
     arm, figures = runs[0].arm, runs[0].figures
     losses = [run.loss for run in runs if run.loss is not None]
     settled = len(losses) == len(runs)
