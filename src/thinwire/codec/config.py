@@ -9,7 +9,7 @@ from thinwire.typed import option
 
 PLAIN = ("fp32", "bf16", *(f"int{bits}" for bits in range(2, 9)))
 """Names known to exist without a look at the codecs themselves, which need torch."""
-_LEG = re.compile(r"(forward|backward)\s*=\s*((?:[^\s()+]|\([^()]*\)|\s*\+\s*)+)(?:\s+|$)")
+_LEG = re.compile(r"(forward|backward)\s*=\s*((?:[^\s()+]|\([^()]*\)|\s*+\+\s*+)+)(?:\s+|$)")
 _CUT = re.compile(rf"\s*(\d{{1,9}})\s*:\s*((?:{_LEG.pattern})+)")
 
 

@@ -45,7 +45,7 @@ def remarks(settings: Settings) -> list[str]:
     for place, need in _USED_WITH:
         (section, key), (other, _, wanted) = place.split("."), need.partition(" = ")
         part, name = other.split(".")
-        is_met = str(plain[part][name]) in re.findall(r'\w+|(?<=")(?=")', wanted)
+        is_met = str(plain[part][name]) in re.findall(r'\w+|(?<=")(?=")', wanted)  # words, or ""
         is_met |= not wanted and plain[part][name] != default[part][name]
         if plain[section][key] != default[section][key] and not is_met:
             without = need if wanted else f"another {need}"
