@@ -42,6 +42,7 @@ def config(make_settings, tmp_path):
         (["eval", "x", "--lm-eval", "piqa", "--batches", "3"], "leave out --data"),
         (["eval", "x", "--limit", "3"], "--limit and --tasks-folder"),
         (["eval", "x", "--tasks-folder", "y"], "--limit and --tasks-folder"),
+        (["watch", "x"], "holds no run"),
     ],
 )
 def test_values_out_of_range_and_options_that_contradict_are_refused(arguments, words, command):
@@ -49,10 +50,20 @@ def test_values_out_of_range_and_options_that_contradict_are_refused(arguments, 
     assert code == 2 and words in text and "Traceback" not in text
 
 
-def test_without_the_lab_its_command_says_how_to_get_it(monkeypatch, command):
-    monkeypatch.setitem(sys.modules, "thinwire_lab", None)
-    code, _, said = command("lab", "gap", "--logs", "x")
-    assert code == 2 and "`pip install ./lab`" in " ".join(said.split())
+@pytest.mark.parametrize(
+    ("package", "arguments", "ends", "words"),
+    [
+        ("thinwire_lab", ["lab", "gap", "--logs", "x"], 2, "`pip install ./lab`"),
+        ("lm_eval", ["eval", "x", "--lm-eval", "piqa"], 10,
+         "--lm-eval needs lm_eval, which is not installed: pip install 'thinwire[eval]'"),
+    ],
+)  # fmt: skip
+def test_a_command_whose_package_is_missing_says_how_to_get_it(
+    package, arguments, ends, words, monkeypatch, command
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, said = command(*arguments)
+    assert code == ends and words in " ".join(said.split())
 
 
 # --- where a run goes on ---

@@ -154,7 +154,7 @@ def test_a_worse_link_never_plans_a_faster_step(
     assert seconds[-1] > seconds[0], "the link does enter the estimate"
 
 
-def test_the_text_answers_what_a_person_asks_and_says_from_what(slow_link):
+def test_the_text_answers_what_a_person_asks_and_programs_get_json(slow_link):
     settings = slow_link()
     plan = make_plan(settings, 2e12)
     text = plan_text(plan)
@@ -173,11 +173,7 @@ def test_the_text_answers_what_a_person_asks_and_says_from_what(slow_link):
     ):
         assert wanted in text
     assert text.count("<- this run") == 1
-
-
-def test_the_plan_for_programs_is_json(slow_link):
-    settings = slow_link()
-    plain = plan_to_plain(make_plan(settings, RATE))
+    plain = plan_to_plain(plan)
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
     assert plain["config_hash"] == settings.hash
     assert plain["tokens_per_s"] == settings.tokens_per_step / plain["step_seconds"]

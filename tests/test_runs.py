@@ -99,20 +99,6 @@ def test_processes_give_what_threads_give_and_resume_into_other_stages(
     refused(changed, 2, "cannot resume", "model.ffn")
 
 
-def test_ctrl_c_drains_and_checkpoints(thinwire, config, tmp_path):
-    run = thinwire("train", long_run(config))
-    run.wait_for(r"\[train\] step +\d")
-    stages = run.stages()
-    assert len(stages) == 2
-    run.stop()
-    assert "stopping after this step" in run.text()
-    assert gone(stages)
-    saved = Checkpoint.open(tmp_path / "test")
-    saved.verify()
-    summary = json.loads((tmp_path / "test" / "summary.json").read_text())
-    assert saved.step == summary["steps"] >= 1
-
-
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stage_that_dies_ends_the_run_by_name(victim, thinwire, config, tmp_path):
     """Where nothing is logged that another process could go on from."""
@@ -172,7 +158,7 @@ def test_bad_settings_are_refused(refused, config, tmp_path):
 
 
 def test_missing_files(refused, capfd):
-    refused(["train", "absent.toml"], 2, "absent.toml does not exist", "thinwire init")
+    refused(["train", "absent.toml"], 2, "absent.toml does not exist", "thinwire init absent.toml")
     refused(["eval", "absent"], 4, "no such folder")
     main(["init", "new.toml"])
     refused(["init", "new.toml"], 2, "exists already")

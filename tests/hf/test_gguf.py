@@ -73,10 +73,7 @@ def test_a_gguf_file_is_the_model_that_it_was_made_from(tmp_path):
     with torch.no_grad():
         ours, expected = Model(target, "cpu")(ids), model(ids).logits
     assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
-
-
-def test_scaled_positions_that_transformers_would_drop_are_refused(tmp_path):
-    model = make_folder(tmp_path / "theirs", "llama")
+    # Scaled positions, which transformers would drop, are refused.
     write_gguf(tmp_path / "scaled.gguf", model, extra="rope_freqs.weight")
     words = r"scaled rotary positions \(rope_freqs.weight\)"
     with pytest.raises(ConfigError, match=words), opened(str(tmp_path / "scaled.gguf")):

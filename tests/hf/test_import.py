@@ -55,15 +55,6 @@ def test_weights_keep_their_bits_and_their_format(tmp_path):
     assert {p.dtype for p in stage.parameters()} == {torch.float32}, "the run's precision"
 
 
-def test_a_model_in_several_files_is_imported_tensor_by_tensor(tmp_path):
-    make_folder(tmp_path / "theirs", "llama", max_shard_size="20KB")
-    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
-    several = imported(tmp_path / "theirs", tmp_path / "several")
-    one = imported(saved("llama"), tmp_path / "one")
-    for name in ("stage-0.safetensors", "stage-1.safetensors"):
-        assert (several / name).read_bytes() == (one / name).read_bytes()
-
-
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
@@ -224,23 +215,6 @@ def test_a_place_without_a_model_is_told(place, message, tmp_path, monkeypatch):
 
 
 # --- and back ---
-
-
-@pytest.mark.parametrize("kind", ["llama3", "qwen2", "qwen3"])
-def test_an_imported_model_leaves_as_it_came(kind, tmp_path):
-    theirs = make_folder(tmp_path / "theirs", kind)
-    target = imported(tmp_path / "theirs", tmp_path / "ours", 4)
-    main(["export", str(target), "--to", "hf", "--no-verify", str(tmp_path / "again")])
-    before = load_file(tmp_path / "theirs" / "model.safetensors")
-    after = load_file(tmp_path / "again" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    config = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert config["architectures"] == [type(theirs).__name__]
-    twice = imported(tmp_path / "again", tmp_path / "twice", 4)
-    for stage in range(4):
-        name = f"stage-{stage}.safetensors"
-        assert (twice / name).read_bytes() == (target / name).read_bytes()
 
 
 @pytest.mark.slow

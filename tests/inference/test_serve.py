@@ -168,14 +168,11 @@ def test_refusals_say_why_and_harm_nothing(server):
     assert server.ask("completions", {"max_tokens": 2})[0] == 200, "an empty prompt is one"
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_ends_its_text(server, stream):
+def test_a_client_that_goes_away_ends_its_text(server):
     """It asked for a million tokens: only because it is gone can the next client be served."""
     server.without_end()
-    gone = server.raw({"max_tokens": 1_000_000, "stream": stream})
+    gone = server.raw({"max_tokens": 1_000_000})
     wait_until(lambda: server.is_with(writing=1, waiting=0))
-    if stream:
-        assert gone.recv(100).startswith(b"HTTP/1.1 200")
     gone.close()
     assert server.ask("completions", {"max_tokens": 3})[0] == 200
 

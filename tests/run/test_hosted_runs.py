@@ -9,7 +9,7 @@ from machines import assert_same_weights
 from settings_values import narrow
 from thinwire.cli import main
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.errors import ConfigError, NotAliveError
+from thinwire.errors import NotAliveError
 from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.run.alive import ask
 from trained import trained
@@ -81,19 +81,6 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines):
     host.wait_for(r"step +2/")
     assert "split" in host.text() and "a step takes" in host.text()
 
-    seen = asked("status")
-    assert (seen["role"], seen["state"], seen["epoch"]) == ("host", "training", 1)
-    assert seen["step"] > 0 and seen["loss"] > 0
-    assert sorted(peer["stages"] for peer in seen["peers"]) == [[0], [1]]
-    for peer in seen["peers"]:
-        assert peer["state"] not in ("", "away", "kicked")
-        assert peer["machine"]["device"].startswith("cpu")
-        assert all(peer["machine"][key] > 0 for key in ("tflops", "mbps_up", "memory_gb"))
-        assert 0 <= seen["time"] - peer["last_word"] < 60
-    (link,) = seen["links"]
-    # Under load a dial may be answered too late, and the link then passes the host.
-    assert link["way"] in ("direct", "relayed") and link["forward_bytes_per_s"] > 0
-
     def told():
         status = machines.run("ana", "status", "--json")
         assert status.wait() == 0, status.text()
@@ -111,8 +98,6 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines):
 
     assert "ben was removed from the run" in asked("kick", peer="ben")["text"]
     assert ben.wait() == REFUSED and "the host removed this peer" in ben.text()
-    with pytest.raises(ConfigError, match="no peer of this run is called 'eve'"):
-        asked("kick", peer="eve")
     (machines.invite,) = re.findall(r"tw1-\S+", asked("invite")["text"])
     machines.join("cleo").wait_for("enrolled as cleo")
     states = {peer["name"]: peer["state"] for peer in asked("status")["peers"]}

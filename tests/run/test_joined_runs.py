@@ -9,6 +9,9 @@ import pytest
 
 from machines import assert_same_weights
 from thinwire.engine.checkpoint import Checkpoint
+from thinwire.run.alive import FILE
+from thinwire.web.runs import RunView
+from waiting import PROCESS_PATIENCE, wait_until
 
 
 def test_three_peers_train_to_the_weights_of_a_run_on_one_machine(machines):
@@ -43,7 +46,7 @@ def test_three_peers_train_to_the_weights_of_a_run_on_one_machine(machines):
 
 STEPPING_AGAIN = r"(?s)epoch 2 .*\[train\] step +\d"
 SAVED = r"\[save\] +checkpoint of step \d+"
-LONG = {"train__steps": 100_000, "train__eval_every": 0, "link__outage": 3.0, "train__log_mb": 0}
+LONG = {"train__steps": 100_000, "train__eval_every": 5, "link__outage": 3.0, "train__log_mb": 0}
 
 
 def test_a_run_with_fewer_machines_than_stages_trains_to_the_same_weights(machines):
@@ -111,12 +114,67 @@ def test_a_peer_and_the_host_are_killed_and_another_machine_leads_the_run_on(mac
     assert validated[0] == 0, "of the whole run, though its host was killed"
 
 
+def page_of(folder):
+    """What a page of this folder is sent, beside its curve."""
+    view = RunView(folder)
+    view.refresh()
+    sections = ("state", "progress", "valid", "events")
+    parts = {name: json.loads(view.sections.get(name, b"null")) for name in sections}
+    return {**parts, "losses": view.curves.points()["loss"]}
+
+
+def is_whole(parts):
+    state, events = parts["state"] or {}, parts["events"] or []
+    links = state.get("links") or [{}]
+    saved = any(event["kind"] == "save" for event in events)
+    told = links[0].get("round_trip_ms") and state.get("last_checkpoint")
+    return bool(told and parts["progress"] and parts["valid"] and saved)
+
+
+def check_pages(machines, *peers):
+    """Peers see the run as its host does: peers, links, a typical step and what happened; but
+    neither invites nor addresses.
+    """
+    folders = [next((peer.home / "data" / "peers").iterdir()) for peer in peers]
+    for folder in folders:
+        wait_until((folder / FILE).exists, PROCESS_PATIENCE)
+        wait_until(lambda folder=folder: is_whole(page_of(folder)), PROCESS_PATIENCE)
+    member, whole = page_of(folders[0]), page_of(machines.run_folder)  # the host's is the later one
+    for parts in (whole, member):
+        state = parts["state"]
+        assert state["epoch"] == 1 and state["step"] > 0 and len(parts["losses"]) > 0
+        assert state["waiting_for"] == ""
+        assert sorted(peer["name"] for peer in state["peers"]) == ["ana", "ben"]
+        assert sorted(peer["stages"] for peer in state["peers"]) == [[0], [1]]
+        for peer in state["peers"]:
+            assert peer["state"] not in ("", "away", "kicked")
+            assert peer["machine"]["device"].startswith("cpu")
+            assert all(peer["machine"][key] > 0 for key in ("tflops", "mbps_up", "memory_gb"))
+        (link,) = state["links"]
+        # A machine under load may answer a dial too late, and the link then passes the host.
+        assert link["way"] in ("direct", "relayed") and link["round_trip_ms"] > 0
+        assert link["forward_bytes_per_s"] > 0 and state["crossed"][0]["forward_bytes"] > 0
+        assert parts["progress"]["timeline"]["spans"] and parts["progress"]["planned"]
+        assert state["last_checkpoint"] >= 5 and parts["valid"]
+    heard = [whole["state"]["time"] - peer["last_word"] for peer in whole["state"]["peers"]]
+    assert all(0 <= seconds < 60 for seconds in heard)
+    roles = [(parts["state"]["role"], parts["state"]["state"]) for parts in (whole, member)]
+    assert roles == [("host", "training"), ("member", "training")]
+    assert [p["name"] for p in member["state"]["peers"] if p["is_this_machine"]] == ["ana"]
+    assert {row[0] for row in member["valid"]} <= {row[0] for row in whole["valid"]}
+    text = json.dumps(member)
+    others = "".join(path.read_text() for path in folders[1].glob("*.json"))
+    for secret in (machines.invite, "127.0.0.1:", str(machines.run_folder), others):
+        assert secret and secret not in text
+
+
 def test_a_seat_passes_from_peer_to_peer_and_who_was_removed_stays_out(machines):
     """Without logs of what was sent, each time all stages begin at the last checkpoint."""
     machines.config(**LONG, train__checkpoint_every=5)
     host = machines.host()
     ana, ben = machines.join("ana"), machines.join("ben")
     host.wait_for(SAVED)
+    check_pages(machines, ana, ben)
     ben.kill()
     cleo = machines.join("cleo")
     host.wait_for(r"epoch 2 from step [1-9]\d*, stages (0: ana, 1: cleo|0: cleo, 1: ana)")

@@ -87,7 +87,9 @@ def test_seats_go_on_bit_for_bit(kind, trained, make_settings, run_in_threads, t
     assert not list(checkpoint.folder.parent.glob(".extracts-*"))
 
 
-def test_what_is_here_is_not_sent_again(trained, tmp_path):
+def test_what_is_here_is_not_sent_again_also_after_a_lost_connection(
+    trained, tmp_path, monkeypatch
+):
     settings, _, checkpoint = trained()
     server, folder = tr.SeatServer(checkpoint, settings), tmp_path / "peer"
     own = partial_folder(folder, 3)  # the machine that wrote this shard
@@ -105,12 +107,8 @@ def test_what_is_here_is_not_sent_again(trained, tmp_path):
     (other / "stage-2.safetensors").write_bytes(b"altered")
     assert fetch(server, 2, folder)[1] == checkpoint.shards[2].bytes
 
-
-def test_a_lost_connection_loses_nothing_that_has_come(trained, tmp_path, monkeypatch):
     monkeypatch.setattr("thinwire.run.transfer.PIECE_BYTES", 1024)
-    settings, _, checkpoint = trained()
-    server, seen = tr.SeatServer(checkpoint, settings), []
-    here, there = memory_pair(1)
+    seen, (here, there) = [], memory_pair(1)
     on_daemon_thread("host", lambda: server.serve(here, (0,)))
 
     def lose(done, total):
@@ -119,8 +117,8 @@ def test_a_lost_connection_loses_nothing_that_has_come(trained, tmp_path, monkey
             here.close()
 
     with pytest.raises(WireError):
-        tr.fetch_seat(there, [0], tmp_path / "peer", MOST, progress=lose)
-    path, sent = fetch(server, 0, tmp_path / "peer")
+        tr.fetch_seat(there, [0], folder, MOST, progress=lose)
+    path, sent = fetch(server, 0, folder)
     assert set(seen) == {checkpoint.shards[0].bytes}
     assert sent <= checkpoint.shards[0].bytes - 5 * 1024
     Checkpoint.open(path).verify()

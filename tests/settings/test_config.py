@@ -26,12 +26,6 @@ def test_a_file_fills_the_settings_and_the_rest_is_default(tmp_path):
     assert settings.model == Settings().model.resolved()
 
 
-def test_a_missing_file_names_the_command_that_writes_one(tmp_path):
-    words = r"nope.toml does not exist: .*`thinwire init .*nope.toml`"
-    with pytest.raises(ConfigError, match=words):
-        load_settings(tmp_path / "nope.toml", [])
-
-
 def test_the_folder_of_a_run_stands_for_its_config_and_for_itself(tmp_path, monkeypatch):
     folder = tmp_path / "moved"
     folder.mkdir()

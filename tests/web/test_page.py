@@ -12,6 +12,8 @@ import httpx
 import pytest
 from webruns import STEPS, TOKEN, first_of, let_links_decide, messages, step_record
 
+from programs import gone
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import ConfigError
 from thinwire.report import MetricsWriter, PlainDisplay
 from thinwire.report.metrics import (
@@ -39,8 +41,9 @@ def steps_of(folder):
 
 
 def test_a_finished_run_shows_what_its_folder_holds(finished, serve):
+    server = serve(finished)
     points, valid, events, state, progress, settings = first_of(
-        serve(finished), "points", "valid", "events", "state", "progress", "settings"
+        server, "points", "valid", "events", "state", "progress", "settings"
     )
     steps, validations = steps_of(finished), read_evaluations(finished)
     assert points["step"] == [record.step for record in steps] == list(range(1, STEPS + 1))
@@ -56,6 +59,8 @@ def test_a_finished_run_shows_what_its_folder_holds(finished, serve):
     assert sent["forward_bytes"] > sent["backward_bytes"] > 0 and cut["ratio_vs_bf16"] > 2
     assert len(progress["time_shares"]) == 2 and progress["timeline"]["spans"]
     assert 'forward = "int8"' in settings["text"]
+    invite = httpx.get(server.address + "invite/0", **OWNER)
+    assert invite.status_code == 400 and "no run is alive" in invite.json()["error"]
 
 
 def test_the_plan_stands_beside_what_was_measured(run_folder, serve):
@@ -182,23 +187,6 @@ def test_what_is_no_request_is_refused(run_folder, serve, host, body):
         assert httpx.post(kick, **wrong).status_code == 400 and host.asked == []
 
 
-def test_a_run_that_has_ended_invites_nobody(finished, serve):
-    answer = httpx.get(serve(finished).address + "invite/0", **OWNER)
-    assert answer.status_code == 400 and "no run is alive" in answer.json()["error"]
-
-
-def test_a_hosted_run_shows_its_peers_and_links(run_folder, serve, host):
-    host.peers[1] = host.peer("ben", [1], is_away=True)
-    host.waiting_for = "a peer for stage 1"
-    (state,) = first_of(serve(run_folder), "state")
-    ana, ben, carl = state["peers"]
-    assert (ben["machine"], carl["stages"]) == (None, [])
-    assert ana["machine"]["latency_ms"] == 15.0 and ana["machine"]["device"] == "cpu (8 cores)"
-    (link,) = state["links"]
-    assert (link["way"], link["round_trip_ms"]) == ("direct", 31.0)
-    assert state["waiting_for"] == "a peer for stage 1"
-
-
 def test_a_run_without_a_last_word_is_silent(run_folder):
     lines = (run_folder / FILE_NAME).read_text().splitlines()[:-3]
     rows = (json.dumps(json.loads(line) | {"time": time.time() - 1e6}) for line in lines)
@@ -253,11 +241,6 @@ def test_the_address_of_a_page_is_printed_and_stays(tmp_path):
     assert "token" in address("train", "0.0.0.0:0")
 
 
-def test_watch_refuses_what_holds_no_run(tmp_path, command):
-    code, _, said = command("watch", tmp_path)
-    assert code == 2 and "holds no run" in said
-
-
 def samples(folder):
     events = map(json.loads, (folder / EVENTS_FILE).read_text().splitlines())
     return [event["text"] for event in events if event["kind"] == "sample"]
@@ -286,7 +269,9 @@ def test_a_text_that_is_being_written_ends_with_its_run(run_folder):
     assert samples(run_folder) == []
 
 
-def test_train_saves_and_writes_a_text_at_a_validation(thinwire, finished, tmp_path):
+def test_train_saves_and_writes_a_text_at_a_validation_and_ends_by_ctrl_c(
+    thinwire, finished, tmp_path
+):
     """Though by its settings it saves at its end alone; and not at the first one only."""
     changes = [f"run.out={tmp_path}", "train.checkpoint_every=0", "train.steps=100000",
                "link.latency_ms=200"]  # fmt: skip
@@ -295,7 +280,12 @@ def test_train_saves_and_writes_a_text_at_a_validation(thinwire, finished, tmp_p
     run = thinwire("train", config, *sets, "--sample", "stage", "--web", "off")
     story = tmp_path / "first" / EVENTS_FILE
     wait_until(lambda: story.exists() and len(samples(story.parent)) > 1, PROCESS_PATIENCE)
+    stages = run.stages()
     run.stop()
+    assert len(stages) == 2 and gone(stages) and "stopping after this step" in run.text()
+    saved = Checkpoint.open(story.parent)
+    saved.verify()
+    assert saved.step == json.loads((story.parent / "summary.json").read_text())["steps"]
     step = int(samples(story.parent)[0].split(":")[0].removeprefix("step "))
     assert step in [record.step for record in read_evaluations(story.parent)]
     assert not list(story.parent.glob("checkpoints/.sample*"))

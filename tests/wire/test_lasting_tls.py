@@ -7,7 +7,7 @@ from wiring import HOST, HOURLY, MAX_MESSAGE, PEER, in_background, read_all
 
 from proxy import Proxy
 from thinwire.wire import LastingPipe, Listener, dial, stream
-from waiting import PATIENCE, wait_until
+from waiting import PATIENCE
 
 
 @pytest.fixture
@@ -40,28 +40,6 @@ def over_tls(listener, path):
         accepted = pool.submit(lambda: LastingPipe(accept(PATIENCE), accept, PATIENCE))
         dialed = LastingPipe(call(PATIENCE), call, PATIENCE)
         return accepted.result(PATIENCE), dialed
-
-
-def up_after(outages, *ends):
-    """Whether both ends have seen so many outages, and there is none now."""
-    return all(end.outages >= outages and end._connection for end in ends)
-
-
-def test_it_outlives_lost_connections_over_tls(over_tls, path):
-    accepted, dialed = over_tls
-    with ThreadPoolExecutor(2) as pool:
-        got = pool.submit(lambda: (read_all(accepted), accepted.close())[0])
-        in_background(lambda: read_all(dialed))
-        for number in range(60):
-            dialed.write(bytes([number + 1]) * 70_000)
-            if number in (20, 40):
-                path.cut()
-                wait_until(lambda number=number: up_after(number // 20, accepted, dialed))
-        dialed.close(None)
-        messages = got.result(PATIENCE)
-    assert [message[0] for message in messages] == list(range(1, 61))
-    assert all(len(message) == 70_000 for message in messages)
-    assert min(accepted.outages, dialed.outages) >= 2
 
 
 def test_an_end_that_has_not_noticed_a_loss_is_told_by_the_next_dial(over_tls, path):

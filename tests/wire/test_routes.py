@@ -260,16 +260,6 @@ def test_only_the_holder_of_its_key_waits_in_the_hosts_place(service, thief, rea
                 assert served.recv(5) == b"hello"
 
 
-def test_a_standby_without_the_key_gets_no_calls(service):
-    name = f"{HOST.fingerprint[:16]}/enrol"
-    with Door("127.0.0.1", 0) as relay:
-        relay.admit_any(TOKEN)
-        with Standby(name, Route(relay.address, token=TOKEN), service.take) as thief:
-            wait_until(lambda: "the request lacks its signature" in thief.trouble)
-            assert thief.waiting == 0
-            assert "nobody waits for it" in line(ask(relay, "reach", name))
-
-
 def test_a_signature_is_not_looked_at_before_the_token_is_right():
     name = f"{HOST.fingerprint[:16]}/control"
     with Door("127.0.0.1", 0) as relay:
