@@ -187,6 +187,18 @@ def test_what_is_no_request_is_refused(run_folder, serve, host, body):
         assert httpx.post(kick, **wrong).status_code == 400 and host.asked == []
 
 
+def test_a_hosted_run_shows_its_peers_and_links(run_folder, serve, host):
+    host.peers[1] = host.peer("ben", [1], is_away=True)
+    host.waiting_for = "a peer for stage 1"
+    (state,) = first_of(serve(run_folder), "state")
+    ana, ben, carl = state["peers"]
+    assert (ben["machine"], carl["stages"]) == (None, [])
+    assert ana["machine"]["latency_ms"] == 15.0 and ana["machine"]["device"] == "cpu (8 cores)"
+    (link,) = state["links"]
+    assert (link["way"], link["round_trip_ms"]) == ("direct", 31.0)
+    assert state["waiting_for"] == "a peer for stage 1"
+
+
 def test_a_run_without_a_last_word_is_silent(run_folder):
     lines = (run_folder / FILE_NAME).read_text().splitlines()[:-3]
     rows = (json.dumps(json.loads(line) | {"time": time.time() - 1e6}) for line in lines)
