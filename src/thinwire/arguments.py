@@ -29,7 +29,7 @@ def number(
         if not (least <= value <= most and value > above):  # NaN is in no range
             raise argparse.ArgumentTypeError(f"{text!r} must be {wanted}")
         if abs(value) >= 2**63:
-            raise argparse.ArgumentTypeError(f"{text!r} is too large: it must fit into 64 bits")
+            raise argparse.ArgumentTypeError(f"{text!r} is too large")
         return value
 
     return read

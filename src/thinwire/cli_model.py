@@ -160,8 +160,9 @@ def generate_command(options: argparse.Namespace) -> None:
     from thinwire.inference import Sampling
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    if options.template and not options.chat:
-        raise ConfigError("--template is about the conversation of --chat: add that, too")
+    for name in ("template", "system"):
+        if getattr(options, name) and not options.chat:
+            raise ConfigError(f"--{name} is about the conversation of --chat: add that, too")
     model = _writing_model(options)
     if options.chat:
         _converse(model, options, sampling)

@@ -57,6 +57,23 @@ def test_peft_opens_it(changes, trained, tmp_path):
     assert (before - ours).abs().max() > 1e-3, "the adapters do something"
 
 
+@pytest.mark.parametrize("changes", MODES.values(), ids=MODES)
+def test_a_base_that_it_was_not_trained_beside_is_refused(changes, trained, tmp_path, command):
+    """A rounded one is taken; one of another time is not, nor one with the adapters in it."""
+    place, base, folder = trained(**{**LORA, **changes}), tmp_path / "base", tmp_path / "adapter"
+    own = base_of(Checkpoint.open(place))
+    own.bfloat16().save_pretrained(base)
+    assert command("export", place, folder, "--adapter", "--base", base)[0] == 0
+    merged = tmp_path / "merged"
+    assert command("export", place, merged, "--no-verify")[0] == 0
+    with torch.no_grad():
+        own.model.norm.weight.mul_(1.25)
+    own.save_pretrained(base)
+    for other, name in ((merged, "_proj.weight"), (base, "model.norm.weight")):
+        code, _, said = command("export", place, folder, "--adapter", "--force", "--base", other)
+        assert code == 2 and f"do not fit {other}: model." in said and name in said, said
+
+
 def test_what_has_no_adapter_of_its_own_is_refused(trained, tmp_path, command):
     folder = tmp_path / "adapter"
 

@@ -37,6 +37,13 @@ def test_a_conversation_remembers_what_was_said(chatting, say):
     assert say("", folder, *options, "--prompt", "stage") == f"{wanted[0]}\n"
 
 
+@pytest.mark.parametrize("option", ["--system", "--template"])
+def test_what_is_of_a_conversation_goes_with_one(option, say, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        say("", tmp_path, option, "be")
+    assert f"{option} is about the conversation of --chat" in capsys.readouterr().err
+
+
 def test_a_template_may_be_named_where_the_tokenizer_has_none(chatting, say, tmp_path, capsys):
     folder = chatting(special=())
     options = ("--chat", "--tokens", 6, "--temperature", 0, "--prompt", "stage")

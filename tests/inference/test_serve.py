@@ -148,6 +148,8 @@ REFUSED = [
     ("completions", {"top_p": 0}, 400, "top_p: expected `float` > 0"),
     ("completions", {"stop": ["a"] * 5}, 400, "length <= 4"),
     ("completions", {"n": 2}, 400, "n is not supported"),
+    ("completions", {"repetition_penalty": 1.1}, 400, "repetition_penalty is not supported"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, "message 1 has no content"),
     ("chat/completions", {}, 400, "messages must be a list"),
     ("chat/completions", {"messages": [{"role": "?", "content": "a"}]}, 400, "no conversation"),
     ("chat/completions", {"messages": [{"role": "user", "content": [1]}]}, 400, "else than text"),

@@ -209,7 +209,7 @@ def with_checksum(content):
 
 def test_an_invite_survives_its_text():
     text = str(INVITE)
-    assert Invite.parse(text) == INVITE
+    assert Invite.parse(text) == INVITE == Invite.parse(f"[invite] thinwire join {text}\n")
     assert text.startswith("tw1-") and len(text) < 300
     assert set(text) <= set(string.ascii_letters + string.digits + "-_")
     assert INVITE.run_id == "ab" * 8

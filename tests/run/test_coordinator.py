@@ -92,7 +92,7 @@ def test_a_request_to_stop_leaves_at_once_before_training_and_else_when_it_is_re
 
 def test_who_leaves_is_named_to_all_no_key_is_to_be_pressed_and_the_run_ends_in_good_order():
     lead = Lead().until(Phase.TRAINING)
-    *_, told = commands = lead.on(ev.StopAsked("ben"))
+    *_, told = commands = lead.on(ev.StopAsked("ben leaves"))
     assert told == ev.Say("ben leaves: the run stops after this step, with a checkpoint")
     assert len([command for command in commands if isinstance(command, ev.Say)]) == 1
     assert lead.ended(lead.all_say(msg.Finished(METERS))) == ev.End()

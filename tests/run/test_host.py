@@ -33,7 +33,8 @@ from waiting import PATIENCE, wait_until
     ("ana ben cleo", "ana cleo", 2, "ana ana cleo"), ("ana ben cleo", "cleo", 2, None),
     ("ana ben cleo", "cleo", 1, "cleo cleo cleo"), ("ana ben cleo", "cleo dan", 2, "dan dan cleo"),
     ("ana ben cleo", "", 1, None), ("ana ana cleo", "dan cleo", 2, "dan dan cleo"),
-    ("ana ana cleo", "ana cleo", 3, "ana ana cleo"),
+    ("ana ana cleo", "ana cleo", 3, None), ("ana ana", "ana ben", 2, "ana ben"),
+    ("ana ana", "ana", 2, None), ("ana ana", "ana", 1, "ana ana"),
     ("ana ana ana cleo", "ana ben cleo dan", 2, "ana dan ben cleo"),
     ("ana ben cleo dan", "ben cleo", 2, "ben ben cleo cleo"),
 ])  # fmt: skip
@@ -63,6 +64,9 @@ def test_how_often_a_run_was_formed_survives(tmp_path):
     unformed, set_by_hand = Settings(), Settings(pipeline=PipelineConfig(window=6))
     assert Formation().applied(unformed) is unformed
     assert formation.applied(set_by_hand).pipeline.window == 6, "a change of the settings counts"
+    split_by_hand = Settings(pipeline=PipelineConfig(stages=3, split=[3, 1, 2]))
+    kept = seating.fitting(formed, split_by_hand)
+    assert kept.applied(split_by_hand).pipeline.split == kept.split == [3, 1, 2], "so does this"
     (tmp_path / "epochs.json").write_text('{"epoch": "many"}')
     with pytest.raises(ConfigError, match=r"cannot read .*epochs.json"):
         seating.read_formation(tmp_path)
@@ -154,7 +158,7 @@ def test_each_member_holds_its_stages_and_hears_what_is_for_them(house, leads):
         ben.say(Pulse(1, "works"), 2, 3)
         assert peers.said.next(PATIENCE) == Said(2, Pulse(1, "works"))
         ben.say(Leaving())
-        assert peers.said.next(PATIENCE) == StopAsked("ben") and peers.leaving == "ben"
+        assert peers.said.next(PATIENCE) == StopAsked("ben leaves") == StopAsked(peers.pauses)
         ben.lose_connection()
         away, back = peers.said.next(PATIENCE), peers.said.next(PATIENCE)
         assert isinstance(away, Away) and isinstance(back, Back) and away.stage == back.stage == 2
@@ -307,5 +311,7 @@ def test_a_host_says_whom_its_addresses_leave_out(addresses, relay, said):
 def test_a_wrong_address_or_number_is_refused():
     with pytest.raises(ConfigError, match="--address no address: write a name or an address"):
         HostOptions(addresses=("no address",)).check(4)
+    with pytest.raises(ConfigError, match=r"--listen: '127.0.0.1' is not an address"):
+        HostOptions(listen="127.0.0.1").check(4)
     with pytest.raises(ConfigError, match=r"--peers 9: the 4 stages .* are held by 1 to 4 peers"):
         HostOptions(peers=9).check(4)

@@ -9,12 +9,13 @@ import pytest
 from hosting import Joined
 from leading import Lead, part, ready, step
 
+from thinwire.engine.reports import ShardFailed
 from thinwire.run import events as ev
 from thinwire.run import formation
 from thinwire.run import host as host_module
 from thinwire.run import protocol as msg
 from thinwire.run.coordinator import Phase
-from thinwire.run.formation import Formation, next_follower, next_holder
+from thinwire.run.formation import Formation, Placing, next_follower, next_holder
 from thinwire.run.machine import Machine
 from waiting import PATIENCE, wait_until
 
@@ -185,17 +186,65 @@ def test_who_cannot_be_reached_is_given_up_sooner_with_a_spare_and_never_without
 def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(leads):
     with leads("ana", "ben", trains=True) as (led, _, ben):
         ben.say(msg.Leaving())
-        assert led.next(ev.Lost) == ev.Lost(1, "ben leaves") and not led.peers.leaving
+        assert led.next(ev.Lost) == ev.Lost(1, "ben leaves") and not led.peers.pauses
     with leads("ana", "ben", trains=True) as (led, _, ben):
         led.peers.ask_to_stop()
         assert led.next(ev.StopAsked) == ev.StopAsked("")
         ben.say(msg.Leaving())
-        wait_until(lambda: led.peers.leaving == "ben")
+        wait_until(lambda: led.peers.pauses == "ben leaves")
         led.next(ev.Tick)
         assert led.is_quiet(), "the run stops: whoever leaves stays until then"
     with leads("ana", "cleo", trains=True, train__log_mb=0) as (led, _, cleo):
         cleo.say(msg.Leaving())
-        assert led.next(ev.StopAsked) == ev.StopAsked("cleo") and led.peers.leaving == "cleo"
+        assert led.next(ev.StopAsked) == ev.StopAsked("cleo leaves")
+        assert led.peers.pauses == "cleo leaves"
+
+
+@pytest.mark.parametrize(("log_mb", "has_memory"), [(64, True), (64, False), (0, True)])
+def test_who_cannot_write_its_part_of_a_checkpoint_gets_no_stage_and_others_write_it(
+    leads, log_mb, has_memory, monkeypatch
+):
+    monkeypatch.setattr(formation, "next_holder", lambda *how: "ana" if has_memory else None)
+    with leads("ana", "ben", train__log_mb=log_mb) as (led, _, ben):
+        failed = ShardFailed(4, "stage 1 cannot write its part;\nits machine says why")
+        ben.say(failed, 1)
+        why = "stage 1 cannot write its part; its machine says why"
+        ben.hears(msg.News(f"this machine gets no stage: {why}"))
+        heard = led.next(ev.Lost | ev.Said)
+        others_take_it = bool(log_mb and has_memory)
+        assert heard == (ev.Lost(1, why) if others_take_it else ev.Said(1, failed))
+        ben.say(failed, 1)
+        assert led.next(ev.Said) == ev.Said(1, failed), "again: the coordinator says what is due"
+        assert led.peers.unsaved == {1}
+        ben.arrive()
+        wait_until(lambda: "ben" in [m.name for m in led.peers._base.members.here()])
+
+
+def test_a_run_of_one_machine_is_formed_again_for_another(house, leads):
+    """Nobody could follow its stages or replace them; a second process of it would not help."""
+    with leads("ana", "ana", "ana", trains=True) as (led, *_):
+        led.next(ev.Tick)
+        assert led.is_quiet() and not led.peers.pauses
+        house.join("ben")
+        why = "ben takes some of the stages, which one machine holds"
+        assert led.next(ev.StopAsked) == ev.StopAsked(why)
+        assert led.is_quiet() and led.peers.pauses == why, "asked once"
+    with leads("ana", "cleo", "cleo", trains=True) as (led, *_):
+        led.next(ev.Tick)
+        assert led.is_quiet() and not led.peers.pauses, "ben stands by"
+
+
+@pytest.mark.parametrize(("seats", "here", "chosen"), [
+    ("ana ana ana", {"ben": 8}, "ben"), ("ana ana", {"ben": 1e-5, "cleo": 8}, "cleo"),
+    ("ana ana", {"ben": 1e-5}, None), ("ana", {"ben": 8}, None), ("ana ana", {}, None),
+])  # fmt: skip
+def test_one_with_the_memory_for_half_of_all_stages_is_worth_a_pause(
+    seats, here, chosen, make_settings
+):
+    held = seats.split()
+    machines = [Machine(name, 1.0, memory) for name, memory in {"ana": 8, **here}.items()]
+    settings = make_settings(pipeline__stages=len(held))
+    assert Placing(settings, [[*range(len(held))]], held, {}, machines).next_share() == chosen
 
 
 def test_a_member_that_holds_nothing_takes_over_after_a_checkpoint_what_another_holds_beside(

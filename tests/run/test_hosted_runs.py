@@ -91,9 +91,9 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines):
     assert own["role"] == "member" and own["step"] > 0
     assert own["peers"][0]["name"] == "ana" and own["peers"][0]["is_this_machine"]
     left = machines.run("ana", "leave")
-    assert left.wait() == 0 and "leaves the run after this step" in left.text()
+    assert left.wait() == 0 and "leaves the run once others have its stages" in left.text()
     assert ana.wait() == 0, ana.text()
-    host.wait_for(r"ana left after step \d+")
+    host.wait_for(r"ana leaves: the run pauses after step \d+")
     assert "1 more peer" in waits_for()
 
     assert "ben was removed from the run" in asked("kick", peer="ben")["text"]

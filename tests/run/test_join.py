@@ -14,7 +14,7 @@ from hosting import House
 
 from thinwire.data import Tokenizer, prepare
 from thinwire.engine.checkpoint import partial_folder
-from thinwire.engine.reports import ShardWritten
+from thinwire.engine.reports import ShardFailed, ShardWritten
 from thinwire.engine.source import Versions
 from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, outward
 from thinwire.report import EvaluationRecord, PlainDisplay, StepRecord
@@ -31,10 +31,10 @@ from thinwire.wire import Door, Identity, Route, Routes
 from waiting import PATIENCE, wait_until
 
 
-def joined_peer(folder, way=None, identity=None):
+def joined_peer(folder, way=None, identity=None, stream=None):
     machine = Machine(tflops=1.0, memory_gb=1.0, device="cpu")
     identity = identity or Identity.create("ana", Identity.create("host").public)
-    display = PlainDisplay(io.StringIO())
+    display = PlainDisplay(stream or io.StringIO())
     return JoinedPeer(folder, way, identity, Terms(), machine, display)
 
 
@@ -219,6 +219,15 @@ def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file
     declined, _, generation = answer(peer, hold, generation=4)
     assert isinstance(declined, msg.Declined) and generation == 4 and not peer._holdings
     assert told in declined.reason and "hunter2" not in declined.reason
+
+
+def test_where_a_part_of_a_checkpoint_cannot_be_written_stays_on_its_machine(tmp_path):
+    said, shown = [], io.StringIO()
+    peer = joined_peer(tmp_path, Routes("", "127.0.0.1:1"), stream=shown)
+    peer._holdings, peer._say = [SimpleNamespace(generation=2)], lambda *what: said.append(what)
+    peer._say_of(peer._holdings[0], 1, ShardFailed(4, "no space left in /home/ana"))
+    told = ShardFailed(4, "stage 1 cannot write its part; its machine says why")
+    assert said == [(told, 1, 2)] and "no space left in /home/ana. Mend that" in shown.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -184,11 +184,11 @@ def test_a_seat_passes_from_peer_to_peer_and_who_was_removed_stays_out(machines)
     assert "Traceback" not in ana.text() and 'File "' not in ana.text(), "that another was lost"
     ana.stop(code=0)
     assert "left the run" in ana.text(), ana.text()
-    host.wait_for(r"ana left after step \d+")
+    host.wait_for(r"ana leaves: the run pauses after step \d+")
     cleo.wait_for(r"ana leaves: the run stops after this step")
     assert "Ctrl-C" not in cleo.text() and "training is done" not in cleo.text()
     host.wait_for(r"waiting for 1 more peer")
-    left = int(re.findall(r"ana left after step (\d+)", host.text())[0])
+    left = int(re.findall(r"ana leaves: the run pauses after step (\d+)", host.text())[0])
     ana = machines.join("ana")
     host.wait_for(rf"epoch 3 from step {left}, ")
 

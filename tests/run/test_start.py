@@ -249,5 +249,12 @@ def test_a_run_on_other_text_in_processes(make_settings, corpus, tmp_path, monke
     assert resumed.step == 2 and resumed.manifest["origin"] == origin
     data = prepare_data(again, silent(), resumed)
     assert data.fingerprint == resumed.manifest["corpus"], "with the tokenizer that came along"
+    unsaid = {"data__path": str(other), "pipeline__stages": 1, "train__steps": 3}
+    assert open_resume(run, make_settings(**unsaid), silent()).step == 2
+    for embed_std in (1.0, 0.02):  # nor what came along from there
+        own = adopted(make_settings(**unsaid, model__embed_std=embed_std), resumed.settings)
+        assert own.to_plain()["train"]["init_from"] == str(source.parent.parent)
+        assert own.model.embed_std == resumed.settings.model.embed_std
+    elsewhere = make_settings(**unsaid, train__init_from="runs/another")
     with pytest.raises(ConfigError, match=r"train\.init_from"):
-        open_resume(run, make_settings(data__path=str(other), train__steps=4), silent())
+        open_resume(run, elsewhere, silent())

@@ -170,6 +170,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise NotAConversation(f"{where} has the role {role!r}; known: {', '.join(ROLES)}")
     content = message.get("content", message.get("value"))
+    if content is None and ROLES[role.lower()] == "user":
+        raise NotAConversation(f"{where} has no content")
     content = "" if content is None else content
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
@@ -343,7 +345,9 @@ class Specials:
 
 
 def _read_text(path: Path) -> str:
-    with reading(path, (OSError, ValueError), "correct data.template or data.tokenizer"):
+    with reading(
+        path, (OSError, ValueError), "correct --template, data.template or data.tokenizer"
+    ):
         return path.read_text(encoding="utf-8")
 
 

@@ -102,7 +102,7 @@ def write_shard(folder: Path, stage: int, tensors: dict[str, Tensor]) -> Shard:
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             f"stage {stage} cannot write its part of the checkpoint to {folder}: {error}. "
-            "Earlier checkpoints are untouched; free some space or choose another run.out"
+            "Earlier checkpoints are untouched; free some space or choose another place"
         ) from error
 
 

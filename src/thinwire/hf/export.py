@@ -28,6 +28,7 @@ from thinwire.hf.cuts import WithCuts, config_with_cuts
 from thinwire.hf.folder import (
     CONFIG,
     EXPORT_TYPES,
+    FolderWeights,
     check_target,
     new_folder,
     write_json,
@@ -406,6 +407,21 @@ def _losses(checkpoint: Checkpoint) -> dict[str, str]:
     return found
 
 
+def _refuse_other_base(base: str, checkpoint: Checkpoint, folded: Folded) -> None:
+    """Adapters fit the weights that they were trained beside, rounded as their folder has them."""
+    theirs = FolderWeights(Path(base))
+    for name in sorted(theirs.listed.keys() & folded.names()):
+        has_adapter = f"{name.removesuffix('weight')}{UP}.weight" in checkpoint.names()
+        kept = folded.in_full(name, checkpoint.tensor(name)) if has_adapter else folded.tensor(name)
+        own = theirs.read(name)
+        if not torch.equal(kept.to(own.dtype), own):
+            raise ConfigError(
+                f"the adapters of {checkpoint.folder} do not fit {base}: {name} has other values "
+                "there than in their training. With --base, name an export of the model that the "
+                "run started from, as it was then"
+            )
+
+
 def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: Display) -> None:
     """Write what a LoRA run has trained as a folder for peft, whole, or leave things as they were.
 
@@ -427,6 +443,9 @@ def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: D
     dtype = EXPORT_TYPES[wanted.dtype]
     folded, found = Folded(checkpoint), {}
     names = {n for n in checkpoint.names() if is_adapter(n) and n.endswith(".weight")}
+    if (Path(base) / CONFIG).is_file():
+        display.phase("verify", f"the weights of {base} against those beside the adapters")
+        _refuse_other_base(base, checkpoint, folded)
     for name, tensor in sorted(checkpoint.tensors(names).items()):
         layer, part, _ = name.rsplit(".", 2)
         # Beside plain weights a B of coordinates becomes U B.

@@ -50,7 +50,8 @@ CHATS, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/mod
 UNSUPPORTED = {
     "n": 1, "best_of": 1, "echo": False, "suffix": None, "logprobs": None, "top_logprobs": 0,
     "logit_bias": None, "presence_penalty": 0, "frequency_penalty": 0, "tools": None,
-    "functions": None, "response_format": {"type": "text"},
+    "functions": None, "response_format": {"type": "text"}, "min_p": 0, "top_a": 0,
+    "repetition_penalty": 1, "stop_token_ids": None, "ignore_eos": False,
 }  # fmt: skip
 """What would change an answer and is not done here, with the value that asks for nothing."""
 

@@ -111,12 +111,14 @@ class Invite:
 
     @classmethod
     def parse(cls, text: str) -> "Invite":
-        """The invite that a line of text says; line breaks from pasting do no harm.
+        """The invite that a line of text says; line breaks from pasting do no harm, nor does what
+        stands before it in the host's line.
 
         Raises AdmissionError for anything that is not an unaltered invite, and never quotes it.
         """
         try:
-            return cls._parsed("".join(text[: 2 * _LONGEST].split()))
+            line = "".join(text[: 2 * _LONGEST].split())
+            return cls._parsed(line[max(0, line.find(_PREFIX)) :])
         except ValueError as error:
             raise AdmissionError(
                 f"this invite cannot be used: {error}; copy the whole line that the host printed, "

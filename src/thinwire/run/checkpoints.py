@@ -231,8 +231,8 @@ class Checkpoints:
         discard_partial(self._folder, step)
         if error:
             self.failed[step] = error
-            lost = f"checkpoint of step {step} not written"
-            self._display.note(f"{lost}, training continues: {error}")
+            goes_on = ", training continues" if step < self._settings.train.steps else ""
+            self._display.note(f"checkpoint of step {step} not written{goes_on}: {error}")
 
     def prove(self, step: int) -> None:
         """Weights after `step` updates have trained: checkpoints up to there are good."""

@@ -248,8 +248,8 @@ class Coordinator:
                 keeps_up = found is not None and found.can_take_over and found.behind <= MOST_BEHIND
                 if is_calm and keeps_up and not self._lost_at:
                     return self._replace({*stages}, reason, now)
-            case ev.StopAsked(who):
-                return self._on_stop(who)
+            case ev.StopAsked(why):
+                return self._on_stop(why)
             case ev.Tick():
                 for stage in sorted(self._left - self._finished):
                     self._suspect(ev.Exited(stage, 0), now)
@@ -445,15 +445,15 @@ class Coordinator:
             commands.append(ev.Record(stage, said))
         return commands
 
-    def _on_stop(self, who: str) -> Commands:
+    def _on_stop(self, why: str) -> Commands:
         """The first time: finish the step, checkpoint, end. The second time: leave at once."""
         if self.phase in _ROUNDS or self.stop_asked:
             return [self._end(Interrupted())]
         if 0 in self._finished:
             self.stop_asked = True
             return []  # too late to ask, and the end is near
-        if who:
-            return self._stop(f"{who} leaves: the run stops after this step, with a checkpoint")
+        if why:
+            return self._stop(f"{why}: the run stops after this step, with a checkpoint")
         again = ev.Say("press Ctrl-C again to exit now", for_us=True)
         return [*self._stop("stopping after this step, with a checkpoint"), again]
 

@@ -84,9 +84,9 @@ class MoveAsked(Event, frozen=True):
 
 
 class StopAsked(Event, frozen=True):
-    """The user asks the run to end, or a peer that leaves it (`who`)."""
+    """The user asks the run to end; or it is to be formed again, and this is why."""
 
-    who: str = ""
+    why: str = ""
 
 
 class Tick(Event, frozen=True):

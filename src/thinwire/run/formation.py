@@ -94,7 +94,7 @@ def is_hosted(run_folder: Path) -> bool:
 def fill_seats(before: list[str], present: list[str], least: int) -> list[str] | None:
     """A member for each stage, of those who are present: those of before keep theirs, and others
     take what was held by who is gone, or half of what somebody holds. With fewer than before, but
-    at least so many, a neighbour holds more. None while there are too few.
+    at `least` so many, a neighbour holds more. None while there are too few.
     """
     waiting = [name for name in present if name not in before]
     replaced = {
@@ -102,7 +102,7 @@ def fill_seats(before: list[str], present: list[str], least: int) -> list[str] |
     }
     seats = [replaced.get(name, name) for name in before]
     there = {name for name in seats if name in present}
-    if len(there) < min(least, len(dict.fromkeys(before))):
+    if not there or len(there) + len(waiting) < least:
         return None
     for stage, name in enumerate(seats):  # stages of one member stay neighbours
         if name not in there:
@@ -236,6 +236,17 @@ class Placing:
                 return stages, crowded, name
         return None
 
+    def next_share(self) -> str | None:
+        """Who can take some of the stages that one machine holds, all in one process. Nobody can
+        follow these or replace them, so the run is formed again for that.
+        """
+        for machine in [machine for machine in self.here if machine.name not in self.seats]:
+            seats = fill_seats(self.seats, [*self.seats, machine.name], 1) or []
+            own = [stage for stage, name in enumerate(seats) if name == machine.name]
+            if own and next_holder(own, self.seats, [machine], self.settings):
+                return machine.name
+        return None
+
     def patience(self, held: list[int]) -> float | None:
         """Seconds for which whoever holds these stages may be away before another gets them; None:
         there is no other.
@@ -280,7 +291,9 @@ def lacking_peers(least: int, here: list[str], unfit: dict[str, str]) -> str:
 
 
 def fitting(before: Formation, settings: Settings) -> Formation:
-    """The forming of before, without its seats where the run has another number of stages now."""
+    """The forming of before, with the split that the settings name, and without its seats where the
+    run has another number of stages now.
+    """
     if len(before.seats) in (0, settings.pipeline.stages):
-        return before
+        return dataclasses.replace(before, split=settings.pipeline.split or before.split)
     return dataclasses.replace(before, seats=[], split=[], window=OPEN)

@@ -126,6 +126,10 @@ class HostOptions:
         """Refuse a wrong address or number before anything is prepared."""
         for address in self.addresses:
             with_port(address, 1)
+        try:
+            split_address(self.listen)
+        except WireError as error:
+            raise ConfigError(f"--listen: {error}") from None
         neighbours(stages, self.peers or stages)  # refuses what cannot be
 
 
@@ -450,7 +454,8 @@ class HostedPeers(Peers):
         self._states: list[SeatServer] = []
         self._doors: dict[str, DoorOf] = {}  # of members, as they were found
         self._is_waiting = self.is_training = False
-        self.leaving = ""  # the member that asked to leave
+        self.pauses = ""  # why the run is to be formed again, if all is in good order
+        self.unsaved: set[int] = set()  # stages whose holders cannot write their parts
         self.is_stopping = False
         self.collector = ShardCollector(
             base.folder,
@@ -524,6 +529,9 @@ class HostedPeers(Peers):
             self._find_holder(stages)
         if self.is_training and not self._homeless and not self.is_stopping:
             self._find_standby()
+            one_holds_all = len(self._groups) == 1
+            if one_holds_all and (name := self._placing().next_share()) is not None:
+                self._pause(f"{name} takes some of the stages, which one machine holds")
         rest = coordinator.rest(time.monotonic())
         return self.said.next(min(rest, AWAY_TICK) if somebody_is_away or self._homeless else rest)
 
@@ -619,6 +627,7 @@ class HostedPeers(Peers):
         before = self._base.formation.seats[stages[0]]
         self._base.keep(self._base.formation.given(stages, name))
         self._ended -= {*stages}
+        self.unsaved -= {*stages}
         if before != name:
             left = [s for s in self._collected[before] if s not in stages]
             self._collected[before][:] = left  # whoever collects from it looks there
@@ -672,9 +681,9 @@ class HostedPeers(Peers):
             message = self._ways_between(*groups).connect(stage, message)
         self._tell(name, message, stage)
 
-    def ask_to_stop(self, who: str = "") -> None:
+    def ask_to_stop(self, why: str = "") -> None:
         self.is_stopping = True
-        super().ask_to_stop(who)
+        super().ask_to_stop(why)
 
     def wait_for_exits(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS
@@ -788,6 +797,8 @@ class HostedPeers(Peers):
         return False
 
     def _hear(self, stage: int, message: Any) -> None:
+        if isinstance(message, ShardFailed) and self._moves_from(stage, message):
+            return
         if isinstance(message, msg.Ended):
             self._words[stage] = message.words
             self._ended.add(stage)
@@ -802,6 +813,19 @@ class HostedPeers(Peers):
                 self._base.fed_bytes += max(0, fed)
                 self.is_training = False  # the run is at its end
 
+    def _moves_from(self, stage: int, failed: ShardFailed) -> bool:
+        """Whether others take a stage from a member that cannot write its part of a checkpoint:
+        they write it anew. Where nobody can, this checkpoint fails, and the run goes on.
+        """
+        name, is_again = self._base.formation.seats[stage], stage in self.unsaved
+        self.unsaved.add(stage)
+        reason = one_line(failed.error)
+        self._base.members.set_aside(name, reason, for_good=False)
+        if is_again or not self._replaces or self._placing().patience([stage]) is None:
+            return False
+        self._lose(name, reason, stages=[stage])
+        return True
+
     def _on_leaving(self, name: str, held: list[int]) -> None:
         """A member leaves: others take its stages; where nobody can, the run stops with a
         checkpoint, and waits for somebody. In a run that stops it stays until then.
@@ -811,9 +835,13 @@ class HostedPeers(Peers):
         if can_move and others.patience(held) is not None:
             self._lose(name, f"{name} leaves")
             return
-        self.leaving = self.leaving or name
+        self._pause(f"{name} leaves")
+
+    def _pause(self, why: str) -> None:
+        """Have the run stop with a checkpoint, and be formed again."""
+        self.pauses = self.pauses or why
         if not self.is_stopping:  # asked twice, a coordinator leaves at once
-            self.ask_to_stop(name)
+            self.ask_to_stop(why)
 
     def _lose(
         self, name: str, reason: str, in_breach: bool = False, stages: list[int] | None = None
@@ -844,7 +872,7 @@ class _Hosting(Base):
         """
         self._started, folder = time.monotonic(), settings.run.folder
         self._origin, self._keeps_split = origin, keeps_split
-        self._least = options.peers or settings.pipeline.stages
+        self._least = options.peers  # 0: as many as it has stages, or had members before
         formation = fitting(read_formation(folder), settings)
         self._settings = formation.applied(settings)
         self._stop_asked = False
@@ -932,7 +960,7 @@ class _Hosting(Base):
         except Interrupted:
             if self._stop_asked:
                 raise
-            display.note(f"{peers.leaving or 'a peer'} left before training began")
+            display.note(f"{peers.pauses or 'a peer leaves'}, before training began")
             return None
         except StageError as error:
             if self._stop_asked:
@@ -945,15 +973,17 @@ class _Hosting(Base):
         return self._conclude(record, peers)
 
     def _conclude(self, record: RunRecord, peers: HostedPeers) -> dict[str, Any] | None:
-        """All stages ended in good order: the run is over, or it goes on without who left."""
-        if not self._stop_asked and record.ledger.done < self._settings.train.steps:
+        """All stages ended in good order: the run is over, or it is to be formed again."""
+        done, steps = record.ledger.done, self._settings.train.steps
+        is_lost = bool(peers.unsaved) and done in record.checkpoints.failed
+        if not self._stop_asked and (done < steps or is_lost):
             record.pause()
-            self.display.note(f"{peers.leaving or 'a peer'} left after step {record.ledger.done}")
+            why = "not all could write the last checkpoint" if is_lost else peers.pauses
+            self.display.note(f"{why or 'a peer leaves'}: the run pauses after step {done}")
             return None
         peers.collector.forget()
         moved, beside = self.members.moved_bytes(), self.beside_bytes()
         summary = record.finish(moved, self._stop_asked, self._started, beside)
-        done, steps = record.ledger.done, self._settings.train.steps
         self._tell_members(record.ledger.progress() if record.ledger.records else None)
         farewell = f"the run is complete: {done} steps"
         if done < steps:
@@ -998,11 +1028,13 @@ class _Hosting(Base):
         while True:
             members = self.members.here()
             here = [member.name for member in members]
-            if self.formation.seats:
-                seats = fill_seats(self.formation.seats, here, self._least)
-                lacking = "" if seats else self._lacking(here)
-            elif len(here) < self._least:
-                seats, lacking = None, self._lacking(here)
+            before = self.formation.members()
+            least = self._least or len(before) or self._settings.pipeline.stages
+            if before:
+                seats = fill_seats(self.formation.seats, here, least)
+                lacking = "" if seats else self._lacking(here, least)
+            elif len(here) < least:
+                seats, lacking = None, self._lacking(here, least)
             else:
                 seats, lacking = self._choose(members)
             if seats is not None:
@@ -1019,9 +1051,9 @@ class _Hosting(Base):
     def _has_changed(self, known: list[str]) -> bool:
         return [member.name for member in self.members.here()] != known
 
-    def _lacking(self, here: list[str]) -> str:
+    def _lacking(self, here: list[str], least: int) -> str:
         unfit = {one.name: one.why_unfit for one in self.members.all() if one.is_here}
-        return lacking_peers(self._least, here, unfit)
+        return lacking_peers(least, here, unfit)
 
     def _choose(self, here: list[Member]) -> tuple[list[str] | None, str]:
         """Stages and blocks for a run that is formed for the first time, by what peers measured.

@@ -32,7 +32,7 @@ import msgspec
 from thinwire.data import DataConfig, prepare
 from thinwire.data.chat import TEMPLATES
 from thinwire.engine.checkpoint import checkpoints_folder
-from thinwire.engine.reports import ShardWritten
+from thinwire.engine.reports import ShardFailed, ShardWritten
 from thinwire.engine.state import most_shard_bytes
 from thinwire.errors import (
     AdmissionError,
@@ -87,6 +87,7 @@ STATE_MARGIN = 2  # a checkpoint of another split may have more of what stages s
 SAY_SECONDS = 0.5  # between two words on how far stages are prepared
 SEE_LOG = "its log, on that machine, says more"  # it may quote files, and stays there
 LOST = "the connection to the host was lost"
+WHEN_LEAVING = "once others have its stages, or after this step, with a checkpoint"
 _PAUSE_S = 1.0
 _OUTAGE_S = 60.0  # of the stream to the host, before what this machine holds is over
 
@@ -425,7 +426,7 @@ class JoinedPeer:
 
         def leave(request: dict[str, Any]) -> dict[str, Any]:
             self.leave()
-            return {"text": "this peer leaves the run after this step, with a checkpoint"}
+            return {"text": f"this peer leaves the run {WHEN_LEAVING}"}
 
         return {"status": lambda request: self._status(invite).to_plain(), "leave": leave}
 
@@ -545,7 +546,13 @@ class JoinedPeer:
                 channel.send(message, stage, generation)
 
     def _say_of(self, holding: Holding, stage: int, message: msg.OfStage) -> None:
-        """Pass on what a stage says; on any thread."""
+        """Pass on what a stage says, but no path of this machine; on any thread."""
+        if isinstance(message, ShardFailed):
+            self._display.note(
+                f"{message.error}. Mend that, then end this command (Ctrl-C) and join again"
+            )
+            error = f"stage {stage} cannot write its part; its machine says why"
+            message = dataclasses.replace(message, error=error)
         if holding in self._holdings:
             self._say(message, stage, holding.generation)
         if isinstance(message, ShardWritten):
@@ -761,7 +768,7 @@ class JoinedPeer:
         if is_away or not (is_running or has_finished):
             self._end("left the run")
             return
-        when = "after this step, with a checkpoint"
+        when = WHEN_LEAVING
         if has_finished:
             when = "as soon as the host has this machine's part of the last checkpoint"
         self._display.note(f"leaving {when}; press Ctrl-C again to leave now")

@@ -204,14 +204,14 @@ class Members:
         return others
 
     def set_aside(self, name: str, reason: str, for_good: bool = True) -> None:
-        """Give a member no stage any more, and tell it why; or until it comes anew."""
+        """Give a member no stage any more, or until it comes anew, and tell it why."""
         with self._changed:
-            if (member := self._members.get(name)) is None:
+            member = self._members.get(name)
+            if member is None or (member.why_unfit and not for_good):
                 return
-            if for_good:
-                member.set_aside = member.why_unfit = reason
-                self._tell_unfit(member)
-            member.why_unfit = member.why_unfit or reason
+            member.why_unfit = reason
+            member.set_aside = reason if for_good else member.set_aside
+            self._tell_unfit(member)
 
     def _look_for_members(self) -> None:
         while not self._is_over:

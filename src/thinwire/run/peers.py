@@ -151,9 +151,9 @@ class Peers(contextlib.AbstractContextManager[Any]):
         """What happens next, or a Tick when the coordinator needs one."""
         return self.said.next(coordinator.rest(time.monotonic()))
 
-    def ask_to_stop(self, who: str = "") -> None:
+    def ask_to_stop(self, why: str = "") -> None:
         """Ask the run to end; safe in a signal handler, for it only queues a note."""
-        self.said.note(ev.StopAsked(who))
+        self.said.note(ev.StopAsked(why))
 
 
 def neighbours(stages: int, peers: int) -> list[list[int]]:

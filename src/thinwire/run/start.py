@@ -259,10 +259,13 @@ def adopted(settings: Settings, saved: Settings) -> Settings:
 
     The seed of a basis and the size of a fixed token table are as much a part of the weights as
     those that are saved. So are cuts that learned something, where the split is left open. `saved`
-    are the settings of the origin, or of the run's own checkpoint later.
+    are the settings of the origin, or of the run's own checkpoint later, which says the origin too.
     """
     model, boundary, pipeline = settings.model, settings.boundary, settings.pipeline
-    if settings.train.init_from:
+    train = settings.train
+    if not train.init_from:
+        train = dataclasses.replace(train, init_from=saved.train.init_from)
+    if train.init_from:
         model = dataclasses.replace(model, embed_std=saved.model.embed_std)
         if boundary.mode == saved.boundary.mode or (
             boundary.is_constrained and saved.boundary.is_constrained
@@ -274,7 +277,9 @@ def adopted(settings: Settings, saved: Settings) -> Settings:
     )
     if not pipeline.split and now == then and all(map(are_cuts_learned, (settings, saved))):
         pipeline = dataclasses.replace(pipeline, split=saved.pipeline.split)
-    return dataclasses.replace(settings, model=model, boundary=boundary, pipeline=pipeline)
+    return dataclasses.replace(
+        settings, model=model, boundary=boundary, pipeline=pipeline, train=train
+    )
 
 
 def keys_for(place: str) -> list[str]:

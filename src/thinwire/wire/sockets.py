@@ -66,7 +66,7 @@ def prepare(connection: socket.socket) -> None:
 
 def why(error: OSError) -> str:
     """The system's own words."""
-    if error.errno is None or isinstance(error, socket.gaierror):
+    if error.errno is None or error.errno < 0 or isinstance(error, socket.gaierror):
         return error.strerror or str(error)
     return os.strerror(error.errno)
 
