@@ -456,6 +456,7 @@ class HostedPeers(Peers):
         self._is_waiting = self.is_training = False
         self.pauses = ""  # why the run is to be formed again, if all is in good order
         self.unsaved: set[int] = set()  # stages whose holders cannot write their parts
+        self._unheard: set[int] = set()  # those of them that others are to hold
         self.is_stopping = False
         self.collector = ShardCollector(
             base.folder,
@@ -628,6 +629,7 @@ class HostedPeers(Peers):
         self._base.keep(self._base.formation.given(stages, name))
         self._ended -= {*stages}
         self.unsaved -= {*stages}
+        self._unheard -= {*stages}
         if before != name:
             left = [s for s in self._collected[before] if s not in stages]
             self._collected[before][:] = left  # whoever collects from it looks there
@@ -751,6 +753,7 @@ class HostedPeers(Peers):
         this generation says too much.
         """
         epoch, homeless = self._base.formation.epoch, {s for group in self._homeless for s in group}
+        homeless |= self._unheard
         placing = self._placing()
         held = [stage for stage in self._base.formation.held_by(name) if stage not in homeless]
         match what:
@@ -823,6 +826,7 @@ class HostedPeers(Peers):
         self._base.members.set_aside(name, reason, for_good=False)
         if is_again or not self._replaces or self._placing().patience([stage]) is None:
             return False
+        self._unheard.add(stage)
         self._lose(name, reason, stages=[stage])
         return True
 
