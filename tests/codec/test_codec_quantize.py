@@ -47,30 +47,15 @@ rows = st.integers(1, 13).flatmap(
 # Casts
 
 
-def allowed_error(sent, format):
-    """Half a unit in the last place of each element: what rounding to nearest may change.
-
-    Below the smallest normal number the places stop shrinking. Torch casts float64 to the
-    half formats by way of float32, which may add half a place of float32.
-    """
-    info = torch.finfo(format)
-    magnitude = sent.double().abs()
-    half_place = 0.5 * info.eps * magnitude.clamp(min=info.smallest_normal)
-    if info.bits < 32 and sent.dtype == torch.float64:
-        half_place = half_place + 2.0**-24 * magnitude
-    return half_place
-
-
 @settings(deadline=None)
 @given(
     formats,
     st.lists(st.floats(-60000, 60000), max_size=20),
     st.sampled_from((torch.float64, torch.float32)),
 )
-def test_other_values_move_by_half_a_place_at_most(name, values, dtype):
+def test_other_values_are_rounded_as_torch_rounds_them(name, values, dtype):
     sent = torch.tensor(values, dtype=dtype)
-    error = (round_trip(Cast(name), sent).double() - sent.double()).abs()
-    assert (error <= allowed_error(sent, FORMATS[name])).all()
+    assert torch.equal(round_trip(Cast(name), sent), sent.to(FORMATS[name]).to(dtype))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -246,27 +231,11 @@ def test_bits_are_one_little_endian_number(bits, count):
     assert torch.equal(unpack_bits(packed, count, bits).long(), codes)
 
 
-def plain_words(count, key):
-    """The hash once more, on Python's own numbers."""
-
-    def mixed(word, factor):
-        return (word ^ word >> 16) * factor
-
-    key = (key + 0x9E3779B97F4A7C15) % 2**64
-    key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    key = (key ^ key >> 27) * 0x94D049BB133111EB % 2**64
-    key ^= key >> 31
-    low, high = (key + 2**31) % 2**32, (key // 2**32 + 2**31) % 2**32
-    words = [(low + index * 0x9E3779B9) % 2**32 for index in range(count)]
-    words = [(high + mixed(word, 0x85EBCA6B)) % 2**32 for word in words]
-    words = [mixed(word, 0xC2B2AE35) % 2**32 for word in words]
-    return [word - 2**32 if word >= 2**31 else word for word in words]
-
-
-@quick
-@given(st.integers(0, 2**63 - 1))
-def test_random_words_are_the_same_everywhere(key):
-    assert random_words(50, key, CPU).tolist() == plain_words(50, key)
+def test_random_words_are_the_same_everywhere():
+    """Written out: both ends of a link draw them."""
+    known = {0: [-1476896137, 292778451, -1956552925], 1: [-623957823, 1025656885, -1270649016],
+             2**63 - 1: [113183879, -287671110, -648740913]}  # fmt: skip
+    assert {key: random_words(3, key, CPU).tolist() for key in known} == known
 
 
 def test_turning_codes_back_is_exact():

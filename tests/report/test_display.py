@@ -169,26 +169,15 @@ def make_display(width=80, run="shakespeare"):
 @pytest.mark.parametrize("width", [20, 60, 80, 200])
 def test_loss_is_visible_and_nothing_wraps_at_any_width(width, make_record):
     display, console, _ = make_display(width, run="a run whose name is rather long " * 4)
-    display.evaluation(EvaluationRecord(0, 10.8, 2.5))
+    display.evaluation(EvaluationRecord(40, 4.9876, 1.4))
     display.step(make_record())
     lines = panel_lines(display, console)
     display.close()
     assert any("loss 5.1234" in line for line in lines)
     assert all(len(line) <= width for line in lines)
-
-
-def test_the_panel_shows_what_matters_at_80_columns(make_record):
-    display, console, _ = make_display(80)
-    for step in range(1, 41):
-        display.step(make_record(step, loss=10 - step / 8))
-    display.evaluation(EvaluationRecord(40, 4.9876, 1.4))
-    text = "\n".join(panel_lines(display, console))
-    display.close()
-    for part in (
-        "shakespeare", "step 40/200", "ETA 3m12s", "loss 5.0000", "valid 4.9876 at step 40",
-        "3,412 tok/s", "1.25 s/step",
-    ):  # fmt: skip
-        assert part in text
+    all_that_matters = ("a run whose name", "step 40/200", "ETA 3m12s", "valid 4.9876 at step 40",
+                        "3,412 tok/s", "1.25 s/step")  # fmt: skip
+    assert width < 80 or all(part in "\n".join(lines) for part in all_that_matters)
 
 
 def test_the_panel_is_drawn_at_most_four_times_a_second(make_record):
