@@ -111,8 +111,8 @@ def outward(error: BaseException) -> str:
 
     Whoever sends settings could otherwise learn from errors what is in files, or which there are.
     """
-    if isinstance(error, DataError):
-        return "the data on that machine cannot be used for this run; it says why there"
+    if isinstance(error, DataError | CheckpointError):
+        return "files on that machine cannot be used for this run; it says why there"
     if isinstance(error, ThinwireError):
         return str(error)
     named = type(error).__name__

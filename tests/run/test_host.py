@@ -4,7 +4,7 @@ import io
 from types import SimpleNamespace
 
 import pytest
-from hosting import hello
+from hosting import Joined, hello
 
 from settings_values import narrow
 from thinwire.errors import ConfigError, StageError
@@ -231,8 +231,7 @@ def test_a_peer_that_keeps_failing_is_set_aside_and_the_host_goes_on(
     assert house.unfit() == {"ana": "", "ben": why}
     for _ in range(2):
         ben.hears(News(f"this machine gets no stage: {why}"))
-        ben.heard.clear()
-        ben.arrive()
+        ben = Joined(house.listener.address, ben.identity).arrive()
     wait_until(lambda: ben.heard)
     assert house.unfit()["ben"] == why, "arriving anew does not help"
     status = house.console(Formation(), make_settings).handlers()["status"]({})

@@ -202,7 +202,7 @@ def test_who_leaves_gives_its_stages_to_another_and_without_logs_stops_the_run(l
 
 @pytest.mark.parametrize(("log_mb", "has_memory"), [(64, True), (64, False), (0, True)])
 def test_who_cannot_write_its_part_of_a_checkpoint_gets_no_stage_and_others_write_it(
-    leads, log_mb, has_memory, monkeypatch
+    house, leads, log_mb, has_memory, monkeypatch
 ):
     monkeypatch.setattr(formation, "next_holder", lambda *how: "ana" if has_memory else None)
     with leads("ana", "ben", train__log_mb=log_mb) as (led, _, ben):
@@ -213,16 +213,36 @@ def test_who_cannot_write_its_part_of_a_checkpoint_gets_no_stage_and_others_writ
         heard = led.next(ev.Lost | ev.Said)
         others_take_it = bool(log_mb and has_memory)
         assert heard == (ev.Lost(1, why) if others_take_it else ev.Said(1, failed))
-        assert led.peers.unsaved == {1}
+        assert led.peers.unsaved == {4}
         if others_take_it:
             ben.say(msg.Pulse(1, "works"), 1)
             heard = [led.event() for _ in range(20)]
             assert not any(isinstance(event, ev.Said) for event in heard), "or it would be blamed"
             led.peers.replace([1])
             led.gives("ana", [0, 1])
-            assert not led.peers.unsaved
         ben.arrive()
-        wait_until(lambda: "ben" in [m.name for m in led.peers._base.members.here()])
+        assert "its machine says why" in house.unfit()["ben"], "it has said hello before"
+        Joined(house.listener.address, ben.identity).arrive()
+        wait_until(lambda: "ben" in house.here())
+
+
+def test_where_nobody_can_save_the_holder_of_before_goes_on(house, leads, monkeypatch):
+    """Both disks are full: the second to fail keeps its stages, and so does the first then."""
+    monkeypatch.setattr(host_module, "ANSWER_SECONDS", 0.1)
+    with leads("ana", "ben") as (led, ana, ben):
+        ana.say(ShardFailed(4, "full"), 0)
+        assert led.next(ev.Lost) == ev.Lost(0, "full")
+        ben.say(ShardFailed(4, "full"), 1)
+        assert led.next(ev.Said) == ev.Said(1, ShardFailed(4, "full"))
+        led.peers.replace([0])
+        assert (led.event() and not led.peers._homeless) or led.gives("ana", [0]) is None
+        wait_until(lambda: led.event() and any(
+            isinstance(said.message, msg.Hold) and said.message.again for said in ana.heard
+        ))  # fmt: skip
+        ana.say(msg.Declined("no room for its state", [0]))
+        led.next(ev.Lost)
+        led.peers.replace([0])
+        wait_until(lambda: led.event() and led.peers._is_waiting)
 
 
 def test_a_run_of_one_machine_is_formed_again_for_another(house, leads):

@@ -184,7 +184,12 @@ def test_who_declines_leaves_or_has_another_version_gets_no_stage_until_it_arriv
     old.hears(pr.News(f"this machine gets no stage: {why}"))
     assert house.here() == []
     ana.arrive()
-    wait_until(lambda: house.here() == ["ana"])
+    again = Joined(house.listener.address, ben.identity).arrive()
+    wait_until(lambda: house.here() == ["ben"])
+    assert house.unfit()["ana"] == "no room", "it has said hello on this stream before"
+    Joined(house.listener.address, ana.identity).arrive()
+    wait_until(lambda: house.here() == ["ben", "ana"])
+    again.channel.close()
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,16 @@ Agreements = dict[str, dict[str, str]]
 """Fingerprints of what codecs remember, by cut and leg."""
 
 
+Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""What a meter can have counted: far more than any link carries."""
+
+
 class Counts(TypedDict):
     """Frames of one kind that a link has moved."""
 
-    frames: int
-    header_bytes: int
-    payload_bytes: int
+    frames: Amount
+    header_bytes: Amount
+    payload_bytes: Amount
 
 
 class Moved(TypedDict):

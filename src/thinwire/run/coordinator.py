@@ -390,9 +390,6 @@ class Coordinator:
             return []
         self._travelling.discard((event.step, event.stage))
         if event.error:
-            if event.stage in self._lost_at:
-                del self._parts[event.step][event.stage]  # it is written again
-                return []
             self._parts[event.step][event.stage] = ShardFailed(event.step, event.error)
         return [*self._settle_checkpoint(event.step), *self._end_if_done()]
 
@@ -700,7 +697,8 @@ class Coordinator:
         if not self._conduct[stage].has_reported(message):
             return False
         parts, at = self._parts.get(message.step, {}), (message.step, stage)
-        is_here = self._parts_travel and stage in parts and at not in self._travelling
+        is_written = isinstance(parts.get(stage), ShardWritten)
+        is_here = self._parts_travel and is_written and at not in self._travelling
         if isinstance(message, ShardWritten) and message.step in self._parts and not is_here:
             parts[stage] = message  # another machine may write other bytes
             self._travelling |= {at} if self._parts_travel else set()

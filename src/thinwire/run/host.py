@@ -455,8 +455,9 @@ class HostedPeers(Peers):
         self._doors: dict[str, DoorOf] = {}  # of members, as they were found
         self._is_waiting = self.is_training = False
         self.pauses = ""  # why the run is to be formed again, if all is in good order
-        self.unsaved: set[int] = set()  # stages whose holders cannot write their parts
-        self._unheard: set[int] = set()  # those of them that others are to hold
+        self.unsaved: set[int] = set()  # steps of which members could not write their parts
+        self._full: set[str] = set()  # these members
+        self._unheard: set[int] = set()  # stages that others are to hold for that
         self.is_stopping = False
         self.collector = ShardCollector(
             base.folder,
@@ -549,6 +550,9 @@ class HostedPeers(Peers):
         best, name = self._placing().holder(stages), placing.holder(stages)
         if (name is None or name != best) and waited < ANSWER_SECONDS:
             return  # a better one may answer: a spare, or whoever had them and has the files
+        before = self._base.formation.seats[stages[0]]
+        if name is None and before in self._full & {one.name for one in self._base.members.up()}:
+            name = before  # it cannot save, and can train as long as nobody does both
         which = stage_names(stages)
         if name is None:
             if waited > REMIND_SECONDS or not self._is_waiting:
@@ -628,7 +632,6 @@ class HostedPeers(Peers):
         before = self._base.formation.seats[stages[0]]
         self._base.keep(self._base.formation.given(stages, name))
         self._ended -= {*stages}
-        self.unsaved -= {*stages}
         self._unheard -= {*stages}
         if before != name:
             left = [s for s in self._collected[before] if s not in stages]
@@ -791,6 +794,7 @@ class HostedPeers(Peers):
                 self._on_leaving(name, held)
             case msg.Envelope(msg.Declined(reason, stages), generation=said) if said == epoch:
                 lost = [s for s in held if s in stages or not stages]
+                self._full.discard(name)
                 self._lose(name, f"it cannot hold its stage: {one_line(reason)}", stages=lost)
             case ev.Lost(_, reason, in_breach):
                 self._ended |= set(held)
@@ -820,13 +824,14 @@ class HostedPeers(Peers):
         """Whether others take a stage from a member that cannot write its part of a checkpoint:
         they write it anew. Where nobody can, this checkpoint fails, and the run goes on.
         """
-        name, is_again = self._base.formation.seats[stage], stage in self.unsaved
-        self.unsaved.add(stage)
-        reason = one_line(failed.error)
+        name, reason = self._base.formation.seats[stage], one_line(failed.error)
+        group = next(group for group in self._groups if stage in group)
+        self.unsaved.add(failed.step)
+        self._full.add(name)
         self._base.members.set_aside(name, reason, for_good=False)
-        if is_again or not self._replaces or self._placing().patience([stage]) is None:
+        if not self._replaces or self._placing().patience(group) is None:
             return False
-        self._unheard.add(stage)
+        self._unheard |= {*group}
         self._lose(name, reason, stages=[stage])
         return True
 
@@ -979,10 +984,12 @@ class _Hosting(Base):
     def _conclude(self, record: RunRecord, peers: HostedPeers) -> dict[str, Any] | None:
         """All stages ended in good order: the run is over, or it is to be formed again."""
         done, steps = record.ledger.done, self._settings.train.steps
-        is_lost = bool(peers.unsaved) and done in record.checkpoints.failed
-        if not self._stop_asked and (done < steps or is_lost):
+        is_lost = not self._stop_asked and done in record.checkpoints.failed
+        if is_lost and done not in peers.unsaved and self._failures.count(""):
+            is_lost = False  # it may be this machine, and to train again would not help
+        if is_lost or (done < steps and not self._stop_asked):
             record.pause()
-            why = "not all could write the last checkpoint" if is_lost else peers.pauses
+            why = "the last checkpoint is missing" if is_lost else peers.pauses
             self.display.note(f"{why or 'a peer leaves'}: the run pauses after step {done}")
             return None
         peers.collector.forget()

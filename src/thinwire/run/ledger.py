@@ -202,7 +202,7 @@ class Ledger:
         drift = record.measures.get("drift")
         if drift is not None:
             self._largest_drift = max(drift, self._largest_drift or 0.0)
-        if "energy_after" in record.measures:
+        if {"energy_before", "energy_after"} <= record.measures.keys():
             # The jump is that of one batch's loss, scored just before and just after the move;
             # None where it was not measured, as when a run resumed where the move was due.
             self._moves.append({"step": record.step, "loss_jump": None, **record.measures})

@@ -145,8 +145,12 @@ class Members:
 
     def here(self) -> list[Member]:
         """Those who are here and can hold a stage, in order of arrival."""
-        able = [m for m in self.all() if m.is_here and not (m.why_unfit or m.is_leaving)]
-        return [m for m in able if not m.is_down]  # it may come back, and counts again then
+        return [member for member in self.up() if not member.why_unfit]
+
+    def up(self) -> list[Member]:
+        """Those who are here and stay, whether or not they get a stage."""
+        up = [m for m in self.all() if m.is_here and not m.is_leaving]
+        return [m for m in up if not m.is_down]  # it may come back, and counts again then
 
     def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Wait until something holds that depends on members; False if it does not in time."""
@@ -356,7 +360,7 @@ class Members:
         with self._changed:
             member.heard = time.monotonic()
             match said.message if said.stage == msg.OF_NO_STAGE else None:
-                case msg.Hello() as hello:
+                case msg.Hello() as hello if member.hello is None:  # the first of its stream
                     member.hello, member.since, member.is_leaving = hello, time.monotonic(), False
                     member.why_unfit = member.set_aside or _other_version(hello.versions)
                     if member.why_unfit:

@@ -114,6 +114,10 @@ class _CheckedManifest(msgspec.Struct):
     settings: dict[str, dict[str, Any]]
 
 
+class OtherContentError(CheckpointError):
+    """What arrived is not what the other end said it would send."""
+
+
 Word = Want | Refusal | SeatFiles
 T = TypeVar("T", Frame, SeatFiles)
 _WORDS = msgspec.json.Decoder(Word)
@@ -230,7 +234,7 @@ def take(
         if found == want.sha256:
             return
         part.unlink()
-    raise CheckpointError(
+    raise OtherContentError(
         f"it arrived with the hash {found[:12]} instead of {want.sha256[:12]}, twice"
     )
 
@@ -330,6 +334,8 @@ class ShardCollector:
         with self._changed:
             reason = self._given_up.get(step, "")
             self._announced.setdefault(step, {})[stage] = written
+            if objection:
+                self._tell(Travelled(stage, step, objection, at_fault=True))
             if objection or reason:
                 self._give_up(step, reason or objection)
             self._choose()
@@ -400,15 +406,15 @@ class ShardCollector:
             take(talk, want, part, lambda done: self._note_progress(step, stage, done))
             if refused := self._objection_to(stage, written, part):
                 part.unlink()
-                reason = f"{whose} from {member} is not its state: {refused}"
-                self._tell(Travelled(stage, step, reason, at_fault=True))
-                self.give_up(step, reason)
-                return
+                raise OtherContentError(f"it is not its state: {refused}")
             place = _shard_file(self._run_folder, step, stage)
             place.parent.mkdir(parents=True, exist_ok=True)
             _link_or_copy(part, place)
         except (CheckpointError, ConfigError) as error:
-            self.give_up(step, f"{whose} from {member}: {error}")
+            reason = f"{whose} from {member}: {error}"
+            if isinstance(error, OtherContentError):
+                self._tell(Travelled(stage, step, reason, at_fault=True))
+            self.give_up(step, reason)
         except OSError as error:
             self.give_up(step, f"{whose} cannot be kept: {error}")
         else:

@@ -207,7 +207,7 @@ def _refusal(request: "Request", is_welcome: bool, is_private: bool) -> str:
     for, a page of another site by its origin. Who shows the token may use any name.
     """
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    if origin is not None and urllib.parse.urlsplit(origin).netloc.lower() != host.lower():
+    if origin is not None and origin.lower().rpartition("://")[2] != host.lower():
         return "a page of another site asks: open this address itself"
     if is_welcome:
         return ""
