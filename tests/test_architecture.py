@@ -181,14 +181,11 @@ def test_no_module_leads_back_to_itself():
     assert circle(modules()) == []
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "found"),
-    [
-        ("import thinwire.b", "from thinwire import a", True),
-        ("from thinwire.b import x", "def f(): import thinwire.a", True),
-        ("import thinwire.b", "if TYPE_CHECKING:\n    import thinwire.a", False),
-    ],
-)
+@pytest.mark.parametrize(("first", "second", "found"), [
+    ("import thinwire.b", "from thinwire import a", True),
+    ("from thinwire.b import x", "def f(): import thinwire.a", True),
+    ("import thinwire.b", "if TYPE_CHECKING:\n    import thinwire.a", False),
+])  # fmt: skip
 def test_circles_are_found(first, second, found):
     assert bool(circle({"thinwire": "", "thinwire.a": first, "thinwire.b": second})) == found
 

@@ -27,24 +27,21 @@ def config(make_settings, tmp_path):
 # --- values ---
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["eval", "x", "--batches", "-5"], "--batches: '-5' must be an integer of at least 0"),
-        (["generate", "x", "--tokens", "0"], "--tokens: '0' must be an integer of at least 1"),
-        (["generate", "x", "--temperature", "nan"], "'nan' must be a number of at least 0"),
-        (["generate", "x", "--seed", "-999999999999999999999"], "is too large"),
-        (["generate", "x", "--top-p", "1.5"], "'1.5' must be a number above 0 and at most 1"),
-        (["plan", "x", "--tflops", "0"], "--tflops: '0' must be a number above 0"),
-        (["serve", "x", "--port", "70000"], "at most 65535"),
-        (["eval", "x", "--lm-eval", " , "], "needs the name of a task"),
-        (["eval", "x", "--lm-eval", "piqa", "--data", "y"], "leave out --data"),
-        (["eval", "x", "--lm-eval", "piqa", "--batches", "3"], "leave out --data"),
-        (["eval", "x", "--limit", "3"], "--limit and --tasks-folder"),
-        (["eval", "x", "--tasks-folder", "y"], "--limit and --tasks-folder"),
-        (["watch", "x"], "holds no run"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["eval", "x", "--batches", "-5"], "--batches: '-5' must be an integer of at least 0"),
+    (["generate", "x", "--tokens", "0"], "--tokens: '0' must be an integer of at least 1"),
+    (["generate", "x", "--temperature", "nan"], "'nan' must be a number of at least 0"),
+    (["generate", "x", "--seed", "-999999999999999999999"], "is too large"),
+    (["generate", "x", "--top-p", "1.5"], "'1.5' must be a number above 0 and at most 1"),
+    (["plan", "x", "--tflops", "0"], "--tflops: '0' must be a number above 0"),
+    (["serve", "x", "--port", "70000"], "at most 65535"),
+    (["eval", "x", "--lm-eval", " , "], "needs the name of a task"),
+    (["eval", "x", "--lm-eval", "piqa", "--data", "y"], "leave out --data"),
+    (["eval", "x", "--lm-eval", "piqa", "--batches", "3"], "leave out --data"),
+    (["eval", "x", "--limit", "3"], "--limit and --tasks-folder"),
+    (["eval", "x", "--tasks-folder", "y"], "--limit and --tasks-folder"),
+    (["watch", "x"], "holds no run"),
+])  # fmt: skip
 def test_values_out_of_range_and_options_that_contradict_are_refused(arguments, words, command):
     code, _, text = command(*arguments)
     assert code == 2 and words in text and "Traceback" not in text

@@ -181,18 +181,15 @@ def test_blocks_are_found_with_their_way():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("\n    thinwire demo\n", "page.md:2: commands without a mark, 'thinwire demo'"),
-        ("```bash\nls\n```\n", "page.md:1: commands without a mark"),
-        ("- a\n\n      X=1 thinwire demo\n", "page.md:3: commands without a mark"),
-        ("<!-- commands: guess -->\n    make x\n", "page.md:1: unknown way 'guess'"),
-        ("<!-- commands: check -->\n    make x\n", "page.md:1: say why these are not run"),
-        ("<!-- commands: run -->\ntext\n\n    make x\n", "page.md:1: no commands follow this mark"),
-        ("<!-- commands: run -->\n", "page.md:1: no commands follow this mark"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("\n    thinwire demo\n", "page.md:2: commands without a mark, 'thinwire demo'"),
+    ("```bash\nls\n```\n", "page.md:1: commands without a mark"),
+    ("- a\n\n      X=1 thinwire demo\n", "page.md:3: commands without a mark"),
+    ("<!-- commands: guess -->\n    make x\n", "page.md:1: unknown way 'guess'"),
+    ("<!-- commands: check -->\n    make x\n", "page.md:1: say why these are not run"),
+    ("<!-- commands: run -->\ntext\n\n    make x\n", "page.md:1: no commands follow this mark"),
+    ("<!-- commands: run -->\n", "page.md:1: no commands follow this mark"),
+])  # fmt: skip
 def test_a_block_cannot_slip_by(text, message):
     with pytest.raises(ValueError, match=message):
         find_blocks("page.md", text)

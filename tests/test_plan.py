@@ -134,16 +134,13 @@ def test_flops_are_those_that_torch_counts(make_settings):
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 4), ("gpipe", 2)])
-@pytest.mark.parametrize(
-    ("key", "from_best_to_worst"),
-    [
-        ("link__mbps_up", [0.0, 200.0, 40.0, 20.0, 13.0, 5.0, 1.0]),
-        ("link__mbps_down", [0.0, 200.0, 40.0, 20.0, 13.0, 5.0, 1.0]),
-        ("link__latency_ms", [0.0, 1.0, 5.0, 20.0, 50.0, 200.0]),
-        ("link__jitter_ms", [0.0, 2.0, 50.0]),
-        ("codec__forward", ["bf16", "fp32", "fp64"]),
-    ],
-)
+@pytest.mark.parametrize(("key", "from_best_to_worst"), [
+    ("link__mbps_up", [0.0, 200.0, 40.0, 20.0, 13.0, 5.0, 1.0]),
+    ("link__mbps_down", [0.0, 200.0, 40.0, 20.0, 13.0, 5.0, 1.0]),
+    ("link__latency_ms", [0.0, 1.0, 5.0, 20.0, 50.0, 200.0]),
+    ("link__jitter_ms", [0.0, 2.0, 50.0]),
+    ("codec__forward", ["bf16", "fp32", "fp64"]),
+])  # fmt: skip
 def test_a_worse_link_never_plans_a_faster_step(
     slow_link, schedule, stages, key, from_best_to_worst
 ):

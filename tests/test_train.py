@@ -269,16 +269,13 @@ def spoil(peers, kind, step, **values):
     peers.script = [(stage, spoiled(report)) for stage, report in peers.script]
 
 
-@pytest.mark.parametrize(
-    ("kind", "step", "values", "good"),
-    [
-        # a finite loss of a refused step, or of a validation, shows nothing about the weights
-        (Step, 3, {"committed": False}, "step-00000002"),
-        (Step, 2, {"committed": False}, None),
-        (Step, 2, {"committed": False, "loss": math.nan}, None),
-        (Evaluation, 4, {"loss": math.nan}, "step-00000002"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "step", "values", "good"), [
+    # a finite loss of a refused step, or of a validation, shows nothing about the weights
+    (Step, 3, {"committed": False}, "step-00000002"),
+    (Step, 2, {"committed": False}, None),
+    (Step, 2, {"committed": False, "loss": math.nan}, None),
+    (Evaluation, 4, {"loss": math.nan}, "step-00000002"),
+])  # fmt: skip
 def test_a_run_that_ends_badly_points_to_the_last_good_weights(kind, step, values, good, replay):
     run, peers, _ = replay()
     spoil(peers, kind, step, **values)

@@ -77,16 +77,13 @@ def test_text_is_read_as_the_type_of_its_key(cls, key, text, value):
     assert getattr(from_plain(cls, {key: read}), key) == value
 
 
-@pytest.mark.parametrize(
-    ("cls", "key", "text", "message"),
-    [
-        (Engine, "power", "1.5", "here.power: cannot read '1.5' as an integer"),
-        (Train, "speed", "fast", "here.speed: cannot read 'fast' as a number"),
-        (Train, "whistle", "yes", "here.whistle: cannot read 'yes' as true or false"),
-        (Freight, "cars", "[a]", "here.cars: cannot read '.a.' as a list of strings"),
-        (Engine, "gers", "1", 'unknown key "here.gers"; did you mean "gears"'),
-    ],
-)
+@pytest.mark.parametrize(("cls", "key", "text", "message"), [
+    (Engine, "power", "1.5", "here.power: cannot read '1.5' as an integer"),
+    (Train, "speed", "fast", "here.speed: cannot read 'fast' as a number"),
+    (Train, "whistle", "yes", "here.whistle: cannot read 'yes' as true or false"),
+    (Freight, "cars", "[a]", "here.cars: cannot read '.a.' as a list of strings"),
+    (Engine, "gers", "1", 'unknown key "here.gers"; did you mean "gears"'),
+])  # fmt: skip
 def test_text_of_another_type_is_refused(cls, key, text, message):
     with pytest.raises(ConfigError, match=message):
         parse_literal(text, cls, key, f"here.{key}")

@@ -189,18 +189,15 @@ def test_rounding_depends_on_the_place_and_values_alone(name):
     assert len(drawn) == 6
 
 
-@pytest.mark.parametrize(
-    ("name", "sent", "payload"),
-    [
-        ("fp64", [1.0, -2.0], "000000000000f03f00000000000000c0"),
-        ("fp32", [1.0, -2.0], "0000803f000000c0"),
-        ("bf16", [1.0, -2.0], "803f00c0"),
-        # scales 1.0 and 0.5 in bf16, then codes 14 0 8 7 5 | 7 7 8 14 7, low nibbles first
-        ("int4", [[7.0, -7, 1, 0, -2], [0, 0, 0.5, 3.5, 0]], "803f003f" + "0e7875877e"),
-        # offset -7 and step 14/3 in fp32, then codes of two bits: 3 0 2 2 1
-        ("int2(tensor)", [7.0, -7, 1, 0.4, -2], "0000e0c0" + "55559540" + "a301"),
-    ],
-)
+@pytest.mark.parametrize(("name", "sent", "payload"), [
+    ("fp64", [1.0, -2.0], "000000000000f03f00000000000000c0"),
+    ("fp32", [1.0, -2.0], "0000803f000000c0"),
+    ("bf16", [1.0, -2.0], "803f00c0"),
+    # scales 1.0 and 0.5 in bf16, then codes 14 0 8 7 5 | 7 7 8 14 7, low nibbles first
+    ("int4", [[7.0, -7, 1, 0, -2], [0, 0, 0.5, 3.5, 0]], "803f003f" + "0e7875877e"),
+    # offset -7 and step 14/3 in fp32, then codes of two bits: 3 0 2 2 1
+    ("int2(tensor)", [7.0, -7, 1, 0.4, -2], "0000e0c0" + "55559540" + "a301"),
+])  # fmt: skip
 def test_the_payload_is_fixed_byte_by_byte(name, sent, payload):
     """The wire format is a contract between machines: little-endian, fixed by value."""
     assert bytes(parse_codec(name).pack(torch.tensor(sent), FORWARD)).hex() == payload

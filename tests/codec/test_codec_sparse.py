@@ -107,17 +107,14 @@ def read(code, marks, lows="", B=1):
     return code.read(*streams, B).tolist()
 
 
-@pytest.mark.parametrize(
-    ("code", "right", "wrong"),
-    [
-        (PositionCode(12, 3, 0), ("0308",), ("0310",)),  # 0, 1, 11; a bit of the padding
-        (PositionCode(12, 3, 2), ("15", "24"), ("23", "24")),  # 0, 5, 10; a bit of the padding
-        (PositionCode(12, 3, 2), ("15", "24"), ("15", "64")),  # the padding of the low bits
-        (PositionCode(12, 3, 2), ("07", "24"), ("07", "09")),  # 0, 1, 2; 1, 2, 0
-        (PositionCode(12, 3, 2), ("07", "24"), ("07", "25")),  # 0, 1, 2; 1, 1, 2
-        (PositionCode(10, 2, 2), ("09", "04"), ("09", "0c")),  # 0, 9; 0, 11
-    ],
-)
+@pytest.mark.parametrize(("code", "right", "wrong"), [
+    (PositionCode(12, 3, 0), ("0308",), ("0310",)),  # 0, 1, 11; a bit of the padding
+    (PositionCode(12, 3, 2), ("15", "24"), ("23", "24")),  # 0, 5, 10; a bit of the padding
+    (PositionCode(12, 3, 2), ("15", "24"), ("15", "64")),  # the padding of the low bits
+    (PositionCode(12, 3, 2), ("07", "24"), ("07", "09")),  # 0, 1, 2; 1, 2, 0
+    (PositionCode(12, 3, 2), ("07", "24"), ("07", "25")),  # 0, 1, 2; 1, 1, 2
+    (PositionCode(10, 2, 2), ("09", "04"), ("09", "0c")),  # 0, 9; 0, 11
+])  # fmt: skip
 def test_positions_that_cannot_be_are_refused(code, right, wrong):
     assert len(read(code, *right)[0]) == code.k
     with pytest.raises(WireError, match="not in order, or not within"):

@@ -179,16 +179,13 @@ def test_templates_that_hide_the_answer_are_refused(tokenizer):
     assert encoded.text.startswith("Two more")
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "begins with 'Be brief.*must alternate"),
-        ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
-        ("{{ 1 + messages }}", "cannot render"),
-        ("{% for m in messages %}", "not a valid chat template"),
-        ("{% generation %}{% endgeneration %}", "marks 1 answers of 2"),
-    ],
-)
+@pytest.mark.parametrize(("source", "words"), [
+    ("{{ raise_exception('roles must alternate') }}", "begins with 'Be brief.*must alternate"),
+    ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
+    ("{{ 1 + messages }}", "cannot render"),
+    ("{% for m in messages %}", "not a valid chat template"),
+    ("{% generation %}{% endgeneration %}", "marks 1 answers of 2"),
+])  # fmt: skip
 def test_templates_that_fail_are_named(tokenizer, source, words):
     refused(words, with_source(tokenizer, source).encode_all, [Conversation(TALK)], learn_all=False)
 
@@ -269,20 +266,17 @@ def test_what_comes_with_a_record():
     assert [message.get("weight", 1) for message in both.messages] == [1, 1, 0, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
-        ({"text": "x"}, 'has the keys "text"'),
-        ({}, "of nothing"),
-        ({"messages": "x"}, "no list of messages"),
-        ({"messages": [{"role": "<|im_end|>", "content": "x"}]}, "the role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "is not text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "such as an image"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
-        ({"instruction": 5, "output": "x"}, "must be text"),
-        ({"messages": TALK, "tools": "{"}, '"tools" is text'),
-    ],
-)
+@pytest.mark.parametrize(("record", "words"), [
+    ({"text": "x"}, 'has the keys "text"'),
+    ({}, "of nothing"),
+    ({"messages": "x"}, "no list of messages"),
+    ({"messages": [{"role": "<|im_end|>", "content": "x"}]}, "the role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "is not text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "such as an image"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
+    ({"instruction": 5, "output": "x"}, "must be text"),
+    ({"messages": TALK, "tools": "{"}, '"tools" is text'),
+])  # fmt: skip
 def test_records_that_are_no_conversation(record, words):
     with pytest.raises(NotAConversation, match=words):
         conversation_of(record)

@@ -138,15 +138,12 @@ def test_a_tokenizer_without_room_for_the_template_is_refused(chats, made, tmp_p
     refused(r"at least 259 \(256 bytes and .*<\|im_end\|>\)", made, config_of(chats), 258)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ('{"text": "x"}', r'b.jsonl, line 1 is not a conversation: it has the keys "text"'),
-        ("[1]", r"b.jsonl, entry 1 is not a conversation: it is not an object"),
-        ('{"messages": [{"role": "user"', r"b.jsonl, line 1: not valid JSON"),
-        ('{"messages": [{"role": "wizard", "content": "x"}]}', r"the role 'wizard'; known: "),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), [
+    ('{"text": "x"}', r'b.jsonl, line 1 is not a conversation: it has the keys "text"'),
+    ("[1]", r"b.jsonl, entry 1 is not a conversation: it is not an object"),
+    ('{"messages": [{"role": "user"', r"b.jsonl, line 1: not valid JSON"),
+    ('{"messages": [{"role": "wizard", "content": "x"}]}', r"the role 'wizard'; known: "),
+])  # fmt: skip
 def test_records_that_cannot_be_used_are_named(line, words, chats, cache, made):
     (chats / "b.jsonl").write_text(line + "\n")
     refused(words, made, config_of(chats))
@@ -228,14 +225,11 @@ def test_texts_of_hugging_face_and_what_changes_them(made, tmp_path, offline, te
         made(DataConfig(source="hf", path=str(folder)))
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("", r'data\.source = "hf" needs data\.path'),
-        ("./nowhere", r"is not a folder that holds a dataset"),
-        ("nobody/nothing", r"nobody/nothing cannot be read: .*reach"),
-        ("nobody/nothing@main:part", r"cannot be read: .*reach"),
-    ],
-)
+@pytest.mark.parametrize(("path", "words"), [
+    ("", r'data\.source = "hf" needs data\.path'),
+    ("./nowhere", r"is not a folder that holds a dataset"),
+    ("nobody/nothing", r"nobody/nothing cannot be read: .*reach"),
+    ("nobody/nothing@main:part", r"cannot be read: .*reach"),
+])  # fmt: skip
 def test_datasets_that_cannot_be_had(path, words, made, offline):
     refused(words, made, DataConfig(source="hf", path=path))

@@ -72,15 +72,12 @@ def test_the_cut_moves_to_the_nearest_end_of_text(tmp_path):
     refused("1 tokens cannot be split", cut, [1], 0.5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ({"version": 2}, "magic 20240520 and version 2: .*20240520, 1"),
-        ({"magic": 20240522}, "magic 20240522 and version 1"),
-        ({"count": 600}, "has 2024 bytes, but its header announces 600 tokens, which take 2224"),
-        ({"count": -1}, "announces -1 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "complaint"), [
+    ({"version": 2}, "magic 20240520 and version 2: .*20240520, 1"),
+    ({"magic": 20240522}, "magic 20240522 and version 1"),
+    ({"count": 600}, "has 2024 bytes, but its header announces 600 tokens, which take 2224"),
+    ({"count": -1}, "announces -1 tokens"),
+])  # fmt: skip
 def test_bad_header_is_refused_with_its_values(tmp_path, arguments, complaint):
     ids = np.ones(500, dtype=np.uint16)
     path = write_with_header(tmp_path / "bad.bin", ids, **arguments)

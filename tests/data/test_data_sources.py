@@ -99,17 +99,14 @@ def test_text_that_is_not_utf8_is_named_or_skipped(tmp_path):
     assert [record.values for record in found] == [{"text": "fine"}]
 
 
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        (b"{not json", "not valid JSON"),
-        (b'{"txt": "a", "id": 1}', r'key "text" .* keys: txt, id. Set data\.text_key'),
-        (b'{"text": 3}', 'key "text" .* the keys: text'),
-        (b'["text"]', 'key "text" .* the keys: none'),
-        (b'{"text": "\xff"}', "not valid JSON"),
-        (b'{"text": "\\ud800"}', "not valid Unicode"),
-    ],
-)
+@pytest.mark.parametrize(("line", "complaint"), [
+    (b"{not json", "not valid JSON"),
+    (b'{"txt": "a", "id": 1}', r'key "text" .* keys: txt, id. Set data\.text_key'),
+    (b'{"text": 3}', 'key "text" .* the keys: text'),
+    (b'["text"]', 'key "text" .* the keys: none'),
+    (b'{"text": "\xff"}', "not valid JSON"),
+    (b'{"text": "\\ud800"}', "not valid Unicode"),
+])  # fmt: skip
 def test_bad_json_line_is_named_with_its_number(tmp_path, line, complaint):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")

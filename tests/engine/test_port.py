@@ -94,18 +94,15 @@ def test_a_tensor_crosses():
 PACKED = {"kind": FrameKind.FORWARD, "codec": parse_codec("bf16").tag}
 
 
-@pytest.mark.parametrize(
-    ("frame", "words"),
-    [
-        (Frame(FrameKind.FORWARD, shape=(2, 4, 9), codec=1), "not packed by bf16"),
-        (Frame(FrameKind.BACKWARD), "unexpected BACKWARD"),
-        (Frame(FrameKind.BASIS), "unexpected BASIS"),  # it comes from above alone
-        (Frame(FrameKind.HELLO), "unexpected HELLO"),
-        (Frame(**PACKED, shape=(2, 4, 9), payload=bytes(144)), "has shape"),
-        (Frame(**PACKED, shape=SHAPE, payload=bytes(130)), "at most 128"),
-        (Frame(**PACKED, shape=SHAPE, payload=bytes(126)), "126 arrived"),
-    ],
-)
+@pytest.mark.parametrize(("frame", "words"), [
+    (Frame(FrameKind.FORWARD, shape=(2, 4, 9), codec=1), "not packed by bf16"),
+    (Frame(FrameKind.BACKWARD), "unexpected BACKWARD"),
+    (Frame(FrameKind.BASIS), "unexpected BASIS"),  # it comes from above alone
+    (Frame(FrameKind.HELLO), "unexpected HELLO"),
+    (Frame(**PACKED, shape=(2, 4, 9), payload=bytes(144)), "has shape"),
+    (Frame(**PACKED, shape=SHAPE, payload=bytes(130)), "at most 128"),
+    (Frame(**PACKED, shape=SHAPE, payload=bytes(126)), "126 arrived"),
+])  # fmt: skip
 def test_frames_outside_the_contract_break_the_link(frame, words):
     """Shape and size are checked before unpacking."""
     pair = Pair()
@@ -318,15 +315,12 @@ def test_the_stage_above_cannot_be_a_step_ahead():
         pair.sender.take_message(FrameKind.TALLY, 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "payload", "words"),
-    [
-        (FrameKind.TALLY, bytes(13), "a tally has 8 bytes for each parameter, but 13 arrived"),
-        (FrameKind.TALLY, pack_tally([1.0, -1.0]), "below zero"),
-        (FrameKind.BASIS, bytes(BASIS_BYTES + 4), "has 28 bytes, but at most 24 were agreed"),
-        (FrameKind.ROWS, bytes(ROW_BYTES + 500), "has 540 bytes, but at most .* were agreed"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "payload", "words"), [
+    (FrameKind.TALLY, bytes(13), "a tally has 8 bytes for each parameter, but 13 arrived"),
+    (FrameKind.TALLY, pack_tally([1.0, -1.0]), "below zero"),
+    (FrameKind.BASIS, bytes(BASIS_BYTES + 4), "has 28 bytes, but at most 24 were agreed"),
+    (FrameKind.ROWS, bytes(ROW_BYTES + 500), "has 540 bytes, but at most .* were agreed"),
+])  # fmt: skip
 def test_a_malformed_message_from_above_convicts_its_sender(kind, payload, words):
     """It was a struct.error, or a StageError, of the stage that received it."""
     pair = Pair()

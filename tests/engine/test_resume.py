@@ -116,15 +116,12 @@ def cut(ending):
 NARROW = narrow("subspace")
 
 
-@pytest.mark.parametrize(
-    ("changes", "harm", "words"),
-    [
-        ({}, lambda t: [t.pop(n) for n in list(t) if n.startswith("optimizer/")], "has no opt"),
-        ({}, dropped("q_proj.weight/exp_avg"), "exp_avg_sq.*this optimizer keeps"),
-        ({"optim__name": "muon"}, dropped("/momentum_buffer"), "has no optimizer state"),
-        (NARROW, cut("down_proj.weight/exp_avg"), "this optimizer keeps"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "harm", "words"), [
+    ({}, lambda t: [t.pop(n) for n in list(t) if n.startswith("optimizer/")], "has no opt"),
+    ({}, dropped("q_proj.weight/exp_avg"), "exp_avg_sq.*this optimizer keeps"),
+    ({"optim__name": "muon"}, dropped("/momentum_buffer"), "has no optimizer state"),
+    (NARROW, cut("down_proj.weight/exp_avg"), "this optimizer keeps"),
+])  # fmt: skip
 def test_a_resume_without_the_optimizers_state_is_refused(
     changes, harm, words, exact, saved_run, resumed
 ):

@@ -191,18 +191,15 @@ def test_bad_input_is_named_and_nothing_is_written(case, tmp_path):
     assert list((tmp_path / "models").iterdir() if (tmp_path / "models").exists() else []) == []
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        ("./nowhere", "does not exist: give a folder, a .gguf file or a hub name"),
-        ("model.gguf", "does not exist"),
-        ("someone/some-model", "someone/some-model is no folder here, and it cannot be fetched"),
-        ("file.txt", "is a file: give the folder of the model"),
-        ("broken.gguf", "is not a GGUF file, or truncated"),
-        ("empty.gguf", "transformers cannot read empty.gguf"),
-        ("ours", "is a checkpoint of thinwire already"),
-    ],
-)
+@pytest.mark.parametrize(("place", "message"), [
+    ("./nowhere", "does not exist: give a folder, a .gguf file or a hub name"),
+    ("model.gguf", "does not exist"),
+    ("someone/some-model", "someone/some-model is no folder here, and it cannot be fetched"),
+    ("file.txt", "is a file: give the folder of the model"),
+    ("broken.gguf", "is not a GGUF file, or truncated"),
+    ("empty.gguf", "transformers cannot read empty.gguf"),
+    ("ours", "is a checkpoint of thinwire already"),
+])  # fmt: skip
 def test_a_place_without_a_model_is_told(place, message, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)

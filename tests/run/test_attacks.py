@@ -12,30 +12,13 @@ from thinwire.engine.worker import Assignment, Worker
 from thinwire.errors import BreachError, WireError
 from thinwire.run.formation import Formation
 from thinwire.run.peer import Peer
-from thinwire.run.protocol import Connect, Hold, Start, stream_name
-from thinwire.wire import Identity, Listener, dial, handshake, memory_pair
+from thinwire.run.protocol import Connect, Hold, Start
+from thinwire.wire import handshake, memory_pair
 from thinwire.wire.frame import Frame, FrameKind, encode
 from thinwire.wire.logged import FrameLog, LinkState, LoggedPipe
 from waiting import PATIENCE, wait_until
 
 # A member that was removed, and a stranger
-
-
-def test_nobody_but_the_new_holder_opens_the_stream_of_a_cut():
-    ana, cleo, removed = map(Identity.create, ("ana", "cleo", "removed"))
-    name = stream_name("cut", 0, 1, again=1)
-    listener = Listener(ana, "127.0.0.1", 0, 1 << 16)
-    to_ana = ana.fingerprint, PATIENCE, 1 << 16
-    with ThreadPoolExecutor(1) as pool:
-        opened = pool.submit(listener.accept, name, PATIENCE, cleo.fingerprint)
-        wait_until(lambda: name in listener._expected)
-        for tried in (name, stream_name("cut", 0, 1)):  # the name of now, and that of before
-            with pytest.raises(WireError, match=r"is expected from|is not expected"):
-                dial(listener.address, tried, removed, *to_ana, tries_again=False)
-        assert not opened.done()
-        dial(listener.address, name, cleo, *to_ana)
-        assert opened.result()
-    listener.close()
 
 
 def test_who_was_removed_is_told_neither_word_nor_stage_of_what_follows(

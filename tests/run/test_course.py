@@ -30,22 +30,19 @@ def saved(number):
     return [(stage, part(stage, number)) for stage in (1, 0)]
 
 
-@pytest.mark.parametrize(
-    ("script", "culprit", "deed"),
-    [
-        (both(2) + ENDS, 0, "it ended the run after step 3 of 6, and nobody had"),
-        (both(2) + saved(3), 0, "it had a checkpoint saved after step 3, where none is due"),
-        (both(2, 3, 4), 0, "it had no checkpoint saved after step 4, where one is due"),
-        (both(2, 3) + ENDS, 0, "it ended the run after step 4 of 6"),
-        (both(2, 3) + saved(4) + both(4, 5) + [(0, END)], 0, "it had no checkpoint saved after"),
-        (both(1), 1, "it reported step 2 after step 2 of 6"),
-        (both(2, 3) + saved(4) + both(4, 5) + saved(6) + both(6), 1, "it reported step 7 after"),
-        ([*both(2, 3), (0, part(0, 4)), *both(4)], 1, "stage 0 saved a checkpoint after step 4"),
-        ([*both(2), (1, part(1, 3)), *both(3)], 1, "it saved a checkpoint after step 3, and st"),
-        ([*both(2), (1, END), (0, step(0, 3))], 1, "it ended after step 3, and stage 0 did not"),
-        (saved(2), 1, "it saved a checkpoint of step 2 after step 2"),
-    ],
-)
+@pytest.mark.parametrize(("script", "culprit", "deed"), [
+    (both(2) + ENDS, 0, "it ended the run after step 3 of 6, and nobody had"),
+    (both(2) + saved(3), 0, "it had a checkpoint saved after step 3, where none is due"),
+    (both(2, 3, 4), 0, "it had no checkpoint saved after step 4, where one is due"),
+    (both(2, 3) + ENDS, 0, "it ended the run after step 4 of 6"),
+    (both(2, 3) + saved(4) + both(4, 5) + [(0, END)], 0, "it had no checkpoint saved after"),
+    (both(1), 1, "it reported step 2 after step 2 of 6"),
+    (both(2, 3) + saved(4) + both(4, 5) + saved(6) + both(6), 1, "it reported step 7 after"),
+    ([*both(2, 3), (0, part(0, 4)), *both(4)], 1, "stage 0 saved a checkpoint after step 4"),
+    ([*both(2), (1, part(1, 3)), *both(3)], 1, "it saved a checkpoint after step 3, and st"),
+    ([*both(2), (1, END), (0, step(0, 3))], 1, "it ended after step 3, and stage 0 did not"),
+    (saved(2), 1, "it saved a checkpoint of step 2 after step 2"),
+])  # fmt: skip
 def test_whoever_saves_or_ends_when_it_is_not_due_is_named(lead, script, culprit, deed):
     """The others follow the first stage, and what they say may be heard before what it says."""
     commands = lead.play(script)

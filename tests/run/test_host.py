@@ -290,17 +290,14 @@ def test_a_peers_door_is_tried_only_where_the_peer_comes_from():
             assert probe(said, origin, "ab" * 8, "ben.secret").outside == ""
 
 
-@pytest.mark.parametrize(
-    ("addresses", "relay", "said"),
-    [
-        (("127.0.0.1:7600",), "", "only this machine can use the invite: 127.0.0.1 is its own"),
-        (("localhost:7600", "[::1]:7600"), "", "only this machine can use the invite"),
-        (("127.0.0.1:7600", "192.168.1.5:7600"), "", "is an address of this network alone"),
-        (("192.168.1.5:7600",), "relay.example:4617", ""),
-        (("192.168.1.5:7600", "ana.example.org:7600"), "", ""),
-        (("8.8.8.8:7600",), "", ""),
-    ],
-)
+@pytest.mark.parametrize(("addresses", "relay", "said"), [
+    (("127.0.0.1:7600",), "", "only this machine can use the invite: 127.0.0.1 is its own"),
+    (("localhost:7600", "[::1]:7600"), "", "only this machine can use the invite"),
+    (("127.0.0.1:7600", "192.168.1.5:7600"), "", "is an address of this network alone"),
+    (("192.168.1.5:7600",), "relay.example:4617", ""),
+    (("192.168.1.5:7600", "ana.example.org:7600"), "", ""),
+    (("8.8.8.8:7600",), "", ""),
+])  # fmt: skip
 def test_a_host_says_whom_its_addresses_leave_out(addresses, relay, said):
     text = who_is_left_out(addresses, relay)
     assert said in text and bool(said) == bool(text)

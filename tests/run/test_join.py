@@ -107,14 +107,11 @@ def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings):
         own_settings(plain, Terms(), 1 << 30)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (Terms(name="Ben Bright"), "--name Ben Bright: a name has lower-case letters"),
-        (Terms(listen="nowhere"), "'nowhere' is not an address: write HOST:PORT"),
-        (Terms(data=Path("gone")), "--data gone: there is no such file or"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    (Terms(name="Ben Bright"), "--name Ben Bright: a name has lower-case letters"),
+    (Terms(listen="nowhere"), "'nowhere' is not an address: write HOST:PORT"),
+    (Terms(data=Path("gone")), "--data gone: there is no such file or"),
+])  # fmt: skip
 def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(options, said, tmp_path):
     invite = AuthorityBook(tmp_path / "book", "test").invite(("127.0.0.1:1",))
     options = replace(options, folder=tmp_path / "ben")
@@ -230,16 +227,13 @@ def test_where_a_part_of_a_checkpoint_cannot_be_written_stays_on_its_machine(tmp
     assert said == [(told, 1, 2)] and "no space left in /home/ana. Mend that" in shown.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (DataError("/home/ana/notes, line 7: hunter2"), "it says why there"),
-        (ValueError("hunter2 is no number"), "ValueError"),
-        (FileNotFoundError(2, "no such file", "hunter2"), "FileNotFoundError"),
-        (RuntimeError("out of memory"), "RuntimeError: out of memory"),
-        (WireError("the neighbour has left"), "the neighbour has left"),
-    ],
-)
+@pytest.mark.parametrize(("error", "told"), [
+    (DataError("/home/ana/notes, line 7: hunter2"), "it says why there"),
+    (ValueError("hunter2 is no number"), "ValueError"),
+    (FileNotFoundError(2, "no such file", "hunter2"), "FileNotFoundError"),
+    (RuntimeError("out of memory"), "RuntimeError: out of memory"),
+    (WireError("the neighbour has left"), "the neighbour has left"),
+])  # fmt: skip
 def test_what_a_stage_says_of_its_end_quotes_no_file_of_its_machine(error, told):
     said = []
     peer = SimpleNamespace(order=SimpleNamespace(host={"routes": []}), _links={}, say=said.append)

@@ -127,21 +127,18 @@ def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path):
     assert load_settings(path, ["model.heads=4"]).model.dim == 128
 
 
-@pytest.mark.parametrize(
-    ("changes", "remark"),
-    [
-        (["model.dim=64"], 'model.preset = "tiny" is changed: dim 64 (not 128)'),
-        (["boundary.basis_seed=3"], "boundary.basis_seed = 3 has no effect without"),
-        (["boundary.basis_rate=1"], "boundary.basis_rate = 1.0 has no effect without another"),
-        (["data.learn=all"], "data.learn = 'all' has no effect without data.source = \"chat\" or"),
-        (["data.path=x"], "data.path = 'x' has no effect without another data.source"),
-        (["boundary.ratio=9"], "boundary.ratio = 9.0 has no effect without another boundary.mode"),
-        (
-            ["data.source=text", "data.path=x", "data.valid_path=y", "data.valid_fraction=0.3"],
-            'data.valid_fraction = 0.3 has no effect without data.valid_path = ""',
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "remark"), [
+    (["model.dim=64"], 'model.preset = "tiny" is changed: dim 64 (not 128)'),
+    (["boundary.basis_seed=3"], "boundary.basis_seed = 3 has no effect without"),
+    (["boundary.basis_rate=1"], "boundary.basis_rate = 1.0 has no effect without another"),
+    (["data.learn=all"], "data.learn = 'all' has no effect without data.source = \"chat\" or"),
+    (["data.path=x"], "data.path = 'x' has no effect without another data.source"),
+    (["boundary.ratio=9"], "boundary.ratio = 9.0 has no effect without another boundary.mode"),
+    (
+        ["data.source=text", "data.path=x", "data.valid_path=y", "data.valid_fraction=0.3"],
+        'data.valid_fraction = 0.3 has no effect without data.valid_path = ""',
+    ),
+])  # fmt: skip
 def test_a_setting_that_does_nothing_or_changes_a_preset_is_told(changes, remark):
     (found,) = remarks(load_settings(None, changes))
     assert found.startswith(remark)

@@ -847,9 +847,12 @@ class HostedPeers(Peers):
         self._pause(f"{name} leaves")
 
     def _pause(self, why: str) -> None:
-        """Have the run stop with a checkpoint, and be formed again."""
+        """Have the run stop with a checkpoint, and be formed again; at once where stages that are
+        lost wait for a holder, for then no step ends.
+        """
         self.pauses = self.pauses or why
-        if not self.is_stopping:  # asked twice, a coordinator leaves at once
+        times = 0 if self.is_stopping else 2 if self._homeless else 1
+        for _ in range(times):  # asked twice, a coordinator leaves at once
             self.ask_to_stop(why)
 
     def _lose(
@@ -969,7 +972,7 @@ class _Hosting(Base):
         except Interrupted:
             if self._stop_asked:
                 raise
-            display.note(f"{peers.pauses or 'a peer leaves'}, before training began")
+            display.note(f"{peers.pauses or 'a peer leaves'}: the run pauses at once")
             return None
         except StageError as error:
             if self._stop_asked:
