@@ -345,9 +345,8 @@ class Specials:
 
 
 def _read_text(path: Path) -> str:
-    with reading(
-        path, (OSError, ValueError), "correct --template, data.template or data.tokenizer"
-    ):
+    advice = "correct --template, data.template or data.tokenizer"
+    with reading(path, (OSError, ValueError), advice):
         return path.read_text(encoding="utf-8")
 
 

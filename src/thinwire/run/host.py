@@ -456,7 +456,7 @@ class HostedPeers(Peers):
         self._is_waiting = self.is_training = False
         self.pauses = ""  # why the run is to be formed again, if all is in good order
         self.unsaved: set[int] = set()  # steps of which members could not write their parts
-        self._full: set[str] = set()  # these members
+        self._unable: set[str] = set()  # these members, as long as they could train
         self._unheard: set[int] = set()  # stages that others are to hold for that
         self.is_stopping = False
         self.collector = ShardCollector(
@@ -551,8 +551,8 @@ class HostedPeers(Peers):
         if (name is None or name != best) and waited < ANSWER_SECONDS:
             return  # a better one may answer: a spare, or whoever had them and has the files
         before = self._base.formation.seats[stages[0]]
-        if name is None and before in self._full & {one.name for one in self._base.members.up()}:
-            name = before  # it cannot save, and can train as long as nobody does both
+        if name is None and before in self._unable & {one.name for one in self._base.members.up()}:
+            name = before  # it cannot save, but nobody else can even train them
         which = stage_names(stages)
         if name is None:
             if waited > REMIND_SECONDS or not self._is_waiting:
@@ -794,7 +794,7 @@ class HostedPeers(Peers):
                 self._on_leaving(name, held)
             case msg.Envelope(msg.Declined(reason, stages), generation=said) if said == epoch:
                 lost = [s for s in held if s in stages or not stages]
-                self._full.discard(name)
+                self._unable.discard(name)
                 self._lose(name, f"it cannot hold its stage: {one_line(reason)}", stages=lost)
             case ev.Lost(_, reason, in_breach):
                 self._ended |= set(held)
@@ -827,7 +827,7 @@ class HostedPeers(Peers):
         name, reason = self._base.formation.seats[stage], one_line(failed.error)
         group = next(group for group in self._groups if stage in group)
         self.unsaved.add(failed.step)
-        self._full.add(name)
+        self._unable.add(name)
         self._base.members.set_aside(name, reason, for_good=False)
         if not self._replaces or self._placing().patience(group) is None:
             return False
