@@ -4,11 +4,12 @@ import math
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from thinwire.codec import Leg, Place, TensorSpec, parse_codec
+from thinwire.codec import Leg, Place, TensorSpec, build_codecs, parse_codec
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
@@ -124,6 +125,34 @@ def test_a_neighbour_that_leaves_wakes_who_waits():
     pair.take(0, 0)  # what was sent before still counts
     with pytest.raises(WireError, match="left the run"):
         pair.take(0, 1)
+
+
+def test_a_repeated_stage_unpacks_no_answer_before_what_it_answers_is_packed():
+    """Its neighbour's answers are in a log, and may be here first."""
+    spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"))
+    mailbox, sent, arrives, packs = Mailbox(PATIENCE), [], threading.Event(), threading.Event()
+
+    def end(is_lower):
+        codecs = build_codecs("randk(0.5)", "topk(shared)")
+        return CutEnd(codecs, spec, is_lower, microbatches=MICROBATCHES)
+
+    ours, theirs = memory_pair()
+    ours.state = SimpleNamespace(sent_again=5)  # as in the log of whoever was at the other end
+    lower, upper = end(True), end(False)
+    lower.pack = lambda *frame: (packs.wait(PATIENCE), CutEnd.pack(lower, *frame))[1]
+    link = Link(ours, Meter(), None, "cut-0", 1 << 16)
+    port = Port(link, lower, mailbox, Due(0, False, 0))
+    port._too_early = lambda frame: (arrives.set(), Port._too_early(port, frame))[1]
+    port.open_step(0)
+    other = Link(theirs, Meter(), None, "cut-0", 1 << 16)
+    other.start(sent.append, mailbox.fail)
+    port.send_tensor(FrameKind.FORWARD, torch.ones(SHAPE), 0, 0, MADE_WITH)
+    upper.unpack(end(True).pack(FrameKind.FORWARD, torch.ones(SHAPE), 0, 0, MADE_WITH))
+    other.send(upper.pack(FrameKind.BACKWARD, torch.ones(SHAPE), 0, 0, MADE_WITH))
+    assert arrives.wait(PATIENCE)
+    packs.set()
+    answer = port.take_tensor(FrameKind.BACKWARD, 0, 0, MADE_WITH)
+    assert torch.equal(answer, upper.unpack(sent[0])), "the same elements went both ways"
 
 
 # --- codecs that remember ---

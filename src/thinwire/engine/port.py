@@ -234,14 +234,17 @@ class Port:
         """
         if kind is FrameKind.EVALUATE:
             self.link.wait_for_room(EVALUATION_WINDOW)
-        elif kind in TRAINING:  # before it leaves: the neighbour may answer at once
-            self._sent.setdefault(step, set()).add(microbatch)
-            self._mailbox.changed()
 
         def packed() -> Frame:
             if kind in _MADE:
                 self._sightings.look(step, _MADE[kind], tensor)
-            return self._end.pack(kind, tensor, step, microbatch, made_with)
+            frame = self._end.pack(kind, tensor, step, microbatch, made_with)
+            if kind in TRAINING:
+                # Before it leaves, for the neighbour may answer at once. And once it is packed:
+                # an answer from a log may be here already, and need the mask of this tensor.
+                self._sent.setdefault(step, set()).add(microbatch)
+                self._mailbox.changed()
+            return frame
 
         self.link.send(packed)
 
@@ -283,7 +286,8 @@ class Port:
         with self._gate:
             self._open_step, oldest = step, step - self._due.steps_behind
             self._seen = {what for what in self._seen if what[1] >= oldest}
-            self._sent = {at: numbers for at, numbers in self._sent.items() if at >= oldest}
+            for past in [at for at in [*self._sent] if at < oldest]:  # others add to it meanwhile
+                del self._sent[past]
             held, self._held = self._held, []
             for frame in held:
                 self._admit(frame)
