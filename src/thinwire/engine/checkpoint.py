@@ -224,7 +224,7 @@ class Checkpoint(Source):
         for shard in self.shards:
             path = self.folder / shard.file
             if sha256_of(path) != shard.sha256:
-                raise CheckpointError(f"{path} is altered or missing")
+                raise CheckpointError(f"{path} is altered or missing: use an earlier checkpoint")
             with self._opened(shard) as file:
                 if set(file.keys()) != set(shard.tensors):
                     raise CheckpointError(f"{path} holds other tensors than the manifest lists")
@@ -235,7 +235,9 @@ class Checkpoint(Source):
         for name, key in ((TOKENIZER, "tokenizer_sha256"), (CONFIG, "template_sha256")):
             expected = self.manifest.get(key)
             if expected and sha256_of(self.folder / name) != expected:
-                raise CheckpointError(f"{self.folder / name} is altered or missing")
+                raise CheckpointError(
+                    f"{self.folder / name} is altered or missing: use an earlier checkpoint"
+                )
 
     @property
     def tokenizer(self) -> Path | None:
