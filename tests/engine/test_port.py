@@ -11,13 +11,25 @@ import torch
 
 from thinwire.codec import Leg, Place, TensorSpec, build_codecs, parse_codec
 from thinwire.engine.cut import CutEnd
-from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port
+from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port, decision_number
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
 from thinwire.engine.source import Versions
 from thinwire.engine.step_end import Verdict, pack_tally
 from thinwire.errors import BreachError, WireError
 from thinwire.schedule import build
-from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, memory_pair
+from thinwire.wire import (
+    Frame,
+    FrameKind,
+    FrameLog,
+    Link,
+    LinkState,
+    LoggedPipe,
+    Meter,
+    Nic,
+    encode,
+    memory_pair,
+)
+from thinwire.wire.emulate import stamp
 from waiting import PATIENCE, wait_until
 
 SHAPE = (2, 4, 8)
@@ -153,7 +165,22 @@ def test_a_repeated_stage_unpacks_no_answer_before_what_it_answers_is_packed():
     assert arrives.wait(PATIENCE)
     packs.set()
     answer = port.take_tensor(FrameKind.BACKWARD, 0, 0, MADE_WITH)
+    wait_until(lambda: sent)
     assert torch.equal(answer, upper.unpack(sent[0])), "the same elements went both ways"
+
+
+@pytest.mark.parametrize("kind", [FrameKind.VERDICT, FrameKind.VALIDATED])
+def test_a_decision_that_was_received_is_known_long_before_it_is_due(kind, tmp_path):
+    """Whoever replaces its sender hears that it was received, and does not send it again."""
+    state = LinkState(FrameLog(tmp_path, 1 << 20))
+    ours, theirs = memory_pair()
+    nic = Nic(0, 0, latency_ms=1e6)
+    link = Link(LoggedPipe(ours, state, nic), Meter(), nic, "cut-0", 1 << 16)
+    Pair.port(1, link, Mailbox(PATIENCE), "bf16", Due(1, True, 5))
+    frame = encode(verdict_frame(5, kind, stop=True))
+    theirs.write(stamp(frame, nic.reserve_up(len(frame), time.monotonic()).arrival))
+    wait_until(lambda: state.position().received)
+    assert state.position().decided == decision_number(kind, 5) and state.stops
 
 
 # --- codecs that remember ---
@@ -243,8 +270,8 @@ def tensor_frame(kind, step, microbatch=0):
     return packed(parse_codec("bf16"), kind, Place(Leg.FORWARD, step, microbatch))
 
 
-def verdict_frame(step, kind=FrameKind.VERDICT, **own):
-    payload = Verdict(1.0, True, False, False).to_bytes()
+def verdict_frame(step, kind=FrameKind.VERDICT, stop=False, **own):
+    payload = Verdict(1.0, True, False, stop).to_bytes()
     return Frame(kind, step=step, payload=payload, **own)
 
 

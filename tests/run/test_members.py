@@ -122,6 +122,22 @@ def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(house):
     assert ana.lost.wait(PATIENCE), "the host knows nothing of its stream any more"
 
 
+def test_an_outage_is_noted_while_nothing_can_take_the_place_of_its_stream(house, monkeypatch):
+    """Else a member that is here, in another process, could pass for one that is away."""
+    owned = []
+
+    class Guarded(members_module.Member):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            owned.extend([house.members._changed._is_owned()] if name == "is_down" else [])
+
+    monkeypatch.setattr(members_module, "Member", Guarded)
+    ana = house.join("ana")
+    ana.lose_connection()
+    wait_until(lambda: any(isinstance(what, ev.Back) for _, what in house.happened))
+    assert len(owned) >= 3 and all(owned)
+
+
 @pytest.mark.parametrize("process", ["one", "two"])
 def test_a_stream_begun_anew_takes_the_place_of_one_that_is_lost(process, house, monkeypatch):
     """The host has not noticed the loss, and asks whether another process still answers."""

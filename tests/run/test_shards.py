@@ -304,6 +304,24 @@ def test_a_stage_that_changed_hands_is_fetched_over_one_connection_at_a_time(hos
     assert pieces_sent(before) + pieces_sent(after) == 16, "nothing was sent twice"
 
 
+def test_what_was_under_way_from_a_former_holder_is_not_the_new_one_s(host, tmp_path):
+    """It arrives once another holds the stage, and the two may have written different bytes."""
+    member, other, rate, held = tmp_path / "member", tmp_path / "other", Held(), [0]
+    host.written(member, 10, 8 * tr.PIECE_BYTES)
+    host.join("ana", tr.ShardSender(member, rate), held)
+    assert rate.begun.wait(PATIENCE)
+    held.clear()
+    host.collector.retract([0])
+    rate.ended.set()
+    sent = host.collector._fetching[0]
+    wait_until(lambda: not sent.locked())
+    assert host.said == []
+    shard = write(other, 0, 10)
+    host.announce(0, 10, shard)
+    host.join("ben", tr.ShardSender(other), [0])
+    assert host.wait(1) == [("arrived", 0, 10)] and arrived(host, 0, 10) == shard.sha256
+
+
 @pytest.mark.parametrize("why", ["given up", "the epoch is over"])
 def test_a_transfer_ends_with_the_wish_for_it(why, host, tmp_path):
     member, rate = tmp_path / "member", Held()

@@ -284,6 +284,16 @@ def test_room_is_waited_for_until_frames_have_left_the_uplink(frames):
     here.link.close()
 
 
+def test_what_the_other_end_needs_no_more_is_no_fault():
+    here, there = slow_pair(mbps=0.01)
+    here.link.send(forward(1, 5000))  # 4 s
+    there.link.close()
+    here.link.flush()
+    here.heard.wait(lambda: here.heard.ends)
+    assert not here.heard.errors
+    here.link.close()
+
+
 @pytest.mark.parametrize(("error", "reason", "is_breach"), [
     (KeyError("microbatch 7"), "handling a frame failed: KeyError('microbatch 7')", False),
     (WireError("no such microbatch"), "no such microbatch", True),

@@ -8,6 +8,7 @@ import pytest
 from wiring import MAX_PAYLOAD, Recorder, in_background
 
 from thinwire import wire
+from thinwire.background import on_daemon_thread
 from thinwire.errors import BreachError, WireError
 from waiting import PATIENCE, wait_until
 
@@ -346,6 +347,59 @@ def test_a_follower_that_is_fed_no_more_says_so(tmp_path):
     ours.close()
     with pytest.raises(WireError, match="feeds this follower no more"):
         pipe.read()
+
+
+@pytest.mark.parametrize("how", ["feed", "go_on"])
+def test_a_log_of_more_than_a_lasting_pipe_keeps_arrives(how, tmp_path, monkeypatch):
+    """Acknowledgements are heard by whoever reads: on a link that is over, and from one that
+    follows, nobody else does.
+    """
+    monkeypatch.setattr(wire.lasting, "MOST_KEPT", 3000)
+    monkeypatch.setattr(wire.lasting, "ACKNOWLEDGE_BYTES", 1000)
+    ours, theirs = (wire.LastingPipe(end, cannot_dial, PATIENCE) for end in wire.memory_pair())
+    state = wire.LinkState(wire.FrameLog(tmp_path, 1 << 20))
+    pipe = wire.LoggedPipe(None, state)
+    for step in range(50):
+        pipe.keep(message(step))
+        pipe.write(message(step))
+    if how == "go_on":
+        pipe.close()
+    theirs.write(msgspec.msgpack.encode(wire.Position(0, 0, [])))
+    on_daemon_thread(how, lambda: getattr(pipe, how)(ours))
+    got = on_daemon_thread("other end", lambda: [theirs.read() for _ in range(51)][1:])
+    assert got.result(PATIENCE) == [message(step) for step in range(50)]
+    theirs.close()
+    pipe.close()
+
+
+def cannot_dial(timeout):
+    raise WireError("it was one connection")
+
+
+def test_whoever_is_wanted_no_more_is_not_gone_on_with(tmp_path):
+    """Lost while both say where they stand: another is awaited, and may be here already."""
+    pipe = wire.LoggedPipe(None, wire.LinkState(wire.FrameLog(tmp_path, 1 << 20)))
+    ours, theirs = wire.memory_pair()
+    theirs.write(msgspec.msgpack.encode(wire.Position(0, 0, [])))
+    with pytest.raises(WireError, match="is lost too"):
+        pipe.go_on(ours, lambda: False)
+    assert theirs.read() and theirs.read() is None and pipe._pipe is None
+
+
+def test_of_two_that_audit_one_may_end(tmp_path):
+    """What waits for each is told apart also while it is the same."""
+    pipe = wire.LoggedPipe(None, wire.LinkState(wire.FrameLog(tmp_path, 1 << 20)))
+    for count in (1, 2):
+        ours, theirs = wire.memory_pair()
+        theirs.write(msgspec.msgpack.encode(wire.Position(0, 0, [])))
+        on_daemon_thread("feed", lambda ours=ours: pipe.feed(ours, True))
+        wait_until(lambda count=count: len(pipe._unwitnessed) == count)
+    first, second = pipe._unwitnessed
+    ours.close()
+    pipe.keep(message(0))
+    wait_until(lambda: len(pipe._unwitnessed) == 1)
+    assert pipe._unwitnessed[0] is first is not second
+    pipe.close()
 
 
 def test_frames_are_left_out_by_kind_for_a_validation_may_be_cut_short(tmp_path):

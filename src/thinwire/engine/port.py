@@ -3,6 +3,7 @@
 Everything that is not due is the neighbour's error, before memory is allocated for it.
 """
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sig
 from thinwire.errors import ThinwireError, WireError
 from thinwire.schedule import Schedule
 from thinwire.wire import Frame, FrameKind, Link
+from thinwire.wire.frame import HEADER_BYTES, BytesLike, kind_and_step
 
 Key = tuple[Any, ...]
 
@@ -223,6 +225,8 @@ class Port:
         self._sent: dict[int, set[int]] = {}
         self._held: list[Frame] = []
         self._state = link.pipe.state  # where the neighbour may be replaced
+        if self._state is not None:
+            self._state.note = self._note_decision
         link.start(self._on_frame, mailbox.fail, self._on_end)
 
     def send_tensor(
@@ -380,11 +384,19 @@ class Port:
             raise WireError(f"it has {len(content)} bytes, but {most} were agreed")
         if kind in _MESSAGE_CHECKS:  # the size of rows the stage knows at the step's end
             said = _MESSAGE_CHECKS[kind](content)
-            if isinstance(said, Verdict) and self._state is not None:
-                self._state.decide(decision_number(kind, step), said.stop)
             if isinstance(said, list) and not all(map(math.isfinite, said)):
                 self._sightings.note(step, NORMS)
         self._mailbox.put((kind, step, frame.microbatch), step, content)
+
+    def _note_decision(self, message: BytesLike) -> None:
+        """A decision counts once it is here, and not when it is due on an emulated link: whoever
+        replaces its sender hears that it was received, and so has to hear what it was.
+        """
+        kind, step = kind_and_step(message)
+        if self._state is not None and kind in (FrameKind.VERDICT, FrameKind.VALIDATED):
+            with contextlib.suppress(WireError):  # which shows when it is taken in
+                said = Verdict.from_bytes(bytes(message[HEADER_BYTES:]))
+                self._state.decide(decision_number(FrameKind(kind), step), said.stop)
 
     def _check_evaluated(self, frame: Frame) -> None:
         """The frames of a validation come in order, so waiting for room cannot block."""

@@ -115,6 +115,8 @@ class Hearing:
         self._next: deque[tuple[Event, threading.Semaphore | None]] = deque()  # before the queue
         self._room = [threading.Semaphore(MOST_UNHEARD) for _ in range(stages)]
         self._pace = [Pace(f"stage {stage}") for stage in range(stages)]
+        self._lives = [0] * stages  # how often each changed hands
+        self._changing = threading.Lock()
 
     def note(self, event: Event) -> None:
         """Add what has happened; never waits, so a signal handler may call it."""
@@ -128,8 +130,13 @@ class Hearing:
         """
         if not isinstance(message, Report):
             self._pace[stage].count()
+        life = self._lives[stage]
         self._room[stage].acquire()
-        self._queue.put((Said(stage, message), self._room[stage]))
+        with self._changing:
+            if life == self._lives[stage]:
+                self._queue.put((Said(stage, message), self._room[stage]))
+                return
+        self._room[stage].release()  # it waited for room until another held the stage
 
     def next(self, timeout: float) -> Event:
         """The next of them, or a Tick if none comes in time."""
@@ -145,7 +152,9 @@ class Hearing:
         """Others take the places of those who hold these stages: what came of them and was not
         taken yet would pass for a word, or the end, of the others.
         """
-        with contextlib.suppress(queue.Empty):
+        with self._changing, contextlib.suppress(queue.Empty):
+            for stage in stages:
+                self._lives[stage] += 1
             while True:
                 self._next.append(self._queue.get_nowait())
         for event, room in [self._next.popleft() for _ in range(len(self._next))]:

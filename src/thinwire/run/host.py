@@ -755,8 +755,8 @@ class HostedPeers(Peers):
         """On the thread of a member's stream, which may wait for room in the queue: so no stage of
         this generation says too much.
         """
-        epoch, homeless = self._base.formation.epoch, {s for group in self._homeless for s in group}
-        homeless |= self._unheard
+        epoch = self._base.formation.epoch
+        homeless = {s for group in [*self._homeless] for s in group} | self._unheard
         placing = self._placing()
         held = [stage for stage in self._base.formation.held_by(name) if stage not in homeless]
         match what:

@@ -283,10 +283,10 @@ class Members:
 
         def on_outage(what: type[ev.Away | ev.Back], told: Any) -> None:
             with self._changed:  # until the channel is there
-                counts = member.channel is channel
-            if counts:
+                if member.channel is not channel:
+                    return
                 member.is_down, member.down_since = what is ev.Away, time.monotonic()
-                self.on_happening(member.name, what(msg.OF_NO_STAGE, told))
+            self.on_happening(member.name, what(msg.OF_NO_STAGE, told))
 
         on_down, on_up = (partial(on_outage, what) for what in (ev.Away, ev.Back))
         pipe = LastingPipe(first, reopen, self._outage, on_down, on_up)

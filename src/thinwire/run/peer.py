@@ -348,21 +348,25 @@ class Peer:
         that cannot be, which it has said.
         """
         logged, neighbour = self._logged[cut], msg.other_end(cut, self.stage)
+
+        def is_wanted() -> bool:
+            return connect is self._relinks[cut]  # else that one is lost too, and another comes
+
         try:
             pipe = self._open(worker, neighbour, connect)
             self._agree(worker, pipe, cut, self._links[neighbour].meter, at_start=False)
-            if connect is not self._relinks[cut]:
+            if not is_wanted():
                 pipe.close(0)
                 return False
             if neighbour < self.stage and self._down_since:
                 self._on_up(time.monotonic() - self._down_since)
             if number := connect.follower:
-                logged.follow(pipe)
+                logged.follow(pipe, is_wanted)
                 self._say(msg.Linked(follower=number))
             else:
-                logged.go_on(pipe)
+                logged.go_on(pipe, is_wanted)
         except WireError as error:
-            if connect is self._relinks[cut]:  # else that one is lost too, and another comes
+            if is_wanted():
                 is_breach = isinstance(error, BreachError)
                 self.fail(error, *(([neighbour], []) if is_breach else ([], [neighbour])))
             return False

@@ -418,7 +418,7 @@ class ShardCollector:
         except OSError as error:
             self.give_up(step, f"{whose} cannot be kept: {error}")
         else:
-            self._arrive(step, stage)
+            self._arrive(step, stage, written)
 
     def _objection(self, stage: int, shard: Shard) -> str:
         """Why a shard is not even asked for; empty if it is."""
@@ -433,10 +433,12 @@ class ShardCollector:
             )
         return ""
 
-    def _arrive(self, step: int, stage: int) -> None:
+    def _arrive(self, step: int, stage: int, written: ShardWritten) -> None:
         with self._changed:
             if step != self._current or stage not in self._missing:
                 return
+            if self._announced[step].get(stage) is not written:
+                return  # of who held the stage before
             self._missing.discard(stage)
             self._tell(Travelled(stage, step))
             if not self._missing:
@@ -524,7 +526,7 @@ class ShardSender:
 
     def remove_spare(self) -> None:
         """Remove what no host needs: all shards but the newest few, and those that travel."""
-        wanted = {partial_folder(self._run_folder, step) for step in self._wanted}
+        wanted = {partial_folder(self._run_folder, step) for step in [*self._wanted]}
         with contextlib.suppress(OSError):  # one has just been removed: look again later
             found = checkpoints_folder(self._run_folder).glob(f".partial-step-{8 * '[0-9]'}")
             by_age = sorted(found, key=lambda folder: folder.stat().st_mtime_ns)

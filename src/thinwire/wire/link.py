@@ -204,11 +204,11 @@ class Link:
 
     def flush(self) -> None:
         """Wait until every frame handed to `send` has left: the uplink too, where one is emulated.
-        WireError if the link is lost before.
+        WireError if the link is lost before; after a goodbye of the other end nobody needs them.
         """
         with self._state:
             self.wait_for_room(1)
-            if unsent := self._to_leave():
+            if (unsent := self._to_leave()) and not self._said_bye:
                 raise WireError(f"link {self.name}: {unsent} frames unsent: {self._why_stopped()}")
 
     def close(self, timeout: float | None = 10.0) -> None:

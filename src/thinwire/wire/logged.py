@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -203,6 +204,9 @@ class LinkState:
         self._lacks = Lacking()  # what the other end does
         self._received: Counter[tuple[int, int]] = Counter()  # by step and kind
         self._unwritten = 0  # that were logged, and not written yet
+        self.note: Callable[[BytesLike], None] = lambda message: None
+        """Called with each frame that arrives, before it counts: a position says what follows from
+        what it has received."""
 
     @property
     def holds_goodbye(self) -> bool:
@@ -231,6 +235,7 @@ class LinkState:
         kind, step = kind_and_step(message)
         if kind == FrameKind.BYE:
             step, self.heard_bye = GOODBYE, True
+        self.note(message)
         self._received[step, kind] += 1
 
     def decide(self, number: int, stops: bool) -> None:
@@ -414,38 +419,56 @@ class LoggedPipe(Pipe):
         for pipe in gone:
             on_daemon_thread("thinwire close", partial(pipe.close, 0))
 
-    def go_on(self, pipe: Pipe) -> None:
+    def go_on(self, pipe: Pipe, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Continue with another process at the other end, or as one; both say where they stand.
 
-        WireError where the log does not reach back to its state, or the new one is lost too.
+        WireError where the log does not reach back to its state, or the new one is lost too, and so
+        `is_wanted` no more.
         """
         entries: list[Entry] = []
+        rest: Future[None] | None = None
         with self._writing:
-            self._meet(pipe, False, lambda theirs: entries.extend(self.state.go_on(theirs)))
+            agree = lambda theirs: entries.extend(self.state.go_on(theirs))  # noqa: E731
+            self._meet(pipe, False, agree, is_wanted)
+            if self._closed:  # nobody else hears it, and a pipe may wait to be heard
+                rest = on_daemon_thread("thinwire rest", partial(_read_out, pipe))
             for entry in entries:
                 message = self.state.log.read(entry)
                 self._count(FrameKind(kind_and_step(message)[0]), len(message) - HEADER_BYTES)
                 if self._nic is not None:
                     passage = self._nic.reserve_up(len(message), time.monotonic())
                     message = stamp(message, passage.arrival)
-                pipe.write(message)
-        if self._closed:
-            on_daemon_thread("thinwire close", lambda: _read_out(pipe))
+                try:
+                    pipe.write(message)
+                except WireError:
+                    if rest is None or rest.exception() is not None:
+                        raise
+                    break  # it ended well without the rest
+        if rest is not None:
+            close = partial(on_daemon_thread, "thinwire close", partial(pipe.close, None))
+            rest.add_done_callback(lambda _: close())
 
-    def follow(self, pipe: Pipe) -> None:
+    def follow(self, pipe: Pipe, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Read what another process gets, and compute the same: until `go_on` takes its place.
 
         Whoever feeds it may be replaced too: what it has read it does not get again.
         """
-        self._meet(pipe, True, lambda theirs: None)
+        self._meet(pipe, True, lambda theirs: None, is_wanted)
 
-    def _meet(self, pipe: Pipe, awaits: bool, agree: Callable[[Position], None]) -> None:
+    def _meet(
+        self,
+        pipe: Pipe,
+        awaits: bool,
+        agree: Callable[[Position], None],
+        is_wanted: Callable[[], bool],
+    ) -> None:
         """Both ends say where they stand, and this pipe counts from then on."""
         with self._changed:
             self._coming = pipe
         theirs = self._exchange(pipe)
         with self._changed:
-            if self._coming is not pipe:
+            if self._coming is not pipe or not is_wanted():
+                on_daemon_thread("thinwire close", partial(pipe.close, 0))
                 raise WireError("whoever was to come is lost too")
             agree(theirs)
             self._pipe, self._coming, self._awaits = pipe, None, awaits
@@ -460,9 +483,12 @@ class LoggedPipe(Pipe):
         """
         theirs = self._exchange(pipe, self.state.check_reach)
         lacks, count = Lacking(theirs), None
+        # It says nothing, but a pipe hears what arrived there only while it is read.
+        on_daemon_thread("thinwire fed", partial(_read_out, pipe))
         came: deque[BytesLike] = deque(maxlen=MOST_UNWITNESSED)
         if is_audited:
-            self._unwitnessed.append(came)
+            with self._changed:
+                self._unwitnessed.append(came)
         try:
             while not self._closed:
                 count, entries = self.state.log.after(count)
@@ -475,8 +501,8 @@ class LoggedPipe(Pipe):
                 with self._changed:
                     self._changed.wait(_LOOK_S)
         finally:
-            if is_audited:
-                self._unwitnessed.remove(came)
+            with self._changed:  # by identity: two that are empty are equal
+                self._unwitnessed = [one for one in self._unwitnessed if one is not came]
 
     def _exchange(self, pipe: Pipe, check: Callable[[Position], None] | None = None) -> Position:
         """Say where this end stands, and hear where the other does; with a `check`, it is said only
@@ -522,8 +548,6 @@ class LoggedPipe(Pipe):
 
 
 def _read_out(pipe: Pipe) -> None:
-    """Hear the rest of what nobody needs, and close."""
-    with contextlib.suppress(WireError):
-        while pipe.read() is not None:
-            pass
-    pipe.close(None)
+    """Hear what nobody needs, to the end."""
+    while pipe.read() is not None:
+        pass
