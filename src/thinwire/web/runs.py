@@ -179,8 +179,9 @@ class RunView:
         last, moments = self.curves.last, [event.time for event in self._events[-1:]]
         heard = max(0.0, *moments, last.get("time") or 0.0, self.status.time if self.status else 0)
         told = (self.status or self._by_folder(heard)).to_plain()
-        more = {"heard": round(heard), "began": self.curves.began, "links": told["links"]}
-        return {**told, **last, **more, "crossed": last.get("links", [])}
+        times = {"time": heard, "heard": round(heard), "began": self.curves.began}
+        links = {"links": told["links"], "crossed": last.get("links", [])}
+        return {**told, **last, **times, **links}
 
     def _by_folder(self, heard: float) -> StatusReport:
         """How a run stands that nobody answers for."""
