@@ -42,7 +42,7 @@ INIT_HEADER = """\
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `thinwire` command.
 
-    Exit codes: 0 done, 2..9 by kind of error, 130 interrupted. A reader that goes away, as
+    Exit codes: 0 done, 2..10 by kind of error, 130 interrupted. A reader that goes away, as
     `head` does, changes none of them.
     """
     out = _safe(sys.stdout)

@@ -79,7 +79,7 @@ def add_host_commands(add: AddCommand) -> None:
     sub = add("watch", watch_command, "show runs in the browser, finished or under way")
     about = "folder of a run, or a copy of it; several are drawn over each other"
     sub.add_argument("folders", type=Path, nargs="+", metavar="RUN", help=about)
-    about = "where to serve it (default: a free port of 127.0.0.1)"
+    about = "where to serve it (default: 127.0.0.1:4618, or the next port that is free)"
     sub.add_argument("--web", default="", metavar="HOST:PORT", help=about)
 
     about = (
@@ -121,8 +121,8 @@ def add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
 def add_web(sub: argparse.ArgumentParser, samples: bool = False) -> None:
     """Put the options on a command that is shown in the browser."""
     about = (
-        "where to serve the page of the run (default: a free port of 127.0.0.1); another address "
-        "than this machine's own asks for a token; off = no page"
+        "where to serve the page of the run (default: 127.0.0.1:4618, or the next port that is "
+        "free); another address than this machine's own asks for a token; off = no page"
     )
     sub.add_argument("--web", default="", metavar="HOST:PORT", help=about)
     if samples:

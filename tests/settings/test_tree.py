@@ -85,11 +85,12 @@ def test_a_checkpoint_comes_before_the_log_of_what_stages_send_is_full(make_sett
     few = interval(0, 1)
     assert 10 < few < 30, "of 33 kB each, and what validations send"
     settings = make_settings(train__log_mb=1)
-    fits, beyond = (crossing.logged_bytes(settings, steps) for steps in (few, few + 1))
+    fits, beyond = (crossing.logged_bytes(settings, steps) for steps in (few + 2, few + 3))
     assert fits <= 1 << 20 < beyond
     assert interval(100, 1) == few and interval(5, 1) == 5
     assert interval(-1, 1) == -1 and interval(0, 0) == interval(0, 1, pipeline__stages=1) == 0
     assert interval(0, 10**6) == crossing.MOST_LOGGED_STEPS
+    assert [interval(9, 1, train__batch=size) for size in (32, 40, 56, 112)] == [3, 2, 1, 1]
     long = make_settings(train__checkpoint_every=0, train__log_mb=1, train__steps=2 * few + 1)
     saves = [done for done in range(1, 2 * few + 2) if crossing.checkpoint_steps(long)(done)]
     assert saves == [few, 2 * few, 2 * few + 1]

@@ -1,10 +1,10 @@
 """What every experiment leaves behind: a verdict, a table, a picture and a short report.
 
-lab/NAME/report.md    the question, the verdict, the table, how to make it again
-lab/NAME/table.csv    every figure
-lab/NAME/figures.csv  where rows are conclusions: the figures behind them
-lab/NAME/plot.png     the picture
-lab/NAME/result.json  the same for programs
+reports/NAME/report.md    the question, the verdict, the table, how to make it again
+reports/NAME/table.csv    every figure
+reports/NAME/figures.csv  where rows are conclusions: the figures behind them
+reports/NAME/plot.png     the picture
+reports/NAME/result.json  the same for programs
 
 A report is overwritten only by the command that made it; another command's stands in NAME-2.
 """

@@ -157,8 +157,8 @@ class Model(Joined):
         if self.crosses_by_token:
             return []
         return [
-            "a codec of this run reads more than one token, so every new token recomputes the "
-            "whole window; --compression off is faster"
+            "a codec of this run does not pack each token by itself, so every new token recomputes "
+            "the whole window; --compression off is faster"
         ]
 
     def tokens_behind(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:

@@ -290,7 +290,8 @@ class Peer:
         most = worker.settings.train.log_mb << 20
         if not most or not worker.settings.link.outage:
             return pipe
-        log = FrameLog(worker.log_folder(cut), most + FOR_FOLLOWERS, FOR_FOLLOWERS)
+        keeps = FOR_FOLLOWERS if self.order.host else 0  # of a run on one machine nobody follows
+        log = FrameLog(worker.log_folder(cut), most + keeps, keeps)
         state = LinkState(log, worker.state.step, self._is_new, self._follows)
         logged = LoggedPipe(None if self._is_new else pipe, state, nic, meter.count_sent)
         self._logged[cut] = logged

@@ -18,7 +18,7 @@ _ENDLESS = 10  # ... and at least so many times the patience
 _LATE = 3  # a pulse, of the longest time between two so far, before its stage counts as silent
 _FROZEN, _LEAST_FROZEN = 4, 20.0  # ... before it counts as frozen; and seconds, at least
 _PULSE_SECONDS = 5.0  # between two pulses of a stage, at most
-_LEAST_PULSE = 0.05  # ... and at least: more would pass for a flood (pace.py)
+_LEAST_PULSE = 0.05  # ... and at least: more would pass for a flood (pacing.py)
 
 
 def pulse_seconds(patience: float) -> float:

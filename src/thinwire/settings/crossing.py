@@ -107,13 +107,15 @@ def logged_bytes(settings: Settings, steps: int) -> int:
 def logged_steps(settings: Settings) -> int:
     """For how many steps the log of what a stage sends is large enough; 0: for none.
 
-    It follows from what all machines of a run agree on, for all must save after the same steps.
+    Two more have room in it, if any have: stages go on while their checkpoint is completed. It
+    follows from what all machines of a run agree on, for all must save after the same steps.
     """
     room = settings.train.log_mb << 20
-    reach = range(MOST_LOGGED_STEPS + 1)
+    reach = range(MOST_LOGGED_STEPS + 3)
     if not room or settings.pipeline.stages == 1:
         return 0
-    return max(0, bisect.bisect_right(reach, room, key=lambda n: logged_bytes(settings, n)) - 1)
+    fit = bisect.bisect_right(reach, room, key=lambda n: logged_bytes(settings, n)) - 1
+    return fit - 2 if fit > 2 else min(max(0, fit), 1)
 
 
 def checkpoint_interval(settings: Settings) -> int:

@@ -44,7 +44,7 @@ class FrameKind(enum.IntEnum):
     CONTROL = 6
     BYE = 7
     EVALUATE = 8  # an activation of a validation: like FORWARD, but no gradient comes back
-    BASIS = 9  # a basis that moves or is learned, or the gradient of one
+    BASIS = 9  # a basis that moves
     PROBE = 10  # an activation that scores a move of the basis: 0 just before it, 1 just after
     VALIDATED = 11  # the verdict that ends a validation: apart, for it is no part of a step
     TOKENS = 12  # token ids of a microbatch, for a stage without the corpus; empty: asks for them
