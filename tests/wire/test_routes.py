@@ -8,12 +8,12 @@ from contextlib import ExitStack
 
 import pytest
 from knocking import RUN, TOKEN, ask, knock, line
-from wiring import HOST, MAX_MESSAGE, PEER
+from wiring import HOST, HOURLY, MAX_MESSAGE, PEER
 
 from proxy import Proxy
 from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
-from thinwire.wire import Door, Identity, LastingPipe, Route, Routes, Standby, dial
+from thinwire.wire import Door, Identity, LastingPipe, Route, Routes, Standby, dial, stream
 from thinwire.wire import routes as routes_room
 from thinwire.wire.routes import proof_of, to_sign
 from waiting import PATIENCE, wait_until
@@ -216,6 +216,16 @@ def test_an_altered_byte_breaks_the_connection_and_not_the_message(ends):
     for _ in range(4):
         exchange(below, above)
     assert altered == 1 and above.outages() == 1
+
+
+def test_an_end_that_has_not_noticed_a_loss_is_told_by_the_next_dial(ends, monkeypatch):
+    """Until keepalive notices, which it does not here, the dialer would be refused."""
+    monkeypatch.setattr(stream, "SILENCE_S", HOURLY)
+    path = ends.proxy(ends.listener.address)
+    below, above = ends.join(path.address, is_lasting=True)
+    path.cut(leave_listener=True)
+    above.write(b"again")
+    assert below.read() == b"again"
 
 
 @pytest.mark.parametrize(("thief", "reason"), [
