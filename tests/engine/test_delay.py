@@ -77,23 +77,15 @@ def spoil(step):
      (4, 2, 2, 1), (3, 1, 0, 1), (1, 0, 0, 2), (4, -1, 1, 4)],
 )  # fmt: skip
 def test_a_pipeline_is_a_plain_loop_of_delayed_updates(
-    stages, window, every, delay, delayed, run_in_threads, corpus, references
+    stages, window, every, delay, delayed, run_in_threads, corpus
 ):
     changes = {"pipeline__stages": stages, "pipeline__window": window, "pipeline__delay": delay}
     settings = delayed(**changes, train__steps=7, train__eval_every=every)
-    if delay not in references:
-        references[delay] = plain_loop(settings, corpus, delay)
-    losses, weights = references[delay]
+    losses, weights = plain_loop(settings, corpus, delay)
     outcome = run_in_threads(settings)
     assert outcome.losses() == pytest.approx(losses, abs=TOLERANCE)
     assert furthest(outcome.weights(), weights) < TOLERANCE
     assert all(worker.mailbox.dropped == 0 for worker in outcome.workers)
-
-
-@pytest.fixture(scope="module")
-def references():
-    """The plain loop of each delay, which does not depend on the pipeline."""
-    return {}
 
 
 @pytest.mark.parametrize(("refused", "delay"), [(0, 2), (1, 4), (3, 1), (6, 4), (6, 1)])
