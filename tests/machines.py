@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from programs import Program
 from thinwire.schedule import split_layers
 from thinwire.typed import to_toml
+from whole_state import are_equal
 
 
 class Machine(Program):
@@ -120,6 +120,4 @@ def weights(run, step):
 
 
 def assert_same_weights(one, other, step):
-    first, second = weights(one, step), weights(other, step)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert are_equal(weights(one, step), weights(other, step))

@@ -4,8 +4,7 @@ import re
 import threading
 
 import pytest
-from engine_runs import are_equal, assert_same_course
-from stopping import stop_in_the_first_step
+from engine_runs import assert_same_course, stop_in_the_first_step
 from test_verdict import poison
 
 from thinwire.codec import Leg
@@ -17,6 +16,7 @@ from thinwire.errors import CheckpointError, WireError
 from thinwire.run.coordinator import disagreement
 from thinwire.wire import FrameKind, handshake, memory_pair
 from waiting import PATIENCE
+from whole_state import are_equal
 
 
 def codec_states(outcome):

@@ -4,13 +4,13 @@ import itertools
 import math
 
 import pytest
-from engine_runs import assert_same_course, furthest, trained_chain
+from engine_runs import assert_same_course, furthest, stop_in_the_first_step
 from plain import TOLERANCE, plain_loop
-from stopping import stop_in_the_first_step
 
 from settings_values import narrow
 from thinwire.engine.state import BEFORE, names_for_stage, shard_like
 from thinwire.errors import WireError
+from trained import trained_chain
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_runs import CPU, trained_chain
+from engine_runs import CPU
 
 from settings_values import narrow
 from thinwire.engine.conversion import Folded, why_not_folded
@@ -11,6 +11,7 @@ from thinwire.engine.keeper import BASIS
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError
+from trained import trained_chain
 
 NARROW = {mode: narrow(mode) for mode in ("subspace", "reparam")}
 MOVES = {"boundary__basis_update_every": 2}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_runs import CPU, are_equal, assert_same_course, trained_chain
+from engine_runs import CPU, assert_same_course
 from test_chain import assert_same, trained
 from test_narrow import MODES
 
@@ -15,6 +15,8 @@ from thinwire.engine.state import restore_weights
 from thinwire.engine.step_end import StageUpdate
 from thinwire.model.adapter import is_adapter
 from thinwire_lab.chain import Chain
+from trained import trained_chain
+from whole_state import are_equal
 
 LORA = {"lora__rank": 3, "lora__alpha": 6.0}
 CASES = {

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from engine_runs import furthest, trained_chain
+from engine_runs import furthest
 from plain import TOLERANCE, plain_loop
 from torch.nn import functional as F
 
 from masks import with_masks
 from thinwire.data import Corpus, Order, Validation
 from thinwire.errors import DataError
+from trained import trained_chain
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ import json
 import shutil
 
 import pytest
-from engine_runs import assert_same_course
+from engine_runs import assert_same_course, stop_in_the_first_step
 from safetensors.torch import load_file, save_file
-from stopping import stop_in_the_first_step
 
 from settings_values import EXACT, narrow
 from thinwire.engine.checkpoint import Checkpoint, sealed
