@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from programs import Program
-from settings_values import TINY_MODEL, with_changes
+from settings_values import tiny_settings
 from thinwire.report import LinkRecord, StageRecord, StepRecord
 from thinwire.run.alive import ControlSocket
 from thinwire.run.machine import Machine
@@ -44,17 +44,12 @@ def finished(text_folder, tmp_path_factory):
 
 
 def _train(place, text_folder):
-    settings = with_changes(
-        {"model": dict(TINY_MODEL)},
-        {
-            "run__name": "first", "run__out": str(place), "run__device": "cpu",
-            "run__precision": "fp32", "run__threads": 1, "data__source": "text",
-            "data__path": str(text_folder), "data__valid_fraction": 0.1, "pipeline__stages": 2,
-            "pipeline__microbatches": 4, "link__latency_ms": 2.0, "codec__forward": "int8",
-            "codec__backward": "int4", "train__steps": STEPS, "train__batch": 8,
-            "train__eval_every": 2, "train__eval_batches": 2, "train__checkpoint_every": 3,
-        },
-    )  # fmt: skip
+    changes = {
+        "run__name": "first", "run__precision": "fp32", "link__emulate": True,
+        "link__latency_ms": 2.0, "codec__forward": "int8", "codec__backward": "int4",
+        "train__steps": STEPS, "train__checkpoint_every": 3,
+    }  # fmt: skip
+    settings = tiny_settings(place, text_folder, changes)
     (place / "run.toml").write_text(to_toml(settings))
     run = Program(["train", "run.toml"], os.environ["THINWIRE_CACHE"], place)
     assert run.wait() == 0, run.text()
