@@ -7,8 +7,8 @@ from io import StringIO
 import pytest
 import torch
 from torch.nn import functional as F
-from variants import BY_TOKEN
 
+from settings_values import narrow
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.joined import Joined
 from thinwire.errors import ConfigError
@@ -35,6 +35,13 @@ def test_compression_on_is_what_training_measured(trained):
     assert text.startswith("stage ") and len(text) > len("stage ")
 
 
+# Cuts pass tokens one by one, each with a codec of its own.
+BY_TOKEN = [
+    {"codec__forward": "fp64"},
+    {"codec__forward": "int8(group=8)+ef21", **narrow("subspace", rank=12)},
+    {"codec__forward": "int8+zstd", **narrow("reparam", rank=12)},
+    {"codec__forward": "bf16", **narrow("projected", rank=12, anchor="per-stage", table=5)},
+]
 SHAPED = {"codec__forward": "fp64", "model__head_dim": 6, "model__qkv_bias": True,
           "model__qk_norm": True,
           "model__rope_scaling": "llama3(factor=8,low=1,high=4,context=8)"}  # fmt: skip
