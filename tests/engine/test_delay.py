@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from engine_runs import assert_same_course, furthest, stop_in_the_first_step
+from engine_runs import assert_same_course, furthest
 from plain import TOLERANCE, plain_loop
 
 from settings_values import narrow
@@ -147,14 +147,6 @@ def test_the_weights_before_the_last_update_matter(delayed, saved_run, resumed):
 
     other = resumed(settings, saved[3], forget)
     assert abs(other.losses()[0] - whole.losses()[3]) > 1e-6
-
-
-def test_a_stop_takes_effect_a_step_later_and_resumes(delayed, saved_run, resumed):
-    settings = delayed(pipeline__stages=4, train__steps=6, train__eval_every=0)
-    whole, _ = saved_run(settings, "whole")
-    stopped, saved = saved_run(settings, prepare_worker=stop_in_the_first_step)
-    assert [len(stopped.steps(stage)) for stage in range(4)] == [2] * 4
-    assert_same_course(resumed(settings, saved[2]), whole, 2)
 
 
 def test_a_stage_with_other_weights_is_found_by_their_version(delayed, run_in_threads):

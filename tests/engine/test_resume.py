@@ -38,12 +38,14 @@ def test_optimizer_state_matters(exact, saved_run, resumed):
         resumed(exact(optim__name="muon"), saved[3])
 
 
-def test_interrupted_run_stops_on_every_stage_and_goes_on(exact, saved_run, resumed):
-    settings = exact(pipeline__stages=4, train__checkpoint_every=0)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_interrupted_run_stops_on_every_stage_and_goes_on(delay, exact, saved_run, resumed):
+    """With delayed updates a step later."""
+    settings = exact(pipeline__stages=4, pipeline__delay=delay, train__checkpoint_every=0)
     whole, _ = saved_run(settings, "whole")
     stopped, saved = saved_run(settings, prepare_worker=stop_in_the_first_step)
-    assert [len(stopped.steps(stage)) for stage in range(4)] == [1] * 4
-    assert_same_course(resumed(settings, saved[1]), whole, 1)
+    assert [len(stopped.steps(stage)) for stage in range(4)] == [1 + delay] * 4
+    assert_same_course(resumed(settings, saved[1 + delay]), whole, 1 + delay)
 
 
 HARMS = [
