@@ -44,16 +44,13 @@ def at(number, examples, training=True):
     return Place(Leg.FORWARD, number, 0, training=training, examples=named)
 
 
-class Ends:
-    """The sending and the receiving end of one direction, with room for all examples."""
+class Ends(tensors.Ends):
+    """Both ends, with room for all examples."""
 
     def __init__(self, inner, surroundings=ENOUGH, dtype=torch.float32):
-        self.sender, self.receiver = AQSGD(INNERS[inner]()), AQSGD(INNERS[inner]())
+        super().__init__(lambda: AQSGD(INNERS[inner]()))
         for end in (self.sender, self.receiver):
             end.prepare(TensorSpec((3, *ROW), dtype, CPU), surroundings)
-
-    def send(self, tensor, place):
-        return tensors.sent(self.sender, self.receiver, tensor, place)
 
     def states(self):
         return [end.state_tensors() for end in (self.sender, self.receiver)]
