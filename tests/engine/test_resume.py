@@ -22,9 +22,12 @@ def exact(make_settings):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (4, 2), (2, 4), (1, 3)])
-def test_resumed_equals_uninterrupted(optimizer, before, after, exact, saved_run, resumed):
-    whole, saved = saved_run(exact(pipeline__stages=before, optim__name=optimizer))
-    other = exact(pipeline__stages=after, optim__name=optimizer)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_resumed_equals_uninterrupted(optimizer, before, after, rank, exact, saved_run, resumed):
+    """Also adapters, and then with layers recomputed in the backward pass, which changes no bit."""
+    changes = {"optim__name": optimizer, "lora__rank": rank}
+    whole, saved = saved_run(exact(pipeline__stages=before, **changes))
+    other = exact(pipeline__stages=after, pipeline__recompute=rank > 0, **changes)
     assert_same_course(resumed(other, saved[3]), whole, 3)
 
 
