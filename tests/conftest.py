@@ -149,7 +149,7 @@ class Outcome:
                     found.setdefault(report.step, []).append(report)
         return found
 
-    def commit(self, folder, step, corpus, has_tokenizer=True):
+    def commit(self, folder, step, corpus):
         """Complete the checkpoint of a step, as the coordinator of a run does."""
         written = self.shards()[step]
         facts = {
@@ -157,8 +157,8 @@ class Outcome:
             "corpus": corpus.fingerprint,
             **vars(written[0].versions),
         }
-        tokenizer = corpus.tokenizer() if has_tokenizer else None
-        return commit(folder, step, [part.shard for part in written], facts, tokenizer)
+        shards = [part.shard for part in written]
+        return commit(folder, step, shards, facts, corpus.tokenizer())
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from programs import Program
 from thinwire.schedule import split_layers
 from thinwire.typed import to_toml
+from whole_state import are_equal
 
 
 class Machine(Program):
@@ -38,13 +38,6 @@ class Machine(Program):
         self.process.wait()
 
 
-def even_split(changes):
-    """The blocks of each stage of the tests' model, evenly."""
-    stages = changes.get("pipeline__stages", 2)
-    assert isinstance(stages, int)
-    return [len(blocks) for blocks in split_layers(4, [], stages)]
-
-
 class Machines:
     """Starts machines, and ends those that are left."""
 
@@ -55,6 +48,7 @@ class Machines:
 
     def settings(self, **changes):
         """Settings of a run, as a host's run.toml has them."""
+        stages = split_layers(4, [], changes.get("pipeline__stages", 2))
         defaults: dict[str, object] = {
             "run__precision": "fp32",
             "codec__forward": "bf16",
@@ -63,7 +57,7 @@ class Machines:
             "train__checkpoint_every": 2,
             "link__outage": 20.0,
             # Peers that share a loaded machine measure unlike rates; what is trained must not vary.
-            "pipeline__split": even_split(changes),
+            "pipeline__split": [len(blocks) for blocks in stages],
         }
         return self._make_settings(**{**defaults, **changes})
 
@@ -120,6 +114,4 @@ def weights(run, step):
 
 
 def assert_same_weights(one, other, step):
-    first, second = weights(one, step), weights(other, step)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert are_equal(weights(one, step), weights(other, step))

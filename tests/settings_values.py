@@ -29,7 +29,7 @@ def write_texts(folder):
 
 
 def tiny_settings(out, text_folder, changes):
-    """Settings of a tiny exact run."""
+    """Settings of a tiny exact run; `section__key=value` changes one key."""
     values: dict[str, dict[str, Any]] = {
         "run": {"name": "test", "out": str(out), "device": "cpu", "precision": "fp64",
                 "threads": 1},
@@ -42,11 +42,6 @@ def tiny_settings(out, text_folder, changes):
         "train": {"steps": 4, "batch": 8, "eval_every": 2, "eval_batches": 2,
                   "checkpoint_every": 0},
     }  # fmt: skip
-    return with_changes(values, changes)
-
-
-def with_changes(values, changes):
-    """`section__key=value` changes one key."""
     for place, value in changes.items():
         section, key = place.split("__")
         values.setdefault(section, {})[key] = value

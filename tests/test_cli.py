@@ -14,15 +14,6 @@ import thinwire.report
 import thinwire.train
 from thinwire.errors import StageError
 from thinwire.settings import Settings
-from thinwire.typed import to_toml
-
-
-@pytest.fixture
-def config(make_settings, tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text(to_toml(make_settings(run__precision="fp32")))
-    return path
-
 
 # --- values ---
 
@@ -85,9 +76,10 @@ def training(monkeypatch):
 
 def test_resume_goes_where_it_is_told(training, config, tmp_path, command):
     """Alone it means this run; a config that it swallows is the config."""
+    path = config()
     for arguments in ([], ["--resume", "."], ["--resume", "a/b"], ["--resume"]):
-        command("train", config, *arguments)
-    command("train", "--resume", config)
+        command("train", path, *arguments)
+    command("train", "--resume", path)
     own = tmp_path / "test"
     assert [resume for _, resume in training] == [None, Path(), Path("a/b"), own, own]
 
@@ -99,7 +91,7 @@ def run_folder(config, tmp_path):
     checkpoint = folder / "checkpoints" / "step-00000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
-    (folder / "config.toml").write_text(config.read_text())
+    (folder / "config.toml").write_text(config().read_text())
     return folder
 
 
@@ -156,7 +148,7 @@ def test_a_run_that_ended_early_says_how_it_goes_on(run_folder, monkeypatch, com
 
 def test_an_interrupted_run_shows_its_summary_and_says_so(training, config, command):
     gc.unfreeze()
-    code, shown, said = command("train", config)
+    code, shown, said = command("train", config())
     assert (code, said) == (130, "interrupted\n")
     assert "'steps': 3" in shown and "folder" in shown
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "one more cannot change the code"

@@ -5,16 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from thinwire.cli import main
-from thinwire.engine.feed import Feed
 from thinwire.plan import make_plan, plan_text
 from thinwire.recipes import BEST, RATES, RECIPES
 from thinwire.settings import load_settings, make_recipe
 from thinwire.settings.remarks import remarks
-from thinwire_lab.chain import Chain
-from trained import trained
+from trained import trained, trained_chain
 
 FROM_SEED = [name for name in RECIPES if name != "finetune"]
 NARROW = [name for name in FROM_SEED if name != "dense"]
@@ -56,7 +53,7 @@ def test_a_recipe_is_written_planned_and_trained(name, corpus, tmp_path, capsys,
     main(["plan", "run.toml", "--tflops", "1"])
     assert f"recipe {name}" in (shown := capsys.readouterr().out) and "note:" not in shown
     settings = load_settings(Path("run.toml"), list(SHORT))
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    chain = trained_chain(settings, corpus, 0)
     before = chain.evaluate()
     losses = [chain.train_step(step) for step in range(settings.train.steps)]
     assert all(map(math.isfinite, losses)) and chain.evaluate() != before

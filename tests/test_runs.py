@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from programs import gone, long_run
-from thinwire.cli import main
 from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder, list_checkpoints
 
 pytestmark = pytest.mark.skipif(
@@ -24,7 +23,7 @@ SUMMARY_KEYS = {
 }  # fmt: skip
 
 
-def test_a_run_from_start_to_finish(thinwire, config, tmp_path, refused, capfd):
+def test_a_run_from_start_to_finish(thinwire, config, tmp_path, refused, command):
     path = config()
     run = thinwire("train", path)
     assert run.wait() == 0, run.text()
@@ -49,12 +48,11 @@ def test_a_run_from_start_to_finish(thinwire, config, tmp_path, refused, capfd):
     assert 0.9 < row["ratio_vs_bf16"] < 1
 
     # the checkpoint, loaded into one process, has the loss that the pipeline reported
-    main(["eval", str(folder), "--json"])
-    result = json.loads(capfd.readouterr().out)
+    result = json.loads(command("eval", folder, "--json")[1])
     assert result["valid_loss"] == pytest.approx(summary["final_valid_loss"], rel=1e-3)
 
-    main(["generate", str(folder), "--prompt", "stage link", "--tokens", "8"])
-    assert capfd.readouterr().out.startswith("stage link")
+    words = ("--prompt", "stage link", "--tokens", 8)
+    assert command("generate", folder, *words)[1].startswith("stage link")
 
     # a second run of the same name is refused and touches nothing
     before = (folder / "metrics.jsonl").read_bytes()
@@ -129,19 +127,14 @@ def test_a_full_disk_keeps_the_previous_checkpoint(thinwire, config, tmp_path):
 
 
 @pytest.fixture
-def refused(cache, tmp_path, monkeypatch, capfd):
+def refused(tmp_path, monkeypatch, command):
     """Run a command that must fail with this exit code and say these words (in this process)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("THINWIRE_CACHE", str(cache))
 
     def check(arguments, code, *words):
-        with pytest.raises(SystemExit) as exit_:
-            main([str(a) for a in arguments])
-        output = capfd.readouterr()
-        text = output.out + output.err
-        assert exit_.value.code == code, text
-        for word in words:
-            assert word in text
+        ended, *said = command(*arguments)
+        text = "".join(said)
+        assert ended == code and all(word in text for word in words), text
         assert "Traceback" not in text
 
     return check
@@ -157,11 +150,10 @@ def test_bad_settings_are_refused(refused, config, tmp_path):
     assert not (tmp_path / "test" / "metrics.jsonl").exists()
 
 
-def test_missing_files(refused, capfd):
+def test_missing_files(refused, command):
     refused(["train", "absent.toml"], 2, "absent.toml does not exist", "thinwire init absent.toml")
     refused(["eval", "absent"], 4, "no such folder")
-    main(["init", "new.toml"])
+    command("init", "new.toml")
     refused(["init", "new.toml"], 2, "exists already")
-    main(["plan", "new.toml", "--tflops", "1", "--json"])
-    text = capfd.readouterr().out
+    text = command("plan", "new.toml", "--tflops", 1, "--json")[1]
     assert json.loads(text[text.index("{") :])["step_seconds"] > 0

@@ -1,10 +1,8 @@
 """The coordinator's story of a run, mostly from what real stages reported, told again."""
 
-import copy
 import json
 import math
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -137,20 +135,12 @@ class Run:
         return self.record.stopping(self.peers.ask_to_stop)
 
 
-TOLD = {}  # what stages reported, and what they wrote
-
-
 @pytest.fixture
 def replay(make_settings, run_in_threads, corpus, tmp_path):
     """A run about to follow what real stages reported, `planned` to have so many steps."""
 
     def make(planned=4, **changes):
-        if (key := repr(changes)) not in TOLD:
-            told = run_in_threads(make_settings(train__checkpoint_every=2, **changes))
-            TOLD[key] = told, (tmp_path / "run").rename(tmp_path / "written")
-        outcome, written = TOLD[key]
-        shutil.copytree(written, tmp_path / "run")
-        outcome = replace(outcome, reports=copy.deepcopy(outcome.reports))
+        outcome = run_in_threads(make_settings(train__checkpoint_every=2, **changes))
         settings = make_settings(train__steps=planned, train__checkpoint_every=2, **changes)
         run = Run(settings, tmp_path / "run", corpus, Replay(outcome))
         return run, run.peers, run.stream

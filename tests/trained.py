@@ -1,7 +1,8 @@
-"""Checkpoints for tests: of runs that were trained in this process, and of a single tensor."""
+"""Chains that are trained in this process; and checkpoints for tests, of such and of one tensor."""
 
 import torch
 
+from thinwire.engine.build import choose_device
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.engine.feed import Feed
 from thinwire.engine.state import StageState
@@ -9,18 +10,29 @@ from thinwire.run.checkpoints import commit
 from thinwire_lab.chain import Chain
 
 
-def trained(settings, corpus, folder, steps=None):
-    """A checkpoint of a run in this process, at its end or after so many steps."""
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+def trained_chain(settings, corpus, steps=None):
+    """A chain after some of its steps, or all."""
+    chain = Chain(settings, Feed(corpus, settings, choose_device(settings.run.device, 0)))
     for step in range(settings.train.steps if steps is None else steps):
         chain.train_step(step)
+    return chain
+
+
+def saved_chain(chain, folder, tokenizer=None, corpus=""):
+    """The checkpoint of a chain; of the corpus that it was trained on, its fingerprint."""
     shards = []
     for index, update in enumerate(chain.updates):
-        state = StageState(settings, update)
+        state = StageState(chain.settings, update)
         shards.append(write_shard(partial_folder(folder, chain.done), index, state.shard()))
-    facts = {"settings": settings.to_plain(), "corpus": corpus.fingerprint,
+    facts = {"settings": chain.settings.to_plain(), "corpus": corpus,
              "weight_version": chain.done, "basis_version": 0}  # fmt: skip
-    return commit(folder, chain.done, shards, facts, corpus.tokenizer())
+    return commit(folder, chain.done, shards, facts, tokenizer)
+
+
+def trained(settings, corpus, folder, steps=None):
+    """A checkpoint of a run in this process, at its end or after so many steps."""
+    chain = trained_chain(settings, corpus, steps)
+    return saved_chain(chain, folder, corpus.tokenizer(), corpus.fingerprint)
 
 
 def save_tensor(run, step, value=0.0, settings=None, tokenizer=None):

@@ -1,4 +1,4 @@
-"""A stage's state as a whole: a copy of it, and a hash of every bit."""
+"""A stage's state as a whole: a copy of it, and a hash of every bit; and sets of tensors."""
 
 import hashlib
 
@@ -20,3 +20,10 @@ def fingerprint(state):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def are_equal(first, second):
+    """The same names, and the same bits under each."""
+    return first.keys() == second.keys() and all(
+        torch.equal(t, second[n]) for n, t in first.items()
+    )

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from settings_values import TINY_MODEL, narrow, with_changes
+from settings_values import EXACT, TINY_MODEL, narrow, tiny_settings
 from thinwire.engine.checkpoint import partial_folder
-from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
-from thinwire_lab.chain import Chain
+from trained import trained_chain
 
-STEPS = 3
+BASE = {**EXACT, "pipeline__stages": 4, "pipeline__microbatches": 8, "train__steps": 3,
+        "train__eval_every": 0, "train__eval_batches": 3}  # fmt: skip
 LOSSY = {"codec__forward": "int8", "codec__backward": "int4"}
 TABLES, NARROW = (narrow("projected", anchor=anchor) for anchor in ("per-stage", "none"))
 EIGHT = {"pipeline__stages": 8, "model__layers": 8}
@@ -51,26 +51,6 @@ QUICK = ("lossy", "tables", "interleaved", "zbv", "replicas")
 """Of these one launch is in every run of the suite; the others are played by `make bench`."""
 
 
-@pytest.fixture(scope="module")
-def cluster_settings(tmp_path_factory, text_folder):
-    out = tmp_path_factory.mktemp("runs")
-
-    def make(name, changes):
-        values: dict[str, dict[str, Any]] = {
-            "run": {"name": name, "out": str(out), "device": "cpu", "threads": 1},
-            "model": dict(TINY_MODEL),
-            "data": {"source": "text", "path": str(text_folder), "valid_fraction": 0.1},
-            "pipeline": {"stages": 4, "microbatches": 8},
-            "codec": {"forward": "fp32", "backward": "fp32"},
-            "optim": {"lr": 1e-2, "warmup": 2, "clip": 0.5},
-            "train": {"steps": STEPS, "batch": 8, "eval_every": 0, "eval_batches": 3,
-                      "checkpoint_every": 0},
-        }  # fmt: skip
-        return with_changes(values, dict(changes))
-
-    return make
-
-
 @dataclass(frozen=True)
 class Played:
     """What the ranks did: the settings of each case, and what the example printed."""
@@ -80,11 +60,14 @@ class Played:
 
 
 @pytest.fixture(scope="module")
-def play(cluster_settings, corpus, masked, tmp_path_factory):
+def play(text_folder, corpus, masked, tmp_path_factory):
     """Cases on four processes, and the example on two, in one go."""
 
     def go(names):
-        settings = {name: cluster_settings(name, CASES[name].changes) for name in names}
+        out, settings = tmp_path_factory.mktemp("runs"), {}
+        for name in names:
+            changes = {**BASE, "run__name": name, **CASES[name].changes}
+            settings[name] = tiny_settings(out, text_folder, changes)
         cases = [
             {"settings": settings[name].to_plain(), "schedule": CASES[name].schedule,
              "replicas": CASES[name].replicas,
@@ -123,21 +106,16 @@ def results(settings):
     return json.loads((folder / "results.json").read_text()), weights
 
 
-@pytest.mark.parametrize("name", [name for name in QUICK if CASES[name].replicas == 1])
-def test_ranks_train_what_our_own_engine_trains(name, played, corpus):
-    check_equality(name, played, corpus)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
-def test_ranks_train_the_same_in_every_mode(name, played_slowly, corpus, masked):
-    check_equality(name, played_slowly, masked if CASES[name].is_masked else corpus)
-
-
-def check_equality(name, played, data):
+@pytest.mark.parametrize("name", [
+    *(name for name in QUICK if CASES[name].replicas == 1),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK),
+])  # fmt: skip
+def test_ranks_train_what_our_own_engine_trains(name, request, corpus, masked):
+    played = request.getfixturevalue("played" if name in QUICK else "played_slowly")
+    data = masked if CASES[name].is_masked else corpus
     settings = played.settings[name]
     said, weights = results(settings)
-    chain = Chain(settings, Feed(data, settings, torch.device("cpu")))
+    chain = trained_chain(settings, data, 0)
     first = chain.evaluate()
     losses = [chain.train_step(step) for step in range(settings.train.steps)]
     assert said["losses"] == losses
@@ -151,7 +129,7 @@ def test_replicas_share_a_batch(played, corpus):
     """The first loss is the same bit for bit; then gradients are added up in another order."""
     settings = played.settings["replicas"]
     said, weights = results(settings)
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    chain = trained_chain(settings, corpus, 0)
     losses = [chain.train_step(step) for step in range(settings.train.steps)]
     assert said["losses"][0] == losses[0]
     assert said["losses"] == pytest.approx(losses, abs=1e-6)

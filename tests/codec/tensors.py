@@ -15,6 +15,16 @@ def sent(sender, receiver, tensor, place):
     return receiver.unpack(payload, spec_of(tensor), place)
 
 
+class Ends:
+    """The sending and the receiving end of one direction."""
+
+    def __init__(self, make):
+        self.sender, self.receiver = make(), make()
+
+    def send(self, tensor, place):
+        return sent(self.sender, self.receiver, tensor, place)
+
+
 def round_trip(codec, tensor, place=PLACE):
     return sent(codec, codec, tensor, place)
 

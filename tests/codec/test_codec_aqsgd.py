@@ -15,6 +15,7 @@ from thinwire.codec.feedback import AQSGD, ExampleMemory, bytes_needed
 from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, TopK
 from thinwire.errors import ConfigError
+from whole_state import are_equal
 
 CPU = tensors.CPU
 EXAMPLES, ROW = 7, (4, 6)
@@ -43,23 +44,16 @@ def at(number, examples, training=True):
     return Place(Leg.FORWARD, number, 0, training=training, examples=named)
 
 
-class Ends:
-    """The sending and the receiving end of one direction, with room for all examples."""
+class Ends(tensors.Ends):
+    """Both ends, with room for all examples."""
 
     def __init__(self, inner, surroundings=ENOUGH, dtype=torch.float32):
-        self.sender, self.receiver = AQSGD(INNERS[inner]()), AQSGD(INNERS[inner]())
+        super().__init__(lambda: AQSGD(INNERS[inner]()))
         for end in (self.sender, self.receiver):
             end.prepare(TensorSpec((3, *ROW), dtype, CPU), surroundings)
 
-    def send(self, tensor, place):
-        return tensors.sent(self.sender, self.receiver, tensor, place)
-
     def states(self):
         return [end.state_tensors() for end in (self.sender, self.receiver)]
-
-
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @few
@@ -89,7 +83,7 @@ def test_both_ends_remember_the_same_over_any_traffic(inner, traffic, seed, dtyp
         {name: t for name, t in state.items() if not name.startswith("inner.")}
         for state in ends.states()
     )
-    assert equal(mine, theirs)
+    assert are_equal(mine, theirs)
     assert {i for i, flag in enumerate(mine["seen"].tolist()) if flag} == seen
 
 
@@ -139,6 +133,6 @@ def test_a_file_and_the_device_remember_the_same(tmp_path):
     for number, examples in enumerate([[0, 1, 2], [2, 1, 0], [4, 1, 6], [6, 4, 2]]):
         tensor, place = normal(number), at(number, examples)
         assert torch.equal(here.send(tensor, place), there.send(tensor, place))
-    assert equal(here.states()[0], there.states()[0])
+    assert are_equal(here.states()[0], there.states()[0])
     assert here.sender.agreement() == there.sender.agreement()
     assert list(folder.iterdir()) == [], "the file has no name, so nothing is left of it"

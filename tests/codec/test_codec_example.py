@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from thinwire.codec import Leg, Place, cross, parse_codec, spec_of
 from thinwire.codec.parse import _CODECS
-from thinwire.engine.checkpoint import Checkpoint, partial_folder
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import CheckpointError, ConfigError, WireError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
-from thinwire.run.checkpoints import commit
 from thinwire.run.start import open_resume
 from thinwire.settings import Settings
+from trained import save_tensor
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLACE = Place(Leg.BACKWARD, step=0, microbatch=0)
@@ -77,16 +77,9 @@ def test_what_it_promises_holds(shape, seed):
             codec.unpack(payload[:-1], spec, PLACE)
 
 
-def checkpoint_of(settings, run):
-    """One without tensors, with these settings."""
-    facts = {"weight_version": 0, "basis_version": 0, "corpus": "none", "settings": settings}
-    partial_folder(run, 1).mkdir(parents=True)
-    return commit(run, 1, [], facts, None)
-
-
 def test_a_checkpoint_whose_plugin_is_missing_says_which(make_settings, tmp_path, monkeypatch):
     made = make_settings(codec__backward="sign", codec__plugins=["sign_codec"]).to_plain()
-    folder = checkpoint_of(made, tmp_path)
+    folder = save_tensor(tmp_path, 1, settings=made)
     assert Checkpoint.open(folder, allow_plugins=True).settings.codec.backward == "sign"
     monkeypatch.delitem(sys.modules, "sign_codec")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(EXAMPLES)])
@@ -104,7 +97,7 @@ def test_a_checkpoint_runs_no_code_unless_it_is_allowed(make_settings, tmp_path,
     monkeypatch.syspath_prepend(tmp_path)
     plain = make_settings().to_plain()
     plain["codec"]["plugins"] = ["stranger"]
-    folder = checkpoint_of(plain, tmp_path)
+    folder = save_tensor(tmp_path, 1, settings=plain)
     for refused in (
         lambda: Checkpoint.open(folder).settings,
         lambda: Checkpoint.open(folder, trusted_plugins=["another"]).settings,

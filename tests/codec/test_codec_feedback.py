@@ -37,23 +37,9 @@ def normal(seed, dtype=torch.float32, shape=SHAPE):
     return tensors.normal(shape, seed, dtype)
 
 
-class Ends:
-    """The sending and the receiving end of one direction."""
-
-    def __init__(self, make):
-        self.sender, self.receiver = make(), make()
-
-    def send(self, tensor, place):
-        payload = bytes(self.sender.pack(tensor, place))
-        shape = tuple(tensor.shape)
-        assert len(payload) == sum(part.bytes for part in self.sender.layout(shape, place))
-        assert len(payload) <= self.receiver.payload_limit(shape)
-        return self.receiver.unpack(payload, spec_of(tensor), place)
-
-
 def ends_of(pair):
     wrapper, inner = pair
-    return Ends(lambda: wrapper(INNERS[inner]()))
+    return tensors.Ends(lambda: wrapper(INNERS[inner]()))
 
 
 def traffic(events, seed, dtype):

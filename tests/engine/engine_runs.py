@@ -1,11 +1,10 @@
-"""Built stages, trained chains and comparisons that many tests of the engine share."""
+"""Built stages, a request to stop and comparisons that many tests of the engine share."""
 
 import torch
 
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.feed import Feed
 from thinwire.wire import HEADER_BYTES
-from thinwire_lab.chain import Chain
+from whole_state import are_equal
 
 CPU = torch.device("cpu")
 
@@ -19,26 +18,15 @@ def built(settings):
     return builder, stages
 
 
-def trained_chain(settings, corpus, steps=None):
-    """A chain after some of its steps, or all."""
-    device = torch.device(settings.run.device)
-    chain = Chain(settings, Feed(corpus, settings, device))
-    for step in range(settings.train.steps if steps is None else steps):
-        chain.train_step(step)
-    return chain
-
-
-def are_equal(first, second):
-    """The same names, and the same bits under each."""
-    return first.keys() == second.keys() and all(
-        torch.equal(t, second[n]) for n, t in first.items()
-    )
-
-
 def furthest(first, second):
     """The largest difference between two sets of weights."""
     assert first.keys() == second.keys()
     return max((first[name] - weight).abs().max().item() for name, weight in second.items())
+
+
+def stop_in_the_first_step(worker):
+    """Ask a run to stop while its first step is under way, and not before: it is then its last."""
+    next(worker.stage.parameters()).register_hook(lambda _: worker.stop_requested.set())
 
 
 def assert_same_course(resumed, whole, step=0):

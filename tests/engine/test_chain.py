@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_runs import CPU, are_equal
+from engine_runs import CPU
 from test_narrow import MODES
 from test_verdict import poison
 
@@ -13,6 +13,7 @@ from settings_values import EXACT
 from thinwire.codec import Leg
 from thinwire.engine.feed import Feed
 from thinwire_lab.chain import Chain
+from whole_state import are_equal
 
 DELAYED = {**EXACT, "pipeline__delay": 1}
 CASES = {

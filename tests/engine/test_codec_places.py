@@ -1,8 +1,7 @@
 """What codecs are told, with one codec per cut."""
 
 import pytest
-from engine_runs import CPU
-from stopping import stop_in_the_first_step
+from engine_runs import CPU, stop_in_the_first_step
 
 from thinwire.codec import Leg
 from thinwire.data import Order

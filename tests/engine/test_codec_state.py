@@ -4,8 +4,8 @@ import re
 import threading
 
 import pytest
-from engine_runs import are_equal, assert_same_course
-from stopping import stop_in_the_first_step
+from engine_runs import assert_same_course, stop_in_the_first_step
+from test_contract import refusal
 from test_verdict import poison
 
 from thinwire.codec import Leg
@@ -13,10 +13,11 @@ from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import check_memory
 from thinwire.engine.port import Port
 from thinwire.engine.worker import Assignment, Worker
-from thinwire.errors import CheckpointError, WireError
+from thinwire.errors import CheckpointError
 from thinwire.run.coordinator import disagreement
-from thinwire.wire import FrameKind, handshake, memory_pair
+from thinwire.wire import FrameKind
 from waiting import PATIENCE
+from whole_state import are_equal
 
 
 def codec_states(outcome):
@@ -144,24 +145,6 @@ def test_ends_that_differ_are_found_at_the_next_checkpoint(
     assert re.match(words, disagreement(5, seen[5]))
 
 
-def shake_hands(lower, upper):
-    """Both sides of a handshake; the objections there were."""
-    objections: list[WireError] = []
-
-    def side(pipe, contract):
-        try:
-            handshake(pipe, contract, contract, 5)
-        except WireError as error:
-            objections.append(error)
-
-    pipes = memory_pair()
-    other = threading.Thread(target=side, args=(pipes[1], upper))
-    other.start()
-    side(pipes[0], lower)
-    other.join()
-    return objections
-
-
 def test_ends_that_differ_after_a_load_do_not_shake_hands(
     settings_with, saved_run, corpus, tmp_path
 ):
@@ -171,16 +154,16 @@ def test_ends_that_differ_after_a_load_do_not_shake_hands(
         Worker(Assignment(settings, stage, corpus.folder, tmp_path / "other", middle))
         for stage in range(3)
     ]
-    assert shake_hands(workers[1].contract(1), workers[2].contract(1)) == []
-    assert workers[1].contract(1)["forward_codec"] == "delta"
+    lower, upper = workers[1].contract(1), workers[2].contract(1)
+    assert refusal(lower, upper) == refusal(upper, lower) == ""
+    assert lower["forward_codec"] == "delta"
     for leg in Leg:
         codec = workers[2].below.codecs[leg]
         kept, codec.last = codec.last, codec.last + 1
-        objections = shake_hands(workers[1].contract(1), workers[2].contract(1))
+        upper = workers[2].contract(1)
         codec.last = kept
-        assert len(objections) == 2
-        for error in objections:
-            assert f"{leg.value}_codec_memory: this stage has" in str(error)
+        for objection in (refusal(lower, upper), refusal(upper, lower)):
+            assert f"{leg.value}_codec_memory: this stage has" in objection
 
 
 # --- other splits, other codecs ---

@@ -4,13 +4,13 @@ import itertools
 import math
 
 import pytest
-from engine_runs import assert_same_course, furthest, trained_chain
+from engine_runs import assert_same_course, furthest
 from plain import TOLERANCE, plain_loop
-from stopping import stop_in_the_first_step
 
 from settings_values import narrow
 from thinwire.engine.state import BEFORE, names_for_stage, shard_like
 from thinwire.errors import WireError
+from trained import trained_chain
 
 
 @pytest.fixture
@@ -77,23 +77,15 @@ def spoil(step):
      (4, 2, 2, 1), (3, 1, 0, 1), (1, 0, 0, 2), (4, -1, 1, 4)],
 )  # fmt: skip
 def test_a_pipeline_is_a_plain_loop_of_delayed_updates(
-    stages, window, every, delay, delayed, run_in_threads, corpus, references
+    stages, window, every, delay, delayed, run_in_threads, corpus
 ):
     changes = {"pipeline__stages": stages, "pipeline__window": window, "pipeline__delay": delay}
     settings = delayed(**changes, train__steps=7, train__eval_every=every)
-    if delay not in references:
-        references[delay] = plain_loop(settings, corpus, delay)
-    losses, weights = references[delay]
+    losses, weights = plain_loop(settings, corpus, delay)
     outcome = run_in_threads(settings)
     assert outcome.losses() == pytest.approx(losses, abs=TOLERANCE)
     assert furthest(outcome.weights(), weights) < TOLERANCE
     assert all(worker.mailbox.dropped == 0 for worker in outcome.workers)
-
-
-@pytest.fixture(scope="module")
-def references():
-    """The plain loop of each delay, which does not depend on the pipeline."""
-    return {}
 
 
 @pytest.mark.parametrize(("refused", "delay"), [(0, 2), (1, 4), (3, 1), (6, 4), (6, 1)])
@@ -155,14 +147,6 @@ def test_the_weights_before_the_last_update_matter(delayed, saved_run, resumed):
 
     other = resumed(settings, saved[3], forget)
     assert abs(other.losses()[0] - whole.losses()[3]) > 1e-6
-
-
-def test_a_stop_takes_effect_a_step_later_and_resumes(delayed, saved_run, resumed):
-    settings = delayed(pipeline__stages=4, train__steps=6, train__eval_every=0)
-    whole, _ = saved_run(settings, "whole")
-    stopped, saved = saved_run(settings, prepare_worker=stop_in_the_first_step)
-    assert [len(stopped.steps(stage)) for stage in range(4)] == [2] * 4
-    assert_same_course(resumed(settings, saved[2]), whole, 2)
 
 
 def test_a_stage_with_other_weights_is_found_by_their_version(delayed, run_in_threads):

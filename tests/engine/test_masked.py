@@ -2,32 +2,25 @@
 
 import numpy as np
 import pytest
-from engine_runs import furthest, trained_chain
+from engine_runs import furthest
 from plain import TOLERANCE, plain_loop
 from torch.nn import functional as F
 
 from masks import with_masks
 from thinwire.data import Corpus, Order, Validation
 from thinwire.errors import DataError
-
-
-@pytest.fixture(scope="module")
-def reference():
-    return {}
+from trained import trained_chain
 
 
 @pytest.mark.parametrize(
     ("stages", "schedule"), [(1, "gpipe"), (2, "1f1b"), (3, "gpipe"), (4, "1f1b")]
 )
-def test_a_masked_run_equals_a_plain_loop(
-    stages, schedule, make_settings, run_in_threads, masked, reference
-):
+def test_a_masked_run_equals_a_plain_loop(stages, schedule, make_settings, run_in_threads, masked):
     settings = make_settings(pipeline__stages=stages, pipeline__schedule=schedule)
-    if not reference:
-        reference["losses"], reference["weights"] = plain_loop(settings, masked)
+    losses, weights = plain_loop(settings, masked)
     outcome = run_in_threads(settings, data=masked.folder)
-    assert outcome.losses() == pytest.approx(reference["losses"], abs=TOLERANCE)
-    assert furthest(outcome.weights(), reference["weights"]) < TOLERANCE
+    assert outcome.losses() == pytest.approx(losses, abs=TOLERANCE)
+    assert furthest(outcome.weights(), weights) < TOLERANCE
     if stages == 2:
         chain = trained_chain(settings, masked, 0)
         assert [chain.train_step(step) for step in range(4)] == outcome.losses()

@@ -1,7 +1,5 @@
 """A stage's own token table is added where the stream enters it and taken off where it leaves."""
 
-import itertools
-
 import pytest
 import torch
 from engine_runs import built
@@ -94,25 +92,6 @@ def test_at_full_rank_with_one_table_for_all_it_is_the_dense_model(
     for stage in stages[1:]:
         stage.incoming.table.data.copy_(stages[0].layers[0].weight.data)
     assert (through(stages, ids_BT) - expected).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("table", [0, 3])
-def test_recomputation_and_compiled_layers_change_nothing(table, projected, ids_BT):
-    found = []
-    for recompute, compiled in itertools.product((False, True), repeat=2):
-        stages = projected(boundary__table=table, pipeline__recompute=recompute)
-        fill_tables(stages)
-        if compiled:
-            for stage in stages:
-                stage.compile_layers(backend="aot_eager")
-        through(stages, ids_BT).square().mean().backward()
-        named = [item for stage in stages for item in stage.trained_parameters().items()]
-        found.append({name: parameter.grad for name, parameter in named})
-    first, *others = found
-    assert any("table" in name for name in first)
-    for other in others:
-        for name, gradient in first.items():
-            torch.testing.assert_close(other[name], gradient, rtol=1e-9, atol=1e-12)
 
 
 def gradients_at_cuts(stages, ids_BT, weights_BT):

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_runs import are_equal
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +16,7 @@ from thinwire.engine import runner
 from thinwire.engine.build import StageBuilder, autocast_for, weights_rounded_once
 from thinwire.engine.passes import GraphPasses
 from thinwire.errors import ConfigError
+from whole_state import are_equal
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from engine_runs import are_equal, trained_chain
+
+from trained import trained_chain
+from whole_state import are_equal
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]

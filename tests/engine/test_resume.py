@@ -4,9 +4,8 @@ import json
 import shutil
 
 import pytest
-from engine_runs import assert_same_course
+from engine_runs import assert_same_course, stop_in_the_first_step
 from safetensors.torch import load_file, save_file
-from stopping import stop_in_the_first_step
 
 from settings_values import EXACT, narrow
 from thinwire.engine.checkpoint import Checkpoint, sealed
@@ -23,9 +22,12 @@ def exact(make_settings):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (4, 2), (2, 4), (1, 3)])
-def test_resumed_equals_uninterrupted(optimizer, before, after, exact, saved_run, resumed):
-    whole, saved = saved_run(exact(pipeline__stages=before, optim__name=optimizer))
-    other = exact(pipeline__stages=after, optim__name=optimizer)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_resumed_equals_uninterrupted(optimizer, before, after, rank, exact, saved_run, resumed):
+    """Also adapters, and then with layers recomputed in the backward pass, which changes no bit."""
+    changes = {"optim__name": optimizer, "lora__rank": rank}
+    whole, saved = saved_run(exact(pipeline__stages=before, **changes))
+    other = exact(pipeline__stages=after, pipeline__recompute=rank > 0, **changes)
     assert_same_course(resumed(other, saved[3]), whole, 3)
 
 
@@ -39,12 +41,14 @@ def test_optimizer_state_matters(exact, saved_run, resumed):
         resumed(exact(optim__name="muon"), saved[3])
 
 
-def test_interrupted_run_stops_on_every_stage_and_goes_on(exact, saved_run, resumed):
-    settings = exact(pipeline__stages=4, train__checkpoint_every=0)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_interrupted_run_stops_on_every_stage_and_goes_on(delay, exact, saved_run, resumed):
+    """With delayed updates a step later."""
+    settings = exact(pipeline__stages=4, pipeline__delay=delay, train__checkpoint_every=0)
     whole, _ = saved_run(settings, "whole")
     stopped, saved = saved_run(settings, prepare_worker=stop_in_the_first_step)
-    assert [len(stopped.steps(stage)) for stage in range(4)] == [1] * 4
-    assert_same_course(resumed(settings, saved[1]), whole, 1)
+    assert [len(stopped.steps(stage)) for stage in range(4)] == [1 + delay] * 4
+    assert_same_course(resumed(settings, saved[1 + delay]), whole, 1 + delay)
 
 
 HARMS = [

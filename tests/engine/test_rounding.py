@@ -5,11 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
-from engine_runs import CPU, built, trained_chain
+from engine_runs import CPU, built
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from settings_values import EXACT
 from thinwire.engine.build import autocast_for, weights_rounded_once
+from trained import trained_chain
 
 MICROBATCHES = 4
 

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from engine_runs import CPU, built, furthest, total, trained_chain
+from engine_runs import CPU, built, furthest, total
 from plain import learning_rate, moments_of, order_of, update_by_hand
 
 from settings_values import EXACT, narrow
@@ -21,6 +21,7 @@ from thinwire.engine.source import Snapshot
 from thinwire.model import fixed_table, token_loss
 from thinwire.settings import Settings
 from thinwire.settings.crossing import row_bytes
+from trained import trained_chain
 
 SHARED = {**narrow("subspace", anchor="embedding", row_tokens=20, row_steps=5), "train__steps": 7,
           "pipeline__stages": 4, "codec__rows": "fp64"}  # fmt: skip

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from engine_runs import trained_chain
 from test_narrow import EMBEDDING, MODES
 
 from settings_values import EXACT
 from thinwire.engine.source import Snapshot
 from thinwire.engine.state import StageState
+from trained import trained_chain
 from whole_state import fingerprint, snapshot
 
 MEMORY = {"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(0.2)+ef"}

@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
-from engine_runs import are_equal, built
+from engine_runs import built
 
 from settings_values import EXACT
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import StageError
 from thinwire.run.checkpoints import divergence
+from whole_state import are_equal
 
 
 def poison(stage, calls):

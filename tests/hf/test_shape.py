@@ -57,16 +57,12 @@ def theirs(config, stage):
 
 def widen_norms(model):
     """Exchange transformers' RMSNorms, which round to float32; how many there were."""
-    narrow = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child).__name__.endswith("RMSNorm")
-    ]
-    for parent, name, child in narrow:
+    modules = [*model.named_modules()]
+    narrow = [(name, child) for name, child in modules if type(child).__name__.endswith("RMSNorm")]
+    for name, child in narrow:
         wide = nn.RMSNorm(len(child.weight), eps=child.variance_epsilon)
         wide.weight = child.weight
-        setattr(parent, name, wide)
+        model.set_submodule(name, wide)
     return len(narrow)
 
 

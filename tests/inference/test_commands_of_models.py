@@ -9,18 +9,16 @@ import sys
 import pytest
 
 from programs import Program
-from thinwire.cli import main
 from thinwire.inference import Model, Sampling
 
 
 @pytest.fixture
-def say(capsys, monkeypatch):
-    """What `generate` prints, with lines typed into it."""
+def say(command, monkeypatch):
+    """How `generate` ends, what it prints, and its errors, with lines typed into it."""
 
     def run(typed, *arguments):
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        main(["generate", *map(str, arguments), "--device", "cpu"])
-        return capsys.readouterr().out
+        return command("generate", *arguments, "--device", "cpu")
 
     return run
 
@@ -33,23 +31,22 @@ def test_a_conversation_remembers_what_was_said(chatting, say):
         wanted.append("".join(model.answer(messages, 6, Sampling(0.8, 40, 0.9, 4))))
         messages.append({"role": "assistant", "content": wanted[-1]})
     options = ("--chat", "--tokens", 6, "--seed", 4, "--top-p", 0.9, "--system", "be")
-    assert say("stage\n\n  link \n", folder, *options) == "".join(f"{text}\n" for text in wanted)
-    assert say("", folder, *options, "--prompt", "stage") == f"{wanted[0]}\n"
+    _, said, _ = say("stage\n\n  link \n", folder, *options)
+    assert said == "".join(f"{text}\n" for text in wanted)
+    assert say("", folder, *options, "--prompt", "stage")[1] == f"{wanted[0]}\n"
 
 
 @pytest.mark.parametrize("option", ["--system", "--template"])
-def test_what_is_of_a_conversation_goes_with_one(option, say, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        say("", tmp_path, option, "be")
-    assert f"{option} is about the conversation of --chat" in capsys.readouterr().err
+def test_what_is_of_a_conversation_goes_with_one(option, say, tmp_path):
+    code, _, error = say("", tmp_path, option, "be")
+    assert code and f"{option} is about the conversation of --chat" in error
 
 
-def test_a_template_may_be_named_where_the_tokenizer_has_none(chatting, say, tmp_path, capsys):
+def test_a_template_may_be_named_where_the_tokenizer_has_none(chatting, say, tmp_path):
     folder = chatting(special=())
     options = ("--chat", "--tokens", 6, "--temperature", 0, "--prompt", "stage")
-    with pytest.raises(SystemExit):
-        say("", folder, *options)
-    assert "--template" in capsys.readouterr().err
+    code, _, error = say("", folder, *options)
+    assert code and "--template" in error
     template = tmp_path / "plain.jinja"
     template.write_text(
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
@@ -57,16 +54,14 @@ def test_a_template_may_be_named_where_the_tokenizer_has_none(chatting, say, tmp
     )
     model = Model(folder, "cpu")
     wanted = model.write(model.encode("user: stage\nassistant:"), 6, Sampling(0.0, 40, 1.0, 0))
-    said = say("", folder, *options, "--template", template)
+    _, said, _ = say("", folder, *options, "--template", template)
     assert said == "".join(wanted) + "\n"
 
 
-def test_a_long_prompt_is_cut_and_that_is_said(chatting, capsys):
-    folder = chatting()
+def test_a_long_prompt_is_cut_and_that_is_said(chatting, say):
     prompt = "stage " * 200
-    main(["generate", str(folder), "--prompt", prompt, "--tokens", "2", "--device", "cpu"])
-    out, err = capsys.readouterr()
-    assert out.startswith(prompt) and "the model sees the last 128" in err
+    _, said, note = say("", chatting(), "--prompt", prompt, "--tokens", 2)
+    assert said.startswith(prompt) and "the model sees the last 128" in note
 
 
 @pytest.mark.slow

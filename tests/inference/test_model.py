@@ -2,27 +2,22 @@
 
 import json
 import math
-from io import StringIO
 
 import pytest
 import torch
 from torch.nn import functional as F
-from variants import BY_TOKEN
 
+from settings_values import narrow
+from test_train import silent
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.joined import Joined
 from thinwire.errors import ConfigError
 from thinwire.inference import Model, Sampling
-from thinwire.report import PlainDisplay
 from thinwire.report.metrics import without_nan
 
 
-def display():
-    return PlainDisplay(StringIO())
-
-
 def measured(folder, compression):
-    found = Model(folder, "cpu", compression).evaluate(display())
+    found = Model(folder, "cpu", compression).evaluate(silent())
     assert found["compression"] == ("on" if compression else "off")
     return found["valid_loss"]
 
@@ -35,6 +30,13 @@ def test_compression_on_is_what_training_measured(trained):
     assert text.startswith("stage ") and len(text) > len("stage ")
 
 
+# Cuts pass tokens one by one, each with a codec of its own.
+BY_TOKEN = [
+    {"codec__forward": "fp64"},
+    {"codec__forward": "int8(group=8)+ef21", **narrow("subspace", rank=12)},
+    {"codec__forward": "int8+zstd", **narrow("reparam", rank=12)},
+    {"codec__forward": "bf16", **narrow("projected", rank=12, anchor="per-stage", table=5)},
+]
 SHAPED = {"codec__forward": "fp64", "model__head_dim": 6, "model__qkv_bias": True,
           "model__qk_norm": True,
           "model__rope_scaling": "llama3(factor=8,low=1,high=4,context=8)"}  # fmt: skip
@@ -128,8 +130,8 @@ def test_stages_are_dealt_out_to_the_devices_of_this_machine(
     given = "stage link ", 20, 0.0, 0, 0
     assert model.generate(*given) == alone.generate(*given)
     for whole, dealt_out in (
-        (alone.evaluate(display()), model.evaluate(display())),
-        (alone.evaluate_text(tmp_path, display()), model.evaluate_text(tmp_path, display())),
+        (alone.evaluate(silent()), model.evaluate(silent())),
+        (alone.evaluate_text(tmp_path, silent()), model.evaluate_text(tmp_path, silent())),
     ):
         assert dealt_out["valid_loss"] == pytest.approx(whole["valid_loss"], abs=1e-3)
 
@@ -165,7 +167,7 @@ def test_an_empty_prompt_begins_a_text_and_one_that_is_no_text_is_refused(chatti
 
 
 def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(chatting):
-    found = Model(chatting(factor=1e5), "cpu").evaluate(display())
+    found = Model(chatting(factor=1e5), "cpu").evaluate(silent())
     assert 710 < found["valid_loss"] < math.inf
     assert found["perplexity"] == math.inf
     assert json.loads(json.dumps(without_nan(found), allow_nan=False))["perplexity"] is None
@@ -189,7 +191,7 @@ def test_the_loss_is_that_of_every_token(chatting, tmp_path, words):
     (tmp_path / "other.txt").write_text(text)
     tokenizer = model.tokenizer
     ids = [*tokenizer.encode(text), tokenizer.end_of_text]
-    found = model.evaluate_text(tmp_path / "other.txt", display())
+    found = model.evaluate_text(tmp_path / "other.txt", silent())
     with torch.no_grad():
         assert found["valid_loss"] == pytest.approx(plain_loss(model, ids), abs=1e-10)
     assert found["tokens"] == len(ids) - 1
@@ -205,7 +207,7 @@ def test_documents_are_separated_and_limits_hold(chatting, tmp_path):
     (tmp_path / "other.jsonl").write_text("\n".join(lines))
     tokenizer = model.tokenizer
     one_by_one = [[*tokenizer.encode(f"stage {n} wire"), tokenizer.end_of_text] for n in range(200)]
-    found = model.evaluate_text(tmp_path, display(), text_key="words")
+    found = model.evaluate_text(tmp_path, silent(), text_key="words")
     assert found["tokens"] == sum(map(len, one_by_one)) - 1
-    limited = model.evaluate_text(tmp_path, display(), 2, "words")
+    limited = model.evaluate_text(tmp_path, silent(), 2, "words")
     assert limited["tokens"] == 2 * 8 * 16 and limited["valid_loss"] != found["valid_loss"]

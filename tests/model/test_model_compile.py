@@ -1,8 +1,11 @@
 """A compiled stage computes what the plain one does, forward and backward."""
 
+import itertools
+
 import pytest
 import torch
 
+from settings_values import narrow
 from thinwire.engine.build import StageBuilder
 
 
@@ -16,12 +19,17 @@ def step(stages, ids_BT):
     return float(loss.detach()), {name: p.grad for name, p in named if p.grad is not None}
 
 
-@pytest.mark.parametrize("mode", ["reparam", "projected"])
-def test_compiled_equals_plain(mode, make_settings):
-    settings = make_settings(boundary__mode=mode, boundary__rank=4, pipeline__stages=2)
-    builder = StageBuilder(settings, torch.device("cpu"))
+@pytest.mark.parametrize(
+    "boundary",
+    [narrow("reparam"), narrow("projected"), narrow("projected", anchor="per-stage"),
+     narrow("projected", anchor="per-stage", table=3)],
+    ids=["reparam", "projected", "own tables", "own narrow tables"],
+)  # fmt: skip
+def test_compiled_equals_plain_also_where_layers_are_recomputed(boundary, make_settings):
     found = []
-    for compiled in (False, True):
+    for recompute, compiled in itertools.product((False, True), repeat=2):
+        settings = make_settings(**boundary, pipeline__recompute=recompute)
+        builder = StageBuilder(settings, torch.device("cpu"))
         stages = [builder.build(index) for index in range(2)]
         for stage in stages:
             builder.initialise(stage)
@@ -29,11 +37,13 @@ def test_compiled_equals_plain(mode, make_settings):
                 stage.compile_layers(backend="aot_eager")
         ids_BT = torch.arange(2 * settings.model.context).view(2, -1) % settings.model.vocab
         found.append(step(stages, ids_BT))
-    (loss, gradients), (compiled_loss, compiled_gradients) = found
-    assert compiled_loss == pytest.approx(loss, rel=1e-12)
-    assert gradients.keys() == compiled_gradients.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(compiled_gradients[name], gradient, rtol=1e-9, atol=1e-12)
+    (loss, gradients), *others = found
+    assert any("table" in name for name in gradients) == ("boundary__anchor" in boundary)
+    for other_loss, other in others:
+        assert other_loss == pytest.approx(loss, rel=1e-12)
+        assert other.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_compiled_ends_follow_a_basis_that_moves(make_settings):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from records import step_record
 from thinwire.report import EvaluationRecord, PlainDisplay, open_display
 from thinwire.report.display import LiveDisplay
 
@@ -49,16 +50,16 @@ def plain(stream, clock):
     return PlainDisplay(stream, clock=lambda: clock.now)
 
 
-def test_a_whole_run_in_plain_lines(plain, stream, clock, make_record):
+def test_a_whole_run_in_plain_lines(plain, stream, clock):
     plain.phase("data", "tokenising 10.2 MB")
     plain.progress("data", 4_100_000, 10_200_000, "B")
     plain.progress("data", 10_200_000, 10_200_000, "B")
-    plain.step(make_record(1, loss=10.8125, eta_seconds=7500))
+    plain.step(step_record(1, loss=10.8125, eta_seconds=7500))
     clock.now = 2.0
-    plain.step(make_record(40))
+    plain.step(step_record(40))
     plain.evaluation(EvaluationRecord(40, 4.9876, 1.4321))
     plain.note("link 0 is slow\ntry fewer stages")
-    plain.step(make_record(200, tokens_per_s=123_456, step_seconds=0.031, eta_seconds=0))
+    plain.step(step_record(200, tokens_per_s=123_456, step_seconds=0.031, eta_seconds=0))
     plain.evaluation(EvaluationRecord(200, 3.5, None))
     plain.close()
     assert stream.getvalue() == (
@@ -75,10 +76,10 @@ def test_a_whole_run_in_plain_lines(plain, stream, clock, make_record):
     )
 
 
-def test_steps_are_thinned_but_first_and_last_appear(plain, stream, clock, make_record):
+def test_steps_are_thinned_but_first_and_last_appear(plain, stream, clock):
     for step in range(1, 101):
         clock.now = step * 0.125  # exact in binary: no rounding decides what is due
-        plain.step(make_record(step, steps=100))
+        plain.step(step_record(step, steps=100))
     shown = [int(line.split()[2].split("/")[0]) for line in stream.getvalue().splitlines()]
     assert shown == [1, 17, 33, 49, 65, 81, 97, 100]
     for done in range(1001):
@@ -87,14 +88,14 @@ def test_steps_are_thinned_but_first_and_last_appear(plain, stream, clock, make_
     assert stream.getvalue().splitlines()[len(shown) :] == rest
 
 
-def test_a_stopped_run_ends_with_its_last_loss_once_and_in_order(plain, stream, make_record):
-    plain.step(make_record(1))
-    plain.step(make_record(2, loss=4.4444))
+def test_a_stopped_run_ends_with_its_last_loss_once_and_in_order(plain, stream):
+    plain.step(step_record(1))
+    plain.step(step_record(2, loss=4.4444))
     assert "4.4444" not in stream.getvalue()
     plain.close()
     plain.close()
     assert stream.getvalue().count("4.4444") == 1
-    plain.step(make_record(3, loss=math.nan, eta_seconds=math.nan))
+    plain.step(step_record(3, loss=math.nan, eta_seconds=math.nan))
     plain.phase("end", "left the run")  # what is held back comes before what came later
     held, last = stream.getvalue().splitlines()[-2:]
     assert "loss     NaN" in held and held.endswith("ETA -") and last.startswith("[end]")
@@ -117,7 +118,7 @@ class GoneReader(io.TextIOWrapper):
 
 
 @pytest.mark.parametrize("tty", [False, True])
-def test_a_reader_that_leaves_does_not_end_the_run(tty, make_record):
+def test_a_reader_that_leaves_does_not_end_the_run(tty):
     stream = GoneReader(tty)
     with pytest.raises(BrokenPipeError):  # so it is without a display
         print("text", file=stream, flush=True)
@@ -128,16 +129,16 @@ def test_a_reader_that_leaves_does_not_end_the_run(tty, make_record):
         display.progress("data", 2, 2, "B")
         display.evaluation(EvaluationRecord(0, 5.0, 1.5))
         for step in range(1, 4):
-            display.step(make_record(step, steps=3))
+            display.step(step_record(step, steps=3))
         display.note("slow")
     stream.close()  # what was buffered must not fail later, when the program ends
 
 
-def test_a_terminal_gets_the_panel_and_its_cursor_back(make_record):
+def test_a_terminal_gets_the_panel_and_its_cursor_back():
     terminal = Terminal()
     with open_display(terminal, "shakespeare") as display:
         assert isinstance(display, LiveDisplay)
-        display.step(make_record())
+        display.step(step_record())
     assert "shakespeare" in terminal.shown
     assert "5.1234" in terminal.shown
     assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")
@@ -167,10 +168,10 @@ def make_display(width=80, run="shakespeare"):
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 200])
-def test_loss_is_visible_and_nothing_wraps_at_any_width(width, make_record):
+def test_loss_is_visible_and_nothing_wraps_at_any_width(width):
     display, console, _ = make_display(width, run="a run whose name is rather long " * 4)
     display.evaluation(EvaluationRecord(40, 4.9876, 1.4))
-    display.step(make_record())
+    display.step(step_record())
     lines = panel_lines(display, console)
     display.close()
     assert any("loss 5.1234" in line for line in lines)
@@ -180,16 +181,16 @@ def test_loss_is_visible_and_nothing_wraps_at_any_width(width, make_record):
     assert width < 80 or all(part in "\n".join(lines) for part in all_that_matters)
 
 
-def test_the_panel_is_drawn_at_most_four_times_a_second(make_record):
+def test_the_panel_is_drawn_at_most_four_times_a_second():
     display, console, clock = make_display()
     for step in range(100):
         clock.now = step * 0.01
-        display.step(make_record(step + 1))
+        display.step(step_record(step + 1))
     assert console.file.getvalue().count("ETA") == 4, "it is in the header line once"
     display.close()
 
 
-def test_long_work_has_a_bar_until_it_is_done(make_record):
+def test_long_work_has_a_bar_until_it_is_done():
     display, console, _ = make_display()
     with display:
         display.progress("data", 4_100_000, 10_200_000, "B")
@@ -199,7 +200,7 @@ def test_long_work_has_a_bar_until_it_is_done(make_record):
     assert "[data]  10.2 MB / 10.2 MB done" in console.file.getvalue()
 
 
-def test_phases_and_notes_are_printed_as_they_are(make_record):
+def test_phases_and_notes_are_printed_as_they_are():
     display, console, _ = make_display()
     with display:
         display.phase("data", "reading [bold]notes[/bold].txt :smile:")

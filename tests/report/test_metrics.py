@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from records import step_record
 from thinwire.report import EvaluationRecord, MetricsWriter, metrics
 from waiting import wait_until
 
@@ -41,10 +42,10 @@ def steps(folder):
     return [row["step"] for row in rows(folder) if row["kind"] == "step"]
 
 
-def write_run(folder, make_record, last_step, first_step=1, resume_step=None):
+def write_run(folder, last_step, first_step=1, resume_step=None):
     with MetricsWriter(folder, resume_step=resume_step) as writer:
         for step in range(first_step, last_step + 1):
-            writer.step(make_record(step))
+            writer.step(step_record(step))
             if step % 2 == 0:
                 writer.evaluation(EvaluationRecord(step, 4.0 + step, 1.5))
 
@@ -54,9 +55,9 @@ def without_tensorboard(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
 
 
-def test_what_is_written_is_read(tmp_path, make_record, without_tensorboard):
+def test_what_is_written_is_read(tmp_path, without_tensorboard):
     """At once, while the run goes on; what is not finite is null on disk and NaN in memory."""
-    record = make_record(7, loss=math.nan, stage_count=2)
+    record = step_record(7, loss=math.nan, stage_count=2)
     with MetricsWriter(tmp_path) as writer:
         writer.step(record)
         writer.evaluation(EvaluationRecord(7, 4.5, 1.25))
@@ -73,10 +74,8 @@ def test_what_is_written_is_read(tmp_path, make_record, without_tensorboard):
     assert curves.valid == [(7, 4.5, 1.25), (8, 4.25, None)]
 
 
-def test_a_torn_line_is_left_out_and_so_is_one_of_something_else(
-    tmp_path, make_record, without_tensorboard
-):
-    write_run(tmp_path, make_record, 3)
+def test_a_torn_line_is_left_out_and_so_is_one_of_something_else(tmp_path, without_tensorboard):
+    write_run(tmp_path, 3)
     path = tmp_path / metrics.FILE_NAME
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], '{"kind": "st' + lines[1], *lines[2:], ""]))
@@ -90,13 +89,13 @@ def test_a_torn_line_is_left_out_and_so_is_one_of_something_else(
         assert metrics.last_step(tmp_path) is None and metrics.read_evaluations(tmp_path) == []
 
 
-def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path, make_record):
+def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     pytest.importorskip("torch.utils.tensorboard")
-    write_run(tmp_path, make_record, 6)
+    write_run(tmp_path, 6)
     with MetricsWriter(tmp_path, resume_step=4) as writer:
         assert writer.tensorboard is True
-        writer.step(make_record(5, loss=1.5))
+        writer.step(step_record(5, loss=1.5))
         writer.close()
     events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -111,8 +110,8 @@ def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path
     assert "link/1/utilisation" not in tags  # nan all along
 
 
-def test_a_field_with_a_default_may_be_missing(tmp_path, make_record, without_tensorboard):
-    write_run(tmp_path, make_record, 2)
+def test_a_field_with_a_default_may_be_missing(tmp_path, without_tensorboard):
+    write_run(tmp_path, 2)
     step, old = rows(tmp_path)[1:]
     del old["bits_per_byte"]
     (tmp_path / metrics.FILE_NAME).write_text(json.dumps(step) + "\n" + json.dumps(old) + "\n")
@@ -122,15 +121,15 @@ def test_a_field_with_a_default_may_be_missing(tmp_path, make_record, without_te
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 20])
 def test_a_record_that_ends_anywhere_is_continued_on_a_line_of_its_own(
-    tmp_path, make_record, without_tensorboard, cut
+    tmp_path, without_tensorboard, cut
 ):
-    write_run(tmp_path, make_record, 3)
+    write_run(tmp_path, 3)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[: -cut or None])
-    write_run(tmp_path, make_record, 5, first_step=4, resume_step=3)
+    write_run(tmp_path, 5, first_step=4, resume_step=3)
     kept = [1, 2, 3] if cut < 2 else [1, 2]  # without its newline a line is whole
     assert steps(tmp_path) == [*kept, 4, 5]
-    write_run(tmp_path, make_record, 4, first_step=3, resume_step=2)
+    write_run(tmp_path, 4, first_step=3, resume_step=2)
     assert steps(tmp_path) == [1, 2, 3, 4], "what came after the resumed step is dropped"
     assert [file.name for file in tmp_path.iterdir()] == [metrics.FILE_NAME]
 
@@ -151,17 +150,15 @@ def open_log(folder, notes):
     return metrics.WandbLog("wires", "first", folder, {"run": {"seed": 7}}, notes.append)
 
 
-def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(
-    notes, tmp_path, make_record, monkeypatch
-):
+def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(notes, tmp_path, monkeypatch):
     """With the real package: it writes its file, then its run is finished under our feet."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     log = open_log(tmp_path, notes)
     with MetricsWriter(tmp_path, wandb=log) as writer:
-        writer.step(make_record(1))
+        writer.step(step_record(1))
         log._run.finish()
-        writer.step(make_record(2))
-        writer.step(make_record(3))
+        writer.step(step_record(2))
+        writer.step(step_record(3))
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     for name in (b"loss/train", b"optim/grad_norm", b"seed"):
         wait_until(lambda name=name: name in file.read_bytes())  # a process of its own writes it
@@ -171,32 +168,32 @@ def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def test_who_is_not_logged_in_is_told_and_never_asked(notes, tmp_path, make_record, monkeypatch):
+def test_who_is_not_logged_in_is_told_and_never_asked(notes, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with MetricsWriter(tmp_path, wandb=open_log(tmp_path, notes)) as writer:
-        writer.step(make_record(1))
+        writer.step(step_record(1))
     monkeypatch.setitem(sys.modules, "wandb", None)  # nor is who has not installed it
     with MetricsWriter(tmp_path, wandb=open_log(tmp_path, notes)) as writer:
-        writer.step(make_record(2))
+        writer.step(step_record(2))
     login, missing = notes
     assert "run `wandb login`, or set WANDB_MODE=offline" in login
     assert 'run.wandb = "wires" needs wandb' in missing and "thinwire[wandb]" in missing
     assert len(rows(tmp_path)) == 2
 
 
-def test_a_full_disk_leaves_a_hole_that_is_marked(tmp_path, make_record, without_tensorboard):
+def test_a_full_disk_leaves_a_hole_that_is_marked(tmp_path, without_tensorboard):
     """The file may grow to a size and no further, as on a full disk; then there is space again."""
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(tmp_path) as writer:
-        writer.step(make_record(1))
+        writer.step(step_record(1))
         size = path.stat().st_size
         with limited_to(size + 40):
             for step in (2, 3):
                 with pytest.raises(OSError):
-                    writer.step(make_record(step))
+                    writer.step(step_record(step))
                 assert path.stat().st_size == size, "no half line stays"
         assert writer.missing == 2
-        writer.step(make_record(4))
+        writer.step(step_record(4))
         assert writer.missing == 0
     assert rows(tmp_path)[1] == {"kind": "missing", "step": 4, "rows": 2}
     assert steps(tmp_path) == [1, 4]

@@ -4,6 +4,7 @@ import struct
 
 import pytest
 
+from records import step_record
 from thinwire import report
 from thinwire.errors import ThinwireError
 from thinwire.report import metrics
@@ -55,8 +56,8 @@ def bars_of(figure):
     }
 
 
-def test_loss_figure_has_the_curves_over_tokens(make_record):
-    steps = [make_record(k, loss=10.0 - k) for k in (1, 2, 4)]
+def test_loss_figure_has_the_curves_over_tokens():
+    steps = [step_record(k, loss=10.0 - k) for k in (1, 2, 4)]
     scores = ((0, 11.0), (2, 8.5), (3, 7.5))
     evaluations = [report.EvaluationRecord(step, loss) for step, loss in scores]
     (axes,) = loss_figure(curves(*steps, *evaluations), "demo: loss").axes
@@ -70,9 +71,9 @@ def test_loss_figure_has_the_curves_over_tokens(make_record):
     assert len(axes.get_legend().get_texts()) == 2, "so short a curve is its own running mean"
 
 
-def test_a_very_long_curve_is_thinned(make_record, monkeypatch):
+def test_a_very_long_curve_is_thinned(monkeypatch):
     monkeypatch.setattr(metrics, "MOST_POINTS", 64)
-    long = curves(*(make_record(k, loss=float(k % 2)) for k in range(1, 1001)))
+    long = curves(*(step_record(k, loss=float(k % 2)) for k in range(1, 1001)))
     points = long.points()
     assert points["size"] == 16 and len(points["loss"]) == 63
     assert set(points["loss"]) == {0.5}, "a point is the mean of its steps"
@@ -81,10 +82,10 @@ def test_a_very_long_curve_is_thinned(make_record, monkeypatch):
     assert axes.lines[0].get_label() == "training, mean of 16 steps"
 
 
-def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path, make_record):
+def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path):
     plot_loss(curves(), tmp_path / "none.png", "")
     plot_loss(curves(report.EvaluationRecord(0, 9.0)), tmp_path / "only_valid.png", "")
-    plot_loss(curves(make_record(1, loss=math.nan)), tmp_path / "nan.png", "")
+    plot_loss(curves(step_record(1, loss=math.nan)), tmp_path / "nan.png", "")
     assert png_size(tmp_path / "none.png") == (9 * DPI, 5 * DPI)
 
 

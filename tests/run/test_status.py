@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from records import step_record
 from tables import as_text
 from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
-from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter, StepRecord
+from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter
 from thinwire.run import protocol as pr
 from thinwire.run.alive import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.checkpoints import claim_folder
@@ -47,15 +48,18 @@ def folder(tmp_path):
     return folder
 
 
+def kick(request):
+    if request["peer"] != "ben":
+        raise ConfigError(f"nobody called {request['peer']} has joined")
+    return {"text": "ben was kicked"}
+
+
+HANDLERS = {"status": lambda request: REPORT.to_plain(), "kick": kick}
+
+
 @pytest.fixture
 def control(folder):
-    def kick(request):
-        if request["peer"] != "ben":
-            raise ConfigError(f"nobody called {request['peer']} has joined")
-        return {"text": "ben was kicked"}
-
-    handlers = {"status": lambda request: REPORT.to_plain(), "kick": kick}
-    with ControlSocket(folder, handlers) as control:
+    with ControlSocket(folder, HANDLERS) as control:
         yield control
 
 
@@ -137,11 +141,7 @@ def test_the_commands_on_a_host(said, tmp_path):
     folder.mkdir(parents=True)
     assert "no run is alive on this machine" in said(9, "status")
     said(9, "status", str(folder))
-    handlers = {
-        "status": lambda request: REPORT.to_plain(),
-        "kick": lambda request: {"text": f"{request['peer']} was kicked"},
-    }
-    with ControlSocket(folder, handlers):
+    with ControlSocket(folder, HANDLERS):
         assert "waiting for" in said(0, "status")
         assert json.loads(said(0, "status", "runs/code", "--json")) == REPORT.to_plain()
         assert said(0, "kick", "ben") == "ben was kicked\n"
@@ -166,17 +166,13 @@ def test_the_commands_on_a_peer(said, tmp_path):
         assert said(0, "leave") == "leaving after this step\n"
 
 
-def news(step, loss=2.5, seconds=0.5, *links):
-    return StepRecord(step, 100, loss, 0.1, 1.0, 50, 700.0, seconds, 9.0, [], [*links])
-
-
 def test_a_local_run_under_way_is_shown_by_what_it_has_written(said):
     folder = Path("runs") / "mine"
     with claim_folder(folder, None):
         assert "starting" in said(0, "status")
         with MetricsWriter(folder) as metrics:
             for step in (1, 2):
-                metrics.step(news(step, 3.5))
+                metrics.step(step_record(step, 100, loss=3.5))
             metrics.evaluation(EvaluationRecord(2, 3.25))
         shown = said(0, "status", str(folder))
         assert "mine, seen from its folder" in shown and "2 of 100, loss 3.5000" in shown
@@ -204,11 +200,11 @@ def test_a_wait_has_one_beginning_and_ends_with_a_step(standing, clock):
     standing.forms()
     assert standing.report(0, [], []).waiting_for == ""
     standing.waits("a peer that prepares")
-    standing.stepped(news(7))
+    standing.stepped(step_record(7, 100))
     report = standing.report(1, [], [])
     assert (report.state, report.waiting_for, report.waiting_since) == ("training", "", 0.0)
-    assert (report.step, report.steps, report.loss, report.tokens_per_s) == (7, 100, 2.5, 700.0)
-    standing.stepped(news(8, float("nan")))
+    assert (report.step, report.steps, report.loss, report.tokens_per_s) == (7, 100, 5.1234, 3412.4)
+    standing.stepped(step_record(8, loss=float("nan")))
     assert standing.report(1, [], []).loss is None, "JSON has no such number"
 
 
@@ -216,7 +212,7 @@ def test_links_and_words_of_stages(standing, clock):
     seats = ["ana", "ben", "cleo"]
     standing.heard(1, pr.Linked("direct"))
     standing.heard(2, pr.Linked("relayed"))
-    standing.stepped(news(1, 2.5, 2.0, LinkRecord(1, 3000, 1000, 0.5)))
+    standing.stepped(step_record(1, step_seconds=2.0, links=[LinkRecord(1, 3000, 1000, 0.5)]))
     clock.now += 5
     standing.heard(1, pr.Pulse(3, "computes F0 of step 2"))
     assert standing.word_of(1) == (1005.0, "computes F0 of step 2")

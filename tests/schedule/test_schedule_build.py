@@ -78,19 +78,16 @@ def test_an_even_split_spares_the_ends(layers, stages, counts):
     assert [layer for block in blocks for layer in block] == list(range(layers))
 
 
-def test_the_grid_has_a_row_per_stage_and_a_column_per_slot():
-    assert build("1f1b", 2, 2).grid().splitlines() == [
-        "slot     0    1    2    3    4    5    6",
-        "stage 0  0F0  0F1  .    0B0  .    0B1  0U",
-        "stage 1  .    1F0  1B0  1F1  1B1  .    1U",
-    ]
-
-
-def test_a_schedule_prints_as_a_header_and_a_line_per_stage():
+def test_a_schedule_prints_as_a_line_per_stage_and_as_a_grid_with_a_column_per_slot():
     assert str(build("1f1b", 2, 3)).splitlines() == [
         "1f1b stages=2 microbatches=3 window=2",
         "0F0 0F1 0B0 0F2 0B1 0B2 0U",
         "1F0 1B0 1F1 1B1 1F2 1B2 1U",
+    ]
+    assert build("1f1b", 2, 2).grid().splitlines() == [
+        "slot     0    1    2    3    4    5    6",
+        "stage 0  0F0  0F1  .    0B0  .    0B1  0U",
+        "stage 1  .    1F0  1B0  1F1  1B1  .    1U",
     ]
 
 

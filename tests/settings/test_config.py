@@ -17,13 +17,16 @@ from thinwire.typed import to_toml
 # --- the file ---
 
 
-def test_a_file_fills_the_settings_and_the_rest_is_default(tmp_path):
+def test_a_file_fills_the_settings_overrides_win_over_it_and_the_rest_is_default(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[train]\nsteps = 7\nbatch = 24\n[run]\nname = "é"\n[optim]\nwarmup = 3\n')
     settings = load_settings(path, [])
     assert (settings.train.steps, settings.train.batch, settings.run.name) == (7, 24, "é")
-    assert settings.link == Settings().link
+    assert settings.link == Settings().link and settings.link.emulate
     assert settings.model == Settings().model.resolved()
+    settings = load_settings(path, ["train.steps=80", " link.emulate = false ", "train.steps=1_90"])
+    assert settings.train.steps == 190, "the last one wins over all"
+    assert settings.link.emulate is False
 
 
 def test_the_folder_of_a_run_stands_for_its_config_and_for_itself(tmp_path, monkeypatch):
@@ -50,18 +53,6 @@ def test_broken_toml_is_refused_with_its_file(tmp_path, text):
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=r"broken.toml is not valid TOML"):
         load_settings(path, [])
-
-
-# --- overrides ---
-
-
-def test_overrides_win_over_the_file_and_the_last_one_over_all(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text("[train]\nsteps = 70\n[link]\nemulate = true\n")
-    overrides = ["train.steps=80", " link.emulate = false ", "train.steps=1_90"]
-    settings = load_settings(path, overrides)
-    assert settings.train.steps == 190
-    assert settings.link.emulate is False
 
 
 # --- what follows from other settings stays behind for none of them ---

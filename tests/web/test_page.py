@@ -124,7 +124,7 @@ def test_a_resumed_run_takes_back_what_it_trains_again(run_folder):
 
 def test_a_run_of_a_hundred_thousand_steps_is_thinned(tmp_path):
     count = 100_000
-    line = line_of("step", asdict(step_record(1)) | {"stages": [], "links": []})
+    line = line_of("step", asdict(step_record(1, loss=4.0)) | {"stages": [], "links": []})
     with (tmp_path / FILE_NAME).open("w") as file:
         for step in range(1, count + 1):
             row = line.replace('"step": 1,', f'"step": {step},')

@@ -5,15 +5,16 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+import records
 from programs import Program
-from settings_values import TINY_MODEL, with_changes
-from thinwire.report import LinkRecord, StageRecord, StepRecord
+from settings_values import tiny_settings
 from thinwire.run.alive import ControlSocket
 from thinwire.run.machine import Machine
 from thinwire.run.protocol import LinkStatus, PeerStatus, StatusReport
@@ -25,6 +26,7 @@ from thinwire.web.server import WebServer
 
 TOKEN = "t0ken"
 STEPS = 6
+step_record = partial(records.step_record, stage_count=2)  # as its own
 
 
 @pytest.fixture(scope="session")
@@ -44,17 +46,12 @@ def finished(text_folder, tmp_path_factory):
 
 
 def _train(place, text_folder):
-    settings = with_changes(
-        {"model": dict(TINY_MODEL)},
-        {
-            "run__name": "first", "run__out": str(place), "run__device": "cpu",
-            "run__precision": "fp32", "run__threads": 1, "data__source": "text",
-            "data__path": str(text_folder), "data__valid_fraction": 0.1, "pipeline__stages": 2,
-            "pipeline__microbatches": 4, "link__latency_ms": 2.0, "codec__forward": "int8",
-            "codec__backward": "int4", "train__steps": STEPS, "train__batch": 8,
-            "train__eval_every": 2, "train__eval_batches": 2, "train__checkpoint_every": 3,
-        },
-    )  # fmt: skip
+    changes = {
+        "run__name": "first", "run__precision": "fp32", "link__emulate": True,
+        "link__latency_ms": 2.0, "codec__forward": "int8", "codec__backward": "int4",
+        "train__steps": STEPS, "train__checkpoint_every": 3,
+    }  # fmt: skip
+    settings = tiny_settings(place, text_folder, changes)
     (place / "run.toml").write_text(to_toml(settings))
     run = Program(["train", "run.toml"], os.environ["THINWIRE_CACHE"], place)
     assert run.wait() == 0, run.text()
@@ -112,18 +109,6 @@ def first_of(server, *kinds, run=0, **more):
         if len(found) == len(kinds):
             break
     return [found[kind] for kind in kinds]
-
-
-def step_record(step, steps=1000, loss=4.0, stages=2):
-    """A believable step."""
-    return StepRecord(
-        step=step, steps=steps, loss=loss, lr=1e-3, grad_norm=1.0, tokens=step * 128,
-        tokens_per_s=900.0, step_seconds=0.14, eta_seconds=0.14 * (steps - step),
-        stages=[
-            StageRecord(s, f"{2 * s}..{2 * s + 1}", 0.1, 0.03, 0.01, "cpu") for s in range(stages)
-        ],
-        links=[LinkRecord(c, 1000, 600, 0.3) for c in range(stages - 1)],
-    )  # fmt: skip
 
 
 class FakeHost:

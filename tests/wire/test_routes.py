@@ -8,12 +8,12 @@ from contextlib import ExitStack
 
 import pytest
 from knocking import RUN, TOKEN, ask, knock, line
-from wiring import HOST, MAX_MESSAGE, PEER
+from wiring import HOST, HOURLY, MAX_MESSAGE, PEER
 
 from proxy import Proxy
 from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
-from thinwire.wire import Door, Identity, LastingPipe, Route, Routes, Standby, dial
+from thinwire.wire import Door, Identity, LastingPipe, Route, Routes, Standby, dial, stream
 from thinwire.wire import routes as routes_room
 from thinwire.wire.routes import proof_of, to_sign
 from waiting import PATIENCE, wait_until
@@ -218,6 +218,16 @@ def test_an_altered_byte_breaks_the_connection_and_not_the_message(ends):
     assert altered == 1 and above.outages() == 1
 
 
+def test_an_end_that_has_not_noticed_a_loss_is_told_by_the_next_dial(ends, monkeypatch):
+    """Until keepalive notices, which it does not here, the dialer would be refused."""
+    monkeypatch.setattr(stream, "SILENCE_S", HOURLY)
+    path = ends.proxy(ends.listener.address)
+    below, above = ends.join(path.address, is_lasting=True)
+    path.cut(leave_listener=True)
+    above.write(b"again")
+    assert below.read() == b"again"
+
+
 @pytest.mark.parametrize(("thief", "reason"), [
     ("without the key", "only the host of run {run} may wait for {run}/control: the request"),
     ("another key", "the key shown is not the one of the host of run {run}"),
@@ -226,6 +236,7 @@ def test_an_altered_byte_breaks_the_connection_and_not_the_message(ends):
     ("another token", "the key shown has not signed this request"),
     ("another's signature", "the key shown has not signed this request"),
     ("no key", "a public key cannot be read"),
+    ("the wrong token", "the token shown for run {run} is not the right one"),
     ("one word", "the request is not one of reach, wait or ping with a name and a proof"),
 ])  # fmt: skip
 def test_only_the_holder_of_its_key_waits_in_the_hosts_place(service, thief, reason):
@@ -239,12 +250,14 @@ def test_only_the_holder_of_its_key_waits_in_the_hosts_place(service, thief, rea
             wait_until(lambda: standby.waiting == 2)
             caller = knock(relay)
             nonce = line(caller).split(" ")[2]
-            proof = proof_of(TOKEN, nonce, "wait", name)
+            token = "another" if thief == "the wrong token" else TOKEN
+            proof = proof_of(token, nonce, "wait", name)
             asked = to_sign(nonce, name, proof)
             elsewhere = proof_of("x", nonce, "wait", name)
             shown = {
                 "without the key": "", "no key": " AAAA ====", "one word": f" {HOST.public}",
                 "another key": " " + other.prove(asked),
+                "the wrong token": " " + HOST.prove(asked),  # signed as is right
                 "another nonce": " " + HOST.prove(to_sign("0" * 32, name, proof)),
                 "another name": " " + HOST.prove(to_sign(nonce, f"{run}/enrol", proof)),
                 "another token": " " + HOST.prove(to_sign(nonce, name, elsewhere)),
@@ -258,16 +271,3 @@ def test_only_the_holder_of_its_key_waits_in_the_hosts_place(service, thief, rea
             with service.accept() as served:  # the real host
                 joining.sendall(b"hello")
                 assert served.recv(5) == b"hello"
-
-
-def test_a_signature_is_not_looked_at_before_the_token_is_right():
-    name = f"{HOST.fingerprint[:16]}/control"
-    with Door("127.0.0.1", 0) as relay:
-        relay.admit_any(TOKEN)
-        caller = knock(relay)
-        nonce = line(caller).split(" ")[2]
-        proof = proof_of("another", nonce, "wait", name)
-        shown = HOST.prove(to_sign(nonce, name, proof))
-        caller.sendall(f"wait {name} - {proof} {shown}\n".encode())
-        assert "is not the right one" in line(caller)
-        assert relay.traffic() == {}
