@@ -136,7 +136,7 @@ def handshake(
 class Link:
     """Frames to and from one neighbour over a pipe, metered and, with a Nic, held back.
 
-    All links of a process share its Nic; each has a meter of its own. `max_payload` bounds
+    All links of a stage share its Nic; each has a meter of its own. `max_payload` bounds
     what the other end may send in one frame.
     """
 
