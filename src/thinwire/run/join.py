@@ -29,6 +29,7 @@ from typing import Any
 
 import msgspec
 
+from thinwire.background import on_daemon_thread
 from thinwire.data import DataConfig, prepare
 from thinwire.data.chat import TEMPLATES
 from thinwire.engine.checkpoint import checkpoints_folder
@@ -272,7 +273,15 @@ Say = Callable[[str, int, int], None]
 class Holding:
     """Stages of one generation on this machine, from the word to hold them to the process's end."""
 
-    def __init__(self, hold: msg.Hold, generation: int, terms: Terms, folder: Path):
+    def __init__(
+        self,
+        hold: msg.Hold,
+        generation: int,
+        terms: Terms,
+        folder: Path,
+        fetching: "threading.Lock | None" = None,
+    ):
+        """`fetching`: held by whoever fetches the state of these stages into this folder."""
         self.hold, self.generation, self.stages = hold, generation, hold.stages
         self.settings = own_settings(hold.settings, terms, free_disk(folder))
         if not self.stages or not set(self.stages) <= set(range(self.settings.pipeline.stages)):
@@ -281,6 +290,9 @@ class Holding:
         self._terms, self._logs = terms, folder / "logs"
         self._process: StageProcess | None = None
         self.here: StagesHere | None = None
+        self._fetching = fetching or threading.Lock()
+        self._source: Pipe | None = None  # of what is fetched
+        self._is_stopped = False
 
     @property
     def is_running(self) -> bool:
@@ -331,7 +343,12 @@ class Holding:
         self.here = StagesHere(order, self._process, on_said, lambda error: None, on_exit)
 
     def stop(self) -> None:
-        """End the process at once, if there is one."""
+        """End the process at once, if there is one, and fetch nothing more: this machine may be
+        given the same stages again, and their state goes into the same files.
+        """
+        self._is_stopped = True
+        if self._source is not None:
+            on_daemon_thread("thinwire close", partial(self._source.close, 0))
         if self._process is not None:
             self._process.end()
 
@@ -361,15 +378,19 @@ class Holding:
             moved_at = time.monotonic()
             say("fetch", done, total)
 
-        while True:
-            try:
-                pipe = dial_host(name)
-                return fetch_seat(pipe, self.stages, self.run_folder, most, plugins, tell)
-            except WireError as error:
-                is_given_up = time.monotonic() > moved_at + FETCH_SECONDS
-                if is_given_up or isinstance(error, AdmissionError):
-                    raise
-                time.sleep(_PAUSE_S)
+        with self._fetching:
+            while not self._is_stopped:
+                try:
+                    self._source = pipe = dial_host(name)
+                    if self._is_stopped:
+                        pipe.close(0)
+                    return fetch_seat(pipe, self.stages, self.run_folder, most, plugins, tell)
+                except WireError as error:
+                    is_given_up = time.monotonic() > moved_at + FETCH_SECONDS
+                    if is_given_up or isinstance(error, AdmissionError):
+                        raise
+                    time.sleep(_PAUSE_S)
+        raise WireError("these stages were taken away meanwhile")
 
 
 class JoinedPeer:
@@ -393,6 +414,7 @@ class JoinedPeer:
         self.news: StepRecord | None = None  # the latest step of the run
         self.report: msg.StatusReport | None = None  # how the host said that the run stands
         self._holdings: list[Holding] = []  # of one generation, each with a process of its own
+        self._fetching: dict[int, threading.Lock] = {}  # by the first stage of what is fetched
         self._seatless_since = time.time()
         self._due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admit()
@@ -638,7 +660,8 @@ class JoinedPeer:
             self._let_go()
         self._let_go(generation, hold.stages)
         try:
-            holding = Holding(hold, generation, self._terms, self._folder)
+            fetching = self._fetching.setdefault(min(hold.stages, default=0), threading.Lock())
+            holding = Holding(hold, generation, self._terms, self._folder, fetching)
             holding.begin()
         except ThinwireError as error:
             self._decline(generation, hold.stages, error)
