@@ -2,14 +2,16 @@
 processes; test_hosted_recovery.py has them.
 """
 
+import shutil
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from hosting import Joined
+from hosting import Joined, host_of
 from leading import Lead, part, ready, step
 
 from thinwire.engine.reports import ShardFailed
+from thinwire.errors import WireError
 from thinwire.run import events as ev
 from thinwire.run import formation
 from thinwire.run import host as host_module
@@ -17,6 +19,9 @@ from thinwire.run import protocol as msg
 from thinwire.run.coordinator import Phase
 from thinwire.run.formation import Formation, Placing, next_follower, next_holder
 from thinwire.run.machine import Machine
+from thinwire.run.transfer import fetch_seat
+from thinwire.wire import dial
+from trained import trained
 from waiting import PATIENCE, wait_until
 
 
@@ -310,6 +315,27 @@ def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_
                 end.hears(msg.Connect)
             own, fed = (next(m for m, *_ in e.heard if isinstance(m, msg.Connect)) for e in ends)
             assert own.word and own.word == fed.word
+
+
+def test_a_stand_by_whose_checkpoint_is_kept_no_more_is_to_begin_at_a_newer_one(
+    house, leads, make_settings, corpus, tmp_path
+):
+    """It fetches it for long while the run goes on. To be refused would be its own failure: it
+    would decline, and get no stage any more.
+    """
+    saved = trained(make_settings(), corpus, tmp_path / "run", 1)
+    with leads("ana", "ben", trains=True) as (led, _, _):
+        led.peers.saved = saved
+        cleo = house.join("cleo")
+        wait_until(lambda: led.event() and led.peers._standbys)
+        (stage,) = next(iter(led.peers._standbys))
+        shutil.rmtree(saved)
+        name = msg.stream_name("state", stage, 1, led.peers._again)
+        whom, address = host_of(cleo.identity), house.listener.address
+        pipe = dial(address, name, cleo.identity, whom, PATIENCE, msg.MAX_MESSAGE)
+        with pytest.raises(WireError):  # upon which it asks again, until it is told otherwise
+            fetch_seat(pipe, [stage], tmp_path / "cleo", 1 << 30)
+        assert led.next(ev.FollowerLost) == ev.FollowerLost([stage])
 
 
 # What the coordinator makes of it

@@ -497,7 +497,7 @@ class HostedPeers(Peers):
         self._given |= {(name, stage): self._again for stage in stages}
         if not follows:
             self._collect(name, stages)
-        self._serve(name, stages, checkpoint)
+        self._serve(name, stages, checkpoint, follows)
         plain, corpus = self._settings.to_plain(), self._base.data.fingerprint
         resumes = checkpoint is not None
         hold = msg.Hold(stages, plain, resumes, corpus, self._links, began, self._again, follows)
@@ -722,11 +722,19 @@ class HostedPeers(Peers):
             self._ways[followed] = Ways(book.run_id, self._links, doors, meeting, keys)
         return self._ways[followed]
 
-    def _serve(self, name: str, stages: list[int], checkpoint: Checkpoint | None) -> None:
+    def _serve(
+        self, name: str, stages: list[int], checkpoint: Checkpoint | None, follows: bool
+    ) -> None:
         """Accept what stages on a member open beside its own stream: states and token ids."""
         generation = self._base.formation.epoch
         if checkpoint is not None:
-            states = SeatServer(checkpoint, self._settings, self._base.beside["states"])
+            begin_anew = partial(self.said.note, ev.FollowerLost(stages))
+            states = SeatServer(
+                checkpoint,
+                self._settings,
+                self._base.beside["states"],
+                begin_anew if follows else None,
+            )
             self._states.append(states)
             stream = msg.stream_name("state", stages[0], generation, self._again)
             self._streams.serve(stream, name, partial(states.serve, stages=tuple(stages)))
