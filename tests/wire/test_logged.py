@@ -381,9 +381,26 @@ def test_whoever_is_wanted_no_more_is_not_gone_on_with(tmp_path):
     pipe = wire.LoggedPipe(None, wire.LinkState(wire.FrameLog(tmp_path, 1 << 20)))
     ours, theirs = wire.memory_pair()
     theirs.write(msgspec.msgpack.encode(wire.Position(0, 0, [])))
+    wanted = iter([True, False])
     with pytest.raises(WireError, match="is lost too"):
-        pipe.go_on(ours, lambda: False)
+        pipe.go_on(ours, lambda: next(wanted))
     assert theirs.read() and theirs.read() is None and pipe._pipe is None
+
+
+def test_whoever_was_given_up_before_it_was_heard_keeps_nobody_waiting(tmp_path, monkeypatch):
+    """It says nothing for long, and meanwhile nothing is written to whoever comes after it."""
+    monkeypatch.setattr("thinwire.wire.logged._ANSWER_S", 2 * PATIENCE)
+    below, _, _ = joined(tmp_path)
+    ours, _silent = wire.memory_pair()
+
+    def go_on():
+        with pytest.raises(WireError, match="lost too"):
+            below.pipe.go_on(ours, lambda: False)
+
+    below.pipe.await_another()
+    going = in_background(go_on)
+    going.join(5)
+    assert not going.is_alive()
 
 
 def test_of_two_that_audit_one_may_end(tmp_path):
