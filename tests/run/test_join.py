@@ -274,6 +274,17 @@ def test_what_a_stage_writes_after_its_run_went_back_is_kept_for_the_host(
     assert written.exists()
 
 
+def test_a_machine_that_stands_by_keeps_a_few_of_the_parts_that_it_writes(tmp_path):
+    """It says of each that it is so far, and the host asks for none of them."""
+    peer, held = joined_peer(tmp_path), SimpleNamespace(generation=2)
+    peer._holdings, peer._say = [held], lambda *what: None
+    for step in range(9):
+        partial_folder(tmp_path / "run", step).mkdir(parents=True)
+        peer._say_of(held, 1, msg.Follows(step))
+    kept = [partial_folder(tmp_path / "run", step).exists() for step in range(9)]
+    assert kept == [False] * 5 + [True] * 4
+
+
 @pytest.mark.parametrize(
     ("left", "step", "stays"), [(True, 3, False), (False, 9, False), (False, 3, True)]
 )

@@ -577,7 +577,7 @@ class JoinedPeer:
             message = dataclasses.replace(message, error=error)
         if holding in self._holdings:
             self._say(message, stage, holding.generation)
-        if isinstance(message, ShardWritten):
+        if isinstance(message, ShardWritten | msg.Follows):  # also of one that stands by
             self._shards.remove_spare()
 
     # What happens
