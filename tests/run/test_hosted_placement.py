@@ -3,6 +3,7 @@ processes; test_hosted_recovery.py has them.
 """
 
 import shutil
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -336,6 +337,26 @@ def test_a_stand_by_whose_checkpoint_is_kept_no_more_is_to_begin_at_a_newer_one(
         with pytest.raises(WireError):  # upon which it asks again, until it is told otherwise
             fetch_seat(pipe, [stage], tmp_path / "cleo", 1 << 30)
         assert led.next(ev.FollowerLost) == ev.FollowerLost([stage])
+
+
+def test_a_stand_by_that_begins_again_and_again_leaves_nothing_waiting_at_the_host(
+    house, leads, make_settings, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(host_module, "STANDBY_PAUSE", 0.0)
+    saved = trained(make_settings(), corpus, tmp_path / "run", 1)
+
+    def waiting():
+        names = [thread.name for thread in threading.enumerate()]
+        return sum(name.startswith(("thinwire state", "thinwire tokens")) for name in names)
+
+    with leads("ana", "ben", trains=True) as (led, _, _):
+        led.peers.saved = saved
+        house.join("cleo")
+        for _ in range(20):
+            wait_until(lambda: led.event() and led.peers._standbys)
+            for stages in [*led.peers._standbys]:
+                led.peers._drop_standby(list(stages))
+        wait_until(lambda: waiting() <= 2 + 2 * 2)  # of two holders, and of two stages for cleo
 
 
 # What the coordinator makes of it
