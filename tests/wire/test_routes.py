@@ -271,3 +271,19 @@ def test_a_signature_is_not_looked_at_before_the_token_is_right():
         caller.sendall(f"wait {name} - {proof} {shown}\n".encode())
         assert "is not the right one" in line(caller)
         assert relay.traffic() == {}
+
+
+def test_who_waits_comes_again_also_if_the_end_of_a_connection_was_never_heard(monkeypatch):
+    """The door has ended it; what is between lost that, and keeps the rest alive."""
+    monkeypatch.setattr(routes_room, "LONGEST_WAIT_S", 0.2, raising=False)
+    monkeypatch.setattr(routes_room, "_READY", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, ExitStack() as held:
+        silent.settimeout(5)
+        route = Route("{}:{}".format(*silent.getsockname()), "relayed", TOKEN)
+        held.enter_context(Standby(NAME, route, lambda connection, host: None))
+        for _ in range(2):
+            waiter, _ = silent.accept()
+            held.enter_context(waiter)
+            waiter.sendall(b"thinwire-door 3 abc\n")
+            waiter.recv(1000)
+            waiter.sendall(b"ok\n")
