@@ -16,6 +16,7 @@ from thinwire.data import Tokenizer, prepare
 from thinwire.engine.checkpoint import partial_folder
 from thinwire.engine.reports import ShardFailed, ShardWritten
 from thinwire.engine.source import Versions
+from thinwire.engine.worker import scratch_folder
 from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, outward
 from thinwire.report import EvaluationRecord, PlainDisplay, StepRecord
 from thinwire.report.metrics import Row, lines_of
@@ -244,17 +245,18 @@ def test_what_a_stage_says_of_its_end_quotes_no_file_of_its_machine(error, told)
     assert str(error) in said[1].error
 
 
-def test_states_of_stages_that_others_hold_now_are_removed(tmp_path, make_settings, monkeypatch):
+def test_states_and_logs_of_stages_that_others_hold_now_are_removed(tmp_path, make_settings, monkeypatch):
     """A host that gives one stage after the other does not fill this disk."""
     monkeypatch.setattr(Holding, "start", lambda *_: None)
     peer, plain = joined_peer(tmp_path), make_settings().to_plain()
     held = Holding(msg.Hold([1], plain, True, ""), 1, Terms(), tmp_path)
     peer._holdings = [held]
     fetched = [tmp_path / "run" / "checkpoints" / f"step-00000003-{stage}" for stage in (0, 1)]
-    for folder in fetched:
+    kept = [scratch_folder(tmp_path / "run") / f"stage-{stage}" / "sent-0" for stage in (0, 1)]
+    for folder in fetched + kept:
         folder.mkdir(parents=True)
     peer._on_prepared(held, msg.Order([1], {}, {}, "", ""))
-    assert [folder.exists() for folder in fetched] == [False, True]
+    assert [folder.exists() for folder in fetched + kept] == [False, True, False, True]
 
 
 def test_what_a_stage_writes_after_its_run_went_back_is_kept_for_the_host(

@@ -35,6 +35,7 @@ from thinwire.data.chat import TEMPLATES
 from thinwire.engine.checkpoint import checkpoints_folder
 from thinwire.engine.reports import ShardFailed, ShardWritten
 from thinwire.engine.state import most_shard_bytes
+from thinwire.engine.worker import scratch_folder
 from thinwire.errors import (
     AdmissionError,
     ConfigError,
@@ -720,6 +721,10 @@ class JoinedPeer:
         for fetched in checkpoints_folder(held.run_folder).glob("step-*-*"):
             if fetched.name.rpartition("-")[2] not in firsts:  # others hold that stage now
                 shutil.rmtree(fetched, ignore_errors=True)
+        own = {f"stage-{stage}" for holding in self._holdings for stage in holding.stages}
+        for logs in scratch_folder(held.run_folder).glob("stage-*"):
+            if logs.name not in own:
+                shutil.rmtree(logs, ignore_errors=True)
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
         self._pace.mbps = uplink_share(share * self.machine.mbps_up)
         held.start(
