@@ -276,6 +276,27 @@ def test_what_a_stage_writes_after_its_run_went_back_is_kept_for_the_host(
     assert written.exists()
 
 
+def test_a_machine_that_took_a_place_stands_by_no_more(tmp_path, make_settings):
+    """Its own status said so for as long as it trained."""
+    peer = joined_peer(tmp_path)
+    hold = msg.Hold([1], make_settings().to_plain(), False, "", began=0, follows=True)
+    held = Holding(hold, 2, Terms(), tmp_path)
+    process = SimpleNamespace(poll=lambda: None)
+    held.here = SimpleNamespace(process=process, channel=SimpleNamespace(send=lambda *_: None))
+    peer._holdings = [held]
+    status = peer.handlers(SimpleNamespace(run_name="code", run_id="ab"))["status"]
+
+    def state():
+        (one,) = status_from_plain(status({})).peers
+        return one.state
+
+    for message in (msg.Connect("", [0], follower=1), msg.Connect("", [0], 0, 2), msg.Start()):
+        peer._on_message(msg.Envelope(message, 1, 2))
+        assert state() == "stands by"
+    peer._on_message(msg.Envelope(msg.Connect("", [1]), 1, 2))
+    assert state() == "training"
+
+
 def test_a_machine_that_stands_by_keeps_a_few_of_the_parts_that_it_writes(tmp_path):
     """It says of each that it is so far, and the host asks for none of them."""
     peer, held = joined_peer(tmp_path), SimpleNamespace(generation=2)

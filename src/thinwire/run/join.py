@@ -588,6 +588,11 @@ class JoinedPeer:
         if stage != msg.OF_NO_STAGE:
             for held in self._holdings:
                 if held.generation == generation and stage in held.stages and held.here is not None:
+                    if isinstance(message, msg.Connect) and (message.cut, message.follower) == (
+                        None,
+                        0,
+                    ):  # of one that stood by: it takes the place of whoever held them
+                        held.hold = dataclasses.replace(held.hold, follows=False)
                     with contextlib.suppress(ThinwireError):  # its exit shows by itself
                         held.here.channel.send(message, stage)
             return
