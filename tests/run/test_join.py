@@ -245,7 +245,9 @@ def test_what_a_stage_says_of_its_end_quotes_no_file_of_its_machine(error, told)
     assert str(error) in said[1].error
 
 
-def test_states_and_logs_of_stages_that_others_hold_now_are_removed(tmp_path, make_settings, monkeypatch):
+def test_states_and_logs_of_stages_that_others_hold_now_are_removed(
+    tmp_path, make_settings, monkeypatch
+):
     """A host that gives one stage after the other does not fill this disk."""
     monkeypatch.setattr(Holding, "start", lambda *_: None)
     peer, plain = joined_peer(tmp_path), make_settings().to_plain()
