@@ -19,6 +19,7 @@ from thinwire.errors import CheckpointError, WireError
 from thinwire.report import PlainDisplay
 from thinwire.run import protocol as msg
 from thinwire.run import transfer as tr
+from thinwire.run.checkpoints import claim_folder
 from thinwire.run.join import Holding, JoinedPeer, Terms
 from thinwire.run.machine import Machine
 from thinwire.wire import Identity, Routes, memory_pair
@@ -221,6 +222,18 @@ def test_a_manifest_cannot_lead_a_peer_astray(trained, tmp_path):
         with pytest.raises(CheckpointError, match=words):
             tr.fetch_seat(there, [0], tmp_path / "peer", MOST)
     assert {path for path in tmp_path.rglob("*") if "peer" not in path.parts} == before
+
+
+def test_what_was_extracted_goes_with_the_run_of_a_host_that_was_killed(
+    trained, make_settings, tmp_path
+):
+    _, _, checkpoint = trained()
+    settings = make_settings(**{**RUN, "pipeline__stages": 4})
+    fetch(tr.SeatServer(checkpoint, settings), 1, tmp_path / "peer")
+    folder = checkpoint.folder.parent
+    assert list(folder.glob(".extracts-*"))
+    with claim_folder(folder.parent, checkpoint):  # as the next host does
+        assert not list(folder.glob(".extracts-*"))
 
 
 def test_half_of_the_disk_stays_free(trained, tmp_path, monkeypatch):

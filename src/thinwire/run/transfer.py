@@ -557,8 +557,8 @@ class SeatServer:
     ):
         self.meter, self._on_gone = meter or Meter(), on_gone
         self._checkpoint, self._settings = checkpoint, settings
-        parent = checkpoint.folder.resolve().parent
-        self._extracts = parent / f".extracts-{checkpoint.step}"
+        folder = checkpoint.folder.resolve()
+        self._extracts = folder.with_name(f".extracts-{folder.name}")
         self._lock = threading.Lock()
         # By its stages, the files of a seat, and what a manifest says of them.
         self._seats: dict[tuple[int, ...], dict[Path, Shard]] = {}
