@@ -2,8 +2,10 @@
 processes; test_hosted_recovery.py has them.
 """
 
+import dataclasses
 import shutil
 import threading
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import pytest
 from hosting import Joined, host_of
 from leading import Lead, part, ready, step
 
+from proxy import Proxy
 from thinwire.engine.reports import ShardFailed
 from thinwire.errors import WireError
 from thinwire.run import events as ev
@@ -20,8 +23,9 @@ from thinwire.run import protocol as msg
 from thinwire.run.coordinator import Phase
 from thinwire.run.formation import Formation, Placing, next_follower, next_holder
 from thinwire.run.machine import Machine
+from thinwire.run.peer import Peer
 from thinwire.run.transfer import fetch_seat
-from thinwire.wire import dial
+from thinwire.wire import Route, dial
 from trained import trained
 from waiting import PATIENCE, wait_until
 
@@ -357,6 +361,27 @@ def test_a_stand_by_that_begins_again_and_again_leaves_nothing_waiting_at_the_ho
             for stages in [*led.peers._standbys]:
                 led.peers._drop_standby(list(stages))
         wait_until(lambda: waiting() <= 2 + 2 * 2)  # of two holders, and of two stages for cleo
+
+
+def test_a_host_that_is_away_for_longer_than_a_link_may_be_ends_no_stage(
+    house, leads, make_settings, corpus
+):
+    """As with a member's own stream: the stage would be said to have failed, and its member to
+    have been the cause.
+    """
+    with leads("ana", "ben", link__outage=0.5) as (_, ana, _):
+        proxy = Proxy(house.listener.address)
+        order = msg.Order([0], dataclasses.asdict(ana.identity), {}, "", "", generation=1)
+        order = dataclasses.replace(order, host=[Route(proxy.address)])
+        settings = make_settings(link__outage=0.5)
+        far = Peer(order, {}, 0, lambda message: None)._far_corpus(settings)
+        far.wait(0)
+        proxy.is_refusing = True
+        proxy.cut()
+        time.sleep(1.5)
+        proxy.is_refusing = False
+        far.wait((0, 0))
+        proxy.close()
 
 
 # What the coordinator makes of it

@@ -773,10 +773,9 @@ class HostedPeers(Peers):
         def accept(timeout: float | None) -> Pipe:
             return self._streams.accept(stream, name, timeout, is_due)
 
-        outage = self._settings.link.outage
+        outage = max(self._settings.link.outage, msg.LEAST_OUTAGE_S)
         with contextlib.suppress(ThinwireError):  # the stage says what it lacks
-            first = accept(None)
-            pipe = LastingPipe(first, accept, outage) if outage else first
+            pipe = LastingPipe(accept(None), accept, outage)
             TokenServer(pipe, self._base.data, self._settings, self._base.beside["token ids"])
 
     def _on_happening(self, name: str, what: Happening) -> bool:
