@@ -379,18 +379,19 @@ class Holding:
             moved_at = time.monotonic()
             say("fetch", done, total)
 
-        with self._fetching:
-            while not self._is_stopped:
-                try:
-                    self._source = pipe = dial_host(name)
+        while not self._is_stopped:
+            try:
+                self._source = pipe = dial_host(name)
+                with self._fetching:
                     if self._is_stopped:
                         pipe.close(0)
+                        break
                     return fetch_seat(pipe, self.stages, self.run_folder, most, plugins, tell)
-                except WireError as error:
-                    is_given_up = time.monotonic() > moved_at + FETCH_SECONDS
-                    if is_given_up or isinstance(error, AdmissionError):
-                        raise
-                    time.sleep(_PAUSE_S)
+            except WireError as error:
+                is_given_up = time.monotonic() > moved_at + FETCH_SECONDS
+                if is_given_up or isinstance(error, AdmissionError):
+                    raise
+                time.sleep(_PAUSE_S)
         raise WireError("these stages were taken away meanwhile")
 
 
