@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from hosting import House
 
+from proxy import Proxy
 from thinwire.data import Tokenizer, prepare
 from thinwire.engine.checkpoint import partial_folder
 from thinwire.engine.reports import ShardFailed, ShardWritten
@@ -308,6 +309,25 @@ def test_a_machine_that_stands_by_keeps_a_few_of_the_parts_that_it_writes(tmp_pa
         peer._say_of(held, 1, msg.Follows(step))
     kept = [partial_folder(tmp_path / "run", step).exists() for step in range(9)]
     assert kept == [False] * 5 + [True] * 4
+
+
+def test_whoever_nobody_asks_for_its_parts_offers_them_now_and_then(
+    tmp_path, make_settings, monkeypatch
+):
+    """A host asks nothing of who stands by, and each attempt costs it a handshake."""
+    monkeypatch.setattr(Holding, "prepare", lambda *_: msg.Order([0], {}, {}, "", ""))
+    monkeypatch.setattr(Holding, "begin", lambda held: None)
+    house = House(tmp_path)
+    proxy = Proxy(house.listener.address)
+    peer = joined_peer(tmp_path / "ana", Routes("", proxy.address), house.enrol("ana"))
+    hold = msg.Hold([0], make_settings().to_plain(), False, "", follows=True)
+    peer._on_message(msg.Envelope(hold, generation=2))
+    wait_until(lambda: proxy.connections)
+    time.sleep(1.5)
+    assert proxy.connections == 1
+    peer._shards.close()
+    house.listener.close()
+    proxy.close()
 
 
 @pytest.mark.parametrize(

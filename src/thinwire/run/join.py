@@ -501,10 +501,10 @@ class JoinedPeer:
 
     # Its stream to the host
 
-    def _dial(self, name: str, timeout: float = DIAL_SECONDS) -> Pipe:
+    def _dial(self, name: str, timeout: float = DIAL_SECONDS, tries_again: bool = True) -> Pipe:
         """A stream of this name to the host."""
-        whom = fingerprint_of(self.identity.host)
-        return dial(self._host, name, self.identity, whom, timeout, msg.MAX_MESSAGE)
+        whom, most = fingerprint_of(self.identity.host), msg.MAX_MESSAGE
+        return dial(self._host, name, self.identity, whom, timeout, most, tries_again)
 
     def _keep_in_touch(self) -> None:
         """On a thread of its own: have a stream to the host, again and again."""
@@ -679,7 +679,9 @@ class JoinedPeer:
             (self._folder / CONFIG).write_text(text)
         if not self._serves_shards:  # from here on: before, another process may be this peer
             self._serves_shards = True
-            dial_store = partial(self._dial, msg.store_name(self.identity.name))
+            # Once in a while: as long as it stands by, the host asks for nothing.
+            name = msg.store_name(self.identity.name)
+            dial_store = partial(self._dial, name, tries_again=False)
             self._begin(self._shards.keep_serving, dial_store)
         self._admit(hold.links)
         counts = [len(blocks) for blocks in holding.settings.split()]
