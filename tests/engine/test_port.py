@@ -17,19 +17,9 @@ from thinwire.engine.source import Versions
 from thinwire.engine.step_end import Verdict, pack_tally
 from thinwire.errors import BreachError, WireError
 from thinwire.schedule import build
-from thinwire.wire import (
-    Frame,
-    FrameKind,
-    FrameLog,
-    Link,
-    LinkState,
-    LoggedPipe,
-    Meter,
-    Nic,
-    encode,
-    memory_pair,
-)
+from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, encode, memory_pair
 from thinwire.wire.emulate import stamp
+from thinwire.wire.logged import FrameLog, LinkState, LoggedPipe
 from waiting import PATIENCE, wait_until
 
 SHAPE = (2, 4, 8)

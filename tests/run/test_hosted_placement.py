@@ -2,14 +2,20 @@
 processes; test_hosted_recovery.py has them.
 """
 
+import dataclasses
+import shutil
+import threading
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from hosting import Joined
+from hosting import Joined, host_of
 from leading import Lead, part, ready, step
 
+from proxy import Proxy
 from thinwire.engine.reports import ShardFailed
+from thinwire.errors import WireError
 from thinwire.run import events as ev
 from thinwire.run import formation
 from thinwire.run import host as host_module
@@ -17,6 +23,10 @@ from thinwire.run import protocol as msg
 from thinwire.run.coordinator import Phase
 from thinwire.run.formation import Formation, Placing, next_follower, next_holder
 from thinwire.run.machine import Machine
+from thinwire.run.peer import Peer
+from thinwire.run.transfer import fetch_seat
+from thinwire.wire import Route, dial
+from trained import trained
 from waiting import PATIENCE, wait_until
 
 
@@ -310,6 +320,68 @@ def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_
                 end.hears(msg.Connect)
             own, fed = (next(m for m, *_ in e.heard if isinstance(m, msg.Connect)) for e in ends)
             assert own.word and own.word == fed.word
+
+
+def test_a_stand_by_whose_checkpoint_is_kept_no_more_is_to_begin_at_a_newer_one(
+    house, leads, make_settings, corpus, tmp_path
+):
+    """It fetches it for long while the run goes on. To be refused would be its own failure: it
+    would decline, and get no stage any more.
+    """
+    saved = trained(make_settings(), corpus, tmp_path / "run", 1)
+    with leads("ana", "ben", trains=True) as (led, _, _):
+        led.peers.saved = saved
+        cleo = house.join("cleo")
+        wait_until(lambda: led.event() and led.peers._standbys)
+        (stage,) = next(iter(led.peers._standbys))
+        shutil.rmtree(saved)
+        name = msg.stream_name("state", stage, 1, led.peers._again)
+        whom, address = host_of(cleo.identity), house.listener.address
+        pipe = dial(address, name, cleo.identity, whom, PATIENCE, msg.MAX_MESSAGE)
+        with pytest.raises(WireError):  # upon which it asks again, until it is told otherwise
+            fetch_seat(pipe, [stage], tmp_path / "cleo", 1 << 30)
+        assert led.next(ev.FollowerLost) == ev.FollowerLost([stage])
+
+
+def test_a_stand_by_that_begins_again_and_again_leaves_nothing_waiting_at_the_host(
+    house, leads, make_settings, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(host_module, "STANDBY_PAUSE", 0.0)
+    saved = trained(make_settings(), corpus, tmp_path / "run", 1)
+
+    def waiting():
+        names = [thread.name for thread in threading.enumerate()]
+        return sum(name.startswith(("thinwire state", "thinwire tokens")) for name in names)
+
+    with leads("ana", "ben", trains=True) as (led, _, _):
+        led.peers.saved = saved
+        house.join("cleo")
+        for _ in range(20):
+            wait_until(lambda: led.event() and led.peers._standbys)
+            for stages in [*led.peers._standbys]:
+                led.peers._drop_standby(list(stages))
+        wait_until(lambda: waiting() <= 2 + 2 * 2)  # of two holders, and of two stages for cleo
+
+
+def test_a_host_that_is_away_for_longer_than_a_link_may_be_ends_no_stage(
+    house, leads, make_settings, corpus
+):
+    """As with a member's own stream: the stage would be said to have failed, and its member to
+    have been the cause.
+    """
+    with leads("ana", "ben", link__outage=0.5) as (_, ana, _):
+        proxy = Proxy(house.listener.address)
+        order = msg.Order([0], dataclasses.asdict(ana.identity), {}, "", "", generation=1)
+        order = dataclasses.replace(order, host=[Route(proxy.address)])
+        settings = make_settings(link__outage=0.5)
+        far = Peer(order, {}, 0, lambda message: None)._far_corpus(settings)
+        far.wait(0)
+        proxy.is_refusing = True
+        proxy.cut()
+        time.sleep(1.5)
+        proxy.is_refusing = False
+        far.wait((0, 0))
+        proxy.close()
 
 
 # What the coordinator makes of it

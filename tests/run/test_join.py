@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import pytest
 from hosting import House
 
+from proxy import Proxy
 from thinwire.data import Tokenizer, prepare
 from thinwire.engine.checkpoint import partial_folder
 from thinwire.engine.reports import ShardFailed, ShardWritten
 from thinwire.engine.source import Versions
+from thinwire.engine.worker import scratch_folder
 from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, outward
 from thinwire.report import EvaluationRecord, PlainDisplay, StepRecord
 from thinwire.report.metrics import Row, lines_of
@@ -244,17 +246,20 @@ def test_what_a_stage_says_of_its_end_quotes_no_file_of_its_machine(error, told)
     assert str(error) in said[1].error
 
 
-def test_states_of_stages_that_others_hold_now_are_removed(tmp_path, make_settings, monkeypatch):
+def test_states_and_logs_of_stages_that_others_hold_now_are_removed(
+    tmp_path, make_settings, monkeypatch
+):
     """A host that gives one stage after the other does not fill this disk."""
     monkeypatch.setattr(Holding, "start", lambda *_: None)
     peer, plain = joined_peer(tmp_path), make_settings().to_plain()
     held = Holding(msg.Hold([1], plain, True, ""), 1, Terms(), tmp_path)
     peer._holdings = [held]
     fetched = [tmp_path / "run" / "checkpoints" / f"step-00000003-{stage}" for stage in (0, 1)]
-    for folder in fetched:
+    kept = [scratch_folder(tmp_path / "run") / f"stage-{stage}" / "sent-0" for stage in (0, 1)]
+    for folder in fetched + kept:
         folder.mkdir(parents=True)
     peer._on_prepared(held, msg.Order([1], {}, {}, "", ""))
-    assert [folder.exists() for folder in fetched] == [False, True]
+    assert [folder.exists() for folder in fetched + kept] == [False, True, False, True]
 
 
 def test_what_a_stage_writes_after_its_run_went_back_is_kept_for_the_host(
@@ -272,6 +277,57 @@ def test_what_a_stage_writes_after_its_run_went_back_is_kept_for_the_host(
     written.mkdir(parents=True)
     peer._say_of(peer._holdings[0], 0, ShardWritten(22, Versions(22, 0), None, {}))
     assert written.exists()
+
+
+def test_a_machine_that_took_a_place_stands_by_no_more(tmp_path, make_settings):
+    """Its own status said so for as long as it trained."""
+    peer = joined_peer(tmp_path)
+    hold = msg.Hold([1], make_settings().to_plain(), False, "", began=0, follows=True)
+    held = Holding(hold, 2, Terms(), tmp_path)
+    process = SimpleNamespace(poll=lambda: None)
+    held.here = SimpleNamespace(process=process, channel=SimpleNamespace(send=lambda *_: None))
+    peer._holdings = [held]
+    status = peer.handlers(SimpleNamespace(run_name="code", run_id="ab"))["status"]
+
+    def state():
+        (one,) = status_from_plain(status({})).peers
+        return one.state
+
+    for message in (msg.Connect("", [0], follower=1), msg.Connect("", [0], 0, 2), msg.Start()):
+        peer._on_message(msg.Envelope(message, 1, 2))
+        assert state() == "stands by"
+    peer._on_message(msg.Envelope(msg.Connect("", [1]), 1, 2))
+    assert state() == "training"
+
+
+def test_a_machine_that_stands_by_keeps_a_few_of_the_parts_that_it_writes(tmp_path):
+    """It says of each that it is so far, and the host asks for none of them."""
+    peer, held = joined_peer(tmp_path), SimpleNamespace(generation=2)
+    peer._holdings, peer._say = [held], lambda *what: None
+    for step in range(9):
+        partial_folder(tmp_path / "run", step).mkdir(parents=True)
+        peer._say_of(held, 1, msg.Follows(step))
+    kept = [partial_folder(tmp_path / "run", step).exists() for step in range(9)]
+    assert kept == [False] * 5 + [True] * 4
+
+
+def test_whoever_nobody_asks_for_its_parts_offers_them_now_and_then(
+    tmp_path, make_settings, monkeypatch
+):
+    """A host asks nothing of who stands by, and each attempt costs it a handshake."""
+    monkeypatch.setattr(Holding, "prepare", lambda *_: msg.Order([0], {}, {}, "", ""))
+    monkeypatch.setattr(Holding, "begin", lambda held: None)
+    house = House(tmp_path)
+    proxy = Proxy(house.listener.address)
+    peer = joined_peer(tmp_path / "ana", Routes("", proxy.address), house.enrol("ana"))
+    hold = msg.Hold([0], make_settings().to_plain(), False, "", follows=True)
+    peer._on_message(msg.Envelope(hold, generation=2))
+    wait_until(lambda: proxy.connections)
+    time.sleep(1.5)
+    assert proxy.connections == 1
+    peer._shards.close()
+    house.listener.close()
+    proxy.close()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """A peer that takes a seat gets the state of its stage, exactly, and next to nothing else."""
 
+import io
 import json
+import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,14 @@ from thinwire.background import on_daemon_thread
 from thinwire.engine.checkpoint import MANIFEST, Checkpoint, partial_folder, sealed
 from thinwire.engine.state import most_shard_bytes
 from thinwire.errors import CheckpointError, WireError
+from thinwire.report import PlainDisplay
+from thinwire.run import protocol as msg
 from thinwire.run import transfer as tr
-from thinwire.wire import memory_pair
+from thinwire.run.checkpoints import claim_folder
+from thinwire.run.join import Holding, JoinedPeer, Terms
+from thinwire.run.machine import Machine
+from thinwire.wire import Identity, Routes, memory_pair
+from waiting import PATIENCE
 from whole_state import fingerprint
 
 RUN = {**EXACT, "pipeline__stages": 3, "train__steps": 6, "train__checkpoint_every": 3}
@@ -124,6 +133,53 @@ def test_what_is_here_is_not_sent_again_also_after_a_lost_connection(
     Checkpoint.open(path).verify()
 
 
+def test_a_stage_given_again_while_its_state_is_on_its_way_gets_all_of_it_once(
+    trained, tmp_path, monkeypatch
+):
+    """The run was formed again meanwhile: what comes for the first time of asking is given up,
+    for it would be written into the same files.
+    """
+    monkeypatch.setattr(tr, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(Holding, "begin", lambda held: None)
+    settings, _, checkpoint = trained()
+    server, started, asked = tr.SeatServer(checkpoint, settings), [], threading.Event()
+    monkeypatch.setattr(Holding, "start", lambda held, order, *_: started.append(order))
+    goes_on, serving = threading.Event(), []
+
+    def dial(name, timeout=0.0):
+        here, there = memory_pair(1)
+        if not serving:  # the first connection stalls for a while
+
+            def write(message, sent=[], write=here.write):  # noqa: B006
+                sent.append(message)
+                if len(sent) == 4:
+                    asked.set()
+                    goes_on.wait(PATIENCE)
+                write(message)
+
+            here.write = write
+        serving.append(on_daemon_thread("host", lambda: server.serve(here, (1,))))
+        return there
+
+    way, identity = Routes("", "127.0.0.1:1"), Identity.create("ana")
+    display, machine = PlainDisplay(io.StringIO()), Machine(device="cpu")
+    peer = JoinedPeer(tmp_path, way, identity, Terms(), machine, display)
+    peer._dial, peer._serves_shards = dial, True
+    hold = msg.Hold([1], settings.to_plain(), True, "")
+    peer._on_message(msg.Envelope(hold, generation=1))
+    assert asked.wait(PATIENCE)
+    peer._on_message(msg.Envelope(hold, generation=2))
+    while not started:
+        peer._due.get(timeout=PATIENCE)()
+        assert peer._holdings, "it was declined"
+    (order,) = started
+    goes_on.set()
+    for one in serving:
+        one.exception(PATIENCE)
+    assert order.generation == 2
+    Checkpoint.open(Path(order.resume)).verify()
+
+
 def test_a_seat_is_for_the_one_who_holds_it(trained, tmp_path):
     settings, _, checkpoint = trained()
     server = tr.SeatServer(checkpoint, settings)
@@ -166,6 +222,18 @@ def test_a_manifest_cannot_lead_a_peer_astray(trained, tmp_path):
         with pytest.raises(CheckpointError, match=words):
             tr.fetch_seat(there, [0], tmp_path / "peer", MOST)
     assert {path for path in tmp_path.rglob("*") if "peer" not in path.parts} == before
+
+
+def test_what_was_extracted_goes_with_the_run_of_a_host_that_was_killed(
+    trained, make_settings, tmp_path
+):
+    _, _, checkpoint = trained()
+    settings = make_settings(**{**RUN, "pipeline__stages": 4})
+    fetch(tr.SeatServer(checkpoint, settings), 1, tmp_path / "peer")
+    folder = checkpoint.folder.parent
+    assert list(folder.glob(".extracts-*"))
+    with claim_folder(folder.parent, checkpoint):  # as the next host does
+        assert not list(folder.glob(".extracts-*"))
 
 
 def test_half_of_the_disk_stays_free(trained, tmp_path, monkeypatch):

@@ -162,16 +162,6 @@ def test_every_message_comes_once_and_in_order_however_often_connections_are_los
     assert network.connections > 3
 
 
-def test_a_bare_pipe_loses_messages_there():
-    """What the numbers are for: the same cut on a bare connection loses what was on its way."""
-    left, right = memory_pair()
-    for number in range(10):
-        left.write(bytes([number + 1]))
-    left.close()
-    right.close()
-    assert read_all(right) == []
-
-
 @pytest.mark.parametrize("have", [1, 3])
 def test_what_was_not_acknowledged_is_sent_again_and_no_more(have):
     """Of three messages the other end got `have`; its acknowledgements were lost."""

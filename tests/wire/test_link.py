@@ -200,6 +200,7 @@ def test_a_link_that_ended_takes_no_more_frames_and_those_queued_before_are_no_f
     there.heard.wait(lambda: there.heard.ends)
     with pytest.raises(WireError, match="the other end said goodbye"):
         there.link.send(forward(1))
+    there.link.flush()  # nobody needs them any more
     there.pipe.open_gate.set()
     there.link.close()
     assert there.heard.errors == []
@@ -281,16 +282,6 @@ def test_room_is_waited_for_until_frames_have_left_the_uplink(frames):
     assert sum(end > now for *_, end in spans) < frames
     there.pipe.close()
     here.link.wait_for_room(1)  # ends with the link, too
-    here.link.close()
-
-
-def test_what_the_other_end_needs_no_more_is_no_fault():
-    here, there = slow_pair(mbps=0.01)
-    here.link.send(forward(1, 5000))  # 4 s
-    there.link.close()
-    here.link.flush()
-    here.heard.wait(lambda: here.heard.ends)
-    assert not here.heard.errors
     here.link.close()
 
 

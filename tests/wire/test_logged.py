@@ -376,14 +376,19 @@ def cannot_dial(timeout):
     raise WireError("it was one connection")
 
 
-def test_whoever_is_wanted_no_more_is_not_gone_on_with(tmp_path):
-    """Lost while both say where they stand: another is awaited, and may be here already."""
+@pytest.mark.parametrize("wanted", [[True, False], [False, False]], ids=["meanwhile", "before"])
+def test_whoever_is_wanted_no_more_is_not_gone_on_with(wanted, tmp_path):
+    """Lost while both say where they stand, and another may be here; or before, and then nobody
+    waits for its answer.
+    """
     pipe = wire.LoggedPipe(None, wire.LinkState(wire.FrameLog(tmp_path, 1 << 20)))
     ours, theirs = wire.memory_pair()
-    theirs.write(msgspec.msgpack.encode(wire.Position(0, 0, [])))
+    is_asked = wanted[0]
+    if is_asked:
+        theirs.write(msgspec.msgpack.encode(wire.Position(0, 0, [])))
     with pytest.raises(WireError, match="is lost too"):
-        pipe.go_on(ours, lambda: False)
-    assert theirs.read() and theirs.read() is None and pipe._pipe is None
+        pipe.go_on(ours, lambda: wanted.pop(0))
+    assert bool(theirs.read()) is is_asked and theirs.read() is None and pipe._pipe is None
 
 
 def test_of_two_that_audit_one_may_end(tmp_path):

@@ -271,3 +271,19 @@ def test_only_the_holder_of_its_key_waits_in_the_hosts_place(service, thief, rea
             with service.accept() as served:  # the real host
                 joining.sendall(b"hello")
                 assert served.recv(5) == b"hello"
+
+
+def test_who_waits_comes_again_also_if_the_end_of_a_connection_was_never_heard(monkeypatch):
+    """The door has ended it; what is between lost that, and keeps the rest alive."""
+    monkeypatch.setattr(routes_room, "LONGEST_WAIT_S", 0.2, raising=False)
+    monkeypatch.setattr(routes_room, "_READY", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, ExitStack() as held:
+        silent.settimeout(5)
+        route = Route("{}:{}".format(*silent.getsockname()), "relayed", TOKEN)
+        held.enter_context(Standby(NAME, route, lambda connection, host: None))
+        for _ in range(2):
+            waiter, _ = silent.accept()
+            held.enter_context(waiter)
+            waiter.sendall(b"thinwire-door 3 abc\n")
+            waiter.recv(1000)
+            waiter.sendall(b"ok\n")

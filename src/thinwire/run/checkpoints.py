@@ -356,7 +356,7 @@ def discard_partial(run_folder: Path, step: int | None = None) -> None:
         else:
             with contextlib.suppress(OSError):  # it is still there for the next attempt
                 replaced.rename(final)
-    for kind in ("partial", "pruned", "sample"):
+    for kind in ("partial", "pruned", "sample", "extracts"):
         for leftover in folder.glob(f".{kind}-{which}"):
             shutil.rmtree(leftover, ignore_errors=True)
     if step is None:

@@ -360,6 +360,9 @@ def own_peers(count: int, invite: Invite, run_folder: Path, device: str) -> Iter
 # One generation
 
 
+IsDue = Callable[[], bool]  # whether something may still come
+
+
 class Streams:
     """What members open for one generation beside their own stream; it ends with `close`."""
 
@@ -367,10 +370,12 @@ class Streams:
         self._listener = listener
         self._is_over = threading.Event()
 
-    def accept(self, name: str, peer: str, timeout: float | None) -> Pipe:
-        """Wait for a member to dial by this name; whoever else does is refused."""
+    def accept(
+        self, name: str, peer: str, timeout: float | None, is_due: IsDue = lambda: True
+    ) -> Pipe:
+        """Wait for a member to dial by this name, while it may; whoever else does is refused."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._is_over.is_set():
+        while not self._is_over.is_set() and is_due():
             left = LOOK_SECONDS / 2 if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 raise WireError(f"{peer} did not dial as {name!r} within {timeout:.0f} s")
@@ -379,13 +384,15 @@ class Streams:
             time.sleep(0.01)  # the listener may be closed, and then says so at once
         raise WireError(f"nobody waits for {name!r} any more")
 
-    def serve(self, name: str, peer: str, handle: Callable[[Pipe], None]) -> None:
+    def serve(
+        self, name: str, peer: str, handle: Callable[[Pipe], None], is_due: IsDue = lambda: True
+    ) -> None:
         """Handle one stream of this name after the other, on a thread of its own."""
 
         def run() -> None:
-            while not self._is_over.is_set():
+            while not self._is_over.is_set() and is_due():
                 with contextlib.suppress(ThinwireError):  # the member dials again
-                    handle(self.accept(name, peer, None))
+                    handle(self.accept(name, peer, None, is_due))
 
         threading.Thread(target=run, name=f"thinwire {name}", daemon=True).start()
 
@@ -497,7 +504,7 @@ class HostedPeers(Peers):
         self._given |= {(name, stage): self._again for stage in stages}
         if not follows:
             self._collect(name, stages)
-        self._serve(name, stages, checkpoint)
+        self._serve(name, stages, checkpoint, follows)
         plain, corpus = self._settings.to_plain(), self._base.data.fingerprint
         resumes = checkpoint is not None
         hold = msg.Hold(stages, plain, resumes, corpus, self._links, began, self._again, follows)
@@ -722,17 +729,27 @@ class HostedPeers(Peers):
             self._ways[followed] = Ways(book.run_id, self._links, doors, meeting, keys)
         return self._ways[followed]
 
-    def _serve(self, name: str, stages: list[int], checkpoint: Checkpoint | None) -> None:
+    def _serve(
+        self, name: str, stages: list[int], checkpoint: Checkpoint | None, follows: bool
+    ) -> None:
         """Accept what stages on a member open beside its own stream: states and token ids."""
-        generation = self._base.formation.epoch
+        generation, again = self._base.formation.epoch, self._again
+
+        def is_due() -> bool:
+            """Whether the member was not given these stages anew: then it dials by other names."""
+            return self._given[name, stages[0]] == again
+
         if checkpoint is not None:
-            states = SeatServer(checkpoint, self._settings, self._base.beside["states"])
+            meter, lost = self._base.beside["states"], ev.FollowerLost(stages)
+            on_gone = partial(self.said.note, lost) if follows else None
+            states = SeatServer(checkpoint, self._settings, meter, on_gone)
             self._states.append(states)
-            stream = msg.stream_name("state", stages[0], generation, self._again)
-            self._streams.serve(stream, name, partial(states.serve, stages=tuple(stages)))
+            stream = msg.stream_name("state", stages[0], generation, again)
+            serve = partial(states.serve, stages=tuple(stages))
+            self._streams.serve(stream, name, serve, is_due)
         for stage in stages:
-            tokens = msg.stream_name("tokens", stage, generation, self._again)
-            on_daemon_thread("thinwire tokens", partial(self._serve_tokens, tokens, name))
+            tokens = msg.stream_name("tokens", stage, generation, again)
+            on_daemon_thread("thinwire tokens", partial(self._serve_tokens, tokens, name, is_due))
 
     def _collect(self, name: str, stages: list[int]) -> None:
         is_known = name in self._collected
@@ -741,14 +758,13 @@ class HostedPeers(Peers):
             collect = partial(self.collector.collect_from, name, self._collected[name])
             self._streams.serve(msg.store_name(name), name, collect)
 
-    def _serve_tokens(self, stream: str, name: str) -> None:
+    def _serve_tokens(self, stream: str, name: str, is_due: IsDue) -> None:
         def accept(timeout: float | None) -> Pipe:
-            return self._streams.accept(stream, name, timeout)
+            return self._streams.accept(stream, name, timeout, is_due)
 
-        outage = self._settings.link.outage
+        outage = max(self._settings.link.outage, msg.LEAST_OUTAGE_S)
         with contextlib.suppress(ThinwireError):  # the stage says what it lacks
-            first = accept(None)
-            pipe = LastingPipe(first, accept, outage) if outage else first
+            pipe = LastingPipe(accept(None), accept, outage)
             TokenServer(pipe, self._base.data, self._settings, self._base.beside["token ids"])
 
     def _on_happening(self, name: str, what: Happening) -> bool:

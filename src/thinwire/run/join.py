@@ -20,6 +20,7 @@ import shutil
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +30,13 @@ from typing import Any
 
 import msgspec
 
+from thinwire.background import on_daemon_thread
 from thinwire.data import DataConfig, prepare
 from thinwire.data.chat import TEMPLATES
 from thinwire.engine.checkpoint import checkpoints_folder
 from thinwire.engine.reports import ShardFailed, ShardWritten
 from thinwire.engine.state import most_shard_bytes
+from thinwire.engine.worker import scratch_folder
 from thinwire.errors import (
     AdmissionError,
     ConfigError,
@@ -268,6 +271,9 @@ def _text(path: Path | None) -> str:
 Say = Callable[[str, int, int], None]
 """Told what is under way, and of how many bytes so many are here."""
 
+# By run and first stage: one at a time fetches their state, into the same files.
+_FETCHING: defaultdict[tuple[Path, int], threading.Lock] = defaultdict(threading.Lock)
+
 
 class Holding:
     """Stages of one generation on this machine, from the word to hold them to the process's end."""
@@ -281,6 +287,8 @@ class Holding:
         self._terms, self._logs = terms, folder / "logs"
         self._process: StageProcess | None = None
         self.here: StagesHere | None = None
+        self._source: Pipe | None = None  # of what is fetched
+        self._is_stopped = False
 
     @property
     def is_running(self) -> bool:
@@ -331,7 +339,12 @@ class Holding:
         self.here = StagesHere(order, self._process, on_said, lambda error: None, on_exit)
 
     def stop(self) -> None:
-        """End the process at once, if there is one."""
+        """End the process at once, if there is one, and fetch nothing more: this machine may be
+        given the same stages again, and their state goes into the same files.
+        """
+        self._is_stopped = True
+        if self._source is not None:
+            on_daemon_thread("thinwire close", partial(self._source.close, 0))
         if self._process is not None:
             self._process.end()
 
@@ -361,15 +374,20 @@ class Holding:
             moved_at = time.monotonic()
             say("fetch", done, total)
 
-        while True:
+        while not self._is_stopped:
             try:
-                pipe = dial_host(name)
-                return fetch_seat(pipe, self.stages, self.run_folder, most, plugins, tell)
+                self._source = pipe = dial_host(name)
+                with _FETCHING[self.run_folder, self.stages[0]]:
+                    if self._is_stopped:
+                        pipe.close(0)
+                        break
+                    return fetch_seat(pipe, self.stages, self.run_folder, most, plugins, tell)
             except WireError as error:
                 is_given_up = time.monotonic() > moved_at + FETCH_SECONDS
                 if is_given_up or isinstance(error, AdmissionError):
                     raise
                 time.sleep(_PAUSE_S)
+        raise WireError("these stages were taken away meanwhile")
 
 
 class JoinedPeer:
@@ -477,10 +495,10 @@ class JoinedPeer:
 
     # Its stream to the host
 
-    def _dial(self, name: str, timeout: float = DIAL_SECONDS) -> Pipe:
+    def _dial(self, name: str, timeout: float = DIAL_SECONDS, tries_again: bool = True) -> Pipe:
         """A stream of this name to the host."""
-        whom = fingerprint_of(self.identity.host)
-        return dial(self._host, name, self.identity, whom, timeout, msg.MAX_MESSAGE)
+        whom, most = fingerprint_of(self.identity.host), msg.MAX_MESSAGE
+        return dial(self._host, name, self.identity, whom, timeout, most, tries_again)
 
     def _keep_in_touch(self) -> None:
         """On a thread of its own: have a stream to the host, again and again."""
@@ -555,7 +573,7 @@ class JoinedPeer:
             message = dataclasses.replace(message, error=error)
         if holding in self._holdings:
             self._say(message, stage, holding.generation)
-        if isinstance(message, ShardWritten):
+        if isinstance(message, ShardWritten | msg.Follows):  # also of one that stands by
             self._shards.remove_spare()
 
     # What happens
@@ -563,8 +581,11 @@ class JoinedPeer:
     def _on_message(self, said: msg.Envelope) -> None:
         message, stage, generation = said
         if stage != msg.OF_NO_STAGE:
+            is_connect = isinstance(message, msg.Connect) and message.cut is None
             for held in self._holdings:
                 if held.generation == generation and stage in held.stages and held.here is not None:
+                    if is_connect and not message.follower:  # it takes a place, if it stood by
+                        held.hold = dataclasses.replace(held.hold, follows=False)
                     with contextlib.suppress(ThinwireError):  # its exit shows by itself
                         held.here.channel.send(message, stage)
             return
@@ -649,7 +670,9 @@ class JoinedPeer:
             (self._folder / CONFIG).write_text(text)
         if not self._serves_shards:  # from here on: before, another process may be this peer
             self._serves_shards = True
-            dial_store = partial(self._dial, msg.store_name(self.identity.name))
+            # Once in a while: as long as it stands by, the host asks for nothing.
+            name = msg.store_name(self.identity.name)
+            dial_store = partial(self._dial, name, tries_again=False)
             self._begin(self._shards.keep_serving, dial_store)
         self._admit(hold.links)
         counts = [len(blocks) for blocks in holding.settings.split()]
@@ -697,6 +720,10 @@ class JoinedPeer:
         for fetched in checkpoints_folder(held.run_folder).glob("step-*-*"):
             if fetched.name.rpartition("-")[2] not in firsts:  # others hold that stage now
                 shutil.rmtree(fetched, ignore_errors=True)
+        own = {f"stage-{stage}" for holding in self._holdings for stage in holding.stages}
+        for logs in scratch_folder(held.run_folder).glob("stage-*"):
+            if logs.name not in own:
+                shutil.rmtree(logs, ignore_errors=True)
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
         self._pace.mbps = uplink_share(share * self.machine.mbps_up)
         held.start(

@@ -26,7 +26,6 @@ from thinwire.wire import LastingPipe, Listener, Pipe
 
 LOOK_SECONDS = 0.2  # between two looks for machines that were enrolled meanwhile
 GOODBYE_SECONDS = 2.0  # for members to hear that the run is over
-LEAST_OUTAGE_S = 10.0  # for which a connection may be lost, also where links may not
 ALIVE_SECONDS = 5.0  # for a member to answer, before another process with its key takes its place
 MOST_UNTAKEN = 1000  # messages to a member that wait to be sent: few of them are large
 MOST_STREAMS = 8  # of one member: one counts, and others begin or may come back
@@ -110,7 +109,7 @@ class Members:
         self.control_bytes = 0  # of streams that are over
         self._told = Told()
         self._listener, self._book = listener, book
-        self._outage, self._cut = max(outage, LEAST_OUTAGE_S), cut
+        self._outage, self._cut = max(outage, msg.LEAST_OUTAGE_S), cut
         self._members: dict[str, Member] = {}
         self._streams: dict[tuple[str, bytes], _Connections] = {}  # by name, session
         self._changed = threading.Condition(threading.RLock())

@@ -224,8 +224,8 @@ class Peer:
         def call(timeout: float) -> Pipe:
             return dial(routes, name, self.identity, host, timeout, msg.MAX_MESSAGE)
 
-        first, outage = call(JOIN_SECONDS), settings.link.outage
-        pipe = LastingPipe(first, call, outage) if outage else first
+        outage = max(settings.link.outage, msg.LEAST_OUTAGE_S)
+        pipe = LastingPipe(call(JOIN_SECONDS), call, outage)
         return FetchedCorpus(pipe, settings, self.stage)
 
     def _join(self, worker: Worker, connect: msg.Connect) -> None:

@@ -604,6 +604,7 @@ def stream_name(what: str, number: int, generation: int, again: int = 0) -> str:
     return f"{name}.{again}" if again else name
 
 
+LEAST_OUTAGE_S = 10.0  # for which a stream to the host may be lost, also where links may not
 SETTINGS = "settings"  # by which a member asks the host for those of the run
 
 

@@ -541,13 +541,24 @@ class ShardSender:
 
 
 class SeatServer:
-    """On the host: says which files each stage needs of a checkpoint, and sends them."""
+    """On the host: says which files each stage needs of a checkpoint, and sends them.
 
-    def __init__(self, checkpoint: Checkpoint, settings: Settings, meter: Meter | None = None):
-        self.meter = meter or Meter()
+    Whoever stands by fetches them while the run goes on, and the checkpoint may be removed
+    meanwhile. That is no failure of the member: with `on_gone`, which is called then, it is not
+    refused, but loses its connection.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        settings: Settings,
+        meter: Meter | None = None,
+        on_gone: Callable[[], None] | None = None,
+    ):
+        self.meter, self._on_gone = meter or Meter(), on_gone
         self._checkpoint, self._settings = checkpoint, settings
-        parent = checkpoint.folder.resolve().parent
-        self._extracts = parent / f".extracts-{checkpoint.step}"
+        folder = checkpoint.folder.resolve()
+        self._extracts = folder.with_name(f".extracts-{folder.name}")
         self._lock = threading.Lock()
         # By its stages, the files of a seat, and what a manifest says of them.
         self._seats: dict[tuple[int, ...], dict[Path, Shard]] = {}
@@ -557,14 +568,23 @@ class SeatServer:
         talk = Talk(pipe, self.meter)
 
         def find(want: Want) -> Path | None:
+            self._look()
             files = self._seats.get(stages, {}).items()
             return next((path for path, shard in files if shard.sha256 == want.sha256), None)
 
         try:
-            talk.say(self._seat(stages))
+            seat = self._seat(stages)
+            self._look()
+            talk.say(seat)
             serve_files(talk, find)
         finally:
             pipe.close(0)
+
+    def _look(self) -> None:
+        """WireError where the checkpoint is kept no more."""
+        if self._on_gone is not None and not self._checkpoint.folder.is_dir():
+            self._on_gone()
+            raise WireError(f"the checkpoint of step {self._checkpoint.step} is kept no more")
 
     def close(self) -> None:
         """Remove what was extracted."""

@@ -465,7 +465,8 @@ class LoggedPipe(Pipe):
         """Both ends say where they stand, and this pipe counts from then on."""
         with self._changed:
             self._coming = pipe
-        theirs = self._exchange(pipe)
+            is_due = is_wanted()  # whoever is given up from here on is hung up on
+        theirs = self._exchange(pipe) if is_due else NOWHERE
         with self._changed:
             if self._coming is not pipe or not is_wanted():
                 on_daemon_thread("thinwire close", partial(pipe.close, 0))

@@ -39,6 +39,7 @@ HERE = b"+"  # what one who waits answers to a call
 ROUTE_S = 4.0  # for one route to answer: a firewall may swallow a dial, and another route is next
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 _READY = 2  # connections that wait at a door
+LONGEST_WAIT_S = 300.0  # on one of them: a door ends it before that, and that word may be lost
 _NAME = re.compile(r"[0-9a-f]{16}/[a-z0-9][a-z0-9@._-]{0,79}")
 
 Wish = Literal["reach", "wait", "ping"]
@@ -191,7 +192,7 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
                 return None
             self._waiting.add(connection)
         try:
-            word, _, home = hear(connection, None).partition(" ")
+            word, _, home = hear(connection, time.monotonic() + LONGEST_WAIT_S).partition(" ")
             if word == "call":
                 connection.sendall(HERE)
                 return home
