@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     patience = None  # for a reader who comes back to what a command has said
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
-            _run(make_parser().parse_args(arguments))
+            _run(arguments)
         except SystemExit as end:
             if end.code == INTERRUPTED:
                 patience = STALLED_SECONDS
@@ -66,8 +66,9 @@ def _safe(stream: TextIO | None, after: Any = None) -> Any:
     return SafeStream(stream or open(os.devnull, "w", encoding="utf-8"), after)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(arguments: list[str] | None) -> None:
     try:
+        options = make_parser().parse_args(arguments)
         options.command(options)
     except ThinwireError as error:
         _say("error: ", error, str(error))
