@@ -236,6 +236,21 @@ def test_who_cannot_write_its_part_of_a_checkpoint_gets_no_stage_and_others_writ
         wait_until(lambda: "ben" in house.here())
 
 
+def test_lost_stages_move_although_the_disk_of_the_host_is_full(house, leads, monkeypatch):
+    """Who holds what is read by a host that is started anew; it ended the one that trains."""
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    with leads("ana", "ben") as (led, _, ben):
+        monkeypatch.setattr(formation, "replace_file", full)
+        house.join("cleo")
+        ben.is_cut_off = True
+        ben.lose_connection()
+        led.peers.replace([1])
+        led.gives("cleo", [1])
+
+
 def test_where_nobody_can_save_the_holder_of_before_goes_on(house, leads, monkeypatch):
     """Both disks are full: the second to fail keeps its stages, and so does the first then."""
     monkeypatch.setattr(host_module, "ANSWER_SECONDS", 0.1)

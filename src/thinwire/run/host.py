@@ -637,7 +637,10 @@ class HostedPeers(Peers):
     def _take_seat(self, stages: list[int], name: str) -> None:
         """Note who holds stages from now on, and let go of whoever did."""
         before = self._base.formation.seats[stages[0]]
-        self._base.keep(self._base.formation.given(stages, name))
+        try:
+            self._base.keep(self._base.formation.given(stages, name))
+        except ConfigError as error:  # a full disk: only a host that is started anew would read it
+            self._base.display.note(f"{error}; the run goes on")
         self._ended -= {*stages}
         self._unheard -= {*stages}
         if before != name:
