@@ -135,13 +135,16 @@ def test_a_request_that_breaks_the_rules_ends_the_exchange(book, listener):
     assert book.peers() == []
 
 
-def test_trouble_of_the_host_is_not_told_to_strangers(book, way, monkeypatch):
+def test_trouble_of_the_host_is_told_to_it_and_not_to_strangers(book, listener, way, monkeypatch):
+    noted = []
+    serve_enrolment(listener, book, noted.append)
     full = ConfigError(f"cannot write {book.folder}/book.json: No space left on device")
     invite = invite_of(book)
     monkeypatch.setattr(book, "_save", Mock(side_effect=full))
     with pytest.raises(AdmissionError, match="cannot enrol peers at the moment") as refusal:
         enrol(way, invite, new_key())
     assert str(book.folder) not in str(refusal.value)
+    assert noted == [f"a machine could not join: {full}"]
 
 
 @contextlib.contextmanager

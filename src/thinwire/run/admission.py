@@ -479,14 +479,19 @@ class HostSays(msgspec.Struct):
 _ASKED, _SAYS = msgspec.json.Decoder(_Asked), msgspec.json.Decoder(HostSays)
 
 
-def serve_enrolment(listener: Listener, book: AuthorityBook) -> None:
-    """Let the host's listener enrol who has an invite."""
+def serve_enrolment(
+    listener: Listener, book: AuthorityBook, note: Callable[[str], object] = lambda text: None
+) -> None:
+    """Let the host's listener enrol who has an invite; `note` is told of the host's own trouble."""
 
     def answer(stream: Stream) -> None:
         try:
             says = _answer(book, _heard(stream, _ASKED), stream.public, stream.comes_from)
         except WireError:
             says = HostSays(refused="the enrolment lacks a part: install the host's version")
+        except ThinwireError as error:  # such as a full disk: not for strangers
+            note(f"a machine could not join: {error}")
+            says = HostSays("", "the host cannot enrol peers at the moment: its screen says why")
         stream.write(msgspec.json.encode(says))
 
     listener.serve(ENROL, answer)
@@ -501,8 +506,6 @@ def _answer(book: AuthorityBook, asked: _Asked, public: str, origin: str) -> Hos
         return HostSays(__version__, name=name)
     except (AdmissionError, WireError) as refusal:
         return HostSays(__version__, str(refusal))
-    except ThinwireError:  # the host's own trouble, such as a full disk, is not for strangers
-        return HostSays("", "the host cannot enrol peers at the moment: its log says why")
 
 
 def _reaches(book: AuthorityBook, asked: _Asked, origin: str) -> str:

@@ -250,7 +250,8 @@ class OpenDoor:
         self._relay = [options.relay] if options.relay else []
         self.listener = Listener(book.identity, None, 0, msg.MAX_MESSAGE, who=book.name_of)
         stack.callback(self.listener.close)
-        serve_enrolment(self.listener, book)
+        self.note: Callable[[str], None] = lambda text: None  # what this host alone should know
+        serve_enrolment(self.listener, book, lambda text: self.note(text))
         door = stack.enter_context(_open_door(options.listen, port_before))
         door.admit_by(book.run_id, book.grant_of, options.mbps)
         self.port, self.cut = door.port, partial(door.cut, book.run_id)
@@ -919,7 +920,7 @@ class _Hosting(Base):
         shared = SharedDisplay(display, members.tell_all, notes)
         super().__init__(members, door, folder, data, shared, formation)
         self.keep(dataclasses.replace(formation, port=door.port))
-        members.note = shared.note
+        members.note, door.note = shared.note, partial(shared.phase, "note")
         now = (lambda: self.formation), (lambda: self._settings)
         console = HostConsole(notes, members, book, *now, door.invite, door.addresses)
         opened.enter_context(ControlSocket(folder, console.handlers()))
