@@ -148,6 +148,14 @@ def test_tensors_listed_but_absent_are_refused(tmp_path):
         checkpoint.tensors(["w"])
 
 
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_called_damaged(tmp_path):
+    checkpoint = Checkpoint.open(folder := save_tensor(tmp_path, 1))
+    folder.rename(tmp_path / ".pruned")
+    for reads in (checkpoint.verify, lambda: checkpoint.tensors(["w"])):
+        with pytest.raises(CheckpointError, match=r"was removed meanwhile.*[Tt]ry again"):
+            reads()
+
+
 def test_settings_of_another_version_name_the_manifest(tmp_path):
     folder = save_tensor(tmp_path, 1)
     altered(folder, put("settings", {"model": {"wings": 2}}))

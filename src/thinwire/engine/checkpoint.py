@@ -224,7 +224,7 @@ class Checkpoint(Source):
         for shard in self.shards:
             path = self.folder / shard.file
             if sha256_of(path) != shard.sha256:
-                raise CheckpointError(f"{path} is altered or missing: use an earlier checkpoint")
+                raise _unreadable(path, "is altered or missing: use an earlier checkpoint")
             with self._opened(shard) as file:
                 if set(file.keys()) != set(shard.tensors):
                     raise CheckpointError(f"{path} holds other tensors than the manifest lists")
@@ -267,7 +267,15 @@ class Checkpoint(Source):
             with safetensors.safe_open(path, framework="pt") as file:
                 yield file
         except (OSError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+            raise _unreadable(path, f"cannot be read: {error}") from error
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    """Why a file cannot be used; a run that trains removes checkpoints while others read them."""
+    if not path.parent.is_dir():
+        gone = f"{path.parent} was removed meanwhile: its run keeps newer ones"
+        return CheckpointError(f"{gone}. Try again, or with a higher train.keep there")
+    return CheckpointError(f"{path} {why}")
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
@@ -292,7 +300,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
         if named and int(named[1]) != manifest["step"]:
             raise ValueError(f"it is of step {manifest['step']}, its folder of {int(named[1])}")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        raise _unreadable(path, f"is damaged: {error}") from error
     return manifest, shards
 
 
