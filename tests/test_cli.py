@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -153,6 +154,11 @@ def test_an_interrupted_run_shows_its_summary_and_says_so(training, config, comm
     assert "'steps': 3" in shown and "folder" in shown
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "one more cannot change the code"
     assert gc.get_freeze_count() > 0, "a search for garbage at Python's end would take seconds"
+
+
+def test_whoever_interrupts_while_the_command_line_is_read_sees_no_traceback(command, monkeypatch):
+    monkeypatch.setattr("thinwire.cli.make_parser", Mock(side_effect=KeyboardInterrupt))
+    assert command("status") == (130, "", "interrupted\n")
 
 
 def test_an_interrupted_demo_does_not_start_its_second_arm(training, tmp_path, command):

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hosting import Joined, host_of
@@ -238,12 +239,8 @@ def test_who_cannot_write_its_part_of_a_checkpoint_gets_no_stage_and_others_writ
 
 def test_lost_stages_move_although_the_disk_of_the_host_is_full(house, leads, monkeypatch):
     """Who holds what is read by a host that is started anew; it ended the one that trains."""
-
-    def full(path, content):
-        raise OSError(28, "No space left on device")
-
     with leads("ana", "ben") as (led, _, ben):
-        monkeypatch.setattr(formation, "replace_file", full)
+        monkeypatch.setattr(formation, "replace_file", Mock(side_effect=OSError))
         house.join("cleo")
         ben.is_cut_off = True
         ben.lose_connection()
@@ -386,8 +383,8 @@ def test_a_host_that_is_away_for_longer_than_a_link_may_be_ends_no_stage(
     """
     with leads("ana", "ben", link__outage=0.5) as (_, ana, _):
         proxy = Proxy(house.listener.address)
-        order = msg.Order([0], dataclasses.asdict(ana.identity), {}, "", "", generation=1)
-        order = dataclasses.replace(order, host=[Route(proxy.address)])
+        own, way = dataclasses.asdict(ana.identity), [Route(proxy.address)]
+        order = msg.Order([0], own, {}, "", "", generation=1, host=way)
         settings = make_settings(link__outage=0.5)
         far = Peer(order, {}, 0, lambda message: None)._far_corpus(settings)
         far.wait(0)

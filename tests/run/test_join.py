@@ -288,11 +288,7 @@ def test_a_machine_that_took_a_place_stands_by_no_more(tmp_path, make_settings):
     held.here = SimpleNamespace(process=process, channel=SimpleNamespace(send=lambda *_: None))
     peer._holdings = [held]
     status = peer.handlers(SimpleNamespace(run_name="code", run_id="ab"))["status"]
-
-    def state():
-        (one,) = status_from_plain(status({})).peers
-        return one.state
-
+    state = lambda: status_from_plain(status({})).peers[0].state  # noqa: E731
     for message in (msg.Connect("", [0], follower=1), msg.Connect("", [0], 0, 2), msg.Start()):
         peer._on_message(msg.Envelope(message, 1, 2))
         assert state() == "stands by"

@@ -143,21 +143,13 @@ def test_what_is_forgotten_of_stages_leaves_the_rest_in_order_and_makes_room():
     kept = [Said(1, Follows(3), follows=True), Given([1]), StopAsked()]
     for event in (kept[0], Exited(1, -9), *kept[1:]):
         hearing.note(event)
+    waiting = on_daemon_thread("stream", lambda: hearing.hear(1, step(1, MOST_UNHEARD)))
+    wait_until(lambda: hearing._room[1]._cond._waiters)
     hearing.forget([1])
+    waiting.result(PATIENCE)  # what waited for room is forgotten too
     hearing.hear(1, step(1, 0))  # else it would wait for ever
     late = [Said(1, step(1, 0))]
     assert [hearing.next(0) for _ in range(6)] == [Lost(0, "gone"), *kept, *late, Tick()]
-
-
-def test_what_waited_for_room_until_another_held_its_stage_is_forgotten_too():
-    hearing = Hearing(1)
-    for begun in range(MOST_UNHEARD):
-        hearing.hear(0, step(0, begun))
-    waiting = on_daemon_thread("stream", lambda: hearing.hear(0, step(0, MOST_UNHEARD)))
-    wait_until(lambda: hearing._room[0]._cond._waiters)
-    hearing.forget([0])
-    waiting.result(PATIENCE)
-    assert hearing.next(0) == Tick()
 
 
 def test_stages_in_fewer_processes_give_the_same_bits_and_send_less(make_settings, tmp_path):

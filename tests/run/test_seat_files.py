@@ -1,6 +1,7 @@
 """A peer that takes a seat gets the state of its stage, exactly, and next to nothing else."""
 
 import io
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -144,15 +145,14 @@ def test_a_stage_given_again_while_its_state_is_on_its_way_gets_all_of_it_once(
     settings, _, checkpoint = trained()
     server, started, asked = tr.SeatServer(checkpoint, settings), [], threading.Event()
     monkeypatch.setattr(Holding, "start", lambda held, order, *_: started.append(order))
-    goes_on, serving = threading.Event(), []
+    goes_on, serving, sent = threading.Event(), [], itertools.count(1)
 
     def dial(name, timeout=0.0):
         here, there = memory_pair(1)
         if not serving:  # the first connection stalls for a while
 
-            def write(message, sent=[], write=here.write):  # noqa: B006
-                sent.append(message)
-                if len(sent) == 4:
+            def write(message, write=here.write):
+                if next(sent) == 4:
                     asked.set()
                     goes_on.wait(PATIENCE)
                 write(message)

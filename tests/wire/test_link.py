@@ -96,16 +96,6 @@ def test_frames_arrive_in_order_and_counted_to_the_byte_and_goodbye_is_no_fault(
     assert here.heard.ends == 0
 
 
-def test_close_sends_what_is_queued_first(ends):
-    here, there = ends
-    for number in range(20):
-        here.link.send(lambda number=number: forward(number, 100_000))
-    here.link.close(None)
-    there.heard.wait(lambda: there.heard.ends)
-    assert [frame.step for frame in there.heard.frames] == list(range(20))
-    assert there.heard.errors == []
-
-
 def slow_pair(mbps, latency_ms=0):
     here, there = memory_pair()
     nics = [Nic(mbps, 0, latency_ms) for _ in range(2)]

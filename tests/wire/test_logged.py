@@ -383,8 +383,7 @@ def test_whoever_is_wanted_no_more_is_not_gone_on_with(wanted, tmp_path):
     """
     pipe = wire.LoggedPipe(None, wire.LinkState(wire.FrameLog(tmp_path, 1 << 20)))
     ours, theirs = wire.memory_pair()
-    is_asked = wanted[0]
-    if is_asked:
+    if is_asked := wanted[0]:
         theirs.write(msgspec.msgpack.encode(wire.Position(0, 0, [])))
     with pytest.raises(WireError, match="is lost too"):
         pipe.go_on(ours, lambda: wanted.pop(0))
