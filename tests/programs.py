@@ -110,7 +110,7 @@ class Program:
 
     def forking(self):
         """The process that imports for all stages and forks them, where there are several."""
-        return self._running("thinwire.run.processes")
+        return self._running("thinwire.run.processes", "thinwire.run.peer")  # no copy of a command
 
     def _running(self, *module):
         words = "\0".join(["", "-m", *module, ""]).encode()

@@ -123,7 +123,8 @@ def disturb(stage, leg, at_step):
         def disturbed(step):
             if step == at_step:
                 end = worker.above if stage == 0 else worker.below
-                end.codecs[leg].last = end.codecs[leg].last + 1e-3
+                with worker._ports[0]._gate:  # the step is open, and frames of it may arrive
+                    end.codecs[leg].last = end.codecs[leg].last + 1e-3
             begin(step)
 
         worker.update.begin = disturbed

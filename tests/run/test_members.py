@@ -132,8 +132,7 @@ def test_an_outage_is_noted_while_nothing_can_take_the_place_of_its_stream(house
             owned.extend([house.members._changed._is_owned()] if name == "is_down" else [])
 
     monkeypatch.setattr(members_module, "Member", Guarded)
-    ana = house.join("ana")
-    ana.lose_connection()
+    house.join("ana").lose_connection()
     wait_until(lambda: any(isinstance(what, ev.Back) for _, what in house.happened))
     assert len(owned) >= 3 and all(owned)
 
