@@ -108,9 +108,9 @@ class Program:
         forked = [stage for pid in self.forking() for stage in _children(pid)]
         return forked or self._running("thinwire.run.peer")  # the latter of a run of one stage
 
-    def forking(self):
-        """The process that imports for all stages and forks them, where there are several."""
-        return self._running("thinwire.run.processes", "thinwire.run.peer")  # no copy of a command
+    def forking(self, *module):
+        """The process that imports (this) for all stages and forks them, where there are more."""
+        return self._running("thinwire.run.processes", *module)
 
     def _running(self, *module):
         words = "\0".join(["", "-m", *module, ""]).encode()

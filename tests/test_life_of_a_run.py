@@ -116,7 +116,7 @@ def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(stages, thinwire,
     """While it imports, that is; two stages have one process that imports for both."""
     settings = ["--set", "run.patience=6", "--set", f"pipeline.stages={stages}"]
     run = thinwire("train", long_run(config), *settings, imports=True)
-    importing = run.stages if stages == 1 else run.forking
+    importing = run.stages if stages == 1 else lambda: run.forking("thinwire.run.peer")
     run.wait_until(importing)
     frozen = importing()
     os.kill(frozen[0], signal.SIGSTOP)
