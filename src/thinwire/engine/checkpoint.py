@@ -221,10 +221,11 @@ class Checkpoint(Source):
 
         CheckpointError names what differs.
         """
+        altered = "is altered or missing: use an earlier checkpoint"
         for shard in self.shards:
             path = self.folder / shard.file
             if sha256_of(path) != shard.sha256:
-                raise _unreadable(path, "is altered or missing: use an earlier checkpoint")
+                raise _unreadable(path, altered)
             with self._opened(shard) as file:
                 if set(file.keys()) != set(shard.tensors):
                     raise CheckpointError(f"{path} holds other tensors than the manifest lists")
@@ -235,9 +236,7 @@ class Checkpoint(Source):
         for name, key in ((TOKENIZER, "tokenizer_sha256"), (CONFIG, "template_sha256")):
             expected = self.manifest.get(key)
             if expected and sha256_of(self.folder / name) != expected:
-                raise CheckpointError(
-                    f"{self.folder / name} is altered or missing: use an earlier checkpoint"
-                )
+                raise _unreadable(self.folder / name, altered)
 
     @property
     def tokenizer(self) -> Path | None:
