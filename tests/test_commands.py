@@ -1,6 +1,9 @@
 """The commands of our pages run, or at least exist, on the files that our own commands write."""
 
+import argparse
+import ast
 import importlib.util
+import inspect
 import itertools
 import os
 import re
@@ -11,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from doc_commands import find_blocks, pages
+from doc_commands import find_blocks, find_python, pages
 from thinwire.cli import main, make_parser
-from thinwire.settings import apply_override, load_settings
+from thinwire.settings import Settings, apply_override, load_settings
 
 ROOT = Path(__file__).parent.parent
 # What the page sets itself stays as it is, but for the steps.
@@ -26,8 +29,6 @@ BLOCKS = [block for page in pages(ROOT) for block in find_blocks(page.name, page
 
 HELP: dict[str, str] = {}
 PARSER = make_parser()
-
-Words = list[str]
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def perform(tmp_path, command):
         assert finished.returncode == 0, f"{' '.join(words)}\n{output}"
         return output
 
-    yield run
+    return run
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
@@ -164,31 +165,70 @@ def check_python(words, perform):
             assert re.search(rf"{re.escape(word)}\b", text), f"{word} is no option of {program}"
 
 
+SUBCOMMANDS = next(a.choices for a in PARSER._actions if isinstance(a, argparse._SubParsersAction))
+FENCED, INLINE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL), re.compile(r"`([^`]+)`")
+PAGES = [page for page in pages(ROOT) if page.parent in (ROOT, ROOT / "docs")]
+SIGNED = "stream", "door"  # on the wire, behind the name
+OTHER = ("toml", "py", "bin", "safetensors", "encode", "decode", "pack", "unpack", "loss")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_and_settings_within_the_text_exist(page):
+    sections = Settings().to_plain()
+    for said in map(str.split, INLINE.findall(FENCED.sub("", page.read_text()))):
+        if said[:1] == ["thinwire"] and said[1:2] and not said[1].startswith(("-", *SIGNED)):
+            options = {word.partition("=")[0] for word in said if word.startswith("--")}
+            assert options <= SUBCOMMANDS[said[1]]._option_string_actions.keys(), said
+        setting = re.fullmatch(r"([a-z]+)\.([a-z_]+)(=.*)?", "".join(said))
+        if setting and setting[1] in sections and setting[2] not in OTHER:
+            assert setting[2] in sections[setting[1]], said
+            if setting[3] and not setting[3][1:].isupper():
+                apply_override({}, setting[0])
+
+
+PYTHON = [(page.name, code) for page in pages(ROOT) for code in find_python(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON, ids=[page for page, _ in PYTHON])
+def test_what_python_in_pages_imports_exists_and_takes_its_arguments(page, code):
+    known, parts = {}, [*ast.walk(ast.parse(code))]
+    for one in parts:
+        if isinstance(one, ast.Import | ast.ImportFrom):
+            pytest.importorskip((getattr(one, "module", "") or one.names[0].name).partition(".")[0])
+            exec(ast.unparse(one), known)
+    for one in parts:
+        name = ast.unparse(one.func) if isinstance(one, ast.Call) else ""
+        if name.partition(".")[0] in known:
+            named = {word.arg: None for word in one.keywords}
+            inspect.signature(eval(name, known)).bind(*one.args, **named)
+
+
 # --- the finder itself ---
 
 
 def test_blocks_are_found_with_their_way():
     text = (
-        "text\n\n<!-- commands: run -->\n```bash\nthinwire init a  # why\nA=b make \\\n  c\n```\n\n"
-        "<!-- commands: check: needs a GPU -->\n\n    touch x && thinwire eval y\n    make z\n"
+        "text\n# T\n<!-- commands: run -->\n\n    thinwire init a  # why\n    A=b make \\\n  c\n\n"
+        "<!-- commands: check: needs a GPU -->\n\n    touch x && thinwire eval y\n\n    make z\n"
         "\n    no command here\n\n```python\nimport thinwire\n```\n"
     )
     first, second = find_blocks("page.md", text)
-    assert (first.way, first.line, second.way, second.line) == ("run", 4, "check", 12)
+    assert (first.way, first.line, second.way, second.line) == ("run", 5, "check", 11)
     assert first.commands() == [({}, ["thinwire", "init", "a"]), ({"A": "b"}, ["make", "c"])]
-    assert [words for _, words in second.commands()] == [
-        ["touch", "x"], ["thinwire", "eval", "y"], ["make", "z"],
-    ]  # fmt: skip
+    found = [" ".join(words) for _, words in second.commands()]
+    assert found == ["touch x", "thinwire eval y", "make z"]
+    assert find_python(text) == ["import thinwire\n"]
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("\n    thinwire demo\n", "page.md:2: commands without a mark, 'thinwire demo'"),
-    ("```bash\nls\n```\n", "page.md:1: commands without a mark"),
+    ("\n    thinwire demo\n", "page.md:2: commands without a mark"),
+    ("text\n\n```bash\nls\n```\n", "page.md:3: fences around commands"),
+    ("<!-- commands: run -->\n```\nmake x\n```\n", "page.md:2: fences around commands"),
     ("- a\n\n      X=1 thinwire demo\n", "page.md:3: commands without a mark"),
     ("<!-- commands: guess -->\n    make x\n", "page.md:1: unknown way 'guess'"),
-    ("<!-- commands: check -->\n    make x\n", "page.md:1: say why these are not run"),
-    ("<!-- commands: run -->\ntext\n\n    make x\n", "page.md:1: no commands follow this mark"),
-    ("<!-- commands: run -->\n", "page.md:1: no commands follow this mark"),
+    ("<!-- commands: check -->\n    make x\n", "page.md:1: say why"),
+    ("<!-- commands: run -->\ntext\n\n    make x\n", "page.md:2: no commands follow the mark"),
+    ("<!-- commands: run -->\n", "page.md:2: no commands follow the mark"),
 ])  # fmt: skip
 def test_a_block_cannot_slip_by(text, message):
     with pytest.raises(ValueError, match=message):
