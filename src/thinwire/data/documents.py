@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thinwire.data.chat import Chat, ChatTemplate, Conversation, NotAConversation, conversation_of
-from thinwire.data.corpus import TokenChunk
+from thinwire.data.corpus import SIDES, TokenChunk
 from thinwire.data.sources import SourceFile, SourceRecord, source_file, text_of, walk
 from thinwire.data.tokenizer import Tokenizer, interruptible, pieces_of
 from thinwire.errors import DataError, ThinwireError, first_line
@@ -110,7 +110,7 @@ class Texts:
                     self._lost += Counter(text) - Counter(back)
             if self.characters >= _JUDGED_CHARACTERS:
                 self._check_fit()
-            return [_ended(chunk, tokenizer) if is_open else chunk for chunk, _, is_open in found]
+            return list(_joined(found, tokenizer.end_of_text))
 
         batch: list[TextPiece] = []
         size = 0
@@ -210,13 +210,20 @@ class Conversations(Texts):
         return found
 
 
-def _ended(chunk: TokenChunk, tokenizer: Tokenizer) -> TokenChunk:
-    if tokenizer.end_of_text is None:
-        return chunk
-    ids = np.append(chunk.ids, np.uint32(tokenizer.end_of_text))
-    sizes = None if chunk.sizes is None else np.append(chunk.sizes, np.uint32(0))
-    learned = None if chunk.learned is None else np.append(chunk.learned, np.uint8(0))
-    return chunk._replace(ids=ids, sizes=sizes, learned=learned)
+def _joined(found: list[EncodedPiece], end: int | None) -> Iterator[TokenChunk]:
+    """A chunk for each side, with the end of text where it must follow: many short texts are
+    written as fast as few long ones.
+    """
+    last = np.array([end or 0], np.uint32), np.zeros(1, np.uint32), np.zeros(1, np.uint8)
+    for side in SIDES:
+        parts: list[tuple[Any, ...]] = []
+        for chunk, _, is_open in found:
+            if chunk.side == side:
+                parts += [chunk[1:], last] if is_open and end is not None else [chunk[1:]]
+        if parts:
+            columns = zip(*parts, strict=True)
+            whole: Any = (c[0] if c[0] is None else np.concatenate(c) for c in columns)
+            yield TokenChunk(side, *whole)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ it streams: at most one document, or 16 million characters of a larger plain fil
 time, so a corpus may be far larger than memory.
 """
 
+import codecs
 import gzip
 import io
 import json
@@ -203,8 +204,8 @@ def read_records(
                 found = _json_records(file, raw, stream)
             else:
                 found = _plain_texts(file, raw, stream, text_key, skip_undecodable)
-            for record in found:
-                yield record._replace(position=before + min(record.position, file.size))
+            for values, where, position in found:
+                yield SourceRecord(values, where, before + min(position, file.size))
         before += file.size
 
 
@@ -250,7 +251,7 @@ def _json_records(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterat
 
 def _parsed(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig"))
+        return json.loads(text.removeprefix(codecs.BOM_UTF8).decode())
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON ({error}); repair or remove it") from error
 

@@ -5,6 +5,7 @@ Documents come with a flag that says whether they were given for validation (dat
 """
 
 import hashlib
+import struct
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class DocumentHash(NamedTuple):
         """Hash a text."""
         raw = text.encode()
         digest = hashlib.blake2b(raw, digest_size=16, key=_KEY).digest()
-        place, sample = (int.from_bytes(half, "little") for half in (digest[:8], digest[8:]))
+        place, sample = struct.unpack("<QQ", digest)
         return cls(digest, len(raw), place, sample / _RANGE)
 
 
