@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from thinwire.model import OptimConfig, Role, StageOptimizer
 from whole_state import are_equal
 
-Parameters = dict[str, nn.Parameter]
-
 SHAPES = {"model.embed_tokens.weight": (12, 8), "model.layers.0.input_layernorm.weight": (8,),
           "model.layers.0.self_attn.q_proj.weight": (8, 8),
           "model.layers.0.mlp.up_proj.weight": (10, 8),

@@ -59,8 +59,13 @@ class Joined:
         self.channel.send(hello(version, self._process))
         return self
 
-    def say(self, message, stage=-1, generation=1):
-        self.channel.send(message, stage, generation)
+    @property
+    def again(self):
+        """Of the latest Hold that it has heard."""
+        return max((m.again for m, *_ in self.heard if isinstance(m, pr.Hold)), default=0)
+
+    def say(self, message, stage=-1, generation=1, again=None):
+        self.channel.send(message, stage, generation, self.again if again is None else again)
 
     def hears(self, wanted):
         """Wait for a message, or for one of a kind."""

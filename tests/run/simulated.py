@@ -324,7 +324,6 @@ class Outcome:
     scores: dict[int, float] = field(default_factory=dict)
     seconds: float = 0.0
     trained: float = 0.0  # when the last step ended
-    lives: int = 1
     replaced: int = 0
     promoted: int = 0
     moved: int = 0
@@ -525,7 +524,6 @@ class World:
             process.is_replaced = True
             process.die(-9)
         self.life += 1
-        self.outcome.lives += 1
         if self.life > 20:
             raise WrongError("the run does not come to its end")
         self.note("a new life begins at step %s", self.saved)

@@ -8,11 +8,10 @@ from leading import METERS, Lead, part, step
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Phase
 from thinwire.run.events import Commit, End, StopAsked
-from thinwire.run.protocol import Finished, OfStage
+from thinwire.run.protocol import Finished
 
 END = Finished(METERS)
 ENDS = [(1, END), (0, END)]
-Script = list[tuple[int, OfStage]]
 
 
 @pytest.fixture

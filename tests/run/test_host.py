@@ -148,7 +148,7 @@ def test_each_member_holds_its_stages_and_hears_what_is_for_them(house, leads):
     with leads(Formation(3, ["ana", "ana", "ben"])) as peers:
         for joined, stages in ((ana, [0, 1]), (ben, [2])):
             joined.hears(Hold)
-            assert [(m.stages, generation) for m, _, generation in joined.heard] == [(stages, 3)]
+            assert [(m.stages, generation) for m, _, generation, _ in joined.heard] == [(stages, 3)]
         peers.tell(1, Start())
         ana.hears(Start())
         assert ana.heard[-1] == (Start(), 1, 3)

@@ -214,19 +214,20 @@ def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file
 
     monkeypatch.setattr(Holding, "prepare", fail)
     peer = joined_peer(tmp_path, Routes("", "127.0.0.1:1"))
-    hold = msg.Hold([0], make_settings().to_plain(), False, "")
-    declined, _, generation = answer(peer, hold, generation=4)
-    assert isinstance(declined, msg.Declined) and generation == 4 and not peer._holdings
+    hold = msg.Hold([0], make_settings().to_plain(), False, "", again=2)
+    declined, *about = answer(peer, hold, generation=4)
+    assert isinstance(declined, msg.Declined) and about == [-1, 4, 2] and not peer._holdings
     assert told in declined.reason and "hunter2" not in declined.reason
 
 
 def test_where_a_part_of_a_checkpoint_cannot_be_written_stays_on_its_machine(tmp_path):
     said, shown = [], io.StringIO()
     peer = joined_peer(tmp_path, Routes("", "127.0.0.1:1"), stream=shown)
-    peer._holdings, peer._say = [SimpleNamespace(generation=2)], lambda *what: said.append(what)
+    held = SimpleNamespace(generation=2, hold=SimpleNamespace(again=5))
+    peer._holdings, peer._say = [held], lambda *what: said.append(what)
     peer._say_of(peer._holdings[0], 1, ShardFailed(4, "no space left in /home/ana"))
     told = ShardFailed(4, "stage 1 cannot write its part; its machine says why")
-    assert said == [(told, 1, 2)] and "no space left in /home/ana. Mend that" in shown.getvalue()
+    assert said == [(told, 1, 2, 5)] and "no space left in /home/ana. Mend that" in shown.getvalue()
 
 
 @pytest.mark.parametrize(("error", "told"), [
@@ -298,8 +299,7 @@ def test_a_machine_that_took_a_place_stands_by_no_more(tmp_path, make_settings):
 
 def test_a_machine_that_stands_by_keeps_a_few_of_the_parts_that_it_writes(tmp_path):
     """It says of each that it is so far, and the host asks for none of them."""
-    peer, held = joined_peer(tmp_path), SimpleNamespace(generation=2)
-    peer._holdings, peer._say = [held], lambda *what: None
+    peer, held = joined_peer(tmp_path), SimpleNamespace()
     for step in range(9):
         partial_folder(tmp_path / "run", step).mkdir(parents=True)
         peer._say_of(held, 1, msg.Follows(step))

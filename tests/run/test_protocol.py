@@ -80,15 +80,14 @@ def kinds_for(message):
 
 def sent(message, **changes):
     """A message as it travels, with some of its fields changed."""
-    name, stage, generation, body = msgspec.msgpack.decode(
-        zlib.decompress(pr.pack(pr.Envelope(message, 1, 2)))
-    )
-    return zlib.compress(msgspec.msgpack.encode([name, stage, generation, {**body, **changes}]))
+    said = zlib.decompress(pr.pack(pr.Envelope(message, 1, 2, 4)))
+    *about, body = msgspec.msgpack.decode(said)
+    return zlib.compress(msgspec.msgpack.encode([*about, {**body, **changes}]))
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_arrives_as_it_was_sent_and_at_its_own_end(message):
-    said = pr.Envelope(message, 3, 7)
+    said = pr.Envelope(message, 3, 7, 2)
     assert pr.unpack(pr.pack(said), kinds_for(message)) == said
     other = pr.FROM_COORDINATOR if kinds_for(message) is pr.FROM_PEER else pr.FROM_PEER
     with pytest.raises(WireError, match=f"a {type(message).__name__} message .* not for this end"):
@@ -133,7 +132,7 @@ def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond():
 def test_what_a_page_shows_is_checked_too(part, change, words):
     plain = msgspec.to_builtins(NEWS)
     plain[part] = {**plain[part], **change}
-    payload = zlib.compress(msgspec.msgpack.encode(["RunNews", -1, 0, plain]))
+    payload = zlib.compress(msgspec.msgpack.encode(["RunNews", -1, 0, 0, plain]))
     with pytest.raises(WireError, match=f"a RunNews message cannot be used: .*{words}"):
         pr.unpack(payload, pr.FROM_COORDINATOR)
 
@@ -196,7 +195,7 @@ def test_control_characters_of_a_peer_reach_nobody():
     assert received.error == "]0;titleline\nnext 2Jend"
     assert received.kind == "[31m"
     with pytest.raises(WireError) as refused:
-        pr.unpack(zlib.compress(msgspec.msgpack.encode(["\x1b[2J", 0, 0, {}])), pr.FROM_PEER)
+        pr.unpack(zlib.compress(msgspec.msgpack.encode(["\x1b[2J", 0, 0, 0, {}])), pr.FROM_PEER)
     assert "\x1b" not in str(refused.value)
     long = pr.unpack(sent(FAILED, error="x" * 60_000), pr.FROM_PEER).message
     assert len(long.error) < 5000 and long.error.endswith("(56000 more characters)")

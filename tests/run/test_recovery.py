@@ -30,7 +30,6 @@ LONG = {
     "train__steps": 100_000, "link__emulate": True, "link__latency_ms": 20.0, "link__jitter_ms": 5.0
 }  # fmt: skip
 MEMORY = {"codec__forward": "int8+aqsgd", "codec__backward": "int4+ef", "train__batch": 160}
-Shards = dict[str, bytes]
 
 
 def processes_of(folder):

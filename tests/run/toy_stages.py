@@ -6,7 +6,6 @@ product. What stands for the rest says so, and does what it does in the same ord
 
 import random
 from collections import deque
-from collections.abc import Generator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,9 +31,6 @@ PATIENCE, OUTAGE = 10.0, 20.0  # seconds, as of settings
 ANSWER, JOIN = 30.0, 120.0  # how long an end waits for a position, and for a connection
 VALIDATION = 2  # microbatches of one
 UNREAD = 4  # frames that a follower may leave unread before whoever feeds it waits
-
-Life = Generator[Any, None, Any]
-"""What waits in the middle: it yields the seconds that it works, or what it waits for."""
 
 
 class NotDue(Exception):

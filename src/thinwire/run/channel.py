@@ -74,9 +74,11 @@ class Channel:
         self._link = Link(pipe, self.meter, None, name, MOST_SAID)
         self._link.start(self._on_frame, on_lost, on_end)
 
-    def send(self, message: Any, stage: int = OF_NO_STAGE, generation: int = 0) -> None:
+    def send(
+        self, message: Any, stage: int = OF_NO_STAGE, generation: int = 0, again: int = 0
+    ) -> None:
         """Queue a message about the peer itself or one of its stages; never blocks."""
-        payload = pack(Envelope(message, stage, generation))
+        payload = pack(Envelope(message, stage, generation, again))
         self._link.send(Frame(kind=FrameKind.CONTROL, payload=payload))
 
     @property

@@ -779,6 +779,13 @@ class HostedPeers(Peers):
         homeless = {s for group in [*self._homeless] for s in group} | self._unheard
         placing = self._placing()
         held = [stage for stage in self._base.formation.held_by(name) if stage not in homeless]
+        if isinstance(what, msg.Envelope) and what.generation == epoch:
+            about = [what.stage] if what.stage >= 0 else getattr(what.message, "stages", [])
+            given = {stage: self._given.get((name, stage)) for stage in about}
+            if never := [stage for stage, again in given.items() if again is None]:
+                raise BreachError(f"{name} sent a message of stage {never[0]}, which it never held")
+            if any(again != what.again for again in given.values()):
+                return False  # of a process whose place another has got, here
         match what:
             case ev.Lost() | ev.Away() | msg.Envelope(msg.Leaving() | msg.Declined()):
                 declined = getattr(getattr(what, "message", None), "stages", [])
@@ -786,10 +793,6 @@ class HostedPeers(Peers):
                     if not declined or not {*group}.isdisjoint(declined):
                         self.said.note(ev.FollowerLost(group))
         match what:
-            case msg.Envelope(msg.Ready(again=again), at, said) if (
-                said == epoch and again < self._given.get((name, at), 0)
-            ):
-                pass  # of a process whose place another has got, here
             case msg.Envelope(msg.Hello() | msg.Alive()):
                 self.said.note(ev.Tick())  # somebody may be waited for
             case msg.Envelope(message, stage, said) if (
@@ -799,9 +802,6 @@ class HostedPeers(Peers):
                 if isinstance(message, Audited):
                     self._base.display.standing.audits[name] = message
             case msg.Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
-                if (name, stage) not in self._given:
-                    never = f"stage {stage}, which it never held"
-                    raise BreachError(f"{name} sent a message of {never}")
                 return False  # others hold it now; it counts as talk
             case ev.Back() if not held:
                 self._tell(name, msg.Release("others hold its stages now"))

@@ -555,13 +555,11 @@ class JoinedPeer:
         lost.wait()
         self._due.put(partial(self._on_lost, channel, LOST))
 
-    def _say(
-        self, message: msg.OfPeer | msg.OfStage, stage: int = msg.OF_NO_STAGE, generation: int = 0
-    ) -> None:
+    def _say(self, message: msg.OfPeer | msg.OfStage, *about: int) -> None:
         channel = self._channel
         if channel is not None:
             with contextlib.suppress(ThinwireError):  # what is lost shows by itself
-                channel.send(message, stage, generation)
+                channel.send(message, *about)
 
     def _say_of(self, holding: Holding, stage: int, message: msg.OfStage) -> None:
         """Pass on what a stage says, but no path of this machine; on any thread."""
@@ -572,14 +570,14 @@ class JoinedPeer:
             error = f"stage {stage} cannot write its part; its machine says why"
             message = dataclasses.replace(message, error=error)
         if holding in self._holdings:
-            self._say(message, stage, holding.generation)
+            self._say(message, stage, holding.generation, holding.hold.again)
         if isinstance(message, ShardWritten | msg.Follows):  # also of one that stands by
             self._shards.remove_spare()
 
     # What happens
 
     def _on_message(self, said: msg.Envelope) -> None:
-        message, stage, generation = said
+        message, stage, generation, _ = said
         if stage != msg.OF_NO_STAGE:
             is_connect = isinstance(message, msg.Connect) and message.cut is None
             for held in self._holdings:
@@ -662,7 +660,7 @@ class JoinedPeer:
             holding = Holding(hold, generation, self._terms, self._folder)
             holding.begin()
         except ThinwireError as error:
-            self._decline(generation, hold.stages, error)
+            self._decline(generation, hold, error)
             return
         self._holdings.append(holding)
         with contextlib.suppress(OSError):
@@ -714,7 +712,7 @@ class JoinedPeer:
         if held not in self._holdings:
             return  # it was taken away meanwhile
         if isinstance(result, ThinwireError):
-            self._decline(held.generation, held.stages, result)
+            self._decline(held.generation, held.hold, result)
             return
         firsts = {f"{holding.stages[0]}" for holding in self._holdings}
         for fetched in checkpoints_folder(held.run_folder).glob("step-*-*"):
@@ -732,13 +730,14 @@ class JoinedPeer:
             lambda stages, code: self._due.put(partial(self._on_exit, held, stages, code)),
         )
 
-    def _decline(self, generation: int, stages: list[int], error: ThinwireError) -> None:
+    def _decline(self, generation: int, hold: msg.Hold, error: ThinwireError) -> None:
         self._display.note(
             f"this machine cannot hold its stage: {error}. Mend that, then end this command "
             "(Ctrl-C) and join again"
         )
-        self._say(msg.Declined(outward(error), stages), generation=generation)
-        self._let_go(generation, stages)
+        declined = msg.Declined(outward(error), hold.stages)
+        self._say(declined, msg.OF_NO_STAGE, generation, hold.again)
+        self._let_go(generation, hold.stages)
 
     def _on_exit(self, held: Holding, stages: list[int], code: int) -> None:
         if held not in self._holdings or held.here is None:

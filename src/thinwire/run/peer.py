@@ -156,9 +156,7 @@ class Peer:
                 self.identity, worker.settings.link.listen, 0, worker.max_payload() + 64
             )
         address = self._listener.address if self._listener else ""
-        self.say(
-            msg.Ready(address, **worker.describe(), versions=versions(), again=self.order.again)
-        )
+        self.say(msg.Ready(address, **worker.describe(), versions=versions()))
         return self.receive(msg.Connect)
 
     def _link(self, worker: Worker, connect: msg.Connect) -> None:

@@ -199,7 +199,6 @@ class Ready(msgspec.Struct, frozen=True):
     layers: str
     device: str
     versions: dict[str, str] = {}
-    again: int = 0  # as of its order: a machine may get the same stage twice
 
 
 class Linked(msgspec.Struct, frozen=True):
@@ -476,6 +475,7 @@ class Envelope(NamedTuple):
     message: Any
     stage: int = OF_NO_STAGE
     generation: int = 0
+    again: int = 0  # from a peer, as of its Hold: it may get the same stage twice
 
 
 Kinds = dict[str, type]
@@ -493,9 +493,9 @@ learn_types(*FROM_PEER.values(), *FROM_COORDINATOR.values())
 
 def pack(envelope: Envelope) -> bytes:
     """A message as it travels; WireError if it is too large."""
-    message, stage, generation = envelope
+    message, *about = envelope
     body = _compact(message) if isinstance(message, Step) else message
-    said = msgspec.msgpack.encode([type(message).__name__, stage, generation, body])
+    said = msgspec.msgpack.encode([type(message).__name__, *about, body])
     if len(said) > MOST_SAID:
         raise WireError(
             f"a {type(message).__name__} message has {len(said)} bytes, at most {MOST_SAID} are "
@@ -508,8 +508,8 @@ def unpack(payload: bytes, kinds: Kinds) -> Envelope:
     """The message of a payload, checked; WireError names what is wrong with it."""
     name = "control"
     try:
-        name, stage, generation, body = msgspec.msgpack.decode(
-            _inflate(payload), type=tuple[str, int, int, Any]
+        name, *about, body = msgspec.msgpack.decode(
+            _inflate(payload), type=tuple[str, int, int, int, Any]
         )
         kind = kinds.get(name)
         if kind is None:
@@ -518,7 +518,7 @@ def unpack(payload: bytes, kinds: Kinds) -> Envelope:
             body = _expand(body)
         if kinds is FROM_PEER:
             body = _clean(body)
-        return Envelope(msgspec.convert(body, kind), stage, generation)
+        return Envelope(msgspec.convert(body, kind), *about)
     except (ValueError, RecursionError, zlib.error) as error:  # what msgspec raises is a ValueError
         reason = printable(str(error), 200)
         raise WireError(f"a {printable(name, 40)} message cannot be used: {reason}") from None
