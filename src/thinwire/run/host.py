@@ -445,6 +445,7 @@ class HostedPeers(Peers):
         self._base, self._settings, self._checkpoint = base, settings, checkpoint
         self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
         self._asked_at = 0.0  # when members were asked whether they are there
+        self._alone_at = 0.0  # when no member could be reached
         self._again = 0  # how often stages were given anew
         self._given: dict[tuple[str, int], int] = {}  # by member and stage: as of which of these
         self._groups = formation.groups()  # the stages that share a process
@@ -664,8 +665,10 @@ class HostedPeers(Peers):
             held, away = self._base.formation.held_by(member.name), (member.name, member.down_since)
             if not held or not member.is_down or away in self._given_up:
                 continue
-            limit = self._placing().patience(held)
-            if limit is not None and now - member.down_since > limit:
+            placing, since = self._placing(), max(member.down_since, self._alone_at)
+            if not placing.here:
+                self._alone_at = now  # all are away, so it may be this machine: they get their time
+            elif (limit := placing.patience(held)) is not None and now - since > limit:
                 self._given_up.add(away)
                 self._lose(member.name, f"{member.name} could not be reached for {limit:g} s")
             is_waiting |= away not in self._given_up
