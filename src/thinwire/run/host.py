@@ -11,6 +11,7 @@ taken for one of this.
 
 import contextlib
 import dataclasses
+import errno
 import ipaddress
 import secrets
 import subprocess
@@ -33,6 +34,7 @@ from thinwire.engine.reports import Audited, ShardFailed, ShardWritten
 from thinwire.engine.state import ShardCheck, most_shard_bytes
 from thinwire.errors import (
     BreachError,
+    CheckpointError,
     ConfigError,
     StageError,
     ThinwireError,
@@ -938,8 +940,15 @@ class _Hosting(Base):
         """Form the run, and form it again, until it is over; the summary."""
         try:
             while True:
-                if (summary := self._form_and_run()) is not None:
-                    return summary
+                try:
+                    if (summary := self._form_and_run()) is not None:
+                        return summary
+                except (CheckpointError, ConfigError) as error:
+                    if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    self.display.standing.waits("room on the disk of the host")
+                    self.display.note(f"{error}; trying again until there is room")
+                    self.members.wait(lambda: False, REMIND_SECONDS)
         except KeyboardInterrupt:
             self.members.say_farewell("the host was stopped; join again when it is back")
             raise
