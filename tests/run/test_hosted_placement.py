@@ -365,7 +365,7 @@ def test_a_stand_by_that_begins_again_and_again_leaves_nothing_waiting_at_the_ho
             wait_until(lambda: led.event() and led.peers._standbys)
             for stages in [*led.peers._standbys]:
                 led.peers._drop_standby(list(stages))
-        wait_until(lambda: waiting() <= 2 + 2 * 2)  # of two holders, and of two stages for cleo
+        wait_until(lambda: waiting() <= 2)  # of the two holders
 
 
 def test_a_host_that_is_away_for_longer_than_a_link_may_be_ends_no_stage(

@@ -745,8 +745,9 @@ class HostedPeers(Peers):
         generation, again = self._base.formation.epoch, self._again
 
         def is_due() -> bool:
-            """Whether the member was not given these stages anew: then it dials by other names."""
-            return self._given[name, stages[0]] == again
+            """Whether they are the member's still, and not given anew: it dials by other names."""
+            whose = self._standbys.get(tuple(stages)), self._base.formation.seats[stages[0]]
+            return name in whose and self._given[name, stages[0]] == again
 
         if checkpoint is not None:
             meter, lost = self._base.beside["states"], ev.FollowerLost(stages)
