@@ -11,6 +11,7 @@ taken for one of this.
 
 import contextlib
 import dataclasses
+import errno
 import ipaddress
 import secrets
 import subprocess
@@ -33,6 +34,7 @@ from thinwire.engine.reports import Audited, ShardFailed, ShardWritten
 from thinwire.engine.state import ShardCheck, most_shard_bytes
 from thinwire.errors import (
     BreachError,
+    CheckpointError,
     ConfigError,
     StageError,
     ThinwireError,
@@ -445,6 +447,7 @@ class HostedPeers(Peers):
         self._base, self._settings, self._checkpoint = base, settings, checkpoint
         self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
         self._asked_at = 0.0  # when members were asked whether they are there
+        self._alone_at = 0.0  # when no member could be reached
         self._again = 0  # how often stages were given anew
         self._given: dict[tuple[str, int], int] = {}  # by member and stage: as of which of these
         self._groups = formation.groups()  # the stages that share a process
@@ -664,8 +667,10 @@ class HostedPeers(Peers):
             held, away = self._base.formation.held_by(member.name), (member.name, member.down_since)
             if not held or not member.is_down or away in self._given_up:
                 continue
-            limit = self._placing().patience(held)
-            if limit is not None and now - member.down_since > limit:
+            placing, since = self._placing(), max(member.down_since, self._alone_at)
+            if not placing.here:
+                self._alone_at = now  # all are away, so it may be this machine: they get their time
+            elif (limit := placing.patience(held)) is not None and now - since > limit:
                 self._given_up.add(away)
                 self._lose(member.name, f"{member.name} could not be reached for {limit:g} s")
             is_waiting |= away not in self._given_up
@@ -740,8 +745,9 @@ class HostedPeers(Peers):
         generation, again = self._base.formation.epoch, self._again
 
         def is_due() -> bool:
-            """Whether the member was not given these stages anew: then it dials by other names."""
-            return self._given[name, stages[0]] == again
+            """Whether they are the member's still, and not given anew: it dials by other names."""
+            whose = self._standbys.get(tuple(stages)), self._base.formation.seats[stages[0]]
+            return name in whose and self._given[name, stages[0]] == again
 
         if checkpoint is not None:
             meter, lost = self._base.beside["states"], ev.FollowerLost(stages)
@@ -935,8 +941,15 @@ class _Hosting(Base):
         """Form the run, and form it again, until it is over; the summary."""
         try:
             while True:
-                if (summary := self._form_and_run()) is not None:
-                    return summary
+                try:
+                    if (summary := self._form_and_run()) is not None:
+                        return summary
+                except (CheckpointError, ConfigError) as error:
+                    if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    self.display.standing.waits("room on the disk of the host")
+                    self.display.note(f"{error}; trying again until there is room")
+                    self.members.wait(lambda: False, REMIND_SECONDS)
         except KeyboardInterrupt:
             self.members.say_farewell("the host was stopped; join again when it is back")
             raise
