@@ -61,7 +61,7 @@ FOUR = {"pipeline__stages": 4}
     ({"run__precision": "fp32", "codec__forward": "fp32"}, FOUR, ""),
     # Shared out over more stages, a machine's cores are fewer for each, and round otherwise.
     ({"run__threads": 0}, FOUR, "threads"),
-    ({"run__threads": 2}, FOUR, ""),
+    ({"run__threads": 2}, FOUR, ""), ({}, {"pipeline__microbatches": 8}, "another sum"),
 ])  # fmt: skip
 def test_a_split_anew_says_whether_it_is_exact(
     before, after, noted, make_settings, tmp_path, monkeypatch

@@ -72,7 +72,7 @@ SHARED = {"mode": "subspace", "rank": 6, "anchor": "embedding"}
     ("changes", "words"),
     [
         ({"mode": "subspace", "rank": 32}, "nothing is saved"),
-        ({"mode": "dense", "anchor": "per-stage"}, "no basis"),
+        ({"mode": "subspace"}, "ratio"), ({"mode": "dense", "anchor": "per-stage"}, "no basis"),
         ({"mode": "dense", "rank": 7}, r"boundary\.rank has no meaning .*\"dense\": leave it at 0"),
         ({"mode": "dense", "bound": 4.0}, r"boundary\.bound"),
         ({"mode": "subspace", "rank": 4, "bound": 4.0}, r"boundary\.bound"),

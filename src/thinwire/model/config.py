@@ -293,10 +293,8 @@ class BoundaryConfig:
         rank, table = self.rank or by_ratio, (self.table or dim) if self.own_tables else 0
         most = dim if self.own_tables else dim - 1  # the full width with tables: a control
         if is_narrow and not 0 < rank <= most:
-            raise ConfigError(
-                f"boundary.rank = {rank} must lie between 1 and {most} {here}: at the full width "
-                "nothing is saved, use dense"
-            )
+            why = "at full width nothing is saved, use dense" if rank else "or set boundary.ratio"
+            raise ConfigError(f"boundary.rank = {rank} must lie between 1 and {most} {here}: {why}")
         if table > dim:
             raise ConfigError(
                 f"boundary.table = {table} must lie between 1 and model.dim = {dim}: a wider "

@@ -192,8 +192,9 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
 
 def _inexact(saved: Settings, settings: Settings) -> list[str]:
     notes, but = [], "the run continues, but not bit for bit as it would have"
-    if saved.pipeline.delay != settings.pipeline.delay:
-        notes.append(f"pipeline.delay was {saved.pipeline.delay} before: {but}")
+    for key in ("delay", "microbatches"):
+        if (then := getattr(saved.pipeline, key)) != getattr(settings.pipeline, key):
+            notes.append(f"pipeline.{key} was {then} before: {but}")
     exact = _crosses_exactly(saved) and _crosses_exactly(settings)
     if saved.split() != settings.split() and not exact:
         elsewhere = "the layers are split differently than before"
