@@ -129,7 +129,9 @@ class Run:
     def finish(self, started=0.0, draws=False):
         if not draws:  # which takes a second
             self.record._in_haste = True
-        return self.record.finish(self.peers.control_bytes(), self.coordinator.stop_asked, started)
+        sent, is_stopped = self.peers.control_bytes(), self.coordinator.stop_asked
+        tell = lambda: self.stream.write("all is well\n")  # noqa: E731
+        return self.record.finish(sent, is_stopped, started, tell=tell)
 
     def stopping(self):
         return self.record.stopping(self.peers.ask_to_stop)
@@ -158,7 +160,8 @@ def test_plots_that_fail_cost_no_run_and_a_summary_is_json(replay):
         raise AssertionError(f"{name} is not JSON")
 
     assert run.finish(math.nan, draws=True)["steps"] == 4
-    assert "plots could not be drawn" in stream.getvalue()
+    before, said, _ = stream.getvalue().partition("plots could not be drawn")
+    assert said and "all is well" in before
     written = json.loads((run.folder / "summary.json").read_text(), parse_constant=refuse)
     assert written["valid_losses"][0] == [0, None]
     assert (written["steps"], written["total_seconds"]) == (4, None)
@@ -267,11 +270,12 @@ def spoil(peers, kind, step, **values):
     (Evaluation, 4, {"loss": math.nan}, "step-00000002"),
 ])  # fmt: skip
 def test_a_run_that_ends_badly_points_to_the_last_good_weights(kind, step, values, good, replay):
-    run, peers, _ = replay()
+    run, peers, stream = replay()
     spoil(peers, kind, step, **values)
     run.follow()
     with pytest.raises(StageError, match="not finite") as caught:
         run.finish()
+    assert "all is well" not in stream.getvalue()
     none = "no good checkpoint exists. Start a new run"
     assert (f"{good}. Resume from there with" if good else none) in str(caught.value)
     assert json.loads((run.folder / "summary.json").read_text())["interrupted"] is False

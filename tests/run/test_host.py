@@ -153,7 +153,7 @@ def test_each_member_holds_its_stages_and_hears_what_is_for_them(house, leads):
             assert [(m.stages, generation) for m, _, generation, _ in joined.heard] == [(stages, 3)]
         peers.tell(1, Start())
         ana.hears(Start())
-        assert ana.heard[-1] == (Start(), 1, 3)
+        assert ana.heard[-1] == (Start(), 1, 3, 0)
         peers.tell(2, Connect("127.0.0.1:1", []))
         ben.hears(Connect)
         assert ben.heard[-1].message.seats == [*map(house.book.key_of, ("ana", "ana", "ben"))]

@@ -526,8 +526,9 @@ class HostedPeers(Peers):
         if not by_follower:
             self._homeless.append(stages)
             self._ask_who_is_there()
-        elif name := self._forget_standby(stages):
+        elif name := self._standbys.get(tuple(stages), ""):
             self._take_seat(stages, name)
+            self._forget_standby(stages)  # behind it: its streams are served all along
             self._collect(name, stages)
             stood_by = f"{stage_names(stages)}: {name}, which stood by"
             self._base.display.announce("form", stood_by)
@@ -1029,15 +1030,17 @@ class _Hosting(Base):
             self.display.note(f"{why or 'a peer leaves'}: the run pauses after step {done}")
             return None
         peers.collector.forget()
+
+        def say_farewell() -> None:
+            self._tell_members(record.ledger.progress() if record.ledger.records else None)
+            farewell = f"the run is complete: {done} steps"
+            if done < steps:
+                stopped = f"the host stopped the run after step {done} of {steps}"
+                farewell = f"{stopped}; join again when it is back"
+            self.members.say_farewell(farewell)
+
         moved, beside = self.members.moved_bytes(), self.beside_bytes()
-        summary = record.finish(moved, self._stop_asked, self._started, beside)
-        self._tell_members(record.ledger.progress() if record.ledger.records else None)
-        farewell = f"the run is complete: {done} steps"
-        if done < steps:
-            stopped = f"the host stopped the run after step {done} of {steps}"
-            farewell = f"{stopped}; join again when it is back"
-        self.members.say_farewell(farewell)
-        return summary
+        return record.finish(moved, self._stop_asked, self._started, beside, say_farewell)
 
     def _newest(self) -> Checkpoint | None:
         """Where the run goes on; where it starts from weights, these: now its cuts are known."""

@@ -128,14 +128,17 @@ class RunRecord:
         stop_asked: bool,
         started: float,
         beside_bytes: Mapping[str, int] | None = None,
+        tell: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Write the summary, then draw the plots; complain last about what was lost.
-        `beside_bytes`: what travelled beside the cuts to peers on other machines.
+        `beside_bytes`: what travelled beside the cuts to peers on other machines; `tell` them that
+        all is well, at once: who is started anew after that end does not train, and tells nobody.
         """
         steps, ledger = self.settings.train.steps, self.ledger
         trouble = self._trouble() or (self._exploded() if self._explosion else None)
         if trouble is None:
             self.checkpoints.end(ledger.done)
+            tell()
         latest, earlier = self.checkpoints.latest, list[EvaluationRecord]()
         if ledger.first_step:
             with contextlib.suppress(OSError):
