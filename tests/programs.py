@@ -95,10 +95,11 @@ class Program:
     def wait_until(self, holds):
         """Wait for something that it brings about."""
         deadline = time.monotonic() + PROCESS_PATIENCE
+        has_ended = False
         while not holds():
-            assert self.process.poll() is None, self.text()
-            assert time.monotonic() < deadline, self.text()
+            assert not has_ended and time.monotonic() < deadline, self.text()
             time.sleep(0.05)
+            has_ended = self.process.poll() is not None  # then its last word is looked at once more
 
     def stages(self):
         """Process ids of the stages, in the order they were started.
