@@ -95,8 +95,8 @@ class Program:
     def wait_until(self, holds):
         """Wait for something that it brings about."""
         deadline = time.monotonic() + PROCESS_PATIENCE
-        while not holds():
-            assert self.process.poll() is None, self.text()
+        while not holds():  # nor once it has ended
+            assert self.process.poll() is None or holds(), self.text()
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.05)
 
