@@ -278,7 +278,7 @@ def test_who_waits_comes_again_also_if_the_end_of_a_connection_was_never_heard(m
     monkeypatch.setattr(routes_room, "LONGEST_WAIT_S", 0.2, raising=False)
     monkeypatch.setattr(routes_room, "_READY", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent, ExitStack() as held:
-        silent.settimeout(5)
+        silent.settimeout(PATIENCE)
         route = Route("{}:{}".format(*silent.getsockname()), "relayed", TOKEN)
         held.enter_context(Standby(NAME, route, lambda connection, host: None))
         for _ in range(2):
