@@ -95,11 +95,10 @@ class Program:
     def wait_until(self, holds):
         """Wait for something that it brings about."""
         deadline = time.monotonic() + PROCESS_PATIENCE
-        has_ended = False
-        while not holds():
-            assert not has_ended and time.monotonic() < deadline, self.text()
+        while not holds():  # nor once it has ended
+            assert self.process.poll() is None or holds(), self.text()
+            assert time.monotonic() < deadline, self.text()
             time.sleep(0.05)
-            has_ended = self.process.poll() is not None  # then its last word is looked at once more
 
     def stages(self):
         """Process ids of the stages, in the order they were started.

@@ -60,12 +60,9 @@ class Audition:
                 tensor = torch.randn(SPEC.shape)
                 mine = self.frame(follower(tensor, step), step, microbatch)
                 theirs = self.frame(stage(tensor, step), step, microbatch)
-                halves = [
-                    lambda mine=mine: self.audit.computed(mine),
-                    lambda theirs=theirs: self.witness(theirs),
-                ]
-                for half in halves if microbatch % 2 else reversed(halves):
-                    half()
+                halves = [(self.audit.computed, mine), (self.witness, theirs)]
+                for half, frame in halves if microbatch % 2 else halves[::-1]:
+                    half(frame)
 
     def witness(self, frame):
         """What a neighbour says that the stage has sent."""

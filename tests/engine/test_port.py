@@ -397,7 +397,6 @@ def test_validation_frames_wait_for_a_slow_uplink_and_for_a_slow_stage():
     """Neither end piles them up: the sender waits, and goes on as soon as there is room."""
     pair = Pair(nic=lambda: Nic(mbps_up=0.1, mbps_down=0, latency_ms=0))  # 15 ms a frame
     handed_over: list[float] = []
-
     thread = pair.send_validation(lambda _: handed_over.append(time.monotonic()))
     most_waiting = max(pair.take_validation())
     thread.join(PATIENCE)
@@ -419,7 +418,6 @@ def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(ni
     pair = Pair(nic=nic)
     pair.raw.pipe._limit = 2  # as little as a transport holds
     sent: list[int] = []
-
     thread = pair.send_validation(sent.append)
     wait_until(lambda: len(pair.mailbox._items) >= EVALUATION_WINDOW)
     thread.join(0.5)  # unhindered, the others would have come in this time

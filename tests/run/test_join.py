@@ -64,7 +64,7 @@ def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(tmp_path, monkeypa
     ending.start()
     wait_until(house.here)
     house.members.tell("ana", msg.Hold([7], {}, False, ""), generation=1)
-    wait_until(lambda: isinstance(house.happened[-1][1].message, msg.Declined))
+    wait_until(lambda: "Declined(" in str(house.happened))
 
     house.listener.close()
     wait_until(lambda: peer._lost_at)
@@ -313,6 +313,7 @@ def test_whoever_nobody_asks_for_its_parts_offers_them_now_and_then(
     """A host asks nothing of who stands by, and each attempt costs it a handshake."""
     monkeypatch.setattr(Holding, "prepare", lambda *_: msg.Order([0], {}, {}, "", ""))
     monkeypatch.setattr(Holding, "begin", lambda held: None)
+    monkeypatch.setattr("thinwire.run.transfer.REDIAL_S", PATIENCE)
     house = House(tmp_path)
     proxy = Proxy(house.listener.address)
     peer = joined_peer(tmp_path / "ana", Routes("", proxy.address), house.enrol("ana"))

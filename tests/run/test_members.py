@@ -111,12 +111,12 @@ def test_a_machine_that_connects_again_knows_of_a_loss_before_the_host(house):
 
 
 def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(house):
-    house.members._outage = 0.3
+    house.members._outage = 2.0
     ana = house.join("ana")
     ana.is_cut_off = True
     ana.lose_connection()
     wait_until(lambda: isinstance(house.happened[-1][1], ev.Lost))
-    assert "the connection was down for 0.3 s" in house.happened[-1][1].error
+    assert "the connection was down for 2 s" in house.happened[-1][1].error
     assert house.here() == [] and not house.members.tell("ana", pr.News("?"))
     ana.is_cut_off = False
     assert ana.lost.wait(PATIENCE), "the host knows nothing of its stream any more"
@@ -143,7 +143,7 @@ def test_a_stream_begun_anew_takes_the_place_of_one_that_is_lost(process, house,
     monkeypatch.setattr(members_module, "ALIVE_SECONDS", 0.1)
     identity = house.enrol("ana")
     first = Joined(house.listener.address, identity, "one", is_frozen=True).arrive()
-    wait_until(house.here)
+    wait_until(lambda: house.happened)  # its hello is counted before it is told of
     house.happened.clear()
     again = Joined(house.listener.address, identity, process).arrive()
     assert first.lost.wait(PATIENCE)
@@ -221,7 +221,7 @@ def test_a_flood_costs_a_peer_its_stream(house, arrives, stage):
             ada.say(pr.Alive() if stage == -1 else pr.Pulse(1, "floods"), stage)
     assert ada.lost.wait(PATIENCE)
     if arrives:
-        wait_until(lambda: "peer 'ada' sent 5" in house.unfit()["ada"])
+        wait_until(lambda: "peer 'ada' sent " in house.unfit()["ada"])
     works(house, bob)
     assert house.here() == ["bob"]
 

@@ -64,8 +64,8 @@ def test_a_silent_connection_keeps_what_has_come(file, tmp_path, monkeypatch):
         tr.take(tr.Talk(here), want, part)
     here, there = memory_pair()
     tr.Talk(there).send(Frame(FrameKind.PIECE, payload=path.read_bytes()[: tr.PIECE_BYTES]))
-    monkeypatch.setattr("thinwire.run.transfer.SILENCE_S", 0.2)
-    with pytest.raises(WireError, match="said nothing for 0"):
+    monkeypatch.setattr("thinwire.run.transfer.SILENCE_S", 2.0)
+    with pytest.raises(WireError, match="said nothing for 2"):
         tr.take(tr.Talk(here), want, part)
     monkeypatch.undo()
     assert part.stat().st_size == tr.PIECE_BYTES

@@ -359,5 +359,4 @@ def test_closing_cuts_all_and_ends_every_thread(service):
     standby.close()
     door.close()  # a second time does nothing
     wait_until(lambda: set(threading.enumerate()) <= before)
-    with Door("127.0.0.1", door.port):
-        pass
+    Door("127.0.0.1", door.port).close()

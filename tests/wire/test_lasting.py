@@ -191,14 +191,13 @@ def test_a_writer_is_held_back_while_too_much_is_not_acknowledged():
     """Whoever reads and never acknowledges must not fill the memory of the other end."""
     other = ByHand()
     in_background(other.pipe.read)
-    thread, written = writing(other.pipe, [bytes(2000)] * 30)
+    _, written = writing(other.pipe, [bytes(2000)] * 30)
     wait_until(lambda: len(written) == 10)
     time.sleep(0.2)
     assert len(written) == 10, "ten messages of 2,009 bytes are all that may be kept"
     for have in (10, 20):
         other.say(LastingKind.HAVE, have)
         wait_until(lambda have=have: len(written) == have + 10)
-    thread.join(PATIENCE)
 
 
 def test_a_writer_waits_during_an_outage_which_is_told_of_and_timed():

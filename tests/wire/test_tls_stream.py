@@ -292,21 +292,16 @@ def test_strangers_hold_few_descriptors_and_not_for_long(listener, monkeypatch):
     wire.raise_descriptor_limit()
     monkeypatch.setattr(wire.stream, "HANDSHAKE_S", HOURLY)
     monkeypatch.setattr(wire.stream, "MOST_STRANGERS", 40)
-    host, port = listener.address.split(":")
-
-    def knock(count):
-        return [socket.create_connection((host, int(port))) for _ in range(count)]
-
-    before, many, poll = len(os.listdir("/proc/self/fd")), knock(300), select.poll()
-    for stranger in many:
-        poll.register(stranger, select.POLLIN)
-    wait_until(lambda: len(poll.poll(0)) == 300 - 40)  # they are hung up on
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) - before - 300 <= 40 + 5)
-    for stranger in many:
-        stranger.close()
+    place = "127.0.0.1", int(listener.address.split(":")[1])
+    before, poll = len(os.listdir("/proc/self/fd")), select.poll()
+    with contextlib.ExitStack() as held:
+        for _ in range(300):
+            poll.register(held.enter_context(socket.create_connection(place)), select.POLLIN)
+        wait_until(lambda: len(poll.poll(0)) == 300 - 40)  # they are hung up on
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) - before - 300 <= 40 + 5)
     wait_until(lambda: not listener._streams)
     monkeypatch.setattr(wire.stream, "HANDSHAKE_S", 1.0)
-    strangers = knock(60)
+    strangers = [socket.create_connection(place) for _ in range(60)]
     with awaited(listener) as accepted:  # who belongs to the run comes in once they are gone
         dialed = call(listener.address)
         dialed.write(b"in")
