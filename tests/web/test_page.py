@@ -258,8 +258,9 @@ def samples(folder):
     return [event["text"] for event in events if event["kind"] == "sample"]
 
 
-def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder, command):
+def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder, command, monkeypatch):
     """As `thinwire generate` does with that checkpoint, and others hear of it too."""
+    monkeypatch.setattr("os.setpriority", lambda *how: None)  # else it waits for all other tests
     shared: list[tuple[str, str]] = []
     with Followed(PlainDisplay(io.StringIO()), "off", "train", "stage link") as display:
         display.share = lambda kind, text: shared.append((kind, text))
