@@ -98,8 +98,8 @@ def test_a_peer_that_dies_turns_red_and_its_stage_moves(run_folder, serve, host,
     ben.wait_for()
     assert "good" in ben.get_attribute("class") and "stage 1" in ben.inner_text()
     assert "carl" in page.locator("#spares").inner_text()
-    host.peers[1] = host.peer("ben", [1], is_away=True)
     host.waiting_for = "a peer for stage 1"
+    host.peers[1] = host.peer("ben", [1], is_away=True)
     page.locator("#pipeline .peer.away[data-peer=ben]").wait_for()
     red, green = page.evaluate(
         "['.peer.away', '.peer.good'].map((name) => "
@@ -157,7 +157,7 @@ def test_the_owner_copies_the_invite_and_kicks_after_a_question(run_folder, serv
     assert "token" not in page.url
     until(page, "document.getElementById('invite-line').innerText != ''")
     page.locator("#copy").click()
-    page.locator("#toast").wait_for()
+    until(page, "document.getElementById('toast').innerText.startsWith('copied')")
     assert page.evaluate("navigator.clipboard.readText()") == "thinwire join abc-secret"
     page.locator("summary", has_text="QR").click()
     until(page, "document.getElementById('qr').naturalWidth > 50")
