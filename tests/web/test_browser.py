@@ -11,6 +11,7 @@ from thinwire.report import EvaluationRecord, MetricsWriter
 from thinwire.report.metrics import Story
 from thinwire.settings import make_recipe
 from thinwire.typed import to_toml
+from thinwire.web.page import make_page
 from thinwire.web.server import WebServer
 from waiting import wait_until
 
@@ -200,9 +201,8 @@ def test_what_others_wrote_is_text(run_folder, serve, host, open_page):
 
 
 def test_the_page_goes_on_when_its_host_is_started_again(run_folder, open_page):
-    from thinwire.web.page import make_page
-
-    server = WebServer(lambda: make_page([run_folder]), "127.0.0.1:0", "t").start()
+    """On a port that nobody gets meanwhile who asks for any."""
+    server = WebServer(lambda: make_page([run_folder]), "127.0.0.1:4660", "t", True).start()
     page = open_page(server.address)
     server.close()
     page.locator("#chip", has_text="no connection").wait_for()
