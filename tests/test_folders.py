@@ -56,7 +56,6 @@ def test_content_is_on_the_disk_before_a_file_or_a_folder_has_its_name(tmp_path,
     monkeypatch.setattr(Path, "replace", lambda *names: (events.append("name"), replace(*names))[1])
     folders.replace_file(tmp_path / "file", b"content")
     assert events == [(tmp_path / "file").stat().st_ino, "name"]
-
     events.clear()
     with folders.partial_folder(tmp_path, "folder") as partial:
         folders.write_file(partial / "file", b"content")

@@ -28,10 +28,9 @@ OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_CONFI
 
 def run(*words, cwd=None):
     """What a command prints; it sees nothing of our sources through PYTHONPATH."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    finished = subprocess.run([str(word) for word in words], cwd=cwd,
-                              env={**environment, **OFFLINE}, capture_output=True,
-                              text=True)  # fmt: skip
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | OFFLINE
+    command = [str(word) for word in words]
+    finished = subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 

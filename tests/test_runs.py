@@ -92,7 +92,6 @@ def test_processes_give_what_threads_give_and_resume_into_other_stages(
     names = {n for shard in ends[0].shards for n in shard.tensors}
     left, right = (end.tensors(names) for end in ends)
     assert all(left[name].equal(right[name]) for name in names)
-
     changed = ["train", path, "--set", "model.ffn=64", "--resume", middle]
     refused(changed, 2, "cannot resume", "model.ffn")
 

@@ -7,6 +7,7 @@ import pytest
 
 from thinwire import safe_stream as stream_module
 from thinwire.safe_stream import SafeStream, safe_stream
+from waiting import PROCESS_PATIENCE
 
 
 @pytest.fixture
@@ -55,8 +56,9 @@ def test_the_oldest_gives_way_and_the_newest_stays(pipe, monkeypatch):
     assert text.splitlines()[-1].startswith("line 004999")
 
 
-def test_errors_come_after_what_was_said_before(pipe):
+def test_errors_come_after_what_was_said_before(pipe, monkeypatch):
     """Both streams of a program often end in one terminal."""
+    monkeypatch.setattr(SafeStream.finish, "__defaults__", (PROCESS_PATIENCE,))  # seconds, not two
     reading, stream = pipe
     with os.fdopen(os.dup(stream.fileno()), "w", encoding="utf-8") as other:
         out = safe_stream(stream)

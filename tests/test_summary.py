@@ -135,7 +135,6 @@ def test_a_run_that_was_formed_again_is_summed_up_as_a_whole(make_ledger):
     assert ledger.summary({}, 1.0)["bytes_sent"] is None, "these stages have not finished"
     ledger.add_finished(0, {"cut-0": meter(FORWARD=16, BYE=1)})
     ledger.add_finished(1, {"cut-0": meter(BACKWARD=16, BYE=1)})
-
     summary = ledger.summary({}, total_seconds=60.0, start_seconds=10.0)
     assert summary["valid_losses"] == [(0, 6.0), (4, 5.0), (8, 3.0)]
     assert (summary["steps"], summary["steps_run"], summary["epochs"]) == (8, 10, 2)

@@ -330,7 +330,6 @@ def test_a_run_goes_on_in_its_own_folder(make_settings, tmp_path):
     with pytest.raises(StageError, match=r"192\.0\.2\.1"):
         train(make_settings(link__listen="192.0.2.1"), silent())
     assert not (folder / "metrics.jsonl").exists()
-
     train(make_settings(pipeline__stages=1, train__checkpoint_every=1, train__steps=3), silent())
     middle = checkpoints_folder(folder) / "step-00000001"
     stream = StringIO()

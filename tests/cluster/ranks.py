@@ -11,7 +11,6 @@ ranks run PROGRAM, a script.
 import json
 import os
 import runpy
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -35,8 +34,7 @@ def go_through(cases):
         folder = Path(settings.run.out) / settings.run.name
         grid = lay_out(settings, seat.world, case["schedule"], case["replicas"])
         world = World(seat, grid, settings.run.device)
-        trainer = Trainer(settings, world, Corpus.open(Path(case["data"])), folder,
-                          None)  # fmt: skip
+        trainer = Trainer(settings, world, Corpus.open(Path(case["data"])), folder, None)
         valid = [trainer.evaluate().loss]
         steps = [trainer.train_step() for _ in range(settings.train.steps)]
         valid.append(trainer.evaluate().loss)
@@ -54,10 +52,10 @@ def go_through(cases):
 
 def become(ranks, work):
     """Fork the ranks and wait for them; returns how many failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    here = "127.0.0.1"  # where they meet, as torchrun does it: a port let go of may be taken
+    store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
+    os.environ.update(MASTER_ADDR=here, MASTER_PORT=str(store.port))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     children = []
     for rank in range(ranks):

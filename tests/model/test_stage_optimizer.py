@@ -104,7 +104,6 @@ def test_muon_is_for_the_matrices_of_blocks_only():
     by_adamw = {n.split("/")[0] for n in muon.state() if n.endswith("/exp_avg")}
     assert by_muon == BLOCK_MATRICES
     assert by_adamw == SHAPES.keys() - BLOCK_MATRICES
-
     adamw = Ensemble("whole", OptimConfig(name="adamw"))
     adamw.train(range(2))
     for name in NAMES:

@@ -12,7 +12,7 @@ import pytest
 
 from records import step_record
 from thinwire.report import EvaluationRecord, MetricsWriter, metrics
-from waiting import wait_until
+from waiting import PATIENCE, wait_until
 
 
 @contextlib.contextmanager
@@ -139,8 +139,10 @@ def notes(monkeypatch, tmp_path):
     """What a user is told; nothing of this machine's own account is used."""
     for name in ("WANDB_API_KEY", "WANDB_DIR", "WANDB_PROJECT", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    own = {"HOME": tmp_path, "NETRC": tmp_path / "netrc", "WANDB__SERVICE_WAIT": PATIENCE}
+    for name, value in own.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(metrics, "INIT_SECONDS", PATIENCE)
     yield []
     if package := sys.modules.get("wandb"):
         package.teardown()  # it remembers the environment of the first use

@@ -11,6 +11,7 @@ from thinwire.report import EvaluationRecord, MetricsWriter
 from thinwire.report.metrics import Story
 from thinwire.settings import make_recipe
 from thinwire.typed import to_toml
+from thinwire.web.page import make_page
 from thinwire.web.server import WebServer
 from waiting import wait_until
 
@@ -98,8 +99,8 @@ def test_a_peer_that_dies_turns_red_and_its_stage_moves(run_folder, serve, host,
     ben.wait_for()
     assert "good" in ben.get_attribute("class") and "stage 1" in ben.inner_text()
     assert "carl" in page.locator("#spares").inner_text()
-    host.peers[1] = host.peer("ben", [1], is_away=True)
     host.waiting_for = "a peer for stage 1"
+    host.peers[1] = host.peer("ben", [1], is_away=True)
     page.locator("#pipeline .peer.away[data-peer=ben]").wait_for()
     red, green = page.evaluate(
         "['.peer.away', '.peer.good'].map((name) => "
@@ -157,7 +158,7 @@ def test_the_owner_copies_the_invite_and_kicks_after_a_question(run_folder, serv
     assert "token" not in page.url
     until(page, "document.getElementById('invite-line').innerText != ''")
     page.locator("#copy").click()
-    page.locator("#toast").wait_for()
+    until(page, "document.getElementById('toast').innerText.startsWith('copied')")
     assert page.evaluate("navigator.clipboard.readText()") == "thinwire join abc-secret"
     page.locator("summary", has_text="QR").click()
     until(page, "document.getElementById('qr').naturalWidth > 50")
@@ -200,9 +201,8 @@ def test_what_others_wrote_is_text(run_folder, serve, host, open_page):
 
 
 def test_the_page_goes_on_when_its_host_is_started_again(run_folder, open_page):
-    from thinwire.web.page import make_page
-
-    server = WebServer(lambda: make_page([run_folder]), "127.0.0.1:0", "t").start()
+    """On a port that nobody gets meanwhile who asks for any."""
+    server = WebServer(lambda: make_page([run_folder]), "127.0.0.1:4660", "t", True).start()
     page = open_page(server.address)
     server.close()
     page.locator("#chip", has_text="no connection").wait_for()

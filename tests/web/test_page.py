@@ -73,9 +73,10 @@ def test_the_plan_stands_beside_what_was_measured(run_folder, serve):
     assert 0 < thin < dense, "over slow links dense cuts take longer"
 
 
-def test_what_dense_cuts_would_cost_counts_both_directions(finished):
+def test_what_dense_cuts_would_cost_counts_both_directions(run_folder):
     """A fast uplink into a slow downlink is slow: against the simulator itself."""
-    settings, progress = load_settings(finished, []), read_progress(finished)
+    let_links_decide(run_folder)
+    settings, progress = load_settings(run_folder, []), read_progress(run_folder)
     (row,) = progress.cuts
     size = row["bf16_bytes_per_token"] * settings.tokens_per_microbatch
     costs = replace(progress.measured_costs, forward_bytes=[size], backward_bytes=[size])
@@ -258,8 +259,9 @@ def samples(folder):
     return [event["text"] for event in events if event["kind"] == "sample"]
 
 
-def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder, command):
+def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder, command, monkeypatch):
     """As `thinwire generate` does with that checkpoint, and others hear of it too."""
+    monkeypatch.setattr("os.setpriority", lambda *how: None)  # else it waits for all other tests
     shared: list[tuple[str, str]] = []
     with Followed(PlainDisplay(io.StringIO()), "off", "train", "stage link") as display:
         display.share = lambda kind, text: shared.append((kind, text))

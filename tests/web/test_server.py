@@ -10,6 +10,7 @@ import pytest
 
 from thinwire.errors import ConfigError
 from thinwire.web.server import WebServer, has_token
+from waiting import wait_until
 
 TOKEN = "t0ken"
 
@@ -103,7 +104,7 @@ def test_closing_ends_answers_that_would_not_end_and_frees_the_port():
         assert next(answer.iter_text()) == "guest"
         server.close()  # though the answer goes on for an hour
     server.close()
-    assert "thinwire web" not in [thread.name for thread in threading.enumerate()]
+    wait_until(lambda: "thinwire web" not in [thread.name for thread in threading.enumerate()])
     socket.create_server(("127.0.0.1", server.port)).close()
 
 

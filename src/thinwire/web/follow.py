@@ -197,10 +197,10 @@ def watch(folders: list[Path], listen: str) -> None:
                 f"{folder} holds no run: name the folder of one, which has a {FILE_NAME}"
             )
     listen, is_usual = listen or DEFAULT_LISTEN, not listen
-    with WebServer(lambda: make_page(folders), listen, takes_next_port=is_usual) as server:
+    server = WebServer(lambda: make_page(folders), listen, takes_next_port=is_usual)
+    with server, contextlib.suppress(KeyboardInterrupt), heeding(leave_at_once):
         print(f"watch {', '.join(map(str, folders))} at {server.address_with_token}")
         print("Ctrl-C ends the page, not the run.")
         sys.stdout.flush()
-        with contextlib.suppress(KeyboardInterrupt), heeding(leave_at_once):
-            while True:
-                time.sleep(3600)
+        while True:
+            time.sleep(3600)
