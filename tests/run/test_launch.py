@@ -18,21 +18,12 @@ from thinwire.errors import BreachError, ConfigError, StageError, WireError
 from thinwire.report import PlainDisplay
 from thinwire.run import coordinator as coordinator_module
 from thinwire.run import processes
+from thinwire.run import protocol as msg
 from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Exited, Given, Lost, Record, Said, StopAsked, Tick
 from thinwire.run.pacing import AT_ONCE, Pace
 from thinwire.run.peers import LocalPeers, heed, neighbours
-from thinwire.run.protocol import (
-    FROM_PEER,
-    Finished,
-    Follows,
-    LinkDown,
-    LinkUp,
-    Order,
-    Pulse,
-    Ready,
-)
 from thinwire.train import train
 from thinwire.wire import memory_pair
 from waiting import PATIENCE, wait_until
@@ -46,7 +37,7 @@ def make_peers(make_settings, corpus, tmp_path, monkeypatch):
 
     def make(resume="", peers=0, **changes):
         settings, folder = make_settings(**changes), tmp_path / "run"
-        order = Order([], {}, settings.to_plain(), str(corpus.folder), str(folder), resume)
+        order = msg.Order([], {}, settings.to_plain(), str(corpus.folder), str(folder), resume)
         made.append(LocalPeers(settings, folder, order, peers))
         return made[-1]
 
@@ -95,7 +86,7 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(make_peers, tmp_p
     peers.start()
     lead(peers, commands.append)
     reports = [(c.stage, c.report) for c in commands if isinstance(c, Record)]
-    finished = {stage: r.meters for stage, r in reports if isinstance(r, Finished)}
+    finished = {stage: r.meters for stage, r in reports if isinstance(r, msg.Finished)}
     assert sorted(finished) == [0, 1]
     steps = {stage: r.meters for stage, r in reports if isinstance(r, Step)}
     for stage, meters in finished.items():
@@ -129,7 +120,7 @@ def test_nothing_is_heard_of_a_process_whose_place_another_takes(make_peers, mon
     wait_until(lambda: any(isinstance(event, Exited) for event in noted))
     peers.replace([1])
     heard = []
-    while not heard or not isinstance(getattr(heard[-1], "message", None), Ready):
+    while not heard or not isinstance(getattr(heard[-1], "message", None), msg.Ready):
         event = peers.said.next(PATIENCE)
         heard += [event] if getattr(event, "stage", 0) == 1 or isinstance(event, Given) else []
     assert heard[0] == Given([1])
@@ -141,7 +132,7 @@ def test_what_is_forgotten_of_stages_leaves_the_rest_in_order_and_makes_room():
     hearing.note(Lost(0, "gone"))
     for begun in range(MOST_UNHEARD):
         hearing.hear(1, step(1, begun))
-    kept = [Said(1, Follows(3), follows=True), Given([1]), StopAsked()]
+    kept = [Said(1, msg.Follows(3), follows=True), Given([1]), StopAsked()]
     for event in (kept[0], Exited(1, -9), *kept[1:]):
         hearing.note(event)
     waiting = on_daemon_thread("stream", lambda: hearing.hear(1, step(1, MOST_UNHEARD)))
@@ -206,8 +197,8 @@ def flood(lost=ignore):
     """What a coordinator hears, and the end at which stage 1 talks to it."""
     ours, theirs = memory_pair(limit=4)
     heard = Hearing(2)
-    Channel(ours, "stage 1", FROM_PEER, lambda said: heard.hear(1, said.message), lost)
-    return heard, Channel(theirs, "flood", FROM_PEER, ignore, ignore)
+    Channel(ours, "stage 1", msg.FROM_PEER, lambda said: heard.hear(1, said.message), lost)
+    return heard, Channel(theirs, "flood", msg.FROM_PEER, ignore, ignore)
 
 
 def test_a_flood_of_messages_ends_with_its_own_stream():
@@ -216,7 +207,7 @@ def test_a_flood_of_messages_ends_with_its_own_stream():
     heard, flooding = flood(lost.put)
     with contextlib.suppress(WireError):
         for sent in range(100 * AT_ONCE):
-            flooding.send(LinkDown(0, "x") if sent % 2 else LinkUp(0, 0.1))
+            flooding.send(msg.LinkDown(0, "x") if sent % 2 else msg.LinkUp(0, 0.1))
             if heard._queue.qsize():
                 heard.next(0.0)
     while lost.empty():
@@ -224,7 +215,7 @@ def test_a_flood_of_messages_ends_with_its_own_stream():
     error = lost.get()
     assert isinstance(error, BreachError) and "stage 1 sent " in str(error)
     assert "at most 25 a second" in str(error)
-    heard.hear(0, Pulse(1, "works"))  # another stage is heard as before
+    heard.hear(0, msg.Pulse(1, "works"))  # another stage is heard as before
 
 
 def test_a_coordinator_that_was_suspended_takes_what_was_said_meanwhile_for_no_flood(monkeypatch):
@@ -238,7 +229,7 @@ def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end():
     """What waits to be heard is bounded, for each stage; notes of our own never wait."""
     (heard, flooding), total = flood(), 4 * MOST_UNHEARD
     for number in range(total):
-        flooding.send(Pulse(number, "floods"))
+        flooding.send(msg.Pulse(number, "floods"))
     wait_until(lambda: heard._queue.qsize() >= MOST_UNHEARD)
     time.sleep(0.2)  # for those that must not come
     assert heard._queue.qsize() == MOST_UNHEARD
