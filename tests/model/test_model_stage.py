@@ -4,9 +4,19 @@ import pytest
 import torch
 
 from thinwire import model
+from thinwire.model import llama
 
 CONFIG = model.ModelConfig(layers=4, dim=32, heads=4, kv_heads=2, ffn=48, vocab=50, context=8)
 CONFIG = CONFIG.resolved()
+
+
+def test_two_stages_of_a_process_do_not_compute_their_first_cosines_at_once(monkeypatch):
+    """In one of some thousand processes a table was off by 1e-4, and its weights were others."""
+    held = []
+    ask = lambda angle: held.append(llama._COSINES.locked()) or angle  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "cos", ask)
+    model.Stage(model.architecture(CONFIG).stage_layers(range(2)))
+    assert held == [True, True]
 
 
 @pytest.mark.parametrize(

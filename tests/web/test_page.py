@@ -15,16 +15,7 @@ from webruns import STEPS, TOKEN, first_of, let_links_decide, messages, step_rec
 from programs import gone
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.errors import ConfigError
-from thinwire.report import MetricsWriter, PlainDisplay
-from thinwire.report.metrics import (
-    EVENTS_FILE,
-    FILE_NAME,
-    MOST_POINTS,
-    Row,
-    line_of,
-    lines_of,
-    read_evaluations,
-)
+from thinwire.report import MetricsWriter, PlainDisplay, metrics
 from thinwire.run.record import read_progress
 from thinwire.schedule import Links, simulate
 from thinwire.settings import load_settings, make_recipe
@@ -37,7 +28,7 @@ OWNER = {"headers": {"Authorization": f"Bearer {TOKEN}"}}
 
 
 def steps_of(folder):
-    return [row for row in map(Row.read, lines_of(folder)) if row.kind == "step"]
+    return [row for row in map(metrics.Row.read, metrics.lines_of(folder)) if row.kind == "step"]
 
 
 def test_a_finished_run_shows_what_its_folder_holds(finished, serve):
@@ -45,7 +36,7 @@ def test_a_finished_run_shows_what_its_folder_holds(finished, serve):
     points, valid, events, state, progress, settings = first_of(
         server, "points", "valid", "events", "state", "progress", "settings"
     )
-    steps, validations = steps_of(finished), read_evaluations(finished)
+    steps, validations = steps_of(finished), metrics.read_evaluations(finished)
     assert points["step"] == [record.step for record in steps] == list(range(1, STEPS + 1))
     assert points["loss"] == [round(record.loss, 5) for record in steps]
     assert points["hours"][0] == 0 and points["hours"] == sorted(points["hours"])
@@ -125,15 +116,16 @@ def test_a_resumed_run_takes_back_what_it_trains_again(run_folder):
 
 def test_a_run_of_a_hundred_thousand_steps_is_thinned(tmp_path):
     count = 100_000
-    line = line_of("step", asdict(step_record(1, loss=4.0)) | {"stages": [], "links": []})
-    with (tmp_path / FILE_NAME).open("w") as file:
+    line = metrics.line_of("step", asdict(step_record(1, loss=4.0)) | {"stages": [], "links": []})
+    with (tmp_path / metrics.FILE_NAME).open("w") as file:
         for step in range(1, count + 1):
             row = line.replace('"step": 1,', f'"step": {step},')
             file.write(row.replace('"loss": 4.0', f'"loss": {4 if step % 2 else 2}'))
     view = RunView(tmp_path)
     view.refresh()
     points = view.curves.points()
-    assert MOST_POINTS / 2 < len(points["step"]) <= MOST_POINTS and points["size"] == 128
+    most = metrics.MOST_POINTS
+    assert most / 2 < len(points["step"]) <= most and points["size"] == 128
     assert points["step"][-1] == count and set(points["loss"]) == {3.0}
     assert len(json.dumps(points)) < 100_000
 
@@ -201,13 +193,13 @@ def test_a_hosted_run_shows_its_peers_and_links(run_folder, serve, host):
 
 
 def test_a_run_without_a_last_word_is_silent(run_folder):
-    lines = (run_folder / FILE_NAME).read_text().splitlines()[:-3]
+    lines = (run_folder / metrics.FILE_NAME).read_text().splitlines()[:-3]
     rows = (json.dumps(json.loads(line) | {"time": time.time() - 1e6}) for line in lines)
-    (run_folder / FILE_NAME).write_text("\n".join([*rows, ""]))
+    (run_folder / metrics.FILE_NAME).write_text("\n".join([*rows, ""]))
 
     def word(event, age, is_own=False):
         row = {"kind": event, "text": "", "time": time.time() - age}
-        (run_folder / EVENTS_FILE).write_text(json.dumps(row) + "\n")
+        (run_folder / metrics.EVENTS_FILE).write_text(json.dumps(row) + "\n")
         view = RunView(run_folder, is_own)
         view.refresh()
         return str(json.loads(view.sections["state"])["state"])
@@ -229,7 +221,7 @@ def test_the_story_keeps_no_secret_and_no_end_of_a_run_that_was_refused(tmp_path
         display.opened(folder)
         display.phase("invite", "thinwire join secret")
         display.note("ben left\x1b[2J")
-    told = [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
+    told = [json.loads(line) for line in (folder / metrics.EVENTS_FILE).read_text().splitlines()]
     assert [event["kind"] for event in told] == ["begin", "note", "end"]
     assert "secret" not in str(told) and "\x1b" not in told[1]["text"]
     assert told[0]["time"] > 1.7e9
@@ -255,7 +247,7 @@ def test_the_address_of_a_page_is_printed_and_stays(tmp_path):
 
 
 def samples(folder):
-    events = map(json.loads, (folder / EVENTS_FILE).read_text().splitlines())
+    events = map(json.loads, (folder / metrics.EVENTS_FILE).read_text().splitlines())
     return [event["text"] for event in events if event["kind"] == "sample"]
 
 
@@ -292,7 +284,7 @@ def test_train_saves_and_writes_a_text_at_a_validation_and_ends_by_ctrl_c(
     sets = [word for change in changes for word in ("--set", change)]
     config = finished.parent / "run.toml"
     run = thinwire("train", config, *sets, "--sample", "stage", "--web", "off")
-    story = tmp_path / "first" / EVENTS_FILE
+    story = tmp_path / "first" / metrics.EVENTS_FILE
     wait_until(lambda: story.exists() and len(samples(story.parent)) > 1, PROCESS_PATIENCE)
     stages = run.stages()
     run.stop()
@@ -301,7 +293,7 @@ def test_train_saves_and_writes_a_text_at_a_validation_and_ends_by_ctrl_c(
     saved.verify()
     assert saved.step == json.loads((story.parent / "summary.json").read_text())["steps"]
     step = int(samples(story.parent)[0].split(":")[0].removeprefix("step "))
-    assert step in [record.step for record in read_evaluations(story.parent)]
+    assert step in [record.step for record in metrics.read_evaluations(story.parent)]
     assert not list(story.parent.glob("checkpoints/.sample*"))
 
 

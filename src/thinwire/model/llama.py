@@ -10,6 +10,7 @@ Shapes: B sequences, T positions, D model width, H heads, K key/value heads, E h
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from thinwire.model.optim import Role
 EMBEDDING = "model.embed_tokens"  # as a Hugging Face Llama calls it
 EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
 WRITERS = ("o_proj.weight", "down_proj.weight")
+_COSINES = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines (T, E) of the rotary positions, computed in float32 on the CPU.
 
-    On the meta device only their shape: torch imports its compiler to compute there, for seconds.
+    By one thread at a time: where two stages of a process call a cosine first in one moment, MKL
+    may not have chosen its kernels for one of them yet, and its table is off by 1e-4. On the meta
+    device only their shape: torch imports its compiler to compute there, for seconds.
     """
     if torch.get_default_device().type == "meta":
         return torch.empty(context, head_dim), torch.empty(context, head_dim)
@@ -92,7 +96,8 @@ def rotary_tables(
     if scaling is not None:
         frequency = _stretched(frequency, scaling)
     angle_TE = torch.outer(torch.arange(context, dtype=torch.float32), frequency).repeat(1, 2)
-    return angle_TE.cos(), angle_TE.sin()
+    with _COSINES:
+        return angle_TE.cos(), angle_TE.sin()
 
 
 def _stretched(frequency: Tensor, scaling: RopeScaling) -> Tensor:
