@@ -786,8 +786,9 @@ class HostedPeers(Peers):
         homeless = {s for group in [*self._homeless] for s in group} | self._unheard
         placing = self._placing()
         held = [stage for stage in self._base.formation.held_by(name) if stage not in homeless]
+        declined = getattr(getattr(what, "message", None), "stages", [])
         if isinstance(what, msg.Envelope) and what.generation == epoch:
-            about = [what.stage] if what.stage >= 0 else getattr(what.message, "stages", [])
+            about = [what.stage] if what.stage >= 0 else declined
             given = {stage: self._given.get((name, stage)) for stage in about}
             if never := [stage for stage, again in given.items() if again is None]:
                 raise BreachError(f"{name} sent a message of stage {never[0]}, which it never held")
@@ -795,7 +796,6 @@ class HostedPeers(Peers):
                 return False  # of a process whose place another has got, here
         match what:
             case ev.Lost() | ev.Away() | msg.Envelope(msg.Leaving() | msg.Declined()):
-                declined = getattr(getattr(what, "message", None), "stages", [])
                 for group in placing.followed_by(name):
                     if not declined or not {*group}.isdisjoint(declined):
                         self.said.note(ev.FollowerLost(group))

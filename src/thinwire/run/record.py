@@ -131,8 +131,8 @@ class RunRecord:
         tell: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Write the summary, then draw the plots; complain last about what was lost.
-        `beside_bytes`: what travelled beside the cuts to peers on other machines; `tell` them that
-        all is well, at once: who is started anew after that end does not train, and tells nobody.
+        `beside_bytes`: what travelled beside the cuts to peers on other machines. `tell` is called
+        where all is well, before plots take seconds: a host that is killed in them tells nobody.
         """
         steps, ledger = self.settings.train.steps, self.ledger
         trouble = self._trouble() or (self._exploded() if self._explosion else None)
