@@ -207,9 +207,7 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
     if settings.pipeline.recompute:
         streams = len(blocks)
         is_between_cuts = blocks.start > 0 and blocks.stop < model.layers
-        boundary = settings.boundary
-        has_known = boundary.own_tables or boundary.shares_embedding
-        if has_known and is_between_cuts and len(blocks) > 1:
+        if settings.boundary.trains_tables and is_between_cuts and len(blocks) > 1:
             streams += 1  # rows of the table, from the first layer to the last
         kept = streams * settings.tokens_per_microbatch * model.dim * width
     else:

@@ -265,6 +265,11 @@ class BoundaryConfig:
         """
         return self.anchor == PER_STAGE
 
+    @property
+    def trains_tables(self) -> bool:
+        """Whether what stages know of a token is trained, in a table of each or in copies."""
+        return self.own_tables or self.shares_embedding
+
     def resolved(self, dim: int, split: list[range]) -> "BoundaryConfig":
         """The same config with `auto` and -1 filled in, refused if it cannot work."""
         here = f'with boundary.mode = "{self.mode}"'
@@ -391,7 +396,8 @@ class OptimConfig:
     table_lr: float = option(
         -1.0,
         "learning rate of token tables (the embedding, those of cuts) as a fraction of lr; -1 = "
-        "100 with muon (30 with boundary.anchor = per-stage in more than 1,000 steps), else 1",
+        "100 with muon (30 with boundary.anchor = per-stage or embedding in more than 1,000 "
+        "steps), else 1",
         least=0,
         auto=-1,
     )
@@ -403,10 +409,10 @@ class OptimConfig:
     )
     clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping", least=0)
 
-    def resolved(self, steps: int, own_tables: bool = False) -> "OptimConfig":
+    def resolved(self, steps: int, trains_tables: bool = False) -> "OptimConfig":
         """The same config with the warmup and the shares filled in for a run of `steps` steps.
 
-        `own_tables`: every stage has a token table of its own.
+        `trains_tables`: every stage has a token table that is trained, its own or a copy.
         """
         warmup = min(AUTO_WARMUP, steps // 2) if self.warmup == -1 else self.warmup
         if warmup > steps:
@@ -414,7 +420,7 @@ class OptimConfig:
                 f"optim.warmup = {warmup} is longer than train.steps = {steps}: the learning rate "
                 "would never reach its peak"
             )
-        has_slow_tables = own_tables and steps > SHORT_RUN
+        has_slow_tables = trains_tables and steps > SHORT_RUN
         return dataclasses.replace(self.with_shares(has_slow_tables), warmup=warmup)
 
     @property

@@ -184,7 +184,7 @@ class Settings:
     def _filled(self) -> "Settings":
         settings = dataclasses.replace(self, model=self.model.resolved(self.optim.embed_std))
         boundary = settings.boundary.resolved(settings.model.dim, settings.split())
-        optim, train = settings.optim.resolved(self.train.steps, boundary.own_tables), self.train
+        optim, train = settings.optim.resolved(self.train.steps, boundary.trains_tables), self.train
         if train.eval_batches == -1:
             batches = -(-VALIDATED_TOKENS // max(1, settings.tokens_per_microbatch))
             train = dataclasses.replace(train, eval_batches=batches)
