@@ -1,20 +1,24 @@
 """A run under torchrun: its records, its checkpoints in either engine, and what is refused."""
 
+import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from settings_values import narrow
 from thinwire.cluster import Crossing
 from thinwire.cluster.__main__ import main
 from thinwire.cluster.grid import lay_out
+from thinwire.codec import Codec, Leg, Part, TensorSpec, build_codecs
 from thinwire.engine.build import StageBuilder, choose_device
 from thinwire.engine.checkpoint import list_checkpoints
 from thinwire.engine.cut import CutEnd
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, WireError
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 from waiting import PROCESS_PATIENCE
@@ -115,13 +119,43 @@ def test_what_does_not_fit_is_refused(changes, world, schedule, replicas, words,
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("codec", ["step(3)+zstd", "topk(0.1)+aqsgd"])
-def test_payloads_of_changing_size_are_refused(codec, make_settings):
+@pytest.mark.parametrize(("codec", "world", "words"), [
+    ("step(3)+zstd", 2, "always receives the same number of bytes"),
+    ("topk(0.1)+aqsgd", 2, "always receives the same number of bytes"),
+    ("int4+ef", 4, "does not work with replicas"),
+])  # fmt: skip
+def test_codecs_are_refused_before_anything_is_made(codec, world, words, make_settings):
     settings = make_settings(codec__forward=codec)
+    with pytest.raises(ConfigError, match=words):
+        lay_out(settings, world, "", 0)
     builder = StageBuilder(settings, choose_device("cpu", 0))
     end = CutEnd.build(settings, 0, True, builder.wire_spec)
-    with pytest.raises(ConfigError, match="always receives the same number of bytes"):
+    with pytest.raises(ConfigError, match=words) if world == 2 else contextlib.nullcontext():
         Crossing(end, "cpu")
+
+
+class Short(Codec):
+    """Makes fewer numbers than it promised."""
+
+    name = "short"
+
+    def layout(self, shape, place):
+        return (Part(torch.float32, math.prod(shape)),)
+
+    def encode(self, tensor, place):
+        return (tensor.flatten()[:-1],)
+
+    def decode(self, parts, spec, place):
+        return parts[0].reshape(spec.shape)
+
+
+@pytest.mark.parametrize(("codec", "shape"), [(Short(), (2, 4)), (None, (1, 4)), (None, (4, 2))])
+def test_what_was_not_agreed_does_not_cross(codec, shape):
+    codecs = build_codecs("int8", "fp64")  # whose carrier has room for more
+    codecs[Leg.FORWARD] = codec or codecs[Leg.FORWARD]
+    spec = TensorSpec((2, 4), torch.float32, torch.device("cpu"))
+    with pytest.raises(WireError, match=r"layout says|was agreed"):
+        Crossing(CutEnd(codecs, spec), "cpu").send(torch.ones(shape), 0)
 
 
 def test_only_torchrun_starts_a_rank(monkeypatch, capsys):

@@ -34,6 +34,9 @@ from thinwire.run.signals import heeding
 from thinwire.run.start import make_start, opened, prepare_data
 from thinwire.settings import Settings
 
+ENDED = ".ended"
+"""In a run's folder: why it ended by itself with an error, for a torchrun that restarts it."""
+
 
 def run(
     settings: Settings,
@@ -61,9 +64,12 @@ def run(
                 display.phase("config", told)
             if restarted and list_checkpoints(folder):
                 resume = folder  # else it starts again as it was told to
+            if restarted and (folder / ENDED).exists():
+                raise StageError((folder / ENDED).read_text(encoding="utf-8"))
             beginning = opened(settings, display, resume, allow_plugins, goes_on=restarted)
             settings, checkpoint, weights = stack.enter_context(beginning)
             stack.enter_context(scratch(folder))
+            (folder / ENDED).unlink(missing_ok=True)
         settings = Settings.from_plain(
             json.loads(world.share(json.dumps(settings.to_plain()).encode()))
         )
@@ -115,7 +121,11 @@ class Rank:
             self._keep(stage, message)
         if self._record is None:
             return None
-        return self._record.finish(0, self._trainer.stop_requested, self._started)
+        try:
+            return self._record.finish(0, self._trainer.stop_requested, self._started)
+        except StageError as error:  # no torchrun that starts all ranks again shall go on
+            (self._trainer.folder / ENDED).write_text(str(error), encoding="utf-8")
+            raise
 
     def _train(self) -> None:
         trainer, settings = self._trainer, self._trainer.settings
@@ -148,8 +158,8 @@ class Rank:
         else:
             self._record.carry_out(Commit(step, written))
 
-    def _keep(self, stage: int, report: Step | Evaluation | Finished) -> None:
-        if self._record is None:
+    def _keep(self, stage: int, report: Step | Evaluation | Finished | None) -> None:
+        if self._record is None or report is None:
             return
         self._record.carry_out(Record(stage, report))
         for change in [] if isinstance(report, Finished) else self._losses.hear(report):

@@ -5,9 +5,14 @@ shape, one beside the other. Without torch, so that errors come at once.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from thinwire.codec.config import PLAIN
 from thinwire.errors import ConfigError
 from thinwire.settings import Settings
+
+if TYPE_CHECKING:
+    from thinwire.codec import Codec
 
 SINGLE = ("gpipe", "1f1b")
 """Schedules with one stage on each rank, as pipeline.schedule names them."""
@@ -152,3 +157,28 @@ def _check_settings(settings: Settings, grid: Grid) -> None:
     ):
         if is_on:
             raise ConfigError(f"{what} does not work {why}")
+    names = {name for cut in range(grid.stages - 1) for name in settings.codec.names(cut)}
+    if names <= set(PLAIN):
+        return
+    from thinwire.engine.cut import codecs_of  # slow to import
+
+    for codecs in codecs_of(settings).values():
+        for codec in codecs.values():
+            check_size(codec)
+            if grid.replicas > 1 and codec.remembers:
+                raise ConfigError(
+                    f"{codec.name} remembers what crossed, and does not work with replicas: "
+                    "each would remember its own microbatches. Choose a codec without memory, or "
+                    "start one replica"
+                )
+
+
+def check_size(codec: "Codec") -> None:
+    """Refuse a codec whose payloads differ in size in training."""
+    if codec.content_decides_size or codec.remembers_examples:
+        raise ConfigError(
+            f"{codec.name} makes payloads of different sizes, but a stage of PyTorch's "
+            "pipelining always receives the same number of bytes: padded to the largest "
+            "they would save nothing. Choose a codec without +zstd and +aqsgd, or train "
+            "with thinwire train"
+        )

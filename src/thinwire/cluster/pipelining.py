@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from thinwire.cluster.grid import check_size
 from thinwire.codec import Leg, Part
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, Sightings, StepTrace
-from thinwire.errors import ConfigError
+from thinwire.errors import WireError
 from thinwire.model import Score, Stage
 
 CARRIER = torch.float32
@@ -43,13 +44,7 @@ class Crossing:
         self, end: CutEnd, device: torch.device | str, sightings: Sightings | None = None
     ) -> None:
         for codec in end.codecs.values():
-            if codec.content_decides_size or codec.remembers_examples:
-                raise ConfigError(
-                    f"{codec.name} makes payloads of different sizes, but a stage of PyTorch's "
-                    "pipelining always receives the same number of bytes: padded to the largest "
-                    "they would save nothing. Choose a codec without +zstd and +aqsgd, or train "
-                    "with thinwire train"
-                )
+            check_size(codec)
         self.end = end
         self.step = 0
         self.training = True
@@ -84,8 +79,21 @@ class Crossing:
         if self.training:
             self._sightings.look(self.step, FORWARD if leg is Leg.FORWARD else BACKWARD, tensor)
         self.sent[leg.name if self.training else "EVALUATE"] += 1
+        codec, spec = self.end.codecs[leg], self.end.spec
+        if tuple(tensor.shape) != spec.shape:
+            raise WireError(
+                f"a tensor of shape {tuple(tensor.shape)} cannot cross cut {self.end.cut}: "
+                f"{spec.shape} was agreed, and every microbatch must have it"
+            )
         place = self.end.place(leg, self.step, microbatch, self.training)
-        parts = self.end.codecs[leg].encode(tensor.detach().to(self.end.spec.dtype), place)
+        parts = codec.encode(tensor.detach().to(spec.dtype), place)
+        made = [part.numel() * part.element_size() for part in parts]
+        wanted = [part.bytes for part in codec.layout(spec.shape, place)]
+        if made != wanted:  # a carrier has one size, so the receiver could not tell
+            raise WireError(
+                f"{codec.name} made parts of {made} bytes for shape {spec.shape}, but its layout "
+                f"says {wanted}"
+            )
         carrier = torch.zeros(max(self._floats.values()), dtype=CARRIER, device=self._device)
         room, start = carrier.view(torch.uint8), 0
         for part in parts:

@@ -26,7 +26,6 @@ from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
 from thinwire.engine.trace import FORWARD, Sightings
 from thinwire.engine.worker import PATIENCE, scratch_folder
-from thinwire.errors import ConfigError
 from thinwire.model import learning_rate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import checkpoint_steps
@@ -45,16 +44,7 @@ class HeldStage:
         scratch = scratch_folder(folder) / f"stage-{index}"
 
         def crossing(end: CutEnd | None) -> Crossing | None:
-            if end is None:
-                return None
-            remembering = [codec.name for codec in end.codecs.values() if codec.remembers]
-            if world.grid.replicas > 1 and remembering:
-                raise ConfigError(
-                    f"{remembering[0]} remembers what crossed, and does not work with replicas: "
-                    "each would remember its own microbatches. Choose a codec without memory, or "
-                    "start one replica"
-                )
-            return Crossing(end, world.carriers, self.sightings)
+            return None if end is None else Crossing(end, world.carriers, self.sightings)
 
         ends = ends_of(settings, index, builder.wire_spec, feed, scratch)
         self.below, self.above = map(crossing, ends)
@@ -199,12 +189,19 @@ class Trainer:
         return verdict
 
     @torch.no_grad()
-    def evaluate(self) -> Evaluation:
-        """The validation as things are; every rank gets its result."""
+    def evaluate(self) -> Evaluation | None:
+        """The validation as things are; every rank gets its result. None where a rank is asked to
+        stop: torchrun soon kills who does not.
+        """
         start, found = time.monotonic(), [0.0, 0.0, 0.0]
         for held in self.held:
             held.chunk.begin(self.done, training=False)
+        is_left = False
         for number in range(self.feed.validation_count):
+            if number % 8 == 0:  # seldom, since ranks wait for each other here
+                is_left = self.world.sum([self.stop_requested])[0] > 0
+            if is_left:
+                break
             self._forward(torch.tensor([number]))
         for held in self.held:
             held.chunk.train()
@@ -212,7 +209,7 @@ class Trainer:
                 score = held.chunk.score
                 found = [score.loss, time.monotonic() - start, score.count]
         loss, seconds, count = self.world.sum(found)
-        return Evaluation(self.done, loss, seconds, int(count))
+        return None if is_left else Evaluation(self.done, loss, seconds, int(count))
 
     def _forward(self, number: Tensor) -> None:
         """A validation microbatch through the stages of this rank, in the order of all stages.
