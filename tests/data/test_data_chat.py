@@ -94,6 +94,9 @@ def test_the_prompt_of_a_generation_is_what_was_trained_on(chat):
     assert ids == whole.ids[: len(ids)].tolist()
     assert whole.learned[len(ids)] == 1
     assert chat.end_ids == {chat.tokenizer.id_of(name) for name in ("<|im_end|>", END_OF_TEXT)}
+    said = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    thinking = said + "{% if add_generation_prompt %}<think>{% endif %}"  # shows no answer's start
+    assert with_source(chat.tokenizer, thinking).end_ids == chat.end_ids
 
 
 @pytest.mark.parametrize("source", [CHATML, HEADERS, MARKED, THINKING, CLOSED, DIRECT])
@@ -258,8 +261,9 @@ def test_what_comes_with_a_record():
     found = conversation_of({"instruction": "Add.", "input": "1, 2", "output": "3", "system": "S"})
     assert found.texts == ["S", "Add.\n\n1, 2", "3"]
     tools = [{"name": "add"}]
-    for kept in (tools, json.dumps(tools)):
+    for kept in (tools, json.dumps(tools), tools[0]):
         assert conversation_of({"messages": TALK, "tools": kept}).tools == tools
+    assert conversation_of({"messages": TALK, "tools": ""}).tools is None
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
     assert conversation_of({"messages": [ASKED, call]}).has_answer
     both = conversation_of({"prompt": TALK[:4], "completion": "Two more."})
@@ -276,6 +280,8 @@ def test_what_comes_with_a_record():
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
     ({"instruction": 5, "output": "x"}, "must be text"),
     ({"messages": TALK, "tools": "{"}, '"tools" is text'),
+    ({"messages": TALK, "tools": 5}, '"tools" must be a list'),
+    ({"messages": [ASKED, {"role": "assistant", "tool_calls": [5]}]}, "not a list of objects"),
 ])  # fmt: skip
 def test_records_that_are_no_conversation(record, words):
     with pytest.raises(NotAConversation, match=words):

@@ -36,6 +36,7 @@ def test_every_kind_is_read_packed_or_not(tmp_path, packing):
     rows = [f"row {i}" for i in range(2500)] + [None, ""]
     table = parquet_bytes(tmp_path, {"id": [0] * 2502, "text": rows})
     lines = [json.dumps({"id": 1, "text": "one\n"}), "", json.dumps({"text": "zwei é\u2028"})]
+    lines.insert(1, json.dumps({"text": None}))
     folder = tmp_path / "in"
     folder.mkdir()
     for kind in plain:
@@ -145,6 +146,14 @@ def test_one_document_has_a_limit_but_a_file_has_none(tmp_path, monkeypatch):
     refused(r"a\.jsonl\.gz, line 21: one document of more than", texts, path)
     (tmp_path / "b.parquet").write_bytes(parquet_bytes(tmp_path, {"text": ["a", "x" * 1001]}))
     refused(r"b\.parquet, row 2: one document of more than", texts, tmp_path / "b.parquet")
+
+
+def test_a_row_of_parquet_has_no_keys_of_other_rows(tmp_path):
+    calls = [{"name": "a", "arguments": {"x": "1"}}, {"name": "b", "arguments": {"y": "2"}}]
+    messages = [[{"role": "assistant", "tool_calls": [call]}] for call in calls]
+    (tmp_path / "a.parquet").write_bytes(parquet_bytes(tmp_path, {"messages": messages}))
+    found = read_records(text_files(str(tmp_path), source="chat"))
+    assert [record.values["messages"] for record in found] == messages
 
 
 def test_parquet_that_cannot_be_read(tmp_path, monkeypatch):

@@ -96,6 +96,14 @@ def test_invalid_file_names_the_path(tmp_path, content):
     refused("empty vocabulary", Tokenizer.load, tmp_path / "empty.json")
 
 
+def test_the_end_of_texts_may_have_a_name_that_stands_beside_the_tokenizer(tmp_path):
+    Tokenizer.train(["a"], 257).save(tmp_path / "t.json")
+    (tmp_path / "t.json").write_text((tmp_path / "t.json").read_text().replace("endoftext", "stop"))
+    assert Tokenizer.load(tmp_path / "t.json").end_of_text is None
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|stop|>"}}')
+    assert Tokenizer.load(tmp_path / "t.json").end_of_text is not None
+
+
 def test_vocabulary_without_room_for_bytes():
     refused(r"model\.vocab = 256 .* at least 257", Tokenizer.train, ["a"], 256)
     smallest = Tokenizer.train(["aaaa"], 257)

@@ -1,5 +1,7 @@
 """Models of transformers, imported: the same logits and the same text, in any number of stages."""
 
+import copy
+import itertools
 import json
 import shutil
 import weakref
@@ -9,7 +11,8 @@ import pytest
 import torch
 from moving import imported
 from safetensors.torch import load_file, save_file
-from their_models import KINDS, make_folder, saved
+from their_models import KINDS, make_folder, saved, tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from thinwire.cli import main
 from thinwire.engine.checkpoint import Checkpoint
@@ -17,6 +20,7 @@ from thinwire.errors import ThinwireError
 from thinwire.hf.folder import FolderWeights
 from thinwire.hf.importer import opened
 from thinwire.inference import Model
+from thinwire.inference.text import Sampling
 from thinwire.settings import load_settings
 
 PROMPT = "def main"
@@ -38,6 +42,29 @@ def test_logits_and_greedy_text_are_those_of_transformers(kind, tmp_path):
     continued = theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
     text = ours.generate(PROMPT, 12, 0.0, 0, 0)
     assert text == tokenizer.decode(continued[0].tolist())
+
+
+def test_texts_begin_and_end_as_the_files_beside_the_weights_say(tmp_path):
+    theirs, backend = saved("llama"), copy.deepcopy(tokenizer()._backend)
+    shutil.copytree(theirs, tmp_path / "theirs")
+    first, second = 296, 7
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+    backend.save(str(tmp_path / "theirs" / "tokenizer.json"))
+    ours = Model(imported(tmp_path / "theirs", tmp_path / "ours"), "cpu")
+    assert ours.encode(PROMPT) == backend.encode(PROMPT).ids == [first, *tokenizer().encode(PROMPT)]
+    third = list(itertools.islice(ours.tokens_behind([second], Sampling(0.0)), 3))[2]
+    (tmp_path / "theirs" / "generation_config.json").write_text(f'{{"eos_token_id": [0, {third}]}}')
+    ours = Model(imported(tmp_path / "theirs", tmp_path / "ends"), "cpu")
+    writing = ours.write([second], 20, Sampling(0.0))
+    assert [*writing] and writing.count <= 3 and writing.ended_by == "stop"
+
+
+def test_a_tied_table_may_have_the_name_of_the_head(tmp_path):
+    shutil.copytree(saved("tied"), tmp_path / "theirs")
+    table = load_file(saved("tied") / "model.safetensors")["model.embed_tokens.weight"]
+    change_weights(tmp_path / "theirs", {"model.embed_tokens.weight": None, HEAD: table})
+    ours = Model(imported(tmp_path / "theirs", tmp_path / "ours"), "cpu")
+    assert torch.equal(ours.stages[0].layers[0].weight, table)
 
 
 def test_weights_keep_their_bits_and_their_format(tmp_path):
@@ -122,7 +149,7 @@ def test_an_import_replaces_only_an_import_and_only_by_force(tmp_path):
 # --- what is refused, with nothing written ---
 
 
-NORM = "model.norm.weight"
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
 
 
 def change_config(folder, **changes):

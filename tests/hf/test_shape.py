@@ -134,6 +134,7 @@ def test_context_is_ours_to_choose_and_defaults_are_theirs():
         ({"attention_bias": True}, "attention_bias = True: biases on all four"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, 'rope_type = "yarn"'),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, 'rope_type = "yarn"'),  # beside it
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4}}, "has no low_freq_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"hidden_size": None}, "has no hidden_size"),

@@ -15,6 +15,7 @@ one. A guard, a character that no text needs, is put into such spellings, and wh
 split there before it is encoded.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -149,11 +150,13 @@ def conversation_of(record: Mapping[str, Any]) -> Conversation:
     tools = record.get("tools")
     if isinstance(tools, str):  # some keep them as JSON within JSON
         try:
-            tools = json.loads(tools)
+            tools = json.loads(tools) if tools.strip() else None
         except (ValueError, RecursionError):
             raise NotAConversation('"tools" is text, but not valid JSON') from None
-    tools = list(tools) if isinstance(tools, Sequence) and len(tools) else None
-    return Conversation(messages, tools, FORMS[key][0])
+    tools = [tools] if tools and isinstance(tools, Mapping) else tools or None
+    if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
+        raise NotAConversation('"tools" must be a list')
+    return Conversation(messages, tools and list(tools), FORMS[key][0])
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:
@@ -185,6 +188,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     except UnicodeEncodeError as error:  # an escape such as "\ud800" alone is no character
         why = f"the content of {where} is not valid Unicode ({error.reason})"
         raise NotAConversation(why) from None
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise NotAConversation(f"the tool_calls of {where} are not a list of objects")
     # A table of Arrow has every key in every row, and None where there was none.
     left_out = ("role", "from", "content", "value")
     rest = {k: v for k, v in message.items() if v is not None and k not in left_out}
@@ -400,11 +406,12 @@ class Chat:
     def end_ids(self) -> frozenset[int]:
         """Ids that end an answer: by the template, by its config, or between texts."""
         said = Conversation([{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}])
-        text, spans = self._rendered(said)
         names = {self.template.tokens.get("eos_token")}  # what the config says
-        for start, stop in spans:
-            last = self._specials.last(text[start:stop])
-            names.add(last[0] if last else None)
+        with contextlib.suppress(DataError):  # it shows no answers, as one that opens a thought
+            text, spans = self._rendered(said)
+            for start, stop in spans:
+                last = self._specials.last(text[start:stop])
+                names.add(last[0] if last else None)
         ids = {self.tokenizer.id_of(name) for name in names if name is not None}
         return frozenset(i for i in (*ids, self.tokenizer.end_of_text) if i is not None)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from thinwire.data.chat import Chat, ChatTemplate, Conversation, NotAConversation, conversation_of
 from thinwire.data.corpus import SIDES, TokenChunk
-from thinwire.data.sources import SourceFile, SourceRecord, source_file, text_of, walk
+from thinwire.data.sources import SourceFile, SourceRecord, no_nulls, source_file, text_of, walk
 from thinwire.data.tokenizer import Tokenizer, interruptible, pieces_of
 from thinwire.errors import DataError, ThinwireError, first_line
 from thinwire.lazy import needs
@@ -267,7 +267,8 @@ class HubDataset:
         """The records in order."""
         try:
             for number, values in enumerate(self._opened(), 1):
-                yield SourceRecord(values, f"{self.place}, record {number} of {self.split}", number)
+                where = f"{self.place}, record {number} of {self.split}"
+                yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, number)
         except ThinwireError:
             raise
         except Exception as error:  # the library raises whatever its readers and the network raise

@@ -213,6 +213,8 @@ def text_of(record: SourceRecord, key: str) -> str:
     """The text that a record holds under a key."""
     values = record.values
     text = values.get(key) if isinstance(values, dict) else None
+    if text is None and isinstance(values, dict) and key in values:
+        return ""  # a record without a text, as a table may have
     if not isinstance(text, str):
         names = ", ".join(list(values)[:12]) if isinstance(values, dict) else ""
         raise DataError(
@@ -289,9 +291,17 @@ def _parquet_rows(
                     _refuse_bomb(file, size)  # a text that is repeated is stored once
                     if text_key and values[text_key] is None:
                         values[text_key] = ""
-                    yield SourceRecord(values, where, file.size * rows // table.metadata.num_rows)
+                    at = file.size * rows // table.metadata.num_rows
+                    yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, at)
         except pyarrow.ArrowException as error:
             raise DataError(f"cannot read {file.path} as Parquet: {error}") from error
+
+
+def no_nulls(value: Any) -> Any:
+    """A row of Arrow without the keys that only other rows have: there it holds None for them."""
+    if isinstance(value, dict):
+        return {key: no_nulls(item) for key, item in value.items() if item is not None}
+    return [no_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _length(value: Any) -> int:

@@ -1,6 +1,8 @@
 """A thin wrapper of the `tokenizers` library: byte-level BPE, trained here or loaded."""
 
+import contextlib
 import hashlib
+import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +26,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
-END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+_OTHERS = "<|end_of_text|> </s> <eos> <|eos|> [EOS] <｜end▁of▁sentence｜>"
+END_OF_TEXT_NAMES = (END_OF_TEXT, *_OTHERS.split())
 RESERVED = ("<|im_start|>", "<|im_end|>", "<|tools|>", "<|tool_call|>")
 """What ChatML needs: in every tokenizer that is trained for a corpus and has room for it."""
 SMALLEST_VOCAB = 257  # every byte, and the end of text
@@ -83,6 +86,12 @@ class Tokenizer:
             raise DataError(f"{path} is not a valid tokenizer.json: {error}") from error
         if loaded.vocab_size == 0:
             raise DataError(f"{path} is a tokenizer with an empty vocabulary")
+        if loaded.end_of_text is None:  # it may have another name, which stands beside it
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                beside = expanded(path, "data.tokenizer").with_name("tokenizer_config.json")
+                name = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+                name = name.get("content") if isinstance(name, dict) else name
+                loaded.end_of_text = loaded.id_of(name) if isinstance(name, str) else None
         return loaded
 
     @classmethod
@@ -128,6 +137,14 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of one text, without any begin or end token."""
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def begin_ids(self) -> list[int]:
+        """What the tokenizer's own post-processor puts ahead of every text, such as <s>."""
+        plain = self.encode("a")
+        marked = self._backend.encode("a", add_special_tokens=True).ids
+        places = range(len(marked) - len(plain) + 1)
+        return marked[: next((at for at in places if marked[at : at + len(plain)] == plain), 0)]
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name."""

@@ -45,6 +45,8 @@ FORMAT = 2
 SEAL = "manifest_sha256"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+IMPORTED = "imported_from"
+"""The key by which a manifest says that it is of an import."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 MUON_BEFORE = {
     "model": {"embed_std": 0.02},

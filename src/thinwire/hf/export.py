@@ -19,7 +19,7 @@ from torch import Tensor
 import thinwire
 from thinwire.data import Tokenizer
 from thinwire.engine.build import model_weights
-from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder
+from thinwire.engine.checkpoint import IMPORTED, Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
@@ -34,7 +34,6 @@ from thinwire.hf.folder import (
     write_json,
     write_model,
 )
-from thinwire.hf.importer import IMPORTED
 from thinwire.hf.shape import config_of, kind_of
 from thinwire.hf.tokenizer import GENERATION, TokenizerFiles, corpus_of
 from thinwire.lazy import needs
@@ -125,6 +124,8 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
         model, ends = weights.settings.model, tokenizer.generation()
         config = {
             **(config_with_cuts(weights.settings) if why_not else config_of(model)),
+            # Said even if there are none, or the class of the model names some of its own.
+            **dict.fromkeys(("bos_token_id", "eos_token_id")),
             # Not the one for padding: transformers would take it out of training.
             **{key: value for key, value in ends.items() if key != "pad_token_id"},
             "use_cache": True,

@@ -30,7 +30,15 @@ from torch import Tensor
 from thinwire.data import Tokenizer
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.checkpoint import FORMAT, MANIFEST, TOKENIZER, Shard, sealed, sha256_of
+from thinwire.engine.checkpoint import (
+    FORMAT,
+    IMPORTED,
+    MANIFEST,
+    TOKENIZER,
+    Shard,
+    sealed,
+    sha256_of,
+)
 from thinwire.errors import CheckpointError, ConfigError, DataError, first_line
 from thinwire.folders import write_file
 from thinwire.hf.folder import (
@@ -55,8 +63,6 @@ from thinwire.typed import to_plain, to_toml
 
 Progress = Callable[[int, int], None]
 
-IMPORTED = "imported_from"
-"""The key by which a manifest says that it is of an import."""
 RUN_TOML = "run.toml"
 LONGEST_CONTEXT = 2048
 """Of a training sequence, unless another one is asked for: memory grows with it."""
@@ -326,7 +332,9 @@ def check_import(target: Path, force: bool) -> None:
 
 def _source(origin: Origin, name: str) -> str:
     """The tensor that becomes this one of ours: a tied head is the embedding."""
-    return _TABLE if name == _OUTPUT and is_tied(origin.config) else name
+    if name not in (_TABLE, _OUTPUT) or not is_tied(origin.config):
+        return name
+    return _TABLE if _TABLE in origin.listed else _OUTPUT  # some writers keep the head's name
 
 
 def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
@@ -341,7 +349,7 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
         tensor = origin.read(name).contiguous().flatten()
         return hashlib.sha256(tensor.view(torch.uint8).numpy().data).digest()
 
-    is_there = is_tied(origin.config) and listed.pop(_OUTPUT, None) is not None
+    is_there = is_tied(origin.config) and _TABLE in listed and listed.pop(_OUTPUT, None) is not None
     if is_there and digest(_OUTPUT) != digest(_TABLE):
         raise CheckpointError(
             f"{origin.name}: config.json says tie_word_embeddings = true, but {_OUTPUT} differs "

@@ -166,7 +166,7 @@ def _check_windows(config: Mapping[str, Any]) -> None:
 def _positions(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and stretching of the rotary positions, in the form of transformers 5 or before it."""
     now, before = config.get("rope_parameters"), config.get("rope_scaling")
-    found = now or before or {}
+    found = before or now or {}  # as transformers: who stretches a model adds rope_scaling
     if not isinstance(found, dict):
         raise ConfigError(f"config.json: rope_parameters = {found!r} must be a table of keys")
     if any(isinstance(value, dict) for value in found.values()):

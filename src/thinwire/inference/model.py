@@ -6,6 +6,7 @@ Shapes: B windows, T tokens of a window, N tokens of a text.
 import dataclasses
 import functools
 import itertools
+import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from thinwire.data.chat import Chat
 from thinwire.data.documents import Texts
 from thinwire.data.sources import read_records, text_files
 from thinwire.engine.build import choose_device
-from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.checkpoint import IMPORTED, Checkpoint
 from thinwire.engine.feed import Feed
 from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
@@ -202,7 +203,9 @@ class Model(Joined):
             prompt.encode()
         except UnicodeEncodeError as error:  # bytes of another encoding on the command line
             raise ConfigError(f"the prompt is not valid Unicode text: {error.reason}") from None
-        if ids := self.tokenizer.encode(prompt):
+        # Training here puts nothing ahead of a text; who trained an imported model may have.
+        begin = self.tokenizer.begin_ids if IMPORTED in self.checkpoint.manifest else []
+        if ids := [*begin, *self.tokenizer.encode(prompt)]:
             return ids
         if self.tokenizer.end_of_text is None:
             raise ConfigError(
@@ -224,9 +227,20 @@ class Model(Joined):
         """
         if tokens < 1:
             raise ConfigError("tokens must be at least 1")
-        known = {*ends, self.tokenizer.end_of_text}
+        known = {*ends, self.tokenizer.end_of_text, *self._published_ends}
         chosen = itertools.islice(self.tokens_behind(ids, sampling), tokens)
         return Writing(self.tokenizer, ids, chosen, known, stop)
+
+    @functools.cached_property
+    def _published_ends(self) -> set[int]:
+        """Ids that end a text by the generation_config.json that came with an imported model."""
+        try:
+            text = (self.checkpoint.folder / "generation_config.json").read_text(encoding="utf-8")
+            ends = json.loads(text).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            return set()
+        ends = ends if isinstance(ends, list) else [ends]
+        return {end for end in ends if isinstance(end, int)}
 
     def generate(
         self,
