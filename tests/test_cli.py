@@ -16,8 +16,6 @@ import thinwire.train
 from thinwire.errors import StageError
 from thinwire.settings import Settings
 
-# --- values ---
-
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (["eval", "x", "--batches", "-5"], "--batches: '-5' must be an integer of at least 0"),
@@ -53,9 +51,6 @@ def test_a_command_whose_package_is_missing_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, package, None)
     code, _, said = command(*arguments)
     assert code == ends and words in " ".join(said.split())
-
-
-# --- where a run goes on ---
 
 
 @pytest.fixture
@@ -121,9 +116,6 @@ def test_a_folder_does_not_run_the_plugins_that_it_names(
     assert said.endswith("--resume --allow-plugins\n")
 
 
-# --- how it ends ---
-
-
 def test_an_interrupted_run_names_the_command_that_goes_on(training, run_folder, command):
     code, _, shown = command("train", run_folder, "--resume")
     way = f"interrupted\nto continue: thinwire train '{run_folder}' --resume\n"
@@ -164,9 +156,6 @@ def test_whoever_interrupts_while_the_command_line_is_read_sees_no_traceback(com
 def test_an_interrupted_demo_does_not_start_its_second_arm(training, tmp_path, command):
     assert command("demo", "--set", f"run.out={tmp_path}")[0] == 130
     assert [settings.run.name for settings, _ in training] == ["demo-thin"]
-
-
-# --- what a command does not need ---
 
 
 def test_commands_that_compute_nothing_do_not_wait_for_torch(tmp_path):

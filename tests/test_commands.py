@@ -203,9 +203,6 @@ def test_what_python_in_pages_imports_exists_and_takes_its_arguments(page, code)
             inspect.signature(eval(name, known)).bind(*one.args, **named)
 
 
-# --- the finder itself ---
-
-
 def test_blocks_are_found_with_their_way():
     text = (
         "text\n# T\n<!-- commands: run -->\n\n    thinwire init a  # why\n    A=b make \\\n  c\n\n"

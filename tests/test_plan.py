@@ -209,7 +209,6 @@ def test_an_update_that_takes_long_is_computed_from_its_products(make_settings, 
 
 @pytest.mark.parametrize(("threads", "at_once"), [(1, 2.0), (2, 1.0)])
 def test_stages_of_one_machine_share_its_cores(threads, at_once, make_settings, monkeypatch):
-    """Two stages with two threads each on two cores compute one after the other."""
     monkeypatch.setattr("thinwire.plan.machine_cores", lambda: 2)
     monkeypatch.setattr("thinwire.plan.measure_rates", lambda settings: Rates(RATE))
     plan = make_plan(make_settings(run__threads=threads))
@@ -222,7 +221,6 @@ def test_stages_of_one_machine_share_its_cores(threads, at_once, make_settings, 
 
 
 def test_a_slow_last_stage_gets_a_split_suggested(make_settings):
-    """With a large vocabulary the head takes as long as several blocks."""
     head = {"model__layers": 12, "model__vocab": 2048, "pipeline__stages": 3}
     settings = make_settings(**head)
     plan = make_plan(settings, RATE)

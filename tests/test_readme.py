@@ -33,7 +33,6 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_map_of_the_code_names_what_exists():
-    """Files and rooms that docs/architecture.md names."""
     root = README.parent
     text = (root / "docs" / "architecture.md").read_text()
     names = re.findall(r"`([\w/]+\.py|\w+/)`", text)

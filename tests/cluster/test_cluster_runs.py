@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from settings_values import narrow
 from thinwire.cluster import Crossing
 from thinwire.cluster.__main__ import main
 from thinwire.cluster.grid import lay_out
-from thinwire.codec import Codec, Leg, Part, TensorSpec, build_codecs
+from thinwire.codec import Leg, TensorSpec, build_codecs
 from thinwire.engine.build import StageBuilder, choose_device
 from thinwire.engine.checkpoint import list_checkpoints
 from thinwire.engine.cut import CutEnd
@@ -134,27 +133,14 @@ def test_codecs_are_refused_before_anything_is_made(codec, world, words, make_se
         Crossing(end, "cpu")
 
 
-class Short(Codec):
-    """Makes fewer numbers than it promised."""
-
-    name = "short"
-
-    def layout(self, shape, place):
-        return (Part(torch.float32, math.prod(shape)),)
-
-    def encode(self, tensor, place):
-        return (tensor.flatten()[:-1],)
-
-    def decode(self, parts, spec, place):
-        return parts[0].reshape(spec.shape)
-
-
-@pytest.mark.parametrize(("codec", "shape"), [(Short(), (2, 4)), (None, (1, 4)), (None, (4, 2))])
-def test_what_was_not_agreed_does_not_cross(codec, shape):
-    codecs = build_codecs("int8", "fp64")  # whose carrier has room for more
-    codecs[Leg.FORWARD] = codec or codecs[Leg.FORWARD]
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4), (4, 2)])
+def test_what_was_not_agreed_does_not_cross(shape, monkeypatch):
+    codecs = build_codecs("fp32", "fp64")  # whose carrier has room for more
+    if shape == (2, 4):  # a codec that makes fewer numbers than it promised
+        short = torch.ones(7)
+        monkeypatch.setattr(codecs[Leg.FORWARD], "encode", lambda tensor, place: (short,))
     spec = TensorSpec((2, 4), torch.float32, torch.device("cpu"))
-    with pytest.raises(WireError, match=r"layout says|was agreed"):
+    with pytest.raises(WireError, match="layout says" if shape == (2, 4) else "was agreed"):
         Crossing(CutEnd(codecs, spec), "cpu").send(torch.ones(shape), 0)
 
 

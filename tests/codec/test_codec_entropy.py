@@ -54,7 +54,6 @@ def test_a_plan_expects_about_what_is_sent(bits, shape):
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 2**17 - 1, 2**17, 2**17 + 1, 3 * 2**17 + 5])
 @pytest.mark.parametrize("level", [1, 3, 9, 19])
 def test_what_cannot_be_compressed_stays_within_the_limit(size, level):
-    """Random bytes in an fp32 codec: the frame's own bytes are all that is added."""
     noise = torch.randint(-(2**31), 2**31, (size // 4 + 1,), dtype=torch.int32)
     sent = noise.view(torch.float32)[: size // 4]
     codec = Zstd(Cast("fp32"), level)

@@ -47,7 +47,6 @@ def by_hand(tensor, share):
 @few
 @given(shapes, shares, seeds, st.sampled_from(DTYPES), st.integers(0, 3))
 def test_topk_delivers_the_largest_of_each_sample(shape, share, seed, dtype, levels):
-    """With few levels many are equal: of these the first."""
     sent = normal(shape, seed, dtype)
     sent = sent.mul(levels).round() if levels else sent
     got = round_trip(TopK(share), sent)

@@ -186,7 +186,6 @@ def test_stdlib_has_the_library_and_not_its_tests():
 
 
 def test_folder_is_read_recursively_in_path_order(tmp_path):
-    """Packed files count; hidden ones and other kinds do not."""
     write(tmp_path, "b.txt", "a/z.md", "a/b/c.py", "a.txt", "a-b.jsonl", "x.parquet", "w.tokens")
     write(tmp_path, "y.jsonl.GZ", "z.py.zst", "d.zst", "e.json", "f.txt.bz2")
     write(tmp_path, ".git/b.txt", ".h.txt")

@@ -33,9 +33,6 @@ def agreements(outcome):
     return {s: [r.agreements for r in reports] for s, reports in outcome.shards().items()}
 
 
-# --- exact resume ---
-
-
 def neighbour_first(monkeypatch):
     """Every stage saves only after an activation of the next step has come from below."""
     arrived: dict[tuple[int, int], threading.Event] = {}
@@ -109,9 +106,6 @@ def test_a_refused_step_is_remembered_alike_on_both_ends(settings_with, saved_ru
     assert resumed(settings, saved[2]).losses() == whole.losses()[2:]
 
 
-# --- the ends agree, or the run ends ---
-
-
 def disturb(stage, leg, at_step):
     """Change what one end of the first cut remembers, before a step."""
 
@@ -165,9 +159,6 @@ def test_ends_that_differ_after_a_load_do_not_shake_hands(
         codec.last = kept
         for objection in (refusal(lower, upper), refusal(upper, lower)):
             assert f"{leg.value}_codec_memory: this stage has" in objection
-
-
-# --- other splits, other codecs ---
 
 
 @pytest.fixture

@@ -113,7 +113,6 @@ def test_a_step_at_full_rank_is_a_step_of_the_matrix_itself(frozen, make_setting
 @pytest.mark.parametrize("mode", ["subspace", "reparam"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_an_adapter_of_a_writer_stays_in_the_subspace(mode, optimizer, make_settings, corpus):
-    """So the cut stays exact: what a stage sends is all of what it has."""
     settings = make_settings(**MODES[mode], optim__name=optimizer, **LORA)
     chain = trained_chain(settings, corpus, 0)
     before = chain.evaluate()

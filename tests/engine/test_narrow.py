@@ -138,7 +138,6 @@ def test_resume_is_bitwise_across_a_move(mode, make_settings, saved_run, resumed
 
 
 def test_each_cut_sends_its_rank_as_planned(make_settings, run_in_threads):
-    """Bytes at the meters of all four stages are those of the settings."""
     settings = make_settings(pipeline__stages=4, train__eval_batches=1, **MODES["projected"])
     outcome = run_in_threads(settings)
     microbatches = settings.train.steps * settings.pipeline.microbatches

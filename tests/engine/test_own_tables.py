@@ -41,7 +41,6 @@ def fill_tables(stages):
 
 
 def test_the_stream_is_what_a_plain_loop_makes_of_it(projected, ids_BT):
-    """Logits and the gradient of every table, without a stage or a boundary."""
     stages = projected()
     tables = fill_tables(stages)
     embedding, *blocks = stages[0].layers
@@ -165,7 +164,6 @@ def test_a_bound_is_what_a_plain_loop_over_layers_and_tokens_makes_of_the_gradie
 
 
 def test_a_bound_hides_no_gradient_that_is_not_finite(projected, ids_BT):
-    """The step must still be refused."""
     stages = projected(boundary__bound=2.0)
     weights_BT = torch.ones(2, 16, dtype=torch.float64)
     weights_BT[1, 5] = torch.inf

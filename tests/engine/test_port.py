@@ -108,7 +108,6 @@ PACKED = {"kind": FrameKind.FORWARD, "codec": parse_codec("bf16").tag}
     (Frame(**PACKED, shape=SHAPE, payload=bytes(126)), "126 arrived"),
 ])  # fmt: skip
 def test_frames_outside_the_contract_break_the_link(frame, words):
-    """Shape and size are checked before unpacking."""
     pair = Pair()
     pair.raw.send(frame)
     pair.refuses(words, WireError)
@@ -172,8 +171,6 @@ def test_a_decision_that_was_received_is_known_long_before_it_is_due(kind, tmp_p
     wait_until(lambda: state.position().received)
     assert state.position().decided == decision_number(kind, 5) and state.stops
 
-
-# --- codecs that remember ---
 
 MEMORY = "int4+ef21"
 
@@ -245,9 +242,6 @@ def test_a_step_that_is_not_due_is_refused(step):
     words = f"step {step}, microbatch 1: it belongs neither to the current step"
     pair.refuses(words, WireError)
     assert pair.remembered() == before
-
-
-# --- bounds: a frame that is not due is the sender's error ---
 
 
 def packed(codec, kind, place):

@@ -43,7 +43,6 @@ def test_optimizer_state_matters(exact, saved_run, resumed):
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_interrupted_run_stops_on_every_stage_and_goes_on(delay, exact, saved_run, resumed):
-    """With delayed updates a step later."""
     settings = exact(pipeline__stages=4, pipeline__delay=delay, train__checkpoint_every=0)
     whole, _ = saved_run(settings, "whole")
     stopped, saved = saved_run(settings, prepare_worker=stop_in_the_first_step)

@@ -146,9 +146,6 @@ def test_an_import_replaces_only_an_import_and_only_by_force(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "ours", "theirs"]
 
 
-# --- what is refused, with nothing written ---
-
-
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
 
 
@@ -238,12 +235,8 @@ def test_a_place_without_a_model_is_told(place, message, tmp_path, monkeypatch):
         pass
 
 
-# --- and back ---
-
-
 @pytest.mark.slow
 def test_an_imported_model_is_trained_by_its_own_run_toml(tmp_path, text_folder, thinwire):
-    """As a user does it: import, train, export."""
     make_folder(tmp_path / "theirs", "qwen3", dtype=torch.bfloat16)
     settings = ["train.steps=2", "train.eval_batches=1", f"run.out={tmp_path}/runs"]
     settings += ["data.source=text", f"data.path={text_folder}", "link.emulate=false"]

@@ -45,8 +45,6 @@ def test_heads_that_do_not_divide_and_scaling_that_cannot_be_are_refused(changes
     ModelConfig().resolved()
 
 
-# --- shapes of other makers ---
-
 SIZES = {"layers": 2, "dim": 20, "heads": 2, "kv_heads": 1, "ffn": 8, "vocab": 50, "context": 16}
 
 

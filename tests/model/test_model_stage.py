@@ -43,7 +43,6 @@ def test_the_stream_is_free_behind_the_last_layer_that_writes_into_the_subspace(
 
 
 def test_with_recompute_a_block_runs_again_in_the_backward():
-    """That it gives the same numbers is seen in tests/engine/test_equality.py."""
     ids_BT = torch.randint(CONFIG.vocab, (3, 8))
     for recompute, times in ((False, 1), (True, 2)):
         stage = model.Stage(model.architecture(CONFIG).layers(), recompute=recompute)

@@ -57,7 +57,6 @@ def test_it_is_torchs_own_up_to_bfloat16():
 
 
 def test_a_held_matrix_moves_as_its_coordinates_would():
-    """So the modes subspace and reparam make the same updates of their writers."""
     basis_DK = random_basis(DIM, RANK, seed=0)
     coordinates = normal(1, RANK, INPUTS)
     gradients = [normal(10 + step, DIM, INPUTS) for step in range(6)]

@@ -171,6 +171,5 @@ assert "torch._dynamo" in sys.modules, "torch's own may be used again"
 
 
 def test_a_stage_trains_without_the_compiler():
-    """Which takes seconds to import, in each process."""
     done = subprocess.run([sys.executable, "-c", TRAINS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

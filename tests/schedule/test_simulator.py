@@ -166,9 +166,6 @@ def test_rows_of_a_shared_embedding_are_handed_on_frame_by_frame(frames):
     assert sent == {"<row gradients": 3 * frames, "rows": 3 * frames}
 
 
-# --- delayed updates ---
-
-
 @pytest.mark.parametrize(("microbatches", "window", "delay", "expected"), [
     # Way up and back: four actions of a second, two of ten seconds. In flight are all that a
     # step has, so each begins when the one a step before is back; or, without delay, when the

@@ -14,8 +14,6 @@ from thinwire.settings import Settings, load_asked, load_settings
 from thinwire.settings.remarks import remarks
 from thinwire.typed import to_toml
 
-# --- the file ---
-
 
 def test_a_file_fills_the_settings_overrides_win_over_it_and_the_rest_is_default(tmp_path):
     path = tmp_path / "run.toml"
@@ -54,8 +52,6 @@ def test_broken_toml_is_refused_with_its_file(tmp_path, text):
     with pytest.raises(ConfigError, match=r"broken.toml is not valid TOML"):
         load_settings(path, [])
 
-
-# --- what follows from other settings stays behind for none of them ---
 
 THIN = ["boundary.mode=subspace", "boundary.rank=8"]
 CHANGES = [
@@ -135,9 +131,6 @@ def test_a_setting_that_does_nothing_or_changes_a_preset_is_told(changes, remark
     assert found.startswith(remark)
 
 
-# --- settings written as a file ---
-
-
 @how(deadline=None)
 @given(
     st.text(st.characters(exclude_categories=("Cs",)), max_size=20),
@@ -148,9 +141,6 @@ def test_any_text_and_number_survives_writing(path, rate, seed):
     values = {"data": {"path": path}, "optim": {"lr": rate}, "run": {"seed": seed}}
     settings = Settings.from_plain(values)
     assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings
-
-
-# --- sizes and paths that cannot work ---
 
 
 @pytest.mark.parametrize(
@@ -172,9 +162,6 @@ def test_any_text_and_number_survives_writing(path, rate, seed):
 def test_numbers_and_paths_that_cannot_work_are_refused(override, message):
     with pytest.raises(ConfigError, match=message):
         load_settings(None, [override])
-
-
-# --- codecs ---
 
 
 def test_a_cut_has_the_codecs_that_it_names_and_else_those_of_all(make_settings):

@@ -40,9 +40,6 @@ def other_value(value):
     return value + ("x" if isinstance(value, str) else 1)
 
 
-# --- the tree ---
-
-
 @pytest.mark.parametrize(("section", "key"), KEYS, ids=lambda name: name)
 def test_the_hash_names_what_is_computed(section, key):
     settings = Settings.from_plain({})
@@ -98,9 +95,6 @@ def test_a_checkpoint_comes_before_the_log_of_what_stages_send_is_full(make_sett
     assert note in remarks(long) and note not in remarks(make_settings())
     large = make_settings(train__log_mb=1, train__batch=400)
     assert "train.log_mb = 1 holds no step: a stage sends up to 4 MB in one" in remarks(large)
-
-
-# --- this machine ---
 
 
 def test_stages_share_the_cores_that_are_ours(make_settings, monkeypatch):

@@ -252,7 +252,6 @@ def samples(folder):
 
 
 def test_the_model_continues_the_same_words_at_a_checkpoint(run_folder, command, monkeypatch):
-    """As `thinwire generate` does with that checkpoint, and others hear of it too."""
     monkeypatch.setattr("os.setpriority", lambda *how: None)  # else it waits for all other tests
     shared: list[tuple[str, str]] = []
     with Followed(PlainDisplay(io.StringIO()), "off", "train", "stage link") as display:

@@ -205,7 +205,7 @@ class Trainer:
             self._forward(torch.tensor([number]))
         for held in self.held:
             held.chunk.train()
-            if held.above is None and self.world.replica == 0:
+            if held.above is None and self.world.replica == 0 and not is_left:
                 score = held.chunk.score
                 found = [score.loss, time.monotonic() - start, score.count]
         loss, seconds, count = self.world.sum(found)
