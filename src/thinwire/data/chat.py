@@ -156,7 +156,7 @@ def conversation_of(record: Mapping[str, Any]) -> Conversation:
     tools = [tools] if tools and isinstance(tools, Mapping) else tools or None
     if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
         raise NotAConversation('"tools" must be a list')
-    return Conversation(messages, tools and list(tools), FORMS[key][0])
+    return Conversation(messages, None if tools is None else list(tools), FORMS[key][0])
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:
