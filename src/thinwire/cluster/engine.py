@@ -1,7 +1,6 @@
 """A run under torchrun, from start to end, as one of its ranks lives it.
 
-The first rank prepares what all read, keeps the record and completes the checkpoints: the same
-files as those of `thinwire train`, so either engine continues the other's runs.
+The first rank keeps the record and completes the checkpoints, as `thinwire train` does.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from thinwire.cluster.trainer import Trainer
 from thinwire.cluster.world import World
 from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
-from thinwire.engine.reports import Evaluation, ShardFailed, ShardWritten, Step
+from thinwire.engine.reports import Evaluation, ShardFailed, Step
 from thinwire.engine.worker import scratch
 from thinwire.errors import ConfigError, StageError
 from thinwire.report import Display
@@ -81,104 +80,103 @@ def run(
         _check_shared(folder, world)
         origin = checkpoint.folder if checkpoint else None
         trainer = Trainer(settings, world, data, folder, origin)
-        display.phase("start", _described(world, origin))
+        source = f", from {origin}" if origin else ""
+        display.phase("start", f"{world}; links are not emulated{source}")
         record = None
         if world.leads:
             record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
         losses = watch_losses(settings, folder, checkpoint)
-        return Rank(trainer, record, started, losses).live()
+        return Rank(trainer, record, losses).live(started)
 
 
+@dataclasses.dataclass
 class Rank:
-    """The life of a rank once all is prepared: steps, validations, checkpoints."""
+    """The life of a rank once all is prepared; one of them keeps the record."""
 
-    def __init__(
-        self, trainer: Trainer, record: RunRecord | None, started: float, losses: LossWatch
-    ):
-        self._trainer = trainer
-        self._world = trainer.world
-        self._record = record
-        self._losses = losses
-        self._started = started
+    trainer: Trainer
+    record: RunRecord | None
+    losses: LossWatch
 
-    def live(self) -> dict[str, Any] | None:
+    def live(self, started: float) -> dict[str, Any] | None:
         """Train to the end; the summary where the record is kept."""
-        ready = [
-            (held.index, Ready("", held.stage.describe(), str(self._world.device)))
-            for held in self._trainer.held
-        ]
+        trainer, device = self.trainer, str(self.trainer.world.device)
+        ready = [(held.index, Ready("", held.stage.describe(), device)) for held in trainer.held]
         stages = [message for _, message in self._gather(ready)]
-        if self._record is not None:
-            self._record.carry_out(Begin(stages, versions()))
+        if self.record is not None:
+            self.record.carry_out(Begin(stages, versions()))
         with heeding(self._on_signal):
             try:
                 self._train()
             finally:
-                if self._record is not None:
-                    self._record.close()
-        finished = [(held.index, Finished(held.meters())) for held in self._trainer.held]
-        for stage, message in self._gather(finished):
-            self._keep(stage, message)
-        if self._record is None:
+                if self.record is not None:
+                    self.record.close()
+        self._keep([(held.index, Finished(held.meters())) for held in trainer.held])
+        if self.record is None:
             return None
         try:
-            return self._record.finish(0, self._trainer.stop_requested, self._started)
+            return self.record.finish(0, trainer.stop_requested, started)
         except StageError as error:  # no torchrun that starts all ranks again shall go on
-            (self._trainer.folder / ENDED).write_text(str(error), encoding="utf-8")
+            (trainer.folder / ENDED).write_text(str(error), encoding="utf-8")
             raise
 
     def _train(self) -> None:
-        trainer, settings = self._trainer, self._trainer.settings
+        trainer, settings = self.trainer, self.trainer.settings
         stop = False
         while trainer.done < settings.train.steps and not stop:
             if trainer.done == trainer.first_step or settings.is_evaluation_step(trainer.done):
-                self._keep(-1, trainer.evaluate())
+                self._evaluate()
             verdict, _, reports = trainer.train_step()
-            for stage, message in self._gather(reports):
-                self._keep(stage, message)
+            self._keep(reports)
             stop = verdict.stop
             if verdict.checkpoint:
                 self._save()
         if not stop:
-            self._keep(-1, trainer.evaluate())
+            self._evaluate()
         trainer.stop_requested = stop
 
+    def _evaluate(self) -> None:
+        if report := self.trainer.evaluate():
+            self._hear(-1, report)
+
     def _save(self) -> None:
-        parts = [message for _, message in self._gather(self._trainer.save())]
-        if self._record is None:
+        parts = [message for _, message in self._gather(self.trainer.save())]
+        if self.record is None:
             return
-        step = self._trainer.done
+        step = self.trainer.done
         failed = [part.error for part in parts if isinstance(part, ShardFailed)]
-        written = [part for part in parts if isinstance(part, ShardWritten)]
         if failed:
-            self._record.carry_out(Discard(step, failed[0]))
-        elif difference := disagreement(step, [part.agreements for part in written]):
-            self._record.carry_out(Discard(step))
+            self.record.carry_out(Discard(step, failed[0]))
+        elif difference := disagreement(step, [part.agreements for part in parts]):
+            self.record.carry_out(Discard(step))
             raise StageError(difference)
         else:
-            self._record.carry_out(Commit(step, written))
+            self.record.carry_out(Commit(step, parts))
 
-    def _keep(self, stage: int, report: Step | Evaluation | Finished | None) -> None:
-        if self._record is None or report is None:
+    def _keep(self, said: Sequence[tuple[int, Any]]) -> None:
+        for stage, report in self._gather(said):
+            self._hear(stage, report)
+
+    def _hear(self, stage: int, report: Step | Evaluation | Finished) -> None:
+        if self.record is None:
             return
-        self._record.carry_out(Record(stage, report))
-        for change in [] if isinstance(report, Finished) else self._losses.hear(report):
-            self._record.carry_out(change)
-            if isinstance(change, Exploded) and self._losses.stops:
-                self._trainer.stop_requested = True
+        self.record.carry_out(Record(stage, report))
+        for change in [] if isinstance(report, Finished) else self.losses.hear(report):
+            self.record.carry_out(change)
+            if isinstance(change, Exploded) and self.losses.stops:
+                self.trainer.stop_requested = True
 
     def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
         """What all stages say, each with its number and in their order."""
-        is_twin = self._world.replica > 0  # its stages are told of by the first replica
+        is_twin = self.trainer.world.replica > 0  # its stages are told of by the first replica
         own = [] if is_twin else [pack(Envelope(message, stage)) for stage, message in said]
-        heard = self._world.gather(msgspec.msgpack.encode(own))
+        heard = self.trainer.world.gather(msgspec.msgpack.encode(own))
         lines = [line for text in heard for line in msgspec.msgpack.decode(text, type=list[bytes])]
         found = [unpack(line, FROM_PEER) for line in lines]
         return sorted(((one.stage, one.message) for one in found), key=lambda pair: pair[0])
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The step under way is finished and saved; torchrun ends whoever takes too long."""
-        self._trainer.stop_requested = True
+        self.trainer.stop_requested = True
 
 
 def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | None:
@@ -217,13 +215,3 @@ def _check_shared(folder: Path, world: World) -> None:
             f"rank {world.seat.rank} does not see the run's folder {folder}, which rank 0 has "
             "made: put run.out on a file system that all machines share"
         )
-
-
-def _described(world: World, origin: Path | None) -> str:
-    grid = world.grid
-    source = f", from {origin}" if origin else ""
-    copies = f", {grid.replicas} replicas" if grid.replicas > 1 else ""
-    return (
-        f"{grid.stages} stages on {grid.ranks} ranks{copies}, schedule {grid.schedule} of "
-        f"PyTorch, {world.backend}; links are not emulated{source}"
-    )

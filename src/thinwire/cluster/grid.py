@@ -47,8 +47,7 @@ class Seat:
                 "train run.toml"
             )
         restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        rank, world, local_rank, local_world = (int(environment[name]) for name in names)
-        return cls(rank, world, local_rank, local_world, restarts)
+        return cls(*(int(environment[name]) for name in names), restarts)
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,8 @@ class Grid:
 
 
 def lay_out(settings: Settings, world: int, schedule: str, replicas: int) -> Grid:
-    """The grid of a run on `world` processes; ConfigError says why there is none.
-
-    Without a number of replicas there are as many as fit, where a rank holds one stage, and else
-    one.
+    """The grid of a run on `world` processes; ConfigError says why there is none. With `replicas` 0
+    there are as many as fit, or one where a rank holds several stages.
     """
     schedule = schedule or settings.pipeline.schedule
     stages, total = settings.pipeline.stages, settings.pipeline.microbatches
@@ -134,26 +131,18 @@ def _check_microbatches(grid: Grid) -> None:
 def _check_settings(settings: Settings, grid: Grid) -> None:
     """Refuse what works with our own engine alone, or not with every schedule."""
     boundary, is_split = settings.boundary, grid.schedule in ("zero-bubble", "zbv")
+    delay, moves = settings.pipeline.delay, boundary.basis_update_every and grid.replicas > 1
+    shared = 'on a cluster yet. Use "fixed", or train with thinwire train or join'
+    late = "on a cluster. Set it to 0, or train with thinwire train or join"
     apart = f"with {grid.schedule}, which parts gradients of inputs and weights: use interleaved"
+    alone = "with replicas, which see their own gradients alone: start one replica"
     for is_on, what, why in (
-        (
-            boundary.shares_embedding,
-            'boundary.anchor = "embedding"',
-            'on a cluster yet. Use "fixed", or train with thinwire train or join',
-        ),
-        (
-            settings.pipeline.delay,
-            f"pipeline.delay = {settings.pipeline.delay}",
-            "on a cluster. Set it to 0, or train with thinwire train or join",
-        ),
+        (boundary.shares_embedding, 'boundary.anchor = "embedding"', shared),
+        (delay, f"pipeline.delay = {delay}", late),
         (settings.run.compile and is_split, "run.compile = true", apart),
         (settings.pipeline.recompute and is_split, "pipeline.recompute = true", apart),
         (boundary.own_tables and is_split, 'boundary.anchor = "per-stage"', apart),
-        (
-            boundary.basis_update_every and grid.replicas > 1,
-            "boundary.basis_update_every",
-            "with replicas, which see their own gradients alone: start one replica",
-        ),
+        (moves, "boundary.basis_update_every", alone),
     ):
         if is_on:
             raise ConfigError(f"{what} does not work {why}")

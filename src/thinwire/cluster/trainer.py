@@ -19,7 +19,7 @@ from thinwire.codec import Leg
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, autocast_for, prepare_torch, weights_rounded_once
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.cut import CutEnd, ends_of
+from thinwire.engine.cut import ends_of
 from thinwire.engine.feed import Feed
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
 from thinwire.engine.state import StageState
@@ -42,48 +42,44 @@ class HeldStage:
         self.update = StageUpdate.build(builder, self.stage, index)
         self.sightings = Sightings()
         scratch = scratch_folder(folder) / f"stage-{index}"
-
-        def crossing(end: CutEnd | None) -> Crossing | None:
-            return None if end is None else Crossing(end, world.carriers, self.sightings)
-
         ends = ends_of(settings, index, builder.wire_spec, feed, scratch)
-        self.below, self.above = map(crossing, ends)
-        self.crossings = [one for one in (self.below, self.above) if one is not None]
+        self.below, self.above = crossings = [
+            Crossing(end, world.carriers, self.sightings) if end else None for end in ends
+        ]
         self.state = StageState(settings, self.update, ends)
         autocast = autocast_for(settings.run.precision, world.device)
         count = settings.pipeline.microbatches
-        self.chunk = Chunk(self.stage, feed, self.below, self.above, count, autocast)
-        place = self.below, self.above, world.carriers, world.pipeline
+        self.chunk = Chunk(self.stage, feed, *crossings, count, autocast)
+        place = *crossings, world.carriers, world.pipeline
         self.pipelined = ThinStage(self.chunk, index, stages, *place)
 
     def meters(self) -> Meters:
         """What this stage has sent over each of its cuts, as a meter of frames would count it."""
         found: Meters = {}
-        for crossing in self.crossings:
-            leg = Leg.FORWARD if crossing is self.above else Leg.BACKWARD
-            size = crossing.floats(leg) * CARRIER.itemsize
-            sent = {
-                kind: {"frames": count, "header_bytes": 0, "payload_bytes": count * size}
-                for kind, count in crossing.sent.items()
-            }
-            found[f"cut-{crossing.end.cut}"] = {"sent": sent, "received": {}}  # type: ignore[typeddict-item]
+        for crossing, leg in (self.below, Leg.BACKWARD), (self.above, Leg.FORWARD):
+            if crossing is not None:
+                size = crossing.floats[leg] * CARRIER.itemsize
+                sent = {
+                    kind: {"frames": count, "header_bytes": 0, "payload_bytes": count * size}
+                    for kind, count in crossing.sent.items()
+                }
+                found[f"cut-{crossing.end.cut}"] = {"sent": sent, "received": {}}  # type: ignore[typeddict-item]
         return found
 
 
 class OtherRanks:
     """All other ranks in the place of both neighbours, as the end of a step needs them.
 
-    A tally that goes down and the losses of a rank reach every other one, and each makes the same
-    verdict of them, the one of the first stage in a pipeline of peers (engine/worker.py). A basis
-    that moves comes from the rank of the last stage, which alone sees the gradient of the stream.
+    The tally and the losses of a rank reach every other one, and each makes of them the verdict of
+    a first stage (engine/worker.py). The rank of the last stage proposes how a basis moves.
     """
 
     def __init__(self, settings: Settings, world: World):
         self.losses: list[float] = []  # of the step, those of this rank's microbatches
         self.asks_to_stop = False
         self.loss = 0.0  # of the step, once there is a verdict
-        self._settings, self._world = settings, world
-        self._saves_after = checkpoint_steps(settings)
+        self._world, self._saves_after = world, checkpoint_steps(settings)
+        self._dtype = torch.float64 if settings.run.precision == "fp64" else torch.float32
         self._proposer = settings.pipeline.stages - 1
         self._squares: list[float] = []
         self._misses = 0  # steps in a row that were refused
@@ -110,9 +106,8 @@ class OtherRanks:
         commit = math.isfinite(norm)
         self._misses = 0 if commit else self._misses + 1
         stop = self._misses >= PATIENCE or any(asked for _, _, asked in heard)
-        dtype = torch.float64 if self._settings.run.precision == "fp64" else torch.float32
         losses = [loss for _, losses, _ in heard for loss in losses]  # in microbatches' order
-        self.loss = float(torch.tensor(losses, dtype=dtype).sum())
+        self.loss = float(torch.tensor(losses, dtype=self._dtype).sum())
         checkpoint = commit and (self._saves_after(step + 1) or stop)
         return Verdict(norm, commit, checkpoint, stop)
 
@@ -141,16 +136,16 @@ class Trainer:
                 held.state.restore(Checkpoint.open(resume, allow_plugins=True))
         self.done = self.first_step = self.held[0].state.step
         self._others = below = OtherRanks(settings, world)
-        above = None if world.holds(settings.pipeline.stages - 1) else self._others
+        above = None if world.holds(settings.pipeline.stages - 1) else below
         updates = [held.update for held in self.held]
         sightings = [held.sightings for held in self.held]
         self._step_end = StepEnd(updates, 0, below, above, world.device, sightings)
-        name, count = world.grid.schedule, world.grid.microbatches
-        stages = [held.pipelined for held in self.held]
-        # The last module has computed the loss.
-        options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
+        name, stages = world.grid.schedule, [held.pipelined for held in self.held]
         own: Any = stages[0] if name in SINGLE else stages
-        self._schedule = get_schedule_class(SCHEDULES[name])(own, count, **options)
+        kind: Any = get_schedule_class(SCHEDULES[name])
+        # The last module has computed the loss.
+        options = {"loss_fn": lambda output, _: output, "scale_grads": False}
+        self._schedule = kind(own, world.grid.microbatches, **options)
 
     def train_step(self) -> tuple[Verdict, float, list[tuple[int, Step]]]:
         """One step: what all ranks decided, its loss, and what each stage of this rank reports."""
@@ -164,57 +159,40 @@ class Trainer:
         with weights_rounded_once():
             at = torch.tensor(self.world.grid.numbers(self.world.replica))
             self._schedule.step(at, number=at, target=at, losses=losses, return_outputs=False)
-        verdict, loss = self._end_step(step, lr, losses), self._others.loss
-        self.done = step + 1
-        for held in self.held:
-            held.state.step = self.done
-        reports = [
-            (held.index, self._report(held, step, lr, verdict, loss, start)) for held in self.held
-        ]
-        return verdict, loss, reports
-
-    def _end_step(self, step: int, lr: float, losses: list[Tensor]) -> Verdict:
-        """Commit the step on all ranks or on none, by the lines that end it in every engine."""
         for held in self.held:
             self.world.add_twins([p.grad for p in held.stage.parameters() if p.grad is not None])
         self._others.losses = [float(loss) for loss in losses]
         self._others.asks_to_stop = self.stop_requested
         self._step_end.trace.spans.clear()
-        # Ranks do not score a move of the basis.
-        verdict = self._step_end.end(
-            step, lr, lambda step, commit: (False, False), lambda step, number: None
-        )
-        for held in self.held if verdict.commit else ():
-            held.update.check(step)
-        return verdict
+        # Verdicts come from `OtherRanks`, and nobody scores a move of the basis.
+        verdict = self._step_end.end(step, lr, lambda *_: (False, False), lambda *_: None)
+        self.done = step + 1
+        for held in self.held:
+            if verdict.commit:
+                held.update.check(step)
+            held.state.step = self.done
+        reports = [(held.index, self._report(held, step, lr, verdict, start)) for held in self.held]
+        return verdict, self._others.loss, reports
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation | None:
-        """The validation as things are; every rank gets its result. None where a rank is asked to
-        stop: torchrun soon kills who does not.
-        """
-        start, found = time.monotonic(), [0.0, 0.0, 0.0]
+        """The validation as things are, on every rank; None where one of them is asked to stop."""
+        start, found, last = time.monotonic(), [0.0, 0.0, 0.0], self.held[-1]
         for held in self.held:
             held.chunk.begin(self.done, training=False)
-        is_left = False
         for number in range(self.feed.validation_count):
-            if number % 8 == 0:  # seldom, since ranks wait for each other here
-                is_left = self.world.sum([self.stop_requested])[0] > 0
-            if is_left:
-                break
+            # Asked seldom, since ranks wait for each other here.
+            if number % 8 == 0 and self.world.sum([self.stop_requested])[0] > 0:
+                return None
             self._forward(torch.tensor([number]))
-        for held in self.held:
-            held.chunk.train()
-            if held.above is None and self.world.replica == 0 and not is_left:
-                score = held.chunk.score
-                found = [score.loss, time.monotonic() - start, score.count]
+        if last.above is None and self.world.replica == 0:
+            found = [last.chunk.score.loss, time.monotonic() - start, last.chunk.score.count]
         loss, seconds, count = self.world.sum(found)
-        return None if is_left else Evaluation(self.done, loss, seconds, int(count))
+        return Evaluation(self.done, loss, seconds, int(count))
 
     def _forward(self, number: Tensor) -> None:
-        """A validation microbatch through the stages of this rank, in the order of all stages.
-
-        Not by the schedule: that of zbv cannot leave out the way back.
+        """A validation microbatch through the stages of this rank, in the order of all stages: not
+        by the schedule, since that of zbv cannot leave out the way back.
         """
         output = number
         for held in self.held:
@@ -230,7 +208,7 @@ class Trainer:
         return [(one.index, one.state.save(self.folder, one.index)) for one in held]
 
     def _report(
-        self, held: HeldStage, step: int, lr: float, verdict: Verdict, loss: float, start: float
+        self, held: HeldStage, step: int, lr: float, verdict: Verdict, start: float
     ) -> Step:
         """Times count from the step's beginning on this rank: clocks of machines differ."""
         seconds, trace = time.monotonic() - start, held.pipelined.trace
@@ -238,12 +216,12 @@ class Trainer:
         spans = trace.spans + self._step_end.trace.spans  # of all stages here together
         forward, backward = (trace.seconds("compute", kind) for kind in "FB")
         update = self._step_end.trace.seconds("compute", "U") / len(self.held)
-        is_last = held.index == self.settings.pipeline.stages - 1
-        if is_last and not math.isfinite(loss):
+        loss = self._others.loss if held.above is None else None
+        if loss is not None and not math.isfinite(loss):
             held.sightings.note(step, FORWARD)
         return Step(
             step=step,
-            loss=loss if is_last else None,
+            loss=loss,
             lr=lr,
             grad_norm=verdict.grad_norm,
             committed=verdict.commit,

@@ -1,8 +1,7 @@
 """All ranks of a run as one of them sees them: who it is, and what all of them agree on.
 
-Carriers travel in a group for each pipeline, over NCCL where every rank has a GPU of its own. What
-ranks tell each other beside that is small, and travels as plain tensors of numbers and bytes over
-gloo. Nothing is pickled.
+Carriers travel in a group for each pipeline, over NCCL where every rank has a GPU of its own; all
+else as tensors of numbers and bytes over gloo. Nothing is pickled.
 """
 
 import secrets
@@ -35,7 +34,11 @@ class World:
         if on_gpu:
             torch.cuda.set_device(self.device)
         if not dist.is_initialized():
-            self._join()
+            # torchrun's store outlives a restart and still has the addresses of dead processes:
+            # all ranks meet by names of this attempt alone.
+            store, _, _ = next(dist.rendezvous("env://"))
+            own = dist.PrefixStore(_name_of_attempt(store, seat), store)
+            dist.init_process_group(self.backend, store=own, rank=seat.rank, world_size=seat.world)
         mesh = init_device_mesh(
             self.carriers.type, (grid.replicas, grid.ranks), mesh_dim_names=("replica", "rank")
         )
@@ -45,16 +48,11 @@ class World:
         # One rank may prepare data for hours while the others wait.
         self._all = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
 
-    def _join(self) -> None:
-        """Meet all other ranks, by names of this attempt alone.
-
-        torchrun's store outlives a restart and still has the addresses of the processes before.
-        """
-        store, _, _ = next(dist.rendezvous("env://"))
-        own = dist.PrefixStore(_name_of_attempt(store, self.seat), store)
-        dist.init_process_group(
-            self.backend, store=own, rank=self.seat.rank, world_size=self.seat.world
-        )
+    def __str__(self) -> str:
+        grid = self.grid
+        copies = f", {grid.replicas} replicas" if grid.replicas > 1 else ""
+        where = f"{grid.stages} stages on {grid.ranks} ranks{copies}"
+        return f"{where}, schedule {grid.schedule} of PyTorch, {self.backend}"
 
     @property
     def leads(self) -> bool:
@@ -63,7 +61,7 @@ class World:
 
     def close(self) -> None:
         """Leave in good order."""
-        dist.barrier(group=self._all)
+        self.wait_for_all()
         dist.destroy_process_group()
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -74,9 +72,7 @@ class World:
 
     def gather(self, said: bytes) -> list[bytes]:
         """What every rank says, in their order, on every rank."""
-        mine = [
-            float(len(said)) if rank == self.seat.rank else 0.0 for rank in range(self.seat.world)
-        ]
+        mine = [len(said) * (rank == self.seat.rank) for rank in range(self.seat.world)]
         sizes = [int(size) for size in self.sum(mine)]
         rooms = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
         dist.all_gather(rooms, _as_tensor(said.ljust(max(sizes))), group=self._all)
@@ -86,7 +82,7 @@ class World:
         """What the rank that holds a stage, in the first pipeline, says: on every rank."""
         source = self.grid.holders[stage]
         is_own = self.seat.rank == source
-        size = int(self.sum([len(said) if is_own else 0.0])[0])
+        size = int(self.sum([len(said) * is_own])[0])
         room = _as_tensor(said) if is_own else torch.empty(size, dtype=torch.uint8)
         dist.broadcast(room, source, group=self._all)
         return room.numpy().tobytes()
@@ -109,12 +105,12 @@ class World:
 
     def send(self, carrier: Tensor, crossing: Crossing, stage: int) -> None:
         """A carrier to the rank of the stage above, outside a training step."""
-        part = carrier[: crossing.floats(Leg.FORWARD)]
+        part = carrier[: crossing.floats[Leg.FORWARD]]
         dist.send(part, group=self.pipeline, group_dst=self.grid.holders[stage])
 
     def receive(self, crossing: Crossing, stage: int) -> Tensor:
         """A carrier from the rank of the stage below, outside a training step."""
-        room = torch.empty(crossing.floats(Leg.FORWARD), dtype=CARRIER, device=self.carriers)
+        room = torch.empty(crossing.floats[Leg.FORWARD], dtype=CARRIER, device=self.carriers)
         dist.recv(room, group=self.pipeline, group_src=self.grid.holders[stage])
         return room
 
@@ -124,9 +120,8 @@ def _as_tensor(said: bytes) -> Tensor:
 
 
 def _name_of_attempt(store: dist.Store, seat: Seat) -> str:
-    """A name that the living ranks agree on, in a store that also has what dead ones wrote.
-
-    Not torchrun's count of restarts: each machine counts only the failures that it saw itself.
+    """A name that the living ranks agree on, in a store that also has what dead ones wrote. (Each
+    machine's torchrun counts only the restarts that it saw itself.)
     """
     mine = secrets.token_hex(8)
     if seat.rank:
