@@ -208,17 +208,11 @@ def _shown(pieces: Iterable[str]) -> str:
 
 def serve_command(options: argparse.Namespace) -> None:
     """Serve until Ctrl-C."""
-    from thinwire.inference.serve import run_server
+    from thinwire.inference.serve import Endpoint, run_server
 
-    run_server(
-        _writing_model(options),
-        options.listen,
-        options.port,
-        sys.stdout,
-        options.max_tokens,
-        options.parallel,
-        options.queue,
-    )
+    limits = options.max_tokens, options.parallel, options.queue
+    endpoint = Endpoint(_writing_model(options), *limits)
+    run_server(endpoint, options.listen, options.port, sys.stdout)
 
 
 def _writing_model(options: argparse.Namespace) -> "Model":

@@ -1,4 +1,5 @@
-"""A run under torchrun, from start to end, as one of its ranks lives it.
+"""A run under torchrun, from start to end, as one of its ranks lives it: its stages, PyTorch's
+schedule over them, the end of a step with all other ranks, validations, checkpoints, the record.
 
 The first rank keeps the record and completes the checkpoints, as `thinwire train` does.
 """
@@ -7,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +16,26 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.pipelining.schedules import get_schedule_class
 
-from thinwire.cluster.trainer import Trainer
+from thinwire.cluster.grid import SCHEDULES, SINGLE
+from thinwire.cluster.pipelining import CARRIER, Chunk, Crossing, ThinStage
 from thinwire.cluster.world import World
+from thinwire.codec import Leg
 from thinwire.data import Corpus
+from thinwire.engine.build import StageBuilder, autocast_for, prepare_torch, weights_rounded_once
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
-from thinwire.engine.reports import Evaluation, ShardFailed, Step
-from thinwire.engine.worker import scratch
+from thinwire.engine.cut import ends_of
+from thinwire.engine.feed import Feed
+from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
+from thinwire.engine.state import StageState
+from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
+from thinwire.engine.trace import FORWARD, Sightings
+from thinwire.engine.worker import PATIENCE, scratch, scratch_folder
 from thinwire.errors import ConfigError, StageError
+from thinwire.model import learning_rate
 from thinwire.report import Display
 from thinwire.run.coordinator import disagreement
 from thinwire.run.events import Begin, Commit, Discard, Exploded, Record
@@ -32,6 +46,8 @@ from thinwire.run.record import RunRecord
 from thinwire.run.signals import heeding
 from thinwire.run.start import make_start, opened, prepare_data
 from thinwire.settings import Settings
+from thinwire.settings.crossing import checkpoint_steps
+from thinwire.wire import FrameKind
 
 ENDED = ".ended"
 """In a run's folder: why it ended by itself with an error, for a torchrun that restarts it."""
@@ -59,8 +75,8 @@ def run(
         checkpoint = weights = None
         if world.leads:
             if settings.pipeline.window and world.grid.schedule != "gpipe":
-                told = "note: pipeline.window is not used: PyTorch's schedule has its own"
-                display.phase("config", told)
+                said = "note: pipeline.window is not used: PyTorch's schedule has its own"
+                display.phase("config", said)
             if restarted and list_checkpoints(folder):
                 resume = folder  # else it starts again as it was told to
             if restarted and (folder / ENDED).exists():
@@ -69,9 +85,8 @@ def run(
             settings, checkpoint, weights = stack.enter_context(beginning)
             stack.enter_context(scratch(folder))
             (folder / ENDED).unlink(missing_ok=True)
-        settings = Settings.from_plain(
-            json.loads(world.share(json.dumps(settings.to_plain()).encode()))
-        )
+        plain = world.share(json.dumps(settings.to_plain()).encode())
+        settings = Settings.from_plain(json.loads(plain))
         weights = _shared_checkpoint(world, weights)
         data = _data(settings, world, display, weights, checkpoint)
         if world.leads and checkpoint is None and weights is not None:
@@ -89,11 +104,49 @@ def run(
         return Rank(trainer, record, losses).live(started)
 
 
+def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | None:
+    """The checkpoint that the first rank has opened, on every rank."""
+    place = world.share(str(opened.folder.resolve() if opened else "").encode()).decode()
+    if opened is not None or not place:
+        return opened
+    return Checkpoint.open(Path(place), allow_plugins=True)  # the first rank has been asked
+
+
+def _data(
+    settings: Settings,
+    world: World,
+    display: Display,
+    weights: Checkpoint | None,
+    resumed: Checkpoint | None,
+) -> Corpus:
+    """The run's data: prepared by one rank of each machine, then opened by the others."""
+    prepare = functools.partial(prepare_data, settings, display, weights, resumed)
+    data = prepare() if world.seat.local_rank == 0 else None
+    world.wait_for_all()
+    data = data or prepare()
+    wanted = world.share(data.fingerprint.encode()).decode()
+    if data.fingerprint != wanted:
+        raise ConfigError(
+            f"the data of rank {world.seat.rank} is not that of rank 0 (fingerprint "
+            f"{data.fingerprint} instead of {wanted}): give every machine the same files"
+        )
+    return data
+
+
+def _check_shared(folder: Path, world: World) -> None:
+    """Checkpoints have a part of each stage: every rank must see the same folder."""
+    if not (folder / ".lock").exists():
+        raise ConfigError(
+            f"rank {world.seat.rank} does not see the run's folder {folder}, which rank 0 has "
+            "made: put run.out on a file system that all machines share"
+        )
+
+
 @dataclasses.dataclass
 class Rank:
     """The life of a rank once all is prepared; one of them keeps the record."""
 
-    trainer: Trainer
+    trainer: "Trainer"
     record: RunRecord | None
     losses: LossWatch
 
@@ -179,39 +232,206 @@ class Rank:
         self.trainer.stop_requested = True
 
 
-def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | None:
-    """The checkpoint that the first rank has opened, on every rank."""
-    place = world.share(str(opened.folder.resolve() if opened else "").encode()).decode()
-    if opened is not None or not place:
-        return opened
-    return Checkpoint.open(Path(place), allow_plugins=True)  # the first rank has been asked
+class HeldStage:
+    """A stage as a rank holds it: its layers, its ends of two cuts, its update and its state."""
+
+    def __init__(self, index: int, builder: StageBuilder, feed: Feed, world: World, folder: Path):
+        settings, stages = builder.settings, builder.settings.pipeline.stages
+        self.index = index
+        self.stage = builder.build(index)
+        self.update = StageUpdate.build(builder, self.stage, index)
+        self.sightings = Sightings()
+        scratch = scratch_folder(folder) / f"stage-{index}"
+        ends = ends_of(settings, index, builder.wire_spec, feed, scratch)
+        self.below, self.above = crossings = [
+            Crossing(end, world.carriers, self.sightings) if end else None for end in ends
+        ]
+        self.state = StageState(settings, self.update, ends)
+        autocast = autocast_for(settings.run.precision, world.device)
+        count = settings.pipeline.microbatches
+        self.chunk = Chunk(self.stage, feed, *crossings, count, autocast)
+        place = *crossings, world.carriers, world.pipeline
+        self.pipelined = ThinStage(self.chunk, index, stages, *place)
+
+    def meters(self) -> Meters:
+        """What this stage has sent over each of its cuts, as a meter of frames would count it."""
+        found: Meters = {}
+        for crossing, leg in (self.below, Leg.BACKWARD), (self.above, Leg.FORWARD):
+            if crossing is not None:
+                size = crossing.floats[leg] * CARRIER.itemsize
+                sent = {
+                    kind: {"frames": count, "header_bytes": 0, "payload_bytes": count * size}
+                    for kind, count in crossing.sent.items()
+                }
+                found[f"cut-{crossing.end.cut}"] = {"sent": sent, "received": {}}  # type: ignore[typeddict-item]
+        return found
 
 
-def _data(
-    settings: Settings,
-    world: World,
-    display: Display,
-    weights: Checkpoint | None,
-    resumed: Checkpoint | None,
-) -> Corpus:
-    """The run's data: prepared by one rank of each machine, then opened by the others."""
-    prepare = functools.partial(prepare_data, settings, display, weights, resumed)
-    data = prepare() if world.seat.local_rank == 0 else None
-    world.wait_for_all()
-    data = data or prepare()
-    wanted = world.share(data.fingerprint.encode()).decode()
-    if data.fingerprint != wanted:
-        raise ConfigError(
-            f"the data of rank {world.seat.rank} is not that of rank 0 (fingerprint "
-            f"{data.fingerprint} instead of {wanted}): give every machine the same files"
-        )
-    return data
+class OtherRanks:
+    """All other ranks in the place of both neighbours, as the end of a step needs them.
+
+    The tally and the losses of a rank reach every other one, and each makes of them the verdict of
+    a first stage (engine/worker.py). The rank of the last stage proposes how a basis moves.
+    """
+
+    def __init__(self, settings: Settings, world: World):
+        self.losses: list[float] = []  # of the step, those of this rank's microbatches
+        self.asks_to_stop = False
+        self.loss = 0.0  # of the step, once there is a verdict
+        self._world, self._saves_after = world, checkpoint_steps(settings)
+        self._dtype = torch.float64 if settings.run.precision == "fp64" else torch.float32
+        self._proposer = settings.pipeline.stages - 1
+        self._squares: list[float] = []
+        self._misses = 0  # steps in a row that were refused
+
+    def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
+        """Keep a tally until the verdict is due; hand a basis on where it was proposed."""
+        if kind is FrameKind.TALLY:
+            self._squares = unpack_tally(payload)
+        elif kind is FrameKind.BASIS and self._world.holds(self._proposer):
+            self._world.share(payload, self._proposer)
+
+    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
+        """The verdict of all ranks, or the basis; a tally brings nothing that it does not have."""
+        if kind is FrameKind.BASIS:
+            return self._world.share(b"", self._proposer)
+        return self._verdict(step).to_bytes() if kind is FrameKind.VERDICT else b""
+
+    def _verdict(self, step: int) -> Verdict:
+        squares = self._squares if self._world.replica == 0 else []  # replicas have the same
+        said = msgspec.msgpack.encode((squares, self.losses, self.asks_to_stop))
+        form = tuple[list[float], list[float], bool]
+        heard = [msgspec.msgpack.decode(text, type=form) for text in self._world.gather(said)]
+        norm = global_norm([square for squares, _, _ in heard for square in squares])
+        commit = math.isfinite(norm)
+        self._misses = 0 if commit else self._misses + 1
+        stop = self._misses >= PATIENCE or any(asked for _, _, asked in heard)
+        losses = [loss for _, losses, _ in heard for loss in losses]  # in microbatches' order
+        self.loss = float(torch.tensor(losses, dtype=self._dtype).sum())
+        checkpoint = commit and (self._saves_after(step + 1) or stop)
+        return Verdict(norm, commit, checkpoint, stop)
 
 
-def _check_shared(folder: Path, world: World) -> None:
-    """Checkpoints have a part of each stage: every rank must see the same folder."""
-    if not (folder / ".lock").exists():
-        raise ConfigError(
-            f"rank {world.seat.rank} does not see the run's folder {folder}, which rank 0 has "
-            "made: put run.out on a file system that all machines share"
+class Trainer:
+    """The stages of one rank, trained together with all other ranks."""
+
+    def __init__(
+        self, settings: Settings, world: World, data: Corpus, folder: Path, resume: Path | None
+    ):
+        self.settings = settings
+        self.world = world
+        self.folder = folder
+        self.feed = Feed(data, settings, world.device)
+        self.stop_requested = False  # of this rank; one is enough
+        prepare_torch(settings, world.device)
+        builder = StageBuilder(settings, world.device)
+        self.held = [
+            HeldStage(index, builder, self.feed, world, folder)
+            for index in world.grid.stages_of(world.place)
+        ]
+        for held in self.held:
+            if resume is None:
+                builder.initialise(held.stage)
+            else:
+                held.state.restore(Checkpoint.open(resume, allow_plugins=True))
+        self.done = self.first_step = self.held[0].state.step
+        self._others = below = OtherRanks(settings, world)
+        above = None if world.holds(settings.pipeline.stages - 1) else below
+        updates = [held.update for held in self.held]
+        sightings = [held.sightings for held in self.held]
+        self._step_end = StepEnd(updates, 0, below, above, world.device, sightings)
+        name, stages = world.grid.schedule, [held.pipelined for held in self.held]
+        own: Any = stages[0] if name in SINGLE else stages
+        kind: Any = get_schedule_class(SCHEDULES[name])
+        # The last module has computed the loss.
+        options = {"loss_fn": lambda output, _: output, "scale_grads": False}
+        self._schedule = kind(own, world.grid.microbatches, **options)
+
+    def train_step(self) -> tuple[Verdict, float, list[tuple[int, Step]]]:
+        """One step: what all ranks decided, its loss, and what each stage of this rank reports."""
+        step, start = self.done, time.monotonic()
+        lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
+        for held in self.held:
+            held.update.begin(step)
+            held.chunk.begin(step, training=True)
+            held.pipelined.trace.spans.clear()
+        losses: list[Tensor] = []
+        with weights_rounded_once():
+            at = torch.tensor(self.world.grid.numbers(self.world.replica))
+            self._schedule.step(at, number=at, target=at, losses=losses, return_outputs=False)
+        for held in self.held:
+            self.world.add_twins([p.grad for p in held.stage.parameters() if p.grad is not None])
+        self._others.losses = [float(loss) for loss in losses]
+        self._others.asks_to_stop = self.stop_requested
+        self._step_end.trace.spans.clear()
+        # Verdicts come from `OtherRanks`, and nobody scores a move of the basis.
+        verdict = self._step_end.end(step, lr, lambda *_: (False, False), lambda *_: None)
+        self.done = step + 1
+        for held in self.held:
+            if verdict.commit:
+                held.update.check(step)
+            held.state.step = self.done
+        reports = [(held.index, self._report(held, step, lr, verdict, start)) for held in self.held]
+        return verdict, self._others.loss, reports
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation | None:
+        """The validation as things are, on every rank; None where one of them is asked to stop."""
+        start, found, last = time.monotonic(), [0.0, 0.0, 0.0], self.held[-1]
+        for held in self.held:
+            held.chunk.begin(self.done, training=False)
+        for number in range(self.feed.validation_count):
+            # Asked seldom, since ranks wait for each other here.
+            if number % 8 == 0 and self.world.sum([self.stop_requested])[0] > 0:
+                return None
+            self._forward(torch.tensor([number]))
+        if last.above is None and self.world.replica == 0:
+            found = [last.chunk.score.loss, time.monotonic() - start, last.chunk.score.count]
+        loss, seconds, count = self.world.sum(found)
+        return Evaluation(self.done, loss, seconds, int(count))
+
+    def _forward(self, number: Tensor) -> None:
+        """A validation microbatch through the stages of this rank, in the order of all stages: not
+        by the schedule, since that of zbv cannot leave out the way back.
+        """
+        output = number
+        for held in self.held:
+            if held.below is not None and not self.world.holds(held.index - 1):
+                output = self.world.receive(held.below, held.index - 1)
+            output = held.chunk(output, number)
+            if held.above is not None and not self.world.holds(held.index + 1):
+                self.world.send(output, held.above, held.index + 1)
+
+    def save(self) -> list[tuple[int, ShardWritten | ShardFailed]]:
+        """Write this rank's parts of a checkpoint; replicas hold the same, so one of them does."""
+        held = self.held if self.world.replica == 0 else []
+        return [(one.index, one.state.save(self.folder, one.index)) for one in held]
+
+    def _report(
+        self, held: HeldStage, step: int, lr: float, verdict: Verdict, start: float
+    ) -> Step:
+        """Times count from the step's beginning on this rank: clocks of machines differ."""
+        seconds, trace = time.monotonic() - start, held.pipelined.trace
+        count, keeper = self.world.grid.microbatches, held.update.keeper
+        spans = trace.spans + self._step_end.trace.spans  # of all stages here together
+        forward, backward = (trace.seconds("compute", kind) for kind in "FB")
+        update = self._step_end.trace.seconds("compute", "U") / len(self.held)
+        loss = self._others.loss if held.above is None else None
+        if loss is not None and not math.isfinite(loss):
+            held.sightings.note(step, FORWARD)
+        return Step(
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=verdict.grad_norm,
+            committed=verdict.commit,
+            start=0.0,
+            end=seconds,
+            wait=max(0.0, seconds - forward - backward - update),
+            costs=StageCosts(forward / count, backward / count, update),
+            spans=[(lane, label, a - start, b - start) for lane, label, a, b in spans],
+            measures=keeper.measures(step) if keeper else {},
+            meters=held.meters(),
+            dropped=0,
+            not_finite=held.sightings.take_first(step),
         )

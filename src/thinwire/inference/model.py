@@ -40,13 +40,12 @@ MOST_LOGITS = 1 << 26  # at a time; of these there are several copies, of 256 Mi
 class Model(Joined):
     """The whole model of a checkpoint, with the tokenizer it was trained with.
 
-    A narrow boundary is part of the model. What codecs do to a tensor at a cut is done here too,
-    as in training's own validations, or left out without `compression`. Stages are dealt out to the
-    GPUs of this machine, as in training.
+    Codecs do to a tensor what they do in training's validations, or nothing without `compression`.
+    Stages are dealt out to the GPUs of this machine, as in training.
 
     It sees its context at most: of a longer prompt the last part. When the window is full its older
-    half is dropped, and the rest is computed anew. Each stage keeps what attention has computed of
-    a window (a key-value cache), where codecs let each token cross by itself.
+    half is dropped, and the rest is computed anew. A key-value cache is kept where codecs let each
+    token cross by itself.
     """
 
     template = ""
@@ -70,10 +69,7 @@ class Model(Joined):
             stage.eval()
 
     def __call__(self, inputs: Tensor, number: int = 0, pasts: list[Past] | None = None) -> Tensor:
-        """Logits of every position; `number` tells a microbatch or token from the next.
-
-        With the past of each stage, of the positions that follow those in it.
-        """
+        """Logits of every position, as `logits` has them; `number` counts batches or tokens."""
         self.go_to(self.checkpoint.step, number)
         return self.logits(inputs, self.compression, pasts)
 
@@ -126,9 +122,7 @@ class Model(Joined):
         return {**self._figures(score, sum(map(len, places)), size), "data": str(path)}
 
     def _windows(self, count: int) -> list[range]:
-        """So many tokens in windows of the context, without overlap as in training: a few windows
-        of one length in each range, the last one shorter.
-        """
+        """So many tokens in windows of the context: a few in each range, the last one shorter."""
         context = self.settings.model.context
         at_once = max(1, min(MOST_WINDOWS, MOST_LOGITS // (context * self.settings.model.vocab)))
         step, whole = at_once * context, count - count % context
@@ -222,9 +216,7 @@ class Model(Joined):
         ends: Collection[int] = (),
         stop: Collection[str] = (),
     ) -> Writing:
-        """At most `tokens` tokens behind `ids`, to the end of the text, one of the tokens `ends`,
-        or one of the texts `stop`.
-        """
+        """At most so many tokens, to the end of the text, a token of `ends` or a text of `stop`."""
         if tokens < 1:
             raise ConfigError("tokens must be at least 1")
         known = {*ends, self.tokenizer.end_of_text, *self._published_ends}
@@ -242,15 +234,7 @@ class Model(Joined):
         ends = ends if isinstance(ends, list) else [ends]
         return {end for end in ends if isinstance(end, int)}
 
-    def generate(
-        self,
-        prompt: str,
-        tokens: int,
-        temperature: float,
-        top_k: int,
-        seed: int,
-        top_p: float = 1.0,
-    ) -> str:
+    def generate(self, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
         """The prompt and its continuation. The same seed gives the same text on a machine."""
-        sampling = Sampling(temperature, top_k, top_p, seed)
+        sampling = Sampling(temperature, top_k, seed=seed)
         return prompt + "".join(self.write(self.encode(prompt), tokens, sampling))

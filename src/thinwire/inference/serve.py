@@ -1,9 +1,8 @@
 """The model of a checkpoint over HTTP, with the interface of OpenAI's.
 
-A few texts are written at a time, one unless told otherwise. A few more requests wait for their
-turn, and all others are told to come back. A client that goes away leaves the queue or ends its
-text, and so does one that reads far more slowly than the model writes: nobody waits for the reading
-of another. There are no keys and no encryption, so it listens on this machine alone unless told to.
+A few texts are written at a time, a few more requests wait for their turn, and all others are told
+to come back. A client that goes away, or reads far more slowly than the model writes, loses its
+place: nobody waits for another. There are no keys and no encryption.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, TextIO
 
@@ -63,14 +62,9 @@ class RefusedError(HTTPException):
         is_for_now = status in (429, 503)
         super().__init__(status, text, {"Retry-After": str(RETRY_SECONDS)} if is_for_now else None)
         kind = "requests" if status == 429 else "invalid_request_error"
-        self.plain = {
-            "error": {
-                "message": text,
-                "type": kind if status < 500 else "server_error",
-                "param": param or None,
-                "code": code,
-            }
-        }
+        kind = kind if status < 500 else "server_error"
+        error = {"message": text, "type": kind, "param": param or None, "code": code}
+        self.plain = {"error": error}
 
     def response(self) -> Response:
         """What the client gets instead of an answer."""
@@ -142,16 +136,16 @@ def read_request(
     """The text that a request asks for; RefusedError says what is wrong with it."""
     asked = Asked.read(body)
     check_name(asked.model or name, name)
-    if is_chat:
-        if not asked.messages:
-            text = "messages must be a list with at least one message"
-            raise RefusedError(text, param="messages")
+    ends: Collection[int] = ()
+    if not is_chat:
+        ids = model.encode(asked.prompt if isinstance(asked.prompt, str) else asked.prompt[0])
+    elif not asked.messages:
+        raise RefusedError("messages must be a list with at least one message", param="messages")
+    else:
         try:
-            ids = model.chat.prompt_ids(asked.messages)
+            ids, ends = model.chat.prompt_ids(asked.messages), model.chat.end_ids
         except DataError as error:
             raise RefusedError(str(error), param="messages") from None
-    else:
-        ids = model.encode(asked.prompt if isinstance(asked.prompt, str) else asked.prompt[0])
     context = model.settings.model.context
     if len(ids) > context:
         text = f"the prompt has {len(ids)} tokens, but this model's context is {context} tokens"
@@ -163,7 +157,6 @@ def read_request(
         raise RefusedError(text, param="max_tokens")
     seed = secrets.randbits(48) if asked.seed is None else asked.seed
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seed)
-    ends = model.chat.end_ids if is_chat else ()
     stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
     writing = model.write(ids, tokens, sampling, ends, stops)
     return ServedText(writing, len(ids), is_chat, asked, name)
@@ -198,43 +191,29 @@ class ServedText:
                 yield ""
             message = {"role": "assistant", "content": text}
             whole = {"message": message} if self.is_chat else {"text": text}
-            yield json.dumps(self._with(whole, usage=True))
+            yield self._part(whole, self.writing.ended_by, **self._usage())
             return
         if self.is_chat:
-            yield json.dumps(self._with({"delta": {"role": "assistant", "content": ""}}, False))
+            yield self._part({"delta": {"role": "assistant", "content": ""}})
         for piece in self.writing:
             more = {"delta": {"content": piece}} if self.is_chat else {"text": piece}
-            yield json.dumps(self._with(more, False)) if piece else ""
-        yield json.dumps(self._with({"delta": {}} if self.is_chat else {"text": ""}))
+            yield self._part(more) if piece else ""
+        yield self._part({"delta": {}} if self.is_chat else {"text": ""}, self.writing.ended_by)
         if self.asked.stream_options.get("include_usage") is True:
-            yield json.dumps({**self._head, "choices": [], "usage": self._usage()})
+            yield json.dumps({**self._head, "choices": [], **self._usage()})
         yield "[DONE]"
 
-    def _with(self, said: dict[str, Any], ended: bool = True, usage: bool = False) -> Any:
-        reason = self.writing.ended_by if ended else None
+    def _part(self, said: dict[str, Any], reason: str | None = None, **usage: Any) -> str:
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
-        return {**self._head, "choices": [choice], **({"usage": self._usage()} if usage else {})}
+        return json.dumps({**self._head, "choices": [choice], **usage})
 
-    def _usage(self) -> dict[str, int]:
-        prompt, written = self.prompt, self.writing.count
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": written,
-            "total_tokens": prompt + written,
-        }
+    def _usage(self) -> dict[str, Any]:
+        counts = {"prompt_tokens": self.prompt, "completion_tokens": self.writing.count}
+        return {"usage": {**counts, "total_tokens": sum(counts.values())}}
 
 
-def run_server(
-    model: Model,
-    host: str,
-    port: int,
-    stream: TextIO,
-    most_tokens: int = 0,
-    parallel: int = 1,
-    queue: int = 16,
-) -> None:
+def run_server(endpoint: "Endpoint", host: str, port: int, stream: TextIO) -> None:
     """Serve until a signal asks to end, or the model cannot go on."""
-    endpoint = Endpoint(model, most_tokens, parallel, queue)
     listen = address_text(host, port)
     server = WebServer(lambda: endpoint.app, listen, patience=LAST_SECONDS, needs_token=False)
     with server, heeding(lambda number, frame: endpoint.is_over.set()):
@@ -284,8 +263,7 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         shown = {"id": self.name, "object": "model", "owned_by": "thinwire", "created": 0}
-        name = request.path_params.get("name")
-        if name is None:
+        if (name := request.path_params.get("name")) is None:
             return JSONResponse({"object": "list", "data": [shown]})
         check_name(name, self.name)
         return JSONResponse(shown)

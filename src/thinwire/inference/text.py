@@ -77,9 +77,9 @@ def extensions(ids: list[int], context: int, cached: bool) -> Iterator[tuple[lis
         if len(ids) - first > context:
             first = seen = len(ids) - max(1, context // 2)
             is_new = True
-        read, with_empty_past = ids[seen if cached else first :], is_new or not cached
+        read = (ids[seen:], is_new) if cached else (ids[first:], True)
         seen, is_new = len(ids), False
-        yield read, with_empty_past
+        yield read
 
 
 class Writing:

@@ -1,8 +1,7 @@
 """The numbers of a run on disk: one JSON object per line, TensorBoard files, Weights & Biases.
 
 metrics.jsonl is the record that plots and summaries are made from, in memory that does not grow
-with the run. The others are a convenience on top and may be missing. Nothing that happens to
-Weights & Biases may end a run: what fails is told once, and the run goes on without it.
+with the run. The others are a convenience: where Weights & Biases fails, the run goes on without.
 """
 
 import contextlib
@@ -20,6 +19,7 @@ from typing import IO, Any
 
 import msgspec
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import printable
 from thinwire.lazy import needs
 from thinwire.report.human import finite_mean
@@ -79,19 +79,14 @@ class WandbLog:
         run, self._run = self._run, None
         if run is None:
             return
-
-        def finish() -> None:
-            with self._trying():
-                run.finish()
-
-        thread = threading.Thread(target=finish, name="wandb", daemon=True)
-        thread.start()
-        thread.join(LAST_SECONDS)
-        if thread.is_alive():
-            self._on_lost(
-                f"Weights & Biases did not take the last metrics within {LAST_SECONDS:g} s; "
-                "`wandb sync` uploads them later"
-            )
+        with self._trying():
+            try:
+                on_daemon_thread("wandb", run.finish).result(LAST_SECONDS)
+            except TimeoutError:
+                self._on_lost(
+                    f"Weights & Biases did not take the last metrics within {LAST_SECONDS:g} s; "
+                    "`wandb sync` uploads them later"
+                )
 
     @contextlib.contextmanager
     def _trying(self) -> Any:
@@ -113,11 +108,9 @@ TENSORBOARD_FOLDER = "tensorboard"
 class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """Appends steps and evaluations to a run's folder, each visible to readers at once.
 
-    `resume_step=k` drops what an interrupted run wrote after step k, so that a curve has
-    each step once. `tensorboard` says whether event files are written too; `wandb` gets the same.
-
-    A row that a full disk does not take is an OSError and leaves nothing behind. Once there is
-    space again, a row of kind "missing" says how many are, and writing goes on.
+    `resume_step=k` drops what an interrupted run wrote after step k. TensorBoard and `wandb` get
+    the same. A row that a full disk does not take is an OSError and leaves nothing behind; once
+    there is space again, a row of kind "missing" says how many are.
     """
 
     def __init__(
@@ -136,7 +129,6 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
             purge = None if resume_step is None else resume_step + 1
             events = str(folder / TENSORBOARD_FOLDER)
             self._scalars = SummaryWriter(events, purge_step=purge, flush_secs=10)
-        self.tensorboard: bool = self._scalars is not None
         self._wandb = wandb
 
     def step(self, record: StepRecord) -> None:
@@ -212,13 +204,7 @@ def line_of(kind: str, values: dict[str, Any]) -> str:
 
 def without_nan(value: Any) -> Any:
     """JSON knows neither NaN nor infinity; both become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(inner) for inner in value]
-    return value
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=float))  # also numpy's numbers
 
 
 def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
@@ -237,17 +223,13 @@ def last_step(folder: str | Path) -> StepRecord | None:
         file.seek(max(0, path.stat().st_size - _END_BYTES))
         for line in reversed(file.readlines()):
             if (row := Row.read(line)) is not None and row.kind == "step":
-                return msgspec.convert(_with_nan(msgspec.json.decode(line)), StepRecord)
+                return msgspec.convert(json.loads(line, object_hook=_with_nan), StepRecord)
     return None
 
 
-def _with_nan(value: Any) -> Any:
+def _with_nan(table: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `without_nan`: null stands for a number that is not finite."""
-    if isinstance(value, dict):
-        return {key: _with_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_with_nan(inner) for inner in value]
-    return math.nan if value is None else value
+    return {key: math.nan if value is None else value for key, value in table.items()}
 
 
 def _drop_after(path: Path, last_step: int | None) -> None:
@@ -302,10 +284,8 @@ MOST_POINTS = 1000  # of a curve: few screens have more columns
 
 
 class Curves:
-    """The curves of a run: of the steps means, of each validation its step and loss.
-
-    A point of the steps is a mean over a run of them, whose length doubles when there are many: so
-    neither memory nor the cost of drawing grows with the number of steps.
+    """The curves of a run: of each validation its step and loss, of the steps means over so many
+    of them that neither memory nor the cost of drawing grows with the run.
     """
 
     def __init__(self) -> None:
