@@ -97,12 +97,12 @@ def _show_sample(summary: Summary) -> None:
 def _draw(summaries: Mapping[str, Summary]) -> Path | None:
     """The picture of one step of each; None without matplotlib, as the runs have said."""
     try:
-        from thinwire.report.plots import plot_steps  # slow to import
+        from thinwire.report.plots import steps_figure  # slow to import
     except ImportError:
         return None
 
     folders = [Path(summary["paths"]["folder"]) for summary in summaries.values()]
     path = folders[0] / "plots" / "compare.png"
     timelines = [read_timeline(folder / "plots" / "step.json") for folder in folders]
-    plot_steps(timelines, path, "One step of each run")
+    steps_figure(timelines, "One step of each run").savefig(path)
     return path

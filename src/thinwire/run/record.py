@@ -310,11 +310,11 @@ class RunRecord:
                 write_timeline(timeline, plots / "step.json")
             needs("matplotlib", extra="plots", what="drawing")
             from thinwire.report.metrics import Curves
-            from thinwire.report.plots import plot_loss, plot_steps  # slow to import
+            from thinwire.report.plots import loss_figure, steps_figure  # slow to import
 
-            plot_loss(Curves.read(self.folder), plots / "loss.png", f"{name}: loss")
+            loss_figure(Curves.read(self.folder), f"{name}: loss").savefig(plots / "loss.png")
             if timeline is not None:
-                plot_steps([timeline], plots / "step.png")
+                steps_figure([timeline]).savefig(plots / "step.png")
         finally:
             self._is_drawing = False
 

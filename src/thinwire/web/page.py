@@ -11,6 +11,7 @@ shows it as text.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -95,20 +96,15 @@ def _act(folder: Path, what: str, asked: _Asked | None) -> dict[str, Any]:
 
     if what == "kick":
         return ask(folder, {"ask": "kick", "peer": asked.peer if asked else None})
+    line = ""
     if asked is not None:
         line = str(ask(folder, {"ask": "invite", "machines": asked.machines})["text"])
     else:
         ask(folder, {"ask": "status"})  # a run that has ended invites nobody
-        line = _first_invite(folder)
+        with contextlib.suppress(OSError, UnicodeError):
+            line = (folder / "authority" / "invite.txt").read_text().strip()
     code = segno.make(line, error="l", micro=False).svg_data_uri(scale=4, border=2) if line else ""
     return {"line": line, "qr": code}
-
-
-def _first_invite(folder: Path) -> str:
-    try:
-        return (folder / "authority" / "invite.txt").read_text().strip()
-    except (OSError, UnicodeError):
-        return ""
 
 
 async def _events(views: Sequence["RunView"], is_owner: bool) -> AsyncIterator[bytes]:
