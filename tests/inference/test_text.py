@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.inference.text import Choice, Sampling, Writing, extensions, shares
+from thinwire.inference.model import Choice, Sampling, Writing, extensions, shares
 
 
 def plain_nucleus(probabilities, top_p):

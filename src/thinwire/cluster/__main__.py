@@ -61,8 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _train(options: argparse.Namespace, settings: Settings, grid: Grid, seat: Seat) -> int:
-    from thinwire.cluster.engine import run
-    from thinwire.cluster.world import World
+    from thinwire.cluster.engine import World, run
     from thinwire.report import open_display, print_summary
 
     resume = options.resume

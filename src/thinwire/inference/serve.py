@@ -32,8 +32,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from thinwire.errors import DataError, ThinwireError, printable
-from thinwire.inference.model import Model
-from thinwire.inference.text import Sampling, Writing
+from thinwire.inference.model import Model, Sampling, Writing
 from thinwire.run.signals import heeding
 from thinwire.typed import learn_types
 from thinwire.web.server import WebServer
