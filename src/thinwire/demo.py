@@ -34,10 +34,7 @@ This takes about two minutes.
 
 
 def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None:
-    """Train both arms with `train` and show what the thin cut changes.
-
-    `overrides` are those of `--set`; what they set holds for both arms.
-    """
+    """Train both arms, with the overrides of `--set`, and show what the thin cut changes."""
     arms = {arm: _settings(arm, overrides) for arm in RECIPES}
     link = arms["thin"].link
     print(WELCOME.format(up=link.mbps_up, latency=link.latency_ms))
@@ -101,8 +98,8 @@ def _draw(summaries: Mapping[str, Summary]) -> Path | None:
     except ImportError:
         return None
 
-    folders = [Path(summary["paths"]["folder"]) for summary in summaries.values()]
-    path = folders[0] / "plots" / "compare.png"
-    timelines = [read_timeline(folder / "plots" / "step.json") for folder in folders]
+    plots = [Path(summary["paths"]["plots"]) for summary in summaries.values()]
+    path = plots[0] / "compare.png"
+    timelines = [read_timeline(folder / "step.json") for folder in plots]
     steps_figure(timelines, "One step of each run").savefig(path)
     return path

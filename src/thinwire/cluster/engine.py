@@ -13,7 +13,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -23,12 +23,12 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from thinwire.cluster.grid import SCHEDULES, SINGLE, Grid, Seat
-from thinwire.cluster.pipelining import CARRIER, Chunk, Crossing, ThinStage
+from thinwire.cluster.pipelining import CARRIER, Crossing, ThinStage
 from thinwire.codec import Leg
 from thinwire.data import Corpus
 from thinwire.engine.build import (
@@ -47,7 +47,7 @@ from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm,
 from thinwire.engine.trace import FORWARD, Sightings
 from thinwire.engine.worker import PATIENCE, scratch, scratch_folder
 from thinwire.errors import ConfigError, StageError
-from thinwire.model import learning_rate
+from thinwire.model import Score, learning_rate
 from thinwire.report import Display
 from thinwire.run.coordinator import disagreement
 from thinwire.run.events import Begin, Commit, Discard, Exploded, Record
@@ -216,7 +216,8 @@ def run(
         plain = world.share(json.dumps(settings.to_plain()).encode())
         settings = Settings.from_plain(json.loads(plain))
         weights = _shared_checkpoint(world, weights)
-        data = _data(settings, world, display, weights, checkpoint)
+        prepare = functools.partial(prepare_data, settings, display, weights, checkpoint)
+        data = _same_everywhere(world, prepare)
         if world.leads and checkpoint is None and weights is not None:
             checkpoint = make_start(weights, settings, folder, data, display)
         checkpoint = _shared_checkpoint(world, checkpoint)
@@ -240,15 +241,8 @@ def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | 
     return Checkpoint.open(Path(place), allow_plugins=True)  # the first rank has been asked
 
 
-def _data(
-    settings: Settings,
-    world: World,
-    display: Display,
-    weights: Checkpoint | None,
-    resumed: Checkpoint | None,
-) -> Corpus:
+def _same_everywhere(world: World, prepare: Callable[[], Corpus]) -> Corpus:
     """The run's data: prepared by one rank of each machine, then opened by the others."""
-    prepare = functools.partial(prepare_data, settings, display, weights, resumed)
     data = prepare() if world.seat.local_rank == 0 else None
     world.wait_for_all()
     data = data or prepare()
@@ -360,26 +354,52 @@ class Rank:
         self.trainer.stop_requested = True
 
 
-class HeldStage:
-    """A stage as a rank holds it: its layers, its ends of two cuts, its update and its state."""
+class HeldStage(nn.Module):
+    """A stage as a rank holds it: its layers, its ends of two cuts, its update and its state.
+
+    As a module it leads from a carrier, or the model's inputs, to a carrier, or the loss.
+    """
 
     def __init__(self, index: int, builder: StageBuilder, feed: Feed, world: World, folder: Path):
-        settings, stages = builder.settings, builder.settings.pipeline.stages
-        self.index = index
+        super().__init__()
+        settings, self.index = builder.settings, index
         self.stage = builder.build(index)
         self.update = StageUpdate.build(builder, self.stage, index)
         self.sightings = Sightings()
         scratch = scratch_folder(folder) / f"stage-{index}"
         ends = ends_of(settings, index, builder.wire_spec, feed, scratch)
-        self.below, self.above = crossings = [
+        self.below, self.above = (
             Crossing(end, world.carriers, self.sightings) if end else None for end in ends
-        ]
+        )
         self.state = StageState(settings, self.update, ends)
-        autocast = autocast_for(settings.run.precision, world.device)
-        count = settings.pipeline.microbatches
-        self.chunk = Chunk(self.stage, feed, *crossings, count, autocast)
-        place = *crossings, world.carriers, world.pipeline
-        self.pipelined = ThinStage(self.chunk, index, stages, *place)
+        self._autocast = autocast_for(settings.run.precision, world.device)
+        self._feed, self._microbatches = feed, settings.pipeline.microbatches
+        place = self.below, self.above, world.carriers, world.pipeline
+        self.pipelined = ThinStage(self, index, settings.pipeline.stages, *place)
+
+    def begin(self, step: int, training: bool) -> None:
+        """Before the first forward of a step, or of the validation after so many steps."""
+        self._step = step
+        self.score = Score()  # of a validation, on the last stage
+        self.train(training)
+        for crossing in (self.below, self.above):
+            if crossing is not None:
+                crossing.step, crossing.training = step, training
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        """`x` is a carrier; the first stage has no use for it."""
+        at = int(number)
+        batch = self._feed.training(self._step, at) if self.training else self._feed.validation(at)
+        received = batch.inputs if self.below is None else self.below.receive(x, at)
+        with self._autocast():
+            output = self.stage(received, batch.inputs if self.stage.needs_ids else None)
+            if self.above is None and self.training:  # a microbatch's share of the step's loss
+                return batch.loss(self.stage, output, self._microbatches)
+            if self.above is None:
+                loss = self.stage.loss(output, batch.targets)
+                self.score.add(loss, batch.targets)
+                return loss
+        return self.above.send(output, at)
 
     def meters(self) -> Meters:
         """What this stage has sent over each of its cuts, as a meter of frames would count it."""
@@ -395,53 +415,13 @@ class HeldStage:
         return found
 
 
-class OtherRanks:
-    """All other ranks in the place of both neighbours, as the end of a step needs them.
-
-    The tally and the losses of a rank reach every other one, and each makes of them the verdict of
-    a first stage (engine/worker.py). The rank of the last stage proposes how a basis moves.
-    """
-
-    def __init__(self, settings: Settings, world: World):
-        self.losses: list[float] = []  # of the step, those of this rank's microbatches
-        self.asks_to_stop = False
-        self.loss = 0.0  # of the step, once there is a verdict
-        self._world, self._saves_after = world, checkpoint_steps(settings)
-        self._dtype = torch.float64 if settings.run.precision == "fp64" else torch.float32
-        self._proposer = settings.pipeline.stages - 1
-        self._squares: list[float] = []
-        self._misses = 0  # steps in a row that were refused
-
-    def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
-        """Keep a tally until the verdict is due; hand a basis on where it was proposed."""
-        if kind is FrameKind.TALLY:
-            self._squares = unpack_tally(payload)
-        elif kind is FrameKind.BASIS and self._world.holds(self._proposer):
-            self._world.share(payload, self._proposer)
-
-    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
-        """The verdict of all ranks, or the basis; a tally brings nothing that it does not have."""
-        if kind is FrameKind.BASIS:
-            return self._world.share(b"", self._proposer)
-        return self._verdict(step).to_bytes() if kind is FrameKind.VERDICT else b""
-
-    def _verdict(self, step: int) -> Verdict:
-        squares = self._squares if self._world.replica == 0 else []  # replicas have the same
-        said = msgspec.msgpack.encode((squares, self.losses, self.asks_to_stop))
-        form = tuple[list[float], list[float], bool]
-        heard = [msgspec.msgpack.decode(text, type=form) for text in self._world.gather(said)]
-        norm = global_norm([square for squares, _, _ in heard for square in squares])
-        commit = math.isfinite(norm)
-        self._misses = 0 if commit else self._misses + 1
-        stop = self._misses >= PATIENCE or any(asked for _, _, asked in heard)
-        losses = [loss for _, losses, _ in heard for loss in losses]  # in microbatches' order
-        self.loss = float(torch.tensor(losses, dtype=self._dtype).sum())
-        checkpoint = commit and (self._saves_after(step + 1) or stop)
-        return Verdict(norm, commit, checkpoint, stop)
-
-
 class Trainer:
-    """The stages of one rank, trained together with all other ranks."""
+    """The stages of one rank, trained together with all other ranks.
+
+    For the end of a step it is the way to both neighbours. The tally and the losses of a rank reach
+    every other one, and each makes of them the verdict of a first stage (engine/worker.py). The
+    rank of the last stage proposes how a basis moves.
+    """
 
     def __init__(
         self, settings: Settings, world: World, data: Corpus, folder: Path, resume: Path | None
@@ -451,6 +431,11 @@ class Trainer:
         self.folder = folder
         self.feed = Feed(data, settings, world.device)
         self.stop_requested = False  # of this rank; one is enough
+        self.loss = 0.0  # of the step, once there is a verdict
+        self._losses: list[float] = []  # of the step, those of this rank's microbatches
+        self._squares: list[float] = []  # of the step, those of this rank's gradients
+        self._misses = 0  # steps in a row that were refused
+        self._saves_after, self._proposer = checkpoint_steps(settings), settings.pipeline.stages - 1
         prepare_torch(settings, world.device)
         builder = StageBuilder(settings, world.device)
         self.held = [
@@ -463,11 +448,10 @@ class Trainer:
             else:
                 held.state.restore(Checkpoint.open(resume, allow_plugins=True))
         self.done = self.first_step = self.held[0].state.step
-        self._others = below = OtherRanks(settings, world)
-        above = None if world.holds(settings.pipeline.stages - 1) else below
+        above = None if world.holds(self._proposer) else self
         updates = [held.update for held in self.held]
         sightings = [held.sightings for held in self.held]
-        self._step_end = StepEnd(updates, 0, below, above, world.device, sightings)
+        self._step_end = StepEnd(updates, 0, self, above, world.device, sightings)
         name, stages = world.grid.schedule, [held.pipelined for held in self.held]
         own: Any = stages[0] if name in SINGLE else stages
         kind: Any = get_schedule_class(SCHEDULES[name])
@@ -481,7 +465,7 @@ class Trainer:
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
         for held in self.held:
             held.update.begin(step)
-            held.chunk.begin(step, training=True)
+            held.begin(step, training=True)
             held.pipelined.trace.spans.clear()
         losses: list[Tensor] = []
         with weights_rounded_once():
@@ -489,10 +473,9 @@ class Trainer:
             self._schedule.step(at, number=at, target=at, losses=losses, return_outputs=False)
         for held in self.held:
             self.world.add_twins([p.grad for p in held.stage.parameters() if p.grad is not None])
-        self._others.losses = [float(loss) for loss in losses]
-        self._others.asks_to_stop = self.stop_requested
+        self._losses = [float(loss) for loss in losses]
         self._step_end.trace.spans.clear()
-        # Verdicts come from `OtherRanks`, and nobody scores a move of the basis.
+        # The verdict comes by `take_message`, and nobody scores a move of the basis.
         verdict = self._step_end.end(step, lr, lambda *_: (False, False), lambda *_: None)
         self.done = step + 1
         for held in self.held:
@@ -500,21 +483,49 @@ class Trainer:
                 held.update.check(step)
             held.state.step = self.done
         reports = [(held.index, self._report(held, step, lr, verdict, start)) for held in self.held]
-        return verdict, self._others.loss, reports
+        return verdict, self.loss, reports
+
+    def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
+        """Keep a tally until the verdict is due; hand a basis on where it was proposed."""
+        if kind is FrameKind.TALLY:
+            self._squares = unpack_tally(payload)
+        elif kind is FrameKind.BASIS and self.world.holds(self._proposer):
+            self.world.share(payload, self._proposer)
+
+    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
+        """The verdict of all ranks, or the basis; a tally brings nothing that it does not have."""
+        if kind is FrameKind.BASIS:
+            return self.world.share(b"", self._proposer)
+        return self._verdict(step).to_bytes() if kind is FrameKind.VERDICT else b""
+
+    def _verdict(self, step: int) -> Verdict:
+        squares = self._squares if self.world.replica == 0 else []  # replicas have the same
+        said = msgspec.msgpack.encode((squares, self._losses, self.stop_requested))
+        form = tuple[list[float], list[float], bool]
+        heard = [msgspec.msgpack.decode(text, type=form) for text in self.world.gather(said)]
+        norm = global_norm([square for squares, _, _ in heard for square in squares])
+        commit = math.isfinite(norm)
+        self._misses = 0 if commit else self._misses + 1
+        stop = self._misses >= PATIENCE or any(asked for _, _, asked in heard)
+        losses = [loss for _, losses, _ in heard for loss in losses]  # in microbatches' order
+        dtype = torch.float64 if self.settings.run.precision == "fp64" else torch.float32
+        self.loss = float(torch.tensor(losses, dtype=dtype).sum())
+        checkpoint = commit and (self._saves_after(step + 1) or stop)
+        return Verdict(norm, commit, checkpoint, stop)
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation | None:
         """The validation as things are, on every rank; None where one of them is asked to stop."""
         start, found, last = time.monotonic(), [0.0, 0.0, 0.0], self.held[-1]
         for held in self.held:
-            held.chunk.begin(self.done, training=False)
+            held.begin(self.done, training=False)
         for number in range(self.feed.validation_count):
             # Asked seldom, since ranks wait for each other here.
             if number % 8 == 0 and self.world.sum([self.stop_requested])[0] > 0:
                 return None
             self._forward(torch.tensor([number]))
         if last.above is None and self.world.replica == 0:
-            found = [last.chunk.score.loss, time.monotonic() - start, last.chunk.score.count]
+            found = [last.score.loss, time.monotonic() - start, last.score.count]
         loss, seconds, count = self.world.sum(found)
         return Evaluation(self.done, loss, seconds, int(count))
 
@@ -526,7 +537,7 @@ class Trainer:
         for held in self.held:
             if held.below is not None and not self.world.holds(held.index - 1):
                 output = self.world.receive(held.below, held.index - 1)
-            output = held.chunk(output, number)
+            output = held(output, number)
             if held.above is not None and not self.world.holds(held.index + 1):
                 self.world.send(output, held.above, held.index + 1)
 
@@ -544,7 +555,7 @@ class Trainer:
         spans = trace.spans + self._step_end.trace.spans  # of all stages here together
         forward, backward = (trace.seconds("compute", kind) for kind in "FB")
         update = self._step_end.trace.seconds("compute", "U") / len(self.held)
-        loss = self._others.loss if held.above is None else None
+        loss = self.loss if held.above is None else None
         if loss is not None and not math.isfinite(loss):
             held.sightings.note(step, FORWARD)
         return Step(

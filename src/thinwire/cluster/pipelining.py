@@ -8,8 +8,7 @@ which `ThinStage` sends what a leg needs. Each rank reads its part of the batch 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,10 +19,8 @@ from torch.distributed.pipelining import PipelineStage
 from thinwire.cluster.grid import check_size
 from thinwire.codec import Leg, Part
 from thinwire.engine.cut import CutEnd
-from thinwire.engine.feed import Feed
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, Sightings, StepTrace
 from thinwire.errors import WireError
-from thinwire.model import Score, Stage
 
 CARRIER = torch.float32
 
@@ -130,50 +127,6 @@ def _split(carrier: Tensor, layout: Iterable[Part]) -> list[Tensor]:
         parts.append(room[start : start + part.bytes].clone().view(part.dtype))
         start += part.bytes
     return parts
-
-
-class Chunk(nn.Module):
-    """Layers of the model between two cuts: from a carrier, or the model's inputs, to a carrier,
-    or the loss.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        feed: Feed,
-        below: Crossing | None,
-        above: Crossing | None,
-        microbatches: int,
-        autocast: Callable[[], AbstractContextManager[None]],
-    ):
-        """`microbatches` are those of a whole step, over which the loss is a mean."""
-        super().__init__()
-        self.stage, self.below, self.above = stage, below, above
-        self._feed, self._microbatches, self._autocast = feed, microbatches, autocast
-
-    def begin(self, step: int, training: bool) -> None:
-        """Before the first forward of a step, or of the validation after so many steps."""
-        self._step = step
-        self.score = Score()  # of a validation, on the last stage
-        self.train(training)
-        for crossing in (self.below, self.above):
-            if crossing is not None:
-                crossing.step, crossing.training = step, training
-
-    def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        """`x` is a carrier; the first stage has no use for it."""
-        at = int(number)
-        batch = self._feed.training(self._step, at) if self.training else self._feed.validation(at)
-        received = batch.inputs if self.below is None else self.below.receive(x, at)
-        with self._autocast():
-            output = self.stage(received, batch.inputs if self.stage.needs_ids else None)
-            if self.above is None and self.training:  # a microbatch's share of the step's loss
-                return batch.loss(self.stage, output, self._microbatches)
-            if self.above is None:
-                loss = self.stage.loss(output, batch.targets)
-                self.score.add(loss, batch.targets)
-                return loss
-        return self.above.send(output, at)
 
 
 class ThinStage(PipelineStage):

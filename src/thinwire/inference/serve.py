@@ -122,45 +122,6 @@ class Asked(msgspec.Struct):
 learn_types(Asked)
 
 
-def check_name(asked: str, name: str) -> None:
-    """Refuse the name of a model that is not served."""
-    if asked != name:
-        text = f"the model {asked[:100]!r} does not exist; this server has {name!r}"
-        raise RefusedError(text, 404, "model_not_found", "model")
-
-
-def read_request(
-    body: bytes, is_chat: bool, model: Model, name: str, most_tokens: int
-) -> "ServedText":
-    """The text that a request asks for; RefusedError says what is wrong with it."""
-    asked = Asked.read(body)
-    check_name(asked.model or name, name)
-    ends: Collection[int] = ()
-    if not is_chat:
-        ids = model.encode(asked.prompt if isinstance(asked.prompt, str) else asked.prompt[0])
-    elif not asked.messages:
-        raise RefusedError("messages must be a list with at least one message", param="messages")
-    else:
-        try:
-            ids, ends = model.chat.prompt_ids(asked.messages), model.chat.end_ids
-        except DataError as error:
-            raise RefusedError(str(error), param="messages") from None
-    context = model.settings.model.context
-    if len(ids) > context:
-        text = f"the prompt has {len(ids)} tokens, but this model's context is {context} tokens"
-        raise RefusedError(text, 400, "context_length_exceeded", "messages" if is_chat else "")
-    usual = min(most_tokens, max(1, context - len(ids)) if is_chat else USUAL_TOKENS)
-    tokens = asked.max_completion_tokens or asked.max_tokens or usual
-    if tokens > most_tokens:
-        text = f"a request gets {most_tokens} tokens at most, not {tokens}"
-        raise RefusedError(text, param="max_tokens")
-    seed = secrets.randbits(48) if asked.seed is None else asked.seed
-    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seed)
-    stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
-    writing = model.write(ids, tokens, sampling, ends, stops)
-    return ServedText(writing, len(ids), is_chat, asked, name)
-
-
 @dataclass(frozen=True)
 class ServedText:
     """A text that was asked for, in the shapes of OpenAI's answers: written while it is read."""
@@ -264,18 +225,51 @@ class Endpoint:
         shown = {"id": self.name, "object": "model", "owned_by": "thinwire", "created": 0}
         if (name := request.path_params.get("name")) is None:
             return JSONResponse({"object": "list", "data": [shown]})
-        check_name(name, self.name)
+        self._check_name(name)
         return JSONResponse(shown)
+
+    def _check_name(self, asked: str) -> None:
+        if asked != self.name:
+            text = f"the model {asked[:100]!r} does not exist; this server has {self.name!r}"
+            raise RefusedError(text, 404, "model_not_found", "model")
 
     async def _write(self, request: Request) -> ASGIApp:
         body, is_chat = await _body(request), request.url.path == CHATS
         try:
-            served = await to_thread.run_sync(
-                read_request, body, is_chat, self.model, self.name, self.most_tokens
-            )
+            served = await to_thread.run_sync(self._read, body, is_chat)
         except ThinwireError as error:  # such as a model without a chat template
             raise RefusedError(str(error)) from error
         return functools.partial(self._answer, served)
+
+    def _read(self, body: bytes, is_chat: bool) -> ServedText:
+        """The text that a request asks for; RefusedError says what is wrong with it."""
+        asked, model, most = Asked.read(body), self.model, self.most_tokens
+        self._check_name(asked.model or self.name)
+        ends: Collection[int] = ()
+        if not is_chat:
+            ids = model.encode(asked.prompt if isinstance(asked.prompt, str) else asked.prompt[0])
+        elif not asked.messages:
+            text = "messages must be a list with at least one message"
+            raise RefusedError(text, param="messages")
+        else:
+            try:
+                ids, ends = model.chat.prompt_ids(asked.messages), model.chat.end_ids
+            except DataError as error:
+                raise RefusedError(str(error), param="messages") from None
+        context = model.settings.model.context
+        if len(ids) > context:
+            text = f"the prompt has {len(ids)} tokens, but this model's context is {context} tokens"
+            raise RefusedError(text, 400, "context_length_exceeded", "messages" if is_chat else "")
+        usual = min(most, max(1, context - len(ids)) if is_chat else USUAL_TOKENS)
+        tokens = asked.max_completion_tokens or asked.max_tokens or usual
+        if tokens > most:
+            text = f"a request gets {most} tokens at most, not {tokens}"
+            raise RefusedError(text, param="max_tokens")
+        seed = secrets.randbits(48) if asked.seed is None else asked.seed
+        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seed)
+        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        writing = model.write(ids, tokens, sampling, ends, stops)
+        return ServedText(writing, len(ids), is_chat, asked, self.name)
 
     async def _answer(self, served: ServedText, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a text as it is written; whoever goes away leaves the queue, or ends the text."""
