@@ -137,26 +137,14 @@ class World:
 
     def add_twins(self, tensors: Sequence[Tensor]) -> None:
         """Add up, in place, what the replicas of this rank have in its stead."""
-        if self.grid.replicas == 1:
-            return
-        works = [dist.all_reduce(t, group=self.twins, async_op=True) for t in tensors]
-        for work in works:
-            work.wait()
+        if self.grid.replicas > 1:
+            for work in [dist.all_reduce(t, group=self.twins, async_op=True) for t in tensors]:
+                work.wait()
 
-    def holds(self, stage: int) -> bool:
-        """Whether this rank holds a stage."""
-        return self.grid.holders[stage] == self.place
-
-    def send(self, carrier: Tensor, crossing: Crossing, stage: int) -> None:
-        """A carrier to the rank of the stage above, outside a training step."""
-        part = carrier[: crossing.floats[Leg.FORWARD]]
-        dist.send(part, group=self.pipeline, group_dst=self.grid.holders[stage])
-
-    def receive(self, crossing: Crossing, stage: int) -> Tensor:
-        """A carrier from the rank of the stage below, outside a training step."""
-        room = torch.empty(crossing.floats[Leg.FORWARD], dtype=CARRIER, device=self.carriers)
-        dist.recv(room, group=self.pipeline, group_src=self.grid.holders[stage])
-        return room
+    def elsewhere(self, stage: int) -> int | None:
+        """The rank of this pipeline that holds a stage; None where this one does."""
+        holder = self.grid.holders[stage]
+        return holder if holder != self.place else None
 
 
 def _as_tensor(said: bytes) -> Tensor:
@@ -221,7 +209,11 @@ def run(
         if world.leads and checkpoint is None and weights is not None:
             checkpoint = make_start(weights, settings, folder, data, display)
         checkpoint = _shared_checkpoint(world, checkpoint)
-        _check_shared(folder, world)
+        if not (folder / ".lock").exists():  # checkpoints have a part of each stage
+            raise ConfigError(
+                f"rank {world.seat.rank} does not see the run's folder {folder}, which rank 0 has "
+                "made: put run.out on a file system that all machines share"
+            )
         origin = checkpoint.folder if checkpoint else None
         trainer = Trainer(settings, world, data, folder, origin)
         source = f", from {origin}" if origin else ""
@@ -253,15 +245,6 @@ def _same_everywhere(world: World, prepare: Callable[[], Corpus]) -> Corpus:
             f"{data.fingerprint} instead of {wanted}): give every machine the same files"
         )
     return data
-
-
-def _check_shared(folder: Path, world: World) -> None:
-    """Checkpoints have a part of each stage: every rank must see the same folder."""
-    if not (folder / ".lock").exists():
-        raise ConfigError(
-            f"rank {world.seat.rank} does not see the run's folder {folder}, which rank 0 has "
-            "made: put run.out on a file system that all machines share"
-        )
 
 
 @dataclasses.dataclass
@@ -448,7 +431,7 @@ class Trainer:
             else:
                 held.state.restore(Checkpoint.open(resume, allow_plugins=True))
         self.done = self.first_step = self.held[0].state.step
-        above = None if world.holds(self._proposer) else self
+        above = self if self.held[-1].above else None
         updates = [held.update for held in self.held]
         sightings = [held.sightings for held in self.held]
         self._step_end = StepEnd(updates, 0, self, above, world.device, sightings)
@@ -489,7 +472,7 @@ class Trainer:
         """Keep a tally until the verdict is due; hand a basis on where it was proposed."""
         if kind is FrameKind.TALLY:
             self._squares = unpack_tally(payload)
-        elif kind is FrameKind.BASIS and self.world.holds(self._proposer):
+        elif kind is FrameKind.BASIS and self.world.elsewhere(self._proposer) is None:
             self.world.share(payload, self._proposer)
 
     def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
@@ -533,13 +516,16 @@ class Trainer:
         """A validation microbatch through the stages of this rank, in the order of all stages: not
         by the schedule, since that of zbv cannot leave out the way back.
         """
-        output = number
+        output, world = number, self.world
         for held in self.held:
-            if held.below is not None and not self.world.holds(held.index - 1):
-                output = self.world.receive(held.below, held.index - 1)
+            if held.below and (source := world.elsewhere(held.index - 1)) is not None:
+                size = held.below.floats[Leg.FORWARD]
+                output = torch.empty(size, dtype=CARRIER, device=world.carriers)
+                dist.recv(output, group=world.pipeline, group_src=source)
             output = held(output, number)
-            if held.above is not None and not self.world.holds(held.index + 1):
-                self.world.send(output, held.above, held.index + 1)
+            if held.above and (target := world.elsewhere(held.index + 1)) is not None:
+                part = output[: held.above.floats[Leg.FORWARD]]
+                dist.send(part, group=world.pipeline, group_dst=target)
 
     def save(self) -> list[tuple[int, ShardWritten | ShardFailed]]:
         """Write this rank's parts of a checkpoint; replicas hold the same, so one of them does."""

@@ -3,7 +3,6 @@ shape, one beside the other. Without torch, so that errors come at once.
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,17 +36,17 @@ class Seat:
     restarts: int
 
     @classmethod
-    def read(cls, environment: Mapping[str, str] = os.environ) -> "Seat":
+    def read(cls) -> "Seat":
         """From the environment; ConfigError when it was not torchrun that started this."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        if any(name not in environment for name in names):
+        if any(name not in os.environ for name in names):
             raise ConfigError(
                 "this is for torchrun, which starts one process for each stage: torchrun "
                 "--nproc-per-node 4 -m thinwire.cluster run.toml. For a run without it: thinwire "
                 "train run.toml"
             )
-        rank, world, local_rank, local_world = (int(environment[name]) for name in names)
-        restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        rank, world, local_rank, local_world = (int(os.environ[name]) for name in names)
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return cls(rank, world, local_rank, local_world, restarts)
 
 

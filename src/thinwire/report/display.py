@@ -104,8 +104,9 @@ class PlainDisplay(Display):
             self._show_step()
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        count = _step_count(record.step, self._latest)
-        self._line("valid", f"{count}  loss {loss_text(record.loss):>7}{record.facts()}")
+        count, bits = _step_count(record.step, self._latest), record.bits_per_byte
+        facts = "" if bits is None else f"  {bits:.4f} bits/byte"
+        self._line("valid", f"{count}  loss {loss_text(record.loss):>7}{facts}")
 
     def note(self, text: str) -> None:
         self.phase("note", text)

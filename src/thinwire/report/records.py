@@ -1,7 +1,5 @@
-"""What the coordinator tells this room about a run, as plain frozen data.
-
-Byte counts are what left the sender in one step, frame headers included; seconds are
-those of one step unless a name says otherwise.
+"""What the coordinator tells this room about a run, as plain frozen data. Bytes, frame headers
+included, and seconds are those of one step unless a name says otherwise.
 """
 
 from dataclasses import dataclass, field
@@ -59,10 +57,6 @@ class EvaluationRecord:
     step: int
     loss: float
     bits_per_byte: float | None = None
-
-    def facts(self) -> str:
-        """What there is beside the loss, each behind two blanks."""
-        return "" if self.bits_per_byte is None else f"  {self.bits_per_byte:.4f} bits/byte"
 
 
 @dataclass(frozen=True)

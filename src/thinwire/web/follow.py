@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,7 +22,10 @@ from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, Story
 from thinwire.run.signals import heeding, leave_at_once
 from thinwire.web.page import make_page
-from thinwire.web.server import App, WebServer
+from thinwire.web.server import WebServer
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 USUAL_HOST, USUAL_PORT = "127.0.0.1", 4618
 OFF = "off"
@@ -121,7 +125,7 @@ class Followed(Display):
         needs_token = is_host or not server.is_private
         self._shown.phase("web", server.address_with_token if needs_token else server.address)
 
-    def _page(self) -> App:
+    def _page(self) -> "ASGIApp":
         return make_page([self._folder], is_own=True)
 
 

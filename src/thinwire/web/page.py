@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from thinwire.errors import ThinwireError
-from thinwire.web.server import App, has_token
+from thinwire.web.server import has_token
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -40,7 +41,7 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
     machines: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
-def make_page(folders: Sequence[Path], is_own: bool = False) -> App:
+def make_page(folders: Sequence[Path], is_own: bool = False) -> "Starlette":
     """The application that shows these runs. `is_own`: this process runs them."""
     from starlette.applications import Starlette
     from starlette.responses import FileResponse, JSONResponse, StreamingResponse

@@ -16,8 +16,8 @@ import select
 import socket
 import threading
 import urllib.parse
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from thinwire.errors import ConfigError
 from thinwire.run.relay import outside_address
@@ -26,12 +26,7 @@ from thinwire.wire.sockets import address_text, split_address, why
 if TYPE_CHECKING:
     import uvicorn
     from starlette.requests import Request
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-"""An ASGI application, such as starlette's."""
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MOST_CONNECTIONS = 256  # at once; more are answered with a 503
 _LAST_NEAR = 4700  # ports up to this one are tried where the usual one is taken
@@ -54,7 +49,7 @@ class WebServer:
 
     def __init__(
         self,
-        make_app: Callable[[], App],
+        make_app: Callable[[], "ASGIApp"],
         listen: str,
         token: str = "",
         takes_next_port: bool = False,
@@ -123,7 +118,7 @@ class WebServer:
         server.run(sockets=[self._socket])
 
 
-def guarded(app: App, token: str, is_private: bool, needs_token: bool = True) -> App:
+def guarded(app: "ASGIApp", token: str, is_private: bool, needs_token: bool) -> "ASGIApp":
     """The application behind the guards. `is_private`: it can be reached from this machine alone.
 
     An address with the right token sets a cookie, and leads to the same address without it.
@@ -132,8 +127,8 @@ def guarded(app: App, token: str, is_private: bool, needs_token: bool = True) ->
     from starlette.requests import Request
     from starlette.responses import PlainTextResponse, RedirectResponse
 
-    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+    async def guard(scope: "Scope", receive: "Receive", send: "Send") -> None:
+        async def send_with_headers(message: "Message") -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
@@ -168,7 +163,7 @@ def _is_among(shown: Iterable[str], token: str) -> bool:
     return any(hmac.compare_digest(one.encode(), token.encode()) for one in shown)
 
 
-def has_token(scope: Scope) -> bool:
+def has_token(scope: "Scope") -> bool:
     """Whether a request shows the token: what only the owner may see or do depends on this."""
     return scope.get(_HAS_TOKEN) is True
 
