@@ -63,8 +63,9 @@ def replace_private_file(path: Path, content: bytes) -> None:
 
 
 def discard_replacements(folder: Path) -> None:
-    """Remove what killed processes left of JSON files that they were replacing, in a folder that is
-    this process's alone.
+    """Remove what killed processes left of JSON files that they were replacing.
+
+    For a folder that is this process's alone.
     """
     for fresh in folder.glob(".*.json.*"):
         if fresh.suffix[1:].isdigit() and fresh.is_file():

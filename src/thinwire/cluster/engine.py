@@ -170,11 +170,7 @@ def _name_of_attempt(store: dist.Store, seat: Seat) -> str:
 
 
 def run(
-    settings: Settings,
-    world: World,
-    display: Display,
-    resume: Path | None = None,
-    allow_plugins: bool = False,
+    settings: Settings, world: World, display: Display, resume: Path | None, allow_plugins: bool
 ) -> dict[str, Any] | None:
     """Be one rank of a run to its end; the first rank returns the summary.
 

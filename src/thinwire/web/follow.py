@@ -50,15 +50,15 @@ class Followed(Display):
     def __init__(self, shown: Display, listen: str, role: str, prompt: str = ""):
         self._shown, self._role, self._prompt = shown, role, prompt
         self._sampler: Sampler | None = None
-        self._story: Story | None = None
+        self._tell: Callable[[str, str], None] = lambda *said: None  # before there is a folder
         self._folder, self._serves = Path(), listen != OFF
         # An address that was asked for is refused before the run begins.
         asked = listen not in ("", OFF)
         self._server = WebServer(self._page, listen) if asked else None
 
     def opened(self, folder: Path) -> None:
-        self._folder, self._story = folder, Story(folder)
-        self._story.tell("begin", "started")
+        self._folder, self._tell = folder, Story(folder).tell
+        self._tell("begin", "started")
         if self._prompt:
             self._sampler = Sampler(self._prompt, folder, self._tell_everybody)
         if self._serves:
@@ -98,10 +98,6 @@ class Followed(Display):
     def _tell_everybody(self, kind: str, text: str) -> None:
         self._tell(kind, text)
         self.share(kind, text)
-
-    def _tell(self, kind: str, text: str) -> None:
-        if self._story is not None:
-            self._story.tell(kind, text)
 
     def _serve(self) -> None:
         place, kept, is_host = self._folder / _KEPT, _Kept(), self._role == "host"
