@@ -130,7 +130,6 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
         alike = [span for span in spans if span.lane != "wait" and kind_of(span) == kind]
         computing = [span for span in alike if span.lane == "compute"]
         _draw_bars(axes, computing, rows, name, colour)
-        _draw_numbers(axes, computing, rows)
         sending = [span for span in alike if span.lane == "send"]
         _draw_bars(axes, sending, rows, f"send {name}", colour)
     labels = [f"stage {record.stage}\nlayers {record.layers}" for record in stages]
@@ -143,42 +142,23 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
 def _draw_bars(
     axes: Axes, spans: Sequence[TraceSpan], rows: dict[int, int], name: str, colour: str
 ) -> None:
-    """Bars of one lane, all alike."""
-    if spans:
-        lane = spans[0].lane
-        axes.barh(
-            [rows[span.stage] + (_SEND_OFFSET if lane == "send" else 0) for span in spans],
-            [span.end - span.start for span in spans],
-            left=[span.start for span in spans],
-            facecolor=colour,
-            label=name,
-            **_LANES[lane],
-        )
-
-
-def _draw_numbers(axes: Axes, spans: Sequence[TraceSpan], rows: dict[int, int]) -> None:
-    """Each microbatch's number inside its bar, where there is room; all in the size of type that
-    suits the usual one, so that 9 and 10 look alike.
-    """
+    """Bars of one lane, all alike; of computing with the numbers of microbatches that have room."""
     if not spans:
         return
-    edges = np.array([[(span.start, 0), (span.end, 0)] for span in spans]).reshape(-1, 2)
-    pixels = axes.transData.transform(edges)[:, 0].reshape(-1, 2)
-    room = (pixels[:, 1] - pixels[:, 0]) * 72 / DPI  # in points, as type is measured
-    digits = max(len(span.label) - 1 for span in spans)
-    size = min(10.0, _largest_type(float(np.median(room)), digits))
-    if size < _LEAST_TYPE:
-        return
-    for span, points in zip(spans, room, strict=True):
-        number = span.label[1:]
-        if number and _largest_type(points, len(number)) >= 0.9 * size:
-            middle = (span.start + span.end) / 2
-            axes.text(middle, rows[span.stage], number, ha="center", va="center", fontsize=size)
-
-
-def _largest_type(room: float, digits: int) -> float:
-    """The size at which that many digits fill `room` points, with a little air around them."""
-    return (room - 2) / (0.65 * max(1, digits))
+    lane, lengths = spans[0].lane, np.array([span.end - span.start for span in spans])
+    middles = [rows[span.stage] + (_SEND_OFFSET if lane == "send" else 0) for span in spans]
+    place = {"left": [span.start for span in spans], "facecolor": colour}
+    bars = axes.barh(middles, lengths, label=name, **place, **_LANES[lane])
+    if lane == "compute":
+        numbers = [span.label[1:] for span in spans]
+        room = lengths / np.ptp(axes.get_xlim()) * axes.bbox.width * 72 / DPI - 2  # in points
+        widths = np.array([0.65 * max(1, len(number)) for number in numbers])  # of type of size 1
+        # One size, which suits the usual bar, so that 9 and 10 look alike.
+        size = min(10.0, float(np.median(room) / widths.max()))
+        if size >= _LEAST_TYPE:
+            fits = room / widths >= 0.9 * size
+            shown = [number if fit else "" for number, fit in zip(numbers, fits, strict=True)]
+            axes.bar_label(bars, shown, label_type="center", fontsize=size)
 
 
 def _legend(figure: Figure, y: float) -> None:
