@@ -91,19 +91,6 @@ def shares(logits_V: Tensor, sampling: Sampling) -> Tensor:
     return shares_V / shares_V.sum()
 
 
-def extensions(ids: list[int], context: int, cached: bool) -> Iterator[tuple[list[int], bool]]:
-    """What a model reads next, each time that `ids` have grown, and whether with an empty past."""
-    first = seen = max(0, len(ids) - context)  # the window's first id; ids that the past holds
-    is_new = True
-    while True:
-        if len(ids) - first > context:
-            first = seen = len(ids) - max(1, context // 2)
-            is_new = True
-        read = (ids[seen:], is_new) if cached else (ids[first:], True)
-        seen, is_new = len(ids), False
-        yield read
-
-
 class Writing:
     """A text as it is written: iterate once over its pieces of whole characters.
 
@@ -294,11 +281,15 @@ class Model(Joined):
     def tokens_behind(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
         """The tokens that follow `ids`, without end; each is computed when it is asked for."""
         ids, choose, cached = list(ids), Choice(sampling), self.crosses_by_token
-        pasts: list[Past] | None = None
-        parts = extensions(ids, self.settings.model.context, cached)
-        for number, (part, with_empty_past) in enumerate(parts):
-            if cached and with_empty_past:
+        context, pasts = self.settings.model.context, None
+        first = seen = max(0, len(ids) - context)  # the window's first id; ids that pasts hold
+        for number in itertools.count():
+            if len(ids) - first > context:
+                first = seen = len(ids) - max(1, context // 2)
+                pasts = None
+            if cached and pasts is None:
                 pasts = [stage.new_past() for stage in self.stages]
+            part, seen = ids[seen if cached else first :], len(ids)
             with torch.no_grad():
                 logits_BTV = self(torch.tensor([part], device=self.device), number, pasts)
             ids.append(choose(logits_BTV[0, -1].float().cpu()))

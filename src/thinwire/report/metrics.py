@@ -11,7 +11,6 @@ import json
 import math
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -355,18 +354,12 @@ def _mean(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     return (*points[-1][:3], finite_mean(losses), finite_mean(speeds))
 
 
-class Story:
-    """Appends what happens in a run, in words and with the time, to events.jsonl in its folder, on
+def tell(folder: Path, kind: str, text: str) -> None:
+    """Append what happens in a run, in words and with the time, to events.jsonl in its folder, from
     any thread; `kind` is the tag that the terminal shows. A full disk costs events, nothing else.
     """
-
-    def __init__(self, folder: Path):
-        self._path, self._lock = folder / EVENTS_FILE, threading.Lock()
-
-    def tell(self, kind: str, text: str) -> None:
-        """Add an event."""
-        if kind in SECRETS:
-            return
-        line = line_of(kind, {"text": printable(text, _LONGEST)})
-        with self._lock, contextlib.suppress(OSError), self._path.open("a") as file:
-            file.write(line)
+    if kind in SECRETS:
+        return
+    line = line_of(kind, {"text": printable(text, _LONGEST)})
+    with contextlib.suppress(OSError), (folder / EVENTS_FILE).open("ab", buffering=0) as file:
+        file.write(line.encode())  # whole, so that lines of several threads do not mix

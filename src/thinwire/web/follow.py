@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ import msgspec
 from thinwire.errors import ConfigError
 from thinwire.folders import replace_private_file
 from thinwire.report import Display, EvaluationRecord, StepRecord
-from thinwire.report.metrics import FILE_NAME, Story
+from thinwire.report.metrics import FILE_NAME, tell
 from thinwire.run.signals import heeding, leave_at_once
 from thinwire.web.page import make_page
 from thinwire.web.server import WebServer
@@ -57,7 +58,7 @@ class Followed(Display):
         self._server = WebServer(self._page, listen) if asked else None
 
     def opened(self, folder: Path) -> None:
-        self._folder, self._tell = folder, Story(folder).tell
+        self._folder, self._tell = folder, functools.partial(tell, folder)
         self._tell("begin", "started")
         if self._prompt:
             self._sampler = Sampler(self._prompt, folder, self._tell_everybody)
