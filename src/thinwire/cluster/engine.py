@@ -419,7 +419,8 @@ class Trainer:
         builder = StageBuilder(settings, world.device)
         self.held = [
             HeldStage(index, builder, self.feed, world, folder)
-            for index in world.grid.stages_of(world.place)
+            for index, holder in enumerate(world.grid.holders)
+            if holder == world.place
         ]
         for held in self.held:
             if resume is None:
@@ -448,7 +449,8 @@ class Trainer:
             held.pipelined.trace.spans.clear()
         losses: list[Tensor] = []
         with weights_rounded_once():
-            at = torch.tensor(self.world.grid.numbers(self.world.replica))
+            count = self.world.grid.microbatches
+            at = torch.arange(count) + self.world.replica * count
             self._schedule.step(at, number=at, target=at, losses=losses, return_outputs=False)
         for held in self.held:
             self.world.add_twins([p.grad for p in held.stage.parameters() if p.grad is not None])

@@ -67,14 +67,6 @@ class Grid:
             return [stage % self.ranks for stage in range(self.stages)]
         return [min(stage, self.stages - 1 - stage) for stage in range(self.stages)]
 
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank of a pipeline holds, in order."""
-        return [stage for stage, holder in enumerate(self.holders) if holder == rank]
-
-    def numbers(self, replica: int) -> range:
-        """The microbatches of a step that a replica has."""
-        return range(replica * self.microbatches, (replica + 1) * self.microbatches)
-
 
 def lay_out(settings: Settings, world: int, schedule: str, replicas: int) -> Grid:
     """The grid of a run on `world` processes; ConfigError says why there is none. With `replicas` 0

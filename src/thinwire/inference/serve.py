@@ -16,7 +16,6 @@ import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, TextIO
 
 import anyio
@@ -122,54 +121,46 @@ class Asked(msgspec.Struct):
 learn_types(Asked)
 
 
-@dataclass(frozen=True)
-class ServedText:
-    """A text that was asked for, in the shapes of OpenAI's answers: written while it is read."""
+def answer_parts(
+    asked: Asked, is_chat: bool, writing: Writing, prompt: int, model: str
+) -> Iterator[str]:
+    """A text in the shapes of OpenAI's answers, as it is written: all at the end, or piece by
+    piece. Empty for a token that adds nothing. `prompt` counts tokens.
+    """
+    kind, id_kind = ("chat.completion", "chatcmpl") if is_chat else ("text_completion", "cmpl")
+    head = {
+        "id": f"{id_kind}-{uuid.uuid4().hex}",
+        "object": kind + (".chunk" if is_chat and asked.stream else ""),
+        "created": int(time.time()),
+        "model": model,
+    }
 
-    writing: Writing
-    prompt: int  # tokens
-    is_chat: bool
-    asked: Asked
-    model: str
-
-    @functools.cached_property
-    def _head(self) -> dict[str, Any]:
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        return {
-            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": kind + (".chunk" if self.is_chat and self.asked.stream else ""),
-            "created": int(time.time()),
-            "model": self.model,
-        }
-
-    def parts(self) -> Iterator[str]:
-        """What to send: all at the end, or piece by piece. Empty for a token that adds nothing."""
-        if not self.asked.stream:
-            text = ""
-            for piece in self.writing:
-                text += piece
-                yield ""
-            message = {"role": "assistant", "content": text}
-            whole = {"message": message} if self.is_chat else {"text": text}
-            yield self._part(whole, self.writing.ended_by, **self._usage())
-            return
-        if self.is_chat:
-            yield self._part({"delta": {"role": "assistant", "content": ""}})
-        for piece in self.writing:
-            more = {"delta": {"content": piece}} if self.is_chat else {"text": piece}
-            yield self._part(more) if piece else ""
-        yield self._part({"delta": {}} if self.is_chat else {"text": ""}, self.writing.ended_by)
-        if self.asked.stream_options.get("include_usage") is True:
-            yield json.dumps({**self._head, "choices": [], **self._usage()})
-        yield "[DONE]"
-
-    def _part(self, said: dict[str, Any], reason: str | None = None, **usage: Any) -> str:
+    def part(said: dict[str, Any], reason: str | None = None, **usage: Any) -> str:
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
-        return json.dumps({**self._head, "choices": [choice], **usage})
+        return json.dumps({**head, "choices": [choice], **usage})
 
-    def _usage(self) -> dict[str, Any]:
-        counts = {"prompt_tokens": self.prompt, "completion_tokens": self.writing.count}
+    def usage() -> dict[str, Any]:
+        counts = {"prompt_tokens": prompt, "completion_tokens": writing.count}
         return {"usage": {**counts, "total_tokens": sum(counts.values())}}
+
+    if not asked.stream:
+        text = ""
+        for piece in writing:
+            text += piece
+            yield ""
+        message = {"role": "assistant", "content": text}
+        whole = {"message": message} if is_chat else {"text": text}
+        yield part(whole, writing.ended_by, **usage())
+        return
+    if is_chat:
+        yield part({"delta": {"role": "assistant", "content": ""}})
+    for piece in writing:
+        more = {"delta": {"content": piece}} if is_chat else {"text": piece}
+        yield part(more) if piece else ""
+    yield part({"delta": {}} if is_chat else {"text": ""}, writing.ended_by)
+    if asked.stream_options.get("include_usage") is True:
+        yield json.dumps({**head, "choices": [], **usage()})
+    yield "[DONE]"
 
 
 def run_server(endpoint: "Endpoint", host: str, port: int, stream: TextIO) -> None:
@@ -236,13 +227,13 @@ class Endpoint:
     async def _write(self, request: Request) -> ASGIApp:
         body, is_chat = await _body(request), request.url.path == CHATS
         try:
-            served = await to_thread.run_sync(self._read, body, is_chat)
+            asked, parts = await to_thread.run_sync(self._read, body, is_chat)
         except ThinwireError as error:  # such as a model without a chat template
             raise RefusedError(str(error)) from error
-        return functools.partial(self._answer, served)
+        return functools.partial(self._answer, asked.stream, parts)
 
-    def _read(self, body: bytes, is_chat: bool) -> ServedText:
-        """The text that a request asks for; RefusedError says what is wrong with it."""
+    def _read(self, body: bytes, is_chat: bool) -> tuple[Asked, Iterator[str]]:
+        """A request, and the parts of its answer; RefusedError says what is wrong with it."""
         asked, model, most = Asked.read(body), self.model, self.most_tokens
         self._check_name(asked.model or self.name)
         ends: Collection[int] = ()
@@ -269,18 +260,20 @@ class Endpoint:
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seed)
         stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
         writing = model.write(ids, tokens, sampling, ends, stops)
-        return ServedText(writing, len(ids), is_chat, asked, self.name)
+        return asked, answer_parts(asked, is_chat, writing, len(ids), self.name)
 
-    async def _answer(self, served: ServedText, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, streams: bool, text: Iterator[str], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Send a text as it is written; whoever goes away leaves the queue, or ends the text."""
         into, parts = anyio.create_memory_object_stream[str | RefusedError](MOST_UNREAD)
         async with into, parts, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._write_in_turn, served, into, tasks.cancel_scope)
+            tasks.start_soon(self._write_in_turn, text, into, tasks.cancel_scope)
             tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
             first = await parts.receive()
             if isinstance(first, RefusedError):
                 response = first.response()
-            elif served.asked.stream:
+            elif streams:
                 response = StreamingResponse(_events(first, parts), media_type="text/event-stream")
             else:
                 response = Response(first, media_type="application/json")
@@ -289,7 +282,7 @@ class Endpoint:
             tasks.cancel_scope.cancel()
 
     async def _write_in_turn(
-        self, served: ServedText, into: Parts, answer: anyio.CancelScope
+        self, text: Iterator[str], into: Parts, answer: anyio.CancelScope
     ) -> None:
         """Write a text when it has its turn, which ends with the text, however slowly it is read.
 
@@ -298,21 +291,20 @@ class Endpoint:
         with into, contextlib.suppress(anyio.WouldBlock):  # the client leaves too much unread
             try:
                 if self._count >= self._parallel + self._queue:
-                    text = f"{self._count} requests are under way or wait: try again later"
-                    raise RefusedError(text, 429, "rate_limit_exceeded")
+                    why = f"{self._count} requests are under way or wait: try again later"
+                    raise RefusedError(why, 429, "rate_limit_exceeded")
                 self._count += 1
                 try:
                     async with self._turns:
-                        await self._write_all(served, into)
+                        await self._write_all(text, into)
                 finally:
                     self._count -= 1
             except RefusedError as error:
                 into.send_nowait(error)
         answer.deadline = anyio.current_time() + SILENCE_SECONDS
 
-    async def _write_all(self, served: ServedText, into: Parts) -> None:
+    async def _write_all(self, text: Iterator[str], into: Parts) -> None:
         """Write a text to its end; those under way take turns, token by token."""
-        parts = served.parts()
         part: str | None = ""
         while part is not None:
             if part:
@@ -321,7 +313,7 @@ class Endpoint:
                 if self.is_over.is_set():
                     raise RefusedError("the server is ending", 503)
                 try:
-                    part = await to_thread.run_sync(next, parts, None)
+                    part = await to_thread.run_sync(next, text, None)
                 except ThinwireError as error:  # such as a model whose output is NaN
                     self.failure = error
                     self.is_over.set()
