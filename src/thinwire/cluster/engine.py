@@ -264,7 +264,8 @@ class Rank:
             finally:
                 if self.record is not None:
                     self.record.close()
-        self._keep([(held.index, Finished(held.meters())) for held in trainer.held])
+        finished = [(held.index, Finished(held.meters())) for held in trainer.held]
+        self._keep(self._gather(finished))
         if self.record is None:
             return None
         try:
@@ -278,19 +279,15 @@ class Rank:
         stop = False
         while trainer.done < settings.train.steps and not stop:
             if trainer.done == trainer.first_step or settings.is_evaluation_step(trainer.done):
-                self._evaluate()
+                self._keep([(-1, trainer.evaluate())])
             verdict, _, reports = trainer.train_step()
-            self._keep(reports)
+            self._keep(self._gather(reports))
             stop = verdict.stop
             if verdict.checkpoint:
                 self._save()
         if not stop:
-            self._evaluate()
+            self._keep([(-1, trainer.evaluate())])
         trainer.stop_requested = stop
-
-    def _evaluate(self) -> None:
-        if report := self.trainer.evaluate():
-            self._hear(-1, report)
 
     def _save(self) -> None:
         parts = [message for _, message in self._gather(self.trainer.save())]
@@ -306,18 +303,15 @@ class Rank:
         else:
             self.record.carry_out(Commit(step, parts))
 
-    def _keep(self, said: Sequence[tuple[int, Any]]) -> None:
-        for stage, report in self._gather(said):
-            self._hear(stage, report)
-
-    def _hear(self, stage: int, report: Step | Evaluation | Finished) -> None:
-        if self.record is None:
-            return
-        self.record.carry_out(Record(stage, report))
-        for change in [] if isinstance(report, Finished) else self.losses.hear(report):
-            self.record.carry_out(change)
-            if isinstance(change, Exploded) and self.losses.stops:
-                self.trainer.stop_requested = True
+    def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished | None]]) -> None:
+        for stage, report in said:
+            if self.record is None or report is None:
+                continue
+            self.record.carry_out(Record(stage, report))
+            for change in [] if isinstance(report, Finished) else self.losses.hear(report):
+                self.record.carry_out(change)
+                if isinstance(change, Exploded) and self.losses.stops:
+                    self.trainer.stop_requested = True
 
     def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
         """What all stages say, each with its number and in their order."""

@@ -82,8 +82,16 @@ def lay_out(settings: Settings, world: int, schedule: str, replicas: int) -> Gri
             f"pipeline.microbatches = {total} do not divide over {replicas} replicas: every "
             "replica takes as many microbatches of a step. Change one of the two numbers"
         )
-    grid = Grid(schedule, stages, replicas, ranks, total // replicas)
-    _check_microbatches(grid)
+    # What PyTorch's schedules ask for.
+    count, least = total // replicas, ranks if schedule == "1f1b" else 1
+    is_in_rounds = schedule in ("interleaved", "zero-bubble")
+    if count < least or (is_in_rounds and count % max(1, count // ranks)):
+        fitting = ranks * max(1, count // ranks) * replicas
+        raise ConfigError(
+            f"{schedule} cannot order {count} microbatches of each replica on {ranks} ranks: set "
+            f"pipeline.microbatches to a multiple of the ranks, such as {fitting}, or use gpipe"
+        )
+    grid = Grid(schedule, stages, replicas, ranks, count)
     _check_settings(settings, grid)
     return grid
 
@@ -104,19 +112,6 @@ def _check_world(world: int, schedule: str, stages: int, ranks: int, replicas: i
             f"{schedule} has {wanted} on each rank, but pipeline.stages = {stages} and each "
             f"pipeline has {ranks} ranks: set pipeline.stages to {2 * ranks}, or start "
             f"{max(1, stages // 2) * replicas} processes"
-        )
-
-
-def _check_microbatches(grid: Grid) -> None:
-    """What PyTorch's schedules ask for."""
-    count, least = grid.microbatches, grid.ranks if grid.schedule == "1f1b" else 1
-    is_in_rounds = grid.schedule in ("interleaved", "zero-bubble")
-    if count < least or (is_in_rounds and count % max(1, count // grid.ranks)):
-        fitting = grid.ranks * max(1, count // grid.ranks) * grid.replicas
-        raise ConfigError(
-            f"{grid.schedule} cannot order {count} microbatches of each replica on {grid.ranks} "
-            f"ranks: set pipeline.microbatches to a multiple of the ranks, such as {fitting}, or "
-            "use gpipe"
         )
 
 

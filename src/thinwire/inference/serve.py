@@ -202,7 +202,7 @@ class Endpoint:
                 Route(COMPLETIONS, self._write, methods=["POST"]),
                 Route(CHATS, self._write, methods=["POST"]),
             ],
-            exception_handlers={HTTPException: _refused, Exception: _failed},
+            exception_handlers={HTTPException: _refused, Exception: _refused},
         )
 
     async def _health(self, request: Request) -> Response:
@@ -355,14 +355,11 @@ async def _events(first: str, parts: ObjectReceiveStream[str | RefusedError]) ->
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    if not isinstance(error, RefusedError):
+    if not isinstance(error, HTTPException):
+        traceback.print_exception(error)
+        error = RefusedError("the server has failed", 500)
+    elif not isinstance(error, RefusedError):
         asked = f"{request.method} {printable(request.url.path, 100)}"
         known = f"GET {MODELS}, POST {CHATS} and POST {COMPLETIONS}"
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        error = RefusedError(f"there is no {asked} here, only {known}", status)
+        error = RefusedError(f"there is no {asked} here, only {known}", error.status_code)
     return error.response()
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    traceback.print_exception(error)
-    return RefusedError("the server has failed", 500).response()

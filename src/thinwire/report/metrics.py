@@ -101,7 +101,6 @@ SECRETS = ("invite", "web")  # tags of lines that let people in: they stay on th
 _LONGEST = 2000  # characters of one
 _END_BYTES = 1 << 20  # of a file, in which its last step is looked for
 FILE_NAME = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 
 
 class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
@@ -126,7 +125,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
 
             # TensorBoard hides what earlier event files hold from the purge step on.
             purge = None if resume_step is None else resume_step + 1
-            events = str(folder / TENSORBOARD_FOLDER)
+            events = str(folder / "tensorboard")
             self._scalars = SummaryWriter(events, purge_step=purge, flush_secs=10)
         self._wandb = wandb
 

@@ -147,8 +147,8 @@ def _draw_bars(
         return
     lane, lengths = spans[0].lane, np.array([span.end - span.start for span in spans])
     middles = [rows[span.stage] + (_SEND_OFFSET if lane == "send" else 0) for span in spans]
-    place = {"left": [span.start for span in spans], "facecolor": colour}
-    bars = axes.barh(middles, lengths, label=name, **place, **_LANES[lane])
+    starts = [span.start for span in spans]
+    bars = axes.barh(middles, lengths, left=starts, facecolor=colour, label=name, **_LANES[lane])
     if lane == "compute":
         numbers = [span.label[1:] for span in spans]
         room = lengths / np.ptp(axes.get_xlim()) * axes.bbox.width * 72 / DPI - 2  # in points

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -197,5 +196,4 @@ def watch(folders: list[Path], listen: str) -> None:
         print(f"watch {', '.join(map(str, folders))} at {server.address_with_token}")
         print("Ctrl-C ends the page, not the run.")
         sys.stdout.flush()
-        while True:
-            time.sleep(3600)
+        threading.Event().wait()
