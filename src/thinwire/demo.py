@@ -4,14 +4,17 @@ On two CPU cores a link of 80 Mbps would hide behind the compute, and nothing co
 upload of a small home connection is as narrow for this model as 80 Mbps are for a large one.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from thinwire.folders import next_free_name
 from thinwire.inference import Model
-from thinwire.report import read_timeline
+from thinwire.report import Timeline
 from thinwire.report.human import elapsed, human_bytes
 from thinwire.settings import Settings, make_recipe
 
@@ -93,13 +96,12 @@ def _show_sample(summary: Summary) -> None:
 
 def _draw(summaries: Mapping[str, Summary]) -> Path | None:
     """The picture of one step of each; None without matplotlib, as the runs have said."""
-    try:
+    with contextlib.suppress(ImportError, OSError):
         from thinwire.report.plots import steps_figure  # slow to import
-    except ImportError:
-        return None
 
-    plots = [Path(summary["paths"]["plots"]) for summary in summaries.values()]
-    path = plots[0] / "compare.png"
-    timelines = [read_timeline(folder / "step.json") for folder in plots]
-    steps_figure(timelines, "One step of each run").savefig(path)
-    return path
+        plots = [Path(summary["paths"]["plots"]) for summary in summaries.values()]
+        files, path = [folder / "step.json" for folder in plots], plots[0] / "compare.png"
+        timelines = [msgspec.json.decode(one.read_bytes(), type=Timeline) for one in files]
+        steps_figure(timelines, "One step of each run").savefig(path)
+        return path
+    return None

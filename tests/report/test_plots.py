@@ -2,11 +2,8 @@ import dataclasses
 import math
 import struct
 
-import pytest
-
 from records import step_record
 from thinwire import report
-from thinwire.errors import ThinwireError
 from thinwire.report import metrics
 from thinwire.report.metrics import Curves, line_of
 from thinwire.report.plots import DPI, loss_figure, steps_figure
@@ -118,15 +115,3 @@ def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
     assert len(set(names)) == len(names) == 6
     steps_figure([timeline(), quick]).savefig(tmp_path / "compare.png")
     assert png_size(tmp_path / "compare.png")[0] == 13 * DPI
-
-
-def test_a_timeline_is_read_as_it_was_written(tmp_path):
-    path = tmp_path / "plots" / "step.json"
-    report.write_timeline(timeline(), path)
-    assert report.read_timeline(path) == timeline()
-    for text in ("{", "[]", '{"run": "x"}', '{"stages": [{}], "spans": []}'):
-        path.write_text(text)
-        with pytest.raises(ThinwireError, match="not the timeline of a step"):
-            report.read_timeline(path)
-    with pytest.raises(ThinwireError, match="not the timeline of a step"):
-        report.read_timeline(tmp_path / "nowhere.json")
