@@ -46,7 +46,11 @@ def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None
         print(f"{number} of {len(arms)}: {arm}")
         summaries[arm] = train(settings)
         print()
-    _show_sample(summaries["thin"])
+    if checkpoint := summaries["thin"]["paths"]["checkpoint"]:
+        model = Model(Path(checkpoint), "cpu")
+        text = model.generate(PROMPT, 60, temperature=0.5, top_k=20, seed=0)
+        print("What the thin model writes after this short training:")
+        print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
     for line in conclusion(summaries):
         print(line)
     picture = _draw(summaries)
@@ -83,15 +87,6 @@ def _settings(arm: str, overrides: list[str]) -> Settings:
     settings = make_recipe(RECIPES[arm], [*own, *overrides]).asked.resolved()
     name = next_free_name(Path(settings.run.out), settings.run.name)
     return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
-
-
-def _show_sample(summary: Summary) -> None:
-    if not summary["paths"]["checkpoint"]:
-        return
-    model = Model(Path(summary["paths"]["checkpoint"]), "cpu")
-    text = model.generate(PROMPT, 60, temperature=0.5, top_k=20, seed=0)
-    print("What the thin model writes after this short training:")
-    print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
 
 
 def _draw(summaries: Mapping[str, Summary]) -> Path | None:

@@ -8,7 +8,6 @@ which `ThinStage` sends what a leg needs. Each rank reads its part of the batch 
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from thinwire.cluster.grid import check_size
-from thinwire.codec import Leg, Part
+from thinwire.codec import Leg
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, Sightings, StepTrace
 from thinwire.errors import WireError
@@ -84,8 +83,14 @@ class Crossing:
         """The tensor in a carrier."""
         codec, spec = self.end.codecs[leg], self.end.spec
         place = self.end.place(leg, self.step, microbatch, self.training)
-        parts = _split(carrier.detach(), codec.layout(spec.shape, place))
-        tensor = codec.decode(tuple(part.to(spec.device) for part in parts), spec, place)
+        layout = codec.layout(spec.shape, place)
+        sizes = [part.bytes for part in layout]
+        pieces = carrier.detach().view(torch.uint8)[: sum(sizes)].split(sizes)
+        parts = (  # each in memory of its own, as its type may ask for
+            piece.clone().view(part.dtype).to(spec.device)
+            for part, piece in zip(layout, pieces, strict=True)
+        )
+        tensor = codec.decode(tuple(parts), spec, place)
         if self.training:
             self._sightings.look(self.step, INPUT if leg is Leg.FORWARD else GRADIENT, tensor)
         return tensor
@@ -118,15 +123,6 @@ def _as_bytes(part: Tensor) -> Tensor:
     """The memory of a flat tensor; one element counts as contiguous whatever its stride."""
     flat = part.contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-
-
-def _split(carrier: Tensor, layout: Iterable[Part]) -> list[Tensor]:
-    """The parts of a payload, each in memory of its own, as its type may ask for."""
-    room, start, parts = carrier.view(torch.uint8), 0, []
-    for part in layout:
-        parts.append(room[start : start + part.bytes].clone().view(part.dtype))
-        start += part.bytes
-    return parts
 
 
 class ThinStage(PipelineStage):

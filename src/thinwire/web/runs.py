@@ -90,7 +90,7 @@ class RunView:
         self.sections: dict[str, bytes] = {}  # parts of the page, each sent whole when it changes
         self.status: StatusReport | None = None
         self._events: list[_Event] = []
-        self._metrics, self._tail = Tail(folder / FILE_NAME), Tail(folder / EVENTS_FILE)
+        self._metrics, self._story = Tail(folder / FILE_NAME), Tail(folder / EVENTS_FILE)
         self._marks: dict[str, tuple[int, int]] = {}
         self._settings: Settings | None = None
         self._lock, self._looked = threading.Lock(), -math.inf
@@ -105,8 +105,17 @@ class RunView:
         with self._lock:
             if not self.is_stale:
                 return
-            self._read_metrics()
-            self._read_events()
+            is_new, lines = self._metrics.read()
+            self.curves = Curves() if is_new else self.curves
+            for line in lines:
+                self.curves.add(line)
+            self._show("points", self.curves.points())
+            is_new, lines = self._story.read()
+            self._events = [] if is_new else self._events
+            for line in lines:
+                with contextlib.suppress(msgspec.MsgspecError):
+                    self._events.append(msgspec.json.decode(line, type=_Event))
+            del self._events[:-MOST_EVENTS]
             self.status = self._ask()
             is_new = self._read_settings()
             if self._has_changed(PROGRESS_FILE) or is_new:
@@ -123,21 +132,6 @@ class RunView:
         body = msgspec.json.encode(values)  # what is no number is null there
         if body != self.sections.get(name):
             self.sections[name] = body
-
-    def _read_metrics(self) -> None:
-        is_new, lines = self._metrics.read()
-        self.curves = Curves() if is_new else self.curves
-        for line in lines:
-            self.curves.add(line)
-        self._show("points", self.curves.points())
-
-    def _read_events(self) -> None:
-        is_new, lines = self._tail.read()
-        self._events = [] if is_new else self._events
-        for line in lines:
-            with contextlib.suppress(msgspec.MsgspecError):
-                self._events.append(msgspec.json.decode(line, type=_Event))
-        del self._events[:-MOST_EVENTS]
 
     def _ask(self) -> StatusReport | None:
         if not (self.folder / CONTROL_SOCKET).exists():
