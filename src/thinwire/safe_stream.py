@@ -52,7 +52,11 @@ class SafeStream:
         elif self._is_waiting:
             self._attempt(self._pass_on, encoded)
         elif encoded:
-            self._hold(encoded)
+            with self._lock:  # until the reader takes it; the oldest gives way where it is too much
+                self._dropped += len(self._held) == _MOST_HELD
+                self._held.append(encoded)
+                self._is_idle = False
+                self._more.notify()
         return len(text)
 
     def flush(self) -> None:
@@ -61,7 +65,7 @@ class SafeStream:
             self._attempt(self._stream.flush)
 
     def finish(self, patience: float | None = _STALLED_S) -> None:
-        """Wait until everything is read, or until the reader pauses for so many seconds."""
+        """Wait until everything is read, or until the reader pauses for so long; None: any time."""
         self.flush()
         with self._lock:
             while not (self._is_idle or self._is_lost) and self._read.wait(patience):
@@ -92,14 +96,6 @@ class SafeStream:
             text = text[os.write(self._descriptor, text) :]
             with self._lock:
                 self._read.notify_all()
-
-    def _hold(self, text: bytes) -> None:
-        """Keep the text until the reader takes it; the oldest gives way where it is too much."""
-        with self._lock:
-            self._dropped += len(self._held) == _MOST_HELD
-            self._held.append(text)
-            self._is_idle = False
-            self._more.notify()
 
     def _work(self) -> None:
         while not self._is_lost:
