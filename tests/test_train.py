@@ -179,7 +179,7 @@ def test_who_asks_to_end_once_a_run_is_over_does_not_wait_for_plots(moment, repl
         run.follow()
         if moment == "before the plots":
             ask_again()
-        monkeypatch.setattr("thinwire.report.plots.plot_loss", ask_again)
+        monkeypatch.setattr("thinwire.report.plots.loss_figure", ask_again)
         assert run.finish(draws=True)["steps"] == 4
     assert "the plots were skipped" in stream.getvalue()
     assert json.loads((run.folder / "summary.json").read_text())["steps"] == 4

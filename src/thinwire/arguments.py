@@ -48,43 +48,29 @@ def add_config(sub: argparse.ArgumentParser, nargs: str | None = None) -> None:
 
 def add_set(sub: argparse.ArgumentParser) -> None:
     """Give a command the option that overrides settings."""
-    sub.add_argument(
-        "--set", action="append", default=[], metavar="section.key=value",
-        help="override one setting; may be repeated",
-    )  # fmt: skip
+    about = "override one setting; may be repeated"
+    sub.add_argument("--set", action="append", default=[], metavar="section.key=value", help=about)
 
 
 def add_plugins(sub: argparse.ArgumentParser) -> None:
     """Give a command the option that lets code of others run."""
-    sub.add_argument(
-        "--allow-plugins",
-        action="store_true",
-        help="import (that is, run) the codec plugins that a checkpoint or run folder names",
-    )
+    about = "import (that is, run) the codec plugins that a checkpoint or run folder names"
+    sub.add_argument("--allow-plugins", action="store_true", help=about)
 
 
 def add_resume(sub: argparse.ArgumentParser, newest: object) -> None:
     """Give a command the option that continues a run; without a value it has `newest`."""
-    sub.add_argument(
-        "--resume",
-        type=Path,
-        nargs="?",
-        const=newest,
-        metavar="CHECKPOINT",
-        help="continue from this checkpoint or run folder (default: this run's newest good one)",
-    )
+    about = "continue from this checkpoint or run folder (default: this run's newest good one)"
+    how: dict[str, Any] = {"type": Path, "nargs": "?", "const": newest}
+    sub.add_argument("--resume", **how, metavar="CHECKPOINT", help=about)
 
 
 def add_init_from(
     sub: argparse.ArgumentParser, more: str = "short for --set train.init_from=PLACE"
 ) -> None:
     """Give a command that starts runs the option by which one starts from earlier weights."""
-    sub.add_argument(
-        "--init-from",
-        metavar="PLACE",
-        help="start a new run from the weights of this checkpoint, run folder or imported model; "
-        + more,
-    )
+    about = "start a new run from the weights of this checkpoint, run folder or imported model; "
+    sub.add_argument("--init-from", metavar="PLACE", help=about + more)
 
 
 def overrides(options: argparse.Namespace) -> list[str]:

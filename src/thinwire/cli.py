@@ -87,9 +87,8 @@ def _run(arguments: list[str] | None) -> None:
 
 
 def _say(start: str, error: BaseException, text: str) -> None:
-    """An error as its own lines, with the notes that it gathered on its way.
-
-    It may quote a file of another's, whose control characters a terminal would obey.
+    """An error as its own lines, with the notes that it gathered on its way; it may quote a file of
+    another's, whose control characters a terminal would obey.
     """
     told = "\n".join([start + text, *getattr(error, "__notes__", [])])
     print(printable(told, LONGEST_ERROR), file=sys.stderr)
@@ -116,15 +115,12 @@ def make_parser() -> argparse.ArgumentParser:
     about = "file to write (default: run.toml)"
     sub.add_argument("path", type=Path, nargs="?", default=Path("run.toml"), help=about)
     sub.add_argument("--force", action="store_true", help="overwrite an existing file")
-    sub.add_argument(
-        "--recipe",
-        choices=RECIPES,
-        help="settings measured together: 32, 50, 100 or 200 times fewer bytes, 32 times with "
-        "weights that fold into an ordinary Llama, dense, or fine-tuning "
-        f"(default: {BEST})",
+    about = (
+        "settings measured together: 32, 50, 100 or 200 times fewer bytes, 32 times with weights "
+        f"that fold into an ordinary Llama, dense, or fine-tuning (default: {BEST})"
     )
+    sub.add_argument("--recipe", choices=RECIPES, help=about)
     add_set(sub)
-
     add_init_from(sub, "the model's shape comes from there too")
 
     sub = add("train", train_command, "train a model")
@@ -205,30 +201,23 @@ def train_command(options: argparse.Namespace) -> None:
     """Train, or continue from a checkpoint."""
     from thinwire.settings import load_settings
 
-    config, resume = _config_and_resume(options)
+    config, resume = options.config, options.resume
+    if config is None:  # `train --resume X` names one thing for both
+        if resume is None or resume is NEWEST:
+            raise ConfigError(
+                "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
+            )
+        if resume.is_dir():
+            above = resume, *resume.parents[:2]
+            config = next((p for p in above if (p / "config.toml").is_file()), resume)
+        else:  # argparse took the config for the value of --resume
+            config, resume = resume, NEWEST
     settings = load_settings(config, overrides(options), options.allow_plugins)
     if resume is NEWEST:
         resume = config if config.is_dir() else settings.run.folder
     plugins, peers = options.allow_plugins, options.peers
     settings = settings.saved_at_validations() if options.sample else settings
     _trained(settings, resume, plugins, peers, web=options.web, sample=options.sample)
-
-
-def _config_and_resume(options: argparse.Namespace) -> tuple[Path, Any]:
-    """Which run, and from where: `train --resume X` names one thing for both."""
-    config, resume = options.config, options.resume
-    if config is not None:
-        return config, resume
-    if resume is None or resume is NEWEST:
-        raise ConfigError(
-            "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
-        )
-    if resume.is_dir():
-        run = next(
-            (p for p in (resume, *resume.parents[:2]) if (p / "config.toml").is_file()), None
-        )
-        return run or resume, resume
-    return resume, NEWEST  # argparse took the config for the value of --resume
 
 
 def plan_command(options: argparse.Namespace) -> None:
@@ -245,9 +234,8 @@ def plan_command(options: argparse.Namespace) -> None:
         print(json.dumps(plan_to_plain(plan), indent=1) if options.json else plan_text(plan))
         return
     if options.tflops is not None:
-        raise ConfigError(
-            "--tflops and --peers contradict each other: the file has each peer's rate"
-        )
+        told = "--tflops and --peers contradict each other: the file has each peer's rate"
+        raise ConfigError(told)
     from thinwire.run.machine import load_peers
     from thinwire.run.placement import choose_split, split_text, split_to_plain
 
@@ -282,9 +270,7 @@ def completion_command(options: argparse.Namespace) -> None:
 
 
 def _trained(settings: "Settings", *how: Any, **shown: Any) -> dict[str, Any]:
-    """Train, with a display around it that is `shown` so; what ends a run early carries the command
-    to continue it.
-    """
+    """Train with a display and a page around it that are `shown` so."""
     from thinwire.train import train
 
     name, way_on = settings.run.name, lambda: _way_on(settings)

@@ -113,9 +113,8 @@ def add_host_commands(add: AddCommand) -> None:
 
 def add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
     """Put the option on a command that accepts connections from outside."""
-    sub.add_argument(
-        "--listen", default=default, metavar="HOST:PORT", help=f"{help} (default: {default})"
-    )
+    about = f"{help} (default: {default})"
+    sub.add_argument("--listen", default=default, metavar="HOST:PORT", help=about)
 
 
 def add_web(sub: argparse.ArgumentParser, samples: bool = False) -> None:
@@ -140,25 +139,12 @@ def host_command(options: argparse.Namespace) -> None:
     from thinwire.settings import load_settings
 
     settings = load_settings(options.config, overrides(options), options.allow_plugins)
-    chosen = HostOptions(
-        options.listen,
-        tuple(options.address),
-        parse_relay(options.relay) if options.relay else None,
-        options.invite_hours * 3600,
-        options.machines,
-        options.stages_here,
-        options.resume,
-        options.mbps,
-        options.peers,
-    )
-    run_to_end(
-        lambda display: host(settings, chosen, display),
-        settings.run.name,
-        lambda: WAY_ON,
-        web=options.web,
-        role="host",
-        sample=options.sample,
-    )
+    relay = parse_relay(options.relay) if options.relay else None
+    place = options.listen, tuple(options.address), relay, options.invite_hours * 3600
+    stages = options.machines, options.stages_here, options.resume, options.mbps, options.peers
+    chosen, name = HostOptions(*place, *stages), settings.run.name
+    shown = {"web": options.web, "role": "host", "sample": options.sample}
+    run_to_end(lambda display: host(settings, chosen, display), name, lambda: WAY_ON, **shown)
 
 
 def run_to_end(
@@ -170,9 +156,8 @@ def run_to_end(
     role: str = "train",
     sample: str = "",
 ) -> dict[str, Any]:
-    """Run with a display around it; what ends it early carries the words by which it goes on.
-
-    `web`: where its page is served. `sample`: what the model continues at each checkpoint.
+    """Run with a display and a page around it; what ends it early carries the words by which it
+    goes on.
     """
     from thinwire.report import open_display, print_summary
     from thinwire.web.follow import Followed
@@ -266,22 +251,20 @@ def kick_command(options: argparse.Namespace) -> None:
     peer, folder = options.peer, options.folder
     if folder is not None and not folder.exists() and Path(peer).exists():
         raise ConfigError(f"the peer comes first: thinwire kick {folder} {peer}")
-    _ask_host(folder, {"ask": "kick", "peer": peer, "by_invite": options.by_invite})
+    _ask(folder, {"ask": "kick", "peer": peer, "by_invite": options.by_invite})
 
 
 def invite_command(options: argparse.Namespace) -> None:
     """Have the host make another invite, to the same addresses and for as many hours."""
-    _ask_host(options.folder, {"ask": "invite", "machines": options.machines})
-
-
-def _ask_host(folder: Path | None, request: dict[str, Any]) -> None:
-    from thinwire.run.alive import ask, host_folder
-
-    print(ask(host_folder(folder), request)["text"])
+    _ask(options.folder, {"ask": "invite", "machines": options.machines})
 
 
 def leave_command(options: argparse.Namespace) -> None:
     """Have the peer of this machine leave."""
-    from thinwire.run.alive import ask, member_folder
+    _ask(options.folder, {"ask": "leave"}, of_host=False)
 
-    print(ask(member_folder(options.folder), {"ask": "leave"})["text"])
+
+def _ask(folder: Path | None, request: dict[str, Any], of_host: bool = True) -> None:
+    from thinwire.run.alive import ask, host_folder, member_folder
+
+    print(ask(host_folder(folder) if of_host else member_folder(folder), request)["text"])

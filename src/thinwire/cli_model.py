@@ -14,7 +14,7 @@ from thinwire.arguments import AddCommand, add_device, add_plugins, add_value, n
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
-    from thinwire.inference import Model, Sampling
+    from thinwire.inference import Model
 
 
 def add_model_commands(add: AddCommand) -> None:
@@ -143,15 +143,8 @@ def _eval_tasks(options: argparse.Namespace) -> None:
     from thinwire.hf.harness import run_tasks, scores_text
     from thinwire.report import PlainDisplay
 
-    results = run_tasks(
-        options.checkpoint,
-        tasks,
-        PlainDisplay(sys.stderr),
-        options.device,
-        options.limit,
-        options.tasks_folder,
-        options.allow_plugins,
-    )
+    how = options.device, options.limit, options.tasks_folder, options.allow_plugins
+    results = run_tasks(options.checkpoint, tasks, PlainDisplay(sys.stderr), *how)
     print(json.dumps(results, indent=1) if options.json else scores_text(results))
 
 
@@ -165,73 +158,57 @@ def generate_command(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} is about the conversation of --chat: add that, too")
     model = _writing_model(options)
     if options.chat:
-        _converse(model, options, sampling)
+        # Answer each line of the input until it ends, or the one prompt.
+        messages = [{"role": "system", "content": options.system}] if options.system else []
+        for line in [options.prompt] if options.prompt is not None else _typed_lines():
+            messages.append({"role": "user", "content": line})
+            said = _shown(model.answer(messages, options.tokens, sampling))
+            messages.append({"role": "assistant", "content": said})
         return
     prompt = "def " if options.prompt is None else options.prompt
     ids = model.encode(prompt)
     if len(ids) > (most := model.settings.model.context):
-        _show_notes([f"the prompt has {len(ids)} tokens, the model sees the last {most}"])
+        note = f"note: the prompt has {len(ids)} tokens, the model sees the last {most}"
+        print(note, file=sys.stderr)
     _shown(itertools.chain([prompt], model.write(ids, options.tokens, sampling)))
-
-
-def _converse(model: "Model", options: argparse.Namespace, sampling: "Sampling") -> None:
-    """Answer each line of the input until it ends, or the one prompt."""
-    messages = [{"role": "system", "content": options.system}] if options.system else []
-    lines = [options.prompt] if options.prompt is not None else _typed_lines()
-    for line in lines:
-        messages.append({"role": "user", "content": line})
-        said = _shown(model.answer(messages, options.tokens, sampling))
-        messages.append({"role": "assistant", "content": said})
 
 
 def _typed_lines() -> Iterator[str]:
     """What is typed, line by line; a sign asks for it where a person sits."""
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
+    sign = "> " if sys.stdin.isatty() else ""
+    print(sign, end="", flush=True)
+    while line := sys.stdin.readline():
         if line.strip():
             yield line.strip()
+        print(sign, end="", flush=True)
 
 
 def _shown(pieces: Iterable[str]) -> str:
     """Print a text as it comes; returns it."""
-    said = []
+    said = ""
     for piece in pieces:
         print(piece, end="", flush=True)
-        said.append(piece)
+        said += piece
     print()
-    return "".join(said)
+    return said
 
 
 def serve_command(options: argparse.Namespace) -> None:
     """Serve until Ctrl-C."""
-    from thinwire.inference.serve import run_server
+    from thinwire.inference.serve import Endpoint, run_server
 
-    run_server(
-        _writing_model(options),
-        options.listen,
-        options.port,
-        sys.stdout,
-        options.max_tokens,
-        options.parallel,
-        options.queue,
-    )
+    limits = options.max_tokens, options.parallel, options.queue
+    endpoint = Endpoint(_writing_model(options), *limits)
+    run_server(endpoint, options.listen, options.port, sys.stdout)
 
 
 def _writing_model(options: argparse.Namespace) -> "Model":
     """The model of a command that writes text, with what is to be known of it said."""
     model = _open_model(options)
     model.template = options.template
-    _show_notes(model.notes())
-    return model
-
-
-def _show_notes(notes: list[str]) -> None:
-    for note in notes:
+    for note in model.notes():
         print(f"note: {note}", file=sys.stderr)
+    return model
 
 
 def _open_model(options: argparse.Namespace) -> "Model":
@@ -247,10 +224,9 @@ def import_command(options: argparse.Namespace) -> None:
     from thinwire.paths import expanded
     from thinwire.report import open_display
 
-    target = expanded(options.to, "--to")
+    target, how = expanded(options.to, "--to"), (options.stages, options.context, options.force)
     with open_display(sys.stderr) as display:
         told = functools.partial(display.progress, "import", unit="B")
-        how = options.stages, options.context, options.force
         lines = import_model(options.model, target, *how, told)
     print(*lines, sep="\n")
     folder, settings = shlex.quote(str(target)), shlex.quote(str(target / "run.toml"))

@@ -49,7 +49,8 @@ _FISH = "set -g _thinwire_settings {names} {values}"
 
 def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:
     """The script to source (bash, zsh) or to put among fish's completions."""
-    words = {"names": " ".join(setting_names()), "values": " ".join(setting_values())}
+    names, values = map(" ".join, _setting_words())
+    words = {"names": names, "values": values}
     added = {"zsh": _ZSH.format(**words), "fish": _FISH.format(**words)}
     settings = {"zsh": _SETTINGS, "fish": f"${_SETTINGS}", "preamble": added}
     for option in _options(parser):
@@ -64,21 +65,18 @@ def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:
     return script.replace("$zsh_eval_context[-1] == eval", "$zsh_eval_context[-1] == (eval|file)")
 
 
-def setting_names() -> tuple[str, ...]:
-    """What `--set` takes: every `section.key=`."""
-    sections = Settings().to_plain()
-    return tuple(f"{section}.{key}=" for section, keys in sections.items() for key in keys)
-
-
-def setting_values() -> Iterator[str]:
-    """`section.key=value` for each value of a setting that has few, or is known by name."""
+def _setting_words() -> tuple[list[str], list[str]]:
+    """What `--set` takes: every `section.key=`, and that with each value where a few are known."""
+    names, values = [], []
     for section, cls in typing.get_type_hints(Settings).items():
         kinds = typing.get_type_hints(cls)
         for entry in dataclasses.fields(cls):
             known = ("true", "false") if kinds[entry.name] is bool else entry.metadata["choices"]
             if section == "codec" and kinds[entry.name] is str:
                 known = PLAIN
-            yield from (f"{section}.{entry.name}={value}" for value in known)
+            names.append(f"{section}.{entry.name}=")
+            values += [names[-1] + value for value in known]
+    return names, values
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -4,14 +4,17 @@ On two CPU cores a link of 80 Mbps would hide behind the compute, and nothing co
 upload of a small home connection is as narrow for this model as 80 Mbps are for a large one.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from thinwire.folders import next_free_name
 from thinwire.inference import Model
-from thinwire.report import read_timeline
+from thinwire.report import Timeline
 from thinwire.report.human import elapsed, human_bytes
 from thinwire.settings import Settings, make_recipe
 
@@ -34,10 +37,7 @@ This takes about two minutes.
 
 
 def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None:
-    """Train both arms with `train` and show what the thin cut changes.
-
-    `overrides` are those of `--set`; what they set holds for both arms.
-    """
+    """Train both arms, with the overrides of `--set`, and show what the thin cut changes."""
     arms = {arm: _settings(arm, overrides) for arm in RECIPES}
     link = arms["thin"].link
     print(WELCOME.format(up=link.mbps_up, latency=link.latency_ms))
@@ -46,7 +46,11 @@ def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None
         print(f"{number} of {len(arms)}: {arm}")
         summaries[arm] = train(settings)
         print()
-    _show_sample(summaries["thin"])
+    if checkpoint := summaries["thin"]["paths"]["checkpoint"]:
+        model = Model(Path(checkpoint), "cpu")
+        text = model.generate(PROMPT, 60, temperature=0.5, top_k=20, seed=0)
+        print("What the thin model writes after this short training:")
+        print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
     for line in conclusion(summaries):
         print(line)
     picture = _draw(summaries)
@@ -85,24 +89,14 @@ def _settings(arm: str, overrides: list[str]) -> Settings:
     return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
 
 
-def _show_sample(summary: Summary) -> None:
-    if not summary["paths"]["checkpoint"]:
-        return
-    model = Model(Path(summary["paths"]["checkpoint"]), "cpu")
-    text = model.generate(PROMPT, 60, temperature=0.5, top_k=20, seed=0)
-    print("What the thin model writes after this short training:")
-    print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
-
-
 def _draw(summaries: Mapping[str, Summary]) -> Path | None:
     """The picture of one step of each; None without matplotlib, as the runs have said."""
-    try:
-        from thinwire.report.plots import plot_steps  # slow to import
-    except ImportError:
-        return None
+    with contextlib.suppress(ImportError, OSError):
+        from thinwire.report.plots import steps_figure  # slow to import
 
-    folders = [Path(summary["paths"]["folder"]) for summary in summaries.values()]
-    path = folders[0] / "plots" / "compare.png"
-    timelines = [read_timeline(folder / "plots" / "step.json") for folder in folders]
-    plot_steps(timelines, path, "One step of each run")
-    return path
+        plots = [Path(summary["paths"]["plots"]) for summary in summaries.values()]
+        files, path = [folder / "step.json" for folder in plots], plots[0] / "compare.png"
+        timelines = [msgspec.json.decode(one.read_bytes(), type=Timeline) for one in files]
+        steps_figure(timelines, "One step of each run").savefig(path)
+        return path
+    return None

@@ -1,8 +1,7 @@
 """Errors a user can act on. Every room may import this file.
 
-Each message says what failed, why, and what to do. The command line turns one of
-these into a few plain lines and the exit code of its class; anything else is a
-defect of ours and keeps its traceback.
+Each message says what failed, why, and what to do. The command line turns one into plain lines and
+the exit code of its class; anything else is a defect of ours and keeps its traceback.
 """
 
 import unicodedata
@@ -11,10 +10,8 @@ _LONGEST_QUOTE = 4000
 
 
 def printable(text: str, longest: int = _LONGEST_QUOTE) -> str:
-    """Text of another process, fit for a screen or a log: no control characters, not endless.
-
-    A terminal obeys escape sequences whoever sends them: they could hide lines, retitle the window
-    or write over what stood there. Line breaks and tabs stay.
+    """Text of another process, fit for a screen or a log: not endless, and without control
+    characters, which a terminal obeys whoever sends them. Line breaks and tabs stay.
     """
     if len(text) > longest:
         text = f"{text[:longest]} ... ({len(text) - longest} more characters)"
@@ -107,9 +104,8 @@ class MissingPackageError(ThinwireError):
 
 
 def outward(error: BaseException) -> str:
-    """What another machine is told of an error on this one: nothing of what its files hold.
-
-    Whoever sends settings could otherwise learn from errors what is in files, or which there are.
+    """What another machine is told of an error on this one: nothing of what its files hold, or
+    which there are.
     """
     if isinstance(error, DataError | CheckpointError):
         return "files on that machine cannot be used for this run; it says why there"

@@ -1,17 +1,15 @@
-"""Files and folders that are complete or absent, whatever ends the process.
-
-What takes time to write bears another name until it is whole: its content is forced to the disk
-first, then one rename gives it its own. That holds after a loss of power too, since names reach
-the disk in the order in which they are given.
+"""Files and folders that are complete or absent, whatever ends the process, also a loss of power:
+content is forced to the disk under another name first, then one rename gives it its own.
 """
 
 import fcntl
 import glob
+import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from thinwire.errors import ConfigError
@@ -36,9 +34,8 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes, private: bool = False) -> None:
-    """Write a file in one rename: a reader finds what was there before or all of the content.
-
-    `private` is for secrets: at no moment can another user read it, nor what is beside it.
+    """Write a file in one rename: a reader finds what was there before or all of the content. At no
+    moment can another user read a `private` one, nor what is beside it.
     """
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -91,9 +88,8 @@ def put_in_place(partial: Path, folder: Path) -> None:
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Give a finished folder its name, also where an older one has it.
-
-    The older one is set aside for one rename, and comes back if that fails.
+    """Give a finished folder its name, also where an older one has it, which comes back if that
+    fails.
     """
     if not folder.exists():
         put_in_place(partial, folder)
@@ -110,46 +106,33 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 def next_free_name(parent: Path, name: str) -> str:
     """`name`, or the first of name-2, name-3, ... that nothing in the folder bears yet."""
-    candidate, number = name, 1
-    while (parent / candidate).exists():
-        number += 1
-        candidate = f"{name}-{number}"
-    return candidate
+    names = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
+    return next(one for one in names if not (parent / one).exists())
 
 
 @contextmanager
 def partial_folder(parent: Path, name: str, only: str = "") -> Iterator[Path]:
     """A folder beside the one to be made; what is not put in its place is gone afterwards.
 
-    What other processes left there when they were killed is removed as well: all of it in a folder
-    of our own, and what was made for the name `only` in one of the user's.
+    What killed processes left there is removed as well, for the system let go of their locks: all
+    of it in a folder of our own, and what was made for the name `only` in one of the user's.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    _sweep(parent, only)
-    with ExitStack() as held:
-        partial = _new_folder(parent, name, held)
-        try:
-            yield partial
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _new_folder(parent: Path, name: str, held: ExitStack) -> Path:
-    """A folder that is locked for as long as it is held: nobody sweeps it away."""
+    for left in parent.glob(f"{glob.escape(only) or '*'}{_PARTIAL}*"):
+        with _locked(left, wait=False) as is_ours:
+            if is_ours:
+                shutil.rmtree(left, ignore_errors=True)
     while True:
         partial = Path(tempfile.mkdtemp(prefix=f"{name}{_PARTIAL}", dir=parent))
         partial.chmod(0o755)  # as an ordinary folder: other users may read it
-        held.enter_context(_locked(partial, wait=True))
-        if partial.is_dir():  # nobody took it for left behind before it was locked
-            return partial
-
-
-def _sweep(parent: Path, only: str) -> None:
-    """Remove unfinished folders whose process has ended; the system let go of their locks."""
-    for partial in parent.glob(f"{glob.escape(only) or '*'}{_PARTIAL}*"):
-        with _locked(partial, wait=False) as is_ours:
-            if is_ours:
+        with _locked(partial, wait=True):
+            if not partial.is_dir():  # it was taken for left behind before it was locked
+                continue
+            try:
+                yield partial
+            finally:
                 shutil.rmtree(partial, ignore_errors=True)
+            return
 
 
 @contextmanager
@@ -167,9 +150,8 @@ def _locked(folder: Path, wait: bool) -> Iterator[bool]:
 
 @contextmanager
 def claimed(folder: Path, advice: str, private: bool = False) -> Iterator[None]:
-    """Hold a folder for this process alone; ConfigError, with the advice, if another holds it.
-
-    `private`: it is this user's alone.
+    """Hold a folder, a `private` one as this user's alone, for this process; ConfigError, with the
+    advice, if another holds it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
-"""Imports that wait until they are needed: our own names, and optional packages.
-
-Settings are read by commands that compute nothing, such as `thinwire init`; they must not wait for
-torch because a config dataclass lives beside the code that it configures.
+"""Imports that wait until they are needed: optional packages, and names of ours beside which torch
+is imported, for which commands that compute nothing must not wait.
 """
 
 import importlib
@@ -28,8 +26,7 @@ def on_first_use(package: str, *modules: str) -> Callable[[str], Any]:
 
 def needs(module: str, extra: str, what: str) -> Any:
     """Import an optional package where it is used; if it is missing, the error names the extra.
-
-    `what` begins the message: the command, the key or the file that needs the package.
+    `what` begins the message: who needs the package.
     """
     try:
         return importlib.import_module(module)

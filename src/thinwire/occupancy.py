@@ -1,16 +1,13 @@
-"""How long a message occupies a link, and when it is through.
-
-The emulator holds real messages back by this rule and the simulator plays schedules with it, so
-that what `thinwire plan` says and what an emulated run does follow from one model.
+"""How long a message occupies a link, and when it is through: the one rule by which the emulator
+holds real messages back, and by which the simulator plays schedules.
 """
 
 import math
 
 
 class Occupancy:
-    """One direction of a host's network card: it carries one message after the other at its rate.
-
-    The rate is in megabits (10^6) per second; 0 means unlimited, and then nothing ever waits.
+    """One direction of a host's network card: it carries one message after the other, at so many
+    megabits (10^6) per second; with 0 nothing ever waits.
     """
 
     def __init__(self, mbps: float) -> None:

@@ -1,9 +1,8 @@
 """A stream that cannot end a run, nor hold it up.
 
-`thinwire train run.toml | head` closes the pipe after ten lines, and a terminal may be closed
-under a run of days: then the stream falls silent. A reader may also stop reading and stay, as
-Ctrl-S, `| less` and a stalled connection do: then what is written waits on a thread of its own,
-and the oldest of it is dropped in the end. What is shown is a convenience; what is trained is not.
+Where its reader has left, as `| head` does, it falls silent. Where a reader stays and stops
+reading, as with Ctrl-S, `| less` or a stalled connection, what is written waits on a thread of its
+own, and the oldest of it is dropped in the end.
 """
 
 import collections
@@ -22,15 +21,15 @@ class SafeStream:
     """A text stream around another, whose writes never fail; all else is the other's own.
 
     They may wait for the reader, until `never_wait` is called: then a file, a pipe or a terminal is
-    written on a daemon thread, oldest text first, so that a program can end while its reader has
-    stopped.
+    written on a daemon thread, so that a program can end while its reader has stopped.
     """
 
     def __init__(self, stream: TextIO, after: "SafeStream | None" = None) -> None:
         """`after`: a stream whose text goes first, for a reader who sees both."""
-        self._stream = stream
-        self._after = after
-        self._descriptor = _descriptor(stream)
+        self._stream, self._after = stream, after
+        self._descriptor: int | None = None  # as of what is kept in memory
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            self._descriptor = stream.fileno()
         self._is_waiting, self._is_lost, self._is_idle = True, False, True
         self._held: collections.deque[bytes] = collections.deque(maxlen=_MOST_HELD)
         self._dropped = 0  # texts, since the last one that was written
@@ -53,7 +52,11 @@ class SafeStream:
         elif self._is_waiting:
             self._attempt(self._pass_on, encoded)
         elif encoded:
-            self._hold(encoded)
+            with self._lock:  # until the reader takes it; the oldest gives way where it is too much
+                self._dropped += len(self._held) == _MOST_HELD
+                self._held.append(encoded)
+                self._is_idle = False
+                self._more.notify()
         return len(text)
 
     def flush(self) -> None:
@@ -62,10 +65,7 @@ class SafeStream:
             self._attempt(self._stream.flush)
 
     def finish(self, patience: float | None = _STALLED_S) -> None:
-        """Wait until everything is read, or for as long as the reader reads.
-
-        `patience` is how many seconds it may pause; None waits for it without a limit.
-        """
+        """Wait until everything is read, or until the reader pauses for so long; None: any time."""
         self.flush()
         with self._lock:
             while not (self._is_idle or self._is_lost) and self._read.wait(patience):
@@ -82,7 +82,10 @@ class SafeStream:
         except (OSError, ValueError):
             # a broken pipe, a full disk, a hung-up terminal; a closed file
             self._is_lost = True
-            _silence(self._descriptor)
+            if self._descriptor is not None:
+                # What is still buffered goes nowhere: at the program's end it would fail once more.
+                with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), self._descriptor)
 
     def _pass_on(self, text: bytes) -> None:
         """Write to the descriptor itself: a thread that waits in a stream keeps its lock, and what
@@ -93,14 +96,6 @@ class SafeStream:
             text = text[os.write(self._descriptor, text) :]
             with self._lock:
                 self._read.notify_all()
-
-    def _hold(self, text: bytes) -> None:
-        """Keep the text until the reader takes it; the oldest gives way where it is too much."""
-        with self._lock:
-            self._dropped += len(self._held) == _MOST_HELD
-            self._held.append(text)
-            self._is_idle = False
-            self._more.notify()
 
     def _work(self) -> None:
         while not self._is_lost:
@@ -131,18 +126,3 @@ def wait_for_no_reader() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, SafeStream):
             stream.never_wait()
-
-
-def _descriptor(stream: TextIO) -> int | None:
-    """The file descriptor of a stream that has one; what is kept in memory has none."""
-    try:
-        return stream.fileno()
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def _silence(descriptor: int | None) -> None:
-    """Let what is still buffered go nowhere: at the program's end it would fail once more."""
-    if descriptor is not None:
-        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), descriptor)

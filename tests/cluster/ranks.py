@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from thinwire.cluster.engine import Trainer, World
 from thinwire.cluster.grid import Seat, lay_out
-from thinwire.cluster.trainer import Trainer
-from thinwire.cluster.world import World
 from thinwire.data import Corpus
 from thinwire.settings import Settings
 

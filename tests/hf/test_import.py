@@ -20,7 +20,7 @@ from thinwire.errors import ThinwireError
 from thinwire.hf.folder import FolderWeights
 from thinwire.hf.importer import opened
 from thinwire.inference import Model
-from thinwire.inference.text import Sampling
+from thinwire.inference.model import Sampling
 from thinwire.settings import load_settings
 
 PROMPT = "def main"

@@ -150,7 +150,7 @@ def test_text_streams_in_whole_characters(chatting, monkeypatch):
     said = tokenizer.encode("né €\U0001f600!")
     assert any("\ufffd" in tokenizer.decode([id]) for id in said), "characters are split"
     left = iter([*said, tokenizer.encode("€")[0]])  # and one that is never completed
-    monkeypatch.setattr("thinwire.inference.text.Choice.__call__", lambda self, logits: next(left))
+    monkeypatch.setattr("thinwire.inference.model.Choice.__call__", lambda self, logits: next(left))
     pieces = list(model.write(model.encode("ab"), len(said) + 1, Sampling(0.0)))
     assert pieces[-1] == "\ufffd"
     assert "".join(pieces[:-1]) == "né €\U0001f600!"

@@ -292,7 +292,7 @@ def test_a_model_that_fails_ends_the_server(chatting, stream):
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask)
         with pytest.raises(CheckpointError, match="NaN"):
-            run_server(model, "127.0.0.1", 0, printed)
+            run_server(Endpoint(model), "127.0.0.1", 0, printed)
         said = answer.result(60)
     assert said.status_code == (200 if stream else 500)
     assert "has failed" in said.text and "NaN" not in said.text

@@ -1,12 +1,14 @@
 """How tokens are chosen, and where a text ends, without a model: against plain references."""
 
 import math
+from itertools import islice
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.inference.text import Choice, Sampling, Writing, extensions, shares
+from thinwire.inference.model import Choice, Model, Sampling, Writing, shares
 
 
 def plain_nucleus(probabilities, top_p):
@@ -94,14 +96,14 @@ def test_an_end_token_ends_the_text_and_is_not_shown(written, tokenizer):
     assert "".join(pieces) == "hi" and writing.ended_by == "stop" and writing.count == 3
 
 
-def test_a_window_begins_anew_when_it_is_full():
-    ids = [0, 1, 2]
-    cached, plain = extensions(ids, 4, True), extensions(ids, 4, False)
-    seen = []
-    for new in range(3, 8):
-        seen.append((next(cached), next(plain)))
-        ids.append(new)
-    parts = [([0, 1, 2], True), ([3], False), ([3, 4], True), ([5], False), ([6], False)]
-    assert [first for first, _ in seen] == parts
-    windows = [[0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5], [3, 4, 5, 6]]
-    assert [whole for _, whole in seen] == [(window, True) for window in windows], "no past"
+@pytest.mark.parametrize(("cached", "parts"), [
+    (True, [[0, 1, 2], [3], [3, 4], [5], [6]]),
+    (False, [[0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5], [3, 4, 5, 6]]),
+])  # fmt: skip
+def test_a_window_begins_anew_when_it_is_full(cached, parts):
+    reader = Mock(crosses_by_token=cached, device="cpu", stages=[Mock()])
+    reader.settings.model.context = 4
+    reader.side_effect = lambda inputs, *_: torch.eye(9)[None, None, inputs[0, -1] + 1]  # counts on
+    assert [*islice(Model.tokens_behind(reader, [0, 1, 2], Sampling(0.0)), 5)] == [3, 4, 5, 6, 7]
+    assert [call.args[0][0].tolist() for call in reader.call_args_list] == parts
+    assert reader.stages[0].new_past.call_count == (2 if cached else 0), "one for each window"

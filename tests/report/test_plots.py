@@ -2,14 +2,11 @@ import dataclasses
 import math
 import struct
 
-import pytest
-
 from records import step_record
 from thinwire import report
-from thinwire.errors import ThinwireError
 from thinwire.report import metrics
 from thinwire.report.metrics import Curves, line_of
-from thinwire.report.plots import DPI, loss_figure, plot_loss, plot_steps, steps_figure
+from thinwire.report.plots import DPI, loss_figure, steps_figure
 
 
 def png_size(path):
@@ -83,9 +80,9 @@ def test_a_very_long_curve_is_thinned(monkeypatch):
 
 
 def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path):
-    plot_loss(curves(), tmp_path / "none.png", "")
-    plot_loss(curves(report.EvaluationRecord(0, 9.0)), tmp_path / "only_valid.png", "")
-    plot_loss(curves(step_record(1, loss=math.nan)), tmp_path / "nan.png", "")
+    loss_figure(curves(), "").savefig(tmp_path / "none.png")
+    loss_figure(curves(report.EvaluationRecord(0, 9.0)), "").savefig(tmp_path / "only_valid.png")
+    loss_figure(curves(step_record(1, loss=math.nan)), "").savefig(tmp_path / "nan.png")
     assert png_size(tmp_path / "none.png") == (9 * DPI, 5 * DPI)
 
 
@@ -116,17 +113,5 @@ def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert len(set(names)) == len(names) == 6
-    plot_steps([timeline(), quick], tmp_path / "new" / "compare.png")
-    assert png_size(tmp_path / "new" / "compare.png")[0] == 13 * DPI
-
-
-def test_a_timeline_is_read_as_it_was_written(tmp_path):
-    path = tmp_path / "plots" / "step.json"
-    report.write_timeline(timeline(), path)
-    assert report.read_timeline(path) == timeline()
-    for text in ("{", "[]", '{"run": "x"}', '{"stages": [{}], "spans": []}'):
-        path.write_text(text)
-        with pytest.raises(ThinwireError, match="not the timeline of a step"):
-            report.read_timeline(path)
-    with pytest.raises(ThinwireError, match="not the timeline of a step"):
-        report.read_timeline(tmp_path / "nowhere.json")
+    steps_figure([timeline(), quick]).savefig(tmp_path / "compare.png")
+    assert png_size(tmp_path / "compare.png")[0] == 13 * DPI

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from webruns import STEPS, let_links_decide, step_record
 
 from thinwire.report import EvaluationRecord, MetricsWriter
-from thinwire.report.metrics import Story
+from thinwire.report.metrics import tell
 from thinwire.settings import make_recipe
 from thinwire.typed import to_toml
 from thinwire.web.page import make_page
@@ -136,9 +136,9 @@ def test_recipe_samples_and_what_dense_would_cost_are_shown(run_folder, serve, o
     with MetricsWriter(run_folder, resume_step=STEPS) as writer:
         for step in range(STEPS + 1, STEPS + 3):
             writer.step(step_record(step * 100_000, steps=10**7))
-    story, words = Story(run_folder), "<b>def</b> of a stage"
-    story.tell("sample", f"step 2: {words}")
-    story.tell("sample", f"step 3: {words}, later")
+    words = "<b>def</b> of a stage"
+    tell(run_folder, "sample", f"step 2: {words}")
+    tell(run_folder, "sample", f"step 3: {words}, later")
     let_links_decide(run_folder)
     page = open_page(serve(run_folder).address)
     until(page, "document.getElementById('recipe').innerText == 'recipe dense'")
@@ -177,7 +177,7 @@ def test_the_owner_copies_the_invite_and_kicks_after_a_question(run_folder, serv
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_phone_has_no_sideways_scroll(run_folder, serve, host, open_page, theme):
-    Story(run_folder).tell("note", "a-word-that-never-ends-" * 20)
+    tell(run_folder, "note", "a-word-that-never-ends-" * 20)
     host.peers[0] = host.peer("a" * 63, [0])
     page = open_page(serve(run_folder).address_with_token, width=360, theme=theme)
     page.locator("#gantt svg").wait_for()
@@ -189,7 +189,7 @@ def test_a_phone_has_no_sideways_scroll(run_folder, serve, host, open_page, them
 
 def test_what_others_wrote_is_text(run_folder, serve, host, open_page):
     script = "<img src=x onerror=alert(1)><script>window.hit = 1</script>"
-    Story(run_folder).tell("note", script)
+    tell(run_folder, "note", script)
     host.peers[1] = host.peer(script, [1])
     (run_folder / "config.toml").write_text(f"# {script}\n")
     page = open_page(serve(run_folder).address_with_token)

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -25,33 +26,26 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_config(parser)
     add_resume(parser, NEWEST)
-    parser.add_argument(
-        "--schedule",
-        choices=SCHEDULES,
-        default="",
-        help="order of forward and backward passes; the last three have several stages on each "
-        "rank (default: pipeline.schedule)",
+    about = (
+        "order of forward and backward passes; the last three have several stages on each rank "
+        "(default: pipeline.schedule)"
     )
-    parser.add_argument(
-        "--replicas",
-        type=number(int, 0),
-        default=0,
-        help="pipelines that share each batch (default: as many as there are processes for)",
-    )
+    parser.add_argument("--schedule", choices=SCHEDULES, default="", help=about)
+    about = "pipelines that share each batch (default: as many as there are processes for)"
+    parser.add_argument("--replicas", type=number(int, 0), default=0, help=about)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of a rank. Exit codes are those of `thinwire train`; torchrun's own is 1."""
     options = make_parser().parse_args(arguments)
-    is_first_here = True
     try:
         seat = Seat.read()
-        is_first_here = seat.local_rank == 0
         settings = load_settings(options.config, options.set, options.allow_plugins)
         grid = lay_out(settings, seat.world, options.schedule, options.replicas)
     except ThinwireError as error:
-        if is_first_here:  # all ranks find the same: one of each machine says it
+        # All ranks find the same: one of each machine says it.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             _say(f"error: {error}")
         sys.exit(error.exit_code)
     try:
@@ -67,16 +61,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _train(options: argparse.Namespace, settings: Settings, grid: Grid, seat: Seat) -> int:
-    from thinwire.cluster.engine import run
-    from thinwire.cluster.world import World
-    from thinwire.report import PlainDisplay, open_display, print_summary
+    from thinwire.cluster.engine import World, run
+    from thinwire.report import open_display, print_summary
 
     resume = options.resume
     if resume == NEWEST:
         resume = options.config if options.config.is_dir() else settings.run.folder
     world = World(seat, grid, settings.run.device)
-    name, silent = settings.run.name, PlainDisplay(io.StringIO())  # one rank speaks for all
-    with open_display(sys.stdout, name) if world.leads else silent as display:
+    stream = sys.stdout if world.leads else io.StringIO()  # one rank speaks for all
+    with open_display(stream, settings.run.name) as display:
         summary = run(settings, world, display, resume, options.allow_plugins)
     world.close()
     if summary is None:
@@ -87,14 +80,11 @@ def _train(options: argparse.Namespace, settings: Settings, grid: Grid, seat: Se
 
 def _known(error: BaseException) -> ThinwireError | None:
     """What a user can act on, from what PyTorch wraps around whatever ends a forward pass."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ThinwireError):
-            return cause
-        if any(words in str(cause) for words in LOST):
-            return StageError("another rank is gone; what it said, or its log, tells why")
-        cause = cause.__cause__
-    return None
+    if isinstance(error, ThinwireError):
+        return error
+    if any(words in str(error) for words in LOST):
+        return StageError("another rank is gone; what it said, or its log, tells why")
+    return _known(error.__cause__) if error.__cause__ else None
 
 
 def _say(text: str) -> None:

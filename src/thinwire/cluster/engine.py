@@ -1,28 +1,53 @@
-"""A run under torchrun, from start to end, as one of its ranks lives it.
+"""A run under torchrun, from start to end, as one of its ranks lives it: its stages, PyTorch's
+schedule over them, the end of a step with all other ranks, validations, checkpoints, the record.
 
-The first rank prepares what all read, keeps the record and completes the checkpoints: the same
-files as those of `thinwire train`, so either engine continues the other's runs.
+The first rank keeps the record and completes the checkpoints, as `thinwire train` does. Carriers
+travel over NCCL where every rank has a GPU of its own; all else as tensors of numbers and bytes
+over gloo. Nothing is pickled.
 """
 
 import contextlib
 import dataclasses
 import functools
 import json
+import math
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining.schedules import get_schedule_class
 
-from thinwire.cluster.trainer import Trainer
-from thinwire.cluster.world import World
+from thinwire.cluster.grid import SCHEDULES, SINGLE, Grid, Seat
+from thinwire.cluster.pipelining import CARRIER, Crossing, ThinStage
+from thinwire.codec import Leg
 from thinwire.data import Corpus
+from thinwire.engine.build import (
+    StageBuilder,
+    autocast_for,
+    choose_device,
+    prepare_torch,
+    weights_rounded_once,
+)
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
-from thinwire.engine.reports import Evaluation, ShardFailed, ShardWritten, Step
-from thinwire.engine.worker import scratch
+from thinwire.engine.cut import ends_of
+from thinwire.engine.feed import Feed
+from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
+from thinwire.engine.state import StageState
+from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
+from thinwire.engine.trace import FORWARD, Sightings
+from thinwire.engine.worker import PATIENCE, scratch, scratch_folder
 from thinwire.errors import ConfigError, StageError
+from thinwire.model import Score, learning_rate
 from thinwire.report import Display
 from thinwire.run.coordinator import disagreement
 from thinwire.run.events import Begin, Commit, Discard, Exploded, Record
@@ -33,17 +58,119 @@ from thinwire.run.record import RunRecord
 from thinwire.run.signals import heeding
 from thinwire.run.start import make_start, opened, prepare_data
 from thinwire.settings import Settings
+from thinwire.settings.crossing import checkpoint_steps
+from thinwire.wire import FrameKind
 
 ENDED = ".ended"
 """In a run's folder: why it ended by itself with an error, for a torchrun that restarts it."""
 
 
+class World:
+    """All ranks of a run as one of them sees them: who it is, and what they agree on."""
+
+    def __init__(self, seat: Seat, grid: Grid, wanted_device: str):
+        self.seat = seat
+        self.grid = grid
+        self.device = choose_device(wanted_device, seat.local_rank)
+        on_gpu = self.device.type == "cuda" and seat.local_world <= torch.cuda.device_count()
+        self.backend = "nccl" if on_gpu else "gloo"
+        self.carriers = self.device if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        if not dist.is_initialized():
+            # torchrun's store outlives a restart and still has the addresses of dead processes:
+            # all ranks meet by names of this attempt alone.
+            store, _, _ = next(dist.rendezvous("env://"))
+            own = dist.PrefixStore(_name_of_attempt(store, seat), store)
+            dist.init_process_group(self.backend, store=own, rank=seat.rank, world_size=seat.world)
+        mesh = init_device_mesh(
+            self.carriers.type, (grid.replicas, grid.ranks), mesh_dim_names=("replica", "rank")
+        )
+        self.replica, self.place = divmod(seat.rank, grid.ranks)
+        self.pipeline = mesh["rank"].get_group()
+        self.twins = mesh["replica"].get_group()
+        # One rank may prepare data for hours while the others wait.
+        self._all = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
+
+    def __str__(self) -> str:
+        grid = self.grid
+        copies = f", {grid.replicas} replicas" if grid.replicas > 1 else ""
+        where = f"{grid.stages} stages on {grid.ranks} ranks{copies}"
+        return f"{where}, schedule {grid.schedule} of PyTorch, {self.backend}"
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank keeps the record of the run."""
+        return self.seat.rank == 0
+
+    def close(self) -> None:
+        """Leave in good order."""
+        self.wait_for_all()
+        dist.destroy_process_group()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, entry by entry; exact where one rank alone has an entry."""
+        totals = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(totals, group=self._all)
+        return totals.tolist()
+
+    def gather(self, said: bytes) -> list[bytes]:
+        """What every rank says, in their order, on every rank."""
+        mine = [len(said) * (rank == self.seat.rank) for rank in range(self.seat.world)]
+        sizes = [int(size) for size in self.sum(mine)]
+        rooms = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(rooms, _as_tensor(said.ljust(max(sizes))), group=self._all)
+        return [room.numpy().tobytes()[:size] for room, size in zip(rooms, sizes, strict=True)]
+
+    def share(self, said: bytes, stage: int = 0) -> bytes:
+        """What the rank that holds a stage, in the first pipeline, says: on every rank."""
+        source = self.grid.holders[stage]
+        is_own = self.seat.rank == source
+        size = int(self.sum([len(said) * is_own])[0])
+        room = _as_tensor(said) if is_own else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(room, source, group=self._all)
+        return room.numpy().tobytes()
+
+    def wait_for_all(self) -> None:
+        """Until every rank has come to this point."""
+        dist.barrier(group=self._all)
+
+    def add_twins(self, tensors: Sequence[Tensor]) -> None:
+        """Add up, in place, what the replicas of this rank have in its stead."""
+        if self.grid.replicas > 1:
+            for work in [dist.all_reduce(t, group=self.twins, async_op=True) for t in tensors]:
+                work.wait()
+
+    def elsewhere(self, stage: int) -> int | None:
+        """The rank of this pipeline that holds a stage; None where this one does."""
+        holder = self.grid.holders[stage]
+        return holder if holder != self.place else None
+
+
+def _as_tensor(said: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(said, dtype=np.uint8).copy())
+
+
+def _name_of_attempt(store: dist.Store, seat: Seat) -> str:
+    """A name that the living ranks agree on, in a store that also has what dead ones wrote. (Each
+    machine's torchrun counts only the restarts that it saw itself.)
+    """
+    mine = secrets.token_hex(8)
+    if seat.rank:
+        store.set(f"asks-{seat.rank}", mine)
+        name = store.get(f"answer-{mine}").decode()
+        store.set(f"{name}-{seat.rank}", "")
+        return name
+    others = range(1, seat.world)
+    while not all(store.check([f"{mine}-{rank}"]) for rank in others):
+        for rank in others:
+            store.set(f"answer-{store.get(f'asks-{rank}').decode()}", mine)
+        time.sleep(0.02)
+    return mine
+
+
 def run(
-    settings: Settings,
-    world: World,
-    display: Display,
-    resume: Path | None = None,
-    allow_plugins: bool = False,
+    settings: Settings, world: World, display: Display, resume: Path | None, allow_plugins: bool
 ) -> dict[str, Any] | None:
     """Be one rank of a run to its end; the first rank returns the summary.
 
@@ -60,8 +187,8 @@ def run(
         checkpoint = weights = None
         if world.leads:
             if settings.pipeline.window and world.grid.schedule != "gpipe":
-                told = "note: pipeline.window is not used: PyTorch's schedule has its own"
-                display.phase("config", told)
+                said = "note: pipeline.window is not used: PyTorch's schedule has its own"
+                display.phase("config", said)
             if restarted and list_checkpoints(folder):
                 resume = folder  # else it starts again as it was told to
             if restarted and (folder / ENDED).exists():
@@ -70,115 +197,28 @@ def run(
             settings, checkpoint, weights = stack.enter_context(beginning)
             stack.enter_context(scratch(folder))
             (folder / ENDED).unlink(missing_ok=True)
-        settings = Settings.from_plain(
-            json.loads(world.share(json.dumps(settings.to_plain()).encode()))
-        )
+        plain = world.share(json.dumps(settings.to_plain()).encode())
+        settings = Settings.from_plain(json.loads(plain))
         weights = _shared_checkpoint(world, weights)
-        data = _data(settings, world, display, weights, checkpoint)
+        prepare = functools.partial(prepare_data, settings, display, weights, checkpoint)
+        data = _same_everywhere(world, prepare)
         if world.leads and checkpoint is None and weights is not None:
             checkpoint = make_start(weights, settings, folder, data, display)
         checkpoint = _shared_checkpoint(world, checkpoint)
-        _check_shared(folder, world)
+        if not (folder / ".lock").exists():  # checkpoints have a part of each stage
+            raise ConfigError(
+                f"rank {world.seat.rank} does not see the run's folder {folder}, which rank 0 has "
+                "made: put run.out on a file system that all machines share"
+            )
         origin = checkpoint.folder if checkpoint else None
         trainer = Trainer(settings, world, data, folder, origin)
-        display.phase("start", _described(world, origin))
+        source = f", from {origin}" if origin else ""
+        display.phase("start", f"{world}; links are not emulated{source}")
         record = None
         if world.leads:
             record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
         losses = watch_losses(settings, folder, checkpoint)
-        return Rank(trainer, record, started, losses).live()
-
-
-class Rank:
-    """The life of a rank once all is prepared: steps, validations, checkpoints."""
-
-    def __init__(
-        self, trainer: Trainer, record: RunRecord | None, started: float, losses: LossWatch
-    ):
-        self._trainer = trainer
-        self._world = trainer.world
-        self._record = record
-        self._losses = losses
-        self._started = started
-
-    def live(self) -> dict[str, Any] | None:
-        """Train to the end; the summary where the record is kept."""
-        ready = [
-            (held.index, Ready("", held.stage.describe(), str(self._world.device)))
-            for held in self._trainer.held
-        ]
-        stages = [message for _, message in self._gather(ready)]
-        if self._record is not None:
-            self._record.carry_out(Begin(stages, versions()))
-        with heeding(self._on_signal):
-            try:
-                self._train()
-            finally:
-                if self._record is not None:
-                    self._record.close()
-        finished = [(held.index, Finished(held.meters())) for held in self._trainer.held]
-        for stage, message in self._gather(finished):
-            self._keep(stage, message)
-        if self._record is None:
-            return None
-        try:
-            return self._record.finish(0, self._trainer.stop_requested, self._started)
-        except StageError as error:  # no torchrun that starts all ranks again shall go on
-            (self._trainer.folder / ENDED).write_text(str(error), encoding="utf-8")
-            raise
-
-    def _train(self) -> None:
-        trainer, settings = self._trainer, self._trainer.settings
-        stop = False
-        while trainer.done < settings.train.steps and not stop:
-            if trainer.done == trainer.first_step or settings.is_evaluation_step(trainer.done):
-                self._keep(-1, trainer.evaluate())
-            verdict, _, reports = trainer.train_step()
-            for stage, message in self._gather(reports):
-                self._keep(stage, message)
-            stop = verdict.stop
-            if verdict.checkpoint:
-                self._save()
-        if not stop:
-            self._keep(-1, trainer.evaluate())
-        trainer.stop_requested = stop
-
-    def _save(self) -> None:
-        parts = [message for _, message in self._gather(self._trainer.save())]
-        if self._record is None:
-            return
-        step = self._trainer.done
-        failed = [part.error for part in parts if isinstance(part, ShardFailed)]
-        written = [part for part in parts if isinstance(part, ShardWritten)]
-        if failed:
-            self._record.carry_out(Discard(step, failed[0]))
-        elif difference := disagreement(step, [part.agreements for part in written]):
-            self._record.carry_out(Discard(step))
-            raise StageError(difference)
-        else:
-            self._record.carry_out(Commit(step, written))
-
-    def _keep(self, stage: int, report: Step | Evaluation | Finished | None) -> None:
-        if self._record is None or report is None:
-            return
-        self._record.carry_out(Record(stage, report))
-        for change in [] if isinstance(report, Finished) else self._losses.hear(report):
-            self._record.carry_out(change)
-            if isinstance(change, Exploded) and self._losses.stops:
-                self._trainer.stop_requested = True
-
-    def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        """What all stages say, each with its number and in their order."""
-        is_twin = self._world.replica > 0  # its stages are told of by the first replica
-        own = [] if is_twin else [pack(Envelope(message, stage)) for stage, message in said]
-        heard = self._world.gather(msgspec.msgpack.encode(own))
-        lines = [line for text in heard for line in msgspec.msgpack.decode(text, type=list[bytes])]
-        found = [unpack(line, FROM_PEER) for line in lines]
-        return sorted(((one.stage, one.message) for one in found), key=lambda pair: pair[0])
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The step under way is finished and saved; torchrun ends whoever takes too long."""
-        self._trainer.stop_requested = True
+        return Rank(trainer, record, losses).live(started)
 
 
 def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | None:
@@ -189,15 +229,8 @@ def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | 
     return Checkpoint.open(Path(place), allow_plugins=True)  # the first rank has been asked
 
 
-def _data(
-    settings: Settings,
-    world: World,
-    display: Display,
-    weights: Checkpoint | None,
-    resumed: Checkpoint | None,
-) -> Corpus:
+def _same_everywhere(world: World, prepare: Callable[[], Corpus]) -> Corpus:
     """The run's data: prepared by one rank of each machine, then opened by the others."""
-    prepare = functools.partial(prepare_data, settings, display, weights, resumed)
     data = prepare() if world.seat.local_rank == 0 else None
     world.wait_for_all()
     data = data or prepare()
@@ -210,20 +243,312 @@ def _data(
     return data
 
 
-def _check_shared(folder: Path, world: World) -> None:
-    """Checkpoints have a part of each stage: every rank must see the same folder."""
-    if not (folder / ".lock").exists():
-        raise ConfigError(
-            f"rank {world.seat.rank} does not see the run's folder {folder}, which rank 0 has "
-            "made: put run.out on a file system that all machines share"
+@dataclasses.dataclass
+class Rank:
+    """The life of a rank once all is prepared; one of them keeps the record."""
+
+    trainer: "Trainer"
+    record: RunRecord | None
+    losses: LossWatch
+
+    def live(self, started: float) -> dict[str, Any] | None:
+        """Train to the end; the summary where the record is kept."""
+        trainer, device = self.trainer, str(self.trainer.world.device)
+        ready = [(held.index, Ready("", held.stage.describe(), device)) for held in trainer.held]
+        stages = [message for _, message in self._gather(ready)]
+        if self.record is not None:
+            self.record.carry_out(Begin(stages, versions()))
+        with heeding(self._on_signal):
+            try:
+                self._train()
+            finally:
+                if self.record is not None:
+                    self.record.close()
+        finished = [(held.index, Finished(held.meters())) for held in trainer.held]
+        self._keep(self._gather(finished))
+        if self.record is None:
+            return None
+        try:
+            return self.record.finish(0, trainer.stop_requested, started)
+        except StageError as error:  # no torchrun that starts all ranks again shall go on
+            (trainer.folder / ENDED).write_text(str(error), encoding="utf-8")
+            raise
+
+    def _train(self) -> None:
+        trainer, settings = self.trainer, self.trainer.settings
+        stop = False
+        while trainer.done < settings.train.steps and not stop:
+            if trainer.done == trainer.first_step or settings.is_evaluation_step(trainer.done):
+                self._keep([(-1, trainer.evaluate())])
+            verdict, _, reports = trainer.train_step()
+            self._keep(self._gather(reports))
+            stop = verdict.stop
+            if verdict.checkpoint:
+                self._save()
+        if not stop:
+            self._keep([(-1, trainer.evaluate())])
+        trainer.stop_requested = stop
+
+    def _save(self) -> None:
+        parts = [message for _, message in self._gather(self.trainer.save())]
+        if self.record is None:
+            return
+        step = self.trainer.done
+        failed = [part.error for part in parts if isinstance(part, ShardFailed)]
+        if failed:
+            self.record.carry_out(Discard(step, failed[0]))
+        elif difference := disagreement(step, [part.agreements for part in parts]):
+            self.record.carry_out(Discard(step))
+            raise StageError(difference)
+        else:
+            self.record.carry_out(Commit(step, parts))
+
+    def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished | None]]) -> None:
+        for stage, report in said:
+            if self.record is None or report is None:
+                continue
+            self.record.carry_out(Record(stage, report))
+            for change in [] if isinstance(report, Finished) else self.losses.hear(report):
+                self.record.carry_out(change)
+                if isinstance(change, Exploded) and self.losses.stops:
+                    self.trainer.stop_requested = True
+
+    def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """What all stages say, each with its number and in their order."""
+        is_twin = self.trainer.world.replica > 0  # its stages are told of by the first replica
+        own = [] if is_twin else [pack(Envelope(message, stage)) for stage, message in said]
+        heard = self.trainer.world.gather(msgspec.msgpack.encode(own))
+        lines = [line for text in heard for line in msgspec.msgpack.decode(text, type=list[bytes])]
+        found = [unpack(line, FROM_PEER) for line in lines]
+        return sorted(((one.stage, one.message) for one in found), key=lambda pair: pair[0])
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The step under way is finished and saved; torchrun ends whoever takes too long."""
+        self.trainer.stop_requested = True
+
+
+class HeldStage(nn.Module):
+    """A stage as a rank holds it: its layers, its ends of two cuts, its update and its state.
+
+    As a module it leads from a carrier, or the model's inputs, to a carrier, or the loss.
+    """
+
+    def __init__(self, index: int, builder: StageBuilder, feed: Feed, world: World, folder: Path):
+        super().__init__()
+        settings, self.index = builder.settings, index
+        self.stage = builder.build(index)
+        self.update = StageUpdate.build(builder, self.stage, index)
+        self.sightings = Sightings()
+        scratch = scratch_folder(folder) / f"stage-{index}"
+        ends = ends_of(settings, index, builder.wire_spec, feed, scratch)
+        self.below, self.above = (
+            Crossing(end, world.carriers, self.sightings) if end else None for end in ends
         )
+        self.state = StageState(settings, self.update, ends)
+        self._autocast = autocast_for(settings.run.precision, world.device)
+        self._feed, self._microbatches = feed, settings.pipeline.microbatches
+        place = self.below, self.above, world.carriers, world.pipeline
+        self.pipelined = ThinStage(self, index, settings.pipeline.stages, *place)
+
+    def begin(self, step: int, training: bool) -> None:
+        """Before the first forward of a step, or of the validation after so many steps."""
+        self._step = step
+        self.score = Score()  # of a validation, on the last stage
+        self.train(training)
+        for crossing in (self.below, self.above):
+            if crossing is not None:
+                crossing.step, crossing.training = step, training
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        """`x` is a carrier; the first stage has no use for it."""
+        at = int(number)
+        batch = self._feed.training(self._step, at) if self.training else self._feed.validation(at)
+        received = batch.inputs if self.below is None else self.below.receive(x, at)
+        with self._autocast():
+            output = self.stage(received, batch.inputs if self.stage.needs_ids else None)
+            if self.above is None and self.training:  # a microbatch's share of the step's loss
+                return batch.loss(self.stage, output, self._microbatches)
+            if self.above is None:
+                loss = self.stage.loss(output, batch.targets)
+                self.score.add(loss, batch.targets)
+                return loss
+        return self.above.send(output, at)
+
+    def meters(self) -> Meters:
+        """What this stage has sent over each of its cuts, as a meter of frames would count it."""
+        found: Meters = {}
+        for crossing, leg in (self.below, Leg.BACKWARD), (self.above, Leg.FORWARD):
+            if crossing is not None:
+                size = crossing.floats[leg] * CARRIER.itemsize
+                sent = {
+                    kind: {"frames": count, "header_bytes": 0, "payload_bytes": count * size}
+                    for kind, count in crossing.sent.items()
+                }
+                found[f"cut-{crossing.end.cut}"] = {"sent": sent, "received": {}}  # type: ignore[typeddict-item]
+        return found
 
 
-def _described(world: World, origin: Path | None) -> str:
-    grid = world.grid
-    source = f", from {origin}" if origin else ""
-    copies = f", {grid.replicas} replicas" if grid.replicas > 1 else ""
-    return (
-        f"{grid.stages} stages on {grid.ranks} ranks{copies}, schedule {grid.schedule} of "
-        f"PyTorch, {world.backend}; links are not emulated{source}"
-    )
+class Trainer:
+    """The stages of one rank, trained together with all other ranks.
+
+    For the end of a step it is the way to both neighbours. The tally and the losses of a rank reach
+    every other one, and each makes of them the verdict of a first stage (engine/worker.py). The
+    rank of the last stage proposes how a basis moves.
+    """
+
+    def __init__(
+        self, settings: Settings, world: World, data: Corpus, folder: Path, resume: Path | None
+    ):
+        self.settings = settings
+        self.world = world
+        self.folder = folder
+        self.feed = Feed(data, settings, world.device)
+        self.stop_requested = False  # of this rank; one is enough
+        self.loss = 0.0  # of the step, once there is a verdict
+        self._losses: list[float] = []  # of the step, those of this rank's microbatches
+        self._squares: list[float] = []  # of the step, those of this rank's gradients
+        self._misses = 0  # steps in a row that were refused
+        self._saves_after, self._proposer = checkpoint_steps(settings), settings.pipeline.stages - 1
+        prepare_torch(settings, world.device)
+        builder = StageBuilder(settings, world.device)
+        self.held = [
+            HeldStage(index, builder, self.feed, world, folder)
+            for index, holder in enumerate(world.grid.holders)
+            if holder == world.place
+        ]
+        for held in self.held:
+            if resume is None:
+                builder.initialise(held.stage)
+            else:
+                held.state.restore(Checkpoint.open(resume, allow_plugins=True))
+        self.done = self.first_step = self.held[0].state.step
+        above = self if self.held[-1].above else None
+        updates = [held.update for held in self.held]
+        sightings = [held.sightings for held in self.held]
+        self._step_end = StepEnd(updates, 0, self, above, world.device, sightings)
+        name, stages = world.grid.schedule, [held.pipelined for held in self.held]
+        own: Any = stages[0] if name in SINGLE else stages
+        kind: Any = get_schedule_class(SCHEDULES[name])
+        # The last module has computed the loss.
+        options = {"loss_fn": lambda output, _: output, "scale_grads": False}
+        self._schedule = kind(own, world.grid.microbatches, **options)
+
+    def train_step(self) -> tuple[Verdict, float, list[tuple[int, Step]]]:
+        """One step: what all ranks decided, its loss, and what each stage of this rank reports."""
+        step, start = self.done, time.monotonic()
+        lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
+        for held in self.held:
+            held.update.begin(step)
+            held.begin(step, training=True)
+            held.pipelined.trace.spans.clear()
+        losses: list[Tensor] = []
+        with weights_rounded_once():
+            count = self.world.grid.microbatches
+            at = torch.arange(count) + self.world.replica * count
+            self._schedule.step(at, number=at, target=at, losses=losses, return_outputs=False)
+        for held in self.held:
+            self.world.add_twins([p.grad for p in held.stage.parameters() if p.grad is not None])
+        self._losses = [float(loss) for loss in losses]
+        self._step_end.trace.spans.clear()
+        # The verdict comes by `take_message`, and nobody scores a move of the basis.
+        verdict = self._step_end.end(step, lr, lambda *_: (False, False), lambda *_: None)
+        self.done = step + 1
+        for held in self.held:
+            if verdict.commit:
+                held.update.check(step)
+            held.state.step = self.done
+        reports = [(held.index, self._report(held, step, lr, verdict, start)) for held in self.held]
+        return verdict, self.loss, reports
+
+    def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
+        """Keep a tally until the verdict is due; hand a basis on where it was proposed."""
+        if kind is FrameKind.TALLY:
+            self._squares = unpack_tally(payload)
+        elif kind is FrameKind.BASIS and self.world.elsewhere(self._proposer) is None:
+            self.world.share(payload, self._proposer)
+
+    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
+        """The verdict of all ranks, or the basis; a tally brings nothing that it does not have."""
+        if kind is FrameKind.BASIS:
+            return self.world.share(b"", self._proposer)
+        return self._verdict(step).to_bytes() if kind is FrameKind.VERDICT else b""
+
+    def _verdict(self, step: int) -> Verdict:
+        squares = self._squares if self.world.replica == 0 else []  # replicas have the same
+        said = msgspec.msgpack.encode((squares, self._losses, self.stop_requested))
+        form = tuple[list[float], list[float], bool]
+        heard = [msgspec.msgpack.decode(text, type=form) for text in self.world.gather(said)]
+        norm = global_norm([square for squares, _, _ in heard for square in squares])
+        commit = math.isfinite(norm)
+        self._misses = 0 if commit else self._misses + 1
+        stop = self._misses >= PATIENCE or any(asked for _, _, asked in heard)
+        losses = [loss for _, losses, _ in heard for loss in losses]  # in microbatches' order
+        dtype = torch.float64 if self.settings.run.precision == "fp64" else torch.float32
+        self.loss = float(torch.tensor(losses, dtype=dtype).sum())
+        checkpoint = commit and (self._saves_after(step + 1) or stop)
+        return Verdict(norm, commit, checkpoint, stop)
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation | None:
+        """The validation as things are, on every rank; None where one of them is asked to stop."""
+        start, found, last = time.monotonic(), [0.0, 0.0, 0.0], self.held[-1]
+        for held in self.held:
+            held.begin(self.done, training=False)
+        for number in range(self.feed.validation_count):
+            # Asked seldom, since ranks wait for each other here.
+            if number % 8 == 0 and self.world.sum([self.stop_requested])[0] > 0:
+                return None
+            self._forward(torch.tensor([number]))
+        if last.above is None and self.world.replica == 0:
+            found = [last.score.loss, time.monotonic() - start, last.score.count]
+        loss, seconds, count = self.world.sum(found)
+        return Evaluation(self.done, loss, seconds, int(count))
+
+    def _forward(self, number: Tensor) -> None:
+        """A validation microbatch through the stages of this rank, in the order of all stages: not
+        by the schedule, since that of zbv cannot leave out the way back.
+        """
+        output, world = number, self.world
+        for held in self.held:
+            if held.below and (source := world.elsewhere(held.index - 1)) is not None:
+                size = held.below.floats[Leg.FORWARD]
+                output = torch.empty(size, dtype=CARRIER, device=world.carriers)
+                dist.recv(output, group=world.pipeline, group_src=source)
+            output = held(output, number)
+            if held.above and (target := world.elsewhere(held.index + 1)) is not None:
+                part = output[: held.above.floats[Leg.FORWARD]]
+                dist.send(part, group=world.pipeline, group_dst=target)
+
+    def save(self) -> list[tuple[int, ShardWritten | ShardFailed]]:
+        """Write this rank's parts of a checkpoint; replicas hold the same, so one of them does."""
+        held = self.held if self.world.replica == 0 else []
+        return [(one.index, one.state.save(self.folder, one.index)) for one in held]
+
+    def _report(
+        self, held: HeldStage, step: int, lr: float, verdict: Verdict, start: float
+    ) -> Step:
+        """Times count from the step's beginning on this rank: clocks of machines differ."""
+        seconds, trace = time.monotonic() - start, held.pipelined.trace
+        count, keeper = self.world.grid.microbatches, held.update.keeper
+        spans = trace.spans + self._step_end.trace.spans  # of all stages here together
+        forward, backward = (trace.seconds("compute", kind) for kind in "FB")
+        update = self._step_end.trace.seconds("compute", "U") / len(self.held)
+        loss = self.loss if held.above is None else None
+        if loss is not None and not math.isfinite(loss):
+            held.sightings.note(step, FORWARD)
+        return Step(
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=verdict.grad_norm,
+            committed=verdict.commit,
+            start=0.0,
+            end=seconds,
+            wait=max(0.0, seconds - forward - backward - update),
+            costs=StageCosts(forward / count, backward / count, update),
+            spans=[(lane, label, a - start, b - start) for lane, label, a, b in spans],
+            measures=keeper.measures(step) if keeper else {},
+            meters=held.meters(),
+            dropped=0,
+            not_finite=held.sightings.take_first(step),
+        )

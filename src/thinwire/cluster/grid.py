@@ -3,7 +3,6 @@ shape, one beside the other. Without torch, so that errors come at once.
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,17 +36,17 @@ class Seat:
     restarts: int
 
     @classmethod
-    def read(cls, environment: Mapping[str, str] = os.environ) -> "Seat":
+    def read(cls) -> "Seat":
         """From the environment; ConfigError when it was not torchrun that started this."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        if any(name not in environment for name in names):
+        if any(name not in os.environ for name in names):
             raise ConfigError(
                 "this is for torchrun, which starts one process for each stage: torchrun "
                 "--nproc-per-node 4 -m thinwire.cluster run.toml. For a run without it: thinwire "
                 "train run.toml"
             )
-        restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        rank, world, local_rank, local_world = (int(environment[name]) for name in names)
+        rank, world, local_rank, local_world = (int(os.environ[name]) for name in names)
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return cls(rank, world, local_rank, local_world, restarts)
 
 
@@ -68,20 +67,10 @@ class Grid:
             return [stage % self.ranks for stage in range(self.stages)]
         return [min(stage, self.stages - 1 - stage) for stage in range(self.stages)]
 
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank of a pipeline holds, in order."""
-        return [stage for stage, holder in enumerate(self.holders) if holder == rank]
-
-    def numbers(self, replica: int) -> range:
-        """The microbatches of a step that a replica has."""
-        return range(replica * self.microbatches, (replica + 1) * self.microbatches)
-
 
 def lay_out(settings: Settings, world: int, schedule: str, replicas: int) -> Grid:
-    """The grid of a run on `world` processes; ConfigError says why there is none.
-
-    Without a number of replicas there are as many as fit, where a rank holds one stage, and else
-    one.
+    """The grid of a run on `world` processes; ConfigError says why there is none. With `replicas` 0
+    there are as many as fit, or one where a rank holds several stages.
     """
     schedule = schedule or settings.pipeline.schedule
     stages, total = settings.pipeline.stages, settings.pipeline.microbatches
@@ -93,8 +82,16 @@ def lay_out(settings: Settings, world: int, schedule: str, replicas: int) -> Gri
             f"pipeline.microbatches = {total} do not divide over {replicas} replicas: every "
             "replica takes as many microbatches of a step. Change one of the two numbers"
         )
-    grid = Grid(schedule, stages, replicas, ranks, total // replicas)
-    _check_microbatches(grid)
+    # What PyTorch's schedules ask for.
+    count, least = total // replicas, ranks if schedule == "1f1b" else 1
+    is_in_rounds = schedule in ("interleaved", "zero-bubble")
+    if count < least or (is_in_rounds and count % max(1, count // ranks)):
+        fitting = ranks * max(1, count // ranks) * replicas
+        raise ConfigError(
+            f"{schedule} cannot order {count} microbatches of each replica on {ranks} ranks: set "
+            f"pipeline.microbatches to a multiple of the ranks, such as {fitting}, or use gpipe"
+        )
+    grid = Grid(schedule, stages, replicas, ranks, count)
     _check_settings(settings, grid)
     return grid
 
@@ -118,42 +115,21 @@ def _check_world(world: int, schedule: str, stages: int, ranks: int, replicas: i
         )
 
 
-def _check_microbatches(grid: Grid) -> None:
-    """What PyTorch's schedules ask for."""
-    count, least = grid.microbatches, grid.ranks if grid.schedule == "1f1b" else 1
-    is_in_rounds = grid.schedule in ("interleaved", "zero-bubble")
-    if count < least or (is_in_rounds and count % max(1, count // grid.ranks)):
-        fitting = grid.ranks * max(1, count // grid.ranks) * grid.replicas
-        raise ConfigError(
-            f"{grid.schedule} cannot order {count} microbatches of each replica on {grid.ranks} "
-            f"ranks: set pipeline.microbatches to a multiple of the ranks, such as {fitting}, or "
-            "use gpipe"
-        )
-
-
 def _check_settings(settings: Settings, grid: Grid) -> None:
     """Refuse what works with our own engine alone, or not with every schedule."""
     boundary, is_split = settings.boundary, grid.schedule in ("zero-bubble", "zbv")
+    delay, moves = settings.pipeline.delay, boundary.basis_update_every and grid.replicas > 1
+    shared = 'on a cluster yet. Use "fixed", or train with thinwire train or join'
+    late = "on a cluster. Set it to 0, or train with thinwire train or join"
     apart = f"with {grid.schedule}, which parts gradients of inputs and weights: use interleaved"
+    alone = "with replicas, which see their own gradients alone: start one replica"
     for is_on, what, why in (
-        (
-            boundary.shares_embedding,
-            'boundary.anchor = "embedding"',
-            'on a cluster yet. Use "fixed", or train with thinwire train or join',
-        ),
-        (
-            settings.pipeline.delay,
-            f"pipeline.delay = {settings.pipeline.delay}",
-            "on a cluster. Set it to 0, or train with thinwire train or join",
-        ),
+        (boundary.shares_embedding, 'boundary.anchor = "embedding"', shared),
+        (delay, f"pipeline.delay = {delay}", late),
         (settings.run.compile and is_split, "run.compile = true", apart),
         (settings.pipeline.recompute and is_split, "pipeline.recompute = true", apart),
         (boundary.own_tables and is_split, 'boundary.anchor = "per-stage"', apart),
-        (
-            boundary.basis_update_every and grid.replicas > 1,
-            "boundary.basis_update_every",
-            "with replicas, which see their own gradients alone: start one replica",
-        ),
+        (moves, "boundary.basis_update_every", alone),
     ):
         if is_on:
             raise ConfigError(f"{what} does not work {why}")

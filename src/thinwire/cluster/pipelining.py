@@ -1,20 +1,13 @@
-"""The parts of a pipeline of torch.distributed.pipelining: what crosses a cut as PyTorch can send
-it, and a stage between two cuts.
+"""The parts of a pipeline of torch.distributed.pipelining: what crosses a cut, and a stage.
 
-PyTorch sends the output of one stage's module to the next one, and the gradient of that output
-back. Both are tensors of one shape and type, and a gradient needs a type of floats. So the module
-of a stage ends by packing: its output is a *carrier*, a flat tensor of float32 whose bits are the
-bytes that the codec makes. Nobody computes with these floats. The next module begins by unpacking.
-In the backward pass the gradient of a carrier is a carrier too. It has room for the longer of both
-legs; `ThinStage` sends of it only what a leg needs.
-
-A module gets the number of its microbatch and computes what it reads of the batch by itself, token
-ids and targets: only carriers travel between ranks. The last module ends with the loss.
+PyTorch sends the output of one module to the next, and the gradient of that output back: tensors
+of floats, of one shape. So a module ends by packing: its output is a *carrier*, a flat tensor of
+float32 whose bits are the bytes of the codec, with which nobody computes. The next module unpacks
+it. The gradient of a carrier is a carrier too. There is room in it for the longer of both legs, of
+which `ThinStage` sends what a leg needs. Each rank reads its part of the batch by itself.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,12 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from thinwire.cluster.grid import check_size
-from thinwire.codec import Leg, Part
+from thinwire.codec import Leg
 from thinwire.engine.cut import CutEnd
-from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, Sightings, StepTrace
 from thinwire.errors import WireError
-from thinwire.model import Score, Stage
 
 CARRIER = torch.float32
 
@@ -36,25 +27,21 @@ CARRIER = torch.float32
 class Crossing:
     """One end of a cut between two modules of a pipeline: packs what leaves, unpacks what comes.
 
-    `step` is the number of the training step under way. `device` is where carriers are: that of
-    the stage for NCCL, the CPU for gloo. `training` is off in a validation.
+    `step` is that under way; `training` is off in a validation. `device` is where carriers are:
+    that of the stage for NCCL, the CPU for gloo. `floats`: how much of one each leg uses.
     """
 
     def __init__(
         self, end: CutEnd, device: torch.device | str, sightings: Sightings | None = None
     ) -> None:
-        for codec in end.codecs.values():
-            check_size(codec)
-        self.end = end
-        self.step = 0
-        self.training = True
+        self.end, self.step, self.training = end, 0, True
         self.sent: Counter[str] = Counter()  # tensors by kind, of this end
+        self.floats: dict[Leg, int] = {}
+        for leg, codec in end.codecs.items():
+            check_size(codec)
+            self.floats[leg] = -(-codec.payload_limit(end.spec.shape) // CARRIER.itemsize)
         self._device = torch.device(device)
         self._sightings = sightings or Sightings()
-        self._floats = {
-            leg: -(-codec.payload_limit(end.spec.shape) // CARRIER.itemsize)
-            for leg, codec in end.codecs.items()
-        }
 
     def send(self, z: Tensor, microbatch: int) -> Tensor:
         """The carrier of an activation; its gradient is what the other end sent back."""
@@ -66,13 +53,8 @@ class Crossing:
 
     def carrier(self) -> Tensor:
         """What every carrier of this cut looks like, without memory."""
-        return torch.empty(
-            max(self._floats.values()), dtype=CARRIER, device="meta", requires_grad=True
-        )
-
-    def floats(self, leg: Leg) -> int:
-        """How much of a carrier a leg uses."""
-        return self._floats[leg]
+        size = max(self.floats.values())
+        return torch.empty(size, dtype=CARRIER, device="meta", requires_grad=True)
 
     def pack(self, leg: Leg, tensor: Tensor, microbatch: int) -> Tensor:
         """What the codec makes of a tensor, in a carrier."""
@@ -86,28 +68,29 @@ class Crossing:
                 f"{spec.shape} was agreed, and every microbatch must have it"
             )
         place = self.end.place(leg, self.step, microbatch, self.training)
-        parts = codec.encode(tensor.detach().to(spec.dtype), place)
-        made = [part.numel() * part.element_size() for part in parts]
-        wanted = [part.bytes for part in codec.layout(spec.shape, place)]
+        parts = [_as_bytes(part) for part in codec.encode(tensor.detach().to(spec.dtype), place)]
+        made, wanted = list(map(len, parts)), [p.bytes for p in codec.layout(spec.shape, place)]
         if made != wanted:  # a carrier has one size, so the receiver could not tell
             raise WireError(
                 f"{codec.name} made parts of {made} bytes for shape {spec.shape}, but its layout "
                 f"says {wanted}"
             )
-        carrier = torch.zeros(max(self._floats.values()), dtype=CARRIER, device=self._device)
-        room, start = carrier.view(torch.uint8), 0
-        for part in parts:
-            bytes_ = _as_bytes(part)
-            room[start : start + len(bytes_)] = bytes_
-            start += len(bytes_)
+        carrier = torch.zeros(max(self.floats.values()), dtype=CARRIER, device=self._device)
+        carrier.view(torch.uint8)[: sum(made)] = torch.cat(parts)
         return carrier
 
     def unpack(self, leg: Leg, carrier: Tensor, microbatch: int) -> Tensor:
         """The tensor in a carrier."""
         codec, spec = self.end.codecs[leg], self.end.spec
         place = self.end.place(leg, self.step, microbatch, self.training)
-        parts = _split(carrier.detach(), codec.layout(spec.shape, place))
-        tensor = codec.decode(tuple(part.to(spec.device) for part in parts), spec, place)
+        layout = codec.layout(spec.shape, place)
+        sizes = [part.bytes for part in layout]
+        pieces = carrier.detach().view(torch.uint8)[: sum(sizes)].split(sizes)
+        parts = (  # each in memory of its own, as its type may ask for
+            piece.clone().view(part.dtype).to(spec.device)
+            for part, piece in zip(layout, pieces, strict=True)
+        )
+        tensor = codec.decode(tuple(parts), spec, place)
         if self.training:
             self._sightings.look(self.step, INPUT if leg is Leg.FORWARD else GRADIENT, tensor)
         return tensor
@@ -142,69 +125,6 @@ def _as_bytes(part: Tensor) -> Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
-def _split(carrier: Tensor, layout: Iterable[Part]) -> list[Tensor]:
-    """The parts of a payload, each in memory of its own, as its type may ask for."""
-    room, start, parts = carrier.view(torch.uint8), 0, []
-    for part in layout:
-        parts.append(room[start : start + part.bytes].clone().view(part.dtype))
-        start += part.bytes
-    return parts
-
-
-class Chunk(nn.Module):
-    """Layers of the model between two cuts: from a carrier, or the model's inputs, to a carrier,
-    or the loss.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        feed: Feed,
-        below: Crossing | None,
-        above: Crossing | None,
-        microbatches: int,
-        autocast: Callable[[], AbstractContextManager[None]],
-    ):
-        """`microbatches` are those of a whole step, over which the loss is a mean."""
-        super().__init__()
-        self.stage = stage
-        self.below, self.above = below, above
-        self.score = Score()  # of the validation under way, on the last stage
-        self._feed = feed
-        self._microbatches = microbatches
-        self._autocast = autocast
-        self._step = 0
-
-    def begin(self, step: int, training: bool) -> None:
-        """Before the first forward of a step, or of the validation after so many steps."""
-        self._step = step
-        self.train(training)
-        for crossing in (self.below, self.above):
-            if crossing is not None:
-                crossing.step, crossing.training = step, training
-        if not training:
-            self.score = Score()
-
-    def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        """`x` is a carrier; the first stage has no use for it."""
-        at = int(number)
-        batch = self._feed.training(self._step, at) if self.training else self._feed.validation(at)
-        received = batch.inputs if self.below is None else self.below.receive(x, at)
-        with self._autocast():
-            output = self.stage(received, batch.inputs if self.stage.needs_ids else None)
-            if self.above is None:
-                return self._loss(output, batch)
-        return self.above.send(output, at)
-
-    def _loss(self, output: Tensor, batch: DeviceBatch) -> Tensor:
-        """A microbatch's share of the step's loss; in a validation its loss, which is scored."""
-        if self.training:
-            return batch.loss(self.stage, output, self._microbatches)
-        loss = self.stage.loss(output, batch.targets)
-        self.score.add(loss, batch.targets)
-        return loss
-
-
 class ThinStage(PipelineStage):
     """A PipelineStage between crossings: it sends of a carrier only what a leg needs, and notes
     what it did with its time.
@@ -227,15 +147,8 @@ class ThinStage(PipelineStage):
         self._below, self._above = below, above
         first = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        super().__init__(
-            module,
-            index,
-            stages,
-            torch.device(device),
-            input_args=first if below is None else below.carrier(),
-            output_args=loss if above is None else above.carrier(),
-            group=group,
-        )
+        sizes = below.carrier() if below else first, above.carrier() if above else loss
+        super().__init__(module, index, stages, torch.device(device), *sizes, group=group)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return _shortened(super().get_fwd_recv_ops(fwd_chunk_id), self._below, Leg.FORWARD)
@@ -267,5 +180,5 @@ def _shortened(ops: list[dist.P2POp], crossing: Crossing | None, leg: Leg) -> li
     """The same operations on the part of each carrier that a leg needs."""
     for op in ops:
         assert crossing is not None, "what is sent or received crosses a cut"
-        op.tensor = op.tensor[: crossing.floats(leg)]
+        op.tensor = op.tensor[: crossing.floats[leg]]
     return ops

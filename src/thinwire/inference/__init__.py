@@ -1,4 +1,3 @@
 """A trained model at work: its loss, its text, a conversation, an endpoint."""
 
-from thinwire.inference.model import Model
-from thinwire.inference.text import Sampling
+from thinwire.inference.model import Model, Sampling

@@ -1,6 +1,6 @@
 """A trained model in one process: its loss and its text, from a checkpoint of any split.
 
-Shapes: B windows, T tokens of a window, N tokens of a text.
+Shapes: B windows, T tokens of a window, N tokens of a text, V entries of the vocabulary.
 """
 
 import dataclasses
@@ -8,9 +8,10 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from thinwire.engine.feed import Feed
 from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError, ConfigError, DataError
-from thinwire.inference.text import Choice, Sampling, Writing, extensions
 from thinwire.model import Past, Score
 from thinwire.report import Display
 from thinwire.run.ledger import bits_per_byte
@@ -35,18 +35,139 @@ from thinwire.run.start import prepare_data
 
 MOST_WINDOWS = 8  # of any text, at a time
 MOST_LOGITS = 1 << 26  # at a time; of these there are several copies, of 256 MiB each
+COLDEST = 1e-6  # a temperature below is 0: logits divided by it would overflow
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: temperature 0 takes the likeliest, top-k 0 and top-p 1 allow all."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ConfigError(
+                f"temperature {self.temperature} and top-k {self.top_k} must not be negative, and "
+                f"top-p {self.top_p} must be above 0 and at most 1"
+            )
+
+
+class Choice:
+    """Chooses tokens by their logits, the same ones for the same seed."""
+
+    def __init__(self, sampling: Sampling):
+        self._sampling = sampling
+        self._generator = torch.Generator().manual_seed(sampling.seed)
+
+    def __call__(self, logits_V: Tensor) -> int:
+        """The next token."""
+        if logits_V.isnan().any():
+            raise CheckpointError(
+                "the model's output is NaN: its training has diverged; use an earlier checkpoint"
+            )
+        if self._sampling.temperature < COLDEST:
+            return int(logits_V.argmax())
+        shares_V = shares(logits_V, self._sampling)
+        return int(torch.multinomial(shares_V, 1, generator=self._generator))
+
+
+def shares(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """The probability of each token: of the top-k likeliest, then of the fewest of these that
+    make up top-p together; equal ones at the edge of top-k stay in.
+    """
+    if sampling.top_k:
+        worst = torch.topk(logits_V, min(sampling.top_k, len(logits_V))).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < worst, -math.inf)
+    shares_V = torch.softmax(logits_V / sampling.temperature, -1)
+    if sampling.top_p == 1:
+        return shares_V
+    sorted_V, order_V = shares_V.sort(descending=True, stable=True)
+    # What comes before a token must not be enough by itself: so the likeliest always stays.
+    kept_V = sorted_V.cumsum(-1) - sorted_V < sampling.top_p
+    shares_V = torch.zeros_like(shares_V).scatter(0, order_V, sorted_V * kept_V)
+    return shares_V / shares_V.sum()
+
+
+class Writing:
+    """A text as it is written: iterate once over its pieces of whole characters.
+
+    Pieces may be empty, one for each token: whoever waits can look around.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: list[int],
+        chosen: Iterable[int],
+        ends: Collection[int | None],
+        stop: Collection[str],
+    ):
+        self.count = 0  # tokens so far, with the one that ended the text
+        self.ended_by: Literal["length", "stop"] = "length"
+        self._tokenizer, self._ids = tokenizer, list(prompt)
+        self._before, self._told = max(0, len(prompt) - 1), len(prompt)
+        self._chosen = chosen
+        self._ends = ends
+        self._stops = [string for string in stop if string]
+        self._held = ""
+
+    def __iter__(self) -> Iterator[str]:
+        for token in self._chosen:
+            self.count += 1
+            if token in self._ends:
+                self.ended_by = "stop"
+                break
+            self._ids.append(token)
+            shown, is_stopped = self._up_to_stop(self._new_text())
+            yield shown
+            if is_stopped:
+                return
+        shown, is_stopped = self._up_to_stop(self._new_text(whole_characters=False))
+        yield shown if is_stopped else shown + self._held
+
+    def _new_text(self, whole_characters: bool = True) -> str:
+        """What has been added, or nothing while its last character is spread over ids to come.
+
+        It is read together with the piece before, since some tokenizers write a token otherwise
+        where it stands first.
+        """
+        known = self._tokenizer.decode(self._ids[self._before : self._told])
+        text = self._tokenizer.decode(self._ids[self._before :])[len(known) :]
+        if whole_characters and text.endswith("\ufffd"):
+            return ""
+        self._before, self._told = self._told, len(self._ids)
+        return text
+
+    def _up_to_stop(self, piece: str) -> tuple[str, bool]:
+        """What can be shown, up to a stop, and whether that came. What may become one is held."""
+        text, self._held = self._held + piece, ""
+        found = [at for string in self._stops if (at := text.find(string)) >= 0]
+        if found:
+            self.ended_by = "stop"
+            return text[: min(found)], True
+        beginnings = (
+            length
+            for string in self._stops
+            for length in range(min(len(string) - 1, len(text)), 0, -1)
+            if text.endswith(string[:length])
+        )
+        keep = len(text) - max(beginnings, default=0)
+        self._held = text[keep:]
+        return text[:keep], False
 
 
 class Model(Joined):
     """The whole model of a checkpoint, with the tokenizer it was trained with.
 
-    A narrow boundary is part of the model. What codecs do to a tensor at a cut is done here too,
-    as in training's own validations, or left out without `compression`. Stages are dealt out to the
-    GPUs of this machine, as in training.
+    Codecs do to a tensor what they do in training's validations, or nothing without `compression`.
+    Stages are dealt out to the GPUs of this machine, as in training.
 
     It sees its context at most: of a longer prompt the last part. When the window is full its older
-    half is dropped, and the rest is computed anew. Each stage keeps what attention has computed of
-    a window (a key-value cache), where codecs let each token cross by itself.
+    half is dropped, and the rest is computed anew. A key-value cache is kept where codecs let each
+    token cross by itself.
     """
 
     template = ""
@@ -70,10 +191,7 @@ class Model(Joined):
             stage.eval()
 
     def __call__(self, inputs: Tensor, number: int = 0, pasts: list[Past] | None = None) -> Tensor:
-        """Logits of every position; `number` tells a microbatch or token from the next.
-
-        With the past of each stage, of the positions that follow those in it.
-        """
+        """Logits of every position, as `logits` has them; `number` counts batches or tokens."""
         self.go_to(self.checkpoint.step, number)
         return self.logits(inputs, self.compression, pasts)
 
@@ -126,9 +244,7 @@ class Model(Joined):
         return {**self._figures(score, sum(map(len, places)), size), "data": str(path)}
 
     def _windows(self, count: int) -> list[range]:
-        """So many tokens in windows of the context, without overlap as in training: a few windows
-        of one length in each range, the last one shorter.
-        """
+        """So many tokens in windows of the context: a few in each range, the last one shorter."""
         context = self.settings.model.context
         at_once = max(1, min(MOST_WINDOWS, MOST_LOGITS // (context * self.settings.model.vocab)))
         step, whole = at_once * context, count - count % context
@@ -165,11 +281,15 @@ class Model(Joined):
     def tokens_behind(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
         """The tokens that follow `ids`, without end; each is computed when it is asked for."""
         ids, choose, cached = list(ids), Choice(sampling), self.crosses_by_token
-        pasts: list[Past] | None = None
-        parts = extensions(ids, self.settings.model.context, cached)
-        for number, (part, with_empty_past) in enumerate(parts):
-            if cached and with_empty_past:
+        context, pasts = self.settings.model.context, None
+        first = seen = max(0, len(ids) - context)  # the window's first id; ids that pasts hold
+        for number in itertools.count():
+            if len(ids) - first > context:
+                first = seen = len(ids) - max(1, context // 2)
+                pasts = None
+            if cached and pasts is None:
                 pasts = [stage.new_past() for stage in self.stages]
+            part, seen = ids[seen if cached else first :], len(ids)
             with torch.no_grad():
                 logits_BTV = self(torch.tensor([part], device=self.device), number, pasts)
             ids.append(choose(logits_BTV[0, -1].float().cpu()))
@@ -222,9 +342,7 @@ class Model(Joined):
         ends: Collection[int] = (),
         stop: Collection[str] = (),
     ) -> Writing:
-        """At most `tokens` tokens behind `ids`, to the end of the text, one of the tokens `ends`,
-        or one of the texts `stop`.
-        """
+        """At most so many tokens, to the end of the text, a token of `ends` or a text of `stop`."""
         if tokens < 1:
             raise ConfigError("tokens must be at least 1")
         known = {*ends, self.tokenizer.end_of_text, *self._published_ends}
@@ -242,15 +360,7 @@ class Model(Joined):
         ends = ends if isinstance(ends, list) else [ends]
         return {end for end in ends if isinstance(end, int)}
 
-    def generate(
-        self,
-        prompt: str,
-        tokens: int,
-        temperature: float,
-        top_k: int,
-        seed: int,
-        top_p: float = 1.0,
-    ) -> str:
+    def generate(self, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
         """The prompt and its continuation. The same seed gives the same text on a machine."""
-        sampling = Sampling(temperature, top_k, top_p, seed)
+        sampling = Sampling(temperature, top_k, seed=seed)
         return prompt + "".join(self.write(self.encode(prompt), tokens, sampling))

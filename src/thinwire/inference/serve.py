@@ -1,9 +1,8 @@
 """The model of a checkpoint over HTTP, with the interface of OpenAI's.
 
-A few texts are written at a time, one unless told otherwise. A few more requests wait for their
-turn, and all others are told to come back. A client that goes away leaves the queue or ends its
-text, and so does one that reads far more slowly than the model writes: nobody waits for the reading
-of another. There are no keys and no encryption, so it listens on this machine alone unless told to.
+A few texts are written at a time, a few more requests wait for their turn, and all others are told
+to come back. A client that goes away, or reads far more slowly than the model writes, loses its
+place: nobody waits for another. There are no keys and no encryption.
 """
 
 import asyncio
@@ -16,8 +15,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection, Iterator
 from typing import Annotated, Any, TextIO
 
 import anyio
@@ -33,8 +31,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from thinwire.errors import DataError, ThinwireError, printable
-from thinwire.inference.model import Model
-from thinwire.inference.text import Sampling, Writing
+from thinwire.inference.model import Model, Sampling, Writing
 from thinwire.run.signals import heeding
 from thinwire.typed import learn_types
 from thinwire.web.server import WebServer
@@ -63,14 +60,9 @@ class RefusedError(HTTPException):
         is_for_now = status in (429, 503)
         super().__init__(status, text, {"Retry-After": str(RETRY_SECONDS)} if is_for_now else None)
         kind = "requests" if status == 429 else "invalid_request_error"
-        self.plain = {
-            "error": {
-                "message": text,
-                "type": kind if status < 500 else "server_error",
-                "param": param or None,
-                "code": code,
-            }
-        }
+        kind = kind if status < 500 else "server_error"
+        error = {"message": text, "type": kind, "param": param or None, "code": code}
+        self.plain = {"error": error}
 
     def response(self) -> Response:
         """What the client gets instead of an answer."""
@@ -129,112 +121,50 @@ class Asked(msgspec.Struct):
 learn_types(Asked)
 
 
-def check_name(asked: str, name: str) -> None:
-    """Refuse the name of a model that is not served."""
-    if asked != name:
-        text = f"the model {asked[:100]!r} does not exist; this server has {name!r}"
-        raise RefusedError(text, 404, "model_not_found", "model")
+def answer_parts(
+    asked: Asked, is_chat: bool, writing: Writing, prompt: int, model: str
+) -> Iterator[str]:
+    """A text in the shapes of OpenAI's answers, as it is written: all at the end, or piece by
+    piece. Empty for a token that adds nothing. `prompt` counts tokens.
+    """
+    kind, id_kind = ("chat.completion", "chatcmpl") if is_chat else ("text_completion", "cmpl")
+    head = {
+        "id": f"{id_kind}-{uuid.uuid4().hex}",
+        "object": kind + (".chunk" if is_chat and asked.stream else ""),
+        "created": int(time.time()),
+        "model": model,
+    }
 
-
-def read_request(
-    body: bytes, is_chat: bool, model: Model, name: str, most_tokens: int
-) -> "ServedText":
-    """The text that a request asks for; RefusedError says what is wrong with it."""
-    asked = Asked.read(body)
-    check_name(asked.model or name, name)
-    if is_chat:
-        if not asked.messages:
-            text = "messages must be a list with at least one message"
-            raise RefusedError(text, param="messages")
-        try:
-            ids = model.chat.prompt_ids(asked.messages)
-        except DataError as error:
-            raise RefusedError(str(error), param="messages") from None
-    else:
-        ids = model.encode(asked.prompt if isinstance(asked.prompt, str) else asked.prompt[0])
-    context = model.settings.model.context
-    if len(ids) > context:
-        text = f"the prompt has {len(ids)} tokens, but this model's context is {context} tokens"
-        raise RefusedError(text, 400, "context_length_exceeded", "messages" if is_chat else "")
-    usual = min(most_tokens, max(1, context - len(ids)) if is_chat else USUAL_TOKENS)
-    tokens = asked.max_completion_tokens or asked.max_tokens or usual
-    if tokens > most_tokens:
-        text = f"a request gets {most_tokens} tokens at most, not {tokens}"
-        raise RefusedError(text, param="max_tokens")
-    seed = secrets.randbits(48) if asked.seed is None else asked.seed
-    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seed)
-    ends = model.chat.end_ids if is_chat else ()
-    stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
-    writing = model.write(ids, tokens, sampling, ends, stops)
-    return ServedText(writing, len(ids), is_chat, asked, name)
-
-
-@dataclass(frozen=True)
-class ServedText:
-    """A text that was asked for, in the shapes of OpenAI's answers: written while it is read."""
-
-    writing: Writing
-    prompt: int  # tokens
-    is_chat: bool
-    asked: Asked
-    model: str
-
-    @functools.cached_property
-    def _head(self) -> dict[str, Any]:
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        return {
-            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": kind + (".chunk" if self.is_chat and self.asked.stream else ""),
-            "created": int(time.time()),
-            "model": self.model,
-        }
-
-    def parts(self) -> Iterator[str]:
-        """What to send: all at the end, or piece by piece. Empty for a token that adds nothing."""
-        if not self.asked.stream:
-            text = ""
-            for piece in self.writing:
-                text += piece
-                yield ""
-            message = {"role": "assistant", "content": text}
-            whole = {"message": message} if self.is_chat else {"text": text}
-            yield json.dumps(self._with(whole, usage=True))
-            return
-        if self.is_chat:
-            yield json.dumps(self._with({"delta": {"role": "assistant", "content": ""}}, False))
-        for piece in self.writing:
-            more = {"delta": {"content": piece}} if self.is_chat else {"text": piece}
-            yield json.dumps(self._with(more, False)) if piece else ""
-        yield json.dumps(self._with({"delta": {}} if self.is_chat else {"text": ""}))
-        if self.asked.stream_options.get("include_usage") is True:
-            yield json.dumps({**self._head, "choices": [], "usage": self._usage()})
-        yield "[DONE]"
-
-    def _with(self, said: dict[str, Any], ended: bool = True, usage: bool = False) -> Any:
-        reason = self.writing.ended_by if ended else None
+    def part(said: dict[str, Any], reason: str | None = None, **usage: Any) -> str:
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
-        return {**self._head, "choices": [choice], **({"usage": self._usage()} if usage else {})}
+        return json.dumps({**head, "choices": [choice], **usage})
 
-    def _usage(self) -> dict[str, int]:
-        prompt, written = self.prompt, self.writing.count
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": written,
-            "total_tokens": prompt + written,
-        }
+    def usage() -> dict[str, Any]:
+        counts = {"prompt_tokens": prompt, "completion_tokens": writing.count}
+        return {"usage": {**counts, "total_tokens": sum(counts.values())}}
+
+    if not asked.stream:
+        text = ""
+        for piece in writing:
+            text += piece
+            yield ""
+        message = {"role": "assistant", "content": text}
+        whole = {"message": message} if is_chat else {"text": text}
+        yield part(whole, writing.ended_by, **usage())
+        return
+    if is_chat:
+        yield part({"delta": {"role": "assistant", "content": ""}})
+    for piece in writing:
+        more = {"delta": {"content": piece}} if is_chat else {"text": piece}
+        yield part(more) if piece else ""
+    yield part({"delta": {}} if is_chat else {"text": ""}, writing.ended_by)
+    if asked.stream_options.get("include_usage") is True:
+        yield json.dumps({**head, "choices": [], **usage()})
+    yield "[DONE]"
 
 
-def run_server(
-    model: Model,
-    host: str,
-    port: int,
-    stream: TextIO,
-    most_tokens: int = 0,
-    parallel: int = 1,
-    queue: int = 16,
-) -> None:
+def run_server(endpoint: "Endpoint", host: str, port: int, stream: TextIO) -> None:
     """Serve until a signal asks to end, or the model cannot go on."""
-    endpoint = Endpoint(model, most_tokens, parallel, queue)
     listen = address_text(host, port)
     server = WebServer(lambda: endpoint.app, listen, patience=LAST_SECONDS, needs_token=False)
     with server, heeding(lambda number, frame: endpoint.is_over.set()):
@@ -272,7 +202,7 @@ class Endpoint:
                 Route(COMPLETIONS, self._write, methods=["POST"]),
                 Route(CHATS, self._write, methods=["POST"]),
             ],
-            exception_handlers={HTTPException: _refused, Exception: _failed},
+            exception_handlers={HTTPException: _refused, Exception: _refused},
         )
 
     async def _health(self, request: Request) -> Response:
@@ -284,32 +214,66 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         shown = {"id": self.name, "object": "model", "owned_by": "thinwire", "created": 0}
-        name = request.path_params.get("name")
-        if name is None:
+        if (name := request.path_params.get("name")) is None:
             return JSONResponse({"object": "list", "data": [shown]})
-        check_name(name, self.name)
+        self._check_name(name)
         return JSONResponse(shown)
+
+    def _check_name(self, asked: str) -> None:
+        if asked != self.name:
+            text = f"the model {asked[:100]!r} does not exist; this server has {self.name!r}"
+            raise RefusedError(text, 404, "model_not_found", "model")
 
     async def _write(self, request: Request) -> ASGIApp:
         body, is_chat = await _body(request), request.url.path == CHATS
         try:
-            served = await to_thread.run_sync(
-                read_request, body, is_chat, self.model, self.name, self.most_tokens
-            )
+            asked, parts = await to_thread.run_sync(self._read, body, is_chat)
         except ThinwireError as error:  # such as a model without a chat template
             raise RefusedError(str(error)) from error
-        return functools.partial(self._answer, served)
+        return functools.partial(self._answer, asked.stream, parts)
 
-    async def _answer(self, served: ServedText, scope: Scope, receive: Receive, send: Send) -> None:
+    def _read(self, body: bytes, is_chat: bool) -> tuple[Asked, Iterator[str]]:
+        """A request, and the parts of its answer; RefusedError says what is wrong with it."""
+        asked, model, most = Asked.read(body), self.model, self.most_tokens
+        self._check_name(asked.model or self.name)
+        ends: Collection[int] = ()
+        if not is_chat:
+            ids = model.encode(asked.prompt if isinstance(asked.prompt, str) else asked.prompt[0])
+        elif not asked.messages:
+            text = "messages must be a list with at least one message"
+            raise RefusedError(text, param="messages")
+        else:
+            try:
+                ids, ends = model.chat.prompt_ids(asked.messages), model.chat.end_ids
+            except DataError as error:
+                raise RefusedError(str(error), param="messages") from None
+        context = model.settings.model.context
+        if len(ids) > context:
+            text = f"the prompt has {len(ids)} tokens, but this model's context is {context} tokens"
+            raise RefusedError(text, 400, "context_length_exceeded", "messages" if is_chat else "")
+        usual = min(most, max(1, context - len(ids)) if is_chat else USUAL_TOKENS)
+        tokens = asked.max_completion_tokens or asked.max_tokens or usual
+        if tokens > most:
+            text = f"a request gets {most} tokens at most, not {tokens}"
+            raise RefusedError(text, param="max_tokens")
+        seed = secrets.randbits(48) if asked.seed is None else asked.seed
+        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seed)
+        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        writing = model.write(ids, tokens, sampling, ends, stops)
+        return asked, answer_parts(asked, is_chat, writing, len(ids), self.name)
+
+    async def _answer(
+        self, streams: bool, text: Iterator[str], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Send a text as it is written; whoever goes away leaves the queue, or ends the text."""
         into, parts = anyio.create_memory_object_stream[str | RefusedError](MOST_UNREAD)
         async with into, parts, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._write_in_turn, served, into, tasks.cancel_scope)
+            tasks.start_soon(self._write_in_turn, text, into, tasks.cancel_scope)
             tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
             first = await parts.receive()
             if isinstance(first, RefusedError):
                 response = first.response()
-            elif served.asked.stream:
+            elif streams:
                 response = StreamingResponse(_events(first, parts), media_type="text/event-stream")
             else:
                 response = Response(first, media_type="application/json")
@@ -318,7 +282,7 @@ class Endpoint:
             tasks.cancel_scope.cancel()
 
     async def _write_in_turn(
-        self, served: ServedText, into: Parts, answer: anyio.CancelScope
+        self, text: Iterator[str], into: Parts, answer: anyio.CancelScope
     ) -> None:
         """Write a text when it has its turn, which ends with the text, however slowly it is read.
 
@@ -327,21 +291,20 @@ class Endpoint:
         with into, contextlib.suppress(anyio.WouldBlock):  # the client leaves too much unread
             try:
                 if self._count >= self._parallel + self._queue:
-                    text = f"{self._count} requests are under way or wait: try again later"
-                    raise RefusedError(text, 429, "rate_limit_exceeded")
+                    why = f"{self._count} requests are under way or wait: try again later"
+                    raise RefusedError(why, 429, "rate_limit_exceeded")
                 self._count += 1
                 try:
                     async with self._turns:
-                        await self._write_all(served, into)
+                        await self._write_all(text, into)
                 finally:
                     self._count -= 1
             except RefusedError as error:
                 into.send_nowait(error)
         answer.deadline = anyio.current_time() + SILENCE_SECONDS
 
-    async def _write_all(self, served: ServedText, into: Parts) -> None:
+    async def _write_all(self, text: Iterator[str], into: Parts) -> None:
         """Write a text to its end; those under way take turns, token by token."""
-        parts = served.parts()
         part: str | None = ""
         while part is not None:
             if part:
@@ -350,7 +313,7 @@ class Endpoint:
                 if self.is_over.is_set():
                     raise RefusedError("the server is ending", 503)
                 try:
-                    part = await to_thread.run_sync(next, parts, None)
+                    part = await to_thread.run_sync(next, text, None)
                 except ThinwireError as error:  # such as a model whose output is NaN
                     self.failure = error
                     self.is_over.set()
@@ -392,14 +355,11 @@ async def _events(first: str, parts: ObjectReceiveStream[str | RefusedError]) ->
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    if not isinstance(error, RefusedError):
+    if not isinstance(error, HTTPException):
+        traceback.print_exception(error)
+        error = RefusedError("the server has failed", 500)
+    elif not isinstance(error, RefusedError):
         asked = f"{request.method} {printable(request.url.path, 100)}"
         known = f"GET {MODELS}, POST {CHATS} and POST {COMPLETIONS}"
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        error = RefusedError(f"there is no {asked} here, only {known}", status)
+        error = RefusedError(f"there is no {asked} here, only {known}", error.status_code)
     return error.response()
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    traceback.print_exception(error)
-    return RefusedError("the server has failed", 500).response()

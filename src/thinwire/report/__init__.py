@@ -13,7 +13,5 @@ from thinwire.report.records import (
     StepRecord,
     Timeline,
     TraceSpan,
-    read_timeline,
-    write_timeline,
 )
 from thinwire.report.table import print_summary, summary_table

@@ -1,8 +1,7 @@
 """What a person sees while a run is under way: plain lines, and on a real terminal a live panel.
 
-Plain lines serve log files, pipes and dumb terminals. All methods of a display are called from one
-thread. None fails because the reader is gone (the display falls silent then), and none waits for
-one who has stopped reading: the run goes on.
+All methods of a display are called from one thread. None fails because the reader is gone, and
+none waits for one who has stopped reading: the run goes on.
 """
 
 import atexit
@@ -28,6 +27,8 @@ from thinwire.report.records import EvaluationRecord, StepRecord
 from thinwire.safe_stream import safe_stream
 
 _TAG_WIDTH = len("[train]")
+_LINE_INTERVAL, _PANEL_INTERVAL = 2.0, 0.25  # seconds between two lines or drawings of one thing
+_STYLES = {"note": "yellow", "valid": "green"}  # of tags; all others are cyan
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
@@ -70,17 +71,12 @@ class Display(contextlib.AbstractContextManager["Display"]):
 class PlainDisplay(Display):
     """One line per event, never rewritten: right for logs, pipes and dumb terminals.
 
-    Steps, and the progress of long work, are thinned to one line per `interval` seconds, but the
-    first and the last always appear, and so does every evaluation. Lines stand in the order of
-    what happened: a step that was held back comes before a phase or a note.
+    Steps, and the progress of long work, are thinned to one line in a few seconds, but the first
+    and the last always appear. A step that was held back comes before a phase or a note.
     """
 
-    def __init__(
-        self, stream: TextIO, interval: float = 2.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._stream = safe_stream(stream)
-        self._interval = interval
-        self._clock = clock
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = safe_stream(stream), clock
         self._step_due = self._progress_due = -math.inf
         self._latest: StepRecord | None = None
         self._unshown: StepRecord | None = None
@@ -90,16 +86,15 @@ class PlainDisplay(Display):
         self._line(tag, text)
 
     def _line(self, tag: str, text: str) -> None:
-        # further lines are indented to the column of the first
-        first, *others = text.splitlines() or [""]
-        lines = [padded_tag(tag) + " " + first, *(" " * (_TAG_WIDTH + 1) + text for text in others)]
+        indented = ("\n" + " " * (_TAG_WIDTH + 1)).join(text.splitlines())
+        lines = f"{padded_tag(tag)} {indented}".split("\n")
         self._stream.write("".join(line.rstrip() + "\n" for line in lines))
         self._stream.flush()
 
     def progress(self, tag: str, done: int, total: int, unit: str) -> None:
         if done < total and self._clock() < self._progress_due:
             return
-        self._progress_due = self._clock() + self._interval
+        self._progress_due = self._clock() + _LINE_INTERVAL
         share = percent(done / total if total else 1.0)
         self._line(tag, f"{share:>5}  {amount(done, total, unit)}")
 
@@ -109,8 +104,9 @@ class PlainDisplay(Display):
             self._show_step()
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        count = _step_count(record.step, self._latest)
-        self._line("valid", f"{count}  loss {loss_text(record.loss):>7}{record.facts()}")
+        count, bits = _step_count(record.step, self._latest), record.bits_per_byte
+        facts = "" if bits is None else f"  {bits:.4f} bits/byte"
+        self._line("valid", f"{count}  loss {loss_text(record.loss):>7}{facts}")
 
     def note(self, text: str) -> None:
         self.phase("note", text)
@@ -122,7 +118,7 @@ class PlainDisplay(Display):
     def _show_step(self) -> None:
         record, self._unshown = self._unshown, None
         if record is not None:
-            self._step_due = self._clock() + self._interval
+            self._step_due = self._clock() + _LINE_INTERVAL
             self._line(
                 "train",
                 f"{_step_count(record.step, record)}  loss {loss_text(record.loss):>7}"
@@ -142,15 +138,9 @@ def _step_count(step: int, latest: StepRecord | None) -> str:
     return f"step {step:>{max(4, len(str(latest.steps)))}}/{latest.steps}"
 
 
-_INTERVAL = 0.25  # seconds between two drawings of the panel
-_STYLES = {"note": "yellow", "valid": "green"}  # of tags; all others are cyan
-
-
 def open_display(stream: TextIO, run: str = "thinwire") -> Display:
-    """The display that suits `stream`: a live panel on a capable terminal, else plain lines.
-
-    A panel needs cursor movement (no TERM=dumb) and Unicode. NO_COLOR keeps the panel
-    and takes its colours away. `run` is the name in the panel's header.
+    """The display that suits `stream`: a live panel, headed by the name of the run, on a terminal
+    that can move its cursor and has Unicode, else plain lines.
     """
     dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
     unicode = (stream.encoding or "").lower().replace("-", "").startswith("utf")
@@ -160,33 +150,30 @@ def open_display(stream: TextIO, run: str = "thinwire") -> Display:
 
 
 class LiveDisplay(PlainDisplay):
-    """The same lines, but instead of those of steps and of long work a panel that stands below.
-
-    There is no refresh thread: the panel changes only when something is reported, at most four
-    times a second. Stages and links are on the page of the run.
+    """The same lines, but instead of those of steps and of long work a panel that stands below. It
+    changes when something is reported, at most four times a second: there is no refresh thread.
     """
 
     def __init__(
         self, console: Console, run: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(cast(TextIO, console.file), clock=clock)
+        super().__init__(cast(TextIO, console.file), clock)
         console.file = cast(IO[str], self._stream)
-        self._console = console
-        self._run = run
+        self._console, self._run = console, run
         self._live: Live | None = None
-        self._due = -math.inf
         self._work: RenderableType | None = None
-        self._valid = ""
+        self._due, self._valid = -math.inf, ""
         # a caller that dies without `with` must not leave a hidden cursor behind
         atexit.register(self.close)
 
     def progress(self, tag: str, done: int, total: int, unit: str) -> None:
         """Draw a bar in the panel; when all is done, one permanent line replaces it."""
+        is_done, share = done >= total, amount(done, total, unit)
         bar = ProgressBar(total=total, completed=done)
-        self._work = _row(_tag(tag), bar, amount(done, total, unit)) if done < total else None
-        self._draw(at_once=done >= total)
-        if done >= total:
-            self._line(tag, f"{amount(done, total, unit)} done")
+        self._work = None if is_done else _row(_tag(tag), bar, share)
+        self._draw(at_once=is_done)
+        if is_done:
+            self._line(tag, f"{share} done")
 
     def step(self, record: StepRecord) -> None:
         self._latest, self._work = record, None
@@ -201,13 +188,13 @@ class LiveDisplay(PlainDisplay):
     def close(self) -> None:
         """Leave the last state on the screen, show the cursor, release stdout and stderr."""
         atexit.unregister(self.close)
+        live, self._live = self._live, None
         try:
-            if self._live is not None:
-                self._draw(at_once=True)
+            if live is not None:
+                live.update(self._panel(), refresh=True)
         finally:  # also where a Ctrl-C comes while it is drawn
-            if self._live is not None:
-                self._live.stop()
-                self._live = None
+            if live is not None:
+                live.stop()
             super().close()
 
     def _line(self, tag: str, text: str) -> None:
@@ -219,7 +206,7 @@ class LiveDisplay(PlainDisplay):
     def _draw(self, at_once: bool = False) -> None:
         if not at_once and self._clock() < self._due:
             return
-        self._due = self._clock() + _INTERVAL
+        self._due = self._clock() + _PANEL_INTERVAL
         if self._live is None:
             # prints to the terminal go above the panel; those to a file or pipe stay there
             self._live = Live(

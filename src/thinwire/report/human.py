@@ -51,10 +51,7 @@ def duration(seconds: float) -> str:
 
 
 def elapsed(seconds: float | None) -> str:
-    """A measured time to three digits, "13.8 s", so that a rate beside it can be checked.
-
-    From a minute on as `duration` has it.
-    """
+    """A measured time to three digits, "13.8 s"; from a minute on as `duration` has it."""
     if seconds is None or not math.isfinite(seconds):
         return ABSENT
     if seconds >= 59.95:

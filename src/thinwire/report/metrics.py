@@ -1,8 +1,7 @@
 """The numbers of a run on disk: one JSON object per line, TensorBoard files, Weights & Biases.
 
 metrics.jsonl is the record that plots and summaries are made from, in memory that does not grow
-with the run. The others are a convenience on top and may be missing. Nothing that happens to
-Weights & Biases may end a run: what fails is told once, and the run goes on without it.
+with the run. The others are a convenience: where Weights & Biases fails, the run goes on without.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import json
 import math
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import IO, Any
 
 import msgspec
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import printable
 from thinwire.lazy import needs
 from thinwire.report.human import finite_mean
@@ -79,19 +78,14 @@ class WandbLog:
         run, self._run = self._run, None
         if run is None:
             return
-
-        def finish() -> None:
-            with self._trying():
-                run.finish()
-
-        thread = threading.Thread(target=finish, name="wandb", daemon=True)
-        thread.start()
-        thread.join(LAST_SECONDS)
-        if thread.is_alive():
-            self._on_lost(
-                f"Weights & Biases did not take the last metrics within {LAST_SECONDS:g} s; "
-                "`wandb sync` uploads them later"
-            )
+        with self._trying():
+            try:
+                on_daemon_thread("wandb", run.finish).result(LAST_SECONDS)
+            except TimeoutError:
+                self._on_lost(
+                    f"Weights & Biases did not take the last metrics within {LAST_SECONDS:g} s; "
+                    "`wandb sync` uploads them later"
+                )
 
     @contextlib.contextmanager
     def _trying(self) -> Any:
@@ -107,17 +101,14 @@ SECRETS = ("invite", "web")  # tags of lines that let people in: they stay on th
 _LONGEST = 2000  # characters of one
 _END_BYTES = 1 << 20  # of a file, in which its last step is looked for
 FILE_NAME = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 
 
 class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """Appends steps and evaluations to a run's folder, each visible to readers at once.
 
-    `resume_step=k` drops what an interrupted run wrote after step k, so that a curve has
-    each step once. `tensorboard` says whether event files are written too; `wandb` gets the same.
-
-    A row that a full disk does not take is an OSError and leaves nothing behind. Once there is
-    space again, a row of kind "missing" says how many are, and writing goes on.
+    `resume_step=k` drops what an interrupted run wrote after step k. TensorBoard and `wandb` get
+    the same. A row that a full disk does not take is an OSError and leaves nothing behind; once
+    there is space again, a row of kind "missing" says how many are.
     """
 
     def __init__(
@@ -134,9 +125,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
 
             # TensorBoard hides what earlier event files hold from the purge step on.
             purge = None if resume_step is None else resume_step + 1
-            events = str(folder / TENSORBOARD_FOLDER)
+            events = str(folder / "tensorboard")
             self._scalars = SummaryWriter(events, purge_step=purge, flush_secs=10)
-        self.tensorboard: bool = self._scalars is not None
         self._wandb = wandb
 
     def step(self, record: StepRecord) -> None:
@@ -212,13 +202,7 @@ def line_of(kind: str, values: dict[str, Any]) -> str:
 
 def without_nan(value: Any) -> Any:
     """JSON knows neither NaN nor infinity; both become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(inner) for inner in value]
-    return value
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=float))  # also numpy's numbers
 
 
 def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
@@ -237,17 +221,13 @@ def last_step(folder: str | Path) -> StepRecord | None:
         file.seek(max(0, path.stat().st_size - _END_BYTES))
         for line in reversed(file.readlines()):
             if (row := Row.read(line)) is not None and row.kind == "step":
-                return msgspec.convert(_with_nan(msgspec.json.decode(line)), StepRecord)
+                return msgspec.convert(json.loads(line, object_hook=_with_nan), StepRecord)
     return None
 
 
-def _with_nan(value: Any) -> Any:
+def _with_nan(table: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `without_nan`: null stands for a number that is not finite."""
-    if isinstance(value, dict):
-        return {key: _with_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_with_nan(inner) for inner in value]
-    return math.nan if value is None else value
+    return {key: math.nan if value is None else value for key, value in table.items()}
 
 
 def _drop_after(path: Path, last_step: int | None) -> None:
@@ -302,10 +282,8 @@ MOST_POINTS = 1000  # of a curve: few screens have more columns
 
 
 class Curves:
-    """The curves of a run: of the steps means, of each validation its step and loss.
-
-    A point of the steps is a mean over a run of them, whose length doubles when there are many: so
-    neither memory nor the cost of drawing grows with the number of steps.
+    """The curves of a run: of each validation its step and loss, of the steps means over so many
+    of them that neither memory nor the cost of drawing grows with the run.
     """
 
     def __init__(self) -> None:
@@ -375,18 +353,12 @@ def _mean(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     return (*points[-1][:3], finite_mean(losses), finite_mean(speeds))
 
 
-class Story:
-    """Appends what happens in a run, in words and with the time, to events.jsonl in its folder, on
+def tell(folder: Path, kind: str, text: str) -> None:
+    """Append what happens in a run, in words and with the time, to events.jsonl in its folder, from
     any thread; `kind` is the tag that the terminal shows. A full disk costs events, nothing else.
     """
-
-    def __init__(self, folder: Path):
-        self._path, self._lock = folder / EVENTS_FILE, threading.Lock()
-
-    def tell(self, kind: str, text: str) -> None:
-        """Add an event."""
-        if kind in SECRETS:
-            return
-        line = line_of(kind, {"text": printable(text, _LONGEST)})
-        with self._lock, contextlib.suppress(OSError), self._path.open("a") as file:
-            file.write(line)
+    if kind in SECRETS:
+        return
+    line = line_of(kind, {"text": printable(text, _LONGEST)})
+    with contextlib.suppress(OSError), (folder / EVENTS_FILE).open("ab", buffering=0) as file:
+        file.write(line.encode())  # whole, so that lines of several threads do not mix

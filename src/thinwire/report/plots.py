@@ -1,11 +1,9 @@
 """Pictures of a run: the loss over tokens, the timeline of one step, and those of several runs.
 
-Figures are built with matplotlib's objects alone, so nothing global changes and no window
-system is needed. Building is apart from saving: tests look at the artists.
+Figures are built with matplotlib's objects alone: nothing global changes, and no window is needed.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,33 +38,18 @@ _LEAST_TYPE = 6.5  # points; smaller numbers would be dust
 _SEND_OFFSET = 0.36  # the send lane hangs this far below the middle of the compute lane
 
 
-def plot_loss(curves: Curves, path: str | Path, title: str) -> None:
-    """Save the training and validation loss over the tokens seen, as PNG."""
-    _save(loss_figure(curves, title), path)
-
-
-def plot_steps(timelines: Sequence[Timeline], path: str | Path, title: str = "") -> None:
-    """Save one step of each run, as PNG: one below the other, on one scale of time; a row per
-    stage, the first on top.
-    """
-    _save(steps_figure(timelines, title), path)
-
-
 def loss_figure(curves: Curves, title: str) -> Figure:
-    """Training loss thin, its running mean strong, validation losses as points.
-
-    The legend stands above the axes, where it can cover nothing.
-    """
+    """Training loss thin, its running mean strong, validation losses as points."""
     figure = Figure(figsize=(9, 5), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     points = curves.points()
     tokens, values = (np.array(points[name], dtype=float) for name in ("tokens", "loss"))
     each = "each step" if points["size"] == 1 else f"mean of {points['size']} steps"
-    has_mean = _reach(len(values)) > 0
-    thin = {"alpha": 0.35, "linewidth": 0.8} if has_mean else {"linewidth": 2}
+    reach = len(values) // 40  # the mean takes in about a twentieth of the curve
+    thin = {"alpha": 0.35, "linewidth": 0.8} if reach else {"linewidth": 2}
     axes.plot(tokens, values, color=_TRAIN, label=f"training, {each}", **thin)
-    if has_mean:
-        smooth = running_mean(values)
+    if reach:
+        smooth = running_mean(values, reach)
         axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="training, running mean")
     if curves.valid:
         steps, losses, _ = zip(*curves.valid, strict=True)
@@ -88,33 +71,23 @@ def loss_figure(curves: Curves, title: str) -> Figure:
     return figure
 
 
-def running_mean(values: np.ndarray) -> np.ndarray:
-    """Centred mean over about a twentieth of the curve; values that are not finite are skipped.
-
-    At the ends the window shrinks on both sides alike, so the curve is not bent there.
+def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
+    """Centred mean over so many points on either side; those that are not finite are skipped. At
+    the ends the window shrinks on both sides alike, so the curve is not bent there.
     """
-    count = len(values)
-    finite = np.isfinite(values)
+    finite, index = np.isfinite(values), np.arange(len(values))
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
-    index = np.arange(count)
-    reach = np.minimum(np.minimum(index, count - 1 - index), _reach(count))
-    low, high = index - reach, index + reach + 1
+    near = np.minimum(np.minimum(index, index[::-1]), reach)
+    low, high = index - near, index + near + 1
     known = counts[high] - counts[low]
     means = (sums[high] - sums[low]) / np.maximum(known, 1)
     return np.where(known > 0, means, np.nan)
 
 
-def _reach(count: int) -> int:
-    """Points on either side of one that its running mean takes in."""
-    return count // 40
-
-
 def steps_figure(timelines: Sequence[Timeline], title: str = "") -> Figure:
-    """Per stage a lane of computing and waiting, and under it a thin lane of sending.
-
-    Runs are one below the other in axes of their own, on the scale of the longest, under one title
-    and one legend; without a title that of the one run is the figure's.
+    """Per stage a lane of computing and waiting, and under it a thin lane of sending; runs one
+    below the other, on the scale of the longest. Without a title that of the run is the figure's.
     """
     gap = 0.45 if title else 0.0
     # Fixed margins instead of a layout engine: the width of a bar must be known while drawing.
@@ -157,12 +130,11 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
         alike = [span for span in spans if span.lane != "wait" and kind_of(span) == kind]
         computing = [span for span in alike if span.lane == "compute"]
         _draw_bars(axes, computing, rows, name, colour)
-        _draw_numbers(axes, computing, rows)
         sending = [span for span in alike if span.lane == "send"]
         _draw_bars(axes, sending, rows, f"send {name}", colour)
     labels = [f"stage {record.stage}\nlayers {record.layers}" for record in stages]
     axes.set_yticks(range(len(stages)), labels)
-    axes.tick_params(labelsize=12)
+    axes.tick_params(axis="x", labelsize=12)
     axes.tick_params(axis="y", length=0, labelsize=11)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
@@ -170,43 +142,23 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
 def _draw_bars(
     axes: Axes, spans: Sequence[TraceSpan], rows: dict[int, int], name: str, colour: str
 ) -> None:
-    """Bars of one lane, all alike."""
-    if spans:
-        lane = spans[0].lane
-        axes.barh(
-            [rows[span.stage] + (_SEND_OFFSET if lane == "send" else 0) for span in spans],
-            [span.end - span.start for span in spans],
-            left=[span.start for span in spans],
-            facecolor=colour,
-            label=name,
-            **_LANES[lane],
-        )
-
-
-def _draw_numbers(axes: Axes, spans: Sequence[TraceSpan], rows: dict[int, int]) -> None:
-    """Each microbatch's number inside its bar, where there is room.
-
-    All bars of a kind get the size of type that suits the usual one, so that 9 and 10 look alike.
-    """
+    """Bars of one lane, all alike; of computing with the numbers of microbatches that have room."""
     if not spans:
         return
-    edges = np.array([[(span.start, 0), (span.end, 0)] for span in spans]).reshape(-1, 2)
-    pixels = axes.transData.transform(edges)[:, 0].reshape(-1, 2)
-    room = (pixels[:, 1] - pixels[:, 0]) * 72 / DPI  # in points, as type is measured
-    digits = max(len(span.label) - 1 for span in spans)
-    size = min(10.0, _largest_type(float(np.median(room)), digits))
-    if size < _LEAST_TYPE:
-        return
-    for span, points in zip(spans, room, strict=True):
-        number = span.label[1:]
-        if number and _largest_type(points, len(number)) >= 0.9 * size:
-            middle = (span.start + span.end) / 2
-            axes.text(middle, rows[span.stage], number, ha="center", va="center", fontsize=size)
-
-
-def _largest_type(room: float, digits: int) -> float:
-    """The size at which that many digits fill `room` points, with a little air around them."""
-    return (room - 2) / (0.65 * max(1, digits))
+    lane, lengths = spans[0].lane, np.array([span.end - span.start for span in spans])
+    middles = [rows[span.stage] + (_SEND_OFFSET if lane == "send" else 0) for span in spans]
+    starts = [span.start for span in spans]
+    bars = axes.barh(middles, lengths, left=starts, facecolor=colour, label=name, **_LANES[lane])
+    if lane == "compute":
+        numbers = [span.label[1:] for span in spans]
+        room = lengths / np.ptp(axes.get_xlim()) * axes.bbox.width * 72 / DPI - 2  # in points
+        widths = np.array([0.65 * max(1, len(number)) for number in numbers])  # of type of size 1
+        # One size, which suits the usual bar, so that 9 and 10 look alike.
+        size = min(10.0, float(np.median(room) / widths.max()))
+        if size >= _LEAST_TYPE:
+            fits = room / widths >= 0.9 * size
+            shown = [number if fit else "" for number, fit in zip(numbers, fits, strict=True)]
+            axes.bar_label(bars, shown, label_type="center", fontsize=size)
 
 
 def _legend(figure: Figure, y: float) -> None:
@@ -222,8 +174,3 @@ def _legend(figure: Figure, y: float) -> None:
             loc="center left", bbox_to_anchor=(_LEFT - 0.008, y), borderaxespad=0, ncols=len(order),
             fontsize=11, frameon=False, handlelength=1.4, columnspacing=1.4,
         )  # fmt: skip
-
-
-def _save(figure: Figure, path: str | Path) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=DPI)

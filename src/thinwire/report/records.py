@@ -1,15 +1,8 @@
-"""What the coordinator tells this room about a run, as plain frozen data.
-
-Byte counts are what left the sender in one step, frame headers included; seconds are
-those of one step unless a name says otherwise.
+"""What the coordinator tells this room about a run, as plain frozen data. Bytes, frame headers
+included, and seconds are those of one step unless a name says otherwise.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import msgspec
-
-from thinwire.errors import ThinwireError
 
 
 @dataclass(frozen=True)
@@ -60,10 +53,6 @@ class EvaluationRecord:
     loss: float
     bits_per_byte: float | None = None
 
-    def facts(self) -> str:
-        """What there is beside the loss, each behind two blanks."""
-        return "" if self.bits_per_byte is None else f"  {self.bits_per_byte:.4f} bits/byte"
-
 
 @dataclass(frozen=True)
 class TraceSpan:
@@ -89,20 +78,3 @@ class Timeline:
     def title(self) -> str:
         """What a chart of it is called."""
         return f"{self.run}: step {self.step}, {self.seconds:.3g} s"
-
-
-def write_timeline(timeline: Timeline, path: Path) -> None:
-    """Write it as one JSON object."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode(timeline) + b"\n")
-
-
-def read_timeline(path: Path) -> Timeline:
-    """What `write_timeline` wrote; ThinwireError when it cannot be read."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Timeline)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ThinwireError(
-            f"{path} is not the timeline of a step: {error}. `thinwire train` writes one "
-            "when a run ends"
-        ) from error

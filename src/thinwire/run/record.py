@@ -19,7 +19,7 @@ from thinwire.engine.reports import Evaluation, Step
 from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
 from thinwire.folders import replace_file
 from thinwire.lazy import needs
-from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
+from thinwire.report import Display, EvaluationRecord, MetricsWriter
 from thinwire.report.metrics import WandbLog, read_evaluations, without_nan
 from thinwire.run import events as ev
 from thinwire.run.checkpoints import Checkpoints, divergence, origin_in, way_back
@@ -307,14 +307,14 @@ class RunRecord:
             plots.mkdir(exist_ok=True)
             timeline = self.ledger.typical_step() if self.ledger.records else None
             if timeline is not None:
-                write_timeline(timeline, plots / "step.json")
+                (plots / "step.json").write_bytes(msgspec.json.encode(timeline) + b"\n")
             needs("matplotlib", extra="plots", what="drawing")
             from thinwire.report.metrics import Curves
-            from thinwire.report.plots import plot_loss, plot_steps  # slow to import
+            from thinwire.report.plots import loss_figure, steps_figure  # slow to import
 
-            plot_loss(Curves.read(self.folder), plots / "loss.png", f"{name}: loss")
+            loss_figure(Curves.read(self.folder), f"{name}: loss").savefig(plots / "loss.png")
             if timeline is not None:
-                plot_steps([timeline], plots / "step.png")
+                steps_figure([timeline]).savefig(plots / "step.png")
         finally:
             self._is_drawing = False
 

@@ -1,33 +1,43 @@
-"""A run that can be watched: its display also keeps the story, and serves the page.
+"""A run that can be watched: its display also keeps the story, and serves the page of its folder.
 
-`thinwire host`, `train` and `join` put it around the display of the terminal. All three show the
-folder that the run writes; a joined machine writes there what the host tells it.
+`thinwire host`, `train` and `join` put it around the display of the terminal.
 """
 
 import contextlib
-import json
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from thinwire.errors import ConfigError
 from thinwire.folders import replace_private_file
 from thinwire.report import Display, EvaluationRecord, StepRecord
-from thinwire.report.metrics import FILE_NAME, Story
+from thinwire.report.metrics import FILE_NAME, tell
 from thinwire.run.signals import heeding, leave_at_once
 from thinwire.web.page import make_page
-from thinwire.web.server import App, WebServer
+from thinwire.web.server import WebServer
 
-DEFAULT_LISTEN = "127.0.0.1:4618"
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+USUAL_HOST, USUAL_PORT = "127.0.0.1", 4618
 OFF = "off"
 TOKENS = 60  # of a text that a run under way writes
-_KEPT = "authority/web.json"  # in a hosted run's folder: its address stays when it is restarted
+_KEPT = "authority/web.json"
+
+
+class _Kept(msgspec.Struct):
+    """What a hosted run keeps in its folder: its address stays when it is started again."""
+
+    token: str = ""
+    port: int = 0
 
 
 class Followed(Display):
@@ -40,21 +50,18 @@ class Followed(Display):
     def __init__(self, shown: Display, listen: str, role: str, prompt: str = ""):
         self._shown, self._role, self._prompt = shown, role, prompt
         self._sampler: Sampler | None = None
-        self._is_usual = listen == ""
+        self._tell: Callable[[str, str], None] = lambda *said: None  # before there is a folder
+        self._folder, self._serves = Path(), listen != OFF
         # An address that was asked for is refused before the run begins.
-        self._server: WebServer | None = None
-        self._listen = listen or DEFAULT_LISTEN
-        if listen not in ("", OFF):
-            self._server = self._bound(listen)
-        self._story: Story | None = None
-        self._folder = Path()
+        asked = listen not in ("", OFF)
+        self._server = WebServer(self._page, listen) if asked else None
 
     def opened(self, folder: Path) -> None:
-        self._folder, self._story = folder, Story(folder)
-        self._story.tell("begin", "started")
+        self._folder, self._tell = folder, functools.partial(tell, folder)
+        self._tell("begin", "started")
         if self._prompt:
             self._sampler = Sampler(self._prompt, folder, self._tell_everybody)
-        if self._listen != OFF:
+        if self._serves:
             self._serve()
 
     def phase(self, tag: str, text: str) -> None:
@@ -92,50 +99,37 @@ class Followed(Display):
         self._tell(kind, text)
         self.share(kind, text)
 
-    def _tell(self, kind: str, text: str) -> None:
-        if self._story is not None:
-            self._story.tell(kind, text)
-
     def _serve(self) -> None:
-        kept = self._kept() if self._role == "host" else {}
+        place, kept, is_host = self._folder / _KEPT, _Kept(), self._role == "host"
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            kept = msgspec.json.decode(place.read_bytes(), type=_Kept) if is_host else kept
         try:
             if self._server is None:
-                host, _, port = self._listen.rpartition(":")
-                self._server = self._bound(f"{host}:{kept.get('port') or port}")
+                listen = f"{USUAL_HOST}:{kept.port or USUAL_PORT}"
+                self._server = WebServer(self._page, listen, takes_next_port=True)
         except ConfigError as error:  # the page is a convenience, the run is not
             self._shown.note(f"no page for the browser: {error}")
             return
         server = self._server
-        server.token = str(kept.get("token") or server.token)
-        if self._role == "host":
+        server.token = kept.token or server.token
+        if is_host:
             with contextlib.suppress(OSError):
-                values = {"token": server.token, "port": server.port}
-                replace_private_file(self._folder / _KEPT, json.dumps(values).encode())
+                kept = _Kept(server.token, server.port)
+                replace_private_file(place, msgspec.json.encode(kept))
         server.start()
         # Elsewhere nobody reads without the token; here it is for what a host alone may do.
-        needs_token = self._role == "host" or not server.is_private
+        needs_token = is_host or not server.is_private
         self._shown.phase("web", server.address_with_token if needs_token else server.address)
 
-    def _bound(self, listen: str) -> WebServer:
-        def make_app() -> App:
-            return make_page([self._folder], is_own=True)
-
-        return WebServer(make_app, listen, takes_next_port=self._is_usual)
-
-    def _kept(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError, ValueError):
-            values = json.loads((self._folder / _KEPT).read_text())
-            return values if isinstance(values, dict) else {}
-        return {}
+    def _page(self) -> "ASGIApp":
+        return make_page([self._folder], is_own=True)
 
 
 class Sampler:
     """Tells what the newest checkpoint writes, one text at a time: always behind the same words.
 
-    The weights are in the processes of the stages, on several machines perhaps; whole they are in a
-    checkpoint alone. So another process reads that, at the lowest priority and on one core, and
-    ends with the run. A run on one machine that has a prompt saves at each validation
-    (`Settings.saved_at_validations`), so that every text has a validation loss beside it.
+    The weights are whole in a checkpoint alone. So another process reads that, at the lowest
+    priority and on one core, and ends with the run.
     """
 
     def __init__(self, prompt: str, folder: Path, tell: Callable[[str, str], None]):
@@ -196,11 +190,10 @@ def watch(folders: list[Path], listen: str) -> None:
             raise ConfigError(
                 f"{folder} holds no run: name the folder of one, which has a {FILE_NAME}"
             )
-    listen, is_usual = listen or DEFAULT_LISTEN, not listen
-    server = WebServer(lambda: make_page(folders), listen, takes_next_port=is_usual)
+    place = listen or f"{USUAL_HOST}:{USUAL_PORT}"
+    server = WebServer(lambda: make_page(folders), place, takes_next_port=not listen)
     with server, contextlib.suppress(KeyboardInterrupt), heeding(leave_at_once):
         print(f"watch {', '.join(map(str, folders))} at {server.address_with_token}")
         print("Ctrl-C ends the page, not the run.")
         sys.stdout.flush()
-        while True:
-            time.sleep(3600)
+        threading.Event().wait()

@@ -11,6 +11,7 @@ shows it as text.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -19,9 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from thinwire.errors import ThinwireError
-from thinwire.web.server import App, has_token
+from thinwire.web.server import has_token
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -39,7 +41,7 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
     machines: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
-def make_page(folders: Sequence[Path], is_own: bool = False) -> App:
+def make_page(folders: Sequence[Path], is_own: bool = False) -> "Starlette":
     """The application that shows these runs. `is_own`: this process runs them."""
     from starlette.applications import Starlette
     from starlette.responses import FileResponse, JSONResponse, StreamingResponse
@@ -95,20 +97,15 @@ def _act(folder: Path, what: str, asked: _Asked | None) -> dict[str, Any]:
 
     if what == "kick":
         return ask(folder, {"ask": "kick", "peer": asked.peer if asked else None})
+    line = ""
     if asked is not None:
         line = str(ask(folder, {"ask": "invite", "machines": asked.machines})["text"])
     else:
         ask(folder, {"ask": "status"})  # a run that has ended invites nobody
-        line = _first_invite(folder)
+        with contextlib.suppress(OSError, UnicodeError):
+            line = (folder / "authority" / "invite.txt").read_text().strip()
     code = segno.make(line, error="l", micro=False).svg_data_uri(scale=4, border=2) if line else ""
     return {"line": line, "qr": code}
-
-
-def _first_invite(folder: Path) -> str:
-    try:
-        return (folder / "authority" / "invite.txt").read_text().strip()
-    except (OSError, UnicodeError):
-        return ""
 
 
 async def _events(views: Sequence["RunView"], is_owner: bool) -> AsyncIterator[bytes]:

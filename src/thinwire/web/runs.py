@@ -7,8 +7,7 @@
     epochs.json     who holds which stage
     control.sock    the host or peer that is at work there, if one is
 
-A long run stays cheap: of a curve a thousand means at most are kept and sent. All of it runs on
-threads of the server, one at a time.
+All of it runs on threads of the server, one at a time.
 """
 
 import contextlib
@@ -57,9 +56,8 @@ class Tail:
         self._place, self._before = 0, b""
 
     def read(self) -> tuple[bool, Iterator[bytes]]:
-        """Whether the file is another one than before or was cut, and the lines to add.
-
-        Then these are all its lines. A file that is gone has none.
+        """Whether the file is another one than before or was cut, and the lines that were added:
+        then all, or none of a file that is gone.
         """
         try:
             file = self.path.open("rb")
@@ -92,7 +90,7 @@ class RunView:
         self.sections: dict[str, bytes] = {}  # parts of the page, each sent whole when it changes
         self.status: StatusReport | None = None
         self._events: list[_Event] = []
-        self._metrics, self._tail = Tail(folder / FILE_NAME), Tail(folder / EVENTS_FILE)
+        self._metrics, self._story = Tail(folder / FILE_NAME), Tail(folder / EVENTS_FILE)
         self._marks: dict[str, tuple[int, int]] = {}
         self._settings: Settings | None = None
         self._lock, self._looked = threading.Lock(), -math.inf
@@ -107,8 +105,17 @@ class RunView:
         with self._lock:
             if not self.is_stale:
                 return
-            self._read_metrics()
-            self._read_events()
+            is_new, lines = self._metrics.read()
+            self.curves = Curves() if is_new else self.curves
+            for line in lines:
+                self.curves.add(line)
+            self._show("points", self.curves.points())
+            is_new, lines = self._story.read()
+            self._events = [] if is_new else self._events
+            for line in lines:
+                with contextlib.suppress(msgspec.MsgspecError):
+                    self._events.append(msgspec.json.decode(line, type=_Event))
+            del self._events[:-MOST_EVENTS]
             self.status = self._ask()
             is_new = self._read_settings()
             if self._has_changed(PROGRESS_FILE) or is_new:
@@ -125,22 +132,6 @@ class RunView:
         body = msgspec.json.encode(values)  # what is no number is null there
         if body != self.sections.get(name):
             self.sections[name] = body
-
-    def _read_metrics(self) -> None:
-        is_new, lines = self._metrics.read()
-        if is_new:
-            self.curves = Curves()
-        for line in lines:
-            self.curves.add(line)
-        self._show("points", self.curves.points())
-
-    def _read_events(self) -> None:
-        is_new, lines = self._tail.read()
-        self._events = [] if is_new else self._events
-        for line in lines:
-            with contextlib.suppress(msgspec.MsgspecError):
-                self._events.append(msgspec.json.decode(line, type=_Event))
-        del self._events[:-MOST_EVENTS]
 
     def _ask(self) -> StatusReport | None:
         if not (self.folder / CONTROL_SOCKET).exists():
@@ -164,13 +155,10 @@ class RunView:
     def _read_settings(self) -> bool:
         if not self._has_changed("config.toml"):
             return False
-        text = ""
-        with contextlib.suppress(OSError, UnicodeError):
+        text, self._settings = "", None
+        with contextlib.suppress(OSError, UnicodeError, ThinwireError):
             text = (self.folder / "config.toml").read_text()
-        try:  # without its plugins, which are code
-            self._settings = load_settings(self.folder, []) if text else None
-        except ThinwireError:
-            self._settings = None
+            self._settings = load_settings(self.folder, [])  # without plugins, which are code
         recipe = recipe_of(self._settings) if self._settings else ""
         self._show("settings", {"text": text, "recipe": recipe})
         return True
@@ -219,10 +207,8 @@ class RunView:
 
 
 def compared(settings: Settings, progress: Progress) -> dict[str, Any]:
-    """The plan of a run beside what was measured, and what dense cuts would have cost, simulated.
-
-    The simulator plays the run's schedule with the measured costs over the emulated or measured
-    links, both ways, once with the bytes that were sent and once with those of dense cuts.
+    """The plan of a run beside what was measured; and its schedule simulated with the measured
+    costs, once with the bytes that were sent and once with those of dense cuts.
     """
     per_microbatch, costs = settings.tokens_per_microbatch, progress.measured_costs
     try:

@@ -1,12 +1,11 @@
 """An HTTP server on a thread of its own, with the guards that everything we serve needs.
 
-It is for a person's own machine and network. On loopback everybody on the machine may read. On any
-other address, and for whatever an application keeps to its owner (`has_token`), a request shows
-the token of the server's address. Pages of other sites get nothing either way: a browser says
-which host it was asked for and which page asks, and both must be ours.
+On loopback everybody on the machine may read. On any other address, and for whatever an application
+keeps to its owner (`has_token`), a request shows the token of the server's address. Pages of other
+sites get nothing: a browser says which host it was asked for and which page asks.
 
-The libraries behind it are imported when the first connection comes, on the server's thread. So a
-run that nobody looks at pays for a listening socket alone.
+The libraries behind it are imported when the first connection comes: a run that nobody looks at
+pays for a listening socket alone.
 """
 
 import errno
@@ -17,8 +16,8 @@ import select
 import socket
 import threading
 import urllib.parse
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from thinwire.errors import ConfigError
 from thinwire.run.relay import outside_address
@@ -27,12 +26,7 @@ from thinwire.wire.sockets import address_text, split_address, why
 if TYPE_CHECKING:
     import uvicorn
     from starlette.requests import Request
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-"""An ASGI application, such as starlette's."""
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MOST_CONNECTIONS = 256  # at once; more are answered with a 503
 _LAST_NEAR = 4700  # ports up to this one are tried where the usual one is taken
@@ -46,18 +40,16 @@ _HEADERS = {
 
 
 class WebServer:
-    """Serves an application from `start` to `close`.
+    """Serves what `make_app` makes on the server's thread, from `start` to `close`.
 
-    `make_app` is called on the server's thread when the first connection comes. `listen` is
-    HOST:PORT, port 0 for any free one. `token`: what a request outside loopback has to show; one is
-    drawn if none is given. `takes_next_port`: where the port is in use, take another one near it.
-    `patience`: seconds that answers under way get to end when the server is closed. `needs_token`:
-    whether a request outside loopback is refused without it.
+    `listen`: HOST:PORT, port 0 for any free one; with `takes_next_port` another near one that is in
+    use. `token`: what a request outside loopback has to show if it `needs_token`; one is drawn if
+    none is given. `patience`: seconds that answers under way get to end in when it is closed.
     """
 
     def __init__(
         self,
-        make_app: Callable[[], App],
+        make_app: Callable[[], "ASGIApp"],
         listen: str,
         token: str = "",
         takes_next_port: bool = False,
@@ -65,10 +57,8 @@ class WebServer:
         needs_token: bool = True,
     ):
         self.token = token or secrets.token_urlsafe(18)
-        self._make_app, self._patience = make_app, patience
-        self._needs_token = needs_token
-        host, port = split_address(listen)
-        self._socket = _listening(host, port, takes_next_port)
+        self._make_app, self._patience, self._needs_token = make_app, patience, needs_token
+        self._socket = _listening(*split_address(listen), takes_next_port)
         host, self.port = self._socket.getsockname()[:2]
         self.is_private = is_loopback(host)
         self.address = f"http://{outside_address(host, self.port)}/"
@@ -114,23 +104,13 @@ class WebServer:
         import uvicorn
 
         app = guarded(self._make_app(), self.token, self.is_private, self._needs_token)
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                loop="asyncio",
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="critical",
-                access_log=False,  # requests hold tokens
-                proxy_headers=False,
-                server_header=False,
-                date_header=False,
-                limit_concurrency=MOST_CONNECTIONS,
-                timeout_graceful_shutdown=self._patience,
-            )
-        )
+        config = uvicorn.Config(
+            app, loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None,
+            log_level="critical", access_log=False,  # requests hold tokens
+            proxy_headers=False, server_header=False, date_header=False,
+            limit_concurrency=MOST_CONNECTIONS, timeout_graceful_shutdown=self._patience,
+        )  # fmt: skip
+        server = uvicorn.Server(config)
         with self._lock:
             if self._is_over:
                 return
@@ -138,9 +118,8 @@ class WebServer:
         server.run(sockets=[self._socket])
 
 
-def guarded(app: App, token: str, is_private: bool, needs_token: bool = True) -> App:
+def guarded(app: "ASGIApp", token: str, is_private: bool, needs_token: bool) -> "ASGIApp":
     """The application behind the guards. `is_private`: it can be reached from this machine alone.
-    If not, a request must show the token, unless there is no need.
 
     An address with the right token sets a cookie, and leads to the same address without it.
     """
@@ -148,8 +127,8 @@ def guarded(app: App, token: str, is_private: bool, needs_token: bool = True) ->
     from starlette.requests import Request
     from starlette.responses import PlainTextResponse, RedirectResponse
 
-    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+    async def guard(scope: "Scope", receive: "Receive", send: "Send") -> None:
+        async def send_with_headers(message: "Message") -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
@@ -160,13 +139,14 @@ def guarded(app: App, token: str, is_private: bool, needs_token: bool = True) ->
             return
         request, cookie = Request(scope), f"thinwire-{scope['server'][1]}"
         is_by_link = _is_among(request.query_params.getlist("token"), token)
+        accepted = request.headers.get("accept", "")
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         keys = request.cookies.get(cookie, ""), key.strip() if kind.lower() == "bearer" else ""
         scope[_HAS_TOKEN] = has_token = is_by_link or _is_among(keys, token)
         answer = app
         if refusal := _refusal(request, has_token or not (is_private or needs_token), is_private):
             answer = PlainTextResponse(refusal + "\n", 403)
-        elif is_by_link and request.method == "GET" and _wants_a_page(request):
+        elif is_by_link and request.method == "GET" and "text/html" in accepted:
             query = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
             # One slash: two would lead to another site.
             place = "/" + urllib.parse.quote(request.url.path.lstrip("/"))
@@ -183,11 +163,7 @@ def _is_among(shown: Iterable[str], token: str) -> bool:
     return any(hmac.compare_digest(one.encode(), token.encode()) for one in shown)
 
 
-def _wants_a_page(request: "Request") -> bool:
-    return "text/html" in request.headers.get("accept", "")
-
-
-def has_token(scope: Scope) -> bool:
+def has_token(scope: "Scope") -> bool:
     """Whether a request shows the token: what only the owner may see or do depends on this."""
     return scope.get(_HAS_TOKEN) is True
 
