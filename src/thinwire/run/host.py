@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import errno
 import ipaddress
+import math
 import secrets
 import subprocess
 import threading
@@ -151,8 +152,8 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
     ):
         data = prepare_data(settings, display, weights, checkpoint)
         book = AuthorityBook(folder / "authority", settings.run.name)
-        before = [weights.settings] if weights else []
-        keeps_split = bool(before) and all(map(are_cuts_learned, [*before, settings]))
+        is_known = weights is not None and are_cuts_learned(weights.settings)
+        keeps_split = is_known and are_cuts_learned(settings)
         origin = None if checkpoint else weights
         return _Hosting(settings, options, data, book, display, held, origin, keeps_split).run()
 
@@ -353,11 +354,8 @@ def own_peers(count: int, invite: Invite, run_folder: Path, device: str) -> Iter
         for process in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            process.kill()
-            process.wait()
-            if process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    process.stdin.close()
+            with contextlib.suppress(OSError), process:  # closes its input, and waits for its end
+                process.kill()
 
 
 # One generation
@@ -370,18 +368,14 @@ class Streams:
     """What members open for one generation beside their own stream; it ends with `close`."""
 
     def __init__(self, listener: Listener):
-        self._listener = listener
-        self._is_over = threading.Event()
+        self._listener, self._is_over = listener, False
 
     def accept(
-        self, name: str, peer: str, timeout: float | None, is_due: IsDue = lambda: True
+        self, name: str, peer: str, timeout: float = math.inf, is_due: IsDue = lambda: True
     ) -> Pipe:
         """Wait for a member to dial by this name, while it may; whoever else does is refused."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._is_over.is_set() and is_due():
-            left = LOOK_SECONDS / 2 if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                raise WireError(f"{peer} did not dial as {name!r} within {timeout:.0f} s")
+        deadline = time.monotonic() + timeout
+        while not self._is_over and is_due() and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(WireError):  # nobody came: look whether to go on
                 return self._listener.accept(name, min(left, LOOK_SECONDS / 2), peer, True)
             time.sleep(0.01)  # the listener may be closed, and then says so at once
@@ -393,15 +387,15 @@ class Streams:
         """Handle one stream of this name after the other, on a thread of its own."""
 
         def run() -> None:
-            while not self._is_over.is_set() and is_due():
+            while not self._is_over and is_due():
                 with contextlib.suppress(ThinwireError):  # the member dials again
-                    handle(self.accept(name, peer, None, is_due))
+                    handle(self.accept(name, peer, is_due=is_due))
 
         threading.Thread(target=run, name=f"thinwire {name}", daemon=True).start()
 
     def close(self) -> None:
         """Accept nothing more."""
-        self._is_over.set()
+        self._is_over = True
 
 
 @dataclass
@@ -452,15 +446,14 @@ class HostedPeers(Peers):
         self._given: dict[tuple[str, int], int] = {}  # by member and stage: as of which of these
         self._groups = formation.groups()  # the stages that share a process
         self._is_saved = False  # a checkpoint is complete since the placement was last looked at
-        self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
+        self._collected: set[str] = set()  # members whose shards are fetched
         self._standbys = base.display.standing.standbys
         self._standby_after = 0.0  # no other stand-by begins before
         self._replaces = bool(placement(settings, self._groups))  # those who are lost
         self._given_up: set[tuple[str, float]] = set()  # members that were away for too long
         self._links = f"epoch/{formation.epoch}.{secrets.token_hex(16)}"
         self._ways: dict[tuple[int, ...], Ways] = {}  # by who follows, of the holders by ()
-        self._words: dict[int, str] = {}  # of stages whose processes have ended
-        self._ended: set[int] = set()
+        self._ended: dict[int, str] = {}  # stages whose processes have ended: their last words
         self._streams = Streams(base.door.listener)
         self._states: list[SeatServer] = []
         self._doors: dict[str, DoorOf] = {}  # of members, as they were found
@@ -507,7 +500,7 @@ class HostedPeers(Peers):
         """Tell a member to hold stages, and serve what it needs; False if it is away."""
         self._given |= {(name, stage): self._again for stage in stages}
         if not follows:
-            self._collect(name, stages)
+            self._collect(name)
         self._serve(name, stages, checkpoint, follows)
         plain, corpus = self._settings.to_plain(), self._base.data.fingerprint
         resumes = checkpoint is not None
@@ -529,7 +522,7 @@ class HostedPeers(Peers):
         elif name := self._standbys.get(tuple(stages), ""):
             self._take_seat(stages, name)
             self._forget_standby(stages)  # behind it: its streams are served all along
-            self._collect(name, stages)
+            self._collect(name)
             stood_by = f"{stage_names(stages)}: {name}, which stood by"
             self._base.display.announce("form", stood_by)
         else:  # it has just got other stages
@@ -646,11 +639,10 @@ class HostedPeers(Peers):
             self._base.keep(self._base.formation.given(stages, name))
         except ConfigError as error:  # a full disk: only a host that is started anew would read it
             self._base.display.note(f"{error}; the run goes on")
-        self._ended -= {*stages}
         self._unheard -= {*stages}
+        for stage in stages:
+            self._ended.pop(stage, None)
         if before != name:
-            left = [s for s in self._collected[before] if s not in stages]
-            self._collected[before][:] = left  # whoever collects from it looks there
             self.collector.retract(stages)
             reason = f"{name} holds {stage_names(stages)} now"
             self._tell(before, msg.Release(reason, stages))
@@ -709,12 +701,12 @@ class HostedPeers(Peers):
 
     def wait_for_exits(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS
-        while self._ended < {*self._stages} and time.monotonic() < deadline:
+        while len(self._ended) < len(self._stages) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def last_words(self, culprit: ev.Suspect) -> str:
         who = f"\n  stage {culprit.stage} was held by {self._base.formation.seats[culprit.stage]}"
-        words = "" if culprit.known else self._words.get(culprit.stage, "")
+        words = "" if culprit.known else self._ended.get(culprit.stage, "")
         return who + "".join(f"\n  | {printable(line)}" for line in words.splitlines())
 
     def end_states(self) -> None:
@@ -758,25 +750,25 @@ class HostedPeers(Peers):
             stream = msg.stream_name("state", stages[0], generation, again)
             serve = partial(states.serve, stages=tuple(stages))
             self._streams.serve(stream, name, serve, is_due)
-        for stage in stages:
-            tokens = msg.stream_name("tokens", stage, generation, again)
-            on_daemon_thread("thinwire tokens", partial(self._serve_tokens, tokens, name, is_due))
 
-    def _collect(self, name: str, stages: list[int]) -> None:
-        is_known = name in self._collected
-        self._collected.setdefault(name, []).extend(stages)
-        if not is_known:
-            collect = partial(self.collector.collect_from, name, self._collected[name])
+        def serve_tokens(stream: str) -> None:
+            accept = partial(self._streams.accept, stream, name, is_due=is_due)
+            outage = max(self._settings.link.outage, msg.LEAST_OUTAGE_S)
+            pipe = LastingPipe(accept(), accept, outage)
+            TokenServer(pipe, self._base.data, self._settings, self._base.beside["token ids"])
+
+        for stage in stages:
+            stream = msg.stream_name("tokens", stage, generation, again)
+            on_daemon_thread("thinwire tokens", partial(serve_tokens, stream))
+
+    def _collect(self, name: str) -> None:
+        if name not in self._collected:
+            self._collected.add(name)
+            collect = partial(self.collector.collect_from, name, self._held_by(name))
             self._streams.serve(msg.store_name(name), name, collect)
 
-    def _serve_tokens(self, stream: str, name: str, is_due: IsDue) -> None:
-        def accept(timeout: float | None) -> Pipe:
-            return self._streams.accept(stream, name, timeout, is_due)
-
-        outage = max(self._settings.link.outage, msg.LEAST_OUTAGE_S)
-        with contextlib.suppress(ThinwireError):  # the stage says what it lacks
-            pipe = LastingPipe(accept(None), accept, outage)
-            TokenServer(pipe, self._base.data, self._settings, self._base.beside["token ids"])
+    def _held_by(self, name: str) -> Callable[[], list[int]]:
+        return lambda: self._base.formation.held_by(name)
 
     def _on_happening(self, name: str, what: Happening) -> bool:
         """On the thread of a member's stream, which may wait for room in the queue: so no stage of
@@ -824,7 +816,7 @@ class HostedPeers(Peers):
                 self._unable.discard(name)
                 self._lose(name, f"it cannot hold its stage: {one_line(reason)}", stages=lost)
             case ev.Lost(_, reason, in_breach):
-                self._ended |= set(held)
+                self._ended = {**dict.fromkeys(held, ""), **self._ended}
                 self._lose(name, reason, in_breach)
             case ev.Away() | ev.Back():
                 self.said.note(msgspec.structs.replace(what, stage=held[0]))
@@ -834,8 +826,7 @@ class HostedPeers(Peers):
         if isinstance(message, ShardFailed) and self._moves_from(stage, message):
             return
         if isinstance(message, msg.Ended):
-            self._words[stage] = message.words
-            self._ended.add(stage)
+            self._ended[stage] = message.words
         self.said.hear(stage, message)
         self._base.display.standing.heard(stage, message)
         match message:
@@ -915,7 +906,6 @@ class _Hosting(Base):
         formation = fitting(read_formation(folder), settings)
         self._settings = formation.applied(settings)
         self._stop_asked = False
-        self._refused: tuple[list[str], str] = ([], "")  # members that cannot hold the run, and why
         self._failures = Failures()
         door = OpenDoor(book, options, formation.port, opened)
         door.listener.serve(msg.SETTINGS, partial(tell_settings, book, settings))
@@ -1074,19 +1064,22 @@ class _Hosting(Base):
         """Wait until there is a member for each stage; says for whom, and since when."""
         began = time.monotonic()
         self.display.standing.forms()
-        told, told_at = "", 0.0
+        told, told_at, refused, why = "", 0.0, list[str](), ""
         while True:
             members = self.members.here()
             here = [member.name for member in members]
             before = self.formation.members()
             least = self._least or len(before) or self._settings.pipeline.stages
-            if before:
-                seats = fill_seats(self.formation.seats, here, least)
-                lacking = "" if seats else self._lacking(here, least)
-            elif len(here) < least:
-                seats, lacking = None, self._lacking(here, least)
-            else:
-                seats, lacking = self._choose(members)
+            seats = fill_seats(self.formation.seats, here, least)
+            unfit = {one.name: one.why_unfit for one in self.members.all() if one.is_here}
+            lacking = lacking_peers(least, here, unfit)
+            if not before and len(here) >= least:
+                if here != refused:
+                    try:
+                        seats = self._placed(members)
+                    except ConfigError as error:
+                        refused, why = here, f"waiting for other peers: {error}"
+                lacking = why
             if seats is not None:
                 self.display.standing.forms()
                 return seats
@@ -1101,27 +1094,15 @@ class _Hosting(Base):
     def _has_changed(self, known: list[str]) -> bool:
         return [member.name for member in self.members.here()] != known
 
-    def _lacking(self, here: list[str], least: int) -> str:
-        unfit = {one.name: one.why_unfit for one in self.members.all() if one.is_here}
-        return lacking_peers(least, here, unfit)
+    def _placed(self, here: list[Member]) -> list[str]:
+        """Whoever holds each stage of a run that is formed for the first time, by what these have
+        measured; ConfigError: they cannot.
 
-    def _choose(self, here: list[Member]) -> tuple[list[str] | None, str]:
-        """Stages and blocks for a run that is formed for the first time, by what peers measured.
-
-        They stay: whoever takes a stage later takes its blocks. Without seats, why there are none.
+        Its blocks stay: whoever takes a stage later takes them. With fewer peers than stages they
+        are as the settings say.
         """
-        names = [member.name for member in here]
-        if names == self._refused[0]:
-            return None, self._refused[1]
         probe_all(here, self.door.book)
-        try:
-            return self._placed(comparable([member.machine for member in here])), ""
-        except ConfigError as error:
-            self._refused = names, f"waiting for other peers: {error}"
-            return None, self._refused[1]
-
-    def _placed(self, peers: list[Machine]) -> list[str]:
-        """Whoever holds each stage of these; with fewer peers than stages the split stays."""
+        peers = comparable([member.machine for member in here])
         if len(peers) < self._settings.pipeline.stages:
             return [peer.name for peer in share_stages(self._settings, peers)]
         split = form(self._settings, peers, self._keeps_split)
