@@ -99,12 +99,12 @@ def heed(
             case ev.Tell(stage, message, follows):
                 with contextlib.suppress(WireError):  # a peer that is gone shows as an event
                     peers.tell(stage, message, follows)
-            case ev.End(error, culprit):
-                if culprit is not None:
-                    raise StageFailedError(f"{error}{peers.last_words(culprit)}", culprit)
-                if error is not None:
-                    raise error
+            case ev.End(error, ev.Suspect() as culprit):
+                raise StageFailedError(f"{error}{peers.last_words(culprit)}", culprit)
+            case ev.End(None):
                 peers.wait_for_exits()
+            case ev.End(error):
+                raise error
             case ev.Replace(stages, by_follower):
                 peers.replace(stages, by_follower)
             case ev.OfFollower():
@@ -169,9 +169,9 @@ def neighbours(stages: int, peers: int) -> list[list[int]]:
 class StagesHere:
     """Stages that a process of this machine runs, by its order: what they say, and how it ends.
 
-    `on_said` gets what a stage says, `on_lost` why the process cannot be heard any more, and
-    `on_exit` how it ended: of which stages, for where one said why it failed, the others of the
-    process did nothing wrong. All are called on other threads.
+    `on_said` gets what a stage says, `on_lost` why the process cannot be heard any more, `on_exit`
+    how it ended, and of which stages: where one has failed, the others did nothing wrong. All are
+    called on other threads.
     """
 
     def __init__(
@@ -231,26 +231,20 @@ class LocalPeers(Peers):
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        run_folder: Path,
-        order: Order,
-        peers: int = 0,
-        began: int = 0,
+        self, settings: Settings, run_folder: Path, order: Order, peers: int = 0, began: int = 0
     ):
         """`began`: the step from which the run goes on, for those who replace a lost process."""
         stages = settings.pipeline.stages
         super().__init__(stages)
-        held = neighbours(stages, peers or stages)
-        identities = [Identity.create(f"stage-{group[0]}") for group in held]
         self._orders: list[Order] = []
         self._seats: list[str] = []
-        for group, identity in zip(held, identities, strict=True):
+        for group in neighbours(stages, peers or stages):
+            identity = Identity.create(f"stage-{group[0]}")
             whose = dataclasses.asdict(identity)
             self._orders.append(dataclasses.replace(order, stages=group, identity=whose))
             self._seats += [identity.fingerprint] * len(group)
         self._logs = run_folder / "logs"
-        is_worth_it = forks(settings.run.device) and len(held) > 1
+        is_worth_it = forks(settings.run.device) and len(self._orders) > 1
         self._forker = Forker() if is_worth_it else None
         self._here: list[StagesHere] = []
         self._began = began

@@ -204,10 +204,9 @@ class Ready(msgspec.Struct, frozen=True):
 class Linked(msgspec.Struct, frozen=True):
     """A stage has its links, and both ends agree on their contract.
 
-    Between machines, `way` is the kind of way to the stage below. A stage that takes the place of a
-    lost one says which decision of the first stage its neighbours know, and whether it ends the run
-    (engine/port.py numbers them). One that follows, and is fed by another process than before, says
-    by which streams (`follower`, as of Connect).
+    Between machines, `way` is the kind of way to the stage below. A stage in a lost one's place
+    says which decision of the first stage its neighbours know, and whether it ends the run; one
+    that follows, and is fed by another process than before, by which streams (as of Connect).
     """
 
     way: str = ""
@@ -312,9 +311,8 @@ class Hold:
 class Order:
     """What the process of stages is to be: said by whoever started it, on the same machine.
 
-    Without a corpus, token ids come from the coordinator, by the routes in `host`. A run whose
-    peers are on other machines is formed again when one of them is lost. Each time is a generation,
-    counted from 1, and streams bear its number: nothing of an earlier one is taken for one of this.
+    Without a corpus, token ids come from the coordinator, by the routes in `host`. Streams bear the
+    number of the generation, on other machines counted from 1.
     """
 
     stages: list[int]
@@ -374,12 +372,10 @@ class Dismiss(msgspec.Struct, frozen=True):
 class Connect:
     """Where the stage below listens, and by which keys (`seats`) the stages are known.
 
-    Between machines a stage below is reached by one of the routes in `reach`, the first that works,
-    and a stage waits at the doors in `wait` for the one above it: at that of one of the two
-    (direct), or of another (relayed). `run` is by what doors know the
-    run, and `word` ends the names of its links there: who is not told it, such as a peer that was
-    removed from the run, cannot wait in another's place. `links` says of each cut how often its
-    link was opened anew, for another process at one of its ends.
+    Between machines a stage below is reached by the first of the routes in `reach` that works, and
+    a stage waits at the doors in `wait` for the one above it. Doors know the run as `run`, and
+    `word` ends the names of its links there: who is not told it, such as a peer that was removed,
+    cannot wait in another's place. `links`: how often the link over each cut was opened anew.
 
     It is about all cuts of a stage: of one that is built, or that followed another and takes its
     place. Or about one `cut`, because there is another process at its other end. With the number of
@@ -426,32 +422,11 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 OfPeer = Hello | Alive | Leaving | Tried | Declined
-OfStage = (
-    Pulse
-    | Ready
-    | Linked
-    | LinkDown
-    | LinkUp
-    | LogLost
-    | Audited
-    | Follows
-    | Report
-    | Finished
-    | Failed
-    | Ended
-)
-ToPeer = (
-    AskAlive
-    | Hold
-    | Order
-    | Release
-    | News
-    | StepRecord  # without what is of single stages and cuts
-    | EvaluationRecord
-    | RunNews
-    | TryDoor
-    | Dismiss
-)
+OfLinks = Linked | LinkDown | LinkUp | LogLost
+OfStage = Pulse | Ready | OfLinks | Audited | Follows | Report | Finished | Failed | Ended
+# A step as all peers are told of it lacks what is of single stages and cuts.
+ForAll = News | StepRecord | EvaluationRecord | RunNews
+ToPeer = AskAlive | Hold | Order | Release | ForAll | TryDoor | Dismiss
 ToStage = Connect | Start | Await | Saved | Stop | Leave
 
 OF_NO_STAGE = -1
@@ -497,10 +472,8 @@ def pack(envelope: Envelope) -> bytes:
     body = _compact(message) if isinstance(message, Step) else message
     said = msgspec.msgpack.encode([type(message).__name__, *about, body])
     if len(said) > MOST_SAID:
-        raise WireError(
-            f"a {type(message).__name__} message has {len(said)} bytes, at most {MOST_SAID} are "
-            "allowed"
-        )
+        what = f"a {type(message).__name__} message has {len(said)} bytes"
+        raise WireError(f"{what}, at most {MOST_SAID} are allowed")
     return zlib.compress(said, 6)
 
 
