@@ -504,7 +504,7 @@ def _answer(book: AuthorityBook, asked: _Asked, public: str, origin: str) -> Hos
             return HostSays(__version__, reached=_reaches(book, asked, origin))
         name = book.enrol(asked.invite, asked.secret, public, asked.name)
         return HostSays(__version__, name=name)
-    except (AdmissionError, WireError) as refusal:
+    except WireError as refusal:
         return HostSays(__version__, str(refusal))
 
 

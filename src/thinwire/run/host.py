@@ -287,12 +287,6 @@ class OpenDoor:
         return self.book.invite(here, lasts=OWN_INVITE_SECONDS, machines=count)
 
 
-def tell_settings(book: AuthorityBook, settings: Settings, stream: Stream) -> None:
-    """Tell a member what is trained, with which it measures its machine; a stranger nothing."""
-    if book.name_of(fingerprint_of(stream.public)) is not None:
-        stream.write(msgspec.json.encode(settings.to_plain()))
-
-
 def who_is_left_out(addresses: tuple[str, ...], relay: Route | None) -> str:
     """Who cannot come by these addresses of a host, and what to do about it; empty for nobody."""
     places = [split_address(address) for address in addresses]
@@ -435,8 +429,7 @@ class HostedPeers(Peers):
         checkpoint: Checkpoint | None,
         on_progress: Callable[[int, int], None],
     ):
-        formation = base.formation
-        stages = len(formation.seats)
+        stages = len(base.formation.seats)
         super().__init__(stages)
         self._base, self._settings, self._checkpoint = base, settings, checkpoint
         self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
@@ -444,14 +437,14 @@ class HostedPeers(Peers):
         self._alone_at = 0.0  # when no member could be reached
         self._again = 0  # how often stages were given anew
         self._given: dict[tuple[str, int], int] = {}  # by member and stage: as of which of these
-        self._groups = formation.groups()  # the stages that share a process
+        self._groups = base.formation.groups()  # the stages that share a process
         self._is_saved = False  # a checkpoint is complete since the placement was last looked at
         self._collected: set[str] = set()  # members whose shards are fetched
         self._standbys = base.display.standing.standbys
         self._standby_after = 0.0  # no other stand-by begins before
         self._replaces = bool(placement(settings, self._groups))  # those who are lost
         self._given_up: set[tuple[str, float]] = set()  # members that were away for too long
-        self._links = f"epoch/{formation.epoch}.{secrets.token_hex(16)}"
+        self._links = f"epoch/{base.formation.epoch}.{secrets.token_hex(16)}"
         self._ways: dict[tuple[int, ...], Ways] = {}  # by who follows, of the holders by ()
         self._ended: dict[int, str] = {}  # stages whose processes have ended: their last words
         self._streams = Streams(base.door.listener)
@@ -501,11 +494,34 @@ class HostedPeers(Peers):
         self._given |= {(name, stage): self._again for stage in stages}
         if not follows:
             self._collect(name)
-        self._serve(name, stages, checkpoint, follows)
+        generation, again = self._base.formation.epoch, self._again
+
+        def is_due() -> bool:
+            """Whether they are the member's still, and not given anew: it dials by other names."""
+            whose = self._standbys.get(tuple(stages)), self._base.formation.seats[stages[0]]
+            return name in whose and self._given[name, stages[0]] == again
+
+        def serve_tokens(stream: str) -> None:
+            accept = partial(self._streams.accept, stream, name, is_due=is_due)
+            outage = max(self._settings.link.outage, msg.LEAST_OUTAGE_S)
+            pipe = LastingPipe(accept(), accept, outage)
+            TokenServer(pipe, self._base.data, self._settings, self._base.beside["token ids"])
+
+        if checkpoint is not None:
+            on_gone = partial(self.said.note, ev.FollowerLost(stages)) if follows else None
+            meter = self._base.beside["states"]
+            self._states.append(SeatServer(checkpoint, self._settings, meter, on_gone))
+            stream = msg.stream_name("state", stages[0], generation, again)
+            serve = partial(self._states[-1].serve, stages=tuple(stages))
+            self._streams.serve(stream, name, serve, is_due)
+        for stage in stages:
+            stream = msg.stream_name("tokens", stage, generation, again)
+            on_daemon_thread("thinwire tokens", partial(serve_tokens, stream))
         plain, corpus = self._settings.to_plain(), self._base.data.fingerprint
         resumes = checkpoint is not None
-        hold = msg.Hold(stages, plain, resumes, corpus, self._links, began, self._again, follows)
-        return self._tell(name, hold)
+        return self._tell(
+            name, msg.Hold(stages, plain, resumes, corpus, self._links, began, again, follows)
+        )
 
     def _tell(self, name: str, message: Any, stage: int = msg.OF_NO_STAGE) -> bool:
         return self._base.members.tell(name, message, stage, self._base.formation.epoch)
@@ -531,14 +547,11 @@ class HostedPeers(Peers):
 
     def next_event(self, coordinator: Coordinator) -> ev.Event:
         somebody_is_away = self._give_up_the_absent()
-        self._spread()
+        if self.is_training and not self._homeless and not self.is_stopping:
+            self._use_who_holds_nothing()
+        self._is_saved = False
         for stages in [*self._homeless]:
             self._find_holder(stages)
-        if self.is_training and not self._homeless and not self.is_stopping:
-            self._find_standby()
-            one_holds_all = len(self._groups) == 1
-            if one_holds_all and (name := self._placing().next_share()) is not None:
-                self._pause(f"{name} takes some of the stages, which one machine holds")
         rest = coordinator.rest(time.monotonic())
         return self.said.next(min(rest, AWAY_TICK) if somebody_is_away or self._homeless else rest)
 
@@ -584,12 +597,24 @@ class HostedPeers(Peers):
         saved = Checkpoint.open(self.saved, allow_plugins=True) if self.saved else self._checkpoint
         return saved, self._checkpoint.step if self._checkpoint else 0
 
+    def _use_who_holds_nothing(self) -> None:
+        """After a complete checkpoint, a member that follows stages takes them over where somebody
+        holds several groups since members were lost. Others begin to follow stages, or share all
+        that one machine holds.
+        """
+        placing = self._placing()
+        if self._is_saved and (found := placing.next_move()):
+            stages, crowded, name = found
+            moves = f"{stage_names(stages)} moves from {crowded} to {name}"
+            self.said.note(ev.MoveAsked(stages, moves))
+        if self._replaces and time.monotonic() >= self._standby_after:
+            self._find_standby()
+        if len(self._groups) == 1 and (sharer := placing.next_share()) is not None:
+            self._pause(f"{sharer} takes some of the stages, which one machine holds")
+
     # Stand-bys: members that hold nothing, and follow stages whose loss would cost most
 
     def _find_standby(self) -> None:
-        """Have a member that holds nothing follow stages that nobody follows."""
-        if not self._replaces or time.monotonic() < self._standby_after:
-            return
         stages, name = self._placing().next_standby()
         if name is None:
             if stages:
@@ -640,8 +665,7 @@ class HostedPeers(Peers):
         except ConfigError as error:  # a full disk: only a host that is started anew would read it
             self._base.display.note(f"{error}; the run goes on")
         self._unheard -= {*stages}
-        for stage in stages:
-            self._ended.pop(stage, None)
+        self._ended = {stage: words for stage, words in self._ended.items() if stage not in stages}
         if before != name:
             self.collector.retract(stages)
             reason = f"{name} holds {stage_names(stages)} now"
@@ -668,18 +692,6 @@ class HostedPeers(Peers):
                 self._lose(member.name, f"{member.name} could not be reached for {limit:g} s")
             is_waiting |= away not in self._given_up
         return is_waiting
-
-    def _spread(self) -> None:
-        """After a complete checkpoint, have a member that holds nothing take over one of several
-        groups of stages that another holds since members were lost: it follows them by now.
-        """
-        is_due, self._is_saved = self._is_saved and self.is_training, False
-        if not is_due or self._homeless or self.is_stopping:
-            return
-        if found := self._placing().next_move():
-            stages, crowded, name = found
-            moves = f"{stage_names(stages)} moves from {crowded} to {name}"
-            self.said.note(ev.MoveAsked(stages, moves))
 
     def tell(self, stage: int, message: msg.ToStage, follows: bool = False) -> None:
         self._is_saved |= isinstance(message, msg.Saved)
@@ -731,44 +743,12 @@ class HostedPeers(Peers):
             self._ways[followed] = Ways(book.run_id, self._links, doors, meeting, keys)
         return self._ways[followed]
 
-    def _serve(
-        self, name: str, stages: list[int], checkpoint: Checkpoint | None, follows: bool
-    ) -> None:
-        """Accept what stages on a member open beside its own stream: states and token ids."""
-        generation, again = self._base.formation.epoch, self._again
-
-        def is_due() -> bool:
-            """Whether they are the member's still, and not given anew: it dials by other names."""
-            whose = self._standbys.get(tuple(stages)), self._base.formation.seats[stages[0]]
-            return name in whose and self._given[name, stages[0]] == again
-
-        if checkpoint is not None:
-            meter, lost = self._base.beside["states"], ev.FollowerLost(stages)
-            on_gone = partial(self.said.note, lost) if follows else None
-            states = SeatServer(checkpoint, self._settings, meter, on_gone)
-            self._states.append(states)
-            stream = msg.stream_name("state", stages[0], generation, again)
-            serve = partial(states.serve, stages=tuple(stages))
-            self._streams.serve(stream, name, serve, is_due)
-
-        def serve_tokens(stream: str) -> None:
-            accept = partial(self._streams.accept, stream, name, is_due=is_due)
-            outage = max(self._settings.link.outage, msg.LEAST_OUTAGE_S)
-            pipe = LastingPipe(accept(), accept, outage)
-            TokenServer(pipe, self._base.data, self._settings, self._base.beside["token ids"])
-
-        for stage in stages:
-            stream = msg.stream_name("tokens", stage, generation, again)
-            on_daemon_thread("thinwire tokens", partial(serve_tokens, stream))
-
     def _collect(self, name: str) -> None:
         if name not in self._collected:
             self._collected.add(name)
-            collect = partial(self.collector.collect_from, name, self._held_by(name))
+            held = lambda: self._base.formation.held_by(name)  # noqa: E731
+            collect = partial(self.collector.collect_from, name, held)
             self._streams.serve(msg.store_name(name), name, collect)
-
-    def _held_by(self, name: str) -> Callable[[], list[int]]:
-        return lambda: self._base.formation.held_by(name)
 
     def _on_happening(self, name: str, what: Happening) -> bool:
         """On the thread of a member's stream, which may wait for room in the queue: so no stage of
@@ -908,7 +888,14 @@ class _Hosting(Base):
         self._stop_asked = False
         self._failures = Failures()
         door = OpenDoor(book, options, formation.port, opened)
-        door.listener.serve(msg.SETTINGS, partial(tell_settings, book, settings))
+        plain = msgspec.json.encode(settings.to_plain())
+
+        def tell_settings(stream: Stream) -> None:
+            """Tell a member what is trained, by which it measures itself; a stranger nothing."""
+            if book.name_of(fingerprint_of(stream.public)) is not None:
+                stream.write(plain)
+
+        door.listener.serve(msg.SETTINGS, tell_settings)
         if options.stages_here:  # they end after members have heard a farewell, so they begin first
             here = own_peers(options.stages_here, door.own_invite(), folder, settings.run.device)
             opened.enter_context(here)
@@ -1016,18 +1003,18 @@ class _Hosting(Base):
             is_lost = False  # it may be this machine, and to train again would not help
         if is_lost or (done < steps and not self._stop_asked):
             record.pause()
-            why = "the last checkpoint is missing" if is_lost else peers.pauses
-            self.display.note(f"{why or 'a peer leaves'}: the run pauses after step {done}")
+            why = "the last checkpoint is missing" if is_lost else peers.pauses or "a peer leaves"
+            self.display.note(f"{why}: the run pauses after step {done}")
             return None
         peers.collector.forget()
 
         def say_farewell() -> None:
             self._tell_members(record.ledger.progress() if record.ledger.records else None)
-            farewell = f"the run is complete: {done} steps"
-            if done < steps:
-                stopped = f"the host stopped the run after step {done} of {steps}"
-                farewell = f"{stopped}; join again when it is back"
-            self.members.say_farewell(farewell)
+            stopped = f"the host stopped the run after step {done} of {steps}"
+            if done == steps:
+                self.members.say_farewell(f"the run is complete: {done} steps")
+            else:
+                self.members.say_farewell(f"{stopped}; join again when it is back")
 
         moved, beside = self.members.moved_bytes(), self.beside_bytes()
         return record.finish(moved, self._stop_asked, self._started, beside, say_farewell)
@@ -1051,9 +1038,8 @@ class _Hosting(Base):
             return
         name, deed = self.formation.seats[culprit.stage], culprit.deed
         if count := self._failures.count(name, deed == "was lost"):
-            last = f"it {deed} {count} times and the run got no further, last: "
-            last += one_line(culprit.reason)
-            why = f"{last}. It gets one again when the host is started anew"
+            why = f"it {deed} {count} times and the run got no further, last: "
+            why += f"{one_line(culprit.reason)}. It gets one again when the host is started anew"
             self.members.set_aside(name, why)
             self.display.note(f"{name} gets no stage any more: {why}")
         elif deed != "was lost" and len(self.members.here()) > len(self.formation.members()):
