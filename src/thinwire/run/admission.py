@@ -111,14 +111,15 @@ class Invite:
 
     @classmethod
     def parse(cls, text: str) -> "Invite":
-        """The invite that a line of text says; line breaks from pasting do no harm, nor does what
-        stands before it in the host's line.
+        """The invite in a line of text, whatever stands before it, even with line breaks in it.
 
         Raises AdmissionError for anything that is not an unaltered invite, and never quotes it.
         """
+        _, prefix, body = "".join(text[: 2 * _LONGEST].split()).partition(_PREFIX)
         try:
-            line = "".join(text[: 2 * _LONGEST].split())
-            return cls._parsed(line[max(0, line.find(_PREFIX)) :])
+            if not prefix:
+                raise ValueError(f"an invite begins with {_PREFIX}")
+            return cls._parsed(body)
         except ValueError as error:
             raise AdmissionError(
                 f"this invite cannot be used: {error}; copy the whole line that the host printed, "
@@ -126,13 +127,11 @@ class Invite:
             ) from None
 
     @classmethod
-    def _parsed(cls, line: str) -> "Invite":
+    def _parsed(cls, body: str) -> "Invite":
         """Raises ValueError with the reason."""
-        if not line.startswith(_PREFIX):
-            raise ValueError(f"an invite begins with {_PREFIX}")
-        if len(line) > _LONGEST:
+        if len(body) > _LONGEST:
             raise ValueError("it is too long")
-        body, whole = line.removeprefix(_PREFIX), b""
+        whole = b""
         with contextlib.suppress(ValueError):
             whole = base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True)
         content, checksum = whole[:-_CHECKSUM_BYTES], whole[-_CHECKSUM_BYTES:]
@@ -226,10 +225,7 @@ class _Book:
 
 
 class AuthorityBook:
-    """The key of a run's host, with its invites and peers. Safe to use from several threads.
-
-    It is made when there is none in the folder.
-    """
+    """The key, invites and peers of a run's host, made if need be; safe on several threads."""
 
     def __init__(self, folder: Path, run_name: str = "", clock: Callable[[], float] = time.time):
         self.folder, self._run_name, self._clock = folder, run_name, clock
@@ -270,8 +266,7 @@ class AuthorityBook:
     def enrol(self, invite_id: str, secret: str, public: str, wanted_name: str) -> str:
         """Let in who has proven to hold a key; returns its name. AdmissionError says why not.
 
-        A peer that is known by its key is told its name again, with any invite that let it in, also
-        after that has expired: its time is for those who are new.
+        Who is known by its key is told its name again, with any invite that ever let it in.
         """
         key = fingerprint_of(public)
         with self._change():
@@ -295,10 +290,7 @@ class AuthorityBook:
             self._admitted(invite_id, secret, fingerprint_of(public))
 
     def kick(self, name: str) -> list[str]:
-        """Let a peer in no more, neither by its key nor by its invite, with which it could return
-        with another. Peers that joined with the same one stay, and are returned: they may be the
-        same person.
-        """
+        """Let a peer in no more, by its key or its invites; who else came with these."""
         with self._change():
             if (peer := self._peers.get(name)) is None:
                 names = ", ".join(sorted(self._peers)) or "none"
@@ -330,9 +322,7 @@ class AuthorityBook:
         return self.identity.token_with(name, self._peers[name].public)
 
     def grant_of(self, who: str) -> Grant | None:
-        """What somebody may at the host's door: a peer all until it is kicked, an invite enrolment
-        and what `doctor` measures, for as long as it lets somebody in.
-        """
+        """What somebody may at the host's door: an invite, to enrol and measure."""
         if peer := self._peers.get(who):
             return Grant(self.door_token(who), refusal=peer.why_kicked)
         number = who.removeprefix(_INVITED)
@@ -509,9 +499,7 @@ def _answer(book: AuthorityBook, asked: _Asked, public: str, origin: str) -> Hos
 
 
 def _reaches(book: AuthorityBook, asked: _Asked, origin: str) -> str:
-    """Whether a door of this run answers there; tried only where the caller itself comes from, for
-    a host is no means to look around.
-    """
+    """Whether a door of this run answers where the caller comes from: nowhere else is tried."""
     grant = book.grant_of(f"{_INVITED}{asked.invite}")
     if not is_address(asked.door) or split_address(asked.door)[0] != origin or grant is None:
         return ""

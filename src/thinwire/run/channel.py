@@ -146,8 +146,6 @@ class Hearing:
                 return event
 
     def forget(self, stages: Collection[int]) -> None:
-        """Others take the places of those who hold these stages: what came of them and was not
-        taken yet would pass for a word, or the end, of the others.
-        """
+        """Others hold these now: what came of those before would pass for theirs."""
         for stage in stages:
             self._room[stage] = threading.Semaphore(MOST_UNHEARD)

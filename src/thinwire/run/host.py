@@ -166,9 +166,7 @@ def comparable(peers: list[Machine]) -> list[Machine]:
 
 
 def form(settings: Settings, peers: list[Machine], keeps_split: bool) -> ChosenSplit:
-    """Choose stages and blocks among members that are here; ConfigError: why there is no way yet.
-    `keeps_split`: the blocks of each stage stay as the settings have them.
-    """
+    """Choose stages and blocks among members that are here, or with `keeps_split` stages alone."""
     if keeps_split:
         split = [len(blocks) for blocks in settings.split()]
         pipeline = dataclasses.replace(settings.pipeline, split=split)
@@ -229,10 +227,7 @@ def probe_all(members: list[Member], book: AuthorityBook) -> list[DoorOf]:
 
 
 def probe(hello: msg.Hello, origin: str, run: str, token: str) -> DoorOf:
-    """A member's door as others find it: tried, not believed.
-
-    Only where the member's own stream comes from, its `origin`: a host is no means to look around.
-    """
+    """A member's door, tried where its own stream comes from alone: a host looks nowhere else."""
     if origin and hello.outside.rpartition(":")[0].strip("[]") == origin:
         with contextlib.suppress(WireError):
             ping(Route(hello.outside, "direct", token), f"{run}/control", PROBE_SECONDS)
@@ -598,10 +593,7 @@ class HostedPeers(Peers):
         return saved, self._checkpoint.step if self._checkpoint else 0
 
     def _use_who_holds_nothing(self) -> None:
-        """After a complete checkpoint, a member that follows stages takes them over where somebody
-        holds several groups since members were lost. Others begin to follow stages, or share all
-        that one machine holds.
-        """
+        """Have members that hold nothing take stages over, follow some, or share them."""
         placing = self._placing()
         if self._is_saved and (found := placing.next_move()):
             stages, crowded, name = found
@@ -676,9 +668,7 @@ class HostedPeers(Peers):
         self._ways_between()
 
     def _give_up_the_absent(self) -> bool:
-        """Have others hold the stages of a member that cannot be reached, if there are others: else
-        its stream says when it has been away for too long. Whether somebody is still waited for.
-        """
+        """Have others hold what an absent member holds; whether one is waited for."""
         now, is_waiting = time.monotonic(), False
         for member in self._base.members.all() if self._replaces else ():
             held, away = self._base.formation.held_by(member.name), (member.name, member.down_since)
@@ -728,9 +718,7 @@ class HostedPeers(Peers):
         self._states.clear()
 
     def _ways_between(self, followed: tuple[int, ...] = ()) -> Ways:
-        """The ways between the members of all stages; or as they were if whoever follows some held
-        these. Doors that are not known are probed at once.
-        """
+        """The ways between the members of all stages, as if who follows some held these."""
         if followed not in self._ways:  # both ends of a link need the same word
             door, book, known = self._base.door, self._base.door.book, self._doors
             follower = self._standbys.get(followed, "")
@@ -819,9 +807,7 @@ class HostedPeers(Peers):
                 self.is_training = False  # the run is at its end
 
     def _moves_from(self, stage: int, failed: ShardFailed) -> bool:
-        """Whether others take a stage from a member that cannot write its part of a checkpoint:
-        they write it anew. Where nobody can, this checkpoint fails, and the run goes on.
-        """
+        """Whether others take a stage whose holder cannot write its part of a checkpoint."""
         name, reason = self._base.formation.seats[stage], one_line(failed.error)
         group = next(group for group in self._groups if stage in group)
         self.unsaved.add(failed.step)
@@ -834,9 +820,7 @@ class HostedPeers(Peers):
         return True
 
     def _on_leaving(self, name: str, held: list[int]) -> None:
-        """A member leaves: others take its stages; where nobody can, the run stops with a
-        checkpoint, and waits for somebody. In a run that stops it stays until then.
-        """
+        """Others take its stages; where nobody can, the run stops with a checkpoint."""
         others = self._placing(lambda member: member.name != name)
         can_move = self.is_training and self._replaces and not self.is_stopping
         if can_move and others.patience(held) is not None:
@@ -845,9 +829,7 @@ class HostedPeers(Peers):
         self._pause(f"{name} leaves")
 
     def _pause(self, why: str) -> None:
-        """Have the run stop with a checkpoint, and be formed again; at once where stages that are
-        lost wait for a holder, for then no step ends.
-        """
+        """Have the run stop with a checkpoint; at once where lost stages let no step end."""
         self.pauses = self.pauses or why
         times = 0 if self.is_stopping else 2 if self._homeless else 1
         for _ in range(times):  # asked twice, a coordinator leaves at once

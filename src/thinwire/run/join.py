@@ -156,10 +156,7 @@ def join(invite: Invite, terms: Terms, display: Display) -> str:
 
 
 def _seen(host: Routes) -> str:
-    """As which host others see this machine; empty where no way leads there at the moment.
-
-    An AdmissionError says that this peer was removed from the run.
-    """
+    """As which host others see this machine; empty where no way leads there at the moment."""
     for route in host.routes:
         try:
             return split_address(ping(route, host.name).address)[0]
@@ -331,9 +328,7 @@ class Holding:
         self.here = StagesHere(order, self._process, on_said, lambda error: None, on_exit)
 
     def stop(self) -> None:
-        """End the process at once, and fetch nothing more: this machine may be given the same
-        stages again, and their state goes into the same files.
-        """
+        """End the process at once, and fetch nothing more: others may write the same files."""
         self._is_stopped = True
         if self._source is not None:
             on_daemon_thread("thinwire close", partial(self._source.close, 0))
@@ -441,9 +436,7 @@ class JoinedPeer:
         return {"status": lambda request: self._status(invite).to_plain(), "leave": leave}
 
     def _status(self, invite: Invite) -> msg.StatusReport:
-        """What the host tells everybody, and what this peer knows better: itself, and whether the
-        host can be reached.
-        """
+        """What the host tells everybody, and what this peer knows better."""
         holdings, lost_at = self._holdings, self._lost_at  # other threads may change them
         now, name, is_open = time.time(), self.identity.name, bool(self._addresses[1])
         held, doing = holdings[0] if holdings else None, "waiting for a stage"

@@ -247,10 +247,7 @@ class Members:
         pipe.close(0)
 
     def _open(self, member: Member, connections: _Connections) -> None:
-        """Hear a new stream of a member; it counts from its hello on.
-
-        With the lock, so that nothing that it says is heard before it is known.
-        """
+        """With the lock: hear a new stream of a member; it counts from its hello on."""
         first = connections.latest
 
         def reopen(timeout: float) -> Pipe:

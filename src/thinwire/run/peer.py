@@ -168,9 +168,7 @@ class Peer:
     def fail(
         self, error: BaseException, convicts: Sequence[int] = (), accuses: Sequence[int] = ()
     ) -> None:
-        """Say why this stage cannot go on, if anybody still listens, who broke the contract, and
-        whom it cannot link to. A broken link says more about the neighbour who vanished.
-        """
+        """Say why this stage cannot go on, who broke the contract, and whom it cannot link to."""
         known, is_wire = isinstance(error, ThinwireError), isinstance(error, WireError)
         told = str(error) if known else f"{type(error).__name__}: {error}"
         if self.order.host:  # to another machine: nothing of this one's files, which its log has
@@ -312,9 +310,7 @@ class Peer:
                 self._say(message)
 
     def _relink(self, worker: Worker, cut: int, connect: msg.Connect) -> bool:
-        """On a thread of its own: go on with another process at the other end of a cut; False if
-        that cannot be, which it has said.
-        """
+        """On a thread: go on with another process at the end of a cut; False: it said why not."""
         logged, neighbour = self._logged[cut], msg.other_end(cut, self.stage)
 
         def is_wanted() -> bool:

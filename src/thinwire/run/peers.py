@@ -46,9 +46,7 @@ def coordinator_of(
     held: list[list[int]],
     parts_travel: bool = False,
 ) -> Coordinator:
-    """The coordinator of a run that begins, or goes on from a checkpoint; `held`: the stages that
-    share a process.
-    """
+    """The coordinator of a run, perhaps from a checkpoint on; `held`: the stages by process."""
     stages = settings.pipeline.stages
     return Coordinator(
         stages,
@@ -91,9 +89,7 @@ def heed(
     carry_out: Callable[[ev.Command], None],
     event: ev.Event,
 ) -> None:
-    """Do what the coordinator says to one event; raises the error with which it ends the run.
-    Commands that are not for peers go to `carry_out`.
-    """
+    """Do what the coordinator says to an event; raises the error that ends the run."""
     for command in coordinator.on(event, time.monotonic()):
         match command:
             case ev.Tell(stage, message, follows):
@@ -225,10 +221,7 @@ def placement(settings: Settings, held: list[list[int]]) -> list[list[int]]:
 
 
 class LocalPeers(Peers):
-    """Processes on this machine, each with one stage or several; no orphans, however it ends.
-
-    `order` says what they are to be, but for their stages and identities.
-    """
+    """Processes on this machine, each by the `order` with its own stages; no orphans are left."""
 
     def __init__(
         self, settings: Settings, run_folder: Path, order: Order, peers: int = 0, began: int = 0

@@ -34,9 +34,7 @@ _FORK_SECONDS = 30.0  # for a process that has imported all, to fork another
 
 
 def die_with_starter() -> None:
-    """Have Linux end this process with the thread that started it, even while it is stopped and
-    sees no end of its standard input.
-    """
+    """Have Linux end this process, even a stopped one, with the thread that started it."""
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -109,9 +107,7 @@ def forks(device: str) -> bool:
 
 
 def start_processes(logs: Sequence[Path], forker: "Forker | None" = None) -> list[StageProcess]:
-    """Start a process for each of these logs, by itself or by a forker, each on the thread that
-    also ends it. If one cannot be started, none is left.
-    """
+    """Start a process for each log, on the thread that also ends it; all of them or none."""
     for folder in {log.parent for log in logs}:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -158,9 +154,7 @@ def python_module(*arguments: str, stdin: int, output: BinaryIO) -> "subprocess.
 
 
 class Forker:
-    """A process that imports a module once, and forks a process that runs it whenever one is
-    wanted. All end with it.
-    """
+    """A process that imports a module once, and forks others that run it. All end with it."""
 
     def __init__(self, module: str = PEER):
         self._module = module
