@@ -1,16 +1,12 @@
 """Who may join a run: the invite, the host's list of peers, and how a machine gets on it.
 
-*An invite* is one line of text: the fingerprint of the host's key, so whoever has it needs no other
-proof of whom it talks to; and a secret, so whoever has it is let in.
-
-*The book* is the authority: it is asked at every connection. A change is on the disk before anybody
-hears of it, so a single-use invite stays used and a kicked peer stays kicked, whatever ends the
-process.
-
-*Enrolment* puts a key on the list, on a stream of one who is not on it yet. The host has proven the
-key whose fingerprint is in the invite before the joining machine says anything: whoever stands
-between learns neither the secret nor the name. The machine's own key is made before and never
-leaves it. So if it enrols again, because an answer was lost, it is known to the host.
+*An invite* is one line of text: the fingerprint of the host's key, by which whoever has it knows
+whom it talks to; and a secret, so whoever has it is let in. *The book* is the authority, asked at
+every connection. A change is on the disk before anybody hears of it: a used invite stays used, and
+a kicked peer kicked, whatever ends the process. *Enrolment* puts a key on the list, on a stream of
+one who is not on it yet. The host proves its key before the joining machine says anything: whoever
+stands between learns neither the secret nor the name. If an answer was lost, the machine enrols
+again with the same key, and is known.
 """
 
 import base64
@@ -550,7 +546,7 @@ def _exchange(
     with contextlib.closing(stream):
         stream.write(msgspec.json.encode(asked))
         texts = msgspec.structs.astuple(_heard(stream, _SAYS))
-        return HostSays(*(printable(text, 500) for text in texts)), stream.public
+    return HostSays(*(printable(text, 500) for text in texts)), stream.public
 
 
 def _heard(stream: Pipe, decoder: msgspec.json.Decoder[T]) -> T:

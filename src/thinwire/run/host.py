@@ -211,7 +211,7 @@ class Ways:
         return [Route(address, "direct", self.token) for address in addresses if address]
 
 
-def probe_all(members: list[Member], book: AuthorityBook) -> list[DoorOf]:
+def probe_all(members: list[Member], book: AuthorityBook) -> dict[str, DoorOf]:
     """The doors of several members, tried at once; one that is away has none."""
 
     def look(member: Member) -> DoorOf:
@@ -219,11 +219,10 @@ def probe_all(members: list[Member], book: AuthorityBook) -> list[DoorOf]:
             return DoorOf()
         return probe(hello, member.origin, book.run_id, book.door_token(member.name))
 
-    probing = [on_daemon_thread("thinwire probe", partial(look, member)) for member in members]
-    doors = [one.result() for one in probing]
-    for member, door in zip(members, doors, strict=True):
-        member.is_reachable = bool(door.outside)
-    return doors
+    probing = {one: on_daemon_thread("thinwire probe", partial(look, one)) for one in members}
+    for member, door in probing.items():
+        member.is_reachable = bool(door.result().outside)
+    return {member.name: door.result() for member, door in probing.items()}
 
 
 def probe(hello: msg.Hello, origin: str, run: str, token: str) -> DoorOf:
@@ -424,8 +423,7 @@ class HostedPeers(Peers):
         checkpoint: Checkpoint | None,
         on_progress: Callable[[int, int], None],
     ):
-        stages = len(base.formation.seats)
-        super().__init__(stages)
+        super().__init__(len(base.formation.seats))
         self._base, self._settings, self._checkpoint = base, settings, checkpoint
         self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
         self._asked_at = 0.0  # when members were asked whether they are there
@@ -453,7 +451,7 @@ class HostedPeers(Peers):
         self.is_stopping = False
         self.collector = ShardCollector(
             base.folder,
-            [most_shard_bytes(settings, stage) for stage in range(stages)],
+            [most_shard_bytes(settings, stage) for stage in self._stages],
             ShardCheck(settings, base.data, incoming_folder(base.folder)).objection,
             patience=settings.run.patience,
             meter=base.beside["checkpoints"],
@@ -724,8 +722,7 @@ class HostedPeers(Peers):
             follower = self._standbys.get(followed, "")
             seats = self._base.formation.given([*followed], follower).seats
             new = {*seats} - known.keys()
-            members = [member for member in self._base.members.all() if member.name in new]
-            known |= zip((member.name for member in members), probe_all(members, book), strict=True)
+            known |= probe_all([one for one in self._base.members.all() if one.name in new], book)
             doors = [known.get(name, DoorOf()) for name in seats]
             meeting, keys = [door.meeting(name) for name in seats], [*map(book.key_of, seats)]
             self._ways[followed] = Ways(book.run_id, self._links, doors, meeting, keys)

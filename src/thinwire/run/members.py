@@ -1,8 +1,8 @@
 """The host's view of the machines that joined: who is there, what each does, and what it is told.
 
-Every member holds one stream to the host for as long as it is joined, over connections that may be
-lost and come back: nothing said on it is lost with them. One that is opened anew, because a process
-was started again or was away for too long, begins with nothing: what its machine held is over.
+Every member holds one stream to the host, over connections that may be lost and come back without
+loss. One that is opened anew, because a process was started again or was away for too long, begins
+with nothing: what its machine held is over.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """The protocol of a run: every message between the coordinator and its peers, and how it travels.
 
-A peer is a machine that takes part, or a process that holds stages for a run on one machine. It has
-one stream to the coordinator. A message on it is about the peer itself or about one of its stages,
-in one generation of the placement:
+A peer, a machine or a process on the coordinator's own, has one stream to the coordinator. A
+message is about the peer itself or about one of its stages, in one generation of the placement:
 
     peer                         coordinator
     Hello                 ->                       who it is, what it can do
@@ -21,10 +20,8 @@ in one generation of the placement:
     Ended                 ->                       the process of the stages has ended
                           <-     Release, Dismiss
 
-Nothing is used before its types are checked, and what a peer says is at most 1 MiB and loses its
-control characters, for a terminal would obey them.
-
-Messages with secrets are dataclasses, which leave these out of what they print.
+Nothing is used before its types are checked; what a peer says is at most 1 MiB, without control
+characters. Messages with secrets are dataclasses, which leave these out of what they print.
 """
 
 import math
@@ -143,9 +140,8 @@ class Progress:
 class Hello(msgspec.Struct, frozen=True):
     """A machine is there: what it is and what it can do. The first message of its stream.
 
-    `door` is the address at which its own processes find its door, and `outside` the one that
-    others may reach it by; both are empty where it has none. `process` is drawn anew by every
-    process that joins, and `place` says to people where that is.
+    Its own processes find its door at `door`, others perhaps at `outside`; both may be empty. Every
+    process that joins draws another `process`, and `place` says to people where that is.
     """
 
     versions: dict[str, str]
@@ -290,11 +286,10 @@ class AskAlive(msgspec.Struct, frozen=True):
 class Hold:
     """A machine is to hold stages: data alone, for paths and devices are its own.
 
-    `corpus` is the fingerprint of the data; `resumes` says whether there is a checkpoint to fetch.
-    `links` is the token by which the peers of this generation meet at each other's doors. Where a
-    machine takes the place of a lost one, `began` says where the generation began, and `again` how
-    often stages of it were given anew. What the machine holds of this generation beside, it keeps.
-    A machine that `follows` stands by: it computes what the holder of these stages computes.
+    `corpus`: the fingerprint of the data; `resumes`: whether there is a checkpoint to fetch;
+    `links`: the token by which the peers of this generation meet at each other's doors. In the
+    place of a lost machine: where the generation `began`, and how often stages were given `again`.
+    One that `follows` stands by: it computes what the holder of these stages computes.
     """
 
     stages: list[int]
@@ -377,9 +372,8 @@ class Connect:
     `word` ends the names of its links there: who is not told it, such as a peer that was removed,
     cannot wait in another's place. `links`: how often the link over each cut was opened anew.
 
-    It is about all cuts of a stage: of one that is built, or that followed another and takes its
-    place. Or about one `cut`, because there is another process at its other end. With the number of
-    a `follower` it is about the streams by which that one is fed.
+    It is about all cuts of a stage that is built or takes another's place; or about one `cut` with
+    another process at its other end; or about the streams that feed a `follower`.
     """
 
     below: str
