@@ -655,7 +655,8 @@ class HostedPeers(Peers):
         except ConfigError as error:  # a full disk: only a host that is started anew would read it
             self._base.display.note(f"{error}; the run goes on")
         self._unheard -= {*stages}
-        self._ended = {stage: words for stage, words in self._ended.items() if stage not in stages}
+        for stage in stages:
+            self._ended.pop(stage, None)
         if before != name:
             self.collector.retract(stages)
             reason = f"{name} holds {stage_names(stages)} now"
@@ -781,7 +782,8 @@ class HostedPeers(Peers):
                 self._unable.discard(name)
                 self._lose(name, f"it cannot hold its stage: {one_line(reason)}", stages=lost)
             case ev.Lost(_, reason, in_breach):
-                self._ended = {**dict.fromkeys(held, ""), **self._ended}
+                for stage in held:
+                    self._ended.setdefault(stage, "")
                 self._lose(name, reason, in_breach)
             case ev.Away() | ev.Back():
                 self.said.note(msgspec.structs.replace(what, stage=held[0]))
@@ -940,9 +942,8 @@ class _Hosting(Base):
         coordinator = coordinator_of(settings, folder, checkpoint, groups, parts_travel=True)
         machines = {member.name: member.machine for member in self.members.all()}
         links = links_of([machines.get(name, Machine()) for name in seats])
-        earlier = self.record
-        display, data = self.display, self.data
-        record = RunRecord(settings, folder, data, checkpoint, display, True, earlier, links)
+        display, data, before = self.display, self.data, self.record
+        record = RunRecord(settings, folder, data, checkpoint, display, True, before, links)
 
         def show_last_checkpoint(done: int, total: int) -> None:
             """While training goes on, checkpoints travel unseen; at its end one is waited for."""

@@ -97,10 +97,10 @@ def heed(
                     peers.tell(stage, message, follows)
             case ev.End(error, ev.Suspect() as culprit):
                 raise StageFailedError(f"{error}{peers.last_words(culprit)}", culprit)
-            case ev.End(None):
-                peers.wait_for_exits()
-            case ev.End(error):
+            case ev.End(BaseException() as error):
                 raise error
+            case ev.End():
+                peers.wait_for_exits()
             case ev.Replace(stages, by_follower):
                 peers.replace(stages, by_follower)
             case ev.OfFollower():

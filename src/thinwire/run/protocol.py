@@ -475,9 +475,11 @@ def unpack(payload: bytes, kinds: Kinds) -> Envelope:
     """The message of a payload, checked; WireError names what is wrong with it."""
     name = "control"
     try:
-        name, *about, body = msgspec.msgpack.decode(
-            _inflate(payload), type=tuple[str, int, int, int, Any]
-        )
+        reader = zlib.decompressobj()
+        said = reader.decompress(payload, MOST_SAID)
+        if not reader.eof:
+            raise ValueError(f"it is cut off, or longer than {MOST_SAID} bytes")
+        name, *about, body = msgspec.msgpack.decode(said, type=tuple[str, int, int, int, Any])
         kind = kinds.get(name)
         if kind is None:
             raise ValueError("is not for this end")
@@ -489,14 +491,6 @@ def unpack(payload: bytes, kinds: Kinds) -> Envelope:
     except (ValueError, RecursionError, zlib.error) as error:  # what msgspec raises is a ValueError
         reason = printable(str(error), 200)
         raise WireError(f"a {printable(name, 40)} message cannot be used: {reason}") from None
-
-
-def _inflate(payload: bytes) -> bytes:
-    reader = zlib.decompressobj()
-    said = reader.decompress(payload, MOST_SAID)
-    if not reader.eof:
-        raise ValueError(f"it is cut off, or longer than {MOST_SAID} bytes")
-    return said
 
 
 def _clean(value: Any) -> Any:
