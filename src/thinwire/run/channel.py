@@ -1,8 +1,7 @@
 """A stream of messages between the coordinator and a peer, and the queue in which all of them meet.
 
-It rides on a pipe of its own: to another machine on a TLS connection that may be lost and come
-back, to a process on this machine on a pair of sockets. It carries well under a kilobyte per stage
-and step, which is metered, and no step waits for it.
+It rides on a pipe of its own: over TLS connections that may be lost and come back, or a pair of
+sockets on this machine. It carries little, which is metered, and no step waits for it.
 """
 
 import os
@@ -53,9 +52,8 @@ class SocketPipe(Pipe):
 
 
 class Channel:
-    """One end of a stream of messages, which go to a callback in order.
-
-    A message that is malformed, or not for this end (`kinds`), breaks it: the other end's fault.
+    """One end of a stream of messages, which go to a callback in order. One that is malformed, or
+    not for this end (`kinds`), breaks it: the other end's fault.
     """
 
     def __init__(
@@ -122,12 +120,8 @@ class Hearing:
         self._queue.put((event, room))
 
     def hear(self, stage: int, message: Any) -> None:
-        """Add what a stage has said, once there is room for it; called by its stream.
-
-        WireError if it speaks too often, which breaks its stream. Results of its work are bounded
-        by the work of the others (coordinator.py).
-        """
-        if not isinstance(message, Report):
+        """Add what a stage has said, once there is room; WireError if it speaks too often."""
+        if not isinstance(message, Report):  # the work of the others bounds these (coordinator.py)
             self._pace[stage].count()
         room = self._room[stage]
         room.acquire()

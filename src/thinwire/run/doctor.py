@@ -1,7 +1,7 @@
 """Looks for what will go wrong before it does: on this machine, and on the way to a host.
 
-Each finding says what was looked at, with the values of this machine; where something will go
-wrong also what, and the fix. torch is imported late: it may be what is missing.
+Findings say what was looked at, and where something will go wrong what, and the fix. torch is
+imported late: it may be what is missing.
 """
 
 import contextlib

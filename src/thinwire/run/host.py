@@ -737,9 +737,7 @@ class HostedPeers(Peers):
             self._streams.serve(msg.store_name(name), name, collect)
 
     def _on_happening(self, name: str, what: Happening) -> bool:
-        """On the thread of a member's stream, which may wait for room in the queue: so no stage of
-        this generation says too much.
-        """
+        """On the thread of a member's stream, which waits where its stages say too much."""
         epoch = self._base.formation.epoch
         homeless = {s for group in [*self._homeless] for s in group} | self._unheard
         placing = self._placing()
@@ -1061,11 +1059,8 @@ class _Hosting(Base):
         return [member.name for member in self.members.here()] != known
 
     def _placed(self, here: list[Member]) -> list[str]:
-        """Whoever holds each stage of a run that is formed for the first time, by what these have
-        measured; ConfigError: they cannot.
-
-        Its blocks stay: whoever takes a stage later takes them. With fewer peers than stages they
-        are as the settings say.
+        """Who holds each stage of a run that is formed for the first time, by what these have
+        measured; ConfigError: they cannot. Its blocks stay, whoever takes a stage later.
         """
         probe_all(here, self.door.book)
         peers = comparable([member.machine for member in here])

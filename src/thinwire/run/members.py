@@ -285,14 +285,10 @@ class Members:
         connections.channel = channel
 
     def _replace(self, member: Member, channel: Channel, hello: msg.Hello) -> bool:
-        """Have another stream of a member count, unless another process holds the one that does.
-
-        A process that begins anew knows of a loss that the host may not have noticed. Of another
-        process with the same key it knows nothing: the two would take turns for ever.
-        """
+        """Have another stream of a member count, unless another process holds the one that does."""
         with self._changed:
             current, first, asked = member.channel, member.hello, time.monotonic()
-            is_alive = False
+            is_alive = False  # two processes with the same key would take turns for ever
             if current is not None and first is not None and first.process != hello.process:
                 _send(current, msg.AskAlive())
                 self._changed.wait_for(

@@ -165,9 +165,8 @@ def neighbours(stages: int, peers: int) -> list[list[int]]:
 class StagesHere:
     """Stages that a process of this machine runs, by its order: what they say, and how it ends.
 
-    `on_said` gets what a stage says, `on_lost` why the process cannot be heard any more, `on_exit`
-    how it ended, and of which stages: where one has failed, the others did nothing wrong. All are
-    called on other threads.
+    On other threads `on_said` gets what a stage says, `on_lost` why nothing can be heard any more,
+    `on_exit` how it ended, and of which stages: of those that failed, if any did.
     """
 
     def __init__(
@@ -213,9 +212,8 @@ class StagesHere:
 
 
 def placement(settings: Settings, held: list[list[int]]) -> list[list[int]]:
-    """Which stages share a process, if one that is lost can be replaced; nothing if it cannot.
-
-    Frames are logged where links outlive a connection, and one process alone has no neighbours.
+    """Which stages share a process, if one that is lost can be replaced: there are logs of frames
+    where links outlive a connection, and one process alone has no neighbours.
     """
     return held if settings.train.log_mb and settings.link.outage and len(held) > 1 else []
 

@@ -97,11 +97,8 @@ class StageProcess:
 
 
 def forks(device: str) -> bool:
-    """Whether processes for this `run.device` are forked from one that has imported torch.
-
-    Elsewhere than on Linux system libraries may not survive it, and a machine with a GPU has cores
-    enough for every process to import torch by itself.
-    """
+    """Whether processes for this `run.device` are forked from one that has imported torch."""
+    # Elsewhere than on Linux libraries may not survive it; with a GPU there are cores enough.
     has_gpu = device != "cpu" and any(Path(place).exists() for place in GPU_DRIVERS)
     return sys.platform.startswith("linux") and device in ("auto", "cpu") and not has_gpu
 
@@ -236,9 +233,8 @@ def _become_stage(
 
 
 def main(arguments: list[str]) -> None:
-    """Entry point of `python -m thinwire.run.processes MODULE`: import the module once, and fork a
-    process for each pair of descriptors, a socket and a log, that comes on standard input. No
-    thread of ours runs here. Say there which process each one is and how it ended, by its number.
+    """`python -m thinwire.run.processes MODULE`: import it, and fork a process for each socket and
+    log that come on standard input; say there by number which it is and how it ended. No threads.
     """
     (module,) = arguments
     starter = socket.socket(fileno=0)

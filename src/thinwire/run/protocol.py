@@ -122,9 +122,7 @@ class StatusReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Progress:
-    """How a run works: a typical step, where the time of stages goes, what crosses the cuts, what
-    each action costs, and the links as far as they are known.
-    """
+    """How a run works: where its time goes, what crosses the cuts, what actions cost, its links."""
 
     step_seconds_median: float
     timeline: Timeline
@@ -177,14 +175,11 @@ class Declined(msgspec.Struct, frozen=True):
 
 
 class Pulse(msgspec.Struct, frozen=True):
-    """What a stage is doing, and how many pieces of work it has begun: sent now and then.
-
-    With the round trips of its connections to the neighbours, in seconds; 0: not known.
-    """
+    """What a stage is doing, and how many pieces of work it has begun: sent now and then."""
 
     begun: int
     doing: str
-    trip_below: Finite = 0.0
+    trip_below: Finite = 0.0  # seconds to a neighbour and back; 0: not known
     trip_above: Finite = 0.0
 
 
@@ -339,10 +334,7 @@ class News(msgspec.Struct, frozen=True):
 
 
 class RunNews(msgspec.Struct, frozen=True):
-    """What the host's page shows beside: so that of a member shows the same. Now and then.
-
-    It lets nobody in, and does not say where others are.
-    """
+    """What the host's page shows beside, for those of members: no invite, and no addresses."""
 
     report: StatusReport
     step: StepRecord | None = None  # the last
@@ -427,9 +419,7 @@ OF_NO_STAGE = -1
 
 
 def last_decision(known: Iterable[tuple[int, bool]]) -> tuple[int, bool]:
-    """Of what several know of the first stage's decisions, as in Linked, the last: a word to stop,
-    also where steps were reported after it, as with delayed updates.
-    """
+    """The last of what several know of the first stage's decisions; a word to stop is the last."""
     return max(known, key=lambda one: (one[1], one[0]), default=(0, False))
 
 
