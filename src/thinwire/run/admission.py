@@ -343,7 +343,11 @@ class AuthorityBook:
         known = next((peer for peer in self._peers.values() if peer.key == key), None)
         why = known.why_kicked if known else ""
         if not why and (known is None or key not in invite.used_by):
-            why = self._why_closed(invite) or _why_used(invite)
+            why = self._why_closed(invite)
+            if not why and len(invite.used_by) >= invite.machines:
+                many = "one machine" if invite.machines == 1 else f"{invite.machines} machines"
+                used = f"this invite was for {many} and has been used"
+                why = f"{used}: ask the host for a new one (thinwire invite)"
         if why:
             raise AdmissionError(why)
         return invite, known
@@ -403,14 +407,6 @@ class AuthorityBook:
             ) from None
         self._run_name = self._run_name or kept.run_name
         self._invites = {invite.invite_id: invite for invite in kept.invites}
-
-
-def _why_used(invite: IssuedInvite) -> str:
-    if len(invite.used_by) < invite.machines:
-        return ""
-    many = "one machine" if invite.machines == 1 else f"{invite.machines} machines"
-    used = f"this invite was for {many} and has been used"
-    return f"{used}: ask the host for a new one (thinwire invite)"
 
 
 def _unused(taken: Container[str], draw: Callable[[], str]) -> str:

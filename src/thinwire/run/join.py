@@ -88,6 +88,7 @@ DIAL_SECONDS = 20.0  # for one attempt to reach the host
 FETCH_SECONDS = 600.0  # without a connection, before stages are given back
 STATE_MARGIN = 2  # a checkpoint of another split may have more of what stages share
 SAY_SECONDS = 0.5  # between two words on how far stages are prepared
+MEND = "Mend that, then end this command (Ctrl-C) and join again"
 SEE_LOG = "its log, on that machine, says more"  # it may quote files, and stays there
 LOST = "the connection to the host was lost"
 WHEN_LEAVING = "once others have its stages, or after this step, with a checkpoint"
@@ -537,9 +538,7 @@ class JoinedPeer:
     def _say_of(self, holding: Holding, stage: int, message: msg.OfStage) -> None:
         """Pass on what a stage says, but no path of this machine; on any thread."""
         if isinstance(message, ShardFailed):
-            self._display.note(
-                f"{message.error}. Mend that, then end this command (Ctrl-C) and join again"
-            )
+            self._display.note(f"{message.error}. {MEND}")
             error = f"stage {stage} cannot write its part; its machine says why"
             message = dataclasses.replace(message, error=error)
         if holding in self._holdings:
@@ -697,17 +696,14 @@ class JoinedPeer:
                 shutil.rmtree(logs, ignore_errors=True)
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
         self._pace.mbps = uplink_share(share * self.machine.mbps_up)
-        held.start(
-            result,
-            partial(self._say_of, held),
-            lambda stages, code: self._due.put(partial(self._on_exit, held, stages, code)),
-        )
+
+        def on_exit(stages: list[int], code: int) -> None:
+            self._due.put(partial(self._on_exit, held, stages, code))
+
+        held.start(result, partial(self._say_of, held), on_exit)
 
     def _decline(self, generation: int, hold: msg.Hold, error: ThinwireError) -> None:
-        self._display.note(
-            f"this machine cannot hold its stage: {error}. Mend that, then end this command "
-            "(Ctrl-C) and join again"
-        )
+        self._display.note(f"this machine cannot hold its stage: {error}. {MEND}")
         declined = msg.Declined(outward(error), hold.stages)
         self._say(declined, msg.OF_NO_STAGE, generation, hold.again)
         self._let_go(generation, hold.stages)
