@@ -328,8 +328,8 @@ def test_a_transfer_ends_with_the_wish_for_it(why, host, tmp_path):
     host.written(member, 10, 8 * tr.PIECE_BYTES)
     sender, (here, there) = tr.ShardSender(member, rate), memory_pair(2)
     serving = on_daemon_thread("member", lambda: sender.serve(there))
-    both = lambda: [0, 1]  # noqa: E731
-    fetching = on_daemon_thread("host", lambda: host.collector.collect_from("peer", both, here))
+    collect = host.collector.collect_from
+    fetching = on_daemon_thread("host", lambda: collect("peer", lambda: [0, 1], here))
     assert rate.begun.wait(PATIENCE)
     host.collector.give_up(10, why) if why == "given up" else host.collector.close()
     rate.ended.set()
