@@ -269,7 +269,15 @@ class AuthorityBook:
             invite, known = self._admitted(invite_id, secret, key)
             if known is None:
                 name = wanted_name or _unused(self._peers, lambda: f"peer-{secrets.token_hex(2)}")
-                self._refuse_name(name)
+                if name in self._peers:
+                    taken = f"another peer of this run is called {name!r}"
+                    raise AdmissionError(f"{taken}: choose another --name")
+                if not is_name(name) or _RESERVED.fullmatch(name):
+                    raise AdmissionError(
+                        f"a peer cannot be called {name[:80]!r}: use lower-case letters, digits "
+                        f"and inner hyphens, at most 63, and not {COORDINATOR}, host, relay or "
+                        "stage-..."
+                    )
                 self._peers[name] = EnrolledPeer(name, public, invite_id, self._clock())
             elif wanted_name not in ("", name := known.name):
                 raise AdmissionError(
@@ -318,7 +326,7 @@ class AuthorityBook:
         return self.identity.token_with(name, self._peers[name].public)
 
     def grant_of(self, who: str) -> Grant | None:
-        """What somebody may at the host's door: an invite, to enrol and measure."""
+        """What somebody may at the host's door: a peer all, an invite enrolment and measuring."""
         if peer := self._peers.get(who):
             return Grant(self.door_token(who), refusal=peer.why_kicked)
         number = who.removeprefix(_INVITED)
@@ -362,16 +370,6 @@ class AuthorityBook:
         else:
             return ""
         return f"this invite {why}: ask the host for a new one"
-
-    def _refuse_name(self, name: str) -> None:
-        if not is_name(name) or _RESERVED.fullmatch(name):
-            raise AdmissionError(
-                f"a peer cannot be called {name[:80]!r}: use lower-case letters, digits and inner "
-                f"hyphens, at most 63, and not {COORDINATOR}, host, relay or stage-..."
-            )
-        if name in self._peers:
-            taken = f"another peer of this run is called {name!r}"
-            raise AdmissionError(f"{taken}: choose another --name")
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:

@@ -494,8 +494,8 @@ class HostedPeers(Peers):
     def _collect(self, name: str) -> None:
         if name not in self._collected:
             self._collected.add(name)
-            held = lambda: self._base.formation.held_by(name)  # noqa: E731
-            collect = partial(self.collector.collect_from, name, held)
+            base, fetch = self._base, self.collector.collect_from
+            collect = partial(fetch, name, lambda: base.formation.held_by(name))
             self._streams.serve(msg.store_name(name), name, collect)
 
     def _on_happening(self, name: str, what: Happening) -> bool:
