@@ -6,7 +6,6 @@ All that these tests need of listeners, books and dialling is made here.
 import io
 import os
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from thinwire.report import PlainDisplay
 from thinwire.run import protocol as pr
 from thinwire.run.admission import AuthorityBook
 from thinwire.run.channel import Channel
-from thinwire.run.host import Base, HostedPeers
+from thinwire.run.hosted import Base, HostedPeers
 from thinwire.run.machine import Machine
 from thinwire.run.members import SESSION_BYTES, Members
 from thinwire.run.status import HostConsole, SharedDisplay, Standing
@@ -132,11 +131,11 @@ class House:
 
     def peers(self, formation, settings, corpus):
         """Members that hold stages, as a coordinator sees them."""
-        door: Any = SimpleNamespace(listener=self.listener, book=self.book, meeting=lambda name: [])
         display = SharedDisplay(
             PlainDisplay(io.StringIO()), self.members.tell_all, Standing("test", "abc")
         )
-        base = Base(self.members, door, self.folder, corpus, display, formation)
+        own = self.members, self.listener, self.book, lambda name: []
+        base = Base(*own, self.folder, corpus, display, formation)
         return HostedPeers(base, settings, None, lambda done, total: None)
 
 

@@ -34,7 +34,7 @@ from thinwire.run import formation
 from thinwire.run import protocol as pr
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import MOST_DEATHS, Coordinator, Phase
-from thinwire.run.host import STANDBY_PAUSE
+from thinwire.run.hosted import STANDBY_PAUSE
 from thinwire.run.machine import Machine
 from thinwire.run.peer import FOR_FOLLOWERS
 from thinwire.run.peers import neighbours

@@ -15,7 +15,8 @@ from thinwire.run import formation as seating
 from thinwire.run import host as host_module
 from thinwire.run.events import Away, Back, Lost, Said, StopAsked, Suspect
 from thinwire.run.formation import Failures, Formation
-from thinwire.run.host import DoorOf, HostOptions, Ways, comparable, form, probe, who_is_left_out
+from thinwire.run.host import HostOptions, comparable, form, who_is_left_out
+from thinwire.run.hosted import DoorOf, Ways, probe
 from thinwire.run.machine import Machine
 from thinwire.run.members import Member
 from thinwire.run.peers import StageFailedError

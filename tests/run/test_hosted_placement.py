@@ -18,8 +18,7 @@ from proxy import Proxy
 from thinwire.engine.reports import ShardFailed
 from thinwire.errors import WireError
 from thinwire.run import events as ev
-from thinwire.run import formation
-from thinwire.run import host as host_module
+from thinwire.run import formation, hosted
 from thinwire.run import protocol as msg
 from thinwire.run.coordinator import Phase
 from thinwire.run.formation import Formation, Placing, next_follower, next_holder
@@ -141,7 +140,7 @@ def test_lost_stages_are_given_to_a_spare_and_the_old_holder_is_not_heard_any_mo
 
 def test_stages_of_who_does_not_answer_are_given_to_who_does(leads, monkeypatch):
     """A frozen machine's stream is open."""
-    monkeypatch.setattr(host_module, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(hosted, "ANSWER_SECONDS", 0.2)
     with leads("ana", "ben") as (led, _, ben):
         ben._is_frozen = True
         led.peers.replace([1])
@@ -160,7 +159,7 @@ def test_what_a_lost_process_said_is_not_of_the_next_on_the_same_machine(leads):
 
 
 def test_a_spare_that_answers_later_than_a_neighbour_is_waited_for(house, leads, monkeypatch):
-    monkeypatch.setattr(host_module, "ANSWER_SECONDS", PATIENCE)
+    monkeypatch.setattr(hosted, "ANSWER_SECONDS", PATIENCE)
     with leads("ana", "ben") as (led, ana, _):
         cleo = Joined(house.listener.address, house.enrol("cleo"), is_frozen=True).arrive()
         wait_until(lambda: "cleo" in house.here())
@@ -253,7 +252,7 @@ def test_who_cannot_write_its_part_of_a_checkpoint_gets_no_stage_and_others_writ
 
 def test_where_nobody_can_save_the_holder_of_before_goes_on(house, leads, monkeypatch):
     """Both disks are full: the second to fail keeps its stages, and so does the first then."""
-    monkeypatch.setattr(host_module, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(hosted, "ANSWER_SECONDS", 0.1)
     with leads("ana", "ben") as (led, ana, ben):
         ana.say(ShardFailed(4, "full"), 0)
         assert led.next(ev.Lost) == ev.Lost(0, "full")
@@ -359,7 +358,7 @@ def test_a_stand_by_whose_checkpoint_is_kept_no_more_is_to_begin_at_a_newer_one(
 def test_a_stand_by_that_begins_again_and_again_leaves_nothing_waiting_at_the_host(
     house, leads, make_settings, corpus, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(host_module, "STANDBY_PAUSE", 0.0)
+    monkeypatch.setattr(hosted, "STANDBY_PAUSE", 0.0)
     saved = trained(make_settings(), corpus, tmp_path / "run", 1)
 
     def waiting():

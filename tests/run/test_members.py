@@ -17,7 +17,7 @@ from thinwire.run import members as members_module
 from thinwire.run import protocol as pr
 from thinwire.run.doctor import check_outside
 from thinwire.run.formation import Formation
-from thinwire.run.host import Streams
+from thinwire.run.hosted import Streams
 from thinwire.run.members import MOST_STREAMS, SESSION_BYTES
 from thinwire.run.pacing import AT_ONCE
 from thinwire.wire import dial

@@ -58,7 +58,7 @@ class Host:
     def join(self, name, sender, stages):
         """Join a member by a connection; returns its end of it."""
         here, there = memory_pair(2)
-        on_daemon_thread("host", lambda: self.collector.collect_from(name, stages, here))
+        on_daemon_thread("host", lambda: self.collector.collect_from(name, lambda: stages, here))
         on_daemon_thread("member", lambda: sender.serve(there))
         return there
 
@@ -223,7 +223,7 @@ def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_pat
     sender = tr.ShardSender(member)
     here, there = memory_pair(1)
     on_daemon_thread("member", lambda: sender.serve(cut_after(5, there)))
-    host.collector.collect_from("peer", [0], here)  # returns when the connection is lost
+    host.collector.collect_from("peer", lambda: [0], here)  # returns when the connection is lost
     assert host.said == [] and pieces_sent(sender) == 6
     host.collector.close()
     for sent_before in (6, 2 * pieces):  # the run was formed again, twice, and wrote the same bits
@@ -328,7 +328,8 @@ def test_a_transfer_ends_with_the_wish_for_it(why, host, tmp_path):
     host.written(member, 10, 8 * tr.PIECE_BYTES)
     sender, (here, there) = tr.ShardSender(member, rate), memory_pair(2)
     serving = on_daemon_thread("member", lambda: sender.serve(there))
-    fetching = on_daemon_thread("host", lambda: host.collector.collect_from("peer", [0, 1], here))
+    collect = host.collector.collect_from
+    fetching = on_daemon_thread("host", lambda: collect("peer", lambda: [0, 1], here))
     assert rate.begun.wait(PATIENCE)
     host.collector.give_up(10, why) if why == "given up" else host.collector.close()
     rate.ended.set()

@@ -1,16 +1,12 @@
 """Who may join a run: the invite, the host's list of peers, and how a machine gets on it.
 
-*An invite* is one line of text: the fingerprint of the host's key, so whoever has it needs no other
-proof of whom it talks to; and a secret, so whoever has it is let in.
-
-*The book* is the authority: it is asked at every connection. A change is on the disk before anybody
-hears of it, so a single-use invite stays used and a kicked peer stays kicked, whatever ends the
-process.
-
-*Enrolment* puts a key on the list, on a stream of one who is not on it yet. The host has proven the
-key whose fingerprint is in the invite before the joining machine says anything: whoever stands
-between learns neither the secret nor the name. The machine's own key is made before and never
-leaves it. So if it enrols again, because an answer was lost, it is known to the host.
+*An invite* is one line of text: the fingerprint of the host's key, by which whoever has it knows
+whom it talks to; and a secret, so whoever has it is let in. *The book* is the authority, asked at
+every connection. A change is on the disk before anybody hears of it: a used invite stays used, and
+a kicked peer kicked, whatever ends the process. *Enrolment* puts a key on the list, on a stream of
+one who is not on it yet. The host proves its key before the joining machine says anything: whoever
+stands between learns neither the secret nor the name. If an answer was lost, the machine enrols
+again with the same key, and is known.
 """
 
 import base64
@@ -111,14 +107,15 @@ class Invite:
 
     @classmethod
     def parse(cls, text: str) -> "Invite":
-        """The invite that a line of text says; line breaks from pasting do no harm, nor does what
-        stands before it in the host's line.
+        """The invite in a line of text, whatever stands before it, even with line breaks in it.
 
         Raises AdmissionError for anything that is not an unaltered invite, and never quotes it.
         """
+        _, prefix, body = "".join(text[: 2 * _LONGEST].split()).partition(_PREFIX)
         try:
-            line = "".join(text[: 2 * _LONGEST].split())
-            return cls._parsed(line[max(0, line.find(_PREFIX)) :])
+            if not prefix:
+                raise ValueError(f"an invite begins with {_PREFIX}")
+            return cls._parsed(body)
         except ValueError as error:
             raise AdmissionError(
                 f"this invite cannot be used: {error}; copy the whole line that the host printed, "
@@ -126,13 +123,11 @@ class Invite:
             ) from None
 
     @classmethod
-    def _parsed(cls, line: str) -> "Invite":
+    def _parsed(cls, body: str) -> "Invite":
         """Raises ValueError with the reason."""
-        if not line.startswith(_PREFIX):
-            raise ValueError(f"an invite begins with {_PREFIX}")
-        if len(line) > _LONGEST:
+        if len(body) > _LONGEST:
             raise ValueError("it is too long")
-        body, whole = line.removeprefix(_PREFIX), b""
+        whole = b""
         with contextlib.suppress(ValueError):
             whole = base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True)
         content, checksum = whole[:-_CHECKSUM_BYTES], whole[-_CHECKSUM_BYTES:]
@@ -226,10 +221,7 @@ class _Book:
 
 
 class AuthorityBook:
-    """The key of a run's host, with its invites and peers. Safe to use from several threads.
-
-    It is made when there is none in the folder.
-    """
+    """The key, invites and peers of a run's host, made if need be; safe on several threads."""
 
     def __init__(self, folder: Path, run_name: str = "", clock: Callable[[], float] = time.time):
         self.folder, self._run_name, self._clock = folder, run_name, clock
@@ -270,15 +262,22 @@ class AuthorityBook:
     def enrol(self, invite_id: str, secret: str, public: str, wanted_name: str) -> str:
         """Let in who has proven to hold a key; returns its name. AdmissionError says why not.
 
-        A peer that is known by its key is told its name again, with any invite that let it in, also
-        after that has expired: its time is for those who are new.
+        Who is known by its key is told its name again, with any invite that ever let it in.
         """
         key = fingerprint_of(public)
         with self._change():
             invite, known = self._admitted(invite_id, secret, key)
             if known is None:
                 name = wanted_name or _unused(self._peers, lambda: f"peer-{secrets.token_hex(2)}")
-                self._refuse_name(name)
+                if name in self._peers:
+                    taken = f"another peer of this run is called {name!r}"
+                    raise AdmissionError(f"{taken}: choose another --name")
+                if not is_name(name) or _RESERVED.fullmatch(name):
+                    raise AdmissionError(
+                        f"a peer cannot be called {name[:80]!r}: use lower-case letters, digits "
+                        f"and inner hyphens, at most 63, and not {COORDINATOR}, host, relay or "
+                        "stage-..."
+                    )
                 self._peers[name] = EnrolledPeer(name, public, invite_id, self._clock())
             elif wanted_name not in ("", name := known.name):
                 raise AdmissionError(
@@ -295,10 +294,7 @@ class AuthorityBook:
             self._admitted(invite_id, secret, fingerprint_of(public))
 
     def kick(self, name: str) -> list[str]:
-        """Let a peer in no more, neither by its key nor by its invite, with which it could return
-        with another. Peers that joined with the same one stay, and are returned: they may be the
-        same person.
-        """
+        """Let a peer in no more, by its key or its invites; who else came with these."""
         with self._change():
             if (peer := self._peers.get(name)) is None:
                 names = ", ".join(sorted(self._peers)) or "none"
@@ -330,9 +326,7 @@ class AuthorityBook:
         return self.identity.token_with(name, self._peers[name].public)
 
     def grant_of(self, who: str) -> Grant | None:
-        """What somebody may at the host's door: a peer all until it is kicked, an invite enrolment
-        and what `doctor` measures, for as long as it lets somebody in.
-        """
+        """What somebody may at the host's door: a peer all, an invite enrolment and measuring."""
         if peer := self._peers.get(who):
             return Grant(self.door_token(who), refusal=peer.why_kicked)
         number = who.removeprefix(_INVITED)
@@ -357,7 +351,11 @@ class AuthorityBook:
         known = next((peer for peer in self._peers.values() if peer.key == key), None)
         why = known.why_kicked if known else ""
         if not why and (known is None or key not in invite.used_by):
-            why = self._why_closed(invite) or _why_used(invite)
+            why = self._why_closed(invite)
+            if not why and len(invite.used_by) >= invite.machines:
+                many = "one machine" if invite.machines == 1 else f"{invite.machines} machines"
+                used = f"this invite was for {many} and has been used"
+                why = f"{used}: ask the host for a new one (thinwire invite)"
         if why:
             raise AdmissionError(why)
         return invite, known
@@ -372,16 +370,6 @@ class AuthorityBook:
         else:
             return ""
         return f"this invite {why}: ask the host for a new one"
-
-    def _refuse_name(self, name: str) -> None:
-        if not is_name(name) or _RESERVED.fullmatch(name):
-            raise AdmissionError(
-                f"a peer cannot be called {name[:80]!r}: use lower-case letters, digits and inner "
-                f"hyphens, at most 63, and not {COORDINATOR}, host, relay or stage-..."
-            )
-        if name in self._peers:
-            taken = f"another peer of this run is called {name!r}"
-            raise AdmissionError(f"{taken}: choose another --name")
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
@@ -417,14 +405,6 @@ class AuthorityBook:
             ) from None
         self._run_name = self._run_name or kept.run_name
         self._invites = {invite.invite_id: invite for invite in kept.invites}
-
-
-def _why_used(invite: IssuedInvite) -> str:
-    if len(invite.used_by) < invite.machines:
-        return ""
-    many = "one machine" if invite.machines == 1 else f"{invite.machines} machines"
-    used = f"this invite was for {many} and has been used"
-    return f"{used}: ask the host for a new one (thinwire invite)"
 
 
 def _unused(taken: Container[str], draw: Callable[[], str]) -> str:
@@ -504,14 +484,12 @@ def _answer(book: AuthorityBook, asked: _Asked, public: str, origin: str) -> Hos
             return HostSays(__version__, reached=_reaches(book, asked, origin))
         name = book.enrol(asked.invite, asked.secret, public, asked.name)
         return HostSays(__version__, name=name)
-    except (AdmissionError, WireError) as refusal:
+    except WireError as refusal:
         return HostSays(__version__, str(refusal))
 
 
 def _reaches(book: AuthorityBook, asked: _Asked, origin: str) -> str:
-    """Whether a door of this run answers there; tried only where the caller itself comes from, for
-    a host is no means to look around.
-    """
+    """Whether a door of this run answers where the caller comes from: nowhere else is tried."""
     grant = book.grant_of(f"{_INVITED}{asked.invite}")
     if not is_address(asked.door) or split_address(asked.door)[0] != origin or grant is None:
         return ""
@@ -562,7 +540,7 @@ def _exchange(
     with contextlib.closing(stream):
         stream.write(msgspec.json.encode(asked))
         texts = msgspec.structs.astuple(_heard(stream, _SAYS))
-        return HostSays(*(printable(text, 500) for text in texts)), stream.public
+    return HostSays(*(printable(text, 500) for text in texts)), stream.public
 
 
 def _heard(stream: Pipe, decoder: msgspec.json.Decoder[T]) -> T:

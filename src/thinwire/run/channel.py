@@ -1,16 +1,13 @@
 """A stream of messages between the coordinator and a peer, and the queue in which all of them meet.
 
-It rides on a pipe of its own: to another machine on a TLS connection that may be lost and come
-back, to a process on this machine on a pair of sockets. It carries well under a kilobyte per stage
-and step, which is metered, and no step waits for it.
+It rides on a pipe of its own: over TLS connections that may be lost and come back, or a pair of
+sockets on this machine. It carries little, which is metered, and no step waits for it.
 """
 
-import contextlib
 import os
 import queue
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -55,9 +52,8 @@ class SocketPipe(Pipe):
 
 
 class Channel:
-    """One end of a stream of messages, which go to a callback in order.
-
-    A message that is malformed, or not for this end (`kinds`), breaks it: the other end's fault.
+    """One end of a stream of messages, which go to a callback in order. One that is malformed, or
+    not for this end (`kinds`), breaks it: the other end's fault.
     """
 
     def __init__(
@@ -108,63 +104,42 @@ One message may be large, and a stage may send without end."""
 class Hearing:
     """What happens to all stages, in one queue: our notes come in at once, a stage's in turn.
 
-    One thread takes it out.
+    One thread takes it out. What is of a stage goes with the room of whoever holds it: another
+    holder has another room, and what came of the one before is dropped on its way out.
     """
 
     def __init__(self, stages: int) -> None:
         self._queue: queue.SimpleQueue[tuple[Event, threading.Semaphore | None]]
         self._queue = queue.SimpleQueue()
-        self._next: deque[tuple[Event, threading.Semaphore | None]] = deque()  # before the queue
         self._room = [threading.Semaphore(MOST_UNHEARD) for _ in range(stages)]
         self._pace = [Pace(f"stage {stage}") for stage in range(stages)]
-        self._lives = [0] * stages  # how often each changed hands
-        self._changing = threading.Lock()
 
     def note(self, event: Event) -> None:
         """Add what has happened; never waits, so a signal handler may call it."""
-        self._queue.put((event, None))
+        room = self._room[event.stage] if isinstance(event, Exited | Lost) else None
+        self._queue.put((event, room))
 
     def hear(self, stage: int, message: Any) -> None:
-        """Add what a stage has said, once there is room for it; called by its stream.
-
-        WireError if it speaks too often, which breaks its stream. Results of its work are bounded
-        by the work of the others (coordinator.py).
-        """
-        if not isinstance(message, Report):
+        """Add what a stage has said, once there is room; WireError if it speaks too often."""
+        if not isinstance(message, Report):  # the work of the others bounds these (coordinator.py)
             self._pace[stage].count()
-        life = self._lives[stage]
-        self._room[stage].acquire()
-        with self._changing:
-            if life == self._lives[stage]:
-                self._queue.put((Said(stage, message), self._room[stage]))
-                return
-        self._room[stage].release()  # it waited for room until another held the stage
+        room = self._room[stage]
+        room.acquire()
+        self._queue.put((Said(stage, message), room))
 
     def next(self, timeout: float) -> Event:
         """The next of them, or a Tick if none comes in time."""
-        try:
-            event, room = self._next.popleft() if self._next else self._queue.get(timeout=timeout)
-        except queue.Empty:
-            return Tick()
-        if room is not None:
-            room.release()
-        return event
+        while True:
+            try:
+                event, room = self._queue.get(timeout=timeout)
+            except queue.Empty:
+                return Tick()
+            if room is not None and isinstance(event, Said):
+                room.release()
+            if room is None or room in self._room:
+                return event
 
     def forget(self, stages: Collection[int]) -> None:
-        """Others take the places of those who hold these stages: what came of them and was not
-        taken yet would pass for a word, or the end, of the others.
-        """
-        with self._changing, contextlib.suppress(queue.Empty):
-            for stage in stages:
-                self._lives[stage] += 1
-            while True:
-                self._next.append(self._queue.get_nowait())
-        for event, room in [self._next.popleft() for _ in range(len(self._next))]:
-            match event:
-                case Said(stage=stage, follows=False) | Exited(stage=stage) | Lost(stage=stage) if (
-                    stage in stages
-                ):
-                    if room is not None:
-                        room.release()
-                case _:
-                    self._next.append((event, room))
+        """Others hold these now: what came of those before would pass for theirs."""
+        for stage in stages:
+            self._room[stage] = threading.Semaphore(MOST_UNHEARD)

@@ -1,7 +1,7 @@
 """Looks for what will go wrong before it does: on this machine, and on the way to a host.
 
-Each finding says what was looked at, with the values of this machine; where something will go
-wrong also what, and the fix. torch is imported late: it may be what is missing.
+Findings say what was looked at, and where something will go wrong what, and the fix. torch is
+imported late: it may be what is missing.
 """
 
 import contextlib
@@ -35,11 +35,7 @@ _MARKS = {"blocks": "BLOCKS", "note": "note", "fine": "fine"}  # the worst first
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; `trouble` and `fix` are empty where all is fine.
-
-    It blocks where the machine cannot take part like this, and is a note where it can, but worse
-    than it could.
-    """
+    """One thing that was looked at; one that blocks keeps the machine out, a note does not."""
 
     level: Literal["blocks", "note", "fine"]
     what: str
@@ -85,11 +81,9 @@ class Findings:
 
 
 def examine(text: str = "", folder: Path | None = None, listen: str = "") -> Findings:
-    """Examine this machine, and with the text of an invite the way to its host.
+    """Examine this machine, and the way to the host of an invite, or to runs that are hosted here.
 
-    Without one, also whether peers reach the runs that this machine hosts. `folder` and `listen`
-    are those that `join` would be given. It changes nothing: neither is the invite used, nor a key
-    made.
+    `folder` and `listen` are those that `join` would be given. It changes nothing.
     """
     return Findings(_examination(text, folder, listen))
 
@@ -118,15 +112,14 @@ def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Findin
 def _check_device() -> Iterator[Finding]:
     try:
         import torch
+
+        from thinwire.engine.build import choose_device
     except (ImportError, OSError) as error:  # OSError: a library of the system is missing
         what, trouble = f"torch cannot be imported: {error}", "A stage computes with it."
         yield Finding("blocks", what, trouble, "install it: pip install torch")
         return
     yield fine(f"torch {torch.__version__}")
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu" and torch.backends.mps.is_available():
-        kind = "mps"
-    device = torch.device(kind)
+    device = choose_device("auto", 0)
     yield check_memory(free_memory(device), device_name(device))
 
 
@@ -207,8 +200,7 @@ def check_outside(told: dict[str, Any]) -> Iterator[Finding]:
 def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -> Iterator[Finding]:
     """Try every way that the invite names, ask the host, and measure the best way.
 
-    `known` is who this machine is if it has joined before. `listen` is where it would accept
-    connections from outside, HOST:PORT; empty for nowhere.
+    `known`: who this machine is if it has joined before; `listen`: where it would, or nowhere.
     """
     routes = invite.routes(known.door_token if known else "")
     answers = ping_all(routes, invite.service("probe"))
@@ -222,7 +214,13 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
     if ways:
         seen, *_ = ways.values()
         yield from _check_host(invite, list(ways), known.key_pem if known else "", listen, seen)
-        yield _check_rate(invite, list(ways))
+        try:
+            rates = measure_link(list(ways), invite.run_id)
+        except WireError as error:
+            yield fine(f"rates were not measured: {error}")
+            return
+        both = f"{rates.mbps_up:.1f} Mbit/s up, {rates.mbps_down:.1f} Mbit/s down"
+        yield fine(f"{both}, round trip {1e3 * rates.round_trip_s:.0f} ms to the host")
         return
     left = invite.seconds_left()  # whether it has expired, where its host cannot be asked
     if left <= 0:
@@ -272,9 +270,8 @@ def _check_host(
                 host, port = split_address(listen)
                 door = held.enter_context(Door(host, port))
                 door.admit(invite.run_id, invite.door_token)
-                is_any = host in ("", "0.0.0.0", "::")
-                outside = split_address(seen.address)[0] if is_any else host
-                address = address_text(outside, door.port)
+                host = split_address(seen.address)[0] if host in ("", "0.0.0.0", "::") else host
+                address = address_text(host, door.port)
             except WireError as error:
                 trouble = "Then it accepts no connections from outside."
                 what = f"no door can be opened here: {error}"
@@ -312,14 +309,3 @@ def check_answer(invite: Invite, says: HostSays, door: str) -> Iterator[Finding]
             f"nothing, or: forward a TCP port in the router, open it here (sudo ufw allow {port}"
             f"/tcp), and join with --listen 0.0.0.0:{port}",
         )
-
-
-def _check_rate(invite: Invite, ways: list[Route]) -> Finding:
-    try:
-        rates = measure_link(ways, invite.run_id)
-    except WireError as error:
-        return fine(f"rates were not measured: {error}")
-    return fine(
-        f"{rates.mbps_up:.1f} Mbit/s up, {rates.mbps_down:.1f} Mbit/s down, round trip "
-        f"{1e3 * rates.round_trip_s:.0f} ms to the host"
-    )

@@ -54,14 +54,12 @@ class Back(Event, frozen=True):
 
 
 class Travelled(Event, frozen=True):
-    """The part of a checkpoint that a stage has reported is on this machine, and was opened; or
-    with an error, will not come. It is the fault of the stage if what came is not its state.
-    """
+    """A reported part of a checkpoint is here, and was opened; or with an error, will not come."""
 
     stage: int
     step: int
     error: str = ""
-    at_fault: bool = False
+    at_fault: bool = False  # what came is not the state of the stage
 
 
 class FollowerLost(Event, frozen=True):
@@ -153,19 +151,14 @@ class Commit(Command, frozen=True):
 
 
 class Discard(Command, frozen=True):
-    """A checkpoint cannot be completed: remove what was written of it.
-
-    With an error the run goes on without it.
-    """
+    """A checkpoint cannot be completed: remove it. With an error the run goes on without it."""
 
     step: int
     error: str = ""
 
 
 class Replace(Command, frozen=True):
-    """Have others hold these stages, which are lost: the process that follows them, or another from
-    the last complete checkpoint on.
-    """
+    """Have others hold lost stages: their follower, or another from the last checkpoint on."""
 
     stages: list[int]
     by_follower: bool = False
@@ -182,9 +175,7 @@ class DropFollower(OfFollower, frozen=True):
 
 
 class Doubt(OfFollower, frozen=True):
-    """What a stage sent is not what the process that follows it computes; with `replaces`, the
-    machine that holds it gets no stage any more.
-    """
+    """What a stage sent is not what its follower computes; `replaces`: its holder gets none."""
 
     stage: int
     found: Audited
@@ -192,16 +183,13 @@ class Doubt(OfFollower, frozen=True):
 
 
 class Suspect(msgspec.Struct, frozen=True):
-    """A stage that may be the cause of a failure, and how unsure the evidence leaves us of that.
+    """A stage that may be the cause of a failure."""
 
-    Where its error is not `known`, only its log explains it.
-    """
-
-    doubt: int
+    doubt: int  # how unsure the evidence leaves us of that
     stage: int
     deed: str
     reason: str
-    known: bool = False
+    known: bool = False  # else only its log explains the error
 
 
 class End(Command, frozen=True):

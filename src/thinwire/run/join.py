@@ -88,6 +88,7 @@ DIAL_SECONDS = 20.0  # for one attempt to reach the host
 FETCH_SECONDS = 600.0  # without a connection, before stages are given back
 STATE_MARGIN = 2  # a checkpoint of another split may have more of what stages share
 SAY_SECONDS = 0.5  # between two words on how far stages are prepared
+MEND = "Mend that, then end this command (Ctrl-C) and join again"
 SEE_LOG = "its log, on that machine, says more"  # it may quote files, and stays there
 LOST = "the connection to the host was lost"
 WHEN_LEAVING = "once others have its stages, or after this step, with a checkpoint"
@@ -136,7 +137,15 @@ def join(invite: Invite, terms: Terms, display: Display) -> str:
     with claimed(folder, advice, private=True):
         display.opened(folder)
         display.phase("join", f"run {invite.run_name!r}, of which this machine keeps {folder}")
-        identity = _identity(folder, invite, terms.name)
+        try:
+            identity = identity_in(folder, invite.to_service("enrol"), invite, terms.name)
+        except AdmissionError:
+            raise
+        except WireError as error:
+            raise WireError(
+                f"cannot reach the host of run {invite.run_name!r}: {error}; `thinwire doctor` "
+                "with the same invite looks for the cause"
+            ) from None
         display.phase("join", f"enrolled as {identity.name}")
         host, listen = invite.to_service("control", identity.door_token), terms.listen
         with Door(*split_address(listen)) if listen else contextlib.nullcontext() as door:
@@ -147,29 +156,15 @@ def join(invite: Invite, terms: Terms, display: Display) -> str:
                 return joined.run()
 
 
-def _identity(folder: Path, invite: Invite, name: str) -> Identity:
-    try:
-        return identity_in(folder, invite.to_service("enrol"), invite, name)
-    except WireError as error:
-        if isinstance(error, AdmissionError):
-            raise
-        raise WireError(
-            f"cannot reach the host of run {invite.run_name!r}: {error}; `thinwire doctor` with "
-            "the same invite looks for the cause"
-        ) from None
-
-
 def _seen(host: Routes) -> str:
-    """As which host others see this machine; empty where no way leads there at the moment.
-
-    An AdmissionError says that this peer was removed from the run.
-    """
+    """As which host others see this machine; empty where no way leads there at the moment."""
     for route in host.routes:
         try:
             return split_address(ping(route, host.name).address)[0]
-        except WireError as error:
-            if isinstance(error, AdmissionError):
-                raise
+        except AdmissionError:
+            raise
+        except WireError:
+            pass
     return ""
 
 
@@ -190,9 +185,8 @@ def _measured(
     """What this machine can give; what a host that cannot be reached now must say is left open."""
     whom, settings = fingerprint_of(identity.host), None
     with contextlib.suppress(WireError, ValueError, ConfigError):  # of which a Hold will say more
-        stream = dial(
-            host, msg.SETTINGS, identity, whom, DIAL_SECONDS, msg.MAX_MESSAGE, tries_again=False
-        )
+        limits = DIAL_SECONDS, msg.MAX_MESSAGE
+        stream = dial(host, msg.SETTINGS, identity, whom, *limits, tries_again=False)
         with contextlib.closing(stream):
             asked = msgspec.json.decode(stream.read() or b"", type=dict[str, Any])
         settings = own_settings(asked, terms, free_disk(folder))
@@ -229,17 +223,15 @@ def own_settings(asked_plain: dict[str, Any], terms: Terms, free_bytes: int) -> 
     threads = terms.threads or asked.run.threads or machine_cores()
     memory = max(1, min(asked.codec.memory_mb, free_bytes // 8 >> 20))
     start = "of the host" if asked.train.init_from else ""  # its weights come as a checkpoint
-    own: dict[str, dict[str, Any]] = {
-        "run": {"out": "runs", "device": terms.device, "threads": threads},
-        "link": {"emulate": False, "listen": "127.0.0.1"},
-        "codec": {"memory_mb": memory},
-        "data": {"path": _text(terms.data), "valid_path": ""},
-        "train": {"init_from": start},
-    }
-    sections: dict[str, Any] = {
-        key: dataclasses.replace(getattr(asked, key), **values) for key, values in own.items()
-    }
-    return dataclasses.replace(asked, **sections).resolved()
+    change = dataclasses.replace
+    return change(
+        asked,
+        run=change(asked.run, out="runs", device=terms.device, threads=threads),
+        link=change(asked.link, emulate=False, listen="127.0.0.1"),
+        codec=change(asked.codec, memory_mb=memory),
+        data=change(asked.data, path=_text(terms.data), valid_path=""),
+        train=change(asked.train, init_from=start),
+    ).resolved()
 
 
 def own_data(asked: dict[str, Any], settings: Settings, terms: Terms) -> DataConfig:
@@ -269,14 +261,14 @@ def _text(path: Path | None) -> str:
 
 
 Say = Callable[[str, int, int], None]
-"""Told what is under way, and of how many bytes so many are here."""
+"""Told what is under way, and how many bytes of how many are here."""
 
 # By run and first stage: one at a time fetches their state, into the same files.
 _FETCHING: defaultdict[tuple[Path, int], threading.Lock] = defaultdict(threading.Lock)
 
 
 class Holding:
-    """Stages of one generation on this machine, from the word to hold them to the process's end."""
+    """Stages of one generation on this machine, to the end of their process."""
 
     def __init__(self, hold: msg.Hold, generation: int, terms: Terms, folder: Path):
         self.hold, self.generation, self.stages = hold, generation, hold.stages
@@ -293,17 +285,17 @@ class Holding:
     @property
     def is_running(self) -> bool:
         """Whether the process of the stages lives."""
-        return self.here is not None and self.exit_code is None
+        return self.here is not None and self.here.process.poll() is None
 
     @property
-    def exit_code(self) -> int | None:
-        """How the process of the stages ended; None as long as it has not."""
-        return None if self.here is None else self.here.process.poll()
+    def has_finished(self) -> bool:
+        """Whether it has ended in good order."""
+        return self.here is not None and self.here.process.poll() == 0
 
     def prepare(
         self, dial_host: Callable[[str], Pipe], identity: Identity, host: Routes, say: Say
     ) -> msg.Order:
-        """Have all that the stages need on this machine; takes time, and may be given up."""
+        """Have all that the stages need on this machine, which takes time."""
         corpus = self._own_corpus(say)
         resume = self._fetch(dial_host, say) if self.hold.resumes else None
         return msg.Order(
@@ -322,9 +314,7 @@ class Holding:
         )
 
     def begin(self) -> None:
-        """Start the process of the stages, on the thread that also ends it: it imports torch while
-        `prepare` fetches what they need.
-        """
+        """Start the process, on the thread that also ends it; it imports torch meanwhile."""
         log = self._logs / f"stage-{'-'.join(map(str, self.stages))}.log"
         (self._process,) = start_processes([log])
 
@@ -335,13 +325,11 @@ class Holding:
         on_exit: Callable[[list[int], int], None],
     ) -> None:
         """Have the process be these stages; that it cannot be heard any more its exit says."""
-        assert self._process is not None, "it has begun"
+        assert self._process is not None
         self.here = StagesHere(order, self._process, on_said, lambda error: None, on_exit)
 
     def stop(self) -> None:
-        """End the process at once, if there is one, and fetch nothing more: this machine may be
-        given the same stages again, and their state goes into the same files.
-        """
+        """End the process at once, and fetch nothing more: others may write the same files."""
         self._is_stopped = True
         if self._source is not None:
             on_daemon_thread("thinwire close", partial(self._source.close, 0))
@@ -449,9 +437,7 @@ class JoinedPeer:
         return {"status": lambda request: self._status(invite).to_plain(), "leave": leave}
 
     def _status(self, invite: Invite) -> msg.StatusReport:
-        """What the host tells everybody, and what this peer knows better: itself, and whether the
-        host can be reached.
-        """
+        """What the host tells everybody, and what this peer knows better."""
         holdings, lost_at = self._holdings, self._lost_at  # other threads may change them
         now, name, is_open = time.time(), self.identity.name, bool(self._addresses[1])
         held, doing = holdings[0] if holdings else None, "waiting for a stage"
@@ -459,14 +445,9 @@ class JoinedPeer:
             doing = "training" if held.is_running else "prepares its stage"
             doing = "stands by" if held.hold.follows else doing
         stages = sorted(stage for one in holdings for stage in one.stages)
-        itself = msg.PeerStatus(
-            name=name,
-            state=doing,
-            stages=stages,
-            blocks=blocks_text(held.settings, stages) if held else "",
-            is_this_machine=True,
-            machine=dataclasses.replace(self.machine, name=name, reachable=is_open),
-        )
+        blocks = blocks_text(held.settings, stages) if held else ""
+        machine = dataclasses.replace(self.machine, name=name, reachable=is_open)
+        itself = msg.PeerStatus(name, doing, stages, blocks, is_this_machine=True, machine=machine)
         state = "training" if doing == "training" else "starting"
         report = self.report or msg.StatusReport(invite.run_name, invite.run_id, "", state, now)
         others = [peer for peer in report.peers if peer.name != name]
@@ -503,9 +484,8 @@ class JoinedPeer:
     def _keep_in_touch(self) -> None:
         """On a thread of its own: have a stream to the host, again and again."""
         while not self._is_over:
-            session = os.urandom(SESSION_BYTES)
             try:
-                self._attend(session, self._connect(session, DIAL_SECONDS))
+                self._attend(os.urandom(SESSION_BYTES))
             except AdmissionError as error:
                 self._due.put(partial(_fail, error))
                 return
@@ -514,14 +494,14 @@ class JoinedPeer:
                 self._due.put(partial(self._on_lost, None, reason))
             time.sleep(_PAUSE_S / 2)
 
-    def _connect(self, session: bytes, timeout: float) -> Pipe:
-        pipe = self._dial(msg.peer_stream(self.identity.name), timeout)
-        pipe.write(session)  # which stream this goes on with
-        return pipe
-
-    def _attend(self, session: bytes, first: Pipe) -> None:
-        """Pass on what the host says until the stream is over."""
+    def _attend(self, session: bytes) -> None:
+        """Open a stream and pass on what the host says until it is over."""
         lost = threading.Event()
+
+        def connect(timeout: float) -> Pipe:
+            pipe = self._dial(msg.peer_stream(self.identity.name), timeout)
+            pipe.write(session)  # which stream this goes on with
+            return pipe
 
         def hear(said: msg.Envelope) -> None:
             if isinstance(said.message, msg.AskAlive):  # at once, whatever this peer does
@@ -535,22 +515,16 @@ class JoinedPeer:
             lost.set()
 
         pipe = LastingPipe(
-            first,
-            partial(self._connect, session),
+            connect(DIAL_SECONDS),
+            connect,
             _OUTAGE_S,
             on_down=lambda why: self._due.put(partial(self._note_loss, f"{LOST} ({why})")),
             on_up=lambda seconds: self._due.put(partial(self._on_connected, channel)),
         )
         channel = Channel(pipe, "host", msg.FROM_COORDINATOR, hear, on_lost, on_lost)
-        channel.send(
-            msg.Hello(
-                versions(),
-                self.machine,
-                *self._addresses,
-                self._process,
-                f"process {os.getpid()} on {platform.node() or 'a machine'}",
-            )
-        )
+        place = f"process {os.getpid()} on {platform.node() or 'a machine'}"
+        hello = msg.Hello(versions(), self.machine, *self._addresses, self._process, place)
+        channel.send(hello)
         self._due.put(partial(self._on_connected, channel))
         lost.wait()
         self._due.put(partial(self._on_lost, channel, LOST))
@@ -564,9 +538,7 @@ class JoinedPeer:
     def _say_of(self, holding: Holding, stage: int, message: msg.OfStage) -> None:
         """Pass on what a stage says, but no path of this machine; on any thread."""
         if isinstance(message, ShardFailed):
-            self._display.note(
-                f"{message.error}. Mend that, then end this command (Ctrl-C) and join again"
-            )
+            self._display.note(f"{message.error}. {MEND}")
             error = f"stage {stage} cannot write its part; its machine says why"
             message = dataclasses.replace(message, error=error)
         if holding in self._holdings:
@@ -673,10 +645,10 @@ class JoinedPeer:
             dial_store = partial(self._dial, name, tries_again=False)
             self._begin(self._shards.keep_serving, dial_store)
         self._admit(hold.links)
-        counts = [len(blocks) for blocks in holding.settings.split()]
-        blocks = sum(counts[stage] for stage in hold.stages)
+        split = holding.settings.split()
+        blocks = sum(len(split[stage]) for stage in hold.stages)
         which = f"stage {hold.stages[0]}" if len(hold.stages) == 1 else f"stages {hold.stages}"
-        which = f"{'stands by for ' if hold.follows else ''}{which} of {len(counts)}"
+        which = f"{'stands by for ' if hold.follows else ''}{which} of {len(split)}"
         size = f"{blocks} block{'s' if blocks > 1 else ''}"
         self._display.phase("seat", f"{which} ({size}), epoch {generation}")
         self._begin(self._prepare, holding)
@@ -724,17 +696,14 @@ class JoinedPeer:
                 shutil.rmtree(logs, ignore_errors=True)
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
         self._pace.mbps = uplink_share(share * self.machine.mbps_up)
-        held.start(
-            result,
-            partial(self._say_of, held),
-            lambda stages, code: self._due.put(partial(self._on_exit, held, stages, code)),
-        )
+
+        def on_exit(stages: list[int], code: int) -> None:
+            self._due.put(partial(self._on_exit, held, stages, code))
+
+        held.start(result, partial(self._say_of, held), on_exit)
 
     def _decline(self, generation: int, hold: msg.Hold, error: ThinwireError) -> None:
-        self._display.note(
-            f"this machine cannot hold its stage: {error}. Mend that, then end this command "
-            "(Ctrl-C) and join again"
-        )
+        self._display.note(f"this machine cannot hold its stage: {error}. {MEND}")
         declined = msg.Declined(outward(error), hold.stages)
         self._say(declined, msg.OF_NO_STAGE, generation, hold.again)
         self._let_go(generation, hold.stages)
@@ -787,9 +756,8 @@ class JoinedPeer:
     def _leave(self) -> None:
         self._is_leaving = True
         self._say(msg.Leaving())
-        codes = [held.exit_code for held in self._holdings]
         is_running = any(held.is_running for held in self._holdings)
-        has_finished = bool(codes) and all(code == 0 for code in codes)
+        has_finished = bool(self._holdings) and all(held.has_finished for held in self._holdings)
         is_away = self._channel is None or self._lost_at is not None
         if is_away or not (is_running or has_finished):
             self._end("left the run")

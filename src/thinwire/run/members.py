@@ -1,8 +1,8 @@
 """The host's view of the machines that joined: who is there, what each does, and what it is told.
 
-Every member holds one stream to the host for as long as it is joined, over connections that may be
-lost and come back: nothing said on it is lost with them. One that is opened anew, because a process
-was started again or was away for too long, begins with nothing: what its machine held is over.
+Every member holds one stream to the host, over connections that may be lost and come back without
+loss. One that is opened anew, because a process was started again or was away for too long, begins
+with nothing: what its machine held is over.
 """
 
 import contextlib
@@ -10,11 +10,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import thinwire
+from thinwire.background import on_daemon_thread
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
 from thinwire.run import events as ev
 from thinwire.run import protocol as msg
@@ -83,18 +85,17 @@ class _Connections:
 
     def add(self, pipe: Pipe) -> None:
         """Go on with another: its member knows of a loss that the host may not have noticed."""
-        before, self.latest = self.latest, pipe
+        on_daemon_thread("thinwire close", partial(self.latest.close, 0))
+        self.latest = pipe
         self.more.put(pipe)
-        threading.Thread(target=before.close, args=(0,), daemon=True).start()
 
 
 class Members:
     """Streams to all enrolled machines. A context manager: leaving it says goodbye to all.
 
-    `on_happening` is called with a member's name on the threads of streams, and says whether it
-    holds back what the member says of its work: the rest counts, so that no flood goes unseen.
-    `note`, with what people should know, is called there too, and must not wait. `cut` ends all
-    streams of a member.
+    On the threads of streams `on_happening` is called with a member's name, and says whether it
+    holds back what the member says of its work: the rest counts, so that no flood goes unseen. So
+    is `note`, with what people should know; it must not wait. `cut` ends all streams of a member.
     """
 
     def __init__(
@@ -115,22 +116,19 @@ class Members:
         self._changed = threading.Condition(threading.RLock())
         self._is_over = False
         self._farewell = msg.Dismiss("the host ended; join again when it is back", "over")
-        threading.Thread(target=self._look_for_members, daemon=True).start()
+        on_daemon_thread("thinwire members", self._look_for_members)
 
     def __enter__(self) -> "Members":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._is_over, closing = True, []
+        self._is_over = True
         with self._changed:
             channels = self._channels()
         for channel in channels:
             _send(channel, self._farewell)
-            closing.append(threading.Thread(target=channel.close, daemon=True))
-            closing[-1].start()
-        deadline = time.monotonic() + GOODBYE_SECONDS
-        for thread in closing:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        closing = [on_daemon_thread("thinwire close", channel.close) for channel in channels]
+        futures.wait(closing, GOODBYE_SECONDS)
 
     def say_farewell(self, reason: str, in_order: bool = True) -> None:
         """What members will hear when the host ends."""
@@ -148,8 +146,7 @@ class Members:
 
     def up(self) -> list[Member]:
         """Those who are here and stay, whether or not they get a stage."""
-        up = [m for m in self.all() if m.is_here and not m.is_leaving]
-        return [m for m in up if not m.is_down]  # it may come back, and counts again then
+        return [m for m in self.all() if m.is_here and not m.is_leaving and not m.is_down]
 
     def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Wait until something holds that depends on members; False if it does not in time."""
@@ -200,10 +197,10 @@ class Members:
             member = self._members.get(name)
             if member is None or member.channel is None:
                 self._cut(name)
-            else:
-                self.tell(name, msg.Dismiss("the host removed this peer from the run", "refused"))
-                reason, cut = "the host removed it from the run", partial(self._cut, name)
-                self._lose(member, member.channel, reason, then=cut)
+                return others
+            self.tell(name, msg.Dismiss("the host removed this peer from the run", "refused"))
+            cut = partial(self._cut, name)
+            self._lose(member, member.channel, "the host removed it from the run", then=cut)
         return others
 
     def set_aside(self, name: str, reason: str, for_good: bool = True) -> None:
@@ -222,16 +219,14 @@ class Members:
                 if peer.name not in self._members and not peer.kicked:
                     with self._changed:
                         self._members[peer.name] = Member(peer.name)
-                    threading.Thread(target=self._receive, args=(peer.name,), daemon=True).start()
+                    on_daemon_thread("thinwire member", partial(self._receive, peer.name))
             time.sleep(LOOK_SECONDS)
 
     def _receive(self, name: str) -> None:
-        while not self._is_over:
-            try:
+        with contextlib.suppress(WireError):  # the listener is closed
+            while not self._is_over:
                 pipe = self._listener.accept(msg.peer_stream(name), None, name)
-            except WireError:
-                return
-            threading.Thread(target=self._attend, args=(name, pipe), daemon=True).start()
+                on_daemon_thread("thinwire member", partial(self._attend, name, pipe))
 
     def _attend(self, name: str, pipe: Pipe) -> None:
         """A connection goes on with the stream that its first words name, or begins another."""
@@ -252,10 +247,7 @@ class Members:
         pipe.close(0)
 
     def _open(self, member: Member, connections: _Connections) -> None:
-        """Hear a new stream of a member; it counts from its hello on.
-
-        With the lock, so that nothing that it says is heard before it is known.
-        """
+        """With the lock: hear a new stream of a member; it counts from its hello on."""
         first = connections.latest
 
         def reopen(timeout: float) -> Pipe:
@@ -293,14 +285,10 @@ class Members:
         connections.channel = channel
 
     def _replace(self, member: Member, channel: Channel, hello: msg.Hello) -> bool:
-        """Have another stream of a member count, unless another process holds the one that does.
-
-        A process that begins anew knows of a loss that the host may not have noticed. Of another
-        process with the same key it knows nothing: the two would take turns for ever.
-        """
+        """Have another stream of a member count, unless another process holds the one that does."""
         with self._changed:
             current, first, asked = member.channel, member.hello, time.monotonic()
-            is_alive = False
+            is_alive = False  # two processes with the same key would take turns for ever
             if current is not None and first is not None and first.process != hello.process:
                 _send(current, msg.AskAlive())
                 self._changed.wait_for(
@@ -347,10 +335,9 @@ class Members:
         def close() -> None:
             channel.close()
             self.control_bytes += channel.moved_bytes() if is_its else 0
-            with contextlib.suppress(ThinwireError):  # all is closed by now
-                then()
+            then()
 
-        threading.Thread(target=close, daemon=True).start()
+        on_daemon_thread("thinwire close", close)
         if is_its:
             self.on_happening(member.name, ev.Lost(msg.OF_NO_STAGE, reason, in_breach))
 

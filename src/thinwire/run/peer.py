@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import torch
 
 import thinwire
+from thinwire import wire
 from thinwire.background import on_daemon_thread
 from thinwire.engine.audit import Audit
 from thinwire.engine.reports import Report, ShardFailed, ShardWritten, meters_of
@@ -44,24 +45,6 @@ from thinwire.run.tokens import FetchedCorpus
 from thinwire.run.watch import pulse_seconds
 from thinwire.safe_stream import SafeStream
 from thinwire.settings import Settings
-from thinwire.wire import (
-    FrameLog,
-    Identity,
-    LastingPipe,
-    Link,
-    LinkState,
-    Listener,
-    LoggedPipe,
-    Meter,
-    Nic,
-    Pipe,
-    Routes,
-    Standby,
-    Unmetered,
-    dial,
-    handshake,
-    memory_pair,
-)
 from thinwire.wire.keys import fingerprint_of
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
@@ -92,7 +75,7 @@ def _cpu() -> str:
     return platform.processor()
 
 
-Inner = dict[int, tuple[Pipe, Pipe]]
+Inner = dict[int, tuple[wire.Pipe, wire.Pipe]]
 """The cuts between stages of one process: the ends of the stage below and of the one above."""
 
 
@@ -102,19 +85,19 @@ class Peer:
     def __init__(
         self, order: msg.Order, inner: Inner, stage: int, say: Callable[[msg.OfStage], None]
     ):
-        self.order, self.identity, self._inner = order, Identity(**order.identity), inner
+        self.order, self.identity, self._inner = order, wire.Identity(**order.identity), inner
         self.stage, self._say = stage, say
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.hear = self._inbox.put
-        self._links: dict[int, Link] = {}  # by the neighbouring stage
-        self._logged: dict[int, LoggedPipe] = {}  # by cut: where the other end may be replaced
+        self._links: dict[int, wire.Link] = {}  # by the neighbouring stage
+        self._logged: dict[int, wire.LoggedPipe] = {}  # by cut: where the other end may be replaced
         self._relinks: dict[int, msg.Connect | None] = {}  # by cut: the latest that counts
         self._down_since = 0.0  # of the connection to the stage below
         self._is_new = self.order.began != msg.OF_NO_STEP  # takes the place of one that was lost
-        self._listener: Listener | None = None  # for the stage above
-        self._routes: Routes | None = None  # to the stage below, on another machine
+        self._listener: wire.Listener | None = None  # for the stage above
+        self._routes: wire.Routes | None = None  # to the stage below, on another machine
         # For the stage above, on another machine, and for whoever follows that.
-        self._standbys: dict[bool, list[Standby]] = {}
+        self._standbys: dict[bool, list[wire.Standby]] = {}
         self._unsaid: collections.deque[Any] = collections.deque(maxlen=MOST_UNSAID)
         self._saying = threading.Lock()
         self._follows = self.order.follows
@@ -131,7 +114,22 @@ class Peer:
         began = self.order.began if self._is_new else None
         assignment = Assignment(settings, self.stage, corpus, run_folder, resume, began)
         worker = Worker(assignment, self._progress, self._far_corpus(settings))
-        self._link(worker, self._introduce(worker))
+        self._progress.begin("waits for the other stages to be built")
+        if self.stage < worker.last and self.stage not in self._inner:
+            most = worker.max_payload() + 64
+            self._listener = wire.Listener(self.identity, settings.link.listen, 0, most)
+        address = self._listener.address if self._listener else ""
+        self.say(msg.Ready(address, **worker.describe(), versions=versions()))
+        connect = self._receive(msg.Connect)
+        self._progress.begin("waits for its neighbours to link")
+        self._join(worker, connect)
+        self.say(self._linked())
+        start = self._receive(msg.Start)
+        self._decide(worker, start)
+        if self._follows and settings.train.audit:
+            self._audit = Audit(worker.sent_over(), start.is_alike, self._say)
+            for logged in self._logged.values():
+                logged.audit = self._audit
         may_leave = threading.Event()
         threading.Thread(target=self._obey, args=(worker, may_leave), daemon=True).start()
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
@@ -139,37 +137,12 @@ class Peer:
         known = [(logged.state.decided, logged.state.stops) for logged in self._logged.values()]
         self._leave(may_leave, msg.last_decision([(worker.decided, worker.stops), *known]))
 
-    def receive(self, wanted: type[MessageT]) -> MessageT:
-        """The next message for this stage, which must be of the wanted type."""
+    def _receive(self, wanted: type[MessageT]) -> MessageT:
         message = self._inbox.get()
         if not isinstance(message, wanted):
-            raise WireError(
-                f"expected {wanted.__name__} from the coordinator, got {type(message).__name__}"
-            )
+            what = f"expected {wanted.__name__} from the coordinator"
+            raise WireError(f"{what}, got {type(message).__name__}")
         return message
-
-    def _introduce(self, worker: Worker) -> msg.Connect:
-        """Say that the stage is built, and hear where its neighbours are."""
-        self._progress.begin("waits for the other stages to be built")
-        if self.stage < worker.last and self.stage not in self._inner:
-            self._listener = Listener(
-                self.identity, worker.settings.link.listen, 0, worker.max_payload() + 64
-            )
-        address = self._listener.address if self._listener else ""
-        self.say(msg.Ready(address, **worker.describe(), versions=versions()))
-        return self.receive(msg.Connect)
-
-    def _link(self, worker: Worker, connect: msg.Connect) -> None:
-        """Link to the neighbours, and wait for the start."""
-        self._progress.begin("waits for its neighbours to link")
-        self._join(worker, connect)
-        self.say(self._linked())
-        start = self.receive(msg.Start)
-        self._decide(worker, start)
-        if self._follows and worker.settings.train.audit:
-            self._audit = Audit(worker.sent_over(), start.is_alike, self._say)
-            for logged in self._logged.values():
-                logged.audit = self._audit
 
     def _linked(self) -> msg.Linked:
         """That this stage is linked, and the last decision that its neighbours know."""
@@ -195,15 +168,10 @@ class Peer:
     def fail(
         self, error: BaseException, convicts: Sequence[int] = (), accuses: Sequence[int] = ()
     ) -> None:
-        """Say why this stage cannot go on, if anybody still listens, who broke the contract, and
-        whom it cannot link to.
-
-        A broken link says more about the neighbour who vanished than about this stage. What goes
-        to another machine holds nothing of this one's files: its log has the rest.
-        """
+        """Say why this stage cannot go on, who broke the contract, and whom it cannot link to."""
         known, is_wire = isinstance(error, ThinwireError), isinstance(error, WireError)
         told = str(error) if known else f"{type(error).__name__}: {error}"
-        if self.order.host:  # to another machine
+        if self.order.host:  # to another machine: nothing of this one's files, which its log has
             told = outward(error)
         lost = [stage for stage, link in self._links.items() if link.other_end_lost]
         at_fault = [stage for stage, link in self._links.items() if link.other_end_at_fault]
@@ -216,14 +184,12 @@ class Peer:
         if self.order.corpus:
             return None
         name = msg.stream_name("tokens", self.stage, self.order.generation, self.order.again)
-        routes = Routes(self.order.service, self.order.host)
+        routes = wire.Routes(self.order.service, self.order.host)
         host = fingerprint_of(self.identity.host)
 
-        def call(timeout: float) -> Pipe:
-            return dial(routes, name, self.identity, host, timeout, msg.MAX_MESSAGE)
-
+        call = partial(wire.dial, routes, name, self.identity, host, max_message=msg.MAX_MESSAGE)
         outage = max(settings.link.outage, msg.LEAST_OUTAGE_S)
-        pipe = LastingPipe(call(JOIN_SECONDS), call, outage)
+        pipe = wire.LastingPipe(call(JOIN_SECONDS), call, outage)
         return FetchedCorpus(pipe, settings, self.stage)
 
     def _join(self, worker: Worker, connect: msg.Connect) -> None:
@@ -233,27 +199,28 @@ class Peer:
             if not 0 <= neighbour <= worker.last:
                 continue
             cut, is_above = min(self.stage, neighbour), neighbour > self.stage
+            meter = wire.Unmetered() if cut in self._inner else wire.Meter()
             if cut in self._inner:
                 pipe, card = self._inner[cut][not is_above], None
-                meter: Meter = Unmetered()
             else:
-                pipe, meter, card = self._open(worker, neighbour, connect), Meter(), nic
+                pipe, card = self._open(worker, neighbour, connect), nic
                 self._agree(worker, pipe, cut, meter)
                 pipe = self._logged_pipe(worker, pipe, cut, nic, meter)
-            self._links[neighbour] = Link(pipe, meter, card, f"cut-{cut}", worker.max_payload())
+            most = worker.max_payload()
+            self._links[neighbour] = wire.Link(pipe, meter, card, f"cut-{cut}", most)
 
-    def _open(self, worker: Worker, neighbour: int, connect: msg.Connect) -> Pipe:
+    def _open(self, worker: Worker, neighbour: int, connect: msg.Connect) -> wire.Pipe:
         """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
         cut, key, feeds = min(self.stage, neighbour), connect.seats[neighbour], connect.follower
         name = msg.stream_name("cut", cut, self.order.generation, connect.links[cut])
         name = f"{name}.f{feeds}" if feeds else name
         outage, limit = worker.settings.link.outage, worker.max_payload() + 64
         listener, at_doors = self._listener, f"{connect.run}/{name}.{connect.word}"
-        routes = Routes(at_doors, connect.reach) if connect.reach else None
+        routes = wire.Routes(at_doors, connect.reach) if connect.reach else None
 
-        def connected(timeout: float) -> Pipe:
+        def connected(timeout: float) -> wire.Pipe:
             if neighbour < self.stage:
-                return dial(routes or connect.below, name, self.identity, key, timeout, limit)
+                return wire.dial(routes or connect.below, name, self.identity, key, timeout, limit)
             assert listener is not None, "it is opened where there is a stage above elsewhere"
             return listener.accept(name, timeout, key, is_replaceable=True)
 
@@ -263,12 +230,12 @@ class Peer:
                 on_daemon_thread("thinwire close", standby.close)
             assert listener is not None
             self._standbys[bool(feeds)] = [
-                Standby(at_doors, route, listener.take) for route in connect.wait
+                wire.Standby(at_doors, route, listener.take) for route in connect.wait
             ]
         elif not feeds:
             told, self._routes = (self._on_down, self._on_up), routes
         first = connected(JOIN_SECONDS)
-        return LastingPipe(first, connected, outage, *told) if outage else first
+        return wire.LastingPipe(first, connected, outage, *told) if outage else first
 
     def _on_down(self, reason: str) -> None:
         """The connection to the stage below is lost."""
@@ -280,8 +247,8 @@ class Peer:
         self._mention(msg.LinkUp(self.stage - 1, seconds, self._way_below()))
 
     def _logged_pipe(
-        self, worker: Worker, pipe: Pipe, cut: int, nic: Nic | None, meter: Meter
-    ) -> Pipe:
+        self, worker: Worker, pipe: wire.Pipe, cut: int, nic: wire.Nic | None, meter: wire.Meter
+    ) -> wire.Pipe:
         """The same pipe with a log of what is sent, so that whoever is at its other end may be
         replaced; or, where this stage is such a replacement, what goes on with the log there.
         """
@@ -289,9 +256,9 @@ class Peer:
         if not most or not worker.settings.link.outage:
             return pipe
         keeps = FOR_FOLLOWERS if self.order.host else 0  # of a run on one machine nobody follows
-        log = FrameLog(worker.log_folder(cut), most + keeps, keeps)
-        state = LinkState(log, worker.state.step, self._is_new, self._follows)
-        logged = LoggedPipe(None if self._is_new else pipe, state, nic, meter.count_sent)
+        log = wire.FrameLog(worker.log_folder(cut), most + keeps, keeps)
+        state = wire.LinkState(log, worker.state.step, self._is_new, self._follows)
+        logged = wire.LoggedPipe(None if self._is_new else pipe, state, nic, meter.count_sent)
         self._logged[cut] = logged
         if self._follows:
             logged.follow(pipe)
@@ -305,7 +272,7 @@ class Peer:
         try:
             pipe = self._open(worker, neighbour, connect)
             try:
-                self._agree(worker, pipe, cut, Meter(), at_start=False)
+                self._agree(worker, pipe, cut, wire.Meter(), at_start=False)
                 self._logged[cut].feed(pipe, worker.settings.train.audit)
             finally:
                 pipe.close(0)
@@ -343,9 +310,7 @@ class Peer:
                 self._say(message)
 
     def _relink(self, worker: Worker, cut: int, connect: msg.Connect) -> bool:
-        """On a thread of its own: go on with another process at the other end of a cut; False if
-        that cannot be, which it has said.
-        """
+        """On a thread: go on with another process at the end of a cut; False: it said why not."""
         logged, neighbour = self._logged[cut], msg.other_end(cut, self.stage)
 
         def is_wanted() -> bool:
@@ -380,12 +345,12 @@ class Peer:
             self.say(message)
 
     def _agree(
-        self, worker: Worker, pipe: Pipe, cut: int, meter: Meter, at_start: bool = True
+        self, worker: Worker, pipe: wire.Pipe, cut: int, meter: wire.Meter, at_start: bool = True
     ) -> None:
         """Hold this end's contract against that of the other end."""
         epoch = self.order.generation if self.order.host else 0
         contract = worker.contract(cut, epoch, at_start and not self._is_new)
-        handshake(pipe, contract, contract, JOIN_SECONDS, meter, remedy)
+        wire.handshake(pipe, contract, contract, JOIN_SECONDS, meter, remedy)
 
     def _pulse(self, patience: float) -> None:
         """Say now and then what this stage is doing, for as long as the coordinator listens."""
@@ -436,7 +401,7 @@ class Peer:
                     may_leave.set()
 
 
-def _live(pipe: Pipe) -> int:
+def _live(pipe: wire.Pipe) -> int:
     """Be the stages of the order that comes first, to their end; returns the exit code."""
     orders: queue.SimpleQueue[msg.Order] = queue.SimpleQueue()
     ended: queue.SimpleQueue[tuple[Peer, BaseException | None]] = queue.SimpleQueue()
@@ -460,7 +425,7 @@ def _live(pipe: Pipe) -> int:
 
     channel = Channel(pipe, "control", msg.FROM_COORDINATOR, hear, leave, leave)
     order = orders.get()
-    inner = {stage: memory_pair() for stage in order.stages[:-1]}
+    inner = {stage: wire.memory_pair() for stage in order.stages[:-1]}
     for stage in order.stages:
         say = partial(channel.send, stage=stage, generation=order.generation)
         peers[stage] = Peer(order, inner, stage, say)

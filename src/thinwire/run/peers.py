@@ -46,9 +46,7 @@ def coordinator_of(
     held: list[list[int]],
     parts_travel: bool = False,
 ) -> Coordinator:
-    """The coordinator of a run that begins, or goes on from a checkpoint; `held`: the stages that
-    share a process.
-    """
+    """The coordinator of a run, perhaps from a checkpoint on; `held`: the stages by process."""
     stages = settings.pipeline.stages
     return Coordinator(
         stages,
@@ -91,19 +89,17 @@ def heed(
     carry_out: Callable[[ev.Command], None],
     event: ev.Event,
 ) -> None:
-    """Do what the coordinator says to one event; raises the error with which it ends the run.
-    Commands that are not for peers go to `carry_out`.
-    """
+    """Do what the coordinator says to an event; raises the error that ends the run."""
     for command in coordinator.on(event, time.monotonic()):
         match command:
             case ev.Tell(stage, message, follows):
                 with contextlib.suppress(WireError):  # a peer that is gone shows as an event
                     peers.tell(stage, message, follows)
-            case ev.End(error, culprit):
-                if culprit is not None:
-                    raise StageFailedError(f"{error}{peers.last_words(culprit)}", culprit)
-                if error is not None:
-                    raise error
+            case ev.End(error, ev.Suspect() as culprit):
+                raise StageFailedError(f"{error}{peers.last_words(culprit)}", culprit)
+            case ev.End(BaseException() as error):
+                raise error
+            case ev.End():
                 peers.wait_for_exits()
             case ev.Replace(stages, by_follower):
                 peers.replace(stages, by_follower)
@@ -169,9 +165,8 @@ def neighbours(stages: int, peers: int) -> list[list[int]]:
 class StagesHere:
     """Stages that a process of this machine runs, by its order: what they say, and how it ends.
 
-    `on_said` gets what a stage says, `on_lost` why the process cannot be heard any more, and
-    `on_exit` how it ended: of which stages, for where one said why it failed, the others of the
-    process did nothing wrong. All are called on other threads.
+    On other threads `on_said` gets what a stage says, `on_lost` why nothing can be heard any more,
+    `on_exit` how it ended, and of which stages: of those that failed, if any did.
     """
 
     def __init__(
@@ -217,40 +212,30 @@ class StagesHere:
 
 
 def placement(settings: Settings, held: list[list[int]]) -> list[list[int]]:
-    """Which stages share a process, if one that is lost can be replaced; nothing if it cannot.
-
-    Frames are logged where links outlive a connection, and one process alone has no neighbours.
+    """Which stages share a process, if one that is lost can be replaced: there are logs of frames
+    where links outlive a connection, and one process alone has no neighbours.
     """
     return held if settings.train.log_mb and settings.link.outage and len(held) > 1 else []
 
 
 class LocalPeers(Peers):
-    """Processes on this machine, each with one stage or several; no orphans, however it ends.
-
-    `order` says what they are to be, but for their stages and identities.
-    """
+    """Processes on this machine, each by the `order` with its own stages; no orphans are left."""
 
     def __init__(
-        self,
-        settings: Settings,
-        run_folder: Path,
-        order: Order,
-        peers: int = 0,
-        began: int = 0,
+        self, settings: Settings, run_folder: Path, order: Order, peers: int = 0, began: int = 0
     ):
         """`began`: the step from which the run goes on, for those who replace a lost process."""
         stages = settings.pipeline.stages
         super().__init__(stages)
-        held = neighbours(stages, peers or stages)
-        identities = [Identity.create(f"stage-{group[0]}") for group in held]
         self._orders: list[Order] = []
         self._seats: list[str] = []
-        for group, identity in zip(held, identities, strict=True):
+        for group in neighbours(stages, peers or stages):
+            identity = Identity.create(f"stage-{group[0]}")
             whose = dataclasses.asdict(identity)
             self._orders.append(dataclasses.replace(order, stages=group, identity=whose))
             self._seats += [identity.fingerprint] * len(group)
         self._logs = run_folder / "logs"
-        is_worth_it = forks(settings.run.device) and len(held) > 1
+        is_worth_it = forks(settings.run.device) and len(self._orders) > 1
         self._forker = Forker() if is_worth_it else None
         self._here: list[StagesHere] = []
         self._began = began

@@ -34,9 +34,7 @@ _FORK_SECONDS = 30.0  # for a process that has imported all, to fork another
 
 
 def die_with_starter() -> None:
-    """Have Linux end this process with the thread that started it, even while it is stopped and
-    sees no end of its standard input.
-    """
+    """Have Linux end this process, even a stopped one, with the thread that started it."""
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -99,19 +97,14 @@ class StageProcess:
 
 
 def forks(device: str) -> bool:
-    """Whether processes for this `run.device` are forked from one that has imported torch.
-
-    Elsewhere than on Linux system libraries may not survive it, and a machine with a GPU has cores
-    enough for every process to import torch by itself.
-    """
+    """Whether processes for this `run.device` are forked from one that has imported torch."""
+    # Elsewhere than on Linux libraries may not survive it; with a GPU there are cores enough.
     has_gpu = device != "cpu" and any(Path(place).exists() for place in GPU_DRIVERS)
     return sys.platform.startswith("linux") and device in ("auto", "cpu") and not has_gpu
 
 
 def start_processes(logs: Sequence[Path], forker: "Forker | None" = None) -> list[StageProcess]:
-    """Start a process for each of these logs, by itself or by a forker, each on the thread that
-    also ends it. If one cannot be started, none is left.
-    """
+    """Start a process for each log, on the thread that also ends it; all of them or none."""
     for folder in {log.parent for log in logs}:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -158,9 +151,7 @@ def python_module(*arguments: str, stdin: int, output: BinaryIO) -> "subprocess.
 
 
 class Forker:
-    """A process that imports a module once, and forks a process that runs it whenever one is
-    wanted. All end with it.
-    """
+    """A process that imports a module once, and forks others that run it. All end with it."""
 
     def __init__(self, module: str = PEER):
         self._module = module
@@ -242,9 +233,8 @@ def _become_stage(
 
 
 def main(arguments: list[str]) -> None:
-    """Entry point of `python -m thinwire.run.processes MODULE`: import the module once, and fork a
-    process for each pair of descriptors, a socket and a log, that comes on standard input. No
-    thread of ours runs here. Say there which process each one is and how it ended, by its number.
+    """`python -m thinwire.run.processes MODULE`: import it, and fork a process for each socket and
+    log that come on standard input; say there by number which it is and how it ended. No threads.
     """
     (module,) = arguments
     starter = socket.socket(fileno=0)

@@ -1,8 +1,7 @@
 """The protocol of a run: every message between the coordinator and its peers, and how it travels.
 
-A peer is a machine that takes part, or a process that holds stages for a run on one machine. It has
-one stream to the coordinator. A message on it is about the peer itself or about one of its stages,
-in one generation of the placement:
+A peer, a machine or a process on the coordinator's own, has one stream to the coordinator. A
+message is about the peer itself or about one of its stages, in one generation of the placement:
 
     peer                         coordinator
     Hello                 ->                       who it is, what it can do
@@ -21,10 +20,8 @@ in one generation of the placement:
     Ended                 ->                       the process of the stages has ended
                           <-     Release, Dismiss
 
-Nothing is used before its types are checked, and what a peer says is at most 1 MiB and loses its
-control characters, for a terminal would obey them.
-
-Messages with secrets are dataclasses, which leave these out of what they print.
+Nothing is used before its types are checked; what a peer says is at most 1 MiB, without control
+characters. Messages with secrets are dataclasses, which leave these out of what they print.
 """
 
 import math
@@ -125,9 +122,7 @@ class StatusReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Progress:
-    """How a run works: a typical step, where the time of stages goes, what crosses the cuts, what
-    each action costs, and the links as far as they are known.
-    """
+    """How a run works: where its time goes, what crosses the cuts, what actions cost, its links."""
 
     step_seconds_median: float
     timeline: Timeline
@@ -143,9 +138,8 @@ class Progress:
 class Hello(msgspec.Struct, frozen=True):
     """A machine is there: what it is and what it can do. The first message of its stream.
 
-    `door` is the address at which its own processes find its door, and `outside` the one that
-    others may reach it by; both are empty where it has none. `process` is drawn anew by every
-    process that joins, and `place` says to people where that is.
+    Its own processes find its door at `door`, others perhaps at `outside`; both may be empty. Every
+    process that joins draws another `process`, and `place` says to people where that is.
     """
 
     versions: dict[str, str]
@@ -181,14 +175,11 @@ class Declined(msgspec.Struct, frozen=True):
 
 
 class Pulse(msgspec.Struct, frozen=True):
-    """What a stage is doing, and how many pieces of work it has begun: sent now and then.
-
-    With the round trips of its connections to the neighbours, in seconds; 0: not known.
-    """
+    """What a stage is doing, and how many pieces of work it has begun: sent now and then."""
 
     begun: int
     doing: str
-    trip_below: Finite = 0.0
+    trip_below: Finite = 0.0  # seconds to a neighbour and back; 0: not known
     trip_above: Finite = 0.0
 
 
@@ -204,10 +195,9 @@ class Ready(msgspec.Struct, frozen=True):
 class Linked(msgspec.Struct, frozen=True):
     """A stage has its links, and both ends agree on their contract.
 
-    Between machines, `way` is the kind of way to the stage below. A stage that takes the place of a
-    lost one says which decision of the first stage its neighbours know, and whether it ends the run
-    (engine/port.py numbers them). One that follows, and is fed by another process than before, says
-    by which streams (`follower`, as of Connect).
+    Between machines, `way` is the kind of way to the stage below. A stage in a lost one's place
+    says which decision of the first stage its neighbours know, and whether it ends the run; one
+    that follows, and is fed by another process than before, by which streams (as of Connect).
     """
 
     way: str = ""
@@ -291,11 +281,10 @@ class AskAlive(msgspec.Struct, frozen=True):
 class Hold:
     """A machine is to hold stages: data alone, for paths and devices are its own.
 
-    `corpus` is the fingerprint of the data; `resumes` says whether there is a checkpoint to fetch.
-    `links` is the token by which the peers of this generation meet at each other's doors. Where a
-    machine takes the place of a lost one, `began` says where the generation began, and `again` how
-    often stages of it were given anew. What the machine holds of this generation beside, it keeps.
-    A machine that `follows` stands by: it computes what the holder of these stages computes.
+    `corpus`: the fingerprint of the data; `resumes`: whether there is a checkpoint to fetch;
+    `links`: the token by which the peers of this generation meet at each other's doors. In the
+    place of a lost machine: where the generation `began`, and how often stages were given `again`.
+    One that `follows` stands by: it computes what the holder of these stages computes.
     """
 
     stages: list[int]
@@ -312,9 +301,8 @@ class Hold:
 class Order:
     """What the process of stages is to be: said by whoever started it, on the same machine.
 
-    Without a corpus, token ids come from the coordinator, by the routes in `host`. A run whose
-    peers are on other machines is formed again when one of them is lost. Each time is a generation,
-    counted from 1, and streams bear its number: nothing of an earlier one is taken for one of this.
+    Without a corpus, token ids come from the coordinator, by the routes in `host`. Streams bear the
+    number of the generation, on other machines counted from 1.
     """
 
     stages: list[int]
@@ -346,10 +334,7 @@ class News(msgspec.Struct, frozen=True):
 
 
 class RunNews(msgspec.Struct, frozen=True):
-    """What the host's page shows beside: so that of a member shows the same. Now and then.
-
-    It lets nobody in, and does not say where others are.
-    """
+    """What the host's page shows beside, for those of members: no invite, and no addresses."""
 
     report: StatusReport
     step: StepRecord | None = None  # the last
@@ -374,16 +359,13 @@ class Dismiss(msgspec.Struct, frozen=True):
 class Connect:
     """Where the stage below listens, and by which keys (`seats`) the stages are known.
 
-    Between machines a stage below is reached by one of the routes in `reach`, the first that works,
-    and a stage waits at the doors in `wait` for the one above it: at that of one of the two
-    (direct), or of another (relayed). `run` is by what doors know the
-    run, and `word` ends the names of its links there: who is not told it, such as a peer that was
-    removed from the run, cannot wait in another's place. `links` says of each cut how often its
-    link was opened anew, for another process at one of its ends.
+    Between machines a stage below is reached by the first of the routes in `reach` that works, and
+    a stage waits at the doors in `wait` for the one above it. Doors know the run as `run`, and
+    `word` ends the names of its links there: who is not told it, such as a peer that was removed,
+    cannot wait in another's place. `links`: how often the link over each cut was opened anew.
 
-    It is about all cuts of a stage: of one that is built, or that followed another and takes its
-    place. Or about one `cut`, because there is another process at its other end. With the number of
-    a `follower` it is about the streams by which that one is fed.
+    It is about all cuts of a stage that is built or takes another's place; or about one `cut` with
+    another process at its other end; or about the streams that feed a `follower`.
     """
 
     below: str
@@ -426,41 +408,18 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 OfPeer = Hello | Alive | Leaving | Tried | Declined
-OfStage = (
-    Pulse
-    | Ready
-    | Linked
-    | LinkDown
-    | LinkUp
-    | LogLost
-    | Audited
-    | Follows
-    | Report
-    | Finished
-    | Failed
-    | Ended
-)
-ToPeer = (
-    AskAlive
-    | Hold
-    | Order
-    | Release
-    | News
-    | StepRecord  # without what is of single stages and cuts
-    | EvaluationRecord
-    | RunNews
-    | TryDoor
-    | Dismiss
-)
+OfLinks = Linked | LinkDown | LinkUp | LogLost
+OfStage = Pulse | Ready | OfLinks | Audited | Follows | Report | Finished | Failed | Ended
+# A step as all peers are told of it lacks what is of single stages and cuts.
+ForAll = News | StepRecord | EvaluationRecord | RunNews
+ToPeer = AskAlive | Hold | Order | Release | ForAll | TryDoor | Dismiss
 ToStage = Connect | Start | Await | Saved | Stop | Leave
 
 OF_NO_STAGE = -1
 
 
 def last_decision(known: Iterable[tuple[int, bool]]) -> tuple[int, bool]:
-    """Of what several know of the first stage's decisions, as in Linked, the last: a word to stop,
-    also where steps were reported after it, as with delayed updates.
-    """
+    """The last of what several know of the first stage's decisions; a word to stop is the last."""
     return max(known, key=lambda one: (one[1], one[0]), default=(0, False))
 
 
@@ -497,10 +456,8 @@ def pack(envelope: Envelope) -> bytes:
     body = _compact(message) if isinstance(message, Step) else message
     said = msgspec.msgpack.encode([type(message).__name__, *about, body])
     if len(said) > MOST_SAID:
-        raise WireError(
-            f"a {type(message).__name__} message has {len(said)} bytes, at most {MOST_SAID} are "
-            "allowed"
-        )
+        what = f"a {type(message).__name__} message has {len(said)} bytes"
+        raise WireError(f"{what}, at most {MOST_SAID} are allowed")
     return zlib.compress(said, 6)
 
 
@@ -508,9 +465,11 @@ def unpack(payload: bytes, kinds: Kinds) -> Envelope:
     """The message of a payload, checked; WireError names what is wrong with it."""
     name = "control"
     try:
-        name, *about, body = msgspec.msgpack.decode(
-            _inflate(payload), type=tuple[str, int, int, int, Any]
-        )
+        reader = zlib.decompressobj()
+        said = reader.decompress(payload, MOST_SAID)
+        if not reader.eof:
+            raise ValueError(f"it is cut off, or longer than {MOST_SAID} bytes")
+        name, *about, body = msgspec.msgpack.decode(said, type=tuple[str, int, int, int, Any])
         kind = kinds.get(name)
         if kind is None:
             raise ValueError("is not for this end")
@@ -522,14 +481,6 @@ def unpack(payload: bytes, kinds: Kinds) -> Envelope:
     except (ValueError, RecursionError, zlib.error) as error:  # what msgspec raises is a ValueError
         reason = printable(str(error), 200)
         raise WireError(f"a {printable(name, 40)} message cannot be used: {reason}") from None
-
-
-def _inflate(payload: bytes) -> bytes:
-    reader = zlib.decompressobj()
-    said = reader.decompress(payload, MOST_SAID)
-    if not reader.eof:
-        raise ValueError(f"it is cut off, or longer than {MOST_SAID} bytes")
-    return said
 
 
 def _clean(value: Any) -> Any:

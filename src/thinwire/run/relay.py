@@ -40,10 +40,7 @@ def parse_relay(text: str) -> Route:
 
 
 def run_relay(listen: str, mbps: float, pass_file: Path | None, stream: TextIO) -> None:
-    """Be a relay until a signal asks to end; shows who meets, and how much passes.
-
-    `listen` is HOST:PORT; with port 0 it takes any free one.
-    """
+    """Be a relay at HOST:PORT until a signal asks to end; show who meets, and how much passes."""
     host, port = split_address(listen)
     password = _password(pass_file)
     raise_descriptor_limit()
@@ -51,8 +48,8 @@ def run_relay(listen: str, mbps: float, pass_file: Path | None, stream: TextIO) 
     with Door(host, port) as door:
         door.admit_any(password, mbps)
         with heeding(lambda number, frame: is_over.set()):
-            stream.write(_welcome(host, outside_address(host, door.port), password, mbps))
-            stream.flush()
+            address = outside_address(host, door.port)
+            print(_welcome(host, address, password, mbps), file=stream, flush=True)
             _show(door, stream, is_over)
         passed = sum(traffic.relayed_bytes for traffic in door.traffic().values())
     stream.write(f"the relay is closed; {human_bytes(passed)} passed\n")
@@ -99,7 +96,7 @@ def _welcome(listen: str, address: str, password: str, mbps: float) -> str:
             f"note: {host} is not an address of the public internet. If others come from there, "
             f"write the public address or name instead, and forward port {port} to this machine."
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def is_public(host: str) -> bool:
@@ -119,6 +116,5 @@ def _show(door: Door, stream: TextIO, is_over: threading.Event) -> None:
             for run, traffic in door.traffic().items()
         )
         if line != last:
-            stream.write(line + "\n")
-            stream.flush()
+            print(line, file=stream, flush=True)
             last = line

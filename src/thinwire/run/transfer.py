@@ -363,14 +363,14 @@ class ShardCollector:
             self._closed = True
             self._changed.notify_all()
 
-    def collect_from(self, member: str, stages: Collection[int], pipe: Pipe) -> None:
-        """Fetch the shards of these stages over this connection, until it is lost or all is over.
+    def collect_from(self, member: str, held: Callable[[], list[int]], pipe: Pipe) -> None:
+        """Fetch the shards of what it holds, until the connection is lost or all is over.
 
         On a thread of its own. Nothing is lost with the connection: the next one goes on.
         """
         talk = Talk(pipe, self.meter)
         try:
-            while (job := self._next_job(stages)) is not None:
+            while (job := self._next_job(held)) is not None:
                 with self._fetching[job[0]]:
                     self._fetch(talk, member, *job)
         except WireError:
@@ -378,12 +378,12 @@ class ShardCollector:
         finally:
             pipe.close(0)
 
-    def _next_job(self, stages: Collection[int]) -> tuple[int, ShardWritten] | None:
+    def _next_job(self, held: Callable[[], list[int]]) -> tuple[int, ShardWritten] | None:
         """The shard that a member is asked for next; None once all is over."""
         with self._changed:
             while not self._closed:
                 announced = self._announced.get(-1 if self._current is None else self._current, {})
-                if waiting := self._missing & set(stages) & announced.keys():
+                if waiting := self._missing & {*held()} & announced.keys():
                     return min(waiting), announced[min(waiting)]
                 self._changed.wait()
             return None

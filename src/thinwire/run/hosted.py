@@ -1,0 +1,601 @@
+"""The members that hold the stages of one generation of a hosted run, as its coordinator sees them.
+
+Stages that are lost are given to others, those who hold nothing follow stages, and what members
+open beside their own streams is served: states, shards and token ids.
+"""
+
+import contextlib
+import dataclasses
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from thinwire.background import on_daemon_thread
+from thinwire.data import Corpus
+from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.reports import Audited, ShardFailed, ShardWritten
+from thinwire.engine.state import ShardCheck, most_shard_bytes
+from thinwire.errors import BreachError, ConfigError, ThinwireError, WireError, printable
+from thinwire.run import events as ev
+from thinwire.run import protocol as msg
+from thinwire.run.admission import AuthorityBook
+from thinwire.run.coordinator import Coordinator
+from thinwire.run.formation import Formation, Placing, stage_names, write_formation
+from thinwire.run.members import Happening, Member, Members, ignore, one_line
+from thinwire.run.peers import EXIT_SECONDS, Peers, placement
+from thinwire.run.record import RunRecord
+from thinwire.run.status import SharedDisplay, doubt_text
+from thinwire.run.tokens import TokenServer
+from thinwire.run.transfer import SeatServer, ShardCollector, incoming_folder
+from thinwire.settings import Settings
+from thinwire.wire import LastingPipe, Listener, Meter, Pipe, Route, ping
+
+REMIND_SECONDS = 60.0  # between two lines on a wait that goes on
+LOOK_SECONDS = 1.0
+PROBE_SECONDS = 3.0
+ANSWER_SECONDS = 3.0  # for whoever had lost stages to say that it is there
+AWAY_TICK = 0.1  # between two looks at who is back, while somebody is away and stages wait
+STANDBY_PAUSE = 5.0  # between a stand-by that was lost and the next one
+
+
+# How neighbours on other machines reach each other: the stage below accepts, so it waits at doors;
+# the one above dials. A link is direct where either end has a door that can be reached, and goes
+# by the relay or the host's door where neither has.
+
+
+@dataclass(frozen=True)
+class DoorOf:
+    """A member's door: its address for its own processes, and for others if it is open."""
+
+    own: str = ""
+    outside: str = ""  # probed
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The doors of a generation: of each stage's member, and where all can meet."""
+
+    run: str
+    token: str = field(repr=False)  # at the doors of its members
+    doors: list[DoorOf]
+    meeting: list[list[Route]] = field(repr=False)  # for each stage: the relay, the host's own door
+    keys: list[str] = field(default_factory=list)  # fingerprints of the members, by stage
+    word: str = field(default_factory=lambda: secrets.token_hex(8), repr=False)
+
+    def connect(self, stage: int, told: msg.Connect) -> msg.Connect:
+        """The word to connect, for a stage whose neighbours are on other machines."""
+        own, met = self.doors[stage].own, self.meeting[stage]
+        below, above = self.doors[:stage][-1:], self.doors[stage + 1 :][:1]
+        reach = [route for door in below for route in [*self._direct(door.outside, own), *met]]
+        wait = [route for door in above for route in [*self._direct(own, door.outside), *met]]
+        known = dataclasses.replace(told, seats=self.keys, run=self.run, word=self.word)
+        return dataclasses.replace(known, reach=reach, wait=wait)
+
+    def _direct(self, *addresses: str) -> list[Route]:
+        return [Route(address, "direct", self.token) for address in addresses if address]
+
+
+def probe_all(members: list[Member], book: AuthorityBook) -> dict[str, DoorOf]:
+    """The doors of several members, tried at once; one that is away has none."""
+
+    def look(member: Member) -> DoorOf:
+        if (hello := member.hello) is None:
+            return DoorOf()
+        return probe(hello, member.origin, book.run_id, book.door_token(member.name))
+
+    probing = {one: on_daemon_thread("thinwire probe", partial(look, one)) for one in members}
+    for member, door in probing.items():
+        member.is_reachable = bool(door.result().outside)
+    return {member.name: door.result() for member, door in probing.items()}
+
+
+def probe(hello: msg.Hello, origin: str, run: str, token: str) -> DoorOf:
+    """A member's door, tried where its own stream comes from alone: a host looks nowhere else."""
+    if origin and hello.outside.rpartition(":")[0].strip("[]") == origin:
+        with contextlib.suppress(WireError):
+            ping(Route(hello.outside, "direct", token), f"{run}/control", PROBE_SECONDS)
+            return DoorOf(hello.door, hello.outside)
+    return DoorOf(hello.door)
+
+
+# One generation
+
+
+IsDue = Callable[[], bool]  # whether something may still come
+
+
+class Streams:
+    """What members open for one generation beside their own stream; it ends with `close`."""
+
+    def __init__(self, listener: Listener):
+        self._listener, self._is_over = listener, False
+
+    def accept(
+        self, name: str, peer: str, timeout: float = math.inf, is_due: IsDue = lambda: True
+    ) -> Pipe:
+        """Wait for a member to dial by this name, while it may; whoever else does is refused."""
+        deadline = time.monotonic() + timeout
+        while not self._is_over and is_due() and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(WireError):  # nobody came: look whether to go on
+                return self._listener.accept(name, min(left, LOOK_SECONDS / 2), peer, True)
+            time.sleep(0.01)  # the listener may be closed, and then says so at once
+        raise WireError(f"nobody waits for {name!r} any more")
+
+    def serve(
+        self, name: str, peer: str, handle: Callable[[Pipe], None], is_due: IsDue = lambda: True
+    ) -> None:
+        """Handle one stream of this name after the other, on a thread of its own."""
+
+        def run() -> None:
+            while not self._is_over and is_due():
+                with contextlib.suppress(ThinwireError):  # the member dials again
+                    handle(self.accept(name, peer, is_due=is_due))
+
+        threading.Thread(target=run, name=f"thinwire {name}", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept nothing more."""
+        self._is_over = True
+
+
+@dataclass
+class Base:
+    """What all generations of a run share."""
+
+    members: Members
+    listener: Listener
+    book: AuthorityBook
+    meeting: Callable[[str], list[Route]]  # where a member meets those that it cannot reach
+    folder: Path
+    data: Corpus
+    display: SharedDisplay
+    formation: Formation  # the latest
+    beside: dict[str, Meter] = field(  # what travels beside the cuts, by what it is
+        default_factory=lambda: {"checkpoints": Meter(), "states": Meter(), "token ids": Meter()}
+    )
+    fed_bytes: int = 0  # that stages sent to those who stand by for their neighbours
+    record: RunRecord | None = None  # of the last generation that trained
+
+    def keep(self, formation: Formation) -> None:
+        """Write a placement down before any member hears of it."""
+        self.formation = formation
+        write_formation(self.folder, formation)
+
+    def beside_bytes(self) -> dict[str, int]:
+        """Every byte of that so far, both ways, frame headers included."""
+        moved = {what: m.sent_bytes() + m.received_bytes() for what, m in self.beside.items()}
+        return {**moved, **({"frames to stand-bys": self.fed_bytes} if self.fed_bytes else {})}
+
+
+class HostedPeers(Peers):
+    """The members that hold the stages of one generation, as its coordinator sees them."""
+
+    def __init__(
+        self,
+        base: Base,
+        settings: Settings,
+        checkpoint: Checkpoint | None,
+        on_progress: Callable[[int, int], None],
+    ):
+        super().__init__(len(base.formation.seats))
+        self._base, self._settings, self._checkpoint = base, settings, checkpoint
+        self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
+        self._asked_at = 0.0  # when members were asked whether they are there
+        self._alone_at = 0.0  # when no member could be reached
+        self._again = 0  # how often stages were given anew
+        self._given: dict[tuple[str, int], int] = {}  # by member and stage: as of which of these
+        self._groups = base.formation.groups()  # the stages that share a process
+        self._is_saved = False  # a checkpoint is complete since the placement was last looked at
+        self._collected: set[str] = set()  # members whose shards are fetched
+        self._standbys = base.display.standing.standbys
+        self._standby_after = 0.0  # no other stand-by begins before
+        self._replaces = bool(placement(settings, self._groups))  # those who are lost
+        self._given_up: set[tuple[str, float]] = set()  # members that were away for too long
+        self._links = f"epoch/{base.formation.epoch}.{secrets.token_hex(16)}"
+        self._ways: dict[tuple[int, ...], Ways] = {}  # by who follows, of the holders by ()
+        self._ended: dict[int, str] = {}  # stages whose processes have ended: their last words
+        self._streams = Streams(base.listener)
+        self._states: list[SeatServer] = []
+        self._doors: dict[str, DoorOf] = {}  # of members, as they were found
+        self._is_waiting = self.is_training = False
+        self.pauses = ""  # why the run is to be formed again, if all is in good order
+        self.unsaved: set[int] = set()  # steps of which members could not write their parts
+        self._unable: set[str] = set()  # these members, as long as they could train
+        self._unheard: set[int] = set()  # stages that others are to hold for that
+        self.is_stopping = False
+        self.collector = ShardCollector(
+            base.folder,
+            [most_shard_bytes(settings, stage) for stage in self._stages],
+            ShardCheck(settings, base.data, incoming_folder(base.folder)).objection,
+            patience=settings.run.patience,
+            meter=base.beside["checkpoints"],
+            on_progress=on_progress,
+            tell=self.said.note,
+        )
+
+    def __exit__(self, *error: object) -> None:
+        self._base.members.on_happening = ignore
+        self._streams.close()
+        self.end_states()
+        self.collector.close()
+        for name in [*self._base.formation.members(), *self._standbys.values()]:
+            self._tell(name, msg.Release("the run is formed again"))
+
+    def start(self) -> None:
+        self._base.members.on_happening = self._on_happening
+        self._ways_between()
+        for stages in self._groups:
+            name = self._base.formation.seats[stages[0]]
+            if not self._give(stages, name, self._checkpoint):
+                self._lose(name, f"{name} is away")
+
+    def _give(
+        self,
+        stages: list[int],
+        name: str,
+        checkpoint: Checkpoint | None,
+        began: int = msg.OF_NO_STEP,
+        follows: bool = False,
+    ) -> bool:
+        """Tell a member to hold stages, and serve what it needs; False if it is away."""
+        self._given |= {(name, stage): self._again for stage in stages}
+        if not follows:
+            self._collect(name)
+        generation, again = self._base.formation.epoch, self._again
+
+        def is_due() -> bool:
+            """Whether they are the member's still, and not given anew: it dials by other names."""
+            whose = self._standbys.get(tuple(stages)), self._base.formation.seats[stages[0]]
+            return name in whose and self._given[name, stages[0]] == again
+
+        def serve_tokens(stream: str) -> None:
+            accept = partial(self._streams.accept, stream, name, is_due=is_due)
+            outage = max(self._settings.link.outage, msg.LEAST_OUTAGE_S)
+            pipe = LastingPipe(accept(), accept, outage)
+            TokenServer(pipe, self._base.data, self._settings, self._base.beside["token ids"])
+
+        if checkpoint is not None:
+            on_gone = partial(self.said.note, ev.FollowerLost(stages)) if follows else None
+            meter = self._base.beside["states"]
+            self._states.append(SeatServer(checkpoint, self._settings, meter, on_gone))
+            stream = msg.stream_name("state", stages[0], generation, again)
+            serve = partial(self._states[-1].serve, stages=tuple(stages))
+            self._streams.serve(stream, name, serve, is_due)
+        for stage in stages:
+            stream = msg.stream_name("tokens", stage, generation, again)
+            on_daemon_thread("thinwire tokens", partial(serve_tokens, stream))
+        plain, corpus = self._settings.to_plain(), self._base.data.fingerprint
+        resumes = checkpoint is not None
+        return self._tell(
+            name, msg.Hold(stages, plain, resumes, corpus, self._links, began, again, follows)
+        )
+
+    def _tell(self, name: str, message: Any, stage: int = msg.OF_NO_STAGE) -> bool:
+        return self._base.members.tell(name, message, stage, self._base.formation.epoch)
+
+    def on_begin(self) -> None:
+        self.end_states()
+        self.is_training = True
+
+    def replace(self, stages: list[int], by_follower: bool = False) -> None:
+        self.said.forget(stages)
+        if not by_follower:
+            self._homeless.append(stages)
+            self._ask_who_is_there()
+        elif name := self._standbys.get(tuple(stages), ""):
+            self._take_seat(stages, name)
+            self._forget_standby(stages)  # behind it: its streams are served all along
+            self._collect(name)
+            stood_by = f"{stage_names(stages)}: {name}, which stood by"
+            self._base.display.announce("form", stood_by)
+        else:  # it has just got other stages
+            for stage in stages:
+                self.said.note(ev.Lost(stage, "who stood by for it does so no more"))
+
+    def next_event(self, coordinator: Coordinator) -> ev.Event:
+        somebody_is_away = self._give_up_the_absent()
+        if self.is_training and not self._homeless and not self.is_stopping:
+            self._use_who_holds_nothing()
+        self._is_saved = False
+        for stages in [*self._homeless]:
+            self._find_holder(stages)
+        rest = coordinator.rest(time.monotonic())
+        return self.said.next(min(rest, AWAY_TICK) if somebody_is_away or self._homeless else rest)
+
+    def _ask_who_is_there(self) -> None:
+        """A machine may be frozen while its stream is open: who is to hold stages answers first."""
+        self._asked_at = time.monotonic()
+        for member in self._base.members.here():
+            self._base.members.tell(member.name, msg.AskAlive())
+
+    def _find_holder(self, stages: list[int]) -> None:
+        """Give lost stages to whoever is best for them, or wait for somebody who is."""
+        waited, display = time.monotonic() - self._asked_at, self._base.display
+        placing = self._placing(lambda member: member.heard >= self._asked_at)
+        best, name = self._placing().holder(stages), placing.holder(stages)
+        if (name is None or name != best) and waited < ANSWER_SECONDS:
+            return  # a better one may answer: a spare, or whoever had them and has the files
+        before = self._base.formation.seats[stages[0]]
+        if name is None and before in self._unable & {one.name for one in self._base.members.up()}:
+            name = before  # it cannot save, but nobody else can even train them
+        which = stage_names(stages)
+        if name is None:
+            if waited > REMIND_SECONDS or not self._is_waiting:
+                self._is_waiting = True
+                display.standing.waits(f"a peer for {which}")
+                display.announce("wait", f"waiting for a peer that can hold {which}")
+                self._ask_who_is_there()
+            return
+        self._homeless.remove(stages)
+        self._is_waiting = False
+        self._again += 1
+        for group in placing.displaced(stages, name):
+            self._drop_standby(group)
+            self.said.note(ev.FollowerLost(group))
+        self._take_seat(stages, name)
+        display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
+        if self._give(stages, name, *self._where_to_begin()):
+            self.said.note(ev.Given(stages))
+        else:
+            self._homeless.append(stages)
+
+    def _where_to_begin(self) -> tuple[Checkpoint | None, int]:
+        """The last complete checkpoint, and where this generation began."""
+        saved = Checkpoint.open(self.saved, allow_plugins=True) if self.saved else self._checkpoint
+        return saved, self._checkpoint.step if self._checkpoint else 0
+
+    def _use_who_holds_nothing(self) -> None:
+        """Have members that hold nothing take stages over, follow some, or share them."""
+        placing = self._placing()
+        if self._is_saved and (found := placing.next_move()):
+            stages, crowded, name = found
+            moves = f"{stage_names(stages)} moves from {crowded} to {name}"
+            self.said.note(ev.MoveAsked(stages, moves))
+        if self._replaces and time.monotonic() >= self._standby_after:
+            self._find_standby()
+        if len(self._groups) == 1 and (sharer := placing.next_share()) is not None:
+            self._pause(f"{sharer} takes some of the stages, which one machine holds")
+
+    # Stand-bys: members that hold nothing, and follow stages whose loss would cost most
+
+    def _find_standby(self) -> None:
+        stages, name = self._placing().next_standby()
+        if name is None:
+            if stages:
+                self._standby_after = time.monotonic() + STANDBY_PAUSE
+            return
+        self._again += 1
+        self._standbys[tuple(stages)] = name
+        self._doors.pop(name, None)
+        if not self._give(stages, name, *self._where_to_begin(), follows=True):
+            self._forget_standby(stages)
+
+    def on_follower(self, command: ev.OfFollower) -> None:
+        match command:
+            case ev.DropFollower(stages):
+                self._drop_standby(stages)
+            case ev.Doubt(stage, found, replaces):
+                placing = self._placing()
+                holder, standby = placing.seats[stage], placing.followed.get(stage, "")
+                self._base.display.announce("audit", doubt_text(stage, holder, standby, found))
+                if replaces:
+                    reason = f"{standby} computed other values than it sent for stage {stage}"
+                    self._base.members.set_aside(holder, reason)
+
+    def _placing(self, counts: Callable[[Member], bool] = lambda member: True) -> Placing:
+        """Who holds and follows what. `counts`: whether a member that is here can be chosen."""
+        here = [member.machine for member in self._base.members.here() if counts(member)]
+        seats, standbys = self._base.formation.seats, dict(self._standbys)
+        return Placing(self._settings, self._groups, seats, standbys, here)
+
+    def _forget_standby(self, stages: list[int]) -> str:
+        """Who followed these stages, and does so no more; nobody: nothing."""
+        name = self._standbys.pop(tuple(stages), "")
+        self._ways.pop(tuple(stages), None)
+        if name not in self._standbys.values():
+            self._base.display.standing.audits.pop(name, None)
+        return name
+
+    def _drop_standby(self, stages: list[int]) -> None:
+        if name := self._forget_standby(stages):
+            self._standby_after = time.monotonic() + STANDBY_PAUSE  # it may fail again at once
+            self._tell(name, msg.Release("its stage is placed anew", stages))
+
+    def _take_seat(self, stages: list[int], name: str) -> None:
+        """Note who holds stages from now on, and let go of whoever did."""
+        before = self._base.formation.seats[stages[0]]
+        try:
+            self._base.keep(self._base.formation.given(stages, name))
+        except ConfigError as error:  # a full disk: only a host that is started anew would read it
+            self._base.display.note(f"{error}; the run goes on")
+        self._unheard -= {*stages}
+        for stage in stages:
+            self._ended.pop(stage, None)
+        if before != name:
+            self.collector.retract(stages)
+            reason = f"{name} holds {stage_names(stages)} now"
+            self._tell(before, msg.Release(reason, stages))
+        self._ways.clear()  # whoever follows the stage beside it is fed from elsewhere
+        for changed in (before, name):
+            self._doors.pop(changed, None)
+        self._ways_between()
+
+    def _give_up_the_absent(self) -> bool:
+        """Have others hold what an absent member holds; whether one is waited for."""
+        now, is_waiting = time.monotonic(), False
+        for member in self._base.members.all() if self._replaces else ():
+            held, away = self._base.formation.held_by(member.name), (member.name, member.down_since)
+            if not held or not member.is_down or away in self._given_up:
+                continue
+            placing, since = self._placing(), max(member.down_since, self._alone_at)
+            if not placing.here:
+                self._alone_at = now  # all are away, so it may be this machine: they get their time
+            elif (limit := placing.patience(held)) is not None and now - since > limit:
+                self._given_up.add(away)
+                self._lose(member.name, f"{member.name} could not be reached for {limit:g} s")
+            is_waiting |= away not in self._given_up
+        return is_waiting
+
+    def tell(self, stage: int, message: msg.ToStage, follows: bool = False) -> None:
+        self._is_saved |= isinstance(message, msg.Saved)
+        placing = self._placing()
+        name = placing.followed.get(stage, "") if follows else placing.seats[stage]
+        if not name:
+            return
+        if isinstance(message, msg.Connect):
+            fed = stage
+            if message.cut is not None and not follows:
+                fed = msg.other_end(message.cut, stage)
+            groups = [group for group in placing.standbys if fed in group and message.follower]
+            message = self._ways_between(*groups).connect(stage, message)
+        self._tell(name, message, stage)
+
+    def ask_to_stop(self, why: str = "") -> None:
+        self.is_stopping = True
+        super().ask_to_stop(why)
+
+    def wait_for_exits(self) -> None:
+        deadline = time.monotonic() + EXIT_SECONDS
+        while len(self._ended) < len(self._stages) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def last_words(self, culprit: ev.Suspect) -> str:
+        who = f"\n  stage {culprit.stage} was held by {self._base.formation.seats[culprit.stage]}"
+        words = "" if culprit.known else self._ended.get(culprit.stage, "")
+        return who + "".join(f"\n  | {printable(line)}" for line in words.splitlines())
+
+    def end_states(self) -> None:
+        """All stages have their states: serve these no longer."""
+        for states in self._states:
+            states.close()
+        self._states.clear()
+
+    def _ways_between(self, followed: tuple[int, ...] = ()) -> Ways:
+        """The ways between the members of all stages, as if who follows some held these."""
+        if followed not in self._ways:  # both ends of a link need the same word
+            book, known = self._base.book, self._doors
+            follower = self._standbys.get(followed, "")
+            seats = self._base.formation.given([*followed], follower).seats
+            new = {*seats} - known.keys()
+            known |= probe_all([one for one in self._base.members.all() if one.name in new], book)
+            doors = [known.get(name, DoorOf()) for name in seats]
+            meeting, keys = [*map(self._base.meeting, seats)], [*map(book.key_of, seats)]
+            self._ways[followed] = Ways(book.run_id, self._links, doors, meeting, keys)
+        return self._ways[followed]
+
+    def _collect(self, name: str) -> None:
+        if name not in self._collected:
+            self._collected.add(name)
+            base, fetch = self._base, self.collector.collect_from
+            collect = partial(fetch, name, lambda: base.formation.held_by(name))
+            self._streams.serve(msg.store_name(name), name, collect)
+
+    def _on_happening(self, name: str, what: Happening) -> bool:
+        """On the thread of a member's stream, which waits where its stages say too much."""
+        epoch = self._base.formation.epoch
+        homeless = {s for group in [*self._homeless] for s in group} | self._unheard
+        placing = self._placing()
+        held = [stage for stage in self._base.formation.held_by(name) if stage not in homeless]
+        declined = getattr(getattr(what, "message", None), "stages", [])
+        if isinstance(what, msg.Envelope) and what.generation == epoch:
+            about = [what.stage] if what.stage >= 0 else declined
+            given = {stage: self._given.get((name, stage)) for stage in about}
+            if never := [stage for stage, again in given.items() if again is None]:
+                raise BreachError(f"{name} sent a message of stage {never[0]}, which it never held")
+            if any(again != what.again for again in given.values()):
+                return False  # of a process whose place another has got, here
+        match what:
+            case ev.Lost() | ev.Away() | msg.Envelope(msg.Leaving() | msg.Declined()):
+                for group in placing.followed_by(name):
+                    if not declined or not {*group}.isdisjoint(declined):
+                        self.said.note(ev.FollowerLost(group))
+        match what:
+            case msg.Envelope(msg.Hello() | msg.Alive()):
+                self.said.note(ev.Tick())  # somebody may be waited for
+            case msg.Envelope(message, stage, said) if (
+                said == epoch and placing.followed.get(stage, "") == name
+            ):
+                self.said.note(ev.Said(stage, message, follows=True))
+                if isinstance(message, Audited):
+                    self._base.display.standing.audits[name] = message
+            case msg.Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
+                return False  # others hold it now; it counts as talk
+            case ev.Back() if not held:
+                self._tell(name, msg.Release("others hold its stages now"))
+            case _ if not held:
+                pass
+            case msg.Envelope(message, stage, said) if stage >= 0 and said == epoch:
+                self._hear(stage, message)
+                return True
+            case msg.Envelope(msg.Leaving()):
+                self._on_leaving(name, held)
+            case msg.Envelope(msg.Declined(reason, stages), generation=said) if said == epoch:
+                lost = [s for s in held if s in stages or not stages]
+                self._unable.discard(name)
+                self._lose(name, f"it cannot hold its stage: {one_line(reason)}", stages=lost)
+            case ev.Lost(_, reason, in_breach):
+                for stage in held:
+                    self._ended.setdefault(stage, "")
+                self._lose(name, reason, in_breach)
+            case ev.Away() | ev.Back():
+                self.said.note(msgspec.structs.replace(what, stage=held[0]))
+        return False
+
+    def _hear(self, stage: int, message: Any) -> None:
+        if isinstance(message, ShardFailed) and self._moves_from(stage, message):
+            return
+        if isinstance(message, msg.Ended):
+            self._ended[stage] = message.words
+        self.said.hear(stage, message)
+        self._base.display.standing.heard(stage, message)
+        match message:
+            case ShardWritten():
+                self.collector.announce(stage, message)
+            case ShardFailed(step=step, error=error):
+                self.collector.give_up(step, error)
+            case msg.Finished(fed_bytes=fed):
+                self._base.fed_bytes += max(0, fed)
+                self.is_training = False  # the run is at its end
+
+    def _moves_from(self, stage: int, failed: ShardFailed) -> bool:
+        """Whether others take a stage whose holder cannot write its part of a checkpoint."""
+        name, reason = self._base.formation.seats[stage], one_line(failed.error)
+        group = next(group for group in self._groups if stage in group)
+        self.unsaved.add(failed.step)
+        self._unable.add(name)
+        self._base.members.set_aside(name, reason, for_good=False)
+        if not self._replaces or self._placing().patience(group) is None:
+            return False
+        self._unheard |= {*group}
+        self._lose(name, reason, stages=[stage])
+        return True
+
+    def _on_leaving(self, name: str, held: list[int]) -> None:
+        """Others take its stages; where nobody can, the run stops with a checkpoint."""
+        others = self._placing(lambda member: member.name != name)
+        can_move = self.is_training and self._replaces and not self.is_stopping
+        if can_move and others.patience(held) is not None:
+            self._lose(name, f"{name} leaves")
+            return
+        self._pause(f"{name} leaves")
+
+    def _pause(self, why: str) -> None:
+        """Have the run stop with a checkpoint; at once where lost stages let no step end."""
+        self.pauses = self.pauses or why
+        times = 0 if self.is_stopping else 2 if self._homeless else 1
+        for _ in range(times):  # asked twice, a coordinator leaves at once
+            self.ask_to_stop(why)
+
+    def _lose(
+        self, name: str, reason: str, in_breach: bool = False, stages: list[int] | None = None
+    ) -> None:
+        for stage in self._base.formation.held_by(name) if stages is None else stages:
+            self.said.note(ev.Lost(stage, reason, in_breach))
