@@ -27,8 +27,7 @@ from thinwire.engine.reports import (
 from thinwire.errors import StageError, WireError
 from thinwire.run import events as ev
 from thinwire.run import protocol as msg
-from thinwire.run.blame import Evidence, blame
-from thinwire.run.conduct import MOST_MICROBATCHES, Course, PeerConduct
+from thinwire.run.conduct import MOST_MICROBATCHES, Course, Evidence, PeerConduct, blame
 from thinwire.run.explosion import LossWatch
 from thinwire.run.pacing import TOLD_A_MINUTE, Told
 from thinwire.run.signals import Interrupted

@@ -22,7 +22,7 @@ from thinwire.report import (
     Timeline,
     TraceSpan,
 )
-from thinwire.run.blame import first_not_finite
+from thinwire.run.conduct import first_not_finite
 from thinwire.run.protocol import Progress, Ready
 from thinwire.schedule import Costs, Links, Network, simulate
 from thinwire.settings import Settings

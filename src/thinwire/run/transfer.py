@@ -1,20 +1,15 @@
 """Files that travel between a host and its peers: in pieces, resumable, hashed, at a bounded rate.
 
-One end says which file it wants and what it has of it already (`take`); the other sends the rest,
-or says why it cannot (`give`). What has arrived is kept in a part file, so a transfer whose
-connection was lost goes on where it stopped, also in another process. Only a whole file with the
-right hash counts. Two kinds of files travel so:
+One end says which file it wants and what it has of it (`take`); the other sends the rest, or says
+why it cannot (`give`). What has arrived is kept in a part file, so a transfer whose connection was
+lost goes on where it stopped, also in another process. Only a file with the right hash counts.
 
-- *Shards to the host.* Each stage writes its shard on its own machine and reports it, as in a local
-  run. The host fetches it while training goes on (`ShardCollector`), at a bounded share of the
-  member's uplink (`ShardSender`), and opens it before it counts. One step travels at a time, all
-  stages of it. A checkpoint that comes due meanwhile waits, and of several that wait the newest
-  goes next; the others are dropped, with a reason that the run shows. So a slow uplink gets fewer
-  checkpoints, never a growing queue, and the one under way always arrives.
-- *The state of a stage to who takes its seat* (`SeatServer`, `fetch_seat`): its own stage's file as
-  it is, and of others only the tensors that it needs, such as the shared basis that the first stage
-  saves. A file whose hash is here already, because this machine wrote or fetched it, is not sent
-  again.
+- *Shards to the host.* Each stage writes its shard on its own machine and reports it. The host
+  fetches it while training goes on (`ShardCollector`), at a bounded share of the member's uplink
+  (`ShardSender`), and opens it before it counts. All stages of one step travel at a time; of
+  checkpoints that come due meanwhile the newest goes next, and the others are dropped with a note.
+- *The state of a stage to who takes its seat* (`SeatServer`, `fetch_seat`): its own stage's file,
+  and of others only the tensors that it needs. What this machine has already is not sent again.
 """
 
 import collections
@@ -26,6 +21,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -60,7 +56,6 @@ from thinwire.settings import Settings
 from thinwire.typed import learn_types
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.door import Allowance
-from thinwire.wire.frame import BytesLike
 
 PIECE_BYTES = 256 << 10
 MOST_SAID = 8 << 20  # bytes of a message; that of a seat lists the tensors of its files
@@ -97,20 +92,20 @@ class SeatFiles(msgspec.Struct, frozen=True, tag=True):
     manifest: dict[str, Any]
 
 
-class _SeatFile(msgspec.Struct, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class _SeatFile(Shard):
     """A file of a seat, as a manifest may list it: its name leads nowhere."""
 
     file: Annotated[str, msgspec.Meta(pattern=r"\Astage-[0-9]{1,6}\.safetensors\Z")]
     sha256: Hash
     bytes: Count
-    tensors: list[str]
 
 
 class _CheckedManifest(msgspec.Struct):
     """What is used of the manifest of a seat before it is opened as a checkpoint."""
 
     step: Annotated[int, msgspec.Meta(ge=0, lt=10**8)]
-    shards: Annotated[list[_SeatFile], msgspec.Meta(max_length=4096)]
+    shards: list[_SeatFile]
     settings: dict[str, dict[str, Any]]
 
 
@@ -179,9 +174,7 @@ def serve_files(
     talk: Talk, find: Callable[[Want], Path | None], rate: Allowance | None = None
 ) -> None:
     """Send what the other end asks for, or say why not, until it closes; WireError if that breaks.
-
-    `rate` may change at any time: it is the share of an uplink that training leaves to files, and
-    all of it when training is over. A piece goes out whole, so short bursts are that large.
+    `rate` may change at any time: it is the share of an uplink that training leaves to files.
     """
     while (want := talk.hear()) is not None:
         if not isinstance(want, Want):
@@ -217,10 +210,9 @@ def give(talk: Talk, want: Want, path: Path, rate: Allowance | None = None) -> N
 def take(
     talk: Talk, want: Want, part: Path, progress: Callable[[int], None] = lambda done: None
 ) -> None:
-    """Complete `part` until it is the file that is wanted, with the right hash.
-
-    A wrong hash is sent again once; then, or when the disk is full, or the other end refuses,
-    CheckpointError says so. WireError: the connection is lost, and `part` holds what has come.
+    """Complete `part` until it is the file that is wanted. With a wrong hash it is sent again once;
+    then, where the disk is full, or the other end refuses, CheckpointError says so. WireError: the
+    connection is lost, and `part` holds what has come.
     """
     found = ""
     for _ in ("first", "second"):
@@ -256,21 +248,15 @@ def _complete(talk: Talk, want: Want, part: Path, progress: Callable[[int], None
         if rest:
             talk.say(msgspec.structs.replace(want, offset=have))
         while have < want.bytes:
-            piece = _next_piece(talk, want, have)
-            file.write(piece)
-            have += len(piece)
+            piece = talk.expect(Frame, "the rest of a file", SILENCE_S)
+            size, due = len(piece.payload), min(PIECE_BYTES, want.bytes - have)
+            if piece.step != have // PIECE_BYTES:
+                raise BreachError("the other end sent another piece than the one that was due")
+            if size != due:
+                raise BreachError(f"the other end sent a piece of {size} bytes, not {due}")
+            have += file.write(piece.payload)
             progress(have)
     flush(part)
-
-
-def _next_piece(talk: Talk, want: Want, have: int) -> BytesLike:
-    piece = talk.expect(Frame, "the rest of a file", SILENCE_S)
-    if piece.step != have // PIECE_BYTES:
-        raise BreachError("the other end sent another piece than the one that was due")
-    size, due = len(piece.payload), min(PIECE_BYTES, want.bytes - have)
-    if size != due:
-        raise BreachError(f"the other end sent a piece of {size} bytes, not {due}")
-    return piece.payload
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -296,10 +282,10 @@ def _shard_file(run_folder: Path, step: int, stage: int) -> Path:
 class ShardCollector:
     """On the host: fetches the shards of one epoch, one checkpoint after the other.
 
-    `limits` are the most bytes of each stage's shard, and `objection` says why a file is not the
-    part that a stage has reported, or nothing. `tell` is told what becomes of each, for the
-    coordinator. `patience`: seconds without a byte of the checkpoint under way before it is given
-    up; 0 = never. `on_progress` gets the bytes of all its shards that are here, and in all.
+    `limits`: the most bytes of each stage's shard. `objection`: why a file is not the part that a
+    stage has reported. `tell` hears what becomes of each, for the coordinator. `patience`: seconds
+    without a byte of the checkpoint under way, before it is given up; 0 = never. `on_progress` gets
+    the bytes of all its shards that are here, and in all.
     """
 
     def __init__(
@@ -332,12 +318,11 @@ class ShardCollector:
         """A stage says that it has written its shard of a step."""
         step, objection = written.step, self._objection(stage, written.shard)
         with self._changed:
-            reason = self._given_up.get(step, "")
             self._announced.setdefault(step, {})[stage] = written
             if objection:
                 self._tell(Travelled(stage, step, objection, at_fault=True))
-            if objection or reason:
-                self._give_up(step, reason or objection)
+            if reason := self._given_up.get(step, objection):
+                self._give_up(step, reason)
             self._choose()
 
     def give_up(self, step: int, reason: str) -> None:
@@ -364,9 +349,8 @@ class ShardCollector:
             self._changed.notify_all()
 
     def collect_from(self, member: str, stages: Collection[int], pipe: Pipe) -> None:
-        """Fetch the shards of these stages over this connection, until it is lost or all is over.
-
-        On a thread of its own. Nothing is lost with the connection: the next one goes on.
+        """Fetch shards of these stages over a connection, on a thread of its own, until it is lost,
+        and the next one goes on, or all is over.
         """
         talk = Talk(pipe, self.meter)
         try:
@@ -389,10 +373,8 @@ class ShardCollector:
             return None
 
     def _fetch(self, talk: Talk, member: str, stage: int, written: ShardWritten) -> None:
-        """Fetch a shard, open it, and put it where its checkpoint is made; or say why not.
-
-        The part stays, in case this epoch ends before its checkpoint is complete: what there is of
-        it from before is used, and others of this stage go.
+        """Fetch a shard, open it, and put it where its checkpoint is made; or say why not. The part
+        stays, in case this epoch ends before its checkpoint is complete; others of this stage go.
         """
         step, shard, whose = written.step, written.shard, f"the shard of stage {stage}"
         part = self._incoming / f"stage-{stage}-{step}-{shard.sha256}.part"
@@ -424,8 +406,6 @@ class ShardCollector:
         """Why a shard is not even asked for; empty if it is."""
         if not re.match(_SHA256, shard.sha256):
             return f"stage {stage} reported no sha256 of its shard: {printable(shard.sha256, 80)!r}"
-        if shard.file != f"stage-{stage}.safetensors":
-            return f"stage {stage} reported the file {printable(shard.file, 80)!r}"
         if not 0 < shard.bytes <= self._limits[stage]:
             return (
                 f"stage {stage} reported a shard of {shard.bytes:,} bytes, but its state takes at "
@@ -490,10 +470,8 @@ class ShardCollector:
 
 
 class ShardSender:
-    """On a member: gives the host the shards that its stages wrote under `run_folder`.
-
-    It keeps few of them: the newest, the one that the host wants, and the one that it wanted
-    before, which is the last complete one perhaps.
+    """On a member: gives the host the shards that its stages wrote. It keeps the newest few, that
+    which the host wants, and the one that it wanted before: the last complete one perhaps.
     """
 
     def __init__(self, run_folder: Path, rate: Allowance | None = None):
@@ -541,11 +519,8 @@ class ShardSender:
 
 
 class SeatServer:
-    """On the host: says which files each stage needs of a checkpoint, and sends them.
-
-    Whoever stands by fetches them while the run goes on, and the checkpoint may be removed
-    meanwhile. That is no failure of the member: with `on_gone`, which is called then, it is not
-    refused, but loses its connection.
+    """On the host: says which files each stage needs of a checkpoint, and sends them. Where the run
+    goes on meanwhile it may be removed: then `on_gone` is called, and the connection ends.
     """
 
     def __init__(
@@ -628,10 +603,9 @@ def fetch_seat(
 ) -> Path:
     """Fetch what stages need of the host's checkpoint; returns a folder to resume from.
 
-    `limit` is the most bytes that the state of the stage can have: a host that offers more would
-    only fill this disk. `plugins` are those that this machine allows: a checkpoint that names
-    others is refused, for they are code. `progress` gets the bytes that are here, and in all. What
-    was fetched before a lost connection (WireError) is used the next time.
+    A host that offers more bytes than `limit`, or plugins that this machine does not allow, is
+    refused. `progress` gets the bytes that are here, and in all. What was fetched before a lost
+    connection (WireError) is used the next time.
     """
     talk = Talk(pipe)
     try:
@@ -654,7 +628,7 @@ def fetch_seat(
         pipe.close()
 
 
-def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> list[Shard]:
+def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> list[_SeatFile]:
     """The files of a seat, none of which can lie or lead anywhere but beside the manifest."""
     try:
         checked = msgspec.convert(manifest, _CheckedManifest)
@@ -671,13 +645,13 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
             f"the host's checkpoint names plugins, which are code: {names}. If you trust them, "
             "join with --allow-plugin NAME for each"
         )
-    return [Shard(**msgspec.structs.asdict(shard)) for shard in checked.shards]
+    return checked.shards
 
 
 def _fetch_files(
     talk: Talk,
     manifest: dict[str, Any],
-    shards: list[Shard],
+    shards: list[_SeatFile],
     folder: Path,
     first: int,
     progress: Callable[[int], None],
