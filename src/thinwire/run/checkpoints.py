@@ -45,8 +45,8 @@ from thinwire.folders import (
     claimed,
     discard_replacements,
     next_free_name,
-    put_in_place,
     replace_file,
+    replace_folder,
     write_file,
 )
 from thinwire.report import Display
@@ -330,11 +330,7 @@ def commit(
             write_file(partial / CONFIG, template.json().encode())
             manifest["template_sha256"] = sha256_of(partial / CONFIG)
         write_file(partial / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
-        replaced = _hidden(final, "replaced")
-        if final.exists():  # the same step again, after a resume from an earlier one
-            final.rename(replaced)
-        put_in_place(partial, final)
-        shutil.rmtree(replaced, ignore_errors=True)
+        replace_folder(partial, final)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of step {step} cannot be completed in {partial}: {error}. "
@@ -344,18 +340,9 @@ def commit(
 
 
 def discard_partial(run_folder: Path, step: int | None = None) -> None:
-    """Remove what failed or interrupted work left behind: that of one step, or all of it. What was
-    to be replaced, and was not, takes its place again.
-    """
+    """Remove what failed or interrupted work left behind: that of one step, or all of it."""
     folder = checkpoints_folder(run_folder)
     which = "step-*" if step is None else f"step-{step:08d}"
-    for replaced in folder.glob(f".replaced-{which}"):
-        final = folder / replaced.name.removeprefix(".replaced-")
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):  # it is still there for the next attempt
-                replaced.rename(final)
     for kind in ("partial", "pruned", "sample", "extracts"):
         for leftover in folder.glob(f".{kind}-{which}"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -369,7 +356,7 @@ def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> No
     others = [path for path in list_checkpoints(run_folder) if path != latest]
     for old in others[: max(0, len(others) - (keep - 1))]:
         if old not in needed:
-            pruned = _hidden(old, "pruned")
+            pruned = old.with_name(f".pruned-{old.name}")
             with contextlib.suppress(OSError):  # one too many is no reason to stop training
                 old.rename(pruned)
                 shutil.rmtree(pruned)
@@ -388,11 +375,6 @@ def set_aside_later(run_folder: Path, step: int) -> list[Path]:
             except OSError as error:
                 raise CheckpointError(f"cannot set the later {path} aside: {error}") from error
     return moved
-
-
-def _hidden(checkpoint: Path, kind: str) -> Path:
-    """The name that a checkpoint bears while it is on its way out."""
-    return checkpoint.with_name(f".{kind}-{checkpoint.name}")
 
 
 def divergence(misses: int, step: int, good: Path | None, origin: str) -> StageError | None:
