@@ -43,9 +43,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 class ControlSocket(contextlib.AbstractContextManager["ControlSocket"]):
-    """Answers requests in a folder that this process has claimed, until it is closed; handlers run
-    on threads of its own.
-    """
+    """Answers requests in a folder that this process has claimed, on threads, until `close`."""
 
     def __init__(self, folder: Path, handlers: Mapping[str, Handler]):
         self.path = folder / FILE
@@ -176,10 +174,8 @@ def _heard(lines: BufferedIOBase) -> dict[str, Any]:
 
 
 def alive_reports(given: Path | None) -> list[StatusReport]:
-    """How the runs stand that are alive: the one in this folder, or all that are found.
-
-    Without a folder, runs of this machine are looked for in `runs` and those it joined in its own
-    folder of peers. NotAliveError says where none was found.
+    """How the runs stand that are alive: the one in this folder, or all of `runs` and of those that
+    this machine joined. NotAliveError says where none was found.
     """
     places = [_runs(), peers_folder()]
     found = _given(given) or [*_answering(*places), *_local_runs()]
@@ -202,9 +198,7 @@ def member_folder(given: Path | None) -> Path:
 
 
 def _one(given: Path | None, place: Path, other: Path, elsewhere: str) -> Path:
-    """The one folder that answers, of those in a place; `elsewhere`: one in the other place does,
-    which is no use.
-    """
+    """The one folder that answers, of those in a place; `elsewhere`: only one in the other does."""
     found = _given(given) or _answering(place)
     if len(found) > 1:
         raise ConfigError(

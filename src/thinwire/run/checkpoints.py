@@ -1,14 +1,10 @@
 """The folder of a run and its checkpoints: claimed, completed or dropped, proven, pruned, opened.
 
-Stages write their parts of a checkpoint into a hidden folder (engine/checkpoint.py). Once all have
-written and agree, the manifest is added and the folder gets its name in one rename. What is removed
-is first renamed to a hidden name, so a folder called `step-` is always whole.
-
-Weights can be ruined and still be finite, and so can the loss that they give. Only training shows
-it. So a checkpoint counts as proven once a step that began with its weights, or with later ones,
-was committed. The last one of a run that ended in good order is taken on trust; it never displaces
-a proven one. It is also written down which has the best validation: one of its own step, or else
-the next one.
+Once all stages have written their parts (engine/checkpoint.py) and agree, the manifest is added and
+the folder gets its name. Weights can be ruined and still be finite, and so can their loss: only
+training shows it. So a checkpoint counts as proven once a step that began with its weights, or with
+later ones, was committed. The last one of a run that ended in good order is taken on trust, and
+never displaces a proven one. The one of the best validation is written down too.
 """
 
 import contextlib
@@ -67,10 +63,7 @@ def origin_in(checkpoint: Checkpoint | None) -> dict[str, Any]:
 def claim_folder(
     folder: Path, checkpoint: Checkpoint | None, goes_on: bool = False
 ) -> Iterator[None]:
-    """Hold the run's folder: never over another run, never beside a process that trains in it.
-
-    `goes_on`: what the folder holds is this very run.
-    """
+    """Hold the run's folder: never over another run, unless this one `goes_on`, nor beside one."""
     with claimed(folder, "wait for it, stop it, or choose another name (--set run.name=...)"):
         if not goes_on:
             _refuse_other_run(folder, checkpoint)
@@ -153,10 +146,8 @@ def is_proven(checkpoint: Path) -> bool:
 def open_newest(
     place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
 ) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint to continue from, opened and verified; and notes on the choice.
-
-    A checkpoint that is named is taken as it is, and must open. In a run's folder it is the newest
-    one known to be good that opens: CheckpointError only if none does.
+    """The checkpoint to continue from, opened and verified; and notes on the choice. One that is
+    named must open; in a run's folder it is the newest one known to be good that does.
     """
     found = [] if (place / MANIFEST).is_file() else list_checkpoints_at(place)
     good, notes = [path for path in found if is_proven(path)], []
@@ -363,9 +354,7 @@ def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> No
 
 
 def set_aside_later(run_folder: Path, step: int) -> list[Path]:
-    """Rename checkpoints after `step`, from which a run continues; returns where they are. In place
-    the old course would look like the newer one to whoever resumes next.
-    """
+    """Rename checkpoints after `step`, where a run continues: they would look like its newest."""
     moved = []
     for path in list_checkpoints(run_folder):
         if step_of(path) > step:
@@ -388,9 +377,7 @@ def divergence(misses: int, step: int, good: Path | None, origin: str) -> StageE
 
 
 def way_back(good: Path | None, origin: str = "") -> str:
-    """What is known of the origin of the trouble, where the last good weights are, and what to do
-    with them or without any.
-    """
+    """What is known of the origin of the trouble, and where the last good weights are, if any."""
     way = "no good checkpoint exists. Start a new run"
     if good is not None:
         way = f"the last good weights are in {good}. Resume from there"

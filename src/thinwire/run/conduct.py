@@ -113,9 +113,8 @@ class PeerConduct:
 class Course:
     """Verifies what stages do after each step: save, end, both or neither.
 
-    No step waits for the coordinator: the first stage decides, and its verdict tells the others.
-    But what is due follows from the settings and from what the coordinator asked. So the first
-    stage must do that, and the others what the first does: what they all do is its deed.
+    The first stage decides that, and its verdict tells the others. But what is due follows from the
+    settings and from what the coordinator asked: so it must do that, and the others what it does.
     """
 
     def __init__(self, settings: Settings, first_step: int, stages: int):
@@ -190,10 +189,9 @@ class Course:
 def blame(heard: list[Evidence]) -> Suspect:
     """The stage that really failed first, with the evidence.
 
-    A stage whose link broke accuses the neighbour at its other end. A stage that was
-    accused and has said nothing is lost; one that has complained too was a victim, and its exit
-    proves nothing. A stage that sent what the contract forbids is convicted by its neighbour,
-    whatever it says itself.
+    Whoever was accused by a neighbour and has said nothing is lost; one that has complained too was
+    a victim, and its exit proves nothing. Who sent what the contract forbids is convicted by who
+    got it, whatever it says itself.
     """
     complaints = {e.stage: e.message for e in heard if isinstance(e, Said)}
     victims = [e for e in heard if isinstance(e, Exited) and e.stage in complaints]

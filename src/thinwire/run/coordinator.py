@@ -1,7 +1,7 @@
 """The coordinator: leads the stages of a run from their building to the last goodbye.
 
-It is told what happens and answers what to do. It has no threads, no clock and no processes of its
-own, and it does not know how peers are started: peers.py carries out what it says.
+It is told what happens and answers what to do: no threads, clock or processes of its own.
+peers.py carries out what it says.
 """
 
 import dataclasses
@@ -91,13 +91,10 @@ class Follower:
 class Coordinator:
     """A run as a state machine: `on` takes an event and the time, and returns commands.
 
-    With `parts_travel`, what a stage writes is on its own machine. A part then counts when
-    Travelled follows its ShardWritten, and the run ends after the last of them. With a `course`,
-    whoever saves or ends at another time than is due is at fault.
-
-    `placement` lists the stages that share a process. With it, a stage that is lost while the run
-    trains is replaced: another process begins at the last complete checkpoint, and computes
-    what is lost from what its neighbours sent since. What it reports again is not heard twice.
+    With `parts_travel`, what a stage writes is on its own machine: a part counts when Travelled
+    follows its ShardWritten. With a `course`, whoever saves or ends when that is not due is at
+    fault. `placement` lists the stages that share a process: with it, one that is lost while the
+    run trains is replaced by another process, which begins at the last complete checkpoint.
     """
 
     def __init__(
@@ -325,9 +322,8 @@ class Coordinator:
         return bool(self._lost_at or waits or stage in self._stages_travelling())
 
     def _faults(self, stage: int, message: msg.OfStage) -> list[tuple[int, str]]:
-        """Who saves or ends at another time than is due. Refused is what belongs to another phase,
-        or comes from a stage that is done with this; and reports without end, for they wait here
-        until the other stages have reported.
+        """Who saves or ends when that is not due. Refused is what belongs to another phase, and
+        reports without end, which wait here until the other stages have reported.
         """
         phase = self._coming.get(stage, self.phase)
         due = _ROUNDS[phase] if phase in _ROUNDS else Report | msg.Finished
@@ -346,9 +342,7 @@ class Coordinator:
         return self._course.faults(stage, message, self.stop_asked)
 
     def _link(self, phase: Phase) -> Commands:
-        """What follows once all who do not train yet, at the start or in the places of lost stages,
-        are through with a phase.
-        """
+        """What follows once all who do not train yet, or not any more, are through with a phase."""
         is_building = self.phase is Phase.BUILDING  # imports torch and builds layers: takes time
         count = ev.Starting(len(self._arrived), "stages have their layers")
         commands: Commands = [count] if is_building else []
@@ -392,10 +386,8 @@ class Coordinator:
         return [*self._settle_checkpoint(event.step), *self._end_if_done()]
 
     def _settle_checkpoint(self, step: int) -> Commands:
-        """What becomes of a checkpoint, once every stage's part of it is here or has failed.
-
-        Not while a stage is behind: it writes its part again, and whoever is lost now must begin
-        where it did, for it needs what its neighbours sent since.
+        """What becomes of a checkpoint, once every part of it is here or has failed. Not while a
+        stage is behind: it writes its part again, and needs what was sent since the one before.
         """
         if self._lost_at:
             return []
@@ -417,9 +409,7 @@ class Coordinator:
     def _on_outage(
         self, stage: int, said: msg.LinkDown | msg.LinkUp | ev.Away | ev.Back, now: float
     ) -> Commands:
-        """A link or a control stream is down or back, in whatever phase: no progress, and no
-        failure yet.
-        """
+        """A link or a control stream is down or back: no progress, and no failure yet."""
         is_link, is_down = isinstance(said, OfLink), isinstance(said, msg.LinkDown | ev.Away)
         what, key = f"the control stream of stage {stage}", f"control-{stage}"
         if isinstance(said, OfLink):
@@ -453,10 +443,8 @@ class Coordinator:
         return [*self._stop("stopping after this step, with a checkpoint"), again]
 
     def _suspect(self, evidence: Evidence, now: float) -> None:
-        """Something is wrong: listen a moment before blaming anyone.
-
-        A stage that dies takes its neighbours' links down, and they may complain before its death
-        is seen. A process that was killed is evidence enough, once that was said of all its stages.
+        """Something is wrong: listen a moment before blaming anyone. Neighbours of one that dies
+        may complain before its death is seen; only one that was killed is evidence enough.
         """
         self._evidence.append(evidence)
         killed = {e.stage for e in self._evidence if isinstance(e, ev.Exited) and e.code < 0}
@@ -628,9 +616,7 @@ class Coordinator:
         return [doubt, *self._replace({stage}, note, now)]
 
     def _unfeed(self, cuts: set[int], lost: set[int]) -> Commands:
-        """Whoever follows a lost stage takes its place or is let go; beside one, it waits for
-        another process to feed it.
-        """
+        """Whoever follows a lost stage takes its place or is let go; beside one, it is fed anew."""
         commands: Commands = []
         for group, follower in [*self._followers.items()]:
             unfed = [(s, cut) for s in group for cut in self._outer_cuts(s) if cut in cuts]

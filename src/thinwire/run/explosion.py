@@ -1,10 +1,8 @@
 """Whether the loss of a run has exploded: finite, and far above its own past.
 
-A pure function of what stages report. The training loss is noisy, so the median of the last steps
-counts, against the calmest stretch so far: what all but the worst losses of that stretch stayed
-below. A run's first steps only make such a stretch. Validations always score the same data, so one
-counts against the best; but a run whose training loss stays below that best is overfitting, which
-is no explosion.
+The training loss is noisy, so the median of the last steps counts, against what all but the worst
+losses of the calmest stretch so far stayed below. Validations always score the same data, so one
+counts against the best; but where the training loss stays below that, the run only overfits.
 """
 
 import math

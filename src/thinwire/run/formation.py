@@ -122,8 +122,8 @@ def next_holder(
 ) -> str | None:
     """Who takes stages that are lost, of the machines that are here and answer; None: nobody can.
 
-    Whoever had them, if it is back: it has the files. Else one that holds nothing, a neighbour, or
-    anyone, of those with the memory (or an unknown one) the one with most of it left.
+    Whoever had them has the files. Else one that holds nothing, a neighbour, or anyone, with the
+    memory (or an unknown one); of several the one with most of it left.
     """
     if not here:
         return None
@@ -154,9 +154,8 @@ def next_follower(
     settings: Settings,
 ) -> str | None:
     """Who is to stand by for stages, of the machines that are here and hold nothing; None: nobody.
-
-    One that follows others already (`followed`: by stage) may have the memory for these too. It
-    must keep up: compute them all in no more time than the slowest stage takes its holder.
+    One that follows others already (`followed`: by stage) must have the memory for these too, and
+    compute them all in no more time than the slowest stage takes its holder.
     """
     figures, blocks = StageFigures(settings, here), settings.split()
     rates = {machine.name: machine.flops_per_s(settings.run.precision) for machine in here}
@@ -198,9 +197,7 @@ class Placing:
         return next_holder(stages, self.seats, self.here, self.settings)
 
     def displaced(self, stages: list[int], name: str) -> list[list[int]]:
-        """What a member follows no more once it holds these stages: them, or all that it follows if
-        it lacks the memory for both.
-        """
+        """What a member follows no more once it holds these: them, or all for lack of memory."""
         counted = [self.followed.get(stage, holder) for stage, holder in enumerate(self.seats)]
         own = [machine for machine in self.here if machine.name == name]
         has_room = next_holder(stages, counted, own, self.settings) is not None
@@ -237,8 +234,8 @@ class Placing:
         return None
 
     def next_share(self) -> str | None:
-        """Who can take some of the stages that one machine holds, all in one process. Nobody can
-        follow these or replace them, so the run is formed again for that.
+        """Who can take some of the stages that one machine holds in one process; for that, the run
+        is formed again.
         """
         for machine in [machine for machine in self.here if machine.name not in self.seats]:
             seats = fill_seats(self.seats, [*self.seats, machine.name], 1) or []
@@ -248,9 +245,7 @@ class Placing:
         return None
 
     def patience(self, held: list[int]) -> float | None:
-        """Seconds for which whoever holds these stages may be away before another gets them; None:
-        there is no other.
-        """
+        """Seconds for which a holder may be away before another gets its stages; None: nobody can."""
         if (name := next_holder(held, self.seats, self.here, self.settings)) is None:
             return None
         if self.followed.keys() >= {*held}:
@@ -259,10 +254,8 @@ class Placing:
 
 
 class Failures:
-    """How often each member ended a generation since the run last made net progress.
-
-    Progress is a later checkpoint than any before: steps that are trained again are none. Whoever
-    was lost or could not hold its stage may try more often than one whose stage failed.
+    """How often each member ended a generation since a later checkpoint than any before was made.
+    An absence counts for less than a failure.
     """
 
     def __init__(self) -> None:
@@ -291,9 +284,7 @@ def lacking_peers(least: int, here: list[str], unfit: dict[str, str]) -> str:
 
 
 def fitting(before: Formation, settings: Settings) -> Formation:
-    """The forming of before, with the split that the settings name, and without its seats where the
-    run has another number of stages now.
-    """
+    """The forming of before, as far as it fits the settings: its seats, if their number does."""
     if len(before.seats) in (0, settings.pipeline.stages):
         return dataclasses.replace(before, split=settings.pipeline.split or before.split)
     return dataclasses.replace(before, seats=[], split=[], window=OPEN)

@@ -1,8 +1,6 @@
 """The ledger of a run: what the stages report, put together into records and a summary.
 
-Stages see only themselves. Here their reports of one step meet: the loss from the last stage,
-times from each, bytes from both ends of each cut. All times are those of one clock: the stages of
-a local run are processes of one machine.
+The loss is from the last stage, times from each, bytes from both ends of each cut.
 """
 
 import math
@@ -110,10 +108,7 @@ def _step_seconds(reports: Sequence[Step]) -> float:
 
 
 class Ledger:
-    """Collects the stages' reports step by step, and sums the run up at its end.
-
-    A run that is formed again goes on in the same ledger (`go_on`).
-    """
+    """Collects the stages' reports step by step, over all epochs, and sums the run up."""
 
     def __init__(
         self,
@@ -149,9 +144,8 @@ class Ledger:
         links: Links | None = None,
         waited: float = 0.0,
     ) -> None:
-        """The run was formed again, and goes on from this step after a wait of so many seconds.
-
-        Results of later steps are void; the time and the bytes that they took stay in the sums.
+        """The run was formed again after a wait, and goes on from this step. Results of later ones
+        are void; the time and the bytes that they took stay in the sums.
         """
         self._waiting_seconds += waited
         self._crossed_before = self._crossed_in_all()
@@ -425,9 +419,7 @@ class Ledger:
         return len(self._finished) == len(self._stages)
 
     def _crossed_in_all(self) -> Crossed:
-        """Bytes of training that have left both ends of each cut. A step's report may miss frames
-        that are still to leave; the last word of a stage has all.
-        """
+        """Bytes of training that have left both ends of each cut; all, once stages have ended."""
         latest = _crossed(self._meters) if self._is_finished else self._crossed
         return self._crossed_before + latest
 

@@ -12,10 +12,8 @@ TOLD_A_MINUTE = 6  # notes to a person on one and the same thing
 
 
 class Pace:
-    """Counts what one peer says of its own accord, as pulses and outages are.
-
-    From the beginning on: whoever was suspended for a day (Ctrl-Z) then hears all that peers have
-    said meanwhile, and that was no flood.
+    """Counts what one peer says of its own accord, as pulses and outages are: from the beginning
+    on, for whoever was suspended for a day (Ctrl-Z) hears all at once, and that is no flood.
     """
 
     def __init__(self, who: str):
@@ -31,10 +29,7 @@ class Pace:
 
 
 class Told:
-    """What a person was told of late, so that what happens again and again does not bury the rest.
-
-    Times are those of whoever asks.
-    """
+    """What a person was told of late, so that what happens again does not bury the rest."""
 
     def __init__(self) -> None:
         self._when: dict[Hashable, deque[float]] = {}

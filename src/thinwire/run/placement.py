@@ -1,8 +1,7 @@
 """Which peer holds which blocks of a run: chosen by what the machines measured, and explained.
 
-A search begins with orders of the peers and blocks dealt out so that the slowest stage is as fast
-as it can be. It goes on as long as the step gets shorter, as the simulator plays it, when a block
-is moved or two peers are exchanged.
+A search begins with orders of the peers, and blocks dealt out so that the slowest stage is fastest.
+It goes on as long as moving a block, or exchanging two peers, makes the simulated step shorter.
 """
 
 import contextlib
@@ -71,8 +70,8 @@ class Placement:
 
 
 class StageFigures:
-    """Work, memory and links of every possible stage of a run, by the planner and the simulator: a
-    search looks at thousands of them, so layers are built once, without memory, and added up.
+    """Work, memory and links of every possible stage of a run; layers are built once, without
+    memory, and added up, for a search looks at thousands.
     """
 
     def __init__(self, settings: Settings, peers: list[Machine]):
@@ -144,10 +143,8 @@ def is_relayed(below: Machine, above: Machine) -> bool:
 
 
 def links_of(peers: list[Machine]) -> Links:
-    """The links of a pipeline of these peers, for the simulator.
-
-    Delays are known to the host only: a relayed link has those of both ends, a direct one is taken
-    to have the longer of the two.
+    """The links of a pipeline of these peers. Delays are known to the host only: a relayed link has
+    those of both ends, a direct one is taken to have the longer.
     """
     delays = []
     for below, above in itertools.pairwise(peers):
@@ -224,7 +221,6 @@ class Search:
 
     def _neighbours(self, placement: Placement) -> Iterator[Placement]:
         """One block moved to another stage; or peers exchanged, with blocks as they are or new.
-
         Where memory lacks, only changes of the stage that lacks most.
         """
         order, counts, stages = placement.order, placement.counts, range(len(placement.counts))
@@ -300,12 +296,12 @@ class ChosenSplit:
 
 
 def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
-    """The fastest split of a run over these peers that fits into their memory.
+    """The fastest split of a run over these peers that fits into their memory; else a ConfigError
+    says what lacks and would help.
 
-    Peers of about one rate get the split that the run has on one machine, so that they train to
-    the same weights; so do all peers where `pipeline.split` is set. A window that is left open is
-    the smallest of a few that is about as fast as any. ConfigError where no split fits: it names
-    the stage that lacks memory, how much, and what would help.
+    Peers of about one rate get the split that the run has on one machine, so that they train to the
+    same weights; so do all where `pipeline.split` is set. A window that is left open is the
+    smallest of a few that is about as fast as any.
     """
     check_names(peers)
     stages = settings.pipeline.stages

@@ -110,9 +110,8 @@ class RunRecord:
         self._write(MetricsWriter.close)
 
     def pause(self) -> None:
-        """All stages stopped in good order, and the run goes on later, with others perhaps.
-
-        If the checkpoint of this stop was lost, which was said, it goes on from an earlier one.
+        """All stages stopped in good order, and the run goes on later, with others perhaps; if the
+        last checkpoint was lost, which was said, from an earlier one.
         """
         trouble = self._trouble()
         if trouble is not None and not isinstance(trouble, CheckpointError):
@@ -178,10 +177,8 @@ class RunRecord:
 
     @contextlib.contextmanager
     def stopping(self, ask_to_stop: Callable[[], None]) -> Iterator[None]:
-        """First Ctrl-C: ask the run to end. Second: leave at once, whatever this process is doing.
-
-        Once the stages are done only results are left to write: a signal costs no more than the
-        plots.
+        """First Ctrl-C: ask the run to end. Second: leave at once. Once the stages are done a
+        signal costs no more than the plots.
         """
         asked = False
 
@@ -266,9 +263,7 @@ class RunRecord:
             self.display.note(f"metrics are written again; {gap}")
 
     def _write_progress(self, is_last: bool = False) -> None:
-        """Keep how the run works in a file of its own, for whoever looks on; seldom, and for at
-        most a hundredth of this thread's time.
-        """
+        """Keep how the run works, for whoever looks on; in a hundredth of this thread's time."""
         began = time.monotonic()
         if not self.has_begun or not self.ledger.records or (began < self._due and not is_last):
             return

@@ -1,10 +1,9 @@
 """Where a run begins: its settings in a few lines, its data, and the weights that it goes on from.
 
 Every engine begins here (`opened`). A run that is resumed goes on from a checkpoint of its own
-(`open_resume`). A new run may take the weights of a checkpoint of this or another run
-(`train.init_from`): they become its checkpoint of step 0, made stage by stage (`make_start`). From
-there it is an ordinary resume: nobody else needs to know where weights came from, and a peer on
-another machine fetches its own stage only. Step count, data order, moments and codecs begin anew.
+(`open_resume`). A new run may take the weights of a checkpoint (`train.init_from`): they become its
+own checkpoint of step 0, made stage by stage (`make_start`), from which it is resumed. Step count,
+data order, moments and codecs begin anew.
 """
 
 import contextlib
@@ -60,9 +59,8 @@ def opened(
     goes_on: bool = False,
 ) -> Iterator[tuple[Settings, Checkpoint | None, Checkpoint | None]]:
     """Begin a run, and hold its folder: the settings with what comes along with the weights, the
-    checkpoint from which it goes on, and the weights that it has at first, which are that one's or
-    those of `train.init_from`. `resume`: a checkpoint, or the folder of a run. `goes_on`: what the
-    run's folder holds is this very run.
+    checkpoint from which it goes on, and the weights that it has at first, perhaps of another run.
+    `resume`: a checkpoint, or the folder of a run. `goes_on`: the folder holds this very run.
     """
     for line in describe(settings):
         display.phase("config", line)
@@ -76,10 +74,7 @@ def opened(
 
 
 def describe(settings: Settings) -> list[str]:
-    """What a run is, in a line or two: its size, and the settings that are not at their defaults.
-
-    All settings, resolved, stand in the run's config.toml.
-    """
+    """What a run is, in a few lines: its size, and the settings that are not at their defaults."""
     weights, stages = model_weights(settings), settings.pipeline.stages
     frozen = f", {weights.trained:,} of them trained," if settings.lora.rank else ""
     first = (
@@ -106,9 +101,8 @@ def prepare_data(
 ) -> Corpus:
     """The tokenised data of these settings, from the cache if it was prepared before.
 
-    A run that starts from weights reads text with their tokenizer, unless its settings name one. So
-    does one that goes on with a tokenizer that an earlier release trained: today's would be
-    another. One that is `resumed` goes on with the data that it began with.
+    A run that starts from weights reads text with their tokenizer, unless its settings name one; so
+    does one whose tokenizer an earlier release trained. One that is `resumed` keeps its data.
     """
     config = settings.data
     if weights and weights.tokenizer and not config.tokenizer:
@@ -256,11 +250,9 @@ def open_origin(
 
 
 def adopted(settings: Settings, saved: Settings) -> Settings:
-    """The settings of a run that goes on from weights, with what comes along with these weights.
-
-    The seed of a basis and the size of a fixed token table are as much a part of the weights as
-    those that are saved. So are cuts that learned something, where the split is left open. `saved`
-    are the settings of the origin, or of the run's own checkpoint later, which says the origin too.
+    """The settings of a run that goes on from weights, with what is as much a part of these: the
+    seed of a basis, the size of a fixed token table, and cuts that learned something, where the
+    split is left open. `saved`: the settings of the origin, or later of the run's own checkpoint.
     """
     model, boundary, pipeline = settings.model, settings.boundary, settings.pipeline
     train = settings.train

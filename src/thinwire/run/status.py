@@ -192,9 +192,7 @@ def _finite(number: float) -> float:
 
 
 class SharedDisplay(Display):
-    """A display whose steps, scores and news reach everybody. Unlike others it may be called from
-    several threads.
-    """
+    """A display for several threads whose steps, scores and news reach everybody."""
 
     def __init__(self, shown: Display, tell_all: Callable[[msg.ToPeer], None], standing: Standing):
         self._shown, self._tell_all = shown, tell_all

@@ -4,17 +4,10 @@
                    <--TOKENS: its ids, 2 or 4 bytes each; with the targets of a corpus that is
                       not learned whole one bit each, and how many are learned in the step--
 
-A stage asks only for what it reads, some steps before it reads it: the first for inputs, the last
-for targets, those with a token table for inputs, others for nothing. Which examples a microbatch
-has follows from the seed and their number, so codecs that remember examples need no ids. The same
-validation comes again and again, so its ids are kept, up to a limit.
-
-On the host a TokenServer is made of the pipe of each stage whose member did not prove the corpus's
-fingerprint, and answers on threads of its own until the pipe ends. A peer can ask for any
-microbatch of this run and nothing else. It is answered one request at a time, so one that asks
-without end only slows itself down. The process of the stage makes a FetchedCorpus of its end and
-gives it to its Worker as `far`. Its fingerprint becomes a part of the links' contract, as if the
-corpus were there.
+A stage asks only for what it reads, some steps before it reads it. A validation comes again and
+again, so its ids are kept, up to a limit. The host answers on threads of its own, one request of a
+stage at a time: any microbatch of this run, and nothing else. The corpus's fingerprint becomes a
+part of the links' contract, as if the corpus were there.
 """
 
 import dataclasses
@@ -98,9 +91,8 @@ def _place(frame: Frame) -> At | None:
 
 
 class TokenIds(NamedTuple):
-    """What is sent of a microbatch: its ids, which targets are learned, and how many in its step.
-
-    The last two are None where all targets are learned, or where none are read.
+    """What is sent of a microbatch: its ids, and where not all targets are learned, or none are
+    read, which are, and how many in its step.
     """
 
     ids_BW: np.ndarray

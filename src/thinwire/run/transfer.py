@@ -2,12 +2,11 @@
 
 One end says which file it wants and what it has of it (`take`); the other sends the rest, or says
 why it cannot (`give`). What has arrived is kept in a part file, so a transfer whose connection was
-lost goes on where it stopped, also in another process. Only a file with the right hash counts.
+lost goes on where it stopped, also in another process.
 
 - *Shards to the host.* Each stage writes its shard on its own machine and reports it. The host
   fetches it while training goes on (`ShardCollector`), at a bounded share of the member's uplink
-  (`ShardSender`), and opens it before it counts. All stages of one step travel at a time; of
-  checkpoints that come due meanwhile the newest goes next, and the others are dropped with a note.
+  (`ShardSender`). All stages of one step travel at a time; of steps that wait, the newest is next.
 - *The state of a stage to who takes its seat* (`SeatServer`, `fetch_seat`): its own stage's file,
   and of others only the tensors that it needs. What this machine has already is not sent again.
 """
@@ -269,9 +268,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def incoming_folder(run_folder: Path) -> Path:
-    """Where the host keeps what has arrived of shards; names in it are made of numbers and hashes
-    that were checked, never of what a peer wrote.
-    """
+    """Where the host keeps what has arrived of shards, by names that no peer chooses."""
     return checkpoints_folder(run_folder) / ".incoming"
 
 
@@ -349,9 +346,7 @@ class ShardCollector:
             self._changed.notify_all()
 
     def collect_from(self, member: str, stages: Collection[int], pipe: Pipe) -> None:
-        """Fetch shards of these stages over a connection, on a thread of its own, until it is lost,
-        and the next one goes on, or all is over.
-        """
+        """Fetch shards of these stages, until the connection is lost or all is over."""
         talk = Talk(pipe, self.meter)
         try:
             while (job := self._next_job(stages)) is not None:
@@ -470,9 +465,7 @@ class ShardCollector:
 
 
 class ShardSender:
-    """On a member: gives the host the shards that its stages wrote. It keeps the newest few, that
-    which the host wants, and the one that it wanted before: the last complete one perhaps.
-    """
+    """On a member: gives the host the shards that its stages wrote, and keeps few of them."""
 
     def __init__(self, run_folder: Path, rate: Allowance | None = None):
         self.meter = Meter()
@@ -656,9 +649,8 @@ def _fetch_files(
     first: int,
     progress: Callable[[int], None],
 ) -> Path:
-    """The folder of the checkpoint once all its files are there: complete, or absent.
-
-    It bears the number of its first stage: a machine may hold others, in other processes.
+    """The folder of the checkpoint once all its files are there: complete, or absent. Its name ends
+    in that of its first stage, for a machine may hold others too.
     """
     step, partial = manifest["step"], folder / f".fetching-{first}"
     final = folder / f"step-{step:08d}-{first}"

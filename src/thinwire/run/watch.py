@@ -1,12 +1,10 @@
 """Who is waited for, and since when: no wait of a run is silent, and none is endless.
 
 A stage says now and then what it is doing, and how many pieces of work it has begun (`Progress`).
-The coordinator's `Watch` notes when no stage begins anything new: first it is said, and at last the
-run ends with the name of the stage that is stuck. A link that breaks, or a process that dies, shows
-long before; this is for a stage that is frozen, or that answers and does nothing. Pulses prove
-little: a stage that alone claims to work, while all others wait, is stuck too. How long is too long
-depends on what was seen before. Silence proves more: pulses come from a thread of their own,
-however long a piece of work takes.
+The coordinator's `Watch` notes when none begins anything new: first it is said, and at last the run
+ends with the name of the stage that is stuck. That is for a stage that is frozen, or answers and
+does nothing; a broken link or a dead process shows long before. Pulses prove little: a stage that
+alone claims to work is stuck too. How long is too long depends on what was seen before.
 """
 
 from dataclasses import dataclass
@@ -96,8 +94,8 @@ class Watch:
             self._freed_at = self.now
 
     def replace(self, stage: int) -> None:
-        """Another process takes the place of this stage. Until it speaks no time counts, for it may
-        take a while to find a machine; and until it has caught up, it works and the others wait.
+        """Another process takes the place of this stage. No time counts until it speaks, for it may
+        take long to find a machine; until it has caught up, it works and the others wait.
         """
         self._seen[stage] = _Seen(doing="is lost, and waits for a peer", advanced=self.now)
         self._unheard.add(stage)
@@ -124,9 +122,7 @@ class Watch:
         return f"no progress for {stuck:.0f} s: {self.doing()}"
 
     def verdict(self) -> tuple[str, int | None]:
-        """What is wrong and what to do, once the patience is at its end, or nothing; and the stage
-        that is stuck, where it is known.
-        """
+        """What is wrong, once the patience is at its end; and which stage is stuck, if known."""
         if not self._patience:
             return "", None
         stuck = self._stuck_for()
@@ -143,10 +139,9 @@ class Watch:
     def frozen(self) -> dict[int, float]:
         """Stages that have fallen silent while others speak, and for how many seconds.
 
-        A stage that works speaks every five seconds from a thread of its own. That thread may come
-        late where a machine is overloaded, but then others do too, and each late word raises what
-        counts as usual: only four times the longest pause of late, and 20 s at least, is frozen.
-        Where nobody speaks, or the way to a stage is known to be down, silence says nothing of it.
+        Pulses come from a thread of their own every five seconds; where a machine is overloaded
+        they are late, which raises what counts as usual. Where nobody speaks, or the way to a stage
+        is known to be down, silence says nothing.
         """
         if not self._is_training:
             return {}
