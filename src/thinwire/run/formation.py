@@ -245,7 +245,7 @@ class Placing:
         return None
 
     def patience(self, held: list[int]) -> float | None:
-        """Seconds for which a holder may be away before another gets its stages; None: nobody can."""
+        """Seconds for which a holder may be away before another gets its stages, if any can."""
         if (name := next_holder(held, self.seats, self.here, self.settings)) is None:
             return None
         if self.followed.keys() >= {*held}:
