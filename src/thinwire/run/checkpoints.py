@@ -35,8 +35,7 @@ from thinwire.engine.checkpoint import (
     step_of,
 )
 from thinwire.engine.reports import ShardWritten
-from thinwire.engine.worker import PATIENCE
-from thinwire.errors import CheckpointError, ConfigError, StageError
+from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import (
     claimed,
     discard_replacements,
@@ -257,6 +256,14 @@ class Checkpoints:
             return resumed.folder
         return None
 
+    def way_back(self, after_best: bool = False) -> str:
+        """Where good weights are, if any: the last, or those before nothing got better any more."""
+        if after_best and (best := self.best()) is not None:
+            return f"the weights of the best validation are in {best}. Resume from there"
+        if (good := self.last_good()) is not None:
+            return f"the last good weights are in {good}. Resume from there"
+        return "no good checkpoint exists. Start a new run"
+
     def best(self) -> Path | None:
         """The checkpoint of the best validation."""
         paths = list_checkpoints(self._folder)
@@ -364,21 +371,3 @@ def set_aside_later(run_folder: Path, step: int) -> list[Path]:
             except OSError as error:
                 raise CheckpointError(f"cannot set the later {path} aside: {error}") from error
     return moved
-
-
-def divergence(misses: int, step: int, good: Path | None, origin: str) -> StageError | None:
-    """Why to give up, with a way back, once updates have been refused too often in a row."""
-    if misses < PATIENCE:
-        return None
-    return StageError(
-        f"gradients were not finite in {misses} steps in a row, up to step {step}: "
-        f'{way_back(good, origin)} with a lower optim.lr, or with codec.backward = "fp32"'
-    )
-
-
-def way_back(good: Path | None, origin: str = "") -> str:
-    """What is known of the origin of the trouble, and where the last good weights are, if any."""
-    way = "no good checkpoint exists. Start a new run"
-    if good is not None:
-        way = f"the last good weights are in {good}. Resume from there"
-    return f"{origin}; {way}" if origin else way

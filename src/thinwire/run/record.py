@@ -16,13 +16,14 @@ from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
 from thinwire.engine.reports import Evaluation, Step
+from thinwire.engine.worker import PATIENCE
 from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
 from thinwire.folders import replace_file
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
 from thinwire.report.metrics import WandbLog, read_evaluations, without_nan
 from thinwire.run import events as ev
-from thinwire.run.checkpoints import Checkpoints, divergence, origin_in, way_back
+from thinwire.run.checkpoints import Checkpoints, origin_in
 from thinwire.run.ledger import Ledger, bits_per_byte
 from thinwire.run.protocol import Finished, LinkUp, Progress
 from thinwire.run.signals import Interrupted, heeding
@@ -85,7 +86,7 @@ class RunRecord:
             case ev.Exploded(text):
                 self._explosion = text
                 self.checkpoints.doubt()
-                self.display.note(f"{text}; {self._way_back()}")
+                self.display.note(f"{text}; {self.checkpoints.way_back(after_best=True)}")
             case ev.Recovered(text):
                 self._explosion = ""
                 self.display.note(text)
@@ -113,11 +114,9 @@ class RunRecord:
         """All stages stopped in good order, and the run goes on later, with others perhaps; if the
         last checkpoint was lost, which was said, from an earlier one.
         """
-        trouble = self._trouble()
-        if trouble is not None and not isinstance(trouble, CheckpointError):
+        trouble = self._trouble(counts_explosion=self.settings.run.on_explosion == "stop")
+        if isinstance(trouble, StageError):
             raise trouble
-        if self._explosion and self.settings.run.on_explosion == "stop":
-            raise self._exploded()
         if trouble is None and not self._explosion:
             self.checkpoints.end(self.ledger.done)
 
@@ -134,7 +133,7 @@ class RunRecord:
         where all is well, before plots take seconds: a host that is killed in them tells nobody.
         """
         steps, ledger = self.settings.train.steps, self.ledger
-        trouble = self._trouble() or (self._exploded() if self._explosion else None)
+        trouble = self._trouble()
         if trouble is None:
             self.checkpoints.end(ledger.done)
             tell()
@@ -272,26 +271,22 @@ class RunRecord:
         now = time.monotonic()
         self._due = now + max(PROGRESS_SECONDS, 100 * (now - began))
 
-    def _trouble(self) -> ThinwireError | None:
+    def _trouble(self, counts_explosion: bool = True) -> ThinwireError | None:
         """What a user must know about a run whose last weights are lost or no good."""
-        ledger, done, good = self.ledger, self.ledger.done, self.checkpoints.last_good()
-        if (lost := divergence(ledger.refused, done, good, ledger.origin)) is not None:
-            return lost
-        if ledger.refused or not all(map(math.isfinite, ledger.last_losses())):
-            return StageError(
-                f"the run ended at step {done} with a loss or gradients that are not finite: "
-                f"{way_back(good, ledger.origin)} with a lower optim.lr"
-            )
+        ledger, done = self.ledger, self.ledger.done
+        origin = f"{ledger.origin}; " if ledger.origin else ""
+        way = f"{origin}{self.checkpoints.way_back()} with a lower optim.lr"
+        if (misses := ledger.refused) >= PATIENCE:
+            what = f"gradients were not finite in {misses} steps in a row, up to step {done}"
+            return StageError(f'{what}: {way}, or with codec.backward = "fp32"')
+        if misses or not all(map(math.isfinite, ledger.last_losses())):
+            what = f"the run ended at step {done} with a loss or gradients that are not finite"
+            return StageError(f"{what}: {way}")
+        if self._explosion and counts_explosion:
+            way = f"{self.checkpoints.way_back(after_best=True)} with a lower optim.lr"
+            return StageError(f"{self._explosion}; {way}")
         failed = self.checkpoints.failed.get(done)
         return CheckpointError(failed) if failed is not None else None
-
-    def _exploded(self) -> StageError:
-        return StageError(f"{self._explosion}; {self._way_back()} with a lower optim.lr")
-
-    def _way_back(self) -> str:
-        if (best := self.checkpoints.best()) is None:
-            return way_back(self.checkpoints.last_good())
-        return f"the weights of the best validation are in {best}. Resume from there"
 
     def _draw(self) -> None:
         try:
