@@ -38,7 +38,6 @@ from thinwire.engine.reports import ShardWritten
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import (
     claimed,
-    discard_replacements,
     next_free_name,
     replace_file,
     replace_folder,
@@ -344,9 +343,6 @@ def discard_partial(run_folder: Path, step: int | None = None) -> None:
     for kind in ("partial", "pruned", "sample", "extracts"):
         for leftover in folder.glob(f".{kind}-{which}"):
             shutil.rmtree(leftover, ignore_errors=True)
-    if step is None:
-        discard_replacements(run_folder)
-        discard_replacements(folder)
 
 
 def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> None:
