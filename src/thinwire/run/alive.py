@@ -36,6 +36,7 @@ from thinwire.settings import RunConfig, load_settings
 FILE = "control.sock"  # in the folder of a run, or of a peer
 LONGEST_LINE = 1 << 20  # bytes; the status of a thousand peers takes less
 _REQUEST_S = 5.0  # for a request to arrive, and for its answer to be taken
+_RUNS = Path(RunConfig().out)
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -177,24 +178,24 @@ def alive_reports(given: Path | None) -> list[StatusReport]:
     """How the runs stand that are alive: the one in this folder, or all of `runs` and of those that
     this machine joined. NotAliveError says where none was found.
     """
-    places = [_runs(), peers_folder()]
+    places = [_RUNS, peers_folder()]
     found = _given(given) or [*_answering(*places), *_local_runs()]
     reports = [_report(folder) for folder in found if is_alive(folder) or is_claimed(folder)]
     if not reports:
-        raise _not_alive(_given(given), places)
+        raise _not_alive(_given(given) or places)
     return reports
 
 
 def host_folder(given: Path | None) -> Path:
     """The one folder in which a run answers that this machine hosts; NotAliveError says why not."""
     peer_of = "this machine hosts no run: it is a peer of the run in {}; only a host can do this"
-    return _one(given, _runs(), peers_folder(), peer_of)
+    return _one(given, _RUNS, peers_folder(), peer_of)
 
 
 def member_folder(given: Path | None) -> Path:
     """The one folder in which this machine is a peer; NotAliveError says why there is none."""
     hosts = "this machine is no peer of a run: it hosts the one in {}. Ctrl-C there stops that"
-    return _one(given, peers_folder(), _runs(), hosts)
+    return _one(given, peers_folder(), _RUNS, hosts)
 
 
 def _one(given: Path | None, place: Path, other: Path, elsewhere: str) -> Path:
@@ -210,16 +211,12 @@ def _one(given: Path | None, place: Path, other: Path, elsewhere: str) -> Path:
         raise NotAliveError(elsewhere.format(useless[0]))
     if local := [folder for folder in found or _local_runs() if is_claimed(folder)]:
         raise NotAliveError(f"the run in {local[0]} has no peers: it is a local one, or starts")
-    raise _not_alive(found, [place])
+    raise _not_alive(found or [place])
 
 
 def hosted_folders() -> list[Path]:
     """The folders of all runs that this machine hosts and that answer."""
-    return _answering(_runs())
-
-
-def _runs() -> Path:
-    return Path(RunConfig().out)
+    return _answering(_RUNS)
 
 
 def _given(given: Path | None) -> list[Path]:
@@ -237,7 +234,7 @@ def _answering(*places: Path) -> list[Path]:
 
 def _local_runs() -> list[Path]:
     """Folders in which `thinwire train` is at work: it answers no questions."""
-    found = [path.parent for path in sorted(_runs().glob("*/.lock"))]
+    found = [path.parent for path in sorted(_RUNS.glob("*/.lock"))]
     return [folder for folder in found if is_claimed(folder) and not is_alive(folder)]
 
 
@@ -261,14 +258,9 @@ def _report(folder: Path) -> StatusReport:
     ).after(step)
 
 
-def _not_alive(given: list[Path], places: list[Path]) -> NotAliveError:
-    """In the folder that was named, or in any of the places where runs are."""
-    if given:
-        there = given[0].exists()
-        why = "it has ended, or runs in another folder" if there else "there is no such folder"
-        return NotAliveError(f"no run is alive in {given[0]}: {why}")
+def _not_alive(places: list[Path]) -> NotAliveError:
     looked = " and ".join(f"{place}/" for place in places)
     return NotAliveError(
-        f"no run is alive on this machine (looked in {looked}). If its folder is elsewhere, give "
-        "it: that of the run on its host, that of `join --folder` on a peer"
+        f"no run is alive in {looked}: it has ended, or its folder is elsewhere. Give that of the "
+        "run on its host, or that of `join --folder` on a peer"
     )
