@@ -133,9 +133,11 @@ class Ledger:
         self._largest_drift: float | None = None
         self._moves: list[dict[str, Any]] = []
         self._outages = [{"cut": cut, "count": 0, "seconds": 0.0} for cut in range(cuts)]
-        self._crossed_before: Crossed = np.zeros((cuts, 2), int)  # in earlier epochs
-        self._sent_before: Counter[str] = Counter()
-        self._begin(stages, first_step, links)
+        self._crossed: Crossed = np.zeros((cuts, 2), int)
+        self._crossed_before, self._sent_before = self._crossed, Counter[str]()  # in earlier epochs
+        self._meters: dict[int, Meters] = {}  # the latest that each stage has reported
+        self._finished: set[int] = set()
+        self.go_on(stages, first_step, links)
 
     def go_on(
         self,
@@ -144,8 +146,8 @@ class Ledger:
         links: Links | None = None,
         waited: float = 0.0,
     ) -> None:
-        """The run was formed again after a wait, and goes on from this step. Results of later ones
-        are void; the time and the bytes that they took stay in the sums.
+        """The run is formed, perhaps again and after a wait, and goes on from this step. Results of
+        later ones are void; the time and the bytes that they took stay in the sums.
         """
         self._waiting_seconds += waited
         self._crossed_before = self._crossed_in_all()
@@ -155,9 +157,6 @@ class Ledger:
         self._moves = [move for move in self._moves if move["step"] <= first_step]
         self._drop_evaluations(first_step + 1)
         self.first_step = min(self.first_step, first_step)
-        self._begin(stages, first_step, links)
-
-    def _begin(self, stages: Sequence[Ready], first_step: int, links: Links | None) -> None:
         known = links or network_of(self.settings) or Network()
         self._ready, self._network = stages, known.links(len(stages))
         self._epochs += 1
@@ -165,9 +164,8 @@ class Ledger:
         self.refused = 0  # updates in a row that were not committed
         self.origin = ""  # of non-finite values, in the first of these
         self._pending: dict[int, dict[int, Step]] = {}
-        self._crossed: Crossed = np.zeros_like(self._crossed_before)
-        self._meters: dict[int, Meters] = {}  # the latest that each stage has reported
-        self._finished: set[int] = set()
+        self._crossed, self._meters = np.zeros_like(self._crossed_before), {}
+        self._finished.clear()
 
     def add_step(self, stage: int, report: Step) -> StepRecord | None:
         """File one stage's report; the step's record once every stage has reported it."""
