@@ -8,8 +8,8 @@ from thinwire.errors import StageError
 from thinwire.run import events as ev
 from thinwire.run import protocol as msg
 from thinwire.run.coordinator import MOST_AHEAD, Phase
-from thinwire.run.pacing import TOLD_A_MINUTE
 from thinwire.run.signals import Interrupted
+from thinwire.run.watch import TOLD_A_MINUTE
 
 
 def test_a_run_from_its_layers_to_the_last_goodbye():

@@ -36,13 +36,7 @@ from thinwire.engine.checkpoint import (
 )
 from thinwire.engine.reports import ShardWritten
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.folders import (
-    claimed,
-    next_free_name,
-    replace_file,
-    replace_folder,
-    write_file,
-)
+from thinwire.folders import claimed, next_free_name, replace_file, replace_folder, write_file
 from thinwire.report import Display
 from thinwire.settings import Settings
 

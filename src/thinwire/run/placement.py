@@ -24,15 +24,7 @@ from thinwire.occupancy import Occupancy
 from thinwire.plan import WORTH, block_memory, block_seconds, estimate_costs, with_split
 from thinwire.report.human import duration, human_bytes
 from thinwire.run.machine import Machine, check_names
-from thinwire.schedule import (
-    OPEN,
-    Costs,
-    Counts,
-    Links,
-    Simulation,
-    deal,
-    simulate,
-)
+from thinwire.schedule import OPEN, Costs, Counts, Links, Simulation, deal, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import size_kind, size_word
 

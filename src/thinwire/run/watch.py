@@ -5,16 +5,26 @@ The coordinator's `Watch` notes when none begins anything new: first it is said,
 ends with the name of the stage that is stuck. That is for a stage that is frozen, or answers and
 does nothing; a broken link or a dead process shows long before. Pulses prove little: a stage that
 alone claims to work is stuck too. How long is too long depends on what was seen before.
+
+Nor may a peer speak too often (`Pace`), and nobody is told the same again and again (`Told`).
 """
 
+import time
+from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
+
+from thinwire.errors import WireError
 
 NOTICE_SECONDS = 30.0  # without progress before it is said
 _USUAL = 10  # a wait may be so many times the longest one that ended well
 _LATE = 3  # a pulse, of the longest time between two so far, before its stage counts as silent
 _FROZEN, _LEAST_FROZEN = 4, 20.0  # ... before it counts as frozen; and seconds, at least
 _PULSE_SECONDS = 5.0  # between two pulses of a stage, at most
-_LEAST_PULSE = 0.05  # ... and at least: more would pass for a flood (pacing.py)
+_LEAST_PULSE = 0.05  # ... and at least: more would pass for a flood
+AT_ONCE = 500  # messages, before any time has passed
+PER_SECOND = 25.0  # a link that breaks and comes back ten times a second makes twenty
+TOLD_A_MINUTE = 6  # notes to a person on one and the same thing
 
 
 def pulse_seconds(patience: float) -> float:
@@ -206,3 +216,37 @@ class Watch:
     def _usual(self, seen: _Seen) -> float:
         """Seconds between two words of a stage: it may be slow, or far away."""
         return max(pulse_seconds(self._patience), seen.gap)
+
+
+class Pace:
+    """Counts what one peer says of its own accord, as pulses and outages are: from the beginning
+    on, for whoever was suspended for a day (Ctrl-Z) hears all at once, and that is no flood.
+    """
+
+    def __init__(self, who: str):
+        self._who, self._began, self._count = who, time.monotonic(), 0
+
+    def count(self) -> None:
+        """One more message; WireError if they are too many for the time that has passed."""
+        self._count += 1
+        passed = time.monotonic() - self._began
+        if self._count > AT_ONCE + PER_SECOND * passed:
+            said = f"{self._who} sent {self._count} messages in {passed:.0f} s"
+            raise WireError(f"{said}, but at most {PER_SECOND:g} a second are agreed")
+
+
+class Told:
+    """What a person was told of late, so that what happens again does not bury the rest."""
+
+    def __init__(self) -> None:
+        self._when: dict[Hashable, deque[float]] = {}
+
+    def again(self, what: Hashable, now: float) -> int:
+        """How often this was told within a minute, this time included; 0 if it was often enough."""
+        when = self._when.setdefault(what, deque())
+        while when and when[0] <= now - 60:
+            when.popleft()
+        if len(when) == TOLD_A_MINUTE:
+            return 0
+        when.append(now)
+        return len(when)
