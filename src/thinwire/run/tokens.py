@@ -12,6 +12,7 @@ part of the links' contract, as if the corpus were there.
 
 import dataclasses
 import enum
+import math
 import struct
 import threading
 from functools import partial
@@ -91,33 +92,13 @@ def _place(frame: Frame) -> At | None:
 
 
 class TokenIds(NamedTuple):
-    """What is sent of a microbatch: its ids, and where not all targets are learned, or none are
+    """What has come of a microbatch: its ids, and where not all targets are learned, and they are
     read, which are, and how many in its step.
     """
 
     ids_BW: np.ndarray
-    learned_BT: np.ndarray | None = None
-    learned_count: int | None = None
-
-    def pack(self, dtype: np.dtype) -> bytes:
-        """As bytes: ids, a bit for each target, the count."""
-        packed = np.ascontiguousarray(self.ids_BW.astype(dtype.newbyteorder("<"))).tobytes()
-        if self.learned_BT is None or self.learned_count is None:
-            return packed
-        return packed + np.packbits(self.learned_BT).tobytes() + _COUNT.pack(self.learned_count)
-
-    @classmethod
-    def unpack(
-        cls, payload: memoryview, shape: tuple[int, int], dtype: np.dtype, targets: int
-    ) -> "TokenIds":
-        """The inverse of `pack`; the size has been checked."""
-        end = shape[0] * shape[1] * dtype.itemsize
-        ids_BW = np.frombuffer(payload[:end], dtype=dtype).reshape(shape)
-        if not targets:
-            return cls(ids_BW)
-        bits = np.unpackbits(np.frombuffer(payload[end : -_COUNT.size], np.uint8), count=targets)
-        (count,) = _COUNT.unpack(payload[-_COUNT.size :])
-        return cls(ids_BW, bits.reshape(shape[0], -1).astype(bool), count)
+    learned_BT: np.ndarray | None
+    learned_count: int | None
 
 
 class TokenServer:
@@ -152,9 +133,8 @@ class TokenServer:
             raise WireError(
                 f"microbatch {asked.microbatch} of step {asked.step} is not in this run"
             )
-        answer = self._answer(at, columns)
+        shape, payload = self._answer(at, columns)
         self.link.wait_for_room(_MOST_UNSENT)
-        shape, payload = answer.ids_BW.shape, answer.pack(self._type)
         self.link.send(dataclasses.replace(asked, shape=shape, payload=payload))
 
     def _has(self, at: At | None) -> TypeGuard[At]:
@@ -162,7 +142,8 @@ class TokenServer:
             return at[0] < self._steps and at[1] < self._microbatches
         return at is not None and at < self._source.validation_count
 
-    def _answer(self, at: At, columns: Columns) -> TokenIds:
+    def _answer(self, at: At, columns: Columns) -> tuple[tuple[int, ...], bytes]:
+        """The shape of what is read of a microbatch, and all that is sent of it."""
         inputs_BT, targets_BT = self._source.inputs(at).numpy(), self._source.targets(at).numpy()
         learned_BT = targets_BT != MASKED
         # A stage that reads no inputs gets no token either that it does not learn from.
@@ -170,10 +151,12 @@ class TokenServer:
         parts = [inputs_BT] if Columns.INPUTS in columns else [shown_BT[:, :-1]]
         parts += [shown_BT[:, -1:]] if Columns.TARGETS in columns else []
         ids_BW = np.concatenate(parts, axis=1)
-        if Columns.TARGETS not in columns or not self._is_masked:
-            return TokenIds(ids_BW)
-        of_step = None if isinstance(at, int) else self._source.learned_count(at)
-        return TokenIds(ids_BW, learned_BT, of_step or int(learned_BT.sum()))
+        packed = ids_BW.astype(self._type.newbyteorder("<")).tobytes()
+        if Columns.TARGETS in columns and self._is_masked:
+            of_step = None if isinstance(at, int) else self._source.learned_count(at)
+            count = of_step or int(learned_BT.sum())
+            packed += np.packbits(learned_BT).tobytes() + _COUNT.pack(count)
+        return ids_BW.shape, packed
 
 
 class FetchedCorpus(TokenSource):
@@ -203,12 +186,14 @@ class FetchedCorpus(TokenSource):
         self._asked: set[At] = set()  # here, or on their way
         self._answers: dict[At, TokenIds] = {}
         self._failure: WireError | None = None
-        learned = (np.zeros(self._targets, bool), 0) if self._targets else ()
-        self._bytes = len(TokenIds(np.zeros(self._shape), *learned).pack(self._type))
+        self._id_bytes = math.prod(self._shape) * facts.id_bytes
+        bits = -(-self._targets // 8) + _COUNT.size if self._targets else 0
+        self._bytes = self._id_bytes + bits
         most = AHEAD_BYTES // max(1, self._bytes)
         self._ahead = max(1, min(STEPS_AHEAD * self._microbatches, most))
         self.link = Link(pipe, self.meter, None, "token ids", self._bytes)
-        self.link.start(self._on_ids, self._on_broken, self._on_end)
+        ended = WireError("the host has ended the stream of token ids")
+        self.link.start(self._on_ids, self._on_broken, partial(self._on_broken, ended))
 
     def is_due(self, at: At) -> bool:
         with self._changed:
@@ -278,25 +263,26 @@ class FetchedCorpus(TokenSource):
         payload, size = memoryview(frame.payload), self._bytes
         if (frame.shape, frame.codec, payload.nbytes) != (self._shape, self._columns, size):
             raise WireError(f"{payload.nbytes} bytes of token ids came, {frame.shape}, not {size}")
-        answer = TokenIds.unpack(payload, self._shape, self._type, self._targets)
-        if (largest := int(answer.ids_BW.max())) >= self._vocab:
+        ids_BW = np.frombuffer(payload[: self._id_bytes], self._type).reshape(self._shape)
+        if (largest := int(ids_BW.max())) >= self._vocab:
             raise WireError(f"token id {largest} came, but model.vocab = {self._vocab}")
-        if answer.learned_BT is not None:
-            here, said = int(answer.learned_BT.sum()), answer.learned_count or 0
-            if not 0 < here <= said <= self._most_learned:
-                raise WireError(f"a microbatch with {here} learned tokens came, of {said} in all")
+        learned_BT, count = None, None
+        if self._targets:
+            packed = np.frombuffer(payload[self._id_bytes : -_COUNT.size], np.uint8)
+            bits = np.unpackbits(packed, count=self._targets)
+            learned_BT = bits.reshape(self._shape[0], -1).astype(bool)
+            here, (count,) = int(learned_BT.sum()), _COUNT.unpack(payload[-_COUNT.size :])
+            if not 0 < here <= count <= self._most_learned:
+                raise WireError(f"a microbatch with {here} learned tokens came, of {count} in all")
         with self._changed:
             if at in self._asked:  # else it came too late for the step that it was for
-                self._answers[at] = answer
+                self._answers[at] = TokenIds(ids_BW, learned_BT, count)
                 self._changed.notify_all()
 
     def _on_broken(self, error: WireError) -> None:
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
-
-    def _on_end(self) -> None:
-        self._on_broken(WireError("the host has ended the stream of token ids"))
 
 
 def _named(at: At) -> str:
