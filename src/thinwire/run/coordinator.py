@@ -167,15 +167,15 @@ class Coordinator:
         complaint = self._watch.complaint()
         commands: Commands = [ev.Say(complaint)] if complaint else []
         verdict, stuck = self._watch.verdict()
-        if verdict:
-            culprit = None if stuck is None else _stuck(stuck, verdict)
-            replaced = [] if stuck is None else self._replace_stuck(stuck, verdict, now)
-            return commands + (replaced or [self._end(StageError(verdict), culprit)])
-        for stage, silence in self._watch.frozen().items():
+        why, silent = verdict, self._watch.frozen().items()
+        for stage, silence in silent if not verdict else ():
             if stage not in self._coming:
-                why = f"it has said nothing for {silence:.0f} s"
-                return commands + self._replace_stuck(stage, why, now)
-        return commands
+                stuck, why = stage, f"it has said nothing for {silence:.0f} s"
+                break
+        culprit = None if stuck is None else ev.Suspect(3, stuck, "got stuck", why, known=True)
+        if culprit is not None and self._may_replace(culprit):
+            return commands + self._bury({culprit.stage}, culprit, now)
+        return commands + ([self._end(StageError(verdict), culprit)] if verdict else [])
 
     @property
     def is_over(self) -> bool:
@@ -409,12 +409,12 @@ class Coordinator:
         self, stage: int, said: msg.LinkDown | msg.LinkUp | ev.Away | ev.Back, now: float
     ) -> Commands:
         """A link or a control stream is down or back: no progress, and no failure yet."""
-        is_link, is_down = isinstance(said, OfLink), isinstance(said, msg.LinkDown | ev.Away)
+        is_link = isinstance(said, OfLink)
         what, key = f"the control stream of stage {stage}", f"control-{stage}"
         if isinstance(said, OfLink):
             self._conduct[stage].check(said)
             what, key = f"the link between stages {stage - 1} and {stage}", f"cut-{said.cut}"
-        self._watch.down(key, is_down)
+        self._watch.down(key, isinstance(said, msg.LinkDown | ev.Away))
         if isinstance(said, msg.LinkDown | ev.Away):
             then = "connecting again" if is_link else "it may come back"
             note = f"{what} is down: {said.reason}; {then}"
@@ -545,11 +545,6 @@ class Coordinator:
         while beside := {s for s in found if {s - 1, s + 1} & (anew - found)}:
             found -= self._fellows(beside)
         return found
-
-    def _replace_stuck(self, stage: int, why: str, now: float) -> Commands:
-        """Replace a stage that is frozen, if it can be: else it may go on by itself."""
-        culprit = _stuck(stage, why)
-        return self._bury({stage}, culprit, now) if self._may_replace(culprit) else []
 
     def _cuts_of(self, stages: Iterable[int]) -> set[int]:
         return {cut for stage in stages for cut in (stage - 1, stage)} & {*self._all[:-1]}
@@ -730,10 +725,6 @@ class Coordinator:
     def _tell_all(self, message: msg.ToStage) -> Commands:
         """Who takes a lost one's place hears it once it trains."""
         return [ev.Tell(stage, message) for stage in self._all if stage not in self._coming]
-
-
-def _stuck(stage: int, why: str) -> ev.Suspect:
-    return ev.Suspect(3, stage, "got stuck", why, known=True)
 
 
 def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,11 @@ others reach it (`HostConsole`); a peer also to leave.
 """
 
 import dataclasses
+import itertools
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -96,7 +98,7 @@ class Standing:
     _waiting_for: str = ""
     _waiting_since: float = 0.0
     _stages: dict[int, tuple[float, str]] = field(default_factory=dict)  # heard when, doing what
-    _cuts: dict[int, _Cut] = field(default_factory=dict)
+    _cuts: defaultdict[int, _Cut] = field(default_factory=lambda: defaultdict(_Cut))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _now: Callable[[], float] = time.time
 
@@ -104,7 +106,8 @@ class Standing:
         """The run is formed, or formed again: what was known of stages and links holds no more."""
         with self._lock:
             self._state, self._waiting_for = "forming", ""
-            self._stages, self._cuts, self.standbys = {}, {}, {}
+            self._stages, self.standbys = {}, {}
+            self._cuts.clear()
 
     def waits(self, what: str) -> None:
         """The run waits; as long as it does, the beginning of the wait stays."""
@@ -120,7 +123,7 @@ class Standing:
             for link in step.links if step.step_seconds else []:
                 moved = link.forward_bytes, link.backward_bytes
                 forward, backward = (_finite(size / step.step_seconds) for size in moved)
-                self._cut(link.cut).rates = forward, backward
+                self._cuts[link.cut].rates = forward, backward
 
     def heard(self, stage: int, message: msg.OfStage) -> None:
         """A stage has said something on its control stream."""
@@ -128,17 +131,17 @@ class Standing:
             now, (_, doing) = self._now(), self._stages.get(stage, (0.0, ""))
             match message:
                 case msg.Pulse(_, doing, below, above):
-                    self._cut(stage - 1).trips["above"] = below
-                    self._cut(stage).trips["below"] = above
+                    self._cuts[stage - 1].trips["above"] = below
+                    self._cuts[stage].trips["below"] = above
                 case Step(step=step):  # a pulse is seconds old by now
                     doing = f"has done step {step + 1}"
                 case msg.Linked(way) if stage > 0:
-                    self._cut(stage - 1).way = way or "direct"
+                    self._cuts[stage - 1].way = way or "direct"
                 case msg.LinkDown(cut, reason):
-                    self._cut(cut).down_since, self._cut(cut).reason = now, reason
+                    self._cuts[cut].down_since, self._cuts[cut].reason = now, reason
                 case msg.LinkUp(cut, way=way):
-                    self._cut(cut).down_since = 0.0
-                    self._cut(cut).way = way or self._cut(cut).way
+                    self._cuts[cut].down_since = 0.0
+                    self._cuts[cut].way = way or self._cuts[cut].way
             self._stages[stage] = now, doing
 
     def word_of(self, stage: int) -> tuple[float, str]:
@@ -156,19 +159,18 @@ class Standing:
         """How the run stands now, with these peers in these seats."""
         with self._lock:
             waiting_for, since = self._waiting_for, self._waiting_since
-            cuts = [(cut, self._cut(cut)) for cut in range(len(seats) - 1)]
-            down = [(noted.down_since, cut) for cut, noted in cuts if noted.down_since]
-            if down and not waiting_for:
-                since, cut = min(down)
-                ends, reason = " and ".join(seats[cut : cut + 2]), self._cut(cut).reason
-                waiting_for = f"the link between {ends}, which is down ({reason})"
-            links = []
-            for cut, noted in cuts:
+            links, down = [], list[tuple[float, str]]()
+            for cut, (below, above) in enumerate(itertools.pairwise(seats)):
+                noted = self._cuts[cut]
+                if noted.down_since:
+                    why = f"the link between {below} and {above}, which is down ({noted.reason})"
+                    down.append((noted.down_since, why))
                 way = "" if noted.down_since else noted.way
                 # Both ends meet at a door: the way is that of one to there and of the other.
                 trip = round(_finite(1e3 * sum(noted.trips.values())), 3)
-                below, above = seats[cut : cut + 2]
                 links.append(msg.LinkStatus(cut, below, above, way, *noted.rates, trip))
+            if down and not waiting_for:
+                since, waiting_for = min(down)
             return msg.StatusReport(
                 run=self.run,
                 run_id=self.run_id,
@@ -182,9 +184,6 @@ class Standing:
                 peers=peers,
                 links=links,
             ).after(self.last_step)
-
-    def _cut(self, cut: int) -> _Cut:
-        return self._cuts.setdefault(cut, _Cut())
 
 
 def _finite(number: float) -> float:
