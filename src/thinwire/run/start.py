@@ -28,14 +28,7 @@ from thinwire.model import ModelConfig, rate_change, share_changes
 from thinwire.model.adapter import is_adapter
 from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
-from thinwire.run.checkpoints import (
-    ORIGIN,
-    claim_folder,
-    commit,
-    discard_partial,
-    facts_of,
-    open_newest,
-)
+from thinwire.run.checkpoints import ORIGIN, claim_folder, commit, facts_of, open_newest
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.remarks import remarks
 from thinwire.typed import to_plain
@@ -228,13 +221,7 @@ def open_origin(
             f"train.init_from = {place} is a Hugging Face folder: make a checkpoint of it first, "
             f"`thinwire import {place} --to models/NAME`"
         )
-    try:
-        origin, notes = open_newest(place, allow_plugins, settings.codec.plugins)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"train.init_from = {place} cannot be used: {error}. Name another checkpoint, or the "
-            "folder of another run"
-        ) from error
+    origin, notes = open_newest(place, allow_plugins, settings.codec.plugins)
     _refuse_other_model(origin, settings)
     _refuse_other_vocabulary(origin, settings)
     if settings.boundary.is_constrained and (why := why_not_folded(origin.settings)):
@@ -293,22 +280,18 @@ def make_start(
     transfer = Transfer(origin, settings)
     transfer.take_space(builder.space)
     shards, stages = [], settings.pipeline.stages
-    try:
-        for index in range(stages):
-            stage = builder.build(index)
-            builder.initialise(stage)
-            transfer.fill(builder, stage)
-            state = StageState(eager, StageUpdate.build(builder, stage, index))
-            shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
-            display.progress("start", index + 1, stages, "stages from earlier weights")
-        versions = {"weight_version": 0, "basis_version": 0}
-        seal = {SEAL: content_hash(origin.manifest)}
-        source = {"path": str(origin.folder), "step": origin.step, **seal}
-        facts = {**facts_of(settings, data, {}), **versions, ORIGIN: source}
-        made = commit(folder, 0, shards, facts, data.tokenizer(), data.template())
-    except BaseException:
-        discard_partial(folder, 0)
-        raise
+    for index in range(stages):
+        stage = builder.build(index)
+        builder.initialise(stage)
+        transfer.fill(builder, stage)
+        state = StageState(eager, StageUpdate.build(builder, stage, index))
+        shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
+        display.progress("start", index + 1, stages, "stages from earlier weights")
+    versions = {"weight_version": 0, "basis_version": 0}
+    seal = {SEAL: content_hash(origin.manifest)}
+    source = {"path": str(origin.folder), "step": origin.step, **seal}
+    facts = {**facts_of(settings, data, {}), **versions, ORIGIN: source}
+    made = commit(folder, 0, shards, facts, data.tokenizer(), data.template())
     for note in _found(transfer, origin):
         display.note(note)
     display.phase("start", f"weights of {origin.folder} (step {origin.step}) in {made}")
