@@ -96,12 +96,7 @@ class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def write(self, run_folder: Path) -> None:
         """Keep this for whoever resumes; in one rename, so that it is never half written."""
-        path = checkpoints_folder(run_folder) / PROVEN
-        try:
-            replace_file(path, msgspec.json.encode(self))
-        except OSError as error:
-            what = f"cannot record in {path} which checkpoints are good: {error}"
-            raise CheckpointError(what) from error
+        replace_file(checkpoints_folder(run_folder) / PROVEN, msgspec.json.encode(self))
 
 
 def read_proof(run_folder: Path) -> Proof | None:
@@ -287,8 +282,8 @@ class Checkpoints:
     def _write_proof(self, ended: int = 0) -> None:
         try:
             replace(self._proof, ended=ended).write(self._folder)
-        except CheckpointError as error:
-            self._display.note(str(error))
+        except OSError as error:
+            self._display.note(f"cannot record in {PROVEN} which checkpoints are good: {error}")
 
 
 def facts_of(settings: Settings, data: Corpus, codec_memory: dict[str, Any]) -> dict[str, Any]:
@@ -356,8 +351,5 @@ def set_aside_later(run_folder: Path, step: int) -> list[Path]:
     for path in list_checkpoints(run_folder):
         if step_of(path) > step:
             aside = path.with_name(next_free_name(path.parent, f"abandoned-{path.name}"))
-            try:
-                moved.append(path.rename(aside))
-            except OSError as error:
-                raise CheckpointError(f"cannot set the later {path} aside: {error}") from error
+            moved.append(path.rename(aside))
     return moved

@@ -208,12 +208,12 @@ class RunRecord:
             waited = now - self._earlier._closed
             self.ledger.go_on(begun.stages, first_step, self._links, waited)
             self._earlier = None
-        self.checkpoints.begin()
         header = f"# settings of run {settings.run.name}, hash {settings.hash}\n"
         for origin in self._origin.values():
             facts = ", ".join(f"{key} {json.dumps(value)}" for key, value in origin.items())
             header += f"# its weights started from: {facts}\n"
         try:
+            self.checkpoints.begin()
             text = header + "\n" + to_toml(settings.relaxed(), settings.with_window())
             (self.folder / "config.toml").write_text(text)
             run, log = settings.run, None
