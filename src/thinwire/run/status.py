@@ -277,16 +277,16 @@ class HostConsole:
 
     def _report(self, for_members: bool = False) -> msg.StatusReport:
         """How the run stands. Words that peers chose may name addresses: members are not told."""
-        formation, settings = self.formation(), self.settings()
+        formation, settings, cut = self.formation(), self.settings(), msgspec.structs.replace
         peers = [self._peer(member, formation, settings) for member in self.members.all()]
-        kicked = [msg.PeerStatus(p.name, "kicked") for p in self.book.peers() if p.kicked]
         last = max(map(step_of, list_checkpoints(settings.run.folder)), default=None)
-        if not for_members:
-            return self.standing.report(formation.epoch, formation.seats, peers + kicked, last)
-        cut = msgspec.structs.replace
-        peers = [cut(peer, state=peer.state.partition(": ")[0][:MOST_WORDS]) for peer in peers]
         report = self.standing.report(formation.epoch, formation.seats, peers, last)
-        return cut(report, waiting_for=report.waiting_for.partition(" (")[0][:MOST_WORDS])
+        if not for_members:
+            kicked = [msg.PeerStatus(p.name, "kicked") for p in self.book.peers() if p.kicked]
+            return cut(report, peers=peers + kicked)
+        peers = [cut(peer, state=peer.state.partition(": ")[0][:MOST_WORDS]) for peer in peers]
+        waiting_for = report.waiting_for.partition(" (")[0][:MOST_WORDS]
+        return cut(report, peers=peers, waiting_for=waiting_for)
 
     def _peer(self, member: Member, formation: Formation, settings: Settings) -> msg.PeerStatus:
         heard = time.time() - (time.monotonic() - member.heard)
@@ -325,7 +325,7 @@ class HostConsole:
         also = others if request.get("by_invite") is True else []
         for other in also:
             self.members.kick(other)
-        kicked, others = [name, *also], [one for one in others if one not in also]
+        kicked = [name, *also]
         text = (
             f"{', '.join(kicked)} {'was' if len(kicked) == 1 else 'were'} removed from the run and "
             "not let in again, nor is anybody new by the same invite; `thinwire invite` makes "
@@ -333,7 +333,7 @@ class HostConsole:
         )
         for stage in (stage for stage, name in enumerate(seats) if name in kicked):
             text += f"; stage {stage} gets another peer"
-        if others:
+        if others and not also:
             text += f"\nby the same invite came, and stay: {', '.join(others)}"
             text += f"; `thinwire kick {name} --by-invite` removes them too"
         return {"text": text}
@@ -429,21 +429,19 @@ def _facts(report: msg.StatusReport) -> RenderableType:
     grid.add_column()
     number = f" ({report.run_id})" if report.run_id else ""
     seen_from = {"host": "its host", "folder": "its folder"}.get(report.role, "this peer")
-    rows = [("run", f"{report.run}{number}, seen from {seen_from}"), ("state", report.state)]
-    if report.waiting_for:
-        since = duration(report.time - report.waiting_since)
-        rows.append(("waiting for", f"{report.waiting_for}, for {since}"))
-    if report.steps:
-        loss = loss_text(report.loss)
-        rows.append(("step", f"{report.step:,} of {report.steps:,}, loss {loss}"))
-    if report.tokens_per_s:
-        rows.append(("speed", f"{report.tokens_per_s:,.0f} tokens/s"))
-    if report.epoch:
-        again = report.epoch - 1
-        times = "" if again < 1 else f": the run was re-formed {again} time{'s' * (again > 1)}"
-        rows.append(("epoch", f"{report.epoch}{times}"))
-    if report.last_checkpoint is not None:
-        rows.append(("checkpoint", f"step {report.last_checkpoint:,}"))
-    for name, text in rows:
-        grid.add_row(name, Text(printable(text)))
+    since, again = duration(report.time - report.waiting_since), report.epoch - 1
+    times = f": the run was re-formed {again} time{'s' * (again > 1)}" if again > 0 else ""
+    step, saved = f"{report.step:,} of {report.steps:,}", report.last_checkpoint
+    facts = {
+        "run": f"{report.run}{number}, seen from {seen_from}",
+        "state": report.state,
+        "waiting for": f"{report.waiting_for}, for {since}" if report.waiting_for else "",
+        "step": f"{step}, loss {loss_text(report.loss)}" if report.steps else "",
+        "speed": f"{report.tokens_per_s:,.0f} tokens/s" if report.tokens_per_s else "",
+        "epoch": f"{report.epoch}{times}" if report.epoch else "",
+        "checkpoint": "" if saved is None else f"step {saved:,}",
+    }
+    for name, text in facts.items():
+        if text:
+            grid.add_row(name, Text(printable(text)))
     return grid

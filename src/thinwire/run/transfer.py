@@ -603,8 +603,30 @@ def fetch_seat(
                 f"the host offers {size:,} bytes as the state of stage {which}, which takes at "
                 f"most {limit:,} with the settings of this run: nothing of it is fetched"
             )
-        folder, tell = checkpoints_folder(run_folder), lambda done: progress(done, size)
-        return _fetch_files(talk, manifest, shards, folder, min(stages), tell)
+        # The names end in that of the first stage, for a machine may hold others too.
+        step, folder = manifest["step"], checkpoints_folder(run_folder)
+        partial, name = folder / f".fetching-{min(stages)}", f"step-{step:08d}-{min(stages)}"
+        parts = {partial / f"{shard.sha256}.part": shard for shard in shards}
+        _make_room(folder, partial, parts)
+        done = 0
+        for part, shard in parts.items():
+            same = (file for file in _alike(folder, shard) if sha256_of(file) == shard.sha256)
+            if (own := next(same, None)) is not None:
+                _link_or_copy(own, part)
+                flush(part)
+            want, before = Want(step, 0, shard.sha256, shard.bytes), done
+            try:
+                take(talk, want, part, lambda n, before=before: progress(before + n, size))  # type: ignore[misc]
+            except CheckpointError as error:
+                raise CheckpointError(f"{shard.file} of step {step}: {error}") from error
+            done += shard.bytes
+        for part, shard in parts.items():
+            part.rename(partial / shard.file)
+        write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+        for earlier in folder.glob(f"step-*-{min(stages)}"):
+            shutil.rmtree(earlier)
+        put_in_place(partial, folder / name)
+        return Checkpoint.open(folder / name).folder
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint cannot be kept in {run_folder}: {error}. Free some space, or choose "
@@ -634,26 +656,14 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
     return checked.shards
 
 
-def _fetch_files(
-    talk: Talk,
-    manifest: dict[str, Any],
-    shards: list[_SeatFile],
-    folder: Path,
-    first: int,
-    progress: Callable[[int], None],
-) -> Path:
-    """The folder of the checkpoint once all its files are there: complete, or absent. Its name ends
-    in that of its first stage, for a machine may hold others too.
+def _make_room(folder: Path, partial: Path, parts: dict[Path, _SeatFile]) -> None:
+    """Remove parts of other files; what is missing then may take half of what is free at most: the
+    rest is for the shards that the stage writes.
     """
-    step, partial = manifest["step"], folder / f".fetching-{first}"
-    final = folder / f"step-{step:08d}-{first}"
     partial.mkdir(parents=True, exist_ok=True)
-    parts = {partial / f"{shard.sha256}.part": shard for shard in shards}
-    for path in partial.iterdir():
-        if path not in parts:
-            path.unlink()
-    # At most half of what is free: the rest is for the shards that the stage writes.
-    missing = [shard for shard in shards if not any(_alike(folder, shard))]
+    for path in {*partial.iterdir()} - parts.keys():
+        path.unlink()
+    missing = [shard for shard in parts.values() if not any(_alike(folder, shard))]
     here = sum(part.stat().st_size for part in partial.iterdir())
     rest, free = sum(shard.bytes for shard in missing) - here, free_disk(partial)
     if rest > free // 2:
@@ -661,25 +671,6 @@ def _fetch_files(
             f"the state of the stage takes {rest:,} more bytes, but {free:,} are free in {folder}: "
             "the run leaves half of them free. Free some space, or join with another --folder"
         )
-    done = 0
-    for part, shard in parts.items():
-        same = (file for file in _alike(folder, shard) if sha256_of(file) == shard.sha256)
-        if (own := next(same, None)) is not None:
-            _link_or_copy(own, part)
-            flush(part)
-        try:
-            want, before = Want(step, 0, shard.sha256, shard.bytes), done
-            take(talk, want, part, lambda n, before=before: progress(before + n))  # type: ignore[misc]
-        except CheckpointError as error:
-            raise CheckpointError(f"{shard.file} of step {step}: {error}") from error
-        done += shard.bytes
-    for part, shard in parts.items():
-        part.rename(partial / shard.file)
-    write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-    for earlier in folder.glob(f"step-*-{first}"):
-        shutil.rmtree(earlier)
-    put_in_place(partial, final)
-    return Checkpoint.open(final).folder
 
 
 def _alike(folder: Path, shard: Shard) -> Iterator[Path]:
