@@ -27,16 +27,7 @@ APART_SECONDS = 120.0  # for a process that measures a GPU; importing torch may 
 MOST_OF_A_MACHINE = 1e9  # of any of its figures
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
-EXAMPLE = """\
-[[peer]]
-name = "ana"
-tflops = 12.0
-memory_gb = 24.0
-mbps_up = 40.0
-mbps_down = 200.0
-latency_ms = 15.0
-reachable = true
-"""
+EXAMPLE = '[[peer]]\nname = "ana"\ntflops = 12.0\nmemory_gb = 24.0\nmbps_up = 40.0\nreachable = true'
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ class Machine:
 
 def load_peers(path: Path) -> list[Machine]:
     """The peers that a peers.toml lists, in its order; what is wrong in it is named."""
-    example = f"give each peer a table such as\n{EXAMPLE.rstrip()}"
+    example = f"give each peer a table such as\n{EXAMPLE}"
     values = read_toml(path, f"write it, and {example}")
     for key in values:
         if key != "peer":
