@@ -27,7 +27,7 @@ APART_SECONDS = 120.0  # for a process that measures a GPU; importing torch may 
 MOST_OF_A_MACHINE = 1e9  # of any of its figures
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
-EXAMPLE = '[[peer]]\nname = "ana"\ntflops = 12.0\nmemory_gb = 24.0\nmbps_up = 40.0\nreachable = true'
+EXAMPLE = '[[peer]]\nname = "ana"\ntflops = 12.0\nmemory_gb = 24.0\nmbps_up = 40.0'
 
 
 @dataclass(frozen=True)
