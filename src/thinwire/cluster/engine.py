@@ -26,7 +26,7 @@ from thinwire.errors import ConfigError, StageError
 from thinwire.report import Display
 from thinwire.run.coordinator import disagreement
 from thinwire.run.events import Begin, Commit, Discard, Exploded, Record
-from thinwire.run.explosion import LossWatch, watch_losses
+from thinwire.run.ledger import LossWatch, watch_losses
 from thinwire.run.peer import versions
 from thinwire.run.protocol import FROM_PEER, Envelope, Finished, Ready, pack, unpack
 from thinwire.run.record import RunRecord

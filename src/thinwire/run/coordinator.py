@@ -28,7 +28,7 @@ from thinwire.errors import StageError, WireError
 from thinwire.run import events as ev
 from thinwire.run import protocol as msg
 from thinwire.run.conduct import MOST_MICROBATCHES, Course, Evidence, PeerConduct, blame
-from thinwire.run.explosion import LossWatch
+from thinwire.run.ledger import LossWatch
 from thinwire.run.signals import Interrupted
 from thinwire.run.watch import TOLD_A_MINUTE, Told, Watch
 from thinwire.wire import FrameKind
