@@ -96,10 +96,7 @@ def _answered(handlers: Mapping[str, Handler], request: dict[str, Any]) -> dict[
 
 
 def ask(folder: Path, request: dict[str, Any], timeout: float = 15.0) -> dict[str, Any]:
-    """The answer of the process that is alive in a folder.
-
-    NotAliveError if there is none; a ConfigError has the words in which it refused.
-    """
+    """The answer of the process that is alive in a folder; ConfigError says why it refused."""
     try:
         with _connected(folder, timeout) as connection, connection.makefile("rwb") as lines:
             _say(lines, request)

@@ -86,11 +86,6 @@ def write_formation(run_folder: Path, formation: Formation) -> None:
         raise ConfigError(f"cannot write {path}: {error}") from error
 
 
-def is_hosted(run_folder: Path) -> bool:
-    """Whether a folder holds a run that was hosted before."""
-    return (run_folder / FORMATION_FILE).is_file()
-
-
 def fill_seats(before: list[str], present: list[str], least: int) -> list[str] | None:
     """A member for each stage, of those who are present: those of before keep theirs, and others
     take what was held by who is gone, or half of what somebody holds. With fewer than before, but
@@ -234,9 +229,7 @@ class Placing:
         return None
 
     def next_share(self) -> str | None:
-        """Who can take some of the stages that one machine holds in one process; for that, the run
-        is formed again.
-        """
+        """Who can take some stages of a process that holds all; for that, the run is formed anew."""
         for machine in [machine for machine in self.here if machine.name not in self.seats]:
             seats = fill_seats(self.seats, [*self.seats, machine.name], 1) or []
             own = [stage for stage, name in enumerate(seats) if name == machine.name]
@@ -254,9 +247,7 @@ class Placing:
 
 
 class Failures:
-    """How often each member ended a generation since a later checkpoint than any before was made.
-    An absence counts for less than a failure.
-    """
+    """How often each member ended a generation since a later checkpoint than before was made."""
 
     def __init__(self) -> None:
         self._furthest = 0

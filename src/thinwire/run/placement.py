@@ -6,7 +6,6 @@ It goes on as long as moving a block, or exchanging two peers, makes the simulat
 
 import contextlib
 import dataclasses
-import heapq
 import itertools
 import math
 import operator
@@ -55,11 +54,6 @@ class Placement:
         """Whether every stage has the memory that it needs."""
         return self.fullness <= 1.0
 
-    @property
-    def rank(self) -> tuple[float, float]:
-        """What fits comes first, then what is fast."""
-        return max(1.0, self.fullness), self.rough_seconds
-
 
 class StageFigures:
     """Work, memory and links of every possible stage of a run; layers are built once, without
@@ -71,7 +65,6 @@ class StageFigures:
         self.layers, self.stages = settings.model.layers, settings.pipeline.stages
         self.rates = [peer.flops_per_s(settings.run.precision) for peer in peers]
         self.schedule = settings.schedule()
-        self._held = self.schedule.held
         self._family = architecture(settings.model)
         self._layers: dict[str, Weights] = {}  # parameters of each layer by its name
         self._ends: list[Weights] = []  # and of each stage's ends of the cuts
@@ -106,7 +99,7 @@ class StageFigures:
 
     def _memory(self, stage: int, blocks: range) -> int:
         weights = self._weights(stage, blocks)
-        return block_memory(self.settings, blocks, weights, self._held[stage])
+        return block_memory(self.settings, blocks, weights, self.schedule.held[stage])
 
     def fullness(self, peer: int, stage: int, blocks: range) -> float:
         """Memory that the stage with these blocks needs, as a share of what a peer has for it."""
@@ -183,7 +176,8 @@ class Search:
         """The fastest by the simulator of the first and the most promising others, which must be
         clearly faster, or lack less memory; one whose busiest part takes as long is not played.
         """
-        for other in heapq.nsmallest(SIMULATED, others, key=lambda placement: placement.rank):
+        by_promise = sorted(others, key=lambda one: (max(1.0, one.fullness), one.rough_seconds))
+        for other in by_promise[:SIMULATED]:
             if not best.fits:
                 lacks_less = other.fullness < best.fullness * (1 - LEAST_GAIN)
                 best = other if other.fits or lacks_less else best

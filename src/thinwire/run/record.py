@@ -111,9 +111,7 @@ class RunRecord:
         self._write(MetricsWriter.close)
 
     def pause(self) -> None:
-        """All stages stopped in good order, and the run goes on later, with others perhaps; if the
-        last checkpoint was lost, which was said, from an earlier one.
-        """
+        """All stages stopped, and the run goes on later, perhaps from an earlier checkpoint."""
         trouble = self._trouble(counts_explosion=self.settings.run.on_explosion == "stop")
         if isinstance(trouble, StageError):
             raise trouble

@@ -234,7 +234,10 @@ class FetchedCorpus(TokenSource):
                         self._failure = self._failure or error
             self._changed.wait_for(lambda: self._failure or at in self._answers)
             if at not in self._answers:
-                raise WireError(f"token ids of {_named(at)} cannot be had: {self._failure}")
+                which = f"validation batch {at}"
+                if isinstance(at, tuple):
+                    which = f"microbatch {at[1]} of step {at[0] + 1}"
+                raise WireError(f"token ids of {which} cannot be had: {self._failure}")
             return self._answers[at]
 
     def _coming(self, at: At) -> list[At]:
@@ -283,9 +286,3 @@ class FetchedCorpus(TokenSource):
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
-
-
-def _named(at: At) -> str:
-    if isinstance(at, int):
-        return f"validation batch {at}"
-    return f"microbatch {at[1]} of step {at[0] + 1}"

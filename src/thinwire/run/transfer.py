@@ -507,9 +507,8 @@ class ShardSender:
 
 
 class SeatServer:
-    """On the host: says which files of a checkpoint a member of these stages needs, and sends them.
-    Where the run goes on meanwhile the checkpoint may be removed: then `on_gone` is called, and the
-    connection ends.
+    """On the host: says which files of a checkpoint a holder of these stages needs, and sends them.
+    If it is removed meanwhile, for the run goes on, `on_gone` is called, and the connection ends.
     """
 
     def __init__(
