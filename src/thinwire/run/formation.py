@@ -229,7 +229,7 @@ class Placing:
         return None
 
     def next_share(self) -> str | None:
-        """Who can take some stages of a process that holds all; for that, the run is formed anew."""
+        """Who can take some stages of a process that holds all; for that the run is formed anew."""
         for machine in [machine for machine in self.here if machine.name not in self.seats]:
             seats = fill_seats(self.seats, [*self.seats, machine.name], 1) or []
             own = [stage for stage, name in enumerate(seats) if name == machine.name]
