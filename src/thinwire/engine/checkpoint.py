@@ -48,6 +48,7 @@ TOKENIZER = "tokenizer.json"
 IMPORTED = "imported_from"
 """The key by which a manifest says that it is of an import."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Hash = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 MUON_BEFORE = {
     "model": {"embed_std": 0.02},
     "optim": {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0},
@@ -61,8 +62,8 @@ class Shard:
     """One stage's file within a checkpoint, as the manifest lists it."""
 
     file: str
-    sha256: str
-    bytes: int
+    sha256: Hash
+    bytes: Count
     tensors: list[Exact]
 
 

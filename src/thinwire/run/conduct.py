@@ -16,8 +16,6 @@ from thinwire.settings.crossing import checkpoint_steps
 # What a report may hold, for reports of fast stages wait until those of slow ones are there
 MOST_MICROBATCHES = 1 << 12
 SPANS, OTHER_SPANS = 10, 64  # for each microbatch, and beside them
-LONGEST_LABEL = 24
-MOST_MEASURES = 32
 Evidence = Said | Exited | Lost
 """What shows that something is wrong; of what stages say, only that they failed."""
 
@@ -80,7 +78,7 @@ class PeerConduct:
             self._refuse(name, f"with meters of {', '.join(sorted(meters)) or 'no link'}")
 
     def _check_step(self, report: Step) -> None:
-        place, labels = printable(report.not_finite, 40), (label for _, label, *_ in report.spans)
+        place = printable(report.not_finite, 40)
         last = self._latest.get(Step)
         wrong = {
             f"{report.step} after step {last}": last not in (None, report.step - 1),
@@ -88,10 +86,6 @@ class PeerConduct:
             "with a loss": not self._is_last and report.loss is not None,
             f"with non-finite values in {place!r}": report.not_finite not in self._places,
             f"with {len(report.spans)} spans of time": len(report.spans) > self._most_spans,
-            f"with {len(report.measures)} measures": len(report.measures) > MOST_MEASURES,
-            "with a span of time whose name has no end": any(
-                len(label) > LONGEST_LABEL for label in labels
-            ),
         }
         for what in (what for what, is_so in wrong.items() if is_so):
             self._refuse("Step", what)

@@ -15,7 +15,6 @@ import collections
 import contextlib
 import json
 import os
-import re
 import shutil
 import threading
 import time
@@ -32,6 +31,8 @@ from thinwire.engine.checkpoint import (
     MANIFEST,
     SEAL,
     Checkpoint,
+    Count,
+    Hash,
     Shard,
     checkpoints_folder,
     partial_folder,
@@ -63,10 +64,6 @@ SILENCE_S = 120.0  # without a piece, after which the connection is given up
 LEAST_MBPS = 4 * PIECE_BYTES / SILENCE_S * 8e-6  # slower would be taken for silence
 REDIAL_S = 2.0  # between two attempts
 KEPT_SHARDS = 4  # that a member keeps for a host which asks for none of them
-_SHA256 = r"\A[0-9a-f]{64}\Z"
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Hash = Annotated[str, msgspec.Meta(pattern=_SHA256)]
 
 
 class Want(msgspec.Struct, frozen=True, tag=True):
@@ -96,8 +93,6 @@ class _SeatFile(Shard):
     """A file of a seat, as a manifest may list it: its name leads nowhere."""
 
     file: Annotated[str, msgspec.Meta(pattern=r"\Astage-[0-9]{1,6}\.safetensors\Z")]
-    sha256: Hash
-    bytes: Count
 
 
 class _CheckedManifest(msgspec.Struct):
@@ -394,8 +389,6 @@ class ShardCollector:
 
     def _objection(self, stage: int, shard: Shard) -> str:
         """Why a shard is not even asked for; empty if it is."""
-        if not re.match(_SHA256, shard.sha256):
-            return f"stage {stage} reported no sha256 of its shard: {printable(shard.sha256, 80)!r}"
         if not 0 < shard.bytes <= self._limits[stage]:
             return (
                 f"stage {stage} reported a shard of {shard.bytes:,} bytes, but its state takes at "
