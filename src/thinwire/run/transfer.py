@@ -19,9 +19,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import safetensors
@@ -32,6 +31,7 @@ from thinwire.engine.checkpoint import (
     SEAL,
     Checkpoint,
     Count,
+    Facts,
     Hash,
     Shard,
     checkpoints_folder,
@@ -53,7 +53,6 @@ from thinwire.folders import flush, put_in_place, write_file
 from thinwire.run.events import Travelled
 from thinwire.run.machine import free_disk
 from thinwire.settings import Settings
-from thinwire.typed import learn_types
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.door import Allowance
 
@@ -88,21 +87,6 @@ class SeatFiles(msgspec.Struct, frozen=True, tag=True):
     manifest: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _SeatFile(Shard):
-    """A file of a seat, as a manifest may list it: its name leads nowhere."""
-
-    file: Annotated[str, msgspec.Meta(pattern=r"\Astage-[0-9]{1,6}\.safetensors\Z")]
-
-
-class _CheckedManifest(msgspec.Struct):
-    """What is used of the manifest of a seat before it is opened as a checkpoint."""
-
-    step: Annotated[int, msgspec.Meta(ge=0, lt=10**8)]
-    shards: list[_SeatFile]
-    settings: dict[str, dict[str, Any]]
-
-
 class OtherContentError(CheckpointError):
     """What arrived is not what the other end said it would send."""
 
@@ -110,7 +94,6 @@ class OtherContentError(CheckpointError):
 Word = Want | Refusal | SeatFiles
 T = TypeVar("T", Frame, SeatFiles)
 _WORDS = msgspec.json.Decoder(Word)
-learn_types(_CheckedManifest)
 
 
 class Talk:
@@ -628,11 +611,12 @@ def fetch_seat(
         pipe.close()
 
 
-def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> list[_SeatFile]:
+def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> list[Shard]:
     """The files of a seat, none of which can lie or lead anywhere but beside the manifest."""
     try:
-        checked = msgspec.convert(manifest, _CheckedManifest)
-        named = msgspec.convert(checked.settings.get("codec", {}).get("plugins", []), set[str])
+        checked = msgspec.convert(manifest, Facts)
+        codec = msgspec.convert(checked.settings.get("codec", {}), dict[str, Any])
+        named = msgspec.convert(codec.get("plugins", []), set[str])
         if len({shard.file for shard in checked.shards}) < len(checked.shards):
             raise ValueError("it names a file twice")
     except ValueError as error:
@@ -648,7 +632,7 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
     return checked.shards
 
 
-def _make_room(folder: Path, partial: Path, parts: dict[Path, _SeatFile]) -> None:
+def _make_room(folder: Path, partial: Path, parts: dict[Path, Shard]) -> None:
     """Remove parts of other files; what is missing then may take half of what is free at most: the
     rest is for the shards that the stage writes.
     """
