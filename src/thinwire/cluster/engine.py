@@ -104,12 +104,12 @@ class Rank:
     def live(self) -> dict[str, Any] | None:
         """Train to the end; the summary where the record is kept."""
         ready = [
-            (held.index, Ready("", held.stage.describe(), str(self._world.device)))
+            (held.index, Ready("", held.stage.describe(), str(self._world.device), versions()))
             for held in self._trainer.held
         ]
         stages = [message for _, message in self._gather(ready)]
         if self._record is not None:
-            self._record.carry_out(Begin(stages, versions()))
+            self._record.carry_out(Begin(stages))
         with heeding(self._on_signal):
             try:
                 self._train()

@@ -367,7 +367,7 @@ class Coordinator:
             self._watch.begin_training()
             ready = [self._ready[stage] for stage in self._all]
             # Nothing is decided yet, whatever one of them says.
-            return [*self._tell_all(msg.Start()), ev.Begin(ready, ready[0].versions)]
+            return [*self._tell_all(msg.Start()), ev.Begin(ready)]
         # Not before the steps that were reported, if nobody is left who knows more.
         reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
         known = [(one.decided, one.stops) for one in linked]

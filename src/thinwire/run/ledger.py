@@ -278,7 +278,6 @@ class Ledger:
 
     def summary(
         self,
-        versions: dict[str, str],
         total_seconds: float,
         start_seconds: float = 0.0,
         earlier: Sequence[EvaluationRecord] = (),
@@ -344,7 +343,7 @@ class Ledger:
             "total_seconds": total_seconds,
             "config_hash": settings.hash,
             "seed": settings.run.seed,
-            "versions": versions,
+            "versions": self._ready[0].versions,
         }
 
     def _losses(self, earlier: Sequence[EvaluationRecord]) -> dict[str, Any]:

@@ -62,7 +62,6 @@ class RunRecord:
         self._origin = origin_in(resumed)
         self._earlier, self._links = earlier, links
         self._began = self._closed = time.monotonic()
-        self._versions: dict[str, str] = {}
         self._metrics: MetricsWriter | None = None
         self._explosion = ""  # of the loss, as long as it lasts
         self._is_drawing = self._in_haste = False
@@ -142,7 +141,7 @@ class RunRecord:
         logs = self.folder / "logs"  # absent where all stages are on other machines
         seconds = time.monotonic() - started
         summary = {
-            **ledger.summary(self._versions, seconds, self._began - started, earlier),
+            **ledger.summary(seconds, self._began - started, earlier),
             "control_bytes": control_bytes,
             **({"beside_bytes": dict(beside_bytes)} if beside_bytes is not None else {}),
             **self._origin,
@@ -197,7 +196,7 @@ class RunRecord:
     def _begin(self, begun: ev.Begin) -> None:
         """Begin or continue what is written of the run, now that its stages train."""
         settings = self.settings
-        now, first_step, self._versions = time.monotonic(), self._resume_step or 0, begun.versions
+        now, first_step = time.monotonic(), self._resume_step or 0
         if self._earlier is None:
             self._began = now
             self.ledger = Ledger(settings, begun.stages, first_step, self._links)
