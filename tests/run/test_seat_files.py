@@ -52,11 +52,14 @@ def trained(make_settings, run_in_threads, corpus, tmp_path):
 def fetch(server, stage, folder, **options):
     """The folder of a seat, and how many bytes of files were sent for it."""
     here, there = memory_pair()
-    own = server([stage])
-    serving = on_daemon_thread("host", lambda: own.serve(here))
-    path = tr.fetch_seat(there, [stage], folder, most_shard_bytes(own._settings, stage), **options)
+    before = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
+    serving = on_daemon_thread("host", lambda: server.serve(here, (stage,)))
+    path = tr.fetch_seat(
+        there, [stage], folder, most_shard_bytes(server._settings, stage), **options
+    )
     serving.result(30)
-    return path, own.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
+    after = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
+    return path, after - before
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,7 +68,7 @@ def test_seats_go_on_bit_for_bit(kind, trained, make_settings, run_in_threads, t
     settings, whole, checkpoint = trained(**KINDS[kind])
     if kind == "another split":
         settings = make_settings(**{**RUN, "pipeline__stages": 4})
-    server, seats, total = partial(tr.SeatServer, checkpoint, settings), [], 0
+    server, seats, total = tr.SeatServer(checkpoint, settings), [], 0
     for stage in range(settings.pipeline.stages):
         path, sent = fetch(server, stage, tmp_path / f"peer-{stage}")
         Checkpoint.open(path).verify()
@@ -90,7 +93,7 @@ def test_seats_go_on_bit_for_bit(kind, trained, make_settings, run_in_threads, t
     assert resumed.losses() == whole.losses()[-3:]
     for ours, theirs in zip(resumed.workers, whole.workers, strict=True):
         assert fingerprint(ours.state) == fingerprint(theirs.state)
-    server([0]).close()
+    server.close()
     assert not list(checkpoint.folder.parent.glob(".extracts-*"))
 
 
@@ -98,7 +101,7 @@ def test_what_is_here_is_not_sent_again_also_after_a_lost_connection(
     trained, tmp_path, monkeypatch
 ):
     settings, _, checkpoint = trained()
-    server, folder = partial(tr.SeatServer, checkpoint, settings), tmp_path / "peer"
+    server, folder = tr.SeatServer(checkpoint, settings), tmp_path / "peer"
     own = partial_folder(folder, 3)  # the machine that wrote this shard
     own.mkdir(parents=True)
     source = checkpoint.folder / "stage-1.safetensors"
@@ -116,7 +119,7 @@ def test_what_is_here_is_not_sent_again_also_after_a_lost_connection(
 
     monkeypatch.setattr("thinwire.run.transfer.PIECE_BYTES", 1024)
     seen, (here, there) = [], memory_pair(1)
-    on_daemon_thread("host", lambda: server([0]).serve(here))
+    on_daemon_thread("host", lambda: server.serve(here, (0,)))
 
     def lose(done, total):
         seen.append(total)
@@ -140,8 +143,7 @@ def test_a_stage_given_again_while_its_state_is_on_its_way_gets_all_of_it_once(
     monkeypatch.setattr(tr, "PIECE_BYTES", 1024)
     monkeypatch.setattr(Holding, "begin", lambda held: None)
     settings, _, checkpoint = trained()
-    server, started = tr.SeatServer(checkpoint, settings, [1]), []
-    asked = threading.Event()
+    server, started, asked = tr.SeatServer(checkpoint, settings), [], threading.Event()
     monkeypatch.setattr(Holding, "start", lambda held, order, *_: started.append(order))
     goes_on, serving, sent = threading.Event(), [], itertools.count(1)
 
@@ -156,7 +158,7 @@ def test_a_stage_given_again_while_its_state_is_on_its_way_gets_all_of_it_once(
                 write(message)
 
             here.write = write
-        serving.append(on_daemon_thread("host", lambda: server.serve(here)))
+        serving.append(on_daemon_thread("host", lambda: server.serve(here, (1,))))
         return there
 
     way, identity = Routes("", "127.0.0.1:1"), Identity.create("ana")
@@ -180,9 +182,9 @@ def test_a_stage_given_again_while_its_state_is_on_its_way_gets_all_of_it_once(
 
 def test_a_seat_is_for_the_one_who_holds_it(trained, tmp_path):
     settings, _, checkpoint = trained()
-    server = tr.SeatServer(checkpoint, settings, [1])
+    server = tr.SeatServer(checkpoint, settings)
     here, there = memory_pair()
-    serving = on_daemon_thread("host", lambda: server.serve(here))
+    serving = on_daemon_thread("host", lambda: server.serve(here, (1,)))
     talk, theirs = tr.Talk(there), checkpoint.shards[0]
     assert isinstance(talk.hear(30), tr.SeatFiles)
     talk.say(tr.Want(3, 0, theirs.sha256, theirs.bytes))
@@ -227,7 +229,7 @@ def test_what_was_extracted_goes_with_the_run_of_a_host_that_was_killed(
 ):
     _, _, checkpoint = trained()
     settings = make_settings(**{**RUN, "pipeline__stages": 4})
-    fetch(partial(tr.SeatServer, checkpoint, settings), 1, tmp_path / "peer")
+    fetch(tr.SeatServer(checkpoint, settings), 1, tmp_path / "peer")
     folder = checkpoint.folder.parent
     assert list(folder.glob(".extracts-*"))
     with claim_folder(folder.parent, checkpoint):  # as the next host does
@@ -236,7 +238,7 @@ def test_what_was_extracted_goes_with_the_run_of_a_host_that_was_killed(
 
 def test_half_of_the_disk_stays_free(trained, tmp_path, monkeypatch):
     settings, _, checkpoint = trained()
-    size, server = checkpoint.shards[0].bytes, partial(tr.SeatServer, checkpoint, settings)
+    size, server = checkpoint.shards[0].bytes, tr.SeatServer(checkpoint, settings)
     monkeypatch.setattr("thinwire.run.transfer.free_disk", lambda folder: 2 * size - 1)
     with pytest.raises(CheckpointError, match="leaves half of them free"):
         fetch(server, 0, tmp_path / "peer")

@@ -753,10 +753,11 @@ class HostedPeers(Peers):
         if checkpoint is not None:
             meter, lost = self._base.beside["states"], ev.FollowerLost(stages)
             on_gone = partial(self.said.note, lost) if follows else None
-            states = SeatServer(checkpoint, self._settings, stages, meter, on_gone)
+            states = SeatServer(checkpoint, self._settings, meter, on_gone)
             self._states.append(states)
             stream = msg.stream_name("state", stages[0], generation, again)
-            self._streams.serve(stream, name, states.serve, is_due)
+            serve = partial(states.serve, stages=tuple(stages))
+            self._streams.serve(stream, name, serve, is_due)
         for stage in stages:
             tokens = msg.stream_name("tokens", stage, generation, again)
             on_daemon_thread("thinwire tokens", partial(self._serve_tokens, tokens, name, is_due))

@@ -483,43 +483,41 @@ class ShardSender:
 
 
 class SeatServer:
-    """On the host: says which files of a checkpoint a holder of these stages needs, and sends them.
-    If it is removed meanwhile, for the run goes on, `on_gone` is called, and the connection ends.
+    """On the host: says which files each stage needs of a checkpoint, and sends them. Where the run
+    goes on meanwhile it may be removed: then `on_gone` is called, and the connection ends.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         settings: Settings,
-        stages: Collection[int],
         meter: Meter | None = None,
         on_gone: Callable[[], None] | None = None,
     ):
         self.meter, self._on_gone = meter or Meter(), on_gone
-        self._checkpoint, self._settings, self._stages = checkpoint, settings, stages
+        self._checkpoint, self._settings = checkpoint, settings
         folder = checkpoint.folder.resolve()
         self._extracts = folder.with_name(f".extracts-{folder.name}")
-        self._files: dict[Path, Shard] = {}  # and what a manifest says of them
+        self._lock = threading.Lock()
+        # By its stages, the files of a seat, and what a manifest says of them.
+        self._seats: dict[tuple[int, ...], dict[Path, Shard]] = {}
 
-    def serve(self, pipe: Pipe) -> None:
-        """Tell the member what it needs, and send it; WireError if that breaks."""
+    def serve(self, pipe: Pipe, stages: tuple[int, ...]) -> None:
+        """Tell the member of these stages what it needs, and send it; WireError if that breaks."""
         talk = Talk(pipe, self.meter)
+
+        def find(want: Want) -> Path | None:
+            self._look()
+            files = self._seats.get(stages, {}).items()
+            return next((path for path, shard in files if shard.sha256 == want.sha256), None)
+
         try:
-            seat = self._seat()
+            seat = self._seat(stages)
             self._look()
             talk.say(seat)
-            serve_files(talk, self._find)
+            serve_files(talk, find)
         finally:
             pipe.close(0)
-
-    def close(self) -> None:
-        """Remove what was extracted."""
-        shutil.rmtree(self._extracts, ignore_errors=True)
-
-    def _find(self, want: Want) -> Path | None:
-        self._look()
-        found = (path for path, shard in self._files.items() if shard.sha256 == want.sha256)
-        return next(found, None)
 
     def _look(self) -> None:
         """WireError where the checkpoint is kept no more."""
@@ -527,27 +525,32 @@ class SeatServer:
             self._on_gone()
             raise WireError(f"the checkpoint of step {self._checkpoint.step} is kept no more")
 
-    def _seat(self) -> SeatFiles | Refusal:
+    def close(self) -> None:
+        """Remove what was extracted."""
+        shutil.rmtree(self._extracts, ignore_errors=True)
+
+    def _seat(self, stages: tuple[int, ...]) -> SeatFiles | Refusal:
         try:
-            self._files = self._files or dict(self._needed())
+            with self._lock:
+                if stages not in self._seats:
+                    names = self._checkpoint.names()
+                    needed = (names_for_stage(self._settings, stage, names) for stage in stages)
+                    self._seats[stages] = dict(self._files(stages[0], set().union(*needed)))
         except (CheckpointError, OSError, safetensors.SafetensorError) as error:
             return Refusal(f"the host cannot read its checkpoint: {error}")
         left_out = ("tokenizer_sha256", "template_sha256", SEAL)
         kept = {k: v for k, v in self._checkpoint.manifest.items() if k not in left_out}
-        kept["shards"] = [vars(shard) for shard in self._files.values()]
+        kept["shards"] = [vars(shard) for shard in self._seats[stages].values()]
         return SeatFiles(sealed(kept))
 
-    def _needed(self) -> Iterator[tuple[Path, Shard]]:
-        """The files that hold what the stages need; of those that hold more, just that."""
-        all_names = self._checkpoint.names()
-        own = (names_for_stage(self._settings, stage, all_names) for stage in self._stages)
-        needed = set[str]().union(*own)
+    def _files(self, stage: int, needed: set[str]) -> Iterator[tuple[Path, Shard]]:
+        """The files that hold what stages need; of those that hold more, just that."""
         for shard in self._checkpoint.shards:
             whole, names = self._checkpoint.folder / shard.file, sorted(needed & {*shard.tensors})
             if len(names) == len(shard.tensors):
                 yield whole, shard
             elif names:
-                path = self._extracts / str(min(self._stages)) / shard.file
+                path = self._extracts / str(stage) / shard.file
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with safetensors.safe_open(whole, framework="pt") as file:
                     save_file({name: file.get_tensor(name) for name in names}, path)
