@@ -10,7 +10,6 @@ Nor may a peer speak too often (`Pace`), and nobody is told the same again and a
 """
 
 import time
-from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -88,8 +87,7 @@ class Watch:
         if begun is None or begun != seen.begun:
             if self._is_training:
                 self._longest = max(self._longest, self._stuck_for())
-                others = [other for other in self._seen if other != stage]
-                alone = max((self._alone_for(other) for other in others), default=0.0)
+                alone = max((self._alone_for(s) for s in self._seen if s != stage), default=0.0)
                 self._longest_alone = max(self._longest_alone, alone)
             seen.advanced = self.now
         if begun is not None:
@@ -133,18 +131,24 @@ class Watch:
 
     def verdict(self) -> tuple[str, int | None]:
         """What is wrong, once the patience is at its end; and which stage is stuck, if known."""
-        if not self._patience:
+        stuck, culprit = self._stuck_for(), self._culprit()
+        alone = {s: self._alone_for(s) for s in self._seen} if self._is_training else {}
+        if self._patience and stuck >= self._limit(self._longest):
+            each_other = "the stages wait for each other"
+            who = each_other if culprit is None else f"stage {culprit} is stuck"
+            what = f"{who}: no progress for {stuck:.0f} s"
+        elif self._patience and max(alone.values(), default=0) >= self._limit(self._longest_alone):
+            culprit = max(alone, key=lambda stage: alone[stage])
+            claim = "it says that it works, and no other stage gets anything to do"
+            what = f"stage {culprit} is stuck: for {alone[culprit]:.0f} s {claim}"
+        else:
             return "", None
-        stuck = self._stuck_for()
-        if stuck >= self._limit(self._longest):
-            culprit, who = self._culprit(), "the stages wait for each other"
-            who = who if culprit is None else f"stage {culprit} is stuck"
-            return self._ending(f"{who}: no progress for {stuck:.0f} s"), culprit
-        for stage in self._seen if self._is_training else ():
-            if (alone := self._alone_for(stage)) >= self._limit(self._longest_alone):
-                claim = "it says that it works, and no other stage gets anything to do"
-                return self._ending(f"stage {stage} is stuck: for {alone:.0f} s {claim}"), stage
-        return "", None
+        text = (
+            f"{what} ({self.doing()}). If a single piece of "
+            f"work may take that long, raise run.patience (now {self._patience:g} s; 0 = wait "
+            "forever). Otherwise see the logs, and continue with --resume"
+        )
+        return text, culprit
 
     def frozen(self) -> dict[int, float]:
         """Stages that have fallen silent while others speak, and for how many seconds.
@@ -153,18 +157,13 @@ class Watch:
         they are late, which raises what counts as usual. Where nobody speaks, or the way to a stage
         is known to be down, silence says nothing.
         """
-        if not self._is_training:
+        usual = {s: self._usual(seen) for s, seen in self._seen.items() if seen.heard}
+        silent = {s: self.now - self._seen[s].heard for s in usual}
+        if not self._is_training or not any(silent[s] <= 2 * usual[s] for s in usual):
             return {}
-        usual = {stage: self._usual(seen) for stage, seen in self._seen.items()}
-        silent = {stage: self.now - seen.heard for stage, seen in self._seen.items() if seen.heard}
-        if not any(silence <= 2 * usual[stage] for stage, silence in silent.items()):
-            return {}
-        return {
-            stage: silence
-            for stage, silence in silent.items()
-            if silence > max(_FROZEN * usual[stage], _LEAST_FROZEN)
-            and f"control-{stage}" not in self._down
-        }
+        heard_of = [s for s in usual if f"control-{s}" not in self._down]
+        limits = {s: max(_FROZEN * usual[s], _LEAST_FROZEN) for s in heard_of}
+        return {s: silent[s] for s in heard_of if silent[s] > limits[s]}
 
     def doing(self) -> str:
         """What each stage that has not finished says it does, and for how long."""
@@ -180,13 +179,6 @@ class Watch:
         # Where a link is down, its own limit comes first, and says more than this one would.
         outage = self._outage + NOTICE_SECONDS if self._down else 0.0
         return max(self._patience, _USUAL * longest, outage)
-
-    def _ending(self, what: str) -> str:
-        return (
-            f"{what} ({self.doing()}). If a single piece of "
-            f"work may take that long, raise run.patience (now {self._patience:g} s; 0 = wait "
-            "forever). Otherwise see the logs, and continue with --resume"
-        )
 
     def _alone_for(self, stage: int) -> float:
         """Seconds for which this stage alone has begun anything, with all others in earshot."""
@@ -239,14 +231,12 @@ class Told:
     """What a person was told of late, so that what happens again does not bury the rest."""
 
     def __init__(self) -> None:
-        self._when: dict[Hashable, deque[float]] = {}
+        self._when: dict[Hashable, list[float]] = {}
 
     def again(self, what: Hashable, now: float) -> int:
         """How often this was told within a minute, this time included; 0 if it was often enough."""
-        when = self._when.setdefault(what, deque())
-        while when and when[0] <= now - 60:
-            when.popleft()
-        if len(when) == TOLD_A_MINUTE:
+        recent = [then for then in self._when.get(what, []) if then > now - 60]
+        if len(recent) == TOLD_A_MINUTE:
             return 0
-        when.append(now)
-        return len(when)
+        self._when[what] = [*recent, now]
+        return len(recent) + 1
