@@ -176,11 +176,9 @@ def alive_reports(given: Path | None) -> list[StatusReport]:
     this machine joined. NotAliveError says where none was found.
     """
     places = [_RUNS, peers_folder()]
-    found = _given(given) or [*_answering(*places), *_local_runs()]
-    reports = [_report(folder) for folder in found if is_alive(folder) or is_claimed(folder)]
-    if not reports:
-        raise _not_alive(_given(given) or places)
-    return reports
+    if found := _at_work(given, *places):
+        return [*map(_report, found)]
+    raise _not_alive([given] if given else places)
 
 
 def host_folder(given: Path | None) -> Path:
@@ -197,42 +195,35 @@ def member_folder(given: Path | None) -> Path:
 
 def _one(given: Path | None, place: Path, other: Path, elsewhere: str) -> Path:
     """The one folder that answers, of those in a place; `elsewhere`: only one in the other does."""
-    found = _given(given) or _answering(place)
-    if len(found) > 1:
+    found = _at_work(given, place)
+    able = [folder for folder in found if is_alive(folder)]
+    if len(able) > 1:
         raise ConfigError(
-            f"several runs are alive: name the folder of one, {', '.join(map(str, found))}"
+            f"several runs are alive: name the folder of one, {', '.join(map(str, able))}"
         )
-    if found and is_alive(found[0]):
-        return found[0]
-    if given is None and (useless := _answering(other)):
+    if able:
+        return able[0]
+    others = [] if given else _at_work(None, other)
+    if useless := [folder for folder in others if is_alive(folder)]:
         raise NotAliveError(elsewhere.format(useless[0]))
-    if local := [folder for folder in found or _local_runs() if is_claimed(folder)]:
+    if local := found or others:
         raise NotAliveError(f"the run in {local[0]} has no peers: it is a local one, or starts")
-    raise _not_alive(found or [place])
+    raise _not_alive([given or place])
 
 
 def hosted_folders() -> list[Path]:
     """The folders of all runs that this machine hosts and that answer."""
-    return _answering(_RUNS)
+    return [folder for folder in _at_work(None, _RUNS) if is_alive(folder)]
 
 
-def _given(given: Path | None) -> list[Path]:
-    """The folder that was named, if one was; a settings file stands for the run that it starts."""
+def _at_work(given: Path | None, *places: Path) -> list[Path]:
+    """Folders in which a process is at work, whether or not it answers: the one that was named (a
+    settings file stands for the run that it starts), or those in these places.
+    """
     if given is not None and given.is_file():
         given = load_settings(given, []).run.folder
-    return [] if given is None else [given]
-
-
-def _answering(*places: Path) -> list[Path]:
-    """Folders in these places in which a process answers."""
-    found = [path.parent for place in places for path in sorted(place.glob(f"*/{FILE}"))]
-    return [folder for folder in found if is_alive(folder)]
-
-
-def _local_runs() -> list[Path]:
-    """Folders in which `thinwire train` is at work: it answers no questions."""
-    found = [path.parent for path in sorted(_RUNS.glob("*/.lock"))]
-    return [folder for folder in found if is_claimed(folder) and not is_alive(folder)]
+    found = [given] if given else [path for place in places for path in sorted(place.glob("*/"))]
+    return [folder for folder in found if is_alive(folder) or is_claimed(folder)]
 
 
 def _report(folder: Path) -> StatusReport:
