@@ -41,8 +41,7 @@ from thinwire.report import Display
 from thinwire.settings import Settings
 
 PROVEN = "proven.json"
-ORIGIN = "origin"
-"""What a manifest says of the weights that its run started from, if it did."""
+ORIGIN = "origin"  # what a manifest says of the weights that its run started from
 
 
 def origin_in(checkpoint: Checkpoint | None) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from thinwire.settings.crossing import checkpoint_steps
 # What a report may hold, for reports of fast stages wait until those of slow ones are there
 MOST_MICROBATCHES = 1 << 12
 SPANS, OTHER_SPANS = 10, 64  # for each microbatch, and beside them
-Evidence = Said | Exited | Lost
-"""What shows that something is wrong; of what stages say, only that they failed."""
+Evidence = Said | Exited | Lost  # of what stages say, only that they failed
 
 
 class PeerConduct:

@@ -33,19 +33,15 @@ from thinwire.run.signals import Interrupted
 from thinwire.run.watch import TOLD_A_MINUTE, Told, Watch
 from thinwire.wire import FrameKind
 
-MOST_AHEAD = 4096
-"""Steps that a stage may report before the others do. Training keeps stages together, but a control
-stream may be down for a while and its reports come later."""
+MOST_AHEAD = 4096  # steps that a stage may report before others, whose streams may be down
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
 MOST_BEHIND = 2  # steps, for one that follows to take over from a stage that lives
 MOST_DEATHS = 3  # of a stage, without a step that is new, before the run ends
 DECIDE_BITS = ("torch", "machine", "processor")  # of the versions of a process
 Commands = list[ev.Command]
 OfLink = msg.LinkDown | msg.LinkUp
-Group = tuple[int, ...]
-"""Stages that share a process."""
-REPLACEABLE = ("died", "was lost", "got stuck")
-"""The deeds of a stage after which another process may take its place: it did nothing wrong."""
+Group = tuple[int, ...]  # stages that share a process
+REPLACEABLE = ("died", "was lost", "got stuck")  # another takes its place: it did nothing wrong
 
 
 class Phase(Enum):
@@ -70,9 +66,8 @@ class Follower:
     ready: dict[int, msg.Ready] = field(default_factory=dict)
     linked: set[int] = field(default_factory=set)
     is_told: bool = False  # where its neighbours are
+    # Cuts over which nobody feeds it any more; and by which streams another is to, once known.
     unfed: dict[int, int] = field(default_factory=dict)
-    """Cuts over which it is fed by nobody, for whoever did is lost; and by which number of streams
-    another is to, once that is known."""
     behind: int = MOST_AHEAD  # steps that the stage was ahead when it was last heard
     doubted: set[int] = field(default_factory=set)  # stages that it found to send other values
 

@@ -29,11 +29,9 @@ from thinwire.schedule import Costs, Links, Network, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import BF16_BYTES, network_of
 
+# What a stage waits for: what a neighbour still computes; or has computed, and is on its way; a
+# basis, or rows of a shared embedding; the verdict that ends the step.
 WAITS = ("neighbour", "link", "basis", "verdict")
-"""What a stage waits for: the neighbour still computes what is needed; it is done, and the tensor
-is packed, queued, sent or on its way; a basis, or rows of a shared embedding; the verdict that
-ends the step.
-"""
 _WARMUP_STEPS = 2  # first steps pay for allocations and caches
 _LAST_TRACES = 16  # steps of which one is drawn
 _FORWARD_KINDS = ("FORWARD", "VERDICT", "BASIS", "ROWS")
@@ -47,8 +45,7 @@ LATEST = 16  # steps whose median is held against them
 WORST_SHARE = 20  # of the losses of a stretch, one in so many is not looked at
 LEAST_RISE, RISE_SHARE = 1.0, 0.5  # in nats, and of the loss before: no run recovers that by chance
 
-Crossed = np.ndarray
-"""Bytes forward and backward over each cut, a row for each."""
+Crossed = np.ndarray  # bytes forward and backward over each cut, a row for each
 
 
 class _Timings:

@@ -35,8 +35,7 @@ MOST_PERMUTED = 6  # peers whose every order is looked at, where they share stag
 ROUNDS = 30  # of improvement; it ends earlier where nothing gains
 MEMORY_SHARE = 0.9  # of a peer's memory; the rest is for what is not counted, as torch's own
 
-Seating = tuple[int, ...]
-"""The numbers of the peers, by stage."""
+Seating = tuple[int, ...]  # the numbers of the peers, by stage
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,13 @@ from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.remarks import remarks
 from thinwire.typed import to_plain
 
-FREE = {"preset", "context", "embed_std"}
-"""Keys of the model that do not change what its weights mean."""
+FREE = {"preset", "context", "embed_std"}  # keys of the model that change no weight's meaning
+# Settings that say what the weights mean and what comes next; all others may change.
 FIXED_ON_RESUME = {
     *("model.*", "boundary.*", "lora.*", "run.seed", "run.precision", "optim.name"),
     *("data.source", "data.tokenizer", "data.valid_fraction", "data.text_key", "data.split"),
     *("data.valid_split", "data.template", "data.learn", "train.batch", "train.init_from"),
 }
-"""Settings that say what the weights mean and what comes next; all others may change."""
 
 
 @contextlib.contextmanager

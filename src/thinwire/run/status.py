@@ -40,8 +40,8 @@ MOST_WORDS = 200  # characters of what a peer says of itself, as others are told
 TRY_SECONDS = 10.0  # for peers to look from outside
 UNREACHED = "cannot be reached"  # the state of a peer whose connection is lost and may come back
 
+# Answers one kind of request; a ThinwireError becomes an answer that says why not.
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
-"""Answers one kind of request; a ThinwireError becomes an answer that says why not."""
 
 
 def audit_text(found: Audited) -> str:
