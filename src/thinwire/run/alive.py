@@ -172,9 +172,7 @@ def _heard(lines: BufferedIOBase) -> dict[str, Any]:
 
 
 def alive_reports(given: Path | None) -> list[StatusReport]:
-    """How the runs stand that are alive: the one in this folder, or all of `runs` and of those that
-    this machine joined. NotAliveError says where none was found.
-    """
+    """How runs stand that are alive: the one in this folder, or all; NotAliveError if none is."""
     places = [_RUNS, peers_folder()]
     if found := _at_work(given, *places):
         return [*map(_report, found)]

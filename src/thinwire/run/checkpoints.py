@@ -132,8 +132,8 @@ def is_proven(checkpoint: Path) -> bool:
 def open_newest(
     place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
 ) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint to continue from, opened and verified; and notes on the choice. One that is
-    named must open; in a run's folder it is the newest one known to be good that does.
+    """The checkpoint to continue from, opened and verified, and notes: the one that is named, or of
+    a run the newest that is known to be good and opens.
     """
     found = [] if (place / MANIFEST).is_file() else list_checkpoints_at(place)
     good, notes = [path for path in found if is_proven(path)], []

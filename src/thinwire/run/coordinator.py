@@ -307,18 +307,14 @@ class Coordinator:
         return [ev.Say(f"all stages have stopped; the host waits for the checkpoint of {which}")]
 
     def _is_missed(self, stage: int) -> bool:
-        """Whether a stage that has finished is needed still: by those who compute anew what it sent
-        to, by a neighbour that may not have all of it yet, or for its part of the last checkpoint.
-        """
+        """Whether a stage that has finished is needed still, by others or the last checkpoint."""
         if not self._together:
             return False  # nobody could take its place
         waits = {stage - 1, stage + 1} & {*self.waiting_for()}
         return bool(self._lost_at or waits or stage in self._stages_travelling())
 
     def _faults(self, stage: int, message: msg.OfStage) -> list[tuple[int, str]]:
-        """Who saves or ends when that is not due. Refused is what belongs to another phase, and
-        reports without end, which wait here until the other stages have reported.
-        """
+        """Who saves or ends when that is not due; refused is what no stage may say now."""
         phase = self._coming.get(stage, self.phase)
         due = _ROUNDS[phase] if phase in _ROUNDS else Report | msg.Finished
         if not isinstance(message, due) or stage not in self.waiting_for():

@@ -115,10 +115,8 @@ def fill_seats(before: list[str], present: list[str], least: int) -> list[str] |
 def next_holder(
     stages: list[int], seats: list[str], here: list[Machine], settings: Settings
 ) -> str | None:
-    """Who takes stages that are lost, of the machines that are here and answer; None: nobody can.
-
-    Whoever had them has the files. Else one that holds nothing, a neighbour, or anyone, with the
-    memory (or an unknown one); of several the one with most of it left.
+    """Who takes stages that are lost, of machines that are here with the memory, if there is one:
+    whoever had them, then one that holds nothing, a neighbour, the one with most memory left.
     """
     if not here:
         return None
@@ -148,9 +146,8 @@ def next_follower(
     here: list[Machine],
     settings: Settings,
 ) -> str | None:
-    """Who is to stand by for stages, of the machines that are here and hold nothing; None: nobody.
-    One that follows others already (`followed`: by stage) must have the memory for these too, and
-    compute them all in no more time than the slowest stage takes its holder.
+    """Who is to stand by for stages, of those that are here and hold nothing: with the memory for
+    all that it follows (`followed`: by stage), and as fast as the slowest stage's holder.
     """
     figures, blocks = StageFigures(settings, here), settings.split()
     rates = {machine.name: machine.flops_per_s(settings.run.precision) for machine in here}
@@ -199,9 +196,8 @@ class Placing:
         return [group for group in self.followed_by(name) if group == stages or not has_room]
 
     def next_standby(self) -> tuple[list[int], str | None]:
-        """Stages that nobody follows, if some machine holds nothing: of a member that holds several
-        groups of them, to take one over; then of the weakest, the likeliest to go. And who is to
-        follow them; None: nobody can.
+        """Stages to be followed, if some machine holds nothing: of who holds several groups, then
+        of the weakest; and by whom; None: nobody can.
         """
         left = [group for group in self.groups if tuple(group) not in self.standbys]
         if not left or all(machine.name in self.seats for machine in self.here):
@@ -217,9 +213,7 @@ class Placing:
         return stages, next_follower(stages, self.seats, self.followed, self.here, self.settings)
 
     def next_move(self) -> tuple[list[int], str, str] | None:
-        """Stages of the member that holds most groups of them, it, and a member that follows them
-        and holds nothing: it is to hold them, for others are slower with more.
-        """
+        """Stages of the member that holds most groups, it, and who is to hold them: a follower."""
         holders = [self.seats[stages[0]] for stages in self.groups]
         crowded = max(holders, key=holders.count)
         for stages in self.groups if holders.count(crowded) > 1 else ():

@@ -151,9 +151,7 @@ class Ledger:
         links: Links | None = None,
         waited: float = 0.0,
     ) -> None:
-        """The run is formed, perhaps again and after a wait, and goes on from this step. Results of
-        later ones are void; the time and the bytes that they took stay in the sums.
-        """
+        """The run is formed, perhaps again, and goes on from this step: later ones are void."""
         self._waiting_seconds += waited
         self._crossed_before = self._crossed_in_all()
         self._sent_before += self._sent_in_epoch()
@@ -279,8 +277,8 @@ class Ledger:
         start_seconds: float = 0.0,
         earlier: Sequence[EvaluationRecord] = (),
     ) -> dict[str, Any]:
-        """Everything a reader of summary.json wants to know about the run. `start_seconds` of the
-        total passed before the stages began; `earlier`: validations before its first step.
+        """What summary.json says of the run, of which `start_seconds` passed before the stages
+        began, and `earlier` validations before its first step.
         """
         settings, timed = self.settings, self._timed
         seconds, per_step = timed.seconds, settings.tokens_per_step
@@ -461,9 +459,7 @@ class Ledger:
         return self._busy(per_step, statistics.fmean(seconds) if seconds else 0.0)
 
     def _busy(self, crossed: Crossed, seconds: float) -> list[float]:
-        """Share of each stage's uplink that these bytes at the cuts take in so many seconds: it
-        carries activations up and gradients down. NaN where no rate is known.
-        """
+        """Share of each stage's uplink that these bytes at the cuts take in so many seconds."""
         up, down = np.pad(crossed[:, 0], (0, 1)), np.pad(crossed[:, 1], (1, 0))
         return [
             8e-6 * sent / (rate * seconds) if len(crossed) and rate and seconds else math.nan

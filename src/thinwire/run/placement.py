@@ -127,8 +127,8 @@ def is_relayed(below: Machine, above: Machine) -> bool:
 
 
 def links_of(peers: list[Machine]) -> Links:
-    """The links of a pipeline of these peers. Delays are known to the host only: a relayed link has
-    those of both ends, a direct one is taken to have the longer.
+    """The links of a pipeline of these peers: the delay of a relayed one is that of both ends to
+    the host, of a direct one the longer.
     """
     delays = []
     for below, above in itertools.pairwise(peers):
@@ -205,9 +205,7 @@ class Search:
             yield (*order[:stage], peer, *order[stage + 1 :])
 
     def _neighbours(self, placement: Placement) -> Iterator[Placement]:
-        """One block moved to another stage; or peers exchanged, with blocks as they are or new.
-        Where memory lacks, only changes of the stage that lacks most.
-        """
+        """One block moved, or peers exchanged; where memory lacks, of the stage that lacks most."""
         order, counts, stages = placement.order, placement.counts, range(len(placement.counts))
         if not placement.fits:
             full = [*map(self.figures.fullness, order, stages, ranges(counts))]
@@ -334,8 +332,8 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
 
 
 def share_stages(settings: Settings, peers: list[Machine]) -> list[Machine]:
-    """The peer of each stage where there are fewer peers than stages: each holds neighbouring ones,
-    strong ones more, so that the busiest has least to do. ConfigError if memory does not allow it.
+    """The peer of each stage where there are fewer peers: neighbouring ones, so that the busiest
+    has least to do. ConfigError if memory does not allow it.
     """
     figures = StageFigures(settings, peers)
     parts = ranges(tuple(len(blocks) for blocks in settings.split()))

@@ -125,9 +125,8 @@ class RunRecord:
         beside_bytes: Mapping[str, int] | None = None,
         tell: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Write the summary, then draw the plots; complain last about what was lost.
-        `beside_bytes`: what travelled beside the cuts to peers on other machines. `tell` is called
-        where all is well, before plots take seconds: a host that is killed in them tells nobody.
+        """Write the summary, then draw the plots; complain last about what was lost. `tell` is
+        called before plots, where all is well. `beside_bytes`: what travelled beside cuts.
         """
         steps, ledger = self.settings.train.steps, self.ledger
         trouble = self._trouble()
@@ -173,9 +172,7 @@ class RunRecord:
 
     @contextlib.contextmanager
     def stopping(self, ask_to_stop: Callable[[], None]) -> Iterator[None]:
-        """First Ctrl-C: ask the run to end. Second: leave at once. Once the stages are done a
-        signal costs no more than the plots.
-        """
+        """First Ctrl-C: ask the run to end. Second: leave at once; at its end, without plots."""
         asked = False
 
         def on_signal(number: int, frame: FrameType | None) -> None:

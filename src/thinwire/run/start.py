@@ -91,15 +91,14 @@ def prepare_data(
     weights: Checkpoint | None = None,
     resumed: Checkpoint | None = None,
 ) -> Corpus:
-    """The tokenised data of these settings, from the cache if it was prepared before.
-
-    A run that starts from weights reads text with their tokenizer, unless its settings name one; so
-    does one whose tokenizer an earlier release trained. One that is `resumed` keeps its data.
+    """The tokenised data of these settings, perhaps from the cache. Text is read with the tokenizer
+    of the `weights`, unless settings name one; a run that is `resumed` keeps its data.
     """
     config = settings.data
     if weights and weights.tokenizer and not config.tokenizer:
         own = Tokenizer.load(weights.tokenizer)
-        if settings.train.init_from or any(own.id_of(token) is None for token in RESERVED):
+        is_older = any(own.id_of(token) is None for token in RESERVED)  # today's would be another
+        if settings.train.init_from or is_older:
             config = dataclasses.replace(config, tokenizer=str(weights.tokenizer))
     told = functools.partial(display.progress, unit="B")
     data = prepare(config, settings.model.vocab, cache_folder(), told)

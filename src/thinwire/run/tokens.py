@@ -78,9 +78,7 @@ def columns_read(settings: Settings, stage: int) -> Columns:
 
 
 def _request(at: At, columns: Columns) -> Frame:
-    """Asks for a microbatch; an answer has the same fields. The weight version says of which side:
-    0 of the training, 1 of a validation, whose step is 0.
-    """
+    """Asks for a microbatch; the weight version says: 0 of the training, 1 of a validation."""
     side, (step, number) = (1, (0, at)) if isinstance(at, int) else (0, at)
     return Frame(FrameKind.TOKENS, step=step, microbatch=number, weight_version=side, codec=columns)
 

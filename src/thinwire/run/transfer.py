@@ -187,9 +187,8 @@ def give(talk: Talk, want: Want, path: Path, rate: Allowance | None = None) -> N
 def take(
     talk: Talk, want: Want, part: Path, progress: Callable[[int], None] = lambda done: None
 ) -> None:
-    """Complete `part` until it is the file that is wanted. With a wrong hash it is sent again once;
-    then, where the disk is full, or the other end refuses, CheckpointError says so. WireError: the
-    connection is lost, and `part` holds what has come.
+    """Complete `part` until it is the file that is wanted, which may be sent twice; CheckpointError
+    says why that cannot be. WireError: the connection is lost, and `part` holds what has come.
     """
     found = ""
     for _ in ("first", "second"):
@@ -341,9 +340,7 @@ class ShardCollector:
             return None
 
     def _fetch(self, talk: Talk, member: str, stage: int, written: ShardWritten) -> None:
-        """Fetch a shard, open it, and put it where its checkpoint is made; or say why not. The part
-        stays, in case this epoch ends before its checkpoint is complete; others of this stage go.
-        """
+        """Fetch a shard, open it, and put it where its checkpoint is made; or say why not."""
         step, shard, whose = written.step, written.shard, f"the shard of stage {stage}"
         part = self._incoming / f"stage-{stage}-{step}-{shard.sha256}.part"
         try:
@@ -359,7 +356,7 @@ class ShardCollector:
                 raise OtherContentError(f"it is not its state: {refused}")
             place = _shard_file(self._run_folder, step, stage)
             place.parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(part, place)
+            _link_or_copy(part, place)  # it stays, in case this epoch ends before the others came
         except (CheckpointError, ConfigError) as error:
             reason = f"{whose} from {member}: {error}"
             if isinstance(error, OtherContentError):
@@ -565,11 +562,9 @@ def fetch_seat(
     plugins: Collection[str] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Fetch what stages need of the host's checkpoint; returns a folder to resume from.
-
-    A host that offers more bytes than `limit`, or plugins that this machine does not allow, is
-    refused. `progress` gets the bytes that are here, and in all. What was fetched before a lost
-    connection (WireError) is used the next time.
+    """Fetch what stages need of the host's checkpoint, no more than `limit` bytes and no plugins
+    but these; returns a folder to resume from. `progress` gets the bytes that are here, and in all.
+    What was fetched before a lost connection (WireError) is used the next time.
     """
     talk = Talk(pipe)
     try:
@@ -636,9 +631,7 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
 
 
 def _make_room(folder: Path, partial: Path, parts: dict[Path, Shard]) -> None:
-    """Remove parts of other files; what is missing then may take half of what is free at most: the
-    rest is for the shards that the stage writes.
-    """
+    """Remove other parts, and refuse what takes more than half of what is free."""
     partial.mkdir(parents=True, exist_ok=True)
     for path in {*partial.iterdir()} - parts.keys():
         path.unlink()

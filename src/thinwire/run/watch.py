@@ -43,11 +43,9 @@ class _Seen:
 
 
 class Watch:
-    """The coordinator's view of its stages' progress.
-
-    Its clock runs only while the coordinator does: one that was suspended (Ctrl-Z) must not take
-    its own absence for that of its stages. A link may be down for `outage` seconds, and so may the
-    control stream of a stage on another machine: the patience does not end before that.
+    """The coordinator's view of its stages' progress. Its clock runs only while the coordinator
+    does, which may have been suspended (Ctrl-Z). A link or a control stream may be down for
+    `outage` seconds: the patience does not end before that.
     """
 
     def __init__(self, stages: int, patience: float, outage: float = 0.0) -> None:
@@ -102,9 +100,7 @@ class Watch:
             self._freed_at = self.now
 
     def replace(self, stage: int) -> None:
-        """Another process takes the place of this stage. No time counts until it speaks, for it may
-        take long to find a machine; until it has caught up, it works and the others wait.
-        """
+        """Another process is to be this stage. No time counts until it speaks."""
         self._seen[stage] = _Seen(doing="is lost, and waits for a peer", advanced=self.now)
         self._unheard.add(stage)
         self._behind.add(stage)
