@@ -285,7 +285,10 @@ class ShardCollector:
 
     def announce(self, stage: int, written: ShardWritten) -> None:
         """A stage says that it has written its shard of a step."""
-        step, objection = written.step, self._objection(stage, written.shard)
+        step, size, most, objection = written.step, written.shard.bytes, self._limits[stage], ""
+        if not 0 < size <= most:
+            reported = f"stage {stage} reported a shard of {size:,} bytes"
+            objection = f"{reported}, but its state takes at most {most:,}"
         with self._changed:
             self._announced.setdefault(step, {})[stage] = written
             if objection:
@@ -366,15 +369,6 @@ class ShardCollector:
             self.give_up(step, f"{whose} cannot be kept: {error}")
         else:
             self._arrive(step, stage, written)
-
-    def _objection(self, stage: int, shard: Shard) -> str:
-        """Why a shard is not even asked for; empty if it is."""
-        if not 0 < shard.bytes <= self._limits[stage]:
-            return (
-                f"stage {stage} reported a shard of {shard.bytes:,} bytes, but its state takes at "
-                f"most {self._limits[stage]:,}"
-            )
-        return ""
 
     def _arrive(self, step: int, stage: int, written: ShardWritten) -> None:
         with self._changed:
