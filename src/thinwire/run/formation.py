@@ -139,29 +139,6 @@ def next_holder(
     return max(able, key=preference).name if able else None
 
 
-def next_follower(
-    stages: list[int],
-    seats: list[str],
-    followed: dict[int, str],
-    here: list[Machine],
-    settings: Settings,
-) -> str | None:
-    """Who is to stand by for stages, of those that are here and hold nothing: with the memory for
-    all that it follows (`followed`: by stage), and as fast as the slowest stage's holder.
-    """
-    figures, blocks = StageFigures(settings, here), settings.split()
-    rates = {machine.name: machine.flops_per_s(settings.run.precision) for machine in here}
-    held = [figures.work(blocks[s]) / rates[n] for s, n in enumerate(seats) if rates.get(n)]
-
-    def keeps_up(name: str) -> bool:
-        own = [stage for stage, follower in followed.items() if follower == name]
-        work = sum(figures.work(blocks[stage]) for stage in [*own, *stages])
-        return not own or work <= rates[name] * max(held, default=0.0)
-
-    able = [m for m in here if m.name not in seats and keeps_up(m.name)]
-    return next_holder(stages, [followed.get(s, n) for s, n in enumerate(seats)], able, settings)
-
-
 @dataclass(frozen=True)
 class Placing:
     """Who holds stages and who stands by for which, at a moment; and what follows for others."""
@@ -177,6 +154,11 @@ class Placing:
         """Who follows each stage that somebody follows."""
         return {stage: name for group, name in self.standbys.items() for stage in group}
 
+    @property
+    def _counted(self) -> list[str]:
+        """By whose memory each stage is to be counted: who follows it may have to hold it."""
+        return [self.followed.get(stage, holder) for stage, holder in enumerate(self.seats)]
+
     def followed_by(self, name: str) -> list[list[int]]:
         """The groups of stages that a member follows, each by a process of its own."""
         return [list(group) for group, who in self.standbys.items() if who == name]
@@ -190,9 +172,8 @@ class Placing:
 
     def displaced(self, stages: list[int], name: str) -> list[list[int]]:
         """What a member follows no more once it holds these: them, or all for lack of memory."""
-        counted = [self.followed.get(stage, holder) for stage, holder in enumerate(self.seats)]
         own = [machine for machine in self.here if machine.name == name]
-        has_room = next_holder(stages, counted, own, self.settings) is not None
+        has_room = next_holder(stages, self._counted, own, self.settings) is not None
         return [group for group in self.followed_by(name) if group == stages or not has_room]
 
     def next_standby(self) -> tuple[list[int], str | None]:
@@ -210,7 +191,25 @@ class Placing:
             return -holders.count(name), rates.get(name, 0.0)
 
         stages = min(left, key=turn)
-        return stages, next_follower(stages, self.seats, self.followed, self.here, self.settings)
+        return stages, self.follower(stages)
+
+    def follower(self, stages: list[int]) -> str | None:
+        """Who is to stand by for stages, of those that hold nothing: with the memory for all that
+        it follows, and as fast as the slowest stage's holder.
+        """
+        settings, blocks = self.settings, self.settings.split()
+        figures = StageFigures(settings, self.here)
+        rates = {m.name: m.flops_per_s(settings.run.precision) for m in self.here}
+        seats = [(stage, rates[name]) for stage, name in enumerate(self.seats) if rates.get(name)]
+        slowest = max((figures.work(blocks[stage]) / rate for stage, rate in seats), default=0.0)
+
+        def keeps_up(name: str) -> bool:
+            own = [stage for group in self.followed_by(name) for stage in group]
+            work = sum(figures.work(blocks[stage]) for stage in [*own, *stages])
+            return not own or work <= rates[name] * slowest
+
+        able = [m for m in self.here if m.name not in self.seats and keeps_up(m.name)]
+        return next_holder(stages, self._counted, able, settings)
 
     def next_move(self) -> tuple[list[int], str, str] | None:
         """Stages of the member that holds most groups, it, and who is to hold them: a follower."""
