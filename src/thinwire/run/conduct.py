@@ -31,7 +31,7 @@ class PeerConduct:
         nowhere = {INPUT} if stage == 0 else set()
         nowhere |= {GRADIENT, NORMS} if self._is_last else set()
         self._places = {"", *PLACES} - nowhere
-        self._is_down = False  # the link to the stage below
+        self.is_down = False  # the link to the stage below, as far as this process has said
         self._most_spans = SPANS * microbatches + OTHER_SPANS
         self._latest: dict[type, int] = {}  # the step of the last report of each kind
 
@@ -55,9 +55,9 @@ class PeerConduct:
             case LinkDown(cut=cut) | LinkUp(cut=cut) if cut != self._stage - 1:
                 self._refuse(name, f"of cut {cut}")
             case LinkDown() | LinkUp():
-                if self._is_down != isinstance(message, LinkUp):
+                if self.is_down != isinstance(message, LinkUp):
                     self._refuse(name, "twice")
-                self._is_down = not self._is_down
+                self.is_down = not self.is_down
             case Finished(meters=meters):
                 self._check_meters(name, meters)
             case Failed() if not {*message.accuses, *message.convicts} <= self._others:
@@ -67,10 +67,6 @@ class PeerConduct:
         """Whether it has reported this step before, or a later one, in a report of this kind."""
         kind = ShardWritten if isinstance(report, ShardFailed) else type(report)
         return report.step <= self._latest.get(kind, -1)
-
-    def begin_anew(self) -> None:
-        """Another process is this stage: it goes on where the lost one was."""
-        self._is_down = False
 
     def _check_meters(self, name: str, meters: Meters) -> None:
         if meters.keys() != self._links:

@@ -496,7 +496,7 @@ class Coordinator:
             self._finished.discard(stage)
             self._left.discard(stage)
             self._arrived.pop(stage, None)
-            self._conduct[stage].begin_anew()
+            self._conduct[stage].is_down = False
             self._watch.replace(stage)
             self._moved[stage] = _sum(self._moved.get(stage, {}), self._moving.pop(stage, {}))
         cuts = self._cuts_of(lost)

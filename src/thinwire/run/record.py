@@ -134,9 +134,8 @@ class RunRecord:
             self.checkpoints.end(ledger.done)
             tell()
         latest, earlier = self.checkpoints.latest, list[EvaluationRecord]()
-        if ledger.first_step:
-            with contextlib.suppress(OSError):
-                earlier = read_evaluations(self.folder)
+        with contextlib.suppress(OSError):
+            earlier = read_evaluations(self.folder)
         logs = self.folder / "logs"  # absent where all stages are on other machines
         seconds = time.monotonic() - started
         summary = {
