@@ -88,6 +88,24 @@ def test_a_stage_that_claims_to_work_while_all_others_wait_is_named():
     assert 100 <= wait.now <= 103
 
 
+def test_a_step_that_takes_far_longer_than_those_before_is_told_and_at_last_ends_the_run():
+    wait, begun, told = Wait(patience=100.0), 1, []
+    for _ in range(3):
+        wait.let(20, **WAITS)
+        for stage in (0, 1):
+            wait.watch.heard(stage)
+        wait.watch.result()
+    with pytest.raises(Stuck, match=r"no step has ended for 1000 s"):
+        for _ in range(2000):
+            begun += 1
+            told += wait.let(1)
+            for stage in (0, 1):
+                wait.watch.heard(stage, begun, "is busy")
+    said = [f"no step has ended for {seconds} s" for seconds in (100, 200, 400, 800)]
+    assert [text.split(",")[0] for text in told] == said
+    assert "the longest so far took 20 s: stage 0 is busy" in told[0]
+
+
 def test_a_link_that_is_down_is_waited_for_as_long_as_it_may_be():
     """However short the patience: the link ends the run first, and says more."""
     wait = Wait(patience=10.0)

@@ -270,6 +270,7 @@ class Coordinator:
         if isinstance(message, Step):
             self._last_step[stage] = message.step + 1
         assert isinstance(message, Step | Evaluation | msg.Finished), "all else was not due"
+        self._watch.result()
         commands: Commands = [*self._caught_up(stage, now), ev.Record(stage, message)]
         if not isinstance(message, msg.Finished):
             commands += self._on_loss(message)

@@ -4,7 +4,8 @@ A stage says now and then what it is doing, and how many pieces of work it has b
 The coordinator's `Watch` notes when none begins anything new: first it is said, and at last the run
 ends with the name of the stage that is stuck. That is for a stage that is frozen, or answers and
 does nothing; a broken link or a dead process shows long before. Pulses prove little: a stage that
-alone claims to work is stuck too. How long is too long depends on what was seen before.
+alone claims to work is stuck too, and so is a run in which all are busy and no step ends. How long
+is too long depends on what was seen before.
 
 Nor may a peer speak too often (`Pace`), and nobody is told the same again and again (`Told`).
 """
@@ -17,6 +18,8 @@ from thinwire.errors import WireError
 
 NOTICE_SECONDS = 30.0  # without progress before it is said
 _USUAL = 10  # a wait may be so many times the longest one that ended well
+_SLOW_STEP, _ENDLESS_STEP = 5, 30  # of the longest step so far, before it is said; before the end
+_ENDLESS = 10  # ... and at least so many times the patience
 _LATE = 3  # a pulse, of the longest time between two so far, before its stage counts as silent
 _FROZEN, _LEAST_FROZEN = 4, 20.0  # ... before it counts as frozen; and seconds, at least
 _PULSE_SECONDS = 5.0  # between two pulses of a stage, at most
@@ -62,17 +65,22 @@ class Watch:
         self._behind: set[int] = set()  # ... and until they have caught up
         self._longest = 0.0  # wait of the training that ended well
         self._longest_alone = 0.0  # ... in which one stage worked and no other
-        self._said_at = 0.0  # waits up to here have been told
+        self._longest_step = 0.0  # time between two results
+        self._result_at: float | None = None
+        self._said_at = self._step_said_at = 0.0  # waits up to here have been told
 
     def begin_training(self) -> None:
         """The start is over: waits from now on tell how long one may be."""
         self._is_training = True
+        self._result_at = self.now  # the first result, mostly a validation, counts too
 
     def pass_time(self, now: float) -> None:
         """Called at least once a `tick`: what took much longer was not the stages' time."""
         passed = 0.0 if self._last_tick is None else now - self._last_tick
         self.now += 0.0 if self._unheard else min(passed, 3 * self.tick)
         self._last_tick = now
+        if self._behind and self._result_at is not None:
+            self._result_at = self.now
 
     def heard(self, stage: int, begun: int | None = None, doing: str = "") -> None:
         """A stage has spoken: of its progress, if that is told, or with a result of its work."""
@@ -91,6 +99,12 @@ class Watch:
         if begun is not None:
             seen.begun, seen.doing = begun, doing
 
+    def result(self) -> None:
+        """A stage has ended a step, or something else that all stages do together."""
+        if self._result_at is not None:
+            self._longest_step = max(self._longest_step, self.now - self._result_at)
+        self._result_at, self._step_said_at = self.now, 0.0
+
     def down(self, what: object, is_down: bool) -> None:
         """A link or a control stream is lost, or back."""
         if is_down:
@@ -108,6 +122,7 @@ class Watch:
     def caught_up(self, stage: int) -> None:
         """It has."""
         self._behind.discard(stage)
+        self._result_at = self.now
 
     def dismiss(self, stage: int) -> None:
         """A stage has finished: nobody waits for it any more."""
@@ -119,7 +134,7 @@ class Watch:
         stuck = self._stuck_for()
         if stuck < max(self._notice, 3 * self._longest):
             self._said_at = 0.0
-            return ""
+            return self._slow_step()
         if stuck < 2 * self._said_at:
             return ""
         self._said_at = stuck
@@ -137,6 +152,15 @@ class Watch:
             culprit = max(alone, key=lambda stage: alone[stage])
             claim = "it says that it works, and no other stage gets anything to do"
             what = f"stage {culprit} is stuck: for {alone[culprit]:.0f} s {claim}"
+        elif (
+            self._patience
+            and self._longest_step
+            and self._in_step_for()
+            >= max(
+                self._limit(_ENDLESS_STEP / _USUAL * self._longest_step), _ENDLESS * self._patience
+            )
+        ):
+            culprit, what = None, f"no step has ended for {self._in_step_for():.0f} s"
         else:
             return "", None
         text = (
@@ -175,6 +199,21 @@ class Watch:
         # Where a link is down, its own limit comes first, and says more than this one would.
         outage = self._outage + NOTICE_SECONDS if self._down else 0.0
         return max(self._patience, _USUAL * longest, outage)
+
+    def _slow_step(self) -> str:
+        """What to tell of a step that takes far longer than those before, as in `complaint`."""
+        step, usual = self._in_step_for(), self._longest_step
+        is_slow = usual and step >= max(self._notice, _SLOW_STEP * usual)
+        if not is_slow or step < 2 * self._step_said_at:
+            return ""
+        self._step_said_at = step
+        return (
+            f"no step has ended for {step:.0f} s, and the longest so far took {usual:.0f} s: "
+            f"{self.doing()}"
+        )
+
+    def _in_step_for(self) -> float:
+        return 0.0 if self._result_at is None or not self._seen else self.now - self._result_at
 
     def _alone_for(self, stage: int) -> float:
         """Seconds for which this stage alone has begun anything, with all others in earshot."""
