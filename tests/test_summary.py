@@ -62,7 +62,7 @@ def make_ledger(make_settings):
 
 def test_a_summary_of_known_steps(make_ledger):
     ledger = follow(make_ledger(train__eval_every=0), [9.0, 9.0, 1.0, 2.0, 6.0])
-    summary = ledger.summary({"torch": "x"}, 30.0)
+    summary = ledger.summary(30.0)
     tokens = ledger.settings.tokens_per_step
     assert summary["steps"] == 5 and summary["tokens"] == 5 * tokens
     assert summary["step_seconds_median"] == 2.0, "the first two steps only warm up"
@@ -92,7 +92,7 @@ def test_speed_leaves_out_first_steps_and_those_that_share_their_time_with_a_val
 ):
     """Step 5 follows a validation, and lasts on the first stage until the others have done it."""
     ledger = follow(make_ledger(train__eval_every=4), [9.0, 9.0, 1.0, 2.0, 50.0, 3.0])
-    summary, tokens = ledger.summary({}, 100.0), ledger.settings.tokens_per_step
+    summary, tokens = ledger.summary(100.0), ledger.settings.tokens_per_step
     timed = summary["timed"]
     assert timed == {"steps": 3, "tokens_per_step": tokens, "seconds": 6.0, "which": "steady"}
     assert summary["tokens_per_s"] == timed["steps"] * tokens / timed["seconds"]
@@ -103,14 +103,14 @@ def test_speed_leaves_out_first_steps_and_those_that_share_their_time_with_a_val
 def test_a_resumed_run_tells_its_own_steps_from_those_before(make_settings):
     about = [Ready("", "", "cpu")] * 2
     ledger = Ledger(make_settings(train__steps=24), about, first_step=20)
-    empty = ledger.summary({}, 1.0)
+    empty = ledger.summary(1.0)
     for key in ("tokens_per_s", "final_train_loss", "last_train_loss", "link_utilisation"):
         assert empty[key] is None
     assert empty["cuts"] == [] and empty["space"] is None
     for step in range(20, 24):
         for stage in (0, 1):
             ledger.add_step(stage, report(stage, step, 1.0))
-    summary = ledger.summary({}, 9.0)
+    summary = ledger.summary(9.0)
     assert (summary["steps"], summary["steps_run"]) == (24, 4)
     assert summary["final_train_loss_steps"] == 4, "the mean is over these, not over ten"
 
@@ -132,10 +132,10 @@ def test_a_run_that_was_formed_again_is_summed_up_as_a_whole(make_ledger):
             record = ledger.add_step(stage, report(stage, step, 1.0, meters=meters))
     assert record is not None and record.links[0].forward_bytes == 4 * FRAME
     ledger.add_evaluation(Evaluation(8, 3.0, 1.0))
-    assert ledger.summary({}, 1.0)["bytes_sent"] is None, "these stages have not finished"
+    assert ledger.summary(1.0)["bytes_sent"] is None, "these stages have not finished"
     ledger.add_finished(0, {"cut-0": meter(FORWARD=16, BYE=1)})
     ledger.add_finished(1, {"cut-0": meter(BACKWARD=16, BYE=1)})
-    summary = ledger.summary({}, total_seconds=60.0, start_seconds=10.0)
+    summary = ledger.summary(total_seconds=60.0, start_seconds=10.0)
     assert summary["valid_losses"] == [(0, 6.0), (4, 5.0), (8, 3.0)]
     assert (summary["steps"], summary["steps_run"], summary["epochs"]) == (8, 10, 2)
     assert ledger.first_step == 0
@@ -160,7 +160,7 @@ def test_an_uplink_carries_what_a_stage_sends_both_ways(make_settings):
         for stage, meters in enumerate(sent):
             record = ledger.add_step(stage, report(stage, 0, 0.1, meters=meters))
         assert record is not None
-        summary = ledger.summary({}, 1.0)
+        summary = ledger.summary(1.0)
         shown = [link.utilisation for link in record.links]
         assert [cut["link_utilisation"] for cut in summary["cuts"]] == pytest.approx(shown)
         return [*shown, summary["link_utilisation"]]
@@ -182,7 +182,7 @@ def test_waits_are_told_by_what_was_waited_for(make_ledger):
     for stage, spans in ((1, above), (0, below)):
         times = {"start": 0.0, "end": 10.0, "wait": 4.5 if stage == 0 else 3.25}
         ledger.add_step(stage, report(stage, 0, 10.0, spans=spans, **times))
-    first, second = (row["wait_for"] for row in ledger.summary({}, 1.0)["time_shares"])
+    first, second = (row["wait_for"] for row in ledger.summary(1.0)["time_shares"])
     assert first == pytest.approx({"neighbour": 0.35, "link": 0.05, "basis": 0, "verdict": 0.05})
     assert second == pytest.approx({"neighbour": 0.2, "link": 0.1, "basis": 0.025, "verdict": 0})
 
@@ -199,7 +199,7 @@ def test_the_bubble_of_plan_and_summary_is_one_thing(make_settings):
             F, B, U = (sum(s.end - s.start for s in ours if s.label[0] == kind) for kind in "FBU")
             measured = StageCosts(F / 4, B / 4, U)
             ledger.add_step(stage, report(stage, 0, step.step_seconds, costs=measured, spans=[]))
-        summary = ledger.summary({}, 1.0)
+        summary = ledger.summary(1.0)
         assert summary["bubble_fraction"] == pytest.approx(step.bubble_fraction)
     assert summary["simulated_bubble_fraction"] is not None
 
@@ -218,9 +218,9 @@ def test_every_byte_that_left_is_counted_by_kind(make_ledger):
     """The last verdict and tally are not in the meters that the last step reports."""
     ledger = follow(make_ledger(), [1.0, 1.0, 1.0])
     ledger.add_finished(0, {"cut-0": meter(FORWARD=12, VERDICT=4, EVALUATE=5, HELLO=1)})
-    assert ledger.summary({}, 1.0)["bytes_sent"] is None, "the stages have not finished"
+    assert ledger.summary(1.0)["bytes_sent"] is None, "the stages have not finished"
     ledger.add_finished(1, {"cut-0": meter(BACKWARD=12, TALLY=4, HELLO=1)})
-    summary = ledger.summary({}, 1.0)
+    summary = ledger.summary(1.0)
     wanted = {"FORWARD": 12, "VERDICT": 4, "EVALUATE": 5, "HELLO": 2, "BACKWARD": 12, "TALLY": 4}
     by_kind = {kind: FRAME * frames for kind, frames in wanted.items()}
     assert summary["bytes_sent"] == {"by_kind": by_kind, "total": sum(by_kind.values())}
@@ -231,8 +231,8 @@ def test_every_byte_that_left_is_counted_by_kind(make_ledger):
 
 def test_losses_that_are_null_for_not_being_finite_are_listed(make_ledger):
     ledger = follow(make_ledger(), [1.0] * 3, loss=[5.0, math.nan, 4.0])
-    assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss"], "the mean of all three"
-    json.dumps(ledger.summary({}, 1.0))  # it is plain data
+    assert ledger.summary(1.0)["not_finite"] == ["final_train_loss"], "the mean of all three"
+    json.dumps(ledger.summary(1.0))  # it is plain data
     ledger.add_evaluation(Evaluation(3, math.inf, 0.0))
-    assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss", "final_valid_loss"]
-    assert follow(make_ledger(), [1.0]).summary({}, 1.0)["not_finite"] == []
+    assert ledger.summary(1.0)["not_finite"] == ["final_train_loss", "final_valid_loss"]
+    assert follow(make_ledger(), [1.0]).summary(1.0)["not_finite"] == []

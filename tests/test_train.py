@@ -20,6 +20,7 @@ from thinwire.engine.checkpoint import (
     partial_folder,
 )
 from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step
+from thinwire.engine.worker import PATIENCE
 from thinwire.errors import CheckpointError, ConfigError, StageError
 from thinwire.report import PlainDisplay
 from thinwire.run.checkpoints import open_newest, read_proof
@@ -287,6 +288,9 @@ def test_the_stage_where_non_finite_values_first_appeared_is_named(replay):
     run.follow()
     origin = "non-finite values first appeared in stage 1, in its own backward pass"
     with pytest.raises(StageError, match=f": {origin}; no good checkpoint exists"):
+        run.finish()
+    run.record.ledger.refused = PATIENCE
+    with pytest.raises(StageError, match=f"in {PATIENCE} steps in a row, up to step 4: {origin}"):
         run.finish()
     first, second = (n for n in run.stream.getvalue().splitlines() if "gradients are not" in n)
     assert origin in first and origin not in second

@@ -62,17 +62,6 @@ def replace_private_file(path: Path, content: bytes) -> None:
     replace_file(path, content, private=True)
 
 
-def discard_replacements(folder: Path) -> None:
-    """Remove what killed processes left of JSON files that they were replacing.
-
-    For a folder that is this process's alone.
-    """
-    for fresh in folder.glob(".*.json.*"):
-        if fresh.suffix[1:].isdigit() and fresh.is_file():
-            with suppress(OSError):
-                fresh.unlink()
-
-
 def private_folder(folder: Path) -> Path:
     """Make sure that there is such a folder, and that it is this user's alone."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

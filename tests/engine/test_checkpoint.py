@@ -74,7 +74,6 @@ def test_a_replacement_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
         patch.setattr(Path, "rename", fails)
         with pytest.raises(CheckpointError, match="cannot be completed"):
             save_tensor(tmp_path, 2, 9.0)
-    assert list_checkpoints(tmp_path) == []  # as a crash at this moment would leave it
     discard_partial(tmp_path)
     assert names(tmp_path) == ["step-00000002"]
     assert Checkpoint.open(tmp_path).tensors(["w"])["w"][1] == 1.0
@@ -85,18 +84,12 @@ def test_a_replacement_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
 
 def test_leftovers_are_removed_by_step_or_all(tmp_path):
     save_tensor(tmp_path, 1)
-    for name in (".partial-step-00000002", ".partial-step-00000004", ".pruned-step-00000004",
-                 ".replaced-step-00000001"):  # fmt: skip
+    for name in (".partial-step-00000002", ".partial-step-00000004", ".pruned-step-00000004"):
         (checkpoints_folder(tmp_path) / name).mkdir()
-    killed = [tmp_path / ".epochs.json.123", checkpoints_folder(tmp_path) / ".proven.json.4567"]
     discard_partial(tmp_path, 4)
-    left = [".partial-step-00000002", ".replaced-step-00000001", "step-00000001"]
-    assert names(tmp_path) == left
-    for path in killed:
-        path.write_text("{")
+    assert names(tmp_path) == [".partial-step-00000002", "step-00000001"]
     discard_partial(tmp_path)
     assert names(tmp_path) == ["step-00000001"]
-    assert not any(path.exists() for path in killed)
 
 
 def without(key):
@@ -123,7 +116,7 @@ def put_shard(key, value):
         (put("shards", {}), r"at `\$.shards`"),
         (put("tokenizer_sha256", 5), r"at `\$.tokenizer_sha256`"),
         (put_shard("tensors", [1]), r"at `\$.shards\[0\].tensors\[0\]`"),
-        (put_shard("file", "../outside.safetensors"), "outside.safetensors' is not the name"),
+        (put_shard("file", "../outside.safetensors"), r"regex.* at `\$.shards\[0\].file`"),
         (put_shard("more", 1), "does not match its hash"),
         (lambda manifest: manifest["shards"][0].pop("sha256"), "sha256"),
     ],

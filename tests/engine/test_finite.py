@@ -8,7 +8,7 @@ import torch
 from settings_values import narrow
 from thinwire.engine.trace import is_finite
 from thinwire.errors import WireError
-from thinwire.run.blame import first_not_finite
+from thinwire.run.conduct import first_not_finite
 
 
 def spoil_forward(worker):

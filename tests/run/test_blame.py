@@ -3,7 +3,7 @@
 import pytest
 from leading import failed
 
-from thinwire.run.blame import blame
+from thinwire.run.conduct import blame
 from thinwire.run.events import Exited, Lost, Said
 
 LOST = Lost(1, "link control of stage 1 is broken")

@@ -8,8 +8,8 @@ from thinwire.errors import StageError
 from thinwire.run import events as ev
 from thinwire.run import protocol as msg
 from thinwire.run.coordinator import MOST_AHEAD, Phase
-from thinwire.run.pacing import TOLD_A_MINUTE
 from thinwire.run.signals import Interrupted
+from thinwire.run.watch import TOLD_A_MINUTE
 
 
 def test_a_run_from_its_layers_to_the_last_goodbye():
@@ -19,7 +19,7 @@ def test_a_run_from_its_layers_to_the_last_goodbye():
     connect = ev.Tell(0, msg.Connect("", [0])), ev.Tell(1, msg.Connect("at-0", [0]))
     assert lead.say(1, ready[1]) == [ev.Starting(2, "stages have their layers"), *connect]
     start = ev.Tell(0, msg.Start()), ev.Tell(1, msg.Start())
-    assert lead.all_say(msg.Linked()) == [*start, ev.Begin(ready, {"torch": "2"})]
+    assert lead.all_say(msg.Linked()) == [*start, ev.Begin(ready)]
     goodbye, scored = msg.Finished(METERS), Evaluation(0, 2.0, 0.1)
     for stage, report in [(1, scored), (0, step(0, 0)), (1, step(1, 0)), (0, goodbye)]:
         assert lead.say(stage, report) == [ev.Record(stage, report)]

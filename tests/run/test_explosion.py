@@ -11,7 +11,7 @@ from leading import Lead, step
 from thinwire.engine.reports import Evaluation
 from thinwire.run.coordinator import Phase
 from thinwire.run.events import Exploded, Recovered, Say, Tell
-from thinwire.run.explosion import LATEST, STRETCH, LossWatch
+from thinwire.run.ledger import LATEST, STRETCH, LossWatch
 from thinwire.run.protocol import Stop
 
 LOGS = Path(__file__).parents[2] / "lab" / "src" / "thinwire_lab" / "logs"

@@ -21,7 +21,7 @@ from thinwire.run import events as ev
 from thinwire.run import formation, hosted
 from thinwire.run import protocol as msg
 from thinwire.run.coordinator import Phase
-from thinwire.run.formation import Formation, Placing, next_follower, next_holder
+from thinwire.run.formation import Formation, Placing, next_holder
 from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer
 from thinwire.run.transfer import fetch_seat
@@ -64,7 +64,9 @@ def test_a_machine_stands_by_for_as_many_stages_as_it_has_memory_and_time_for(
     settings = make_settings(pipeline__stages=4, model__layers=7, pipeline__split=split)
     own = [Machine(name, 1.0, 8.0) for name in ("ana", "ben", "cleo")]
     others = [Machine(name, tflops, memory) for name, (memory, tflops) in here.items()]
-    assert next_follower(stages, seats, followed, [*own, *others], settings) == chosen
+    standbys = {(stage,): name for stage, name in followed.items()}
+    placing = Placing(settings, [[0], [1], [2], [3]], seats, standbys, [*own, *others])
+    assert placing.follower(stages) == chosen
 
 
 class Led:

@@ -22,8 +22,8 @@ from thinwire.run import protocol as msg
 from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Exited, Given, Lost, Record, Said, StopAsked, Tick
-from thinwire.run.pacing import AT_ONCE, Pace
 from thinwire.run.peers import LocalPeers, heed, neighbours
+from thinwire.run.watch import AT_ONCE, Pace
 from thinwire.train import train
 from thinwire.wire import memory_pair
 from waiting import PATIENCE, wait_until

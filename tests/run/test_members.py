@@ -19,7 +19,7 @@ from thinwire.run.doctor import check_outside
 from thinwire.run.formation import Formation
 from thinwire.run.hosted import Streams
 from thinwire.run.members import MOST_STREAMS, SESSION_BYTES
-from thinwire.run.pacing import AT_ONCE
+from thinwire.run.watch import AT_ONCE
 from thinwire.wire import dial
 from waiting import PATIENCE, wait_until
 

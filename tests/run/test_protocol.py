@@ -34,7 +34,7 @@ STEP = rp.Step(
     spans=[("compute", "F0", 10.0, 10.25), ("send", "F0>", 10.25, 10.5)], measures={"drift": 1e-9},
     meters=METERS, dropped=0,
 )  # fmt: skip
-SHARD = Shard("stage-1.safetensors", "ab", 10, ["a/b"])
+SHARD = Shard("stage-1.safetensors", "ab" * 32, 10, ["a/b"])
 WRITTEN = rp.ShardWritten(4, rp.Versions(4, 0), SHARD, {"0": {"forward": "ab", "backward": ""}})
 FAILED = pr.Failed("WireError", True, "link cut-0 is broken", [0], [])
 CONNECT = pr.Connect(
@@ -145,6 +145,8 @@ def test_what_a_page_shows_is_checked_too(part, change, words):
     *(({"costs": {"forward": 1, "backward": 1, "update": wrong}}, r"at `\$.costs.update`")
       for wrong in (-1e-9, 1e300)),
     ({"spans": ["cF0 cF1", [1, 2], [3]]}, "argument 3 is shorter"),
+    ({"spans": ["cF" + "0" * 24, [1], [3]]}, "length <= 24"),
+    ({"measures": dict.fromkeys(map(str, range(33)), 0.0)}, "length <= 32"),
     ({"spans": ["cF0", [math.inf], [3]]}, "times or meters cannot be read"),
     ({"meters": {"cut-0": [["FORWARD", 1, -2]]}}, "a count is below 0"),
 ])  # fmt: skip
@@ -205,12 +207,11 @@ def test_a_report_holds_no_more_than_its_step_has():
     """It may wait for those of slower stages, and so may many others."""
     span = ("compute", "F0", 10.0, 10.25)
     PeerConduct(1, 2, microbatches=4).check(replace(STEP, spans=[span] * 104))
-    for wrong, words in [
-        ({"spans": [span] * 105}, "with 105 spans"),
-        ({"spans": [("compute", "F" * 25, 10.0, 10.25)]}, "whose name has no end"),
-    ]:
-        with pytest.raises(WireError, match=words):
-            PeerConduct(1, 2, microbatches=4).check(replace(STEP, **wrong))
+    with pytest.raises(WireError, match="with 105 spans"):
+        PeerConduct(1, 2, microbatches=4).check(replace(STEP, spans=[span] * 105))
+    shard = {**vars(SHARD), "sha256": "../../secret"}
+    with pytest.raises(WireError, match=r"regex.* at `\$.shard.sha256`"):
+        pr.unpack(sent(WRITTEN, shard=shard), pr.FROM_PEER)
 
 
 @pytest.mark.parametrize(("message", "words"), [

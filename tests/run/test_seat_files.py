@@ -202,7 +202,7 @@ LIES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m.pop("settings"), "cannot be used"),
     (lambda m: m["settings"]["codec"].update(plugins=["evil"]),
      "names plugins, which are code: evil.*--allow-plugin"),
-    (lambda m: m.update(weight_version=-1), "is damaged"),
+    (lambda m: m.update(weight_version=-1), "cannot be used"),
     (lambda m: m["shards"][0].update(bytes=MOST + 1),
      "takes at most 1,000,000 with the settings of this run"),
 ]  # fmt: skip

@@ -139,7 +139,7 @@ def said(tmp_path, monkeypatch, command):
 def test_the_commands_on_a_host(said, tmp_path):
     folder = tmp_path / "runs" / "code"
     folder.mkdir(parents=True)
-    assert "no run is alive on this machine" in said(9, "status")
+    assert "no run is alive in runs/ and " in said(9, "status")
     said(9, "status", str(folder))
     with ControlSocket(folder, HANDLERS):
         assert "waiting for" in said(0, "status")

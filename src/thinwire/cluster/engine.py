@@ -51,7 +51,7 @@ from thinwire.model import Score, learning_rate
 from thinwire.report import Display
 from thinwire.run.coordinator import disagreement
 from thinwire.run.events import Begin, Commit, Discard, Exploded, Record
-from thinwire.run.explosion import LossWatch, watch_losses
+from thinwire.run.ledger import LossWatch, watch_losses
 from thinwire.run.peer import versions
 from thinwire.run.protocol import FROM_PEER, Envelope, Finished, Ready, pack, unpack
 from thinwire.run.record import RunRecord
@@ -254,10 +254,13 @@ class Rank:
     def live(self, started: float) -> dict[str, Any] | None:
         """Train to the end; the summary where the record is kept."""
         trainer, device = self.trainer, str(self.trainer.world.device)
-        ready = [(held.index, Ready("", held.stage.describe(), device)) for held in trainer.held]
+        ready = [
+            (held.index, Ready("", held.stage.describe(), device, versions()))
+            for held in trainer.held
+        ]
         stages = [message for _, message in self._gather(ready)]
         if self.record is not None:
-            self.record.carry_out(Begin(stages, versions()))
+            self.record.carry_out(Begin(stages))
         with heeding(self._on_signal):
             try:
                 self._train()

@@ -48,6 +48,7 @@ TOKENIZER = "tokenizer.json"
 IMPORTED = "imported_from"
 """The key by which a manifest says that it is of an import."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Hash = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 MUON_BEFORE = {
     "model": {"embed_std": 0.02},
     "optim": {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0},
@@ -60,9 +61,9 @@ _PIECE = 1 << 22  # numbers that are looked at in one go
 class Shard:
     """One stage's file within a checkpoint, as the manifest lists it."""
 
-    file: str
-    sha256: str
-    bytes: int
+    file: Annotated[str, msgspec.Meta(pattern=r"\Astage-[0-9]{1,6}\.safetensors\Z")]
+    sha256: Hash
+    bytes: Count
     tensors: list[Exact]
 
 
@@ -292,9 +293,6 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
                 "use the version that wrote it"
             )
         shards = msgspec.convert(manifest, Facts).shards
-        for shard in shards:
-            if Path(shard.file).name != shard.file:
-                raise ValueError(f"{shard.file!r} is not the name of a file beside it")
         if manifest.get(SEAL) != content_hash(manifest):
             raise ValueError("its content does not match its hash")
         named = re.fullmatch(r"(?:abandoned-)?step-(\d{8})(?:-\d+)?", path.parent.name)

@@ -16,7 +16,7 @@ from thinwire.wire import Link
 
 Cost = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 """Seconds of a piece of work: the simulator plays a run's end with them."""
-Span = tuple[str, str, Finite, Finite]
+Span = tuple[str, Annotated[str, msgspec.Meta(max_length=24)], Finite, Finite]
 """Lane, label, start and end, in this machine's monotonic seconds."""
 Agreements = dict[str, dict[str, str]]
 """Fingerprints of what codecs remember, by cut and leg."""
@@ -94,7 +94,7 @@ class Step:
     wait: Finite
     costs: StageCosts
     spans: list[Span]
-    measures: dict[str, float]
+    measures: Annotated[dict[str, float], msgspec.Meta(max_length=32)]
     meters: Meters
     dropped: int
     not_finite: str = ""

@@ -36,6 +36,7 @@ from thinwire.settings import RunConfig, load_settings
 FILE = "control.sock"  # in the folder of a run, or of a peer
 LONGEST_LINE = 1 << 20  # bytes; the status of a thousand peers takes less
 _REQUEST_S = 5.0  # for a request to arrive, and for its answer to be taken
+_RUNS = Path(RunConfig().out)
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -43,9 +44,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 class ControlSocket(contextlib.AbstractContextManager["ControlSocket"]):
-    """Answers requests in a folder that this process has claimed, until it is closed; handlers run
-    on threads of its own.
-    """
+    """Answers requests in a folder that this process has claimed, on threads, until `close`."""
 
     def __init__(self, folder: Path, handlers: Mapping[str, Handler]):
         self.path = folder / FILE
@@ -97,10 +96,7 @@ def _answered(handlers: Mapping[str, Handler], request: dict[str, Any]) -> dict[
 
 
 def ask(folder: Path, request: dict[str, Any], timeout: float = 15.0) -> dict[str, Any]:
-    """The answer of the process that is alive in a folder.
-
-    NotAliveError if there is none; a ConfigError has the words in which it refused.
-    """
+    """The answer of the process that is alive in a folder; ConfigError says why it refused."""
     try:
         with _connected(folder, timeout) as connection, connection.makefile("rwb") as lines:
             _say(lines, request)
@@ -176,75 +172,56 @@ def _heard(lines: BufferedIOBase) -> dict[str, Any]:
 
 
 def alive_reports(given: Path | None) -> list[StatusReport]:
-    """How the runs stand that are alive: the one in this folder, or all that are found.
-
-    Without a folder, runs of this machine are looked for in `runs` and those it joined in its own
-    folder of peers. NotAliveError says where none was found.
-    """
-    places = [_runs(), peers_folder()]
-    found = _given(given) or [*_answering(*places), *_local_runs()]
-    reports = [_report(folder) for folder in found if is_alive(folder) or is_claimed(folder)]
-    if not reports:
-        raise _not_alive(_given(given), places)
-    return reports
+    """How runs stand that are alive: the one in this folder, or all; NotAliveError if none is."""
+    places = [_RUNS, peers_folder()]
+    if found := _at_work(given, *places):
+        return [*map(_report, found)]
+    raise _not_alive([given] if given else places)
 
 
 def host_folder(given: Path | None) -> Path:
     """The one folder in which a run answers that this machine hosts; NotAliveError says why not."""
     peer_of = "this machine hosts no run: it is a peer of the run in {}; only a host can do this"
-    return _one(given, _runs(), peers_folder(), peer_of)
+    return _one(given, _RUNS, peers_folder(), peer_of)
 
 
 def member_folder(given: Path | None) -> Path:
     """The one folder in which this machine is a peer; NotAliveError says why there is none."""
     hosts = "this machine is no peer of a run: it hosts the one in {}. Ctrl-C there stops that"
-    return _one(given, peers_folder(), _runs(), hosts)
+    return _one(given, peers_folder(), _RUNS, hosts)
 
 
 def _one(given: Path | None, place: Path, other: Path, elsewhere: str) -> Path:
-    """The one folder that answers, of those in a place; `elsewhere`: one in the other place does,
-    which is no use.
-    """
-    found = _given(given) or _answering(place)
-    if len(found) > 1:
+    """The one folder that answers, of those in a place; `elsewhere`: only one in the other does."""
+    found = _at_work(given, place)
+    able = [folder for folder in found if is_alive(folder)]
+    if len(able) > 1:
         raise ConfigError(
-            f"several runs are alive: name the folder of one, {', '.join(map(str, found))}"
+            f"several runs are alive: name the folder of one, {', '.join(map(str, able))}"
         )
-    if found and is_alive(found[0]):
-        return found[0]
-    if given is None and (useless := _answering(other)):
+    if able:
+        return able[0]
+    others = [] if given else _at_work(None, other)
+    if useless := [folder for folder in others if is_alive(folder)]:
         raise NotAliveError(elsewhere.format(useless[0]))
-    if local := [folder for folder in found or _local_runs() if is_claimed(folder)]:
+    if local := found or others:
         raise NotAliveError(f"the run in {local[0]} has no peers: it is a local one, or starts")
-    raise _not_alive(found, [place])
+    raise _not_alive([given or place])
 
 
 def hosted_folders() -> list[Path]:
     """The folders of all runs that this machine hosts and that answer."""
-    return _answering(_runs())
+    return [folder for folder in _at_work(None, _RUNS) if is_alive(folder)]
 
 
-def _runs() -> Path:
-    return Path(RunConfig().out)
-
-
-def _given(given: Path | None) -> list[Path]:
-    """The folder that was named, if one was; a settings file stands for the run that it starts."""
+def _at_work(given: Path | None, *places: Path) -> list[Path]:
+    """Folders in which a process is at work, whether or not it answers: the one that was named (a
+    settings file stands for the run that it starts), or those in these places.
+    """
     if given is not None and given.is_file():
         given = load_settings(given, []).run.folder
-    return [] if given is None else [given]
-
-
-def _answering(*places: Path) -> list[Path]:
-    """Folders in these places in which a process answers."""
-    found = [path.parent for place in places for path in sorted(place.glob(f"*/{FILE}"))]
-    return [folder for folder in found if is_alive(folder)]
-
-
-def _local_runs() -> list[Path]:
-    """Folders in which `thinwire train` is at work: it answers no questions."""
-    found = [path.parent for path in sorted(_runs().glob("*/.lock"))]
-    return [folder for folder in found if is_claimed(folder) and not is_alive(folder)]
+    found = [given] if given else [path for place in places for path in sorted(place.glob("*/"))]
+    return [folder for folder in found if is_alive(folder) or is_claimed(folder)]
 
 
 def _report(folder: Path) -> StatusReport:
@@ -267,14 +244,9 @@ def _report(folder: Path) -> StatusReport:
     ).after(step)
 
 
-def _not_alive(given: list[Path], places: list[Path]) -> NotAliveError:
-    """In the folder that was named, or in any of the places where runs are."""
-    if given:
-        there = given[0].exists()
-        why = "it has ended, or runs in another folder" if there else "there is no such folder"
-        return NotAliveError(f"no run is alive in {given[0]}: {why}")
+def _not_alive(places: list[Path]) -> NotAliveError:
     looked = " and ".join(f"{place}/" for place in places)
     return NotAliveError(
-        f"no run is alive on this machine (looked in {looked}). If its folder is elsewhere, give "
-        "it: that of the run on its host, that of `join --folder` on a peer"
+        f"no run is alive in {looked}: it has ended, or its folder is elsewhere. Give that of the "
+        "run on its host, or that of `join --folder` on a peer"
     )

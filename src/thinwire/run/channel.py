@@ -15,8 +15,8 @@ from typing import Any
 from thinwire.engine.reports import Report
 from thinwire.errors import ThinwireError, WireError
 from thinwire.run.events import Event, Exited, Lost, Said, Tick
-from thinwire.run.pacing import Pace
 from thinwire.run.protocol import MOST_SAID, OF_NO_STAGE, Envelope, Kinds, pack, unpack
+from thinwire.run.watch import Pace
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe
 from thinwire.wire.frame import BytesLike
 from thinwire.wire.pipe import CLOSE_GRACE_S

@@ -1,14 +1,10 @@
 """The folder of a run and its checkpoints: claimed, completed or dropped, proven, pruned, opened.
 
-Stages write their parts of a checkpoint into a hidden folder (engine/checkpoint.py). Once all have
-written and agree, the manifest is added and the folder gets its name in one rename. What is removed
-is first renamed to a hidden name, so a folder called `step-` is always whole.
-
-Weights can be ruined and still be finite, and so can the loss that they give. Only training shows
-it. So a checkpoint counts as proven once a step that began with its weights, or with later ones,
-was committed. The last one of a run that ended in good order is taken on trust; it never displaces
-a proven one. It is also written down which has the best validation: one of its own step, or else
-the next one.
+Once all stages have written their parts (engine/checkpoint.py) and agree, the manifest is added and
+the folder gets its name. Weights can be ruined and still be finite, and so can their loss: only
+training shows it. So a checkpoint counts as proven once a step that began with its weights, or with
+later ones, was committed. The last one of a run that ended in good order is taken on trust, and
+never displaces a proven one. The one of the best validation is written down too.
 """
 
 import contextlib
@@ -39,22 +35,13 @@ from thinwire.engine.checkpoint import (
     step_of,
 )
 from thinwire.engine.reports import ShardWritten
-from thinwire.engine.worker import PATIENCE
-from thinwire.errors import CheckpointError, ConfigError, StageError
-from thinwire.folders import (
-    claimed,
-    discard_replacements,
-    next_free_name,
-    put_in_place,
-    replace_file,
-    write_file,
-)
+from thinwire.errors import CheckpointError, ConfigError
+from thinwire.folders import claimed, next_free_name, replace_file, replace_folder, write_file
 from thinwire.report import Display
 from thinwire.settings import Settings
 
 PROVEN = "proven.json"
-ORIGIN = "origin"
-"""What a manifest says of the weights that its run started from, if it did."""
+ORIGIN = "origin"  # what a manifest says of the weights that its run started from
 
 
 def origin_in(checkpoint: Checkpoint | None) -> dict[str, Any]:
@@ -67,10 +54,7 @@ def origin_in(checkpoint: Checkpoint | None) -> dict[str, Any]:
 def claim_folder(
     folder: Path, checkpoint: Checkpoint | None, goes_on: bool = False
 ) -> Iterator[None]:
-    """Hold the run's folder: never over another run, never beside a process that trains in it.
-
-    `goes_on`: what the folder holds is this very run.
-    """
+    """Hold the run's folder: never over another run, unless this one `goes_on`, nor beside one."""
     with claimed(folder, "wait for it, stop it, or choose another name (--set run.name=...)"):
         if not goes_on:
             _refuse_other_run(folder, checkpoint)
@@ -111,12 +95,7 @@ class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def write(self, run_folder: Path) -> None:
         """Keep this for whoever resumes; in one rename, so that it is never half written."""
-        path = checkpoints_folder(run_folder) / PROVEN
-        try:
-            replace_file(path, msgspec.json.encode(self))
-        except OSError as error:
-            what = f"cannot record in {path} which checkpoints are good: {error}"
-            raise CheckpointError(what) from error
+        replace_file(checkpoints_folder(run_folder) / PROVEN, msgspec.json.encode(self))
 
 
 def read_proof(run_folder: Path) -> Proof | None:
@@ -153,10 +132,8 @@ def is_proven(checkpoint: Path) -> bool:
 def open_newest(
     place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
 ) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint to continue from, opened and verified; and notes on the choice.
-
-    A checkpoint that is named is taken as it is, and must open. In a run's folder it is the newest
-    one known to be good that opens: CheckpointError only if none does.
+    """The checkpoint to continue from, opened and verified, and notes: the one that is named, or of
+    a run the newest that is known to be good and opens.
     """
     found = [] if (place / MANIFEST).is_file() else list_checkpoints_at(place)
     good, notes = [path for path in found if is_proven(path)], []
@@ -266,6 +243,14 @@ class Checkpoints:
             return resumed.folder
         return None
 
+    def way_back(self, after_best: bool = False) -> str:
+        """Where good weights are, if any: the last, or those before nothing got better any more."""
+        if after_best and (best := self.best()) is not None:
+            return f"the weights of the best validation are in {best}. Resume from there"
+        if (good := self.last_good()) is not None:
+            return f"the last good weights are in {good}. Resume from there"
+        return "no good checkpoint exists. Start a new run"
+
     def best(self) -> Path | None:
         """The checkpoint of the best validation."""
         paths = list_checkpoints(self._folder)
@@ -296,8 +281,8 @@ class Checkpoints:
     def _write_proof(self, ended: int = 0) -> None:
         try:
             replace(self._proof, ended=ended).write(self._folder)
-        except CheckpointError as error:
-            self._display.note(str(error))
+        except OSError as error:
+            self._display.note(f"cannot record in {PROVEN} which checkpoints are good: {error}")
 
 
 def facts_of(settings: Settings, data: Corpus, codec_memory: dict[str, Any]) -> dict[str, Any]:
@@ -330,11 +315,7 @@ def commit(
             write_file(partial / CONFIG, template.json().encode())
             manifest["template_sha256"] = sha256_of(partial / CONFIG)
         write_file(partial / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
-        replaced = _hidden(final, "replaced")
-        if final.exists():  # the same step again, after a resume from an earlier one
-            final.rename(replaced)
-        put_in_place(partial, final)
-        shutil.rmtree(replaced, ignore_errors=True)
+        replace_folder(partial, final)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of step {step} cannot be completed in {partial}: {error}. "
@@ -344,24 +325,12 @@ def commit(
 
 
 def discard_partial(run_folder: Path, step: int | None = None) -> None:
-    """Remove what failed or interrupted work left behind: that of one step, or all of it. What was
-    to be replaced, and was not, takes its place again.
-    """
+    """Remove what failed or interrupted work left behind: that of one step, or all of it."""
     folder = checkpoints_folder(run_folder)
     which = "step-*" if step is None else f"step-{step:08d}"
-    for replaced in folder.glob(f".replaced-{which}"):
-        final = folder / replaced.name.removeprefix(".replaced-")
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):  # it is still there for the next attempt
-                replaced.rename(final)
     for kind in ("partial", "pruned", "sample", "extracts"):
         for leftover in folder.glob(f".{kind}-{which}"):
             shutil.rmtree(leftover, ignore_errors=True)
-    if step is None:
-        discard_replacements(run_folder)
-        discard_replacements(folder)
 
 
 def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> None:
@@ -369,47 +338,17 @@ def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> No
     others = [path for path in list_checkpoints(run_folder) if path != latest]
     for old in others[: max(0, len(others) - (keep - 1))]:
         if old not in needed:
-            pruned = _hidden(old, "pruned")
+            pruned = old.with_name(f".pruned-{old.name}")
             with contextlib.suppress(OSError):  # one too many is no reason to stop training
                 old.rename(pruned)
                 shutil.rmtree(pruned)
 
 
 def set_aside_later(run_folder: Path, step: int) -> list[Path]:
-    """Rename checkpoints after `step`, from which a run continues; returns where they are. In place
-    the old course would look like the newer one to whoever resumes next.
-    """
+    """Rename checkpoints after `step`, where a run continues: they would look like its newest."""
     moved = []
     for path in list_checkpoints(run_folder):
         if step_of(path) > step:
             aside = path.with_name(next_free_name(path.parent, f"abandoned-{path.name}"))
-            try:
-                moved.append(path.rename(aside))
-            except OSError as error:
-                raise CheckpointError(f"cannot set the later {path} aside: {error}") from error
+            moved.append(path.rename(aside))
     return moved
-
-
-def _hidden(checkpoint: Path, kind: str) -> Path:
-    """The name that a checkpoint bears while it is on its way out."""
-    return checkpoint.with_name(f".{kind}-{checkpoint.name}")
-
-
-def divergence(misses: int, step: int, good: Path | None, origin: str) -> StageError | None:
-    """Why to give up, with a way back, once updates have been refused too often in a row."""
-    if misses < PATIENCE:
-        return None
-    return StageError(
-        f"gradients were not finite in {misses} steps in a row, up to step {step}: "
-        f'{way_back(good, origin)} with a lower optim.lr, or with codec.backward = "fp32"'
-    )
-
-
-def way_back(good: Path | None, origin: str = "") -> str:
-    """What is known of the origin of the trouble, where the last good weights are, and what to do
-    with them or without any.
-    """
-    way = "no good checkpoint exists. Start a new run"
-    if good is not None:
-        way = f"the last good weights are in {good}. Resume from there"
-    return f"{origin}; {way}" if origin else way

@@ -1,12 +1,14 @@
-"""What one peer may say in its place, and what all do together, beyond the form of each message."""
+"""What peers may say and do, beyond the form of each message, and which of them ended a run."""
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from thinwire.engine.reports import Evaluation, Meters, Report, ShardFailed, ShardWritten, Step
-from thinwire.engine.trace import GRADIENT, INPUT, NORMS, PLACES
+from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, PLACES
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import WireError, printable
+from thinwire.run.events import Exited, Lost, Said, Suspect
 from thinwire.run.protocol import Failed, Finished, LinkDown, LinkUp, OfStage
 from thinwire.settings import Settings
 from thinwire.settings.crossing import checkpoint_steps
@@ -14,8 +16,7 @@ from thinwire.settings.crossing import checkpoint_steps
 # What a report may hold, for reports of fast stages wait until those of slow ones are there
 MOST_MICROBATCHES = 1 << 12
 SPANS, OTHER_SPANS = 10, 64  # for each microbatch, and beside them
-LONGEST_LABEL = 24
-MOST_MEASURES = 32
+Evidence = Said | Exited | Lost  # of what stages say, only that they failed
 
 
 class PeerConduct:
@@ -30,7 +31,7 @@ class PeerConduct:
         nowhere = {INPUT} if stage == 0 else set()
         nowhere |= {GRADIENT, NORMS} if self._is_last else set()
         self._places = {"", *PLACES} - nowhere
-        self._is_down = False  # the link to the stage below
+        self.is_down = False  # the link to the stage below, as far as this process has said
         self._most_spans = SPANS * microbatches + OTHER_SPANS
         self._latest: dict[type, int] = {}  # the step of the last report of each kind
 
@@ -54,9 +55,9 @@ class PeerConduct:
             case LinkDown(cut=cut) | LinkUp(cut=cut) if cut != self._stage - 1:
                 self._refuse(name, f"of cut {cut}")
             case LinkDown() | LinkUp():
-                if self._is_down != isinstance(message, LinkUp):
+                if self.is_down != isinstance(message, LinkUp):
                     self._refuse(name, "twice")
-                self._is_down = not self._is_down
+                self.is_down = not self.is_down
             case Finished(meters=meters):
                 self._check_meters(name, meters)
             case Failed() if not {*message.accuses, *message.convicts} <= self._others:
@@ -67,16 +68,12 @@ class PeerConduct:
         kind = ShardWritten if isinstance(report, ShardFailed) else type(report)
         return report.step <= self._latest.get(kind, -1)
 
-    def begin_anew(self) -> None:
-        """Another process is this stage: it goes on where the lost one was."""
-        self._is_down = False
-
     def _check_meters(self, name: str, meters: Meters) -> None:
         if meters.keys() != self._links:
             self._refuse(name, f"with meters of {', '.join(sorted(meters)) or 'no link'}")
 
     def _check_step(self, report: Step) -> None:
-        place, labels = printable(report.not_finite, 40), (label for _, label, *_ in report.spans)
+        place = printable(report.not_finite, 40)
         last = self._latest.get(Step)
         wrong = {
             f"{report.step} after step {last}": last not in (None, report.step - 1),
@@ -84,10 +81,6 @@ class PeerConduct:
             "with a loss": not self._is_last and report.loss is not None,
             f"with non-finite values in {place!r}": report.not_finite not in self._places,
             f"with {len(report.spans)} spans of time": len(report.spans) > self._most_spans,
-            f"with {len(report.measures)} measures": len(report.measures) > MOST_MEASURES,
-            "with a span of time whose name has no end": any(
-                len(label) > LONGEST_LABEL for label in labels
-            ),
         }
         for what in (what for what, is_so in wrong.items() if is_so):
             self._refuse("Step", what)
@@ -109,9 +102,8 @@ class PeerConduct:
 class Course:
     """Verifies what stages do after each step: save, end, both or neither.
 
-    No step waits for the coordinator: the first stage decides, and its verdict tells the others.
-    But what is due follows from the settings and from what the coordinator asked. So the first
-    stage must do that, and the others what the first does: what they all do is its deed.
+    The first stage decides that, and its verdict tells the others. But what is due follows from the
+    settings and from what the coordinator asked: so it must do that, and the others what it does.
     """
 
     def __init__(self, settings: Settings, first_step: int, stages: int):
@@ -181,3 +173,67 @@ class Course:
         self._settled = min(self._decided)
         for deeds in self._deeds:
             deeds -= {(step, deed) for step, deed in deeds if step <= self._settled}
+
+
+def blame(heard: list[Evidence]) -> Suspect:
+    """The stage that really failed first, with the evidence.
+
+    Whoever was accused by a neighbour and has said nothing is lost; one that has complained too was
+    a victim, and its exit proves nothing. Who sent what the contract forbids is convicted by who
+    got it, whatever it says itself.
+    """
+    complaints = {e.stage: e.message for e in heard if isinstance(e, Said)}
+    victims = [e for e in heard if isinstance(e, Exited) and e.stage in complaints]
+    suspects = [_suspect(event) for event in heard if event not in victims]
+    for stage, complaint in complaints.items():
+        assert isinstance(complaint, Failed), "of what stages say, only that is evidence"
+        witness = f"stage {stage} says: {complaint.error}"
+        lost = [Lost(s, witness) for s in complaint.accuses if s not in complaints]
+        broke = [Lost(s, witness, in_breach=True) for s in complaint.convicts]
+        suspects += map(_suspect, [*lost, *broke])
+    return min(suspects, key=lambda suspect: suspect.doubt)
+
+
+def first_not_finite(reports: Sequence[Step]) -> str:
+    """Where in a step non-finite values first appeared, by the reports of all stages in order.
+
+    They spread upward with the activations, then downward with the gradients, and at last with the
+    tallies. A stage that sends them and does not say so is named by the stage that received them.
+    """
+    seen = [(report.not_finite, stage) for stage, report in enumerate(reports) if report.not_finite]
+    if not seen:
+        return ""
+    place, stage = min(seen, key=lambda sighting: _moment(*sighting))
+    where = {
+        INPUT: f"the activations that stage {stage - 1} sent",
+        FORWARD: "its own forward pass",
+        GRADIENT: f"the gradient that stage {stage + 1} sent",
+        BACKWARD: "its own backward pass",
+        NORMS: f"the gradient norms that stage {stage + 1} sent",
+    }
+    return f"non-finite values first appeared in stage {stage}, in {where[place]}"
+
+
+def _moment(place: str, stage: int) -> tuple[int, int, bool]:
+    if place in (INPUT, FORWARD):
+        return 0, stage, place == FORWARD
+    return (2 if place == NORMS else 1), -stage, place == BACKWARD
+
+
+def _suspect(event: Evidence) -> Suspect:
+    match event:
+        case Lost(stage, error, in_breach=True):
+            return Suspect(0, stage, "broke the contract", error, known=True)
+        case Lost(stage, error):
+            return Suspect(3, stage, "was lost", error)
+        case Exited(stage, code):
+            # On another machine the number is what a peer says: it may have no name here.
+            names = {one.value: one.name for one in signal.Signals}
+            killer = names.get(-code, f"signal {-code}")
+            reason = f"killed by {killer}" if code < 0 else f"exit code {code}"
+            return Suspect(1 if code else 6, stage, "died", reason)
+        case Said(stage, Failed() as said):
+            by_itself = said.kind not in ("WireError", "BreachError")
+            doubt = 2 if by_itself else 5 if said.accuses else 4
+            return Suspect(doubt, stage, "failed", said.error, said.known)
+    raise AssertionError(f"{event} is no evidence")

@@ -1,7 +1,7 @@
 """The coordinator: leads the stages of a run from their building to the last goodbye.
 
-It is told what happens and answers what to do. It has no threads, no clock and no processes of its
-own, and it does not know how peers are started: peers.py carries out what it says.
+It is told what happens and answers what to do: no threads, clock or processes of its own.
+peers.py carries out what it says.
 """
 
 import dataclasses
@@ -27,27 +27,21 @@ from thinwire.engine.reports import (
 from thinwire.errors import StageError, WireError
 from thinwire.run import events as ev
 from thinwire.run import protocol as msg
-from thinwire.run.blame import Evidence, blame
-from thinwire.run.conduct import MOST_MICROBATCHES, Course, PeerConduct
-from thinwire.run.explosion import LossWatch
-from thinwire.run.pacing import TOLD_A_MINUTE, Told
+from thinwire.run.conduct import MOST_MICROBATCHES, Course, Evidence, PeerConduct, blame
+from thinwire.run.ledger import LossWatch
 from thinwire.run.signals import Interrupted
-from thinwire.run.watch import Watch
+from thinwire.run.watch import TOLD_A_MINUTE, Told, Watch
 from thinwire.wire import FrameKind
 
-MOST_AHEAD = 4096
-"""Steps that a stage may report before the others do. Training keeps stages together, but a control
-stream may be down for a while and its reports come later."""
+MOST_AHEAD = 4096  # steps that a stage may report before others, whose streams may be down
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
 MOST_BEHIND = 2  # steps, for one that follows to take over from a stage that lives
 MOST_DEATHS = 3  # of a stage, without a step that is new, before the run ends
 DECIDE_BITS = ("torch", "machine", "processor")  # of the versions of a process
 Commands = list[ev.Command]
 OfLink = msg.LinkDown | msg.LinkUp
-Group = tuple[int, ...]
-"""Stages that share a process."""
-REPLACEABLE = ("died", "was lost", "got stuck")
-"""The deeds of a stage after which another process may take its place: it did nothing wrong."""
+Group = tuple[int, ...]  # stages that share a process
+REPLACEABLE = ("died", "was lost", "got stuck")  # another takes its place: it did nothing wrong
 
 
 class Phase(Enum):
@@ -72,9 +66,8 @@ class Follower:
     ready: dict[int, msg.Ready] = field(default_factory=dict)
     linked: set[int] = field(default_factory=set)
     is_told: bool = False  # where its neighbours are
+    # Cuts over which nobody feeds it any more; and by which streams another is to, once known.
     unfed: dict[int, int] = field(default_factory=dict)
-    """Cuts over which it is fed by nobody, for whoever did is lost; and by which number of streams
-    another is to, once that is known."""
     behind: int = MOST_AHEAD  # steps that the stage was ahead when it was last heard
     doubted: set[int] = field(default_factory=set)  # stages that it found to send other values
 
@@ -92,13 +85,10 @@ class Follower:
 class Coordinator:
     """A run as a state machine: `on` takes an event and the time, and returns commands.
 
-    With `parts_travel`, what a stage writes is on its own machine. A part then counts when
-    Travelled follows its ShardWritten, and the run ends after the last of them. With a `course`,
-    whoever saves or ends at another time than is due is at fault.
-
-    `placement` lists the stages that share a process. With it, a stage that is lost while the run
-    trains is replaced: another process begins at the last complete checkpoint, and computes
-    what is lost from what its neighbours sent since. What it reports again is not heard twice.
+    With `parts_travel`, what a stage writes is on its own machine: a part counts when Travelled
+    follows its ShardWritten. With a `course`, whoever saves or ends when that is not due is at
+    fault. `placement` lists the stages that share a process: with it, one that is lost while the
+    run trains is replaced by another process, which begins at the last complete checkpoint.
     """
 
     def __init__(
@@ -172,15 +162,15 @@ class Coordinator:
         complaint = self._watch.complaint()
         commands: Commands = [ev.Say(complaint)] if complaint else []
         verdict, stuck = self._watch.verdict()
-        if verdict:
-            culprit = None if stuck is None else _stuck(stuck, verdict)
-            replaced = [] if stuck is None else self._replace_stuck(stuck, verdict, now)
-            return commands + (replaced or [self._end(StageError(verdict), culprit)])
-        for stage, silence in self._watch.frozen().items():
+        why, silent = verdict, self._watch.frozen().items()
+        for stage, silence in silent if not verdict else ():
             if stage not in self._coming:
-                why = f"it has said nothing for {silence:.0f} s"
-                return commands + self._replace_stuck(stage, why, now)
-        return commands
+                stuck, why = stage, f"it has said nothing for {silence:.0f} s"
+                break
+        culprit = None if stuck is None else ev.Suspect(3, stuck, "got stuck", why, known=True)
+        if culprit is not None and self._may_replace(culprit):
+            return commands + self._bury({culprit.stage}, culprit, now)
+        return commands + ([self._end(StageError(verdict), culprit)] if verdict else [])
 
     @property
     def is_over(self) -> bool:
@@ -318,19 +308,14 @@ class Coordinator:
         return [ev.Say(f"all stages have stopped; the host waits for the checkpoint of {which}")]
 
     def _is_missed(self, stage: int) -> bool:
-        """Whether a stage that has finished is needed still: by those who compute anew what it sent
-        to, by a neighbour that may not have all of it yet, or for its part of the last checkpoint.
-        """
+        """Whether a stage that has finished is needed still, by others or the last checkpoint."""
         if not self._together:
             return False  # nobody could take its place
         waits = {stage - 1, stage + 1} & {*self.waiting_for()}
         return bool(self._lost_at or waits or stage in self._stages_travelling())
 
     def _faults(self, stage: int, message: msg.OfStage) -> list[tuple[int, str]]:
-        """Who saves or ends at another time than is due. Refused is what belongs to another phase,
-        or comes from a stage that is done with this; and reports without end, for they wait here
-        until the other stages have reported.
-        """
+        """Who saves or ends when that is not due; refused is what no stage may say now."""
         phase = self._coming.get(stage, self.phase)
         due = _ROUNDS[phase] if phase in _ROUNDS else Report | msg.Finished
         if not isinstance(message, due) or stage not in self.waiting_for():
@@ -348,9 +333,7 @@ class Coordinator:
         return self._course.faults(stage, message, self.stop_asked)
 
     def _link(self, phase: Phase) -> Commands:
-        """What follows once all who do not train yet, at the start or in the places of lost stages,
-        are through with a phase.
-        """
+        """What follows once all who do not train yet, or not any more, are through with a phase."""
         is_building = self.phase is Phase.BUILDING  # imports torch and builds layers: takes time
         count = ev.Starting(len(self._arrived), "stages have their layers")
         commands: Commands = [count] if is_building else []
@@ -376,7 +359,7 @@ class Coordinator:
             self._watch.begin_training()
             ready = [self._ready[stage] for stage in self._all]
             # Nothing is decided yet, whatever one of them says.
-            return [*self._tell_all(msg.Start()), ev.Begin(ready, ready[0].versions)]
+            return [*self._tell_all(msg.Start()), ev.Begin(ready)]
         # Not before the steps that were reported, if nobody is left who knows more.
         reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
         known = [(one.decided, one.stops) for one in linked]
@@ -394,10 +377,8 @@ class Coordinator:
         return [*self._settle_checkpoint(event.step), *self._end_if_done()]
 
     def _settle_checkpoint(self, step: int) -> Commands:
-        """What becomes of a checkpoint, once every stage's part of it is here or has failed.
-
-        Not while a stage is behind: it writes its part again, and whoever is lost now must begin
-        where it did, for it needs what its neighbours sent since.
+        """What becomes of a checkpoint, once every part of it is here or has failed. Not while a
+        stage is behind: it writes its part again, and needs what was sent since the one before.
         """
         if self._lost_at:
             return []
@@ -419,15 +400,13 @@ class Coordinator:
     def _on_outage(
         self, stage: int, said: msg.LinkDown | msg.LinkUp | ev.Away | ev.Back, now: float
     ) -> Commands:
-        """A link or a control stream is down or back, in whatever phase: no progress, and no
-        failure yet.
-        """
-        is_link, is_down = isinstance(said, OfLink), isinstance(said, msg.LinkDown | ev.Away)
+        """A link or a control stream is down or back: no progress, and no failure yet."""
+        is_link = isinstance(said, OfLink)
         what, key = f"the control stream of stage {stage}", f"control-{stage}"
         if isinstance(said, OfLink):
             self._conduct[stage].check(said)
             what, key = f"the link between stages {stage - 1} and {stage}", f"cut-{said.cut}"
-        self._watch.down(key, is_down)
+        self._watch.down(key, isinstance(said, msg.LinkDown | ev.Away))
         if isinstance(said, msg.LinkDown | ev.Away):
             then = "connecting again" if is_link else "it may come back"
             note = f"{what} is down: {said.reason}; {then}"
@@ -455,10 +434,8 @@ class Coordinator:
         return [*self._stop("stopping after this step, with a checkpoint"), again]
 
     def _suspect(self, evidence: Evidence, now: float) -> None:
-        """Something is wrong: listen a moment before blaming anyone.
-
-        A stage that dies takes its neighbours' links down, and they may complain before its death
-        is seen. A process that was killed is evidence enough, once that was said of all its stages.
+        """Something is wrong: listen a moment before blaming anyone. Neighbours of one that dies
+        may complain before its death is seen; only one that was killed is evidence enough.
         """
         self._evidence.append(evidence)
         killed = {e.stage for e in self._evidence if isinstance(e, ev.Exited) and e.code < 0}
@@ -520,7 +497,7 @@ class Coordinator:
             self._finished.discard(stage)
             self._left.discard(stage)
             self._arrived.pop(stage, None)
-            self._conduct[stage].begin_anew()
+            self._conduct[stage].is_down = False
             self._watch.replace(stage)
             self._moved[stage] = _sum(self._moved.get(stage, {}), self._moving.pop(stage, {}))
         cuts = self._cuts_of(lost)
@@ -560,11 +537,6 @@ class Coordinator:
         while beside := {s for s in found if {s - 1, s + 1} & (anew - found)}:
             found -= self._fellows(beside)
         return found
-
-    def _replace_stuck(self, stage: int, why: str, now: float) -> Commands:
-        """Replace a stage that is frozen, if it can be: else it may go on by itself."""
-        culprit = _stuck(stage, why)
-        return self._bury({stage}, culprit, now) if self._may_replace(culprit) else []
 
     def _cuts_of(self, stages: Iterable[int]) -> set[int]:
         return {cut for stage in stages for cut in (stage - 1, stage)} & {*self._all[:-1]}
@@ -630,9 +602,7 @@ class Coordinator:
         return [doubt, *self._replace({stage}, note, now)]
 
     def _unfeed(self, cuts: set[int], lost: set[int]) -> Commands:
-        """Whoever follows a lost stage takes its place or is let go; beside one, it waits for
-        another process to feed it.
-        """
+        """Whoever follows a lost stage takes its place or is let go; beside one, it is fed anew."""
         commands: Commands = []
         for group, follower in [*self._followers.items()]:
             unfed = [(s, cut) for s in group for cut in self._outer_cuts(s) if cut in cuts]
@@ -747,10 +717,6 @@ class Coordinator:
     def _tell_all(self, message: msg.ToStage) -> Commands:
         """Who takes a lost one's place hears it once it trains."""
         return [ev.Tell(stage, message) for stage in self._all if stage not in self._coming]
-
-
-def _stuck(stage: int, why: str) -> ev.Suspect:
-    return ev.Suspect(3, stage, "got stuck", why, known=True)
 
 
 def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

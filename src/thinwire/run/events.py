@@ -121,7 +121,6 @@ class Begin(Command, frozen=True):
     """All stages have begun to train: what they are, and what computes them."""
 
     stages: list[Ready]
-    versions: dict[str, str]
 
 
 class Record(Command, frozen=True):

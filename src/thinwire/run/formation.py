@@ -86,11 +86,6 @@ def write_formation(run_folder: Path, formation: Formation) -> None:
         raise ConfigError(f"cannot write {path}: {error}") from error
 
 
-def is_hosted(run_folder: Path) -> bool:
-    """Whether a folder holds a run that was hosted before."""
-    return (run_folder / FORMATION_FILE).is_file()
-
-
 def fill_seats(before: list[str], present: list[str], least: int) -> list[str] | None:
     """A member for each stage, of those who are present: those of before keep theirs, and others
     take what was held by who is gone, or half of what somebody holds. With fewer than before, but
@@ -120,10 +115,8 @@ def fill_seats(before: list[str], present: list[str], least: int) -> list[str] |
 def next_holder(
     stages: list[int], seats: list[str], here: list[Machine], settings: Settings
 ) -> str | None:
-    """Who takes stages that are lost, of the machines that are here and answer; None: nobody can.
-
-    Whoever had them, if it is back: it has the files. Else one that holds nothing, a neighbour, or
-    anyone, of those with the memory (or an unknown one) the one with most of it left.
+    """Who takes stages that are lost, of machines that are here with the memory, if there is one:
+    whoever had them, then one that holds nothing, a neighbour, the one with most memory left.
     """
     if not here:
         return None
@@ -146,31 +139,6 @@ def next_holder(
     return max(able, key=preference).name if able else None
 
 
-def next_follower(
-    stages: list[int],
-    seats: list[str],
-    followed: dict[int, str],
-    here: list[Machine],
-    settings: Settings,
-) -> str | None:
-    """Who is to stand by for stages, of the machines that are here and hold nothing; None: nobody.
-
-    One that follows others already (`followed`: by stage) may have the memory for these too. It
-    must keep up: compute them all in no more time than the slowest stage takes its holder.
-    """
-    figures, blocks = StageFigures(settings, here), settings.split()
-    rates = {machine.name: machine.flops_per_s(settings.run.precision) for machine in here}
-    held = [figures.work(blocks[s]) / rates[n] for s, n in enumerate(seats) if rates.get(n)]
-
-    def keeps_up(name: str) -> bool:
-        own = [stage for stage, follower in followed.items() if follower == name]
-        work = sum(figures.work(blocks[stage]) for stage in [*own, *stages])
-        return not own or work <= rates[name] * max(held, default=0.0)
-
-    able = [m for m in here if m.name not in seats and keeps_up(m.name)]
-    return next_holder(stages, [followed.get(s, n) for s, n in enumerate(seats)], able, settings)
-
-
 @dataclass(frozen=True)
 class Placing:
     """Who holds stages and who stands by for which, at a moment; and what follows for others."""
@@ -186,6 +154,11 @@ class Placing:
         """Who follows each stage that somebody follows."""
         return {stage: name for group, name in self.standbys.items() for stage in group}
 
+    @property
+    def _counted(self) -> list[str]:
+        """By whose memory each stage is to be counted: who follows it may have to hold it."""
+        return [self.followed.get(stage, holder) for stage, holder in enumerate(self.seats)]
+
     def followed_by(self, name: str) -> list[list[int]]:
         """The groups of stages that a member follows, each by a process of its own."""
         return [list(group) for group, who in self.standbys.items() if who == name]
@@ -198,18 +171,14 @@ class Placing:
         return next_holder(stages, self.seats, self.here, self.settings)
 
     def displaced(self, stages: list[int], name: str) -> list[list[int]]:
-        """What a member follows no more once it holds these stages: them, or all that it follows if
-        it lacks the memory for both.
-        """
-        counted = [self.followed.get(stage, holder) for stage, holder in enumerate(self.seats)]
+        """What a member follows no more once it holds these: them, or all for lack of memory."""
         own = [machine for machine in self.here if machine.name == name]
-        has_room = next_holder(stages, counted, own, self.settings) is not None
+        has_room = next_holder(stages, self._counted, own, self.settings) is not None
         return [group for group in self.followed_by(name) if group == stages or not has_room]
 
     def next_standby(self) -> tuple[list[int], str | None]:
-        """Stages that nobody follows, if some machine holds nothing: of a member that holds several
-        groups of them, to take one over; then of the weakest, the likeliest to go. And who is to
-        follow them; None: nobody can.
+        """Stages to be followed, if some machine holds nothing: of who holds several groups, then
+        of the weakest; and by whom; None: nobody can.
         """
         left = [group for group in self.groups if tuple(group) not in self.standbys]
         if not left or all(machine.name in self.seats for machine in self.here):
@@ -222,12 +191,28 @@ class Placing:
             return -holders.count(name), rates.get(name, 0.0)
 
         stages = min(left, key=turn)
-        return stages, next_follower(stages, self.seats, self.followed, self.here, self.settings)
+        return stages, self.follower(stages)
+
+    def follower(self, stages: list[int]) -> str | None:
+        """Who is to stand by for stages, of those that hold nothing: with the memory for all that
+        it follows, and as fast as the slowest stage's holder.
+        """
+        settings, blocks = self.settings, self.settings.split()
+        figures = StageFigures(settings, self.here)
+        rates = {m.name: m.flops_per_s(settings.run.precision) for m in self.here}
+        seats = [(stage, rates[name]) for stage, name in enumerate(self.seats) if rates.get(name)]
+        slowest = max((figures.work(blocks[stage]) / rate for stage, rate in seats), default=0.0)
+
+        def keeps_up(name: str) -> bool:
+            own = [stage for group in self.followed_by(name) for stage in group]
+            work = sum(figures.work(blocks[stage]) for stage in [*own, *stages])
+            return not own or work <= rates[name] * slowest
+
+        able = [m for m in self.here if m.name not in self.seats and keeps_up(m.name)]
+        return next_holder(stages, self._counted, able, settings)
 
     def next_move(self) -> tuple[list[int], str, str] | None:
-        """Stages of the member that holds most groups of them, it, and a member that follows them
-        and holds nothing: it is to hold them, for others are slower with more.
-        """
+        """Stages of the member that holds most groups, it, and who is to hold them: a follower."""
         holders = [self.seats[stages[0]] for stages in self.groups]
         crowded = max(holders, key=holders.count)
         for stages in self.groups if holders.count(crowded) > 1 else ():
@@ -237,9 +222,7 @@ class Placing:
         return None
 
     def next_share(self) -> str | None:
-        """Who can take some of the stages that one machine holds, all in one process. Nobody can
-        follow these or replace them, so the run is formed again for that.
-        """
+        """Who can take some stages of a process that holds all; for that the run is formed anew."""
         for machine in [machine for machine in self.here if machine.name not in self.seats]:
             seats = fill_seats(self.seats, [*self.seats, machine.name], 1) or []
             own = [stage for stage, name in enumerate(seats) if name == machine.name]
@@ -248,9 +231,7 @@ class Placing:
         return None
 
     def patience(self, held: list[int]) -> float | None:
-        """Seconds for which whoever holds these stages may be away before another gets them; None:
-        there is no other.
-        """
+        """Seconds for which a holder may be away before another gets its stages, if any can."""
         if (name := next_holder(held, self.seats, self.here, self.settings)) is None:
             return None
         if self.followed.keys() >= {*held}:
@@ -259,11 +240,7 @@ class Placing:
 
 
 class Failures:
-    """How often each member ended a generation since the run last made net progress.
-
-    Progress is a later checkpoint than any before: steps that are trained again are none. Whoever
-    was lost or could not hold its stage may try more often than one whose stage failed.
-    """
+    """How often each member ended a generation since a later checkpoint than before was made."""
 
     def __init__(self) -> None:
         self._furthest = 0
@@ -291,9 +268,7 @@ def lacking_peers(least: int, here: list[str], unfit: dict[str, str]) -> str:
 
 
 def fitting(before: Formation, settings: Settings) -> Formation:
-    """The forming of before, with the split that the settings name, and without its seats where the
-    run has another number of stages now.
-    """
+    """The forming of before, as far as it fits the settings: its seats, if their number does."""
     if len(before.seats) in (0, settings.pipeline.stages):
         return dataclasses.replace(before, split=settings.pipeline.split or before.split)
     return dataclasses.replace(before, seats=[], split=[], window=OPEN)

@@ -38,10 +38,10 @@ from thinwire.run.admission import ENROL, AuthorityBook, Invite, is_address, ser
 from thinwire.run.alive import ControlSocket
 from thinwire.run.coordinator import Phase
 from thinwire.run.formation import (
+    FORMATION_FILE,
     Failures,
     fill_seats,
     fitting,
-    is_hosted,
     lacking_peers,
     read_formation,
 )
@@ -101,7 +101,7 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
     settings = dataclasses.replace(settings, link=link)
     raise_descriptor_limit()
     folder = settings.run.folder
-    goes_on = is_hosted(folder) or options.resume
+    goes_on = (folder / FORMATION_FILE).is_file() or options.resume
     resume = folder if goes_on and list_checkpoints(folder) else None
     with (
         heeding(leave_at_once),

@@ -1,18 +1,17 @@
-"""The ledger of a run: what the stages report, put together into records and a summary.
-
-Stages see only themselves. Here their reports of one step meet: the loss from the last stage,
-times from each, bytes from both ends of each cut. All times are those of one clock: the stages of
-a local run are processes of one machine.
+"""The ledger of a run: what the stages report, put together into records and a summary; and
+whether their loss explodes.
 """
 
 import math
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
 from thinwire.report import (
     EvaluationRecord,
@@ -22,17 +21,17 @@ from thinwire.report import (
     Timeline,
     TraceSpan,
 )
-from thinwire.run.blame import first_not_finite
+from thinwire.run.checkpoints import begin_proof
+from thinwire.run.conduct import first_not_finite
+from thinwire.run.events import Exploded, Recovered
 from thinwire.run.protocol import Progress, Ready
 from thinwire.schedule import Costs, Links, Network, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import BF16_BYTES, network_of
 
+# What a stage waits for: what a neighbour still computes; or has computed, and is on its way; a
+# basis, or rows of a shared embedding; the verdict that ends the step.
 WAITS = ("neighbour", "link", "basis", "verdict")
-"""What a stage waits for: the neighbour still computes what is needed; it is done, and the tensor
-is packed, queued, sent or on its way; a basis, or rows of a shared embedding; the verdict that
-ends the step.
-"""
 _WARMUP_STEPS = 2  # first steps pay for allocations and caches
 _LAST_TRACES = 16  # steps of which one is drawn
 _FORWARD_KINDS = ("FORWARD", "VERDICT", "BASIS", "ROWS")
@@ -41,8 +40,12 @@ _LAST_RECORDS = 16  # more than the steps without a good gradient after which a 
 _LAST_LOSSES = 10  # the final training loss is the mean of these, for a batch's loss is noisy
 _LAST_SECONDS = 20  # steps over which the speed on display is taken
 
-Crossed = np.ndarray
-"""Bytes forward and backward over each cut, a row for each."""
+STRETCH = 64  # steps whose losses a later one is held against
+LATEST = 16  # steps whose median is held against them
+WORST_SHARE = 20  # of the losses of a stretch, one in so many is not looked at
+LEAST_RISE, RISE_SHARE = 1.0, 0.5  # in nats, and of the loss before: no run recovers that by chance
+
+Crossed = np.ndarray  # bytes forward and backward over each cut, a row for each
 
 
 class _Timings:
@@ -110,10 +113,7 @@ def _step_seconds(reports: Sequence[Step]) -> float:
 
 
 class Ledger:
-    """Collects the stages' reports step by step, and sums the run up at its end.
-
-    A run that is formed again goes on in the same ledger (`go_on`).
-    """
+    """Collects the stages' reports step by step, over all epochs, and sums the run up."""
 
     def __init__(
         self,
@@ -138,9 +138,11 @@ class Ledger:
         self._largest_drift: float | None = None
         self._moves: list[dict[str, Any]] = []
         self._outages = [{"cut": cut, "count": 0, "seconds": 0.0} for cut in range(cuts)]
-        self._crossed_before: Crossed = np.zeros((cuts, 2), int)  # in earlier epochs
-        self._sent_before: Counter[str] = Counter()
-        self._begin(stages, first_step, links)
+        self._crossed: Crossed = np.zeros((cuts, 2), int)
+        self._crossed_before, self._sent_before = self._crossed, Counter[str]()  # in earlier epochs
+        self._meters: dict[int, Meters] = {}  # the latest that each stage has reported
+        self._finished: set[int] = set()
+        self.go_on(stages, first_step, links)
 
     def go_on(
         self,
@@ -149,10 +151,7 @@ class Ledger:
         links: Links | None = None,
         waited: float = 0.0,
     ) -> None:
-        """The run was formed again, and goes on from this step after a wait of so many seconds.
-
-        Results of later steps are void; the time and the bytes that they took stay in the sums.
-        """
+        """The run is formed, perhaps again, and goes on from this step: later ones are void."""
         self._waiting_seconds += waited
         self._crossed_before = self._crossed_in_all()
         self._sent_before += self._sent_in_epoch()
@@ -161,9 +160,6 @@ class Ledger:
         self._moves = [move for move in self._moves if move["step"] <= first_step]
         self._drop_evaluations(first_step + 1)
         self.first_step = min(self.first_step, first_step)
-        self._begin(stages, first_step, links)
-
-    def _begin(self, stages: Sequence[Ready], first_step: int, links: Links | None) -> None:
         known = links or network_of(self.settings) or Network()
         self._ready, self._network = stages, known.links(len(stages))
         self._epochs += 1
@@ -171,9 +167,8 @@ class Ledger:
         self.refused = 0  # updates in a row that were not committed
         self.origin = ""  # of non-finite values, in the first of these
         self._pending: dict[int, dict[int, Step]] = {}
-        self._crossed: Crossed = np.zeros_like(self._crossed_before)
-        self._meters: dict[int, Meters] = {}  # the latest that each stage has reported
-        self._finished: set[int] = set()
+        self._crossed, self._meters = np.zeros_like(self._crossed_before), {}
+        self._finished.clear()
 
     def add_step(self, stage: int, report: Step) -> StepRecord | None:
         """File one stage's report; the step's record once every stage has reported it."""
@@ -278,13 +273,12 @@ class Ledger:
 
     def summary(
         self,
-        versions: dict[str, str],
         total_seconds: float,
         start_seconds: float = 0.0,
         earlier: Sequence[EvaluationRecord] = (),
     ) -> dict[str, Any]:
-        """Everything a reader of summary.json wants to know about the run. `start_seconds` of the
-        total passed before the stages began; `earlier`: validations before its first step.
+        """What summary.json says of the run, of which `start_seconds` passed before the stages
+        began, and `earlier` validations before its first step.
         """
         settings, timed = self.settings, self._timed
         seconds, per_step = timed.seconds, settings.tokens_per_step
@@ -344,7 +338,7 @@ class Ledger:
             "total_seconds": total_seconds,
             "config_hash": settings.hash,
             "seed": settings.run.seed,
-            "versions": versions,
+            "versions": self._ready[0].versions,
         }
 
     def _losses(self, earlier: Sequence[EvaluationRecord]) -> dict[str, Any]:
@@ -425,9 +419,7 @@ class Ledger:
         return len(self._finished) == len(self._stages)
 
     def _crossed_in_all(self) -> Crossed:
-        """Bytes of training that have left both ends of each cut. A step's report may miss frames
-        that are still to leave; the last word of a stage has all.
-        """
+        """Bytes of training that have left both ends of each cut; all, once stages have ended."""
         latest = _crossed(self._meters) if self._is_finished else self._crossed
         return self._crossed_before + latest
 
@@ -467,9 +459,7 @@ class Ledger:
         return self._busy(per_step, statistics.fmean(seconds) if seconds else 0.0)
 
     def _busy(self, crossed: Crossed, seconds: float) -> list[float]:
-        """Share of each stage's uplink that these bytes at the cuts take in so many seconds: it
-        carries activations up and gradients down. NaN where no rate is known.
-        """
+        """Share of each stage's uplink that these bytes at the cuts take in so many seconds."""
         up, down = np.pad(crossed[:, 0], (0, 1)), np.pad(crossed[:, 1], (1, 0))
         return [
             8e-6 * sent / (rate * seconds) if len(crossed) and rate and seconds else math.nan
@@ -508,3 +498,66 @@ def _total_ratio(cuts: list[dict[str, Any]]) -> float | None:
     dense = sum(2 * row["bf16_bytes_per_token"] for row in cuts)
     left = sum(r["forward_bytes_per_token"] + r["backward_bytes_per_token"] for r in cuts)
     return dense / left if cuts else None
+
+
+class LossWatch:
+    """Hears the reports of a run's stages in order, and says when its loss explodes: is finite, and
+    far above its own past.
+
+    The training loss is noisy, so the median of the last steps counts, against what all but the
+    worst losses of the calmest stretch so far stayed below. Validations always score the same data,
+    so one counts against the best; but where the training loss stays below that, a run overfits.
+    """
+
+    def __init__(self, stops: bool = False, best: float = math.inf):
+        self.stops = stops  # whether the run is to end then
+        self._best = best  # validation so far
+        self._validation = -math.inf  # the last one
+        self._stretch: deque[float] = deque(maxlen=STRETCH)
+        self._latest: deque[float] = deque(maxlen=LATEST)
+        self._calmest = math.inf  # what the losses of the calmest stretch stayed below
+        self._is_exploded = False
+
+    def hear(self, report: Step | Evaluation) -> list[Exploded | Recovered]:
+        """What a report changes; most change nothing, and so does a loss that is not finite."""
+        if report.loss is None or not math.isfinite(report.loss):
+            return []
+        if isinstance(report, Evaluation):
+            self._validation = report.loss
+            self._best = min(self._best, report.loss)
+        else:
+            if len(self._latest) == LATEST:
+                self._stretch.append(self._latest[0])
+            self._latest.append(report.loss)
+            if len(self._stretch) == STRETCH:
+                high = sorted(self._stretch)[-1 - STRETCH // WORST_SHARE]
+                self._calmest = min(self._calmest, high)
+        trouble = self._trouble()
+        if bool(trouble) == self._is_exploded:
+            return []
+        self._is_exploded = bool(trouble)
+        done = report.step + isinstance(report, Step)
+        if trouble:
+            return [Exploded(f"the loss has exploded by step {done}: {trouble}")]
+        return [Recovered(f"the loss is back to where it was, at step {done}")]
+
+    def _trouble(self) -> str:
+        if not self._latest:
+            return ""  # a validation alone may be of a run that has overfitted before
+        now = statistics.median(self._latest)
+        if now > self._limit(self._calmest):
+            return f"that of training is {now:.4g}, where it had stayed below {self._calmest:.4g}"
+        if self._validation > self._limit(self._best) and now > self._best:
+            return f"that of validation is {self._validation:.4g}, and was {self._best:.4g}"
+        return ""
+
+    def _limit(self, loss: float) -> float:
+        """The highest loss that may follow on this one; lower for a run that has exploded."""
+        rise = max(LEAST_RISE, RISE_SHARE * loss)
+        return loss + (rise / 2 if self._is_exploded else rise)
+
+
+def watch_losses(settings: Settings, folder: Path, resumed: Checkpoint | None) -> LossWatch:
+    """The watch of a run that begins, or goes on from a checkpoint."""
+    best = begin_proof(folder, resumed).best_loss
+    return LossWatch(settings.run.on_explosion == "stop", best)

@@ -1,8 +1,7 @@
 """One record of a machine, from its join to the split and the status table: measured, or listed.
 
-As a program, `python -m thinwire.run.machine DEVICE FOLDER`, it prints the record of this machine
-as JSON, with the settings of a run on its input: a GPU is measured in a process of its own, which
-takes no memory there afterwards.
+As a program, `python -m thinwire.run.machine DEVICE FOLDER`, it measures a GPU with the settings on
+its input, and prints the record as JSON: apart, so that no memory there stays taken.
 """
 
 import contextlib
@@ -28,24 +27,12 @@ APART_SECONDS = 120.0  # for a process that measures a GPU; importing torch may 
 MOST_OF_A_MACHINE = 1e9  # of any of its figures
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
-EXAMPLE = """\
-[[peer]]
-name = "ana"
-tflops = 12.0
-memory_gb = 24.0
-mbps_up = 40.0
-mbps_down = 200.0
-latency_ms = 15.0
-reachable = true
-"""
+EXAMPLE = '[[peer]]\nname = "ana"\ntflops = 12.0\nmemory_gb = 24.0\nmbps_up = 40.0'
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine has to give: its rate, its memory, its way to the host. 0: not known.
-
-    A table `[[peer]]` of a peers.toml has the same keys.
-    """
+    """What a machine has to give, as a `[[peer]]` of a peers.toml lists it. 0: not known."""
 
     name: str = option("", "how the peer is called; each has a name of its own")
     tflops: float = option(0.0, "rate at which it trains, in TFLOP/s", above=0)
@@ -98,7 +85,7 @@ class Machine:
 
 def load_peers(path: Path) -> list[Machine]:
     """The peers that a peers.toml lists, in its order; what is wrong in it is named."""
-    example = f"give each peer a table such as\n{EXAMPLE.rstrip()}"
+    example = f"give each peer a table such as\n{EXAMPLE}"
     values = read_toml(path, f"write it, and {example}")
     for key in values:
         if key != "peer":
@@ -128,9 +115,7 @@ def check_names(peers: list[Machine], where: str = "") -> None:
 
 
 def measure_machine(device: str, folder: Path, settings: Settings | None = None) -> Machine:
-    """Memory and disk of this machine, and its rate with a block of a run's settings, where they
-    are known; a GPU apart, in a process of its own.
-    """
+    """Memory, disk, and the rate with a block of a run's settings, if they are known."""
     from thinwire.engine.build import choose_device
 
     chosen = choose_device(device, 0)
@@ -184,9 +169,7 @@ def device_name(device: "torch.device") -> str:
 
 
 def free_memory(device: "torch.device") -> int:
-    """Bytes that a stage could take on this device now: of a GPU, of the machine, or of the
-    container that this process is in; half of all if unknown.
-    """
+    """Bytes that a stage could take now: of a GPU, this machine or container; half if unknown."""
     if device.type == "cuda":
         import torch
 

@@ -23,7 +23,7 @@ from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook
 from thinwire.run.channel import Channel
 from thinwire.run.machine import Machine
-from thinwire.run.pacing import Pace, Told
+from thinwire.run.watch import Pace, Told
 from thinwire.wire import LastingPipe, Listener, Pipe
 
 LOOK_SECONDS = 0.2  # between two looks for machines that were enrolled meanwhile

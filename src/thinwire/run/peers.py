@@ -20,7 +20,7 @@ from thinwire.run import events as ev
 from thinwire.run.channel import Channel, Hearing, SocketPipe
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.explosion import watch_losses
+from thinwire.run.ledger import watch_losses
 from thinwire.run.processes import Forker, StageProcess, forks, start_processes
 from thinwire.run.protocol import FROM_PEER, Connect, Envelope, Failed, Order, ToStage
 from thinwire.run.record import RunRecord

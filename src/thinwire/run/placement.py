@@ -1,13 +1,11 @@
 """Which peer holds which blocks of a run: chosen by what the machines measured, and explained.
 
-A search begins with orders of the peers and blocks dealt out so that the slowest stage is as fast
-as it can be. It goes on as long as the step gets shorter, as the simulator plays it, when a block
-is moved or two peers are exchanged.
+A search begins with orders of the peers, and blocks dealt out so that the slowest stage is fastest.
+It goes on as long as moving a block, or exchanging two peers, makes the simulated step shorter.
 """
 
 import contextlib
 import dataclasses
-import heapq
 import itertools
 import math
 import operator
@@ -25,15 +23,7 @@ from thinwire.occupancy import Occupancy
 from thinwire.plan import WORTH, block_memory, block_seconds, estimate_costs, with_split
 from thinwire.report.human import duration, human_bytes
 from thinwire.run.machine import Machine, check_names
-from thinwire.schedule import (
-    OPEN,
-    Costs,
-    Counts,
-    Links,
-    Simulation,
-    deal,
-    simulate,
-)
+from thinwire.schedule import OPEN, Costs, Counts, Links, Simulation, deal, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import size_kind, size_word
 
@@ -45,8 +35,7 @@ MOST_PERMUTED = 6  # peers whose every order is looked at, where they share stag
 ROUNDS = 30  # of improvement; it ends earlier where nothing gains
 MEMORY_SHARE = 0.9  # of a peer's memory; the rest is for what is not counted, as torch's own
 
-Seating = tuple[int, ...]
-"""The numbers of the peers, by stage."""
+Seating = tuple[int, ...]  # the numbers of the peers, by stage
 
 
 @dataclass(frozen=True)
@@ -64,15 +53,10 @@ class Placement:
         """Whether every stage has the memory that it needs."""
         return self.fullness <= 1.0
 
-    @property
-    def rank(self) -> tuple[float, float]:
-        """What fits comes first, then what is fast."""
-        return max(1.0, self.fullness), self.rough_seconds
-
 
 class StageFigures:
-    """Work, memory and links of every possible stage of a run, by the planner and the simulator: a
-    search looks at thousands of them, so layers are built once, without memory, and added up.
+    """Work, memory and links of every possible stage of a run; layers are built once, without
+    memory, and added up, for a search looks at thousands.
     """
 
     def __init__(self, settings: Settings, peers: list[Machine]):
@@ -80,7 +64,6 @@ class StageFigures:
         self.layers, self.stages = settings.model.layers, settings.pipeline.stages
         self.rates = [peer.flops_per_s(settings.run.precision) for peer in peers]
         self.schedule = settings.schedule()
-        self._held = self.schedule.held
         self._family = architecture(settings.model)
         self._layers: dict[str, Weights] = {}  # parameters of each layer by its name
         self._ends: list[Weights] = []  # and of each stage's ends of the cuts
@@ -115,7 +98,7 @@ class StageFigures:
 
     def _memory(self, stage: int, blocks: range) -> int:
         weights = self._weights(stage, blocks)
-        return block_memory(self.settings, blocks, weights, self._held[stage])
+        return block_memory(self.settings, blocks, weights, self.schedule.held[stage])
 
     def fullness(self, peer: int, stage: int, blocks: range) -> float:
         """Memory that the stage with these blocks needs, as a share of what a peer has for it."""
@@ -144,10 +127,8 @@ def is_relayed(below: Machine, above: Machine) -> bool:
 
 
 def links_of(peers: list[Machine]) -> Links:
-    """The links of a pipeline of these peers, for the simulator.
-
-    Delays are known to the host only: a relayed link has those of both ends, a direct one is taken
-    to have the longer of the two.
+    """The links of a pipeline of these peers: the delay of a relayed one is that of both ends to
+    the host, of a direct one the longer.
     """
     delays = []
     for below, above in itertools.pairwise(peers):
@@ -194,7 +175,8 @@ class Search:
         """The fastest by the simulator of the first and the most promising others, which must be
         clearly faster, or lack less memory; one whose busiest part takes as long is not played.
         """
-        for other in heapq.nsmallest(SIMULATED, others, key=lambda placement: placement.rank):
+        by_promise = sorted(others, key=lambda one: (max(1.0, one.fullness), one.rough_seconds))
+        for other in by_promise[:SIMULATED]:
             if not best.fits:
                 lacks_less = other.fullness < best.fullness * (1 - LEAST_GAIN)
                 best = other if other.fits or lacks_less else best
@@ -223,10 +205,7 @@ class Search:
             yield (*order[:stage], peer, *order[stage + 1 :])
 
     def _neighbours(self, placement: Placement) -> Iterator[Placement]:
-        """One block moved to another stage; or peers exchanged, with blocks as they are or new.
-
-        Where memory lacks, only changes of the stage that lacks most.
-        """
+        """One block moved, or peers exchanged; where memory lacks, of the stage that lacks most."""
         order, counts, stages = placement.order, placement.counts, range(len(placement.counts))
         if not placement.fits:
             full = [*map(self.figures.fullness, order, stages, ranges(counts))]
@@ -300,12 +279,12 @@ class ChosenSplit:
 
 
 def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
-    """The fastest split of a run over these peers that fits into their memory.
+    """The fastest split of a run over these peers that fits into their memory; else a ConfigError
+    says what lacks and would help.
 
-    Peers of about one rate get the split that the run has on one machine, so that they train to
-    the same weights; so do all peers where `pipeline.split` is set. A window that is left open is
-    the smallest of a few that is about as fast as any. ConfigError where no split fits: it names
-    the stage that lacks memory, how much, and what would help.
+    Peers of about one rate get the split that the run has on one machine, so that they train to the
+    same weights; so do all where `pipeline.split` is set. A window that is left open is the
+    smallest of a few that is about as fast as any.
     """
     check_names(peers)
     stages = settings.pipeline.stages
@@ -353,8 +332,8 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
 
 
 def share_stages(settings: Settings, peers: list[Machine]) -> list[Machine]:
-    """The peer of each stage where there are fewer peers than stages: each holds neighbouring ones,
-    strong ones more, so that the busiest has least to do. ConfigError if memory does not allow it.
+    """The peer of each stage where there are fewer peers: neighbouring ones, so that the busiest
+    has least to do. ConfigError if memory does not allow it.
     """
     figures = StageFigures(settings, peers)
     parts = ranges(tuple(len(blocks) for blocks in settings.split()))

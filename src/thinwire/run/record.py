@@ -16,13 +16,14 @@ from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
 from thinwire.engine.reports import Evaluation, Step
+from thinwire.engine.worker import PATIENCE
 from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
 from thinwire.folders import replace_file
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter
 from thinwire.report.metrics import WandbLog, read_evaluations, without_nan
 from thinwire.run import events as ev
-from thinwire.run.checkpoints import Checkpoints, divergence, origin_in, way_back
+from thinwire.run.checkpoints import Checkpoints, origin_in
 from thinwire.run.ledger import Ledger, bits_per_byte
 from thinwire.run.protocol import Finished, LinkUp, Progress
 from thinwire.run.signals import Interrupted, heeding
@@ -61,7 +62,6 @@ class RunRecord:
         self._origin = origin_in(resumed)
         self._earlier, self._links = earlier, links
         self._began = self._closed = time.monotonic()
-        self._versions: dict[str, str] = {}
         self._metrics: MetricsWriter | None = None
         self._explosion = ""  # of the loss, as long as it lasts
         self._is_drawing = self._in_haste = False
@@ -85,7 +85,7 @@ class RunRecord:
             case ev.Exploded(text):
                 self._explosion = text
                 self.checkpoints.doubt()
-                self.display.note(f"{text}; {self._way_back()}")
+                self.display.note(f"{text}; {self.checkpoints.way_back(after_best=True)}")
             case ev.Recovered(text):
                 self._explosion = ""
                 self.display.note(text)
@@ -110,15 +110,10 @@ class RunRecord:
         self._write(MetricsWriter.close)
 
     def pause(self) -> None:
-        """All stages stopped in good order, and the run goes on later, with others perhaps.
-
-        If the checkpoint of this stop was lost, which was said, it goes on from an earlier one.
-        """
-        trouble = self._trouble()
-        if trouble is not None and not isinstance(trouble, CheckpointError):
+        """All stages stopped, and the run goes on later, perhaps from an earlier checkpoint."""
+        trouble = self._trouble(counts_explosion=self.settings.run.on_explosion == "stop")
+        if isinstance(trouble, StageError):
             raise trouble
-        if self._explosion and self.settings.run.on_explosion == "stop":
-            raise self._exploded()
         if trouble is None and not self._explosion:
             self.checkpoints.end(self.ledger.done)
 
@@ -130,23 +125,21 @@ class RunRecord:
         beside_bytes: Mapping[str, int] | None = None,
         tell: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Write the summary, then draw the plots; complain last about what was lost.
-        `beside_bytes`: what travelled beside the cuts to peers on other machines. `tell` is called
-        where all is well, before plots take seconds: a host that is killed in them tells nobody.
+        """Write the summary, then draw the plots; complain last about what was lost. `tell` is
+        called before plots, where all is well. `beside_bytes`: what travelled beside cuts.
         """
         steps, ledger = self.settings.train.steps, self.ledger
-        trouble = self._trouble() or (self._exploded() if self._explosion else None)
+        trouble = self._trouble()
         if trouble is None:
             self.checkpoints.end(ledger.done)
             tell()
         latest, earlier = self.checkpoints.latest, list[EvaluationRecord]()
-        if ledger.first_step:
-            with contextlib.suppress(OSError):
-                earlier = read_evaluations(self.folder)
+        with contextlib.suppress(OSError):
+            earlier = read_evaluations(self.folder)
         logs = self.folder / "logs"  # absent where all stages are on other machines
         seconds = time.monotonic() - started
         summary = {
-            **ledger.summary(self._versions, seconds, self._began - started, earlier),
+            **ledger.summary(seconds, self._began - started, earlier),
             "control_bytes": control_bytes,
             **({"beside_bytes": dict(beside_bytes)} if beside_bytes is not None else {}),
             **self._origin,
@@ -178,11 +171,7 @@ class RunRecord:
 
     @contextlib.contextmanager
     def stopping(self, ask_to_stop: Callable[[], None]) -> Iterator[None]:
-        """First Ctrl-C: ask the run to end. Second: leave at once, whatever this process is doing.
-
-        Once the stages are done only results are left to write: a signal costs no more than the
-        plots.
-        """
+        """First Ctrl-C: ask the run to end. Second: leave at once; at its end, without plots."""
         asked = False
 
         def on_signal(number: int, frame: FrameType | None) -> None:
@@ -203,7 +192,7 @@ class RunRecord:
     def _begin(self, begun: ev.Begin) -> None:
         """Begin or continue what is written of the run, now that its stages train."""
         settings = self.settings
-        now, first_step, self._versions = time.monotonic(), self._resume_step or 0, begun.versions
+        now, first_step = time.monotonic(), self._resume_step or 0
         if self._earlier is None:
             self._began = now
             self.ledger = Ledger(settings, begun.stages, first_step, self._links)
@@ -212,12 +201,12 @@ class RunRecord:
             waited = now - self._earlier._closed
             self.ledger.go_on(begun.stages, first_step, self._links, waited)
             self._earlier = None
-        self.checkpoints.begin()
         header = f"# settings of run {settings.run.name}, hash {settings.hash}\n"
         for origin in self._origin.values():
             facts = ", ".join(f"{key} {json.dumps(value)}" for key, value in origin.items())
             header += f"# its weights started from: {facts}\n"
         try:
+            self.checkpoints.begin()
             text = header + "\n" + to_toml(settings.relaxed(), settings.with_window())
             (self.folder / "config.toml").write_text(text)
             run, log = settings.run, None
@@ -266,9 +255,7 @@ class RunRecord:
             self.display.note(f"metrics are written again; {gap}")
 
     def _write_progress(self, is_last: bool = False) -> None:
-        """Keep how the run works in a file of its own, for whoever looks on; seldom, and for at
-        most a hundredth of this thread's time.
-        """
+        """Keep how the run works, for whoever looks on; in a hundredth of this thread's time."""
         began = time.monotonic()
         if not self.has_begun or not self.ledger.records or (began < self._due and not is_last):
             return
@@ -277,26 +264,22 @@ class RunRecord:
         now = time.monotonic()
         self._due = now + max(PROGRESS_SECONDS, 100 * (now - began))
 
-    def _trouble(self) -> ThinwireError | None:
+    def _trouble(self, counts_explosion: bool = True) -> ThinwireError | None:
         """What a user must know about a run whose last weights are lost or no good."""
-        ledger, done, good = self.ledger, self.ledger.done, self.checkpoints.last_good()
-        if (lost := divergence(ledger.refused, done, good, ledger.origin)) is not None:
-            return lost
-        if ledger.refused or not all(map(math.isfinite, ledger.last_losses())):
-            return StageError(
-                f"the run ended at step {done} with a loss or gradients that are not finite: "
-                f"{way_back(good, ledger.origin)} with a lower optim.lr"
-            )
+        ledger, done = self.ledger, self.ledger.done
+        origin = f"{ledger.origin}; " if ledger.origin else ""
+        way = f"{origin}{self.checkpoints.way_back()} with a lower optim.lr"
+        if (misses := ledger.refused) >= PATIENCE:
+            what = f"gradients were not finite in {misses} steps in a row, up to step {done}"
+            return StageError(f'{what}: {way}, or with codec.backward = "fp32"')
+        if misses or not all(map(math.isfinite, ledger.last_losses())):
+            what = f"the run ended at step {done} with a loss or gradients that are not finite"
+            return StageError(f"{what}: {way}")
+        if self._explosion and counts_explosion:
+            way = f"{self.checkpoints.way_back(after_best=True)} with a lower optim.lr"
+            return StageError(f"{self._explosion}; {way}")
         failed = self.checkpoints.failed.get(done)
         return CheckpointError(failed) if failed is not None else None
-
-    def _exploded(self) -> StageError:
-        return StageError(f"{self._explosion}; {self._way_back()} with a lower optim.lr")
-
-    def _way_back(self) -> str:
-        if (best := self.checkpoints.best()) is None:
-            return way_back(self.checkpoints.last_good())
-        return f"the weights of the best validation are in {best}. Resume from there"
 
     def _draw(self) -> None:
         try:

@@ -1,10 +1,9 @@
 """Where a run begins: its settings in a few lines, its data, and the weights that it goes on from.
 
 Every engine begins here (`opened`). A run that is resumed goes on from a checkpoint of its own
-(`open_resume`). A new run may take the weights of a checkpoint of this or another run
-(`train.init_from`): they become its checkpoint of step 0, made stage by stage (`make_start`). From
-there it is an ordinary resume: nobody else needs to know where weights came from, and a peer on
-another machine fetches its own stage only. Step count, data order, moments and codecs begin anew.
+(`open_resume`). A new run may take the weights of a checkpoint (`train.init_from`): they become its
+own checkpoint of step 0, made stage by stage (`make_start`), from which it is resumed. Step count,
+data order, moments and codecs begin anew.
 """
 
 import contextlib
@@ -29,26 +28,18 @@ from thinwire.model import ModelConfig, rate_change, share_changes
 from thinwire.model.adapter import is_adapter
 from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
-from thinwire.run.checkpoints import (
-    ORIGIN,
-    claim_folder,
-    commit,
-    discard_partial,
-    facts_of,
-    open_newest,
-)
+from thinwire.run.checkpoints import ORIGIN, claim_folder, commit, facts_of, open_newest
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.remarks import remarks
 from thinwire.typed import to_plain
 
-FREE = {"preset", "context", "embed_std"}
-"""Keys of the model that do not change what its weights mean."""
+FREE = {"preset", "context", "embed_std"}  # keys of the model that change no weight's meaning
+# Settings that say what the weights mean and what comes next; all others may change.
 FIXED_ON_RESUME = {
     *("model.*", "boundary.*", "lora.*", "run.seed", "run.precision", "optim.name"),
     *("data.source", "data.tokenizer", "data.valid_fraction", "data.text_key", "data.split"),
     *("data.valid_split", "data.template", "data.learn", "train.batch", "train.init_from"),
 }
-"""Settings that say what the weights mean and what comes next; all others may change."""
 
 
 @contextlib.contextmanager
@@ -60,9 +51,8 @@ def opened(
     goes_on: bool = False,
 ) -> Iterator[tuple[Settings, Checkpoint | None, Checkpoint | None]]:
     """Begin a run, and hold its folder: the settings with what comes along with the weights, the
-    checkpoint from which it goes on, and the weights that it has at first, which are that one's or
-    those of `train.init_from`. `resume`: a checkpoint, or the folder of a run. `goes_on`: what the
-    run's folder holds is this very run.
+    checkpoint from which it goes on, and the weights that it has at first, perhaps of another run.
+    `resume`: a checkpoint, or the folder of a run. `goes_on`: the folder holds this very run.
     """
     for line in describe(settings):
         display.phase("config", line)
@@ -76,10 +66,7 @@ def opened(
 
 
 def describe(settings: Settings) -> list[str]:
-    """What a run is, in a line or two: its size, and the settings that are not at their defaults.
-
-    All settings, resolved, stand in the run's config.toml.
-    """
+    """What a run is, in a few lines: its size, and the settings that are not at their defaults."""
     weights, stages = model_weights(settings), settings.pipeline.stages
     frozen = f", {weights.trained:,} of them trained," if settings.lora.rank else ""
     first = (
@@ -104,16 +91,14 @@ def prepare_data(
     weights: Checkpoint | None = None,
     resumed: Checkpoint | None = None,
 ) -> Corpus:
-    """The tokenised data of these settings, from the cache if it was prepared before.
-
-    A run that starts from weights reads text with their tokenizer, unless its settings name one. So
-    does one that goes on with a tokenizer that an earlier release trained: today's would be
-    another. One that is `resumed` goes on with the data that it began with.
+    """The tokenised data of these settings, perhaps from the cache. Text is read with the tokenizer
+    of the `weights`, unless settings name one; a run that is `resumed` keeps its data.
     """
     config = settings.data
     if weights and weights.tokenizer and not config.tokenizer:
         own = Tokenizer.load(weights.tokenizer)
-        if settings.train.init_from or any(own.id_of(token) is None for token in RESERVED):
+        is_older = any(own.id_of(token) is None for token in RESERVED)  # today's would be another
+        if settings.train.init_from or is_older:
             config = dataclasses.replace(config, tokenizer=str(weights.tokenizer))
     told = functools.partial(display.progress, unit="B")
     data = prepare(config, settings.model.vocab, cache_folder(), told)
@@ -234,13 +219,7 @@ def open_origin(
             f"train.init_from = {place} is a Hugging Face folder: make a checkpoint of it first, "
             f"`thinwire import {place} --to models/NAME`"
         )
-    try:
-        origin, notes = open_newest(place, allow_plugins, settings.codec.plugins)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"train.init_from = {place} cannot be used: {error}. Name another checkpoint, or the "
-            "folder of another run"
-        ) from error
+    origin, notes = open_newest(place, allow_plugins, settings.codec.plugins)
     _refuse_other_model(origin, settings)
     _refuse_other_vocabulary(origin, settings)
     if settings.boundary.is_constrained and (why := why_not_folded(origin.settings)):
@@ -256,11 +235,9 @@ def open_origin(
 
 
 def adopted(settings: Settings, saved: Settings) -> Settings:
-    """The settings of a run that goes on from weights, with what comes along with these weights.
-
-    The seed of a basis and the size of a fixed token table are as much a part of the weights as
-    those that are saved. So are cuts that learned something, where the split is left open. `saved`
-    are the settings of the origin, or of the run's own checkpoint later, which says the origin too.
+    """The settings of a run that goes on from weights, with what is as much a part of these: the
+    seed of a basis, the size of a fixed token table, and cuts that learned something, where the
+    split is left open. `saved`: the settings of the origin, or later of the run's own checkpoint.
     """
     model, boundary, pipeline = settings.model, settings.boundary, settings.pipeline
     train = settings.train
@@ -301,22 +278,18 @@ def make_start(
     transfer = Transfer(origin, settings)
     transfer.take_space(builder.space)
     shards, stages = [], settings.pipeline.stages
-    try:
-        for index in range(stages):
-            stage = builder.build(index)
-            builder.initialise(stage)
-            transfer.fill(builder, stage)
-            state = StageState(eager, StageUpdate.build(builder, stage, index))
-            shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
-            display.progress("start", index + 1, stages, "stages from earlier weights")
-        versions = {"weight_version": 0, "basis_version": 0}
-        seal = {SEAL: content_hash(origin.manifest)}
-        source = {"path": str(origin.folder), "step": origin.step, **seal}
-        facts = {**facts_of(settings, data, {}), **versions, ORIGIN: source}
-        made = commit(folder, 0, shards, facts, data.tokenizer(), data.template())
-    except BaseException:
-        discard_partial(folder, 0)
-        raise
+    for index in range(stages):
+        stage = builder.build(index)
+        builder.initialise(stage)
+        transfer.fill(builder, stage)
+        state = StageState(eager, StageUpdate.build(builder, stage, index))
+        shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
+        display.progress("start", index + 1, stages, "stages from earlier weights")
+    versions = {"weight_version": 0, "basis_version": 0}
+    seal = {SEAL: content_hash(origin.manifest)}
+    source = {"path": str(origin.folder), "step": origin.step, **seal}
+    facts = {**facts_of(settings, data, {}), **versions, ORIGIN: source}
+    made = commit(folder, 0, shards, facts, data.tokenizer(), data.template())
     for note in _found(transfer, origin):
         display.note(note)
     display.phase("start", f"weights of {origin.folder} (step {origin.step}) in {made}")

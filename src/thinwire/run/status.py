@@ -7,9 +7,11 @@ others reach it (`HostConsole`); a peer also to leave.
 """
 
 import dataclasses
+import itertools
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -38,8 +40,8 @@ MOST_WORDS = 200  # characters of what a peer says of itself, as others are told
 TRY_SECONDS = 10.0  # for peers to look from outside
 UNREACHED = "cannot be reached"  # the state of a peer whose connection is lost and may come back
 
+# Answers one kind of request; a ThinwireError becomes an answer that says why not.
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
-"""Answers one kind of request; a ThinwireError becomes an answer that says why not."""
 
 
 def audit_text(found: Audited) -> str:
@@ -96,7 +98,7 @@ class Standing:
     _waiting_for: str = ""
     _waiting_since: float = 0.0
     _stages: dict[int, tuple[float, str]] = field(default_factory=dict)  # heard when, doing what
-    _cuts: dict[int, _Cut] = field(default_factory=dict)
+    _cuts: defaultdict[int, _Cut] = field(default_factory=lambda: defaultdict(_Cut))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _now: Callable[[], float] = time.time
 
@@ -104,7 +106,8 @@ class Standing:
         """The run is formed, or formed again: what was known of stages and links holds no more."""
         with self._lock:
             self._state, self._waiting_for = "forming", ""
-            self._stages, self._cuts, self.standbys = {}, {}, {}
+            self._stages, self.standbys = {}, {}
+            self._cuts.clear()
 
     def waits(self, what: str) -> None:
         """The run waits; as long as it does, the beginning of the wait stays."""
@@ -120,7 +123,7 @@ class Standing:
             for link in step.links if step.step_seconds else []:
                 moved = link.forward_bytes, link.backward_bytes
                 forward, backward = (_finite(size / step.step_seconds) for size in moved)
-                self._cut(link.cut).rates = forward, backward
+                self._cuts[link.cut].rates = forward, backward
 
     def heard(self, stage: int, message: msg.OfStage) -> None:
         """A stage has said something on its control stream."""
@@ -128,17 +131,17 @@ class Standing:
             now, (_, doing) = self._now(), self._stages.get(stage, (0.0, ""))
             match message:
                 case msg.Pulse(_, doing, below, above):
-                    self._cut(stage - 1).trips["above"] = below
-                    self._cut(stage).trips["below"] = above
+                    self._cuts[stage - 1].trips["above"] = below
+                    self._cuts[stage].trips["below"] = above
                 case Step(step=step):  # a pulse is seconds old by now
                     doing = f"has done step {step + 1}"
                 case msg.Linked(way) if stage > 0:
-                    self._cut(stage - 1).way = way or "direct"
+                    self._cuts[stage - 1].way = way or "direct"
                 case msg.LinkDown(cut, reason):
-                    self._cut(cut).down_since, self._cut(cut).reason = now, reason
+                    self._cuts[cut].down_since, self._cuts[cut].reason = now, reason
                 case msg.LinkUp(cut, way=way):
-                    self._cut(cut).down_since = 0.0
-                    self._cut(cut).way = way or self._cut(cut).way
+                    self._cuts[cut].down_since = 0.0
+                    self._cuts[cut].way = way or self._cuts[cut].way
             self._stages[stage] = now, doing
 
     def word_of(self, stage: int) -> tuple[float, str]:
@@ -156,19 +159,18 @@ class Standing:
         """How the run stands now, with these peers in these seats."""
         with self._lock:
             waiting_for, since = self._waiting_for, self._waiting_since
-            cuts = [(cut, self._cut(cut)) for cut in range(len(seats) - 1)]
-            down = [(noted.down_since, cut) for cut, noted in cuts if noted.down_since]
-            if down and not waiting_for:
-                since, cut = min(down)
-                ends, reason = " and ".join(seats[cut : cut + 2]), self._cut(cut).reason
-                waiting_for = f"the link between {ends}, which is down ({reason})"
-            links = []
-            for cut, noted in cuts:
+            links, down = [], list[tuple[float, str]]()
+            for cut, (below, above) in enumerate(itertools.pairwise(seats)):
+                noted = self._cuts[cut]
+                if noted.down_since:
+                    why = f"the link between {below} and {above}, which is down ({noted.reason})"
+                    down.append((noted.down_since, why))
                 way = "" if noted.down_since else noted.way
                 # Both ends meet at a door: the way is that of one to there and of the other.
                 trip = round(_finite(1e3 * sum(noted.trips.values())), 3)
-                below, above = seats[cut : cut + 2]
                 links.append(msg.LinkStatus(cut, below, above, way, *noted.rates, trip))
+            if down and not waiting_for:
+                since, waiting_for = min(down)
             return msg.StatusReport(
                 run=self.run,
                 run_id=self.run_id,
@@ -183,18 +185,13 @@ class Standing:
                 links=links,
             ).after(self.last_step)
 
-    def _cut(self, cut: int) -> _Cut:
-        return self._cuts.setdefault(cut, _Cut())
-
 
 def _finite(number: float) -> float:
     return number if math.isfinite(number) else 0.0
 
 
 class SharedDisplay(Display):
-    """A display whose steps, scores and news reach everybody. Unlike others it may be called from
-    several threads.
-    """
+    """A display for several threads whose steps, scores and news reach everybody."""
 
     def __init__(self, shown: Display, tell_all: Callable[[msg.ToPeer], None], standing: Standing):
         self._shown, self._tell_all = shown, tell_all
@@ -280,16 +277,16 @@ class HostConsole:
 
     def _report(self, for_members: bool = False) -> msg.StatusReport:
         """How the run stands. Words that peers chose may name addresses: members are not told."""
-        formation, settings = self.formation(), self.settings()
+        formation, settings, cut = self.formation(), self.settings(), msgspec.structs.replace
         peers = [self._peer(member, formation, settings) for member in self.members.all()]
-        kicked = [msg.PeerStatus(p.name, "kicked") for p in self.book.peers() if p.kicked]
         last = max(map(step_of, list_checkpoints(settings.run.folder)), default=None)
-        if not for_members:
-            return self.standing.report(formation.epoch, formation.seats, peers + kicked, last)
-        cut = msgspec.structs.replace
-        peers = [cut(peer, state=peer.state.partition(": ")[0][:MOST_WORDS]) for peer in peers]
         report = self.standing.report(formation.epoch, formation.seats, peers, last)
-        return cut(report, waiting_for=report.waiting_for.partition(" (")[0][:MOST_WORDS])
+        if not for_members:
+            kicked = [msg.PeerStatus(p.name, "kicked") for p in self.book.peers() if p.kicked]
+            return cut(report, peers=peers + kicked)
+        peers = [cut(peer, state=peer.state.partition(": ")[0][:MOST_WORDS]) for peer in peers]
+        waiting_for = report.waiting_for.partition(" (")[0][:MOST_WORDS]
+        return cut(report, peers=peers, waiting_for=waiting_for)
 
     def _peer(self, member: Member, formation: Formation, settings: Settings) -> msg.PeerStatus:
         heard = time.time() - (time.monotonic() - member.heard)
@@ -321,14 +318,12 @@ class HostConsole:
         )
 
     def _kick(self, request: dict[str, Any]) -> dict[str, Any]:
-        name = request.get("peer")
-        if not isinstance(name, str):
-            raise ConfigError("say which peer to kick")
+        name = str(request.get("peer"))
         seats, others = self.formation().seats, self.members.kick(name)
         also = others if request.get("by_invite") is True else []
         for other in also:
             self.members.kick(other)
-        kicked, others = [name, *also], [one for one in others if one not in also]
+        kicked = [name, *also]
         text = (
             f"{', '.join(kicked)} {'was' if len(kicked) == 1 else 'were'} removed from the run and "
             "not let in again, nor is anybody new by the same invite; `thinwire invite` makes "
@@ -336,7 +331,7 @@ class HostConsole:
         )
         for stage in (stage for stage, name in enumerate(seats) if name in kicked):
             text += f"; stage {stage} gets another peer"
-        if others:
+        if others and not also:
             text += f"\nby the same invite came, and stay: {', '.join(others)}"
             text += f"; `thinwire kick {name} --by-invite` removes them too"
         return {"text": text}
@@ -432,21 +427,19 @@ def _facts(report: msg.StatusReport) -> RenderableType:
     grid.add_column()
     number = f" ({report.run_id})" if report.run_id else ""
     seen_from = {"host": "its host", "folder": "its folder"}.get(report.role, "this peer")
-    rows = [("run", f"{report.run}{number}, seen from {seen_from}"), ("state", report.state)]
-    if report.waiting_for:
-        since = duration(report.time - report.waiting_since)
-        rows.append(("waiting for", f"{report.waiting_for}, for {since}"))
-    if report.steps:
-        loss = loss_text(report.loss)
-        rows.append(("step", f"{report.step:,} of {report.steps:,}, loss {loss}"))
-    if report.tokens_per_s:
-        rows.append(("speed", f"{report.tokens_per_s:,.0f} tokens/s"))
-    if report.epoch:
-        again = report.epoch - 1
-        times = "" if again < 1 else f": the run was re-formed {again} time{'s' * (again > 1)}"
-        rows.append(("epoch", f"{report.epoch}{times}"))
-    if report.last_checkpoint is not None:
-        rows.append(("checkpoint", f"step {report.last_checkpoint:,}"))
-    for name, text in rows:
-        grid.add_row(name, Text(printable(text)))
+    since, again = duration(report.time - report.waiting_since), report.epoch - 1
+    times = f": the run was re-formed {again} time{'s' * (again > 1)}" if again > 0 else ""
+    step, saved = f"{report.step:,} of {report.steps:,}", report.last_checkpoint
+    facts = {
+        "run": f"{report.run}{number}, seen from {seen_from}",
+        "state": report.state,
+        "waiting for": f"{report.waiting_for}, for {since}" if report.waiting_for else "",
+        "step": f"{step}, loss {loss_text(report.loss)}" if report.steps else "",
+        "speed": f"{report.tokens_per_s:,.0f} tokens/s" if report.tokens_per_s else "",
+        "epoch": f"{report.epoch}{times}" if report.epoch else "",
+        "checkpoint": "" if saved is None else f"step {saved:,}",
+    }
+    for name, text in facts.items():
+        if text:
+            grid.add_row(name, Text(printable(text)))
     return grid

@@ -4,21 +4,15 @@
                    <--TOKENS: its ids, 2 or 4 bytes each; with the targets of a corpus that is
                       not learned whole one bit each, and how many are learned in the step--
 
-A stage asks only for what it reads, some steps before it reads it: the first for inputs, the last
-for targets, those with a token table for inputs, others for nothing. Which examples a microbatch
-has follows from the seed and their number, so codecs that remember examples need no ids. The same
-validation comes again and again, so its ids are kept, up to a limit.
-
-On the host a TokenServer is made of the pipe of each stage whose member did not prove the corpus's
-fingerprint, and answers on threads of its own until the pipe ends. A peer can ask for any
-microbatch of this run and nothing else. It is answered one request at a time, so one that asks
-without end only slows itself down. The process of the stage makes a FetchedCorpus of its end and
-gives it to its Worker as `far`. Its fingerprint becomes a part of the links' contract, as if the
-corpus were there.
+A stage asks only for what it reads, some steps before it reads it. A validation comes again and
+again, so its ids are kept, up to a limit. The host answers on threads of its own, one request of a
+stage at a time: any microbatch of this run, and nothing else. The corpus's fingerprint becomes a
+part of the links' contract, as if the corpus were there.
 """
 
 import dataclasses
 import enum
+import math
 import struct
 import threading
 from functools import partial
@@ -84,9 +78,7 @@ def columns_read(settings: Settings, stage: int) -> Columns:
 
 
 def _request(at: At, columns: Columns) -> Frame:
-    """Asks for a microbatch; an answer has the same fields. The weight version says of which side:
-    0 of the training, 1 of a validation, whose step is 0.
-    """
+    """Asks for a microbatch; the weight version says: 0 of the training, 1 of a validation."""
     side, (step, number) = (1, (0, at)) if isinstance(at, int) else (0, at)
     return Frame(FrameKind.TOKENS, step=step, microbatch=number, weight_version=side, codec=columns)
 
@@ -98,34 +90,13 @@ def _place(frame: Frame) -> At | None:
 
 
 class TokenIds(NamedTuple):
-    """What is sent of a microbatch: its ids, which targets are learned, and how many in its step.
-
-    The last two are None where all targets are learned, or where none are read.
+    """What has come of a microbatch: its ids, and where not all targets are learned, and they are
+    read, which are, and how many in its step.
     """
 
     ids_BW: np.ndarray
-    learned_BT: np.ndarray | None = None
-    learned_count: int | None = None
-
-    def pack(self, dtype: np.dtype) -> bytes:
-        """As bytes: ids, a bit for each target, the count."""
-        packed = np.ascontiguousarray(self.ids_BW.astype(dtype.newbyteorder("<"))).tobytes()
-        if self.learned_BT is None or self.learned_count is None:
-            return packed
-        return packed + np.packbits(self.learned_BT).tobytes() + _COUNT.pack(self.learned_count)
-
-    @classmethod
-    def unpack(
-        cls, payload: memoryview, shape: tuple[int, int], dtype: np.dtype, targets: int
-    ) -> "TokenIds":
-        """The inverse of `pack`; the size has been checked."""
-        end = shape[0] * shape[1] * dtype.itemsize
-        ids_BW = np.frombuffer(payload[:end], dtype=dtype).reshape(shape)
-        if not targets:
-            return cls(ids_BW)
-        bits = np.unpackbits(np.frombuffer(payload[end : -_COUNT.size], np.uint8), count=targets)
-        (count,) = _COUNT.unpack(payload[-_COUNT.size :])
-        return cls(ids_BW, bits.reshape(shape[0], -1).astype(bool), count)
+    learned_BT: np.ndarray | None
+    learned_count: int | None
 
 
 class TokenServer:
@@ -160,9 +131,8 @@ class TokenServer:
             raise WireError(
                 f"microbatch {asked.microbatch} of step {asked.step} is not in this run"
             )
-        answer = self._answer(at, columns)
+        shape, payload = self._answer(at, columns)
         self.link.wait_for_room(_MOST_UNSENT)
-        shape, payload = answer.ids_BW.shape, answer.pack(self._type)
         self.link.send(dataclasses.replace(asked, shape=shape, payload=payload))
 
     def _has(self, at: At | None) -> TypeGuard[At]:
@@ -170,7 +140,8 @@ class TokenServer:
             return at[0] < self._steps and at[1] < self._microbatches
         return at is not None and at < self._source.validation_count
 
-    def _answer(self, at: At, columns: Columns) -> TokenIds:
+    def _answer(self, at: At, columns: Columns) -> tuple[tuple[int, ...], bytes]:
+        """The shape of what is read of a microbatch, and all that is sent of it."""
         inputs_BT, targets_BT = self._source.inputs(at).numpy(), self._source.targets(at).numpy()
         learned_BT = targets_BT != MASKED
         # A stage that reads no inputs gets no token either that it does not learn from.
@@ -178,10 +149,12 @@ class TokenServer:
         parts = [inputs_BT] if Columns.INPUTS in columns else [shown_BT[:, :-1]]
         parts += [shown_BT[:, -1:]] if Columns.TARGETS in columns else []
         ids_BW = np.concatenate(parts, axis=1)
-        if Columns.TARGETS not in columns or not self._is_masked:
-            return TokenIds(ids_BW)
-        of_step = None if isinstance(at, int) else self._source.learned_count(at)
-        return TokenIds(ids_BW, learned_BT, of_step or int(learned_BT.sum()))
+        packed = ids_BW.astype(self._type.newbyteorder("<")).tobytes()
+        if Columns.TARGETS in columns and self._is_masked:
+            of_step = None if isinstance(at, int) else self._source.learned_count(at)
+            count = of_step or int(learned_BT.sum())
+            packed += np.packbits(learned_BT).tobytes() + _COUNT.pack(count)
+        return ids_BW.shape, packed
 
 
 class FetchedCorpus(TokenSource):
@@ -211,12 +184,14 @@ class FetchedCorpus(TokenSource):
         self._asked: set[At] = set()  # here, or on their way
         self._answers: dict[At, TokenIds] = {}
         self._failure: WireError | None = None
-        learned = (np.zeros(self._targets, bool), 0) if self._targets else ()
-        self._bytes = len(TokenIds(np.zeros(self._shape), *learned).pack(self._type))
+        self._id_bytes = math.prod(self._shape) * facts.id_bytes
+        bits = -(-self._targets // 8) + _COUNT.size if self._targets else 0
+        self._bytes = self._id_bytes + bits
         most = AHEAD_BYTES // max(1, self._bytes)
         self._ahead = max(1, min(STEPS_AHEAD * self._microbatches, most))
         self.link = Link(pipe, self.meter, None, "token ids", self._bytes)
-        self.link.start(self._on_ids, self._on_broken, self._on_end)
+        ended = WireError("the host has ended the stream of token ids")
+        self.link.start(self._on_ids, self._on_broken, partial(self._on_broken, ended))
 
     def is_due(self, at: At) -> bool:
         with self._changed:
@@ -257,7 +232,10 @@ class FetchedCorpus(TokenSource):
                         self._failure = self._failure or error
             self._changed.wait_for(lambda: self._failure or at in self._answers)
             if at not in self._answers:
-                raise WireError(f"token ids of {_named(at)} cannot be had: {self._failure}")
+                which = f"validation batch {at}"
+                if isinstance(at, tuple):
+                    which = f"microbatch {at[1]} of step {at[0] + 1}"
+                raise WireError(f"token ids of {which} cannot be had: {self._failure}")
             return self._answers[at]
 
     def _coming(self, at: At) -> list[At]:
@@ -286,28 +264,23 @@ class FetchedCorpus(TokenSource):
         payload, size = memoryview(frame.payload), self._bytes
         if (frame.shape, frame.codec, payload.nbytes) != (self._shape, self._columns, size):
             raise WireError(f"{payload.nbytes} bytes of token ids came, {frame.shape}, not {size}")
-        answer = TokenIds.unpack(payload, self._shape, self._type, self._targets)
-        if (largest := int(answer.ids_BW.max())) >= self._vocab:
+        ids_BW = np.frombuffer(payload[: self._id_bytes], self._type).reshape(self._shape)
+        if (largest := int(ids_BW.max())) >= self._vocab:
             raise WireError(f"token id {largest} came, but model.vocab = {self._vocab}")
-        if answer.learned_BT is not None:
-            here, said = int(answer.learned_BT.sum()), answer.learned_count or 0
-            if not 0 < here <= said <= self._most_learned:
-                raise WireError(f"a microbatch with {here} learned tokens came, of {said} in all")
+        learned_BT, count = None, None
+        if self._targets:
+            packed = np.frombuffer(payload[self._id_bytes : -_COUNT.size], np.uint8)
+            bits = np.unpackbits(packed, count=self._targets)
+            learned_BT = bits.reshape(self._shape[0], -1).astype(bool)
+            here, (count,) = int(learned_BT.sum()), _COUNT.unpack(payload[-_COUNT.size :])
+            if not 0 < here <= count <= self._most_learned:
+                raise WireError(f"a microbatch with {here} learned tokens came, of {count} in all")
         with self._changed:
             if at in self._asked:  # else it came too late for the step that it was for
-                self._answers[at] = answer
+                self._answers[at] = TokenIds(ids_BW, learned_BT, count)
                 self._changed.notify_all()
 
     def _on_broken(self, error: WireError) -> None:
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
-
-    def _on_end(self) -> None:
-        self._on_broken(WireError("the host has ended the stream of token ids"))
-
-
-def _named(at: At) -> str:
-    if isinstance(at, int):
-        return f"validation batch {at}"
-    return f"microbatch {at[1]} of step {at[0] + 1}"

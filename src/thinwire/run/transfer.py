@@ -1,33 +1,26 @@
 """Files that travel between a host and its peers: in pieces, resumable, hashed, at a bounded rate.
 
-One end says which file it wants and what it has of it already (`take`); the other sends the rest,
-or says why it cannot (`give`). What has arrived is kept in a part file, so a transfer whose
-connection was lost goes on where it stopped, also in another process. Only a whole file with the
-right hash counts. Two kinds of files travel so:
+One end says which file it wants and what it has of it (`take`); the other sends the rest, or says
+why it cannot (`give`). What has arrived is kept in a part file, so a transfer whose connection was
+lost goes on where it stopped, also in another process.
 
-- *Shards to the host.* Each stage writes its shard on its own machine and reports it, as in a local
-  run. The host fetches it while training goes on (`ShardCollector`), at a bounded share of the
-  member's uplink (`ShardSender`), and opens it before it counts. One step travels at a time, all
-  stages of it. A checkpoint that comes due meanwhile waits, and of several that wait the newest
-  goes next; the others are dropped, with a reason that the run shows. So a slow uplink gets fewer
-  checkpoints, never a growing queue, and the one under way always arrives.
-- *The state of a stage to who takes its seat* (`SeatServer`, `fetch_seat`): its own stage's file as
-  it is, and of others only the tensors that it needs, such as the shared basis that the first stage
-  saves. A file whose hash is here already, because this machine wrote or fetched it, is not sent
-  again.
+- *Shards to the host.* Each stage writes its shard on its own machine and reports it. The host
+  fetches it while training goes on (`ShardCollector`), at a bounded share of the member's uplink
+  (`ShardSender`). All stages of one step travel at a time; of steps that wait, the newest is next.
+- *The state of a stage to who takes its seat* (`SeatServer`, `fetch_seat`): its own stage's file,
+  and of others only the tensors that it needs. What this machine has already is not sent again.
 """
 
 import collections
 import contextlib
 import json
 import os
-import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import safetensors
@@ -37,6 +30,9 @@ from thinwire.engine.checkpoint import (
     MANIFEST,
     SEAL,
     Checkpoint,
+    Count,
+    Facts,
+    Hash,
     Shard,
     checkpoints_folder,
     partial_folder,
@@ -57,10 +53,8 @@ from thinwire.folders import flush, put_in_place, write_file
 from thinwire.run.events import Travelled
 from thinwire.run.machine import free_disk
 from thinwire.settings import Settings
-from thinwire.typed import learn_types
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.door import Allowance
-from thinwire.wire.frame import BytesLike
 
 PIECE_BYTES = 256 << 10
 MOST_SAID = 8 << 20  # bytes of a message; that of a seat lists the tensors of its files
@@ -69,10 +63,6 @@ SILENCE_S = 120.0  # without a piece, after which the connection is given up
 LEAST_MBPS = 4 * PIECE_BYTES / SILENCE_S * 8e-6  # slower would be taken for silence
 REDIAL_S = 2.0  # between two attempts
 KEPT_SHARDS = 4  # that a member keeps for a host which asks for none of them
-_SHA256 = r"\A[0-9a-f]{64}\Z"
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Hash = Annotated[str, msgspec.Meta(pattern=_SHA256)]
 
 
 class Want(msgspec.Struct, frozen=True, tag=True):
@@ -97,23 +87,6 @@ class SeatFiles(msgspec.Struct, frozen=True, tag=True):
     manifest: dict[str, Any]
 
 
-class _SeatFile(msgspec.Struct, forbid_unknown_fields=True):
-    """A file of a seat, as a manifest may list it: its name leads nowhere."""
-
-    file: Annotated[str, msgspec.Meta(pattern=r"\Astage-[0-9]{1,6}\.safetensors\Z")]
-    sha256: Hash
-    bytes: Count
-    tensors: list[str]
-
-
-class _CheckedManifest(msgspec.Struct):
-    """What is used of the manifest of a seat before it is opened as a checkpoint."""
-
-    step: Annotated[int, msgspec.Meta(ge=0, lt=10**8)]
-    shards: Annotated[list[_SeatFile], msgspec.Meta(max_length=4096)]
-    settings: dict[str, dict[str, Any]]
-
-
 class OtherContentError(CheckpointError):
     """What arrived is not what the other end said it would send."""
 
@@ -121,7 +94,6 @@ class OtherContentError(CheckpointError):
 Word = Want | Refusal | SeatFiles
 T = TypeVar("T", Frame, SeatFiles)
 _WORDS = msgspec.json.Decoder(Word)
-learn_types(_CheckedManifest)
 
 
 class Talk:
@@ -179,9 +151,7 @@ def serve_files(
     talk: Talk, find: Callable[[Want], Path | None], rate: Allowance | None = None
 ) -> None:
     """Send what the other end asks for, or say why not, until it closes; WireError if that breaks.
-
-    `rate` may change at any time: it is the share of an uplink that training leaves to files, and
-    all of it when training is over. A piece goes out whole, so short bursts are that large.
+    `rate` may change at any time: it is the share of an uplink that training leaves to files.
     """
     while (want := talk.hear()) is not None:
         if not isinstance(want, Want):
@@ -217,20 +187,13 @@ def give(talk: Talk, want: Want, path: Path, rate: Allowance | None = None) -> N
 def take(
     talk: Talk, want: Want, part: Path, progress: Callable[[int], None] = lambda done: None
 ) -> None:
-    """Complete `part` until it is the file that is wanted, with the right hash.
-
-    A wrong hash is sent again once; then, or when the disk is full, or the other end refuses,
-    CheckpointError says so. WireError: the connection is lost, and `part` holds what has come.
+    """Complete `part` until it is the file that is wanted, which may be sent twice; CheckpointError
+    says why that cannot be. WireError: the connection is lost, and `part` holds what has come.
     """
     found = ""
     for _ in ("first", "second"):
-        try:
-            _complete(talk, want, part, progress)
-            found = sha256_of(part)
-        except OSError as error:
-            raise CheckpointError(
-                f"{want.bytes:,} bytes cannot be written to {part}: {error.strerror}"
-            ) from error
+        _complete(talk, want, part, progress)
+        found = sha256_of(part)
         if found == want.sha256:
             return
         part.unlink()
@@ -256,21 +219,15 @@ def _complete(talk: Talk, want: Want, part: Path, progress: Callable[[int], None
         if rest:
             talk.say(msgspec.structs.replace(want, offset=have))
         while have < want.bytes:
-            piece = _next_piece(talk, want, have)
-            file.write(piece)
-            have += len(piece)
+            piece = talk.expect(Frame, "the rest of a file", SILENCE_S)
+            size, due = len(piece.payload), min(PIECE_BYTES, want.bytes - have)
+            if piece.step != have // PIECE_BYTES:
+                raise BreachError("the other end sent another piece than the one that was due")
+            if size != due:
+                raise BreachError(f"the other end sent a piece of {size} bytes, not {due}")
+            have += file.write(piece.payload)
             progress(have)
     flush(part)
-
-
-def _next_piece(talk: Talk, want: Want, have: int) -> BytesLike:
-    piece = talk.expect(Frame, "the rest of a file", SILENCE_S)
-    if piece.step != have // PIECE_BYTES:
-        raise BreachError("the other end sent another piece than the one that was due")
-    size, due = len(piece.payload), min(PIECE_BYTES, want.bytes - have)
-    if size != due:
-        raise BreachError(f"the other end sent a piece of {size} bytes, not {due}")
-    return piece.payload
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -283,9 +240,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def incoming_folder(run_folder: Path) -> Path:
-    """Where the host keeps what has arrived of shards; names in it are made of numbers and hashes
-    that were checked, never of what a peer wrote.
-    """
+    """Where the host keeps what has arrived of shards, by names that no peer chooses."""
     return checkpoints_folder(run_folder) / ".incoming"
 
 
@@ -296,10 +251,10 @@ def _shard_file(run_folder: Path, step: int, stage: int) -> Path:
 class ShardCollector:
     """On the host: fetches the shards of one epoch, one checkpoint after the other.
 
-    `limits` are the most bytes of each stage's shard, and `objection` says why a file is not the
-    part that a stage has reported, or nothing. `tell` is told what becomes of each, for the
-    coordinator. `patience`: seconds without a byte of the checkpoint under way before it is given
-    up; 0 = never. `on_progress` gets the bytes of all its shards that are here, and in all.
+    `limits`: the most bytes of each stage's shard. `objection`: why a file is not the part that a
+    stage has reported. `tell` hears what becomes of each, for the coordinator. `patience`: seconds
+    without a byte of the checkpoint under way, before it is given up; 0 = never. `on_progress` gets
+    the bytes of all its shards that are here, and in all.
     """
 
     def __init__(
@@ -330,14 +285,16 @@ class ShardCollector:
 
     def announce(self, stage: int, written: ShardWritten) -> None:
         """A stage says that it has written its shard of a step."""
-        step, objection = written.step, self._objection(stage, written.shard)
+        step, size, most, objection = written.step, written.shard.bytes, self._limits[stage], ""
+        if not 0 < size <= most:
+            reported = f"stage {stage} reported a shard of {size:,} bytes"
+            objection = f"{reported}, but its state takes at most {most:,}"
         with self._changed:
-            reason = self._given_up.get(step, "")
             self._announced.setdefault(step, {})[stage] = written
             if objection:
                 self._tell(Travelled(stage, step, objection, at_fault=True))
-            if objection or reason:
-                self._give_up(step, reason or objection)
+            if reason := self._given_up.get(step, objection):
+                self._give_up(step, reason)
             self._choose()
 
     def give_up(self, step: int, reason: str) -> None:
@@ -364,10 +321,7 @@ class ShardCollector:
             self._changed.notify_all()
 
     def collect_from(self, member: str, held: Callable[[], list[int]], pipe: Pipe) -> None:
-        """Fetch the shards of what it holds, until the connection is lost or all is over.
-
-        On a thread of its own. Nothing is lost with the connection: the next one goes on.
-        """
+        """Fetch the shards of what it holds, until the connection is lost or all is over."""
         talk = Talk(pipe, self.meter)
         try:
             while (job := self._next_job(held)) is not None:
@@ -389,11 +343,7 @@ class ShardCollector:
             return None
 
     def _fetch(self, talk: Talk, member: str, stage: int, written: ShardWritten) -> None:
-        """Fetch a shard, open it, and put it where its checkpoint is made; or say why not.
-
-        The part stays, in case this epoch ends before its checkpoint is complete: what there is of
-        it from before is used, and others of this stage go.
-        """
+        """Fetch a shard, open it, and put it where its checkpoint is made; or say why not."""
         step, shard, whose = written.step, written.shard, f"the shard of stage {stage}"
         part = self._incoming / f"stage-{stage}-{step}-{shard.sha256}.part"
         try:
@@ -409,7 +359,7 @@ class ShardCollector:
                 raise OtherContentError(f"it is not its state: {refused}")
             place = _shard_file(self._run_folder, step, stage)
             place.parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(part, place)
+            _link_or_copy(part, place)  # it stays, in case this epoch ends before the others came
         except (CheckpointError, ConfigError) as error:
             reason = f"{whose} from {member}: {error}"
             if isinstance(error, OtherContentError):
@@ -419,19 +369,6 @@ class ShardCollector:
             self.give_up(step, f"{whose} cannot be kept: {error}")
         else:
             self._arrive(step, stage, written)
-
-    def _objection(self, stage: int, shard: Shard) -> str:
-        """Why a shard is not even asked for; empty if it is."""
-        if not re.match(_SHA256, shard.sha256):
-            return f"stage {stage} reported no sha256 of its shard: {printable(shard.sha256, 80)!r}"
-        if shard.file != f"stage-{stage}.safetensors":
-            return f"stage {stage} reported the file {printable(shard.file, 80)!r}"
-        if not 0 < shard.bytes <= self._limits[stage]:
-            return (
-                f"stage {stage} reported a shard of {shard.bytes:,} bytes, but its state takes at "
-                f"most {self._limits[stage]:,}"
-            )
-        return ""
 
     def _arrive(self, step: int, stage: int, written: ShardWritten) -> None:
         with self._changed:
@@ -490,11 +427,7 @@ class ShardCollector:
 
 
 class ShardSender:
-    """On a member: gives the host the shards that its stages wrote under `run_folder`.
-
-    It keeps few of them: the newest, the one that the host wants, and the one that it wanted
-    before, which is the last complete one perhaps.
-    """
+    """On a member: gives the host the shards that its stages wrote, and keeps few of them."""
 
     def __init__(self, run_folder: Path, rate: Allowance | None = None):
         self.meter = Meter()
@@ -541,11 +474,8 @@ class ShardSender:
 
 
 class SeatServer:
-    """On the host: says which files each stage needs of a checkpoint, and sends them.
-
-    Whoever stands by fetches them while the run goes on, and the checkpoint may be removed
-    meanwhile. That is no failure of the member: with `on_gone`, which is called then, it is not
-    refused, but loses its connection.
+    """On the host: says which files each stage needs of a checkpoint, and sends them. Where the run
+    goes on meanwhile it may be removed: then `on_gone` is called, and the connection ends.
     """
 
     def __init__(
@@ -626,12 +556,9 @@ def fetch_seat(
     plugins: Collection[str] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Fetch what stages need of the host's checkpoint; returns a folder to resume from.
-
-    `limit` is the most bytes that the state of the stage can have: a host that offers more would
-    only fill this disk. `plugins` are those that this machine allows: a checkpoint that names
-    others is refused, for they are code. `progress` gets the bytes that are here, and in all. What
-    was fetched before a lost connection (WireError) is used the next time.
+    """Fetch what stages need of the host's checkpoint, no more than `limit` bytes and no plugins
+    but these; returns a folder to resume from. `progress` gets the bytes that are here, and in all.
+    What was fetched before a lost connection (WireError) is used the next time.
     """
     talk = Talk(pipe)
     try:
@@ -643,8 +570,30 @@ def fetch_seat(
                 f"the host offers {size:,} bytes as the state of stage {which}, which takes at "
                 f"most {limit:,} with the settings of this run: nothing of it is fetched"
             )
-        folder, tell = checkpoints_folder(run_folder), lambda done: progress(done, size)
-        return _fetch_files(talk, manifest, shards, folder, min(stages), tell)
+        # The names end in that of the first stage, for a machine may hold others too.
+        step, folder = manifest["step"], checkpoints_folder(run_folder)
+        partial, name = folder / f".fetching-{min(stages)}", f"step-{step:08d}-{min(stages)}"
+        parts = {partial / f"{shard.sha256}.part": shard for shard in shards}
+        _make_room(folder, partial, parts)
+        done = 0
+        for part, shard in parts.items():
+            same = (file for file in _alike(folder, shard) if sha256_of(file) == shard.sha256)
+            if (own := next(same, None)) is not None:
+                _link_or_copy(own, part)
+                flush(part)
+            want, before = Want(step, 0, shard.sha256, shard.bytes), done
+            try:
+                take(talk, want, part, lambda n, before=before: progress(before + n, size))  # type: ignore[misc]
+            except CheckpointError as error:
+                raise CheckpointError(f"{shard.file} of step {step}: {error}") from error
+            done += shard.bytes
+        for part, shard in parts.items():
+            part.rename(partial / shard.file)
+        write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+        for earlier in folder.glob(f"step-*-{min(stages)}"):
+            shutil.rmtree(earlier)
+        put_in_place(partial, folder / name)
+        return Checkpoint.open(folder / name).folder
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint cannot be kept in {run_folder}: {error}. Free some space, or choose "
@@ -657,8 +606,9 @@ def fetch_seat(
 def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> list[Shard]:
     """The files of a seat, none of which can lie or lead anywhere but beside the manifest."""
     try:
-        checked = msgspec.convert(manifest, _CheckedManifest)
-        named = msgspec.convert(checked.settings.get("codec", {}).get("plugins", []), set[str])
+        checked = msgspec.convert(manifest, Facts)
+        codec = msgspec.convert(checked.settings.get("codec", {}), dict[str, Any])
+        named = msgspec.convert(codec.get("plugins", []), set[str])
         if len({shard.file for shard in checked.shards}) < len(checked.shards):
             raise ValueError("it names a file twice")
     except ValueError as error:
@@ -671,30 +621,15 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
             f"the host's checkpoint names plugins, which are code: {names}. If you trust them, "
             "join with --allow-plugin NAME for each"
         )
-    return [Shard(**msgspec.structs.asdict(shard)) for shard in checked.shards]
+    return checked.shards
 
 
-def _fetch_files(
-    talk: Talk,
-    manifest: dict[str, Any],
-    shards: list[Shard],
-    folder: Path,
-    first: int,
-    progress: Callable[[int], None],
-) -> Path:
-    """The folder of the checkpoint once all its files are there: complete, or absent.
-
-    It bears the number of its first stage: a machine may hold others, in other processes.
-    """
-    step, partial = manifest["step"], folder / f".fetching-{first}"
-    final = folder / f"step-{step:08d}-{first}"
+def _make_room(folder: Path, partial: Path, parts: dict[Path, Shard]) -> None:
+    """Remove other parts, and refuse what takes more than half of what is free."""
     partial.mkdir(parents=True, exist_ok=True)
-    parts = {partial / f"{shard.sha256}.part": shard for shard in shards}
-    for path in partial.iterdir():
-        if path not in parts:
-            path.unlink()
-    # At most half of what is free: the rest is for the shards that the stage writes.
-    missing = [shard for shard in shards if not any(_alike(folder, shard))]
+    for path in {*partial.iterdir()} - parts.keys():
+        path.unlink()
+    missing = [shard for shard in parts.values() if not any(_alike(folder, shard))]
     here = sum(part.stat().st_size for part in partial.iterdir())
     rest, free = sum(shard.bytes for shard in missing) - here, free_disk(partial)
     if rest > free // 2:
@@ -702,25 +637,6 @@ def _fetch_files(
             f"the state of the stage takes {rest:,} more bytes, but {free:,} are free in {folder}: "
             "the run leaves half of them free. Free some space, or join with another --folder"
         )
-    done = 0
-    for part, shard in parts.items():
-        same = (file for file in _alike(folder, shard) if sha256_of(file) == shard.sha256)
-        if (own := next(same, None)) is not None:
-            _link_or_copy(own, part)
-            flush(part)
-        try:
-            want, before = Want(step, 0, shard.sha256, shard.bytes), done
-            take(talk, want, part, lambda n, before=before: progress(before + n))  # type: ignore[misc]
-        except CheckpointError as error:
-            raise CheckpointError(f"{shard.file} of step {step}: {error}") from error
-        done += shard.bytes
-    for part, shard in parts.items():
-        part.rename(partial / shard.file)
-    write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-    for earlier in folder.glob(f"step-*-{first}"):
-        shutil.rmtree(earlier)
-    put_in_place(partial, final)
-    return Checkpoint.open(final).folder
 
 
 def _alike(folder: Path, shard: Shard) -> Iterator[Path]:

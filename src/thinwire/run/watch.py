@@ -1,15 +1,20 @@
 """Who is waited for, and since when: no wait of a run is silent, and none is endless.
 
 A stage says now and then what it is doing, and how many pieces of work it has begun (`Progress`).
-The coordinator's `Watch` notes when no stage begins anything new: first it is said, and at last the
-run ends with the name of the stage that is stuck. A link that breaks, or a process that dies, shows
-long before; this is for a stage that is frozen, or that answers and does nothing. Pulses prove
-little: a stage that alone claims to work, while all others wait, is stuck too, and so is a run in
-which everybody is busy and no step ends. How long is too long depends on what was seen before.
-Silence proves more: pulses come from a thread of their own, however long a piece of work takes.
+The coordinator's `Watch` notes when none begins anything new: first it is said, and at last the run
+ends with the name of the stage that is stuck. That is for a stage that is frozen, or answers and
+does nothing; a broken link or a dead process shows long before. Pulses prove little: a stage that
+alone claims to work is stuck too, and so is a run in which all are busy and no step ends. How long
+is too long depends on what was seen before.
+
+Nor may a peer speak too often (`Pace`), and nobody is told the same again and again (`Told`).
 """
 
+import time
+from collections.abc import Hashable
 from dataclasses import dataclass
+
+from thinwire.errors import WireError
 
 NOTICE_SECONDS = 30.0  # without progress before it is said
 _USUAL = 10  # a wait may be so many times the longest one that ended well
@@ -18,7 +23,10 @@ _ENDLESS = 10  # ... and at least so many times the patience
 _LATE = 3  # a pulse, of the longest time between two so far, before its stage counts as silent
 _FROZEN, _LEAST_FROZEN = 4, 20.0  # ... before it counts as frozen; and seconds, at least
 _PULSE_SECONDS = 5.0  # between two pulses of a stage, at most
-_LEAST_PULSE = 0.05  # ... and at least: more would pass for a flood (pacing.py)
+_LEAST_PULSE = 0.05  # ... and at least: more would pass for a flood
+AT_ONCE = 500  # messages, before any time has passed
+PER_SECOND = 25.0  # a link that breaks and comes back ten times a second makes twenty
+TOLD_A_MINUTE = 6  # notes to a person on one and the same thing
 
 
 def pulse_seconds(patience: float) -> float:
@@ -38,11 +46,9 @@ class _Seen:
 
 
 class Watch:
-    """The coordinator's view of its stages' progress.
-
-    Its clock runs only while the coordinator does: one that was suspended (Ctrl-Z) must not take
-    its own absence for that of its stages. A link may be down for `outage` seconds, and so may the
-    control stream of a stage on another machine: the patience does not end before that.
+    """The coordinator's view of its stages' progress. Its clock runs only while the coordinator
+    does, which may have been suspended (Ctrl-Z). A link or a control stream may be down for
+    `outage` seconds: the patience does not end before that.
     """
 
     def __init__(self, stages: int, patience: float, outage: float = 0.0) -> None:
@@ -87,8 +93,7 @@ class Watch:
         if begun is None or begun != seen.begun:
             if self._is_training:
                 self._longest = max(self._longest, self._stuck_for())
-                others = [other for other in self._seen if other != stage]
-                alone = max((self._alone_for(other) for other in others), default=0.0)
+                alone = max((self._alone_for(s) for s in self._seen if s != stage), default=0.0)
                 self._longest_alone = max(self._longest_alone, alone)
             seen.advanced = self.now
         if begun is not None:
@@ -109,9 +114,7 @@ class Watch:
             self._freed_at = self.now
 
     def replace(self, stage: int) -> None:
-        """Another process takes the place of this stage. Until it speaks no time counts, for it may
-        take a while to find a machine; and until it has caught up, it works and the others wait.
-        """
+        """Another process is to be this stage. No time counts until it speaks."""
         self._seen[stage] = _Seen(doing="is lost, and waits for a peer", advanced=self.now)
         self._unheard.add(stage)
         self._behind.add(stage)
@@ -138,47 +141,49 @@ class Watch:
         return f"no progress for {stuck:.0f} s: {self.doing()}"
 
     def verdict(self) -> tuple[str, int | None]:
-        """What is wrong and what to do, once the patience is at its end, or nothing; and the stage
-        that is stuck, where it is known.
-        """
-        if not self._patience:
-            return "", None
-        stuck = self._stuck_for()
-        if stuck >= self._limit(self._longest):
-            culprit, who = self._culprit(), "the stages wait for each other"
-            who = who if culprit is None else f"stage {culprit} is stuck"
-            return self._ending(f"{who}: no progress for {stuck:.0f} s"), culprit
-        for stage in self._seen if self._is_training else ():
-            if (alone := self._alone_for(stage)) >= self._limit(self._longest_alone):
-                claim = "it says that it works, and no other stage gets anything to do"
-                return self._ending(f"stage {stage} is stuck: for {alone:.0f} s {claim}"), stage
-        step = self._in_step_for()
-        if self._longest_step and step >= max(
-            self._limit(_ENDLESS_STEP / _USUAL * self._longest_step), _ENDLESS * self._patience
+        """What is wrong, once the patience is at its end; and which stage is stuck, if known."""
+        stuck, culprit = self._stuck_for(), self._culprit()
+        alone = {s: self._alone_for(s) for s in self._seen} if self._is_training else {}
+        if self._patience and stuck >= self._limit(self._longest):
+            each_other = "the stages wait for each other"
+            who = each_other if culprit is None else f"stage {culprit} is stuck"
+            what = f"{who}: no progress for {stuck:.0f} s"
+        elif self._patience and max(alone.values(), default=0) >= self._limit(self._longest_alone):
+            culprit = max(alone, key=lambda stage: alone[stage])
+            claim = "it says that it works, and no other stage gets anything to do"
+            what = f"stage {culprit} is stuck: for {alone[culprit]:.0f} s {claim}"
+        elif (
+            self._patience
+            and self._longest_step
+            and self._in_step_for()
+            >= max(
+                self._limit(_ENDLESS_STEP / _USUAL * self._longest_step), _ENDLESS * self._patience
+            )
         ):
-            return self._ending(f"no step has ended for {step:.0f} s"), None
-        return "", None
+            culprit, what = None, f"no step has ended for {self._in_step_for():.0f} s"
+        else:
+            return "", None
+        text = (
+            f"{what} ({self.doing()}). If a single piece of "
+            f"work may take that long, raise run.patience (now {self._patience:g} s; 0 = wait "
+            "forever). Otherwise see the logs, and continue with --resume"
+        )
+        return text, culprit
 
     def frozen(self) -> dict[int, float]:
         """Stages that have fallen silent while others speak, and for how many seconds.
 
-        A stage that works speaks every five seconds from a thread of its own. That thread may come
-        late where a machine is overloaded, but then others do too, and each late word raises what
-        counts as usual: only four times the longest pause of late, and 20 s at least, is frozen.
-        Where nobody speaks, or the way to a stage is known to be down, silence says nothing of it.
+        Pulses come from a thread of their own every five seconds; where a machine is overloaded
+        they are late, which raises what counts as usual. Where nobody speaks, or the way to a stage
+        is known to be down, silence says nothing.
         """
-        if not self._is_training:
+        usual = {s: self._usual(seen) for s, seen in self._seen.items() if seen.heard}
+        silent = {s: self.now - self._seen[s].heard for s in usual}
+        if not self._is_training or not any(silent[s] <= 2 * usual[s] for s in usual):
             return {}
-        usual = {stage: self._usual(seen) for stage, seen in self._seen.items()}
-        silent = {stage: self.now - seen.heard for stage, seen in self._seen.items() if seen.heard}
-        if not any(silence <= 2 * usual[stage] for stage, silence in silent.items()):
-            return {}
-        return {
-            stage: silence
-            for stage, silence in silent.items()
-            if silence > max(_FROZEN * usual[stage], _LEAST_FROZEN)
-            and f"control-{stage}" not in self._down
-        }
+        heard_of = [s for s in usual if f"control-{s}" not in self._down]
+        limits = {s: max(_FROZEN * usual[s], _LEAST_FROZEN) for s in heard_of}
+        return {s: silent[s] for s in heard_of if silent[s] > limits[s]}
 
     def doing(self) -> str:
         """What each stage that has not finished says it does, and for how long."""
@@ -194,13 +199,6 @@ class Watch:
         # Where a link is down, its own limit comes first, and says more than this one would.
         outage = self._outage + NOTICE_SECONDS if self._down else 0.0
         return max(self._patience, _USUAL * longest, outage)
-
-    def _ending(self, what: str) -> str:
-        return (
-            f"{what} ({self.doing()}). If a single piece of "
-            f"work may take that long, raise run.patience (now {self._patience:g} s; 0 = wait "
-            "forever). Otherwise see the logs, and continue with --resume"
-        )
 
     def _slow_step(self) -> str:
         """What to tell of a step that takes far longer than those before, as in `complaint`."""
@@ -245,3 +243,35 @@ class Watch:
     def _usual(self, seen: _Seen) -> float:
         """Seconds between two words of a stage: it may be slow, or far away."""
         return max(pulse_seconds(self._patience), seen.gap)
+
+
+class Pace:
+    """Counts what one peer says of its own accord, as pulses and outages are: from the beginning
+    on, for whoever was suspended for a day (Ctrl-Z) hears all at once, and that is no flood.
+    """
+
+    def __init__(self, who: str):
+        self._who, self._began, self._count = who, time.monotonic(), 0
+
+    def count(self) -> None:
+        """One more message; WireError if they are too many for the time that has passed."""
+        self._count += 1
+        passed = time.monotonic() - self._began
+        if self._count > AT_ONCE + PER_SECOND * passed:
+            said = f"{self._who} sent {self._count} messages in {passed:.0f} s"
+            raise WireError(f"{said}, but at most {PER_SECOND:g} a second are agreed")
+
+
+class Told:
+    """What a person was told of late, so that what happens again does not bury the rest."""
+
+    def __init__(self) -> None:
+        self._when: dict[Hashable, list[float]] = {}
+
+    def again(self, what: Hashable, now: float) -> int:
+        """How often this was told within a minute, this time included; 0 if it was often enough."""
+        recent = [then for then in self._when.get(what, []) if then > now - 60]
+        if len(recent) == TOLD_A_MINUTE:
+            return 0
+        self._when[what] = [*recent, now]
+        return len(recent) + 1
