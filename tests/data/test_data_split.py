@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusing import refused
 
-from thinwire.data.split import DocumentHash, ValidationSplit
+from thinwire.data.documents import DocumentHash, ValidationSplit
 
 documents = st.lists(st.text(min_size=1), min_size=1, max_size=30)
 

@@ -5,14 +5,12 @@
     ids[-1] in chat.end_ids                        # an answer ends with one of these
 
 Records hold conversations in the forms of `FORMS`, which docs/data.md describes. All become one:
-messages with a role and a content. A `system` text beside any of them comes first.
+messages with a role and a content. A chat template, Jinja2 text that comes from others, turns them
+into one text (data/rendering.py).
 
-A chat template is Jinja2 text that turns messages into one text, as tokenizers are published with.
-It comes from others, so it runs in Jinja's sandbox, where it can compute text and nothing else, and
-in a process that has little time and memory for it (data/rendering.py). The messages come from
-others too: what the template writes may hold special tokens, what a message holds never becomes
-one. A guard, a character that no text needs, is put into such spellings, and what was rendered is
-split there before it is encoded.
+The messages come from others too: what the template writes may hold special tokens, what a message
+holds never becomes one. A guard, a character that no text needs, is put into such spellings, and
+what was rendered is split there before it is encoded.
 """
 
 import contextlib
@@ -84,7 +82,7 @@ class Conversation:
     @property
     def has_answer(self) -> bool:
         """Whether there is anything to learn in it."""
-        return any(is_learned(message) for message in self.messages)
+        return any(map(is_learned, self.messages))
 
     @property
     def texts(self) -> list[str]:
@@ -122,8 +120,10 @@ def _answer(record: Mapping[str, Any], key: str) -> Any:
     return next((record[k] for k in FORMS[key][1] if record.get(k) is not None), None)
 
 
-def conversation_of(record: Mapping[str, Any]) -> Conversation:
+def conversation_of(record: Any) -> Conversation:
     """A record as a conversation; NotAConversation says what keeps it from being one."""
+    if not isinstance(record, Mapping):
+        raise NotAConversation("it is not an object")
     key = form_of(record)
     if key is None:
         names = ", ".join(f'"{name}"' for name in list(record)[:12])
@@ -140,8 +140,10 @@ def conversation_of(record: Mapping[str, Any]) -> Conversation:
     if said is None:
         messages = checked(asked)
     else:
-        before = checked([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
-        after = checked([{"role": ASSISTANT, "content": said}] if isinstance(said, str) else said)
+        before, after = (
+            checked([{"role": role, "content": text}] if isinstance(text, str) else text)
+            for role, text in (("user", asked), (ASSISTANT, said))
+        )
         # Answers that belong to the prompt are there to be read, not to be learned.
         messages = [m | {"weight": 0} if m["role"] == ASSISTANT else m for m in before] + after
     system = record.get("system")
@@ -327,7 +329,7 @@ class Specials:
 
     def split(self, text: str) -> list[str]:
         """What is between special tokens, and these."""
-        return [part for part in self._exact.split(text) if part]
+        return self._exact.split(text)
 
     def last(self, text: str) -> tuple[str, int] | None:
         """The last special token of a text, and where it ends."""
@@ -357,12 +359,12 @@ def _read_text(path: Path) -> str:
 
 
 class Encoded(NamedTuple):
-    """The ids of a conversation; of each, whether it is learned and the bytes it stands for."""
+    """A text and its ids; of each, where known, its bytes in the text and whether it is learned."""
 
-    ids: np.ndarray
-    learned: np.ndarray
-    sizes: np.ndarray
     text: str
+    ids: np.ndarray
+    sizes: np.ndarray | None = None
+    learned: np.ndarray | None = None
 
 
 class Chat:
@@ -425,19 +427,18 @@ class Chat:
         flat = iter(self.tokenizer.encode_measured(every, rendered=True))
         found = []
         for (text, spans), own in zip(rendered, parts, strict=True):
-            plain = text.replace(GUARD, "")
-            is_answer = np.full(len(plain) + 1, learn_all)  # the last is for what ends before it
-            for span in spans:
-                start, stop = (place - text.count(GUARD, 0, place) for place in span)
+            is_answer = np.full(len(text) + 1, learn_all)  # the last is for what ends before it
+            for start, stop in spans:
                 is_answer[start:stop] = True
-            starts, encoded = np.cumsum([0, *map(len, own)]), [next(flat) for _ in own]
-            ids = np.concatenate([np.empty(0, np.uint32), *(part.ids for part in encoded)])
-            sizes = np.concatenate([np.empty(0, np.uint32), *(part.sizes for part in encoded)])
-            # A token belongs to where its last character stands.
-            lasts = [start + part.ends - 1 for start, part in zip(starts, encoded, strict=False)]
-            learned = is_answer[np.concatenate([np.empty(0, np.int64), *lasts])].astype(np.uint8)
+            is_answer = np.delete(is_answer, [guard.start() for guard in re.finditer(GUARD, text)])
+            encoded = [next(flat) for _ in own]
+            ids, sizes = (np.concatenate([part[n] for part in encoded]) for n in range(2))
             sizes[np.isin(ids, self.tokenizer.special_ids)] = 0
-            found.append(Encoded(ids, learned, sizes, plain))
+            # A token belongs to where its last character stands.
+            before = np.cumsum([0, *map(len, own)])[:-1]
+            lasts = [at + part.ends - 1 for at, part in zip(before, encoded, strict=True)]
+            learned = is_answer[np.concatenate(lasts)].astype(np.uint8)
+            found.append(Encoded(text.replace(GUARD, ""), ids, sizes, learned))
         return found
 
     def _parts(self, text: str) -> list[str]:
@@ -446,7 +447,7 @@ class Chat:
         for part in text.split(GUARD):
             is_long = len(part) > PIECE_CHARACTERS
             for own in self._specials.split(part) if is_long else [part]:
-                found += [piece for piece, _ in pieces_of(own) if piece]
+                found += [piece for piece, _ in pieces_of(own)]
         return found
 
     def _rendered(
