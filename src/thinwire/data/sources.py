@@ -36,7 +36,6 @@ SEPARATOR = "<|endoftext|>"
 WHOLE_CHARACTERS = 16_000_000
 PIECE_CHARACTERS = 1_000_000
 LONGEST_BYTES = 64 << 20  # of a line of JSON, or of the texts in a row of Parquet
-LARGEST_LIST_BYTES = 1 << 30  # of a file that is one list of JSON, which is held whole
 # Text becomes 3 to 10 times smaller when packed; monotonous logs a hundred times.
 LARGEST_RATIO = 500
 ALWAYS_ALLOWED_BYTES = 256 << 20
@@ -237,13 +236,7 @@ def _json_records(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterat
             if line.strip():
                 yield SourceRecord(_parsed(line, where), where, raw.tell())
         return
-    text = stream.read(LARGEST_LIST_BYTES + 1)
-    if len(text) > LARGEST_LIST_BYTES:
-        raise DataError(
-            f"{file.path} is one list of more than {LARGEST_LIST_BYTES >> 30} GiB of JSON, which "
-            "cannot be read in parts: write one object per line (.jsonl)"
-        )
-    listed = _parsed(text, str(file.path))
+    listed = _parsed(stream.read(), str(file.path))
     for number, values in enumerate(listed, 1):
         position = file.size * number // len(listed)
         yield SourceRecord(values, f"{file.path}, entry {number}", position)
