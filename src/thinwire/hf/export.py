@@ -7,6 +7,7 @@ publish such folders: no path of the machine that trained the model goes into on
 import contextlib
 import dataclasses
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,28 +18,33 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import thinwire
-from thinwire.data import Tokenizer
+from thinwire.data import Corpus, Tokenizer
+from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
+from thinwire.data.chat import JINJA, Chat, ChatTemplate
 from thinwire.engine.build import model_weights
-from thinwire.engine.checkpoint import IMPORTED, Checkpoint, checkpoints_folder
+from thinwire.engine.checkpoint import IMPORTED, TOKENIZER, Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import CheckpointError, ConfigError, DataError, ThinwireError
 from thinwire.hf.cuts import WithCuts, config_with_cuts
 from thinwire.hf.folder import (
+    BESIDE,
     CONFIG,
     EXPORT_TYPES,
+    GENERATION,
     FolderWeights,
     check_target,
     new_folder,
+    read_json,
     write_json,
     write_model,
 )
 from thinwire.hf.shape import config_of, kind_of
-from thinwire.hf.tokenizer import GENERATION, TokenizerFiles, corpus_of
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
 from thinwire.model.adapter import UP, is_adapter
+from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
 from thinwire.report.human import human_bytes, human_count
 from thinwire.report.metrics import Row, lines_of
@@ -124,10 +130,9 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
         model, ends = weights.settings.model, tokenizer.generation()
         config = {
             **(config_with_cuts(weights.settings) if why_not else config_of(model)),
-            # Said even if there are none, or the class of the model names some of its own.
-            **dict.fromkeys(("bos_token_id", "eos_token_id")),
-            # Not the one for padding: transformers would take it out of training.
-            **{key: value for key, value in ends.items() if key != "pad_token_id"},
+            # Said even if there are none, or the class of the model names some of its own; but not
+            # the one for padding, which transformers would take out of training.
+            **{key: ends.get(key) for key in ("bos_token_id", "eos_token_id")},
             "use_cache": True,
             "torch_dtype": str(dtype).removeprefix("torch."),
             "thinwire_version": thinwire.__version__,
@@ -153,6 +158,92 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
+class TokenizerFiles:
+    """A tokenizer.json, and what is known beside it, on their way into a folder: that of a
+    checkpoint, or the one that is given.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, given: Path | None = None):
+        path = given / TOKENIZER if given is not None and given.is_dir() else given
+        path = path or checkpoint.tokenizer
+        if path is None:
+            raise CheckpointError(
+                f"{checkpoint.folder} holds no tokenizer (it was trained on token shards without "
+                "one): name the one that made them with --tokenizer tokenizer.json"
+            )
+        model = checkpoint.settings.model
+        self.path = path
+        self.tokenizer = Tokenizer.load(path)
+        self._context = model.context
+        self._folders = [path.parent]
+        # Training copies the tokenizer and its chat template; what else came with it, such as ways
+        # of sampling, is where `data.tokenizer` found it.
+        chosen = checkpoint.settings.data.tokenizer if path == checkpoint.tokenizer else ""
+        with contextlib.suppress(ThinwireError):
+            if chosen and Tokenizer.load(chosen).digest == self.tokenizer.digest:
+                self._folders.append(expanded(chosen, "data.tokenizer").parent)
+        if self.tokenizer.vocab_size > model.vocab:
+            raise ConfigError(
+                f"{path} has {self.tokenizer.vocab_size} entries, but the model was trained with "
+                f"{model.vocab}: it is not the tokenizer of this model"
+            )
+
+    def write(self, folder: Path) -> None:
+        """Copy what is there, and make what is not."""
+        shutil.copyfile(self.path, folder / TOKENIZER)
+        for name in BESIDE:
+            if (found := self._beside(name)) is not None:
+                shutil.copyfile(found, folder / name)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self._context,
+            "clean_up_tokenization_spaces": False,
+        }
+        if (end := self.tokenizer.end_of_text) is not None:
+            config |= dict.fromkeys(("bos_token", "eos_token"), self.tokenizer.decode([end]))
+        known = self._beside(TOKENIZER_CONFIG)
+        write_json(folder / TOKENIZER_CONFIG, config | (read_json(known) if known else {}))
+
+    def generation(self) -> dict[str, Any]:
+        """Where a text begins and ends, in ids, for the configs of the model."""
+        known = self._beside(GENERATION)
+        if known is not None:
+            kept = read_json(known)
+            keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+            return {key: kept[key] for key in keys if key in kept}
+        end = self.tokenizer.end_of_text
+        ends = sorted(self._chat_ends() | ({end} if end is not None else set()))
+        if not ends:
+            return {}
+        # Training puts one token between texts: it ends one and begins the next.
+        first = {} if end is None else {"bos_token_id": end}
+        last = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+        return {**first, **last, "pad_token_id": ends[0] if end is None else end}
+
+    def _chat_ends(self) -> set[int]:
+        """Ids that end an answer, where there is a chat template."""
+        for folder in self._folders:
+            with contextlib.suppress(DataError):  # one that another program may still use
+                template = ChatTemplate.beside(folder / TOKENIZER)
+                if template is not None:
+                    return set(Chat(self.tokenizer, template).end_ids)
+        return set()
+
+    def _beside(self, name: str) -> Path | None:
+        folders = self._folders
+        if name == JINJA:  # it would come before the template of a nearer tokenizer_config.json
+            folders = [folder for folder in folders if _has_template(folder)][:1]
+        paths = (folder / name for folder in folders)
+        return next((path for path in paths if path.is_file()), None)
+
+
+def _has_template(folder: Path) -> bool:
+    try:
+        return ChatTemplate.beside(folder / TOKENIZER) is not None
+    except DataError:  # one that another program may still use
+        return True
+
+
 def verify(
     folder: Path,
     weights: Folded | WithCuts,
@@ -166,8 +257,13 @@ def verify(
     before they are rounded, they must give the trained model's logits. Of the text that the folder
     continues, each token must be the trained model's own choice.
     """
-    text, ids = _text_for(checkpoint, tokenizer.tokenizer)
-    opener = tokenizer_class(folder, tokenizer.tokenizer)
+    own, context = tokenizer.tokenizer, checkpoint.settings.model.context
+    # The run's own validation text if it is on this machine, else a sample.
+    corpus = corpus_of(checkpoint)
+    text = "a sample text" if corpus is None else "validation text"
+    known = own.encode(SAMPLE) if corpus is None else corpus.valid
+    ids = torch.tensor([[int(i) for i in known[: min(TOKENS, context)]]])
+    opener = tokenizer_class(folder, own)
     with torch.no_grad(), _quiet():
         auto = needs("transformers", "hf", VERIFYING).AutoModelForCausalLM
         # By its old name, which every version of transformers understands.
@@ -179,7 +275,8 @@ def verify(
                 tensor.copy_(weights.tensor(name))
             theirs_TV = theirs(ids).logits[0].float()
         prompt = ids[:, : max(1, min(PROMPT, ids.shape[1] // 2))]
-        most = min(CONTINUED, checkpoint.settings.model.context - prompt.shape[1])
+        start = prompt.shape[1]
+        most = min(CONTINUED, context - start)
         continued = _continued(theirs, prompt, most)
         del theirs
         ours = trained_model(checkpoint)
@@ -197,8 +294,8 @@ def verify(
             f"the exported model is not the trained one: logits differ by up to {difference:.3g}, "
             f"and rounding explains {limit:.1e} at most"
         )
-    start, end = prompt.shape[1], tokenizer.generation().get("eos_token_id")
-    new, ends = continued[0, start:].tolist(), {end} if isinstance(end, int) else set(end or ())
+    new, end = continued[0, start:].tolist(), tokenizer.generation().get("eos_token_id")
+    ends = {end} if isinstance(end, int) else set(end or ())
     _check_text(new, ahead_TV[start - 1 :], limit)
     due = next((count for count, token in enumerate(new, 1) if token in ends), most)
     if len(new) != due:
@@ -220,14 +317,16 @@ def _most(difference: Tensor) -> float:
     return float(difference.abs().max())
 
 
-def _text_for(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[str, Tensor]:
-    """Ids of the run's own validation text if it is on this machine, else of a sample."""
-    most = min(TOKENS, checkpoint.settings.model.context)
-    corpus = corpus_of(checkpoint)
-    if corpus is not None:
-        ids = corpus.valid[:most].astype("int64")
-        return "validation text", torch.from_numpy(ids)[None]
-    return "a sample text", torch.tensor([tokenizer.encode(SAMPLE)[:most]])
+def corpus_of(checkpoint: Checkpoint) -> Corpus | None:
+    """The prepared corpus that a checkpoint was trained on, if it is still in the cache."""
+    fingerprint = checkpoint.manifest["corpus"]
+    for manifest in cache_folder().glob("*/manifest.json"):
+        with contextlib.suppress(OSError, UnicodeDecodeError, DataError):  # another's, or damaged
+            if fingerprint and fingerprint in manifest.read_text(encoding="utf-8"):
+                corpus = Corpus.open(manifest.parent)
+                if corpus.fingerprint == fingerprint:
+                    return corpus
+    return None
 
 
 def tokenizer_class(folder: Path, tokenizer: Tokenizer) -> str:

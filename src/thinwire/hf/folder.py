@@ -18,10 +18,15 @@ import safetensors
 import torch
 from torch import Tensor
 
+from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
+from thinwire.data.chat import JINJA
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import flush, partial_folder, replace_folder
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
+BESIDE = (TOKENIZER_CONFIG, "special_tokens_map.json", JINJA, GENERATION)
+"""What may stand beside a tokenizer.json, and goes where it goes."""
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -141,11 +146,30 @@ class FolderWeights:
 
     def _parts(self) -> dict[str, set[str] | None]:
         """The files, each with the tensors that the index expects there, if there is an index."""
-        folder = self._folder
-        if (folder / INDEX).is_file():
-            return self._indexed(read_json(folder / INDEX).get("weight_map"))
-        if (folder / WHOLE).is_file():
+        folder, index = self._folder, self._folder / INDEX
+        if not index.is_file():
+            self._check_whole()
             return {WHOLE: None}
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
+            raise CheckpointError(f"{index} has no weight_map of tensors and their files")
+        parts: dict[str, set[str] | None] = {}
+        for file in sorted(set(places.values())):
+            if Path(file).name != file:
+                raise CheckpointError(f"{index} names {file!r}, which is not a file beside it")
+            parts[file] = {name for name, place in places.items() if place == file}
+        missing = [file for file in parts if not (folder / file).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {len(missing)} of the {len(parts)} files that {INDEX} names, "
+                f"such as {missing[0]}: complete the download"
+            )
+        return parts
+
+    def _check_whole(self) -> None:
+        folder = self._folder
+        if (folder / WHOLE).is_file():
+            return
         others = sorted(path.name for path in folder.glob("*.safetensors"))
         if others:
             raise CheckpointError(
@@ -155,23 +179,6 @@ class FolderWeights:
         if list(folder.glob("*.bin")) or list(folder.glob("*.pt*")):
             raise CheckpointError(f"{folder} {_WHY_NO_PICKLE}")
         raise CheckpointError(f"{folder} has no weights: expected {WHOLE}, or {INDEX} with files")
-
-    def _indexed(self, places: Any) -> dict[str, set[str] | None]:
-        path = self._folder / INDEX
-        if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
-            raise CheckpointError(f"{path} has no weight_map of tensors and their files")
-        parts: dict[str, set[str] | None] = {}
-        for file in sorted(set(places.values())):
-            if Path(file).name != file:
-                raise CheckpointError(f"{path} names {file!r}, which is not a file beside it")
-            parts[file] = {name for name, place in places.items() if place == file}
-        missing = [file for file in parts if not (self._folder / file).is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{self._folder} lacks {len(missing)} of the {len(parts)} files that {INDEX} "
-                f"names, such as {missing[0]}: complete the download"
-            )
-        return parts
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
@@ -185,27 +192,24 @@ class FolderWeights:
             ) from error
 
 
-def write_tensors(
-    path: Path, shapes: Shapes, types: torch.dtype | Mapping[str, torch.dtype], read: Read
-) -> None:
-    """Write one file of these tensors, in this order and of one type or of these, to the disk."""
-    of = {name: types if isinstance(types, torch.dtype) else types[name] for name in shapes}
+def write_tensors(path: Path, listed: Mapping[str, Kept], read: Read) -> None:
+    """Write one file of these tensors, in this order and of these types, to the disk."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * of[name].itemsize
-        header[name] = {"dtype": _SPELLED[of[name]], "shape": shape, "data_offsets": [start, end]}
+    for name, kept in listed.items():
+        start, end = end, end + kept.bytes
+        header[name] = {"dtype": kept.dtype, "shape": kept.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
+        for name, kept in listed.items():
             tensor = read(name)
-            if tuple(tensor.shape) != tuple(shape):
+            if tuple(tensor.shape) != kept.shape:
                 raise CheckpointError(
-                    f"{name} has shape {tuple(tensor.shape)}, but {tuple(shape)} was announced"
+                    f"{name} has shape {tuple(tensor.shape)}, but {kept.shape} was announced"
                 )
-            rounded = tensor.detach().cpu().to(of[name]).contiguous()
+            rounded = tensor.detach().cpu().to(TYPES[kept.dtype]).contiguous()
             del tensor  # nobody holds it while the next one is read
             file.write(rounded.flatten().view(torch.uint8).numpy().data)
             del rounded
@@ -219,23 +223,23 @@ def write_model(
 
     A tensor is never split, so one that is larger has a file of its own.
     """
-    parts: list[list[str]] = [[]]
-    size = 0
+    parts: list[dict[str, Kept]] = [{}]
+    size = count = 0
     for name, shape in shapes.items():
-        own = math.prod(shape) * dtype.itemsize
-        if parts[-1] and size + own > most_bytes:
-            parts.append([])
+        kept = Kept(shape, _SPELLED[dtype])
+        if parts[-1] and size + kept.bytes > most_bytes:
+            parts.append({})
             size = 0
-        parts[-1].append(name)
-        size += own
+        parts[-1][name] = kept
+        size += kept.bytes
+        count += math.prod(shape)
     if len(parts) == 1:
-        write_tensors(folder / WHOLE, shapes, dtype, read)
+        write_tensors(folder / WHOLE, parts[0], read)
         return
     places: dict[str, str] = {}
-    for number, names in enumerate(parts, start=1):
+    for number, part in enumerate(parts, start=1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        write_tensors(folder / file, {name: shapes[name] for name in names}, dtype, read)
-        places |= dict.fromkeys(names, file)
-    count = sum(math.prod(shape) for shape in shapes.values())
+        write_tensors(folder / file, part, read)
+        places |= dict.fromkeys(part, file)
     sizes = {"total_parameters": count, "total_size": count * dtype.itemsize}
     write_json(folder / INDEX, {"metadata": sizes, "weight_map": places})

@@ -4,9 +4,7 @@ The harness opens a model with transformers, so a checkpoint is exported to a te
 first. That is the model by its weights, boundaries included: what codecs do at its cuts is not.
 """
 
-import contextlib
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +43,16 @@ def run_tasks(
                 f"the lm-eval harness has no task {task!r}: `python -m lm_eval ls tasks` lists "
                 "them, and --tasks-folder adds a folder of your own"
             )
-    with _exported(place, display, allow_plugins) as exported:
+    with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as scratch:
+        model = place
+        if not (place / CONFIG).is_file():  # no exported model yet
+            checkpoint = Checkpoint.open(place, allow_plugins)
+            model = Path(scratch) / checkpoint.settings.run.name
+            export(checkpoint, Wanted(model, verify=False), display)
         display.phase("lm-eval", f"{', '.join(tasks)} on {place}")
         found = harness.simple_evaluate(
             model="hf",
-            model_args={"pretrained": str(exported), "dtype": "float32"},
+            model_args={"pretrained": str(model), "dtype": "float32"},
             tasks=tasks,
             device=str(choose_device(device, 0)),
             limit=limit or None,
@@ -70,16 +73,3 @@ def scores_text(results: dict[str, dict[str, Any]]) -> str:
                 spread = f" ± {error:.4f}" if isinstance(error, float) else ""
                 lines.append(f"{task}: {name} {value:.4f}{spread}")
     return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def _exported(place: Path, display: Display, allow_plugins: bool) -> Iterator[Path]:
-    """The folder itself if it is an exported model, else the export of a checkpoint."""
-    if (place / CONFIG).is_file():
-        yield place
-        return
-    checkpoint = Checkpoint.open(place, allow_plugins)
-    with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as scratch:
-        folder = Path(scratch) / checkpoint.settings.run.name
-        export(checkpoint, Wanted(folder, verify=False), display)
-        yield folder

@@ -42,6 +42,7 @@ from thinwire.engine.checkpoint import (
 from thinwire.errors import CheckpointError, ConfigError, DataError, first_line
 from thinwire.folders import write_file
 from thinwire.hf.folder import (
+    BESIDE,
     CONFIG,
     TYPES,
     FolderWeights,
@@ -53,7 +54,6 @@ from thinwire.hf.folder import (
     write_tensors,
 )
 from thinwire.hf.shape import is_tied, shape_of
-from thinwire.hf.tokenizer import BESIDE
 from thinwire.lazy import needs
 from thinwire.model.llama import EMBEDDING
 from thinwire.paths import expanded
@@ -298,9 +298,7 @@ def _write(
             )
         for index, stage in enumerate(parts):
             path = folder / f"stage-{index}.safetensors"
-            shapes = {name: kept.shape for name, kept in stage.items()}
-            types = {name: TYPES[kept.dtype] for name, kept in stage.items()}
-            write_tensors(path, shapes, types, read)
+            write_tensors(path, stage, read)
             shards.append(Shard(path.name, sha256_of(path), path.stat().st_size, sorted(stage)))
         origin.tokenizer.save(folder / TOKENIZER)
         for path in origin.beside:

@@ -103,14 +103,9 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        if isinstance(logits_to_keep, Tensor) or logits_to_keep:
-            kept = logits_to_keep
-            logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]
-        output = CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=past_key_values,
-        )
+        kept = logits_to_keep
+        logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]  # 0: all
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output.to_tuple() if return_dict is False else output
 
     def _pasts(self, cache: Any) -> list[list[Any]]:
