@@ -45,33 +45,30 @@ class Renderer:
         """
         request = json.dumps({"source": source, "values": values}, default=str).encode()
         with self._lock:
-            return self._answer(request)
-
-    def _answer(self, request: bytes) -> dict[str, str]:
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                # -P: a file in the current folder must not pass for a module
-                [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_BYTES)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the process that asks
-            )
-        process, line = self._process, b""
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(request + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:
-            pass  # it has ended
-        except BaseException:  # such as Ctrl-C: this answer must not be taken for the next one
-            self.close()
-            raise
-        answer: dict[str, str] = json.loads(line) if line else {"error": TOO_MUCH}
-        if answer.get("error") == TOO_MUCH:
-            self.close()  # what was taken may not be given back
-        return answer
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    # -P: a file in the current folder must not pass for a module
+                    [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_BYTES)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for the process that asks
+                )
+            asked, answers, line = self._process.stdin, self._process.stdout, b""
+            assert asked is not None and answers is not None
+            try:
+                asked.write(request + b"\n")
+                asked.flush()
+                line = answers.readline()
+            except OSError:
+                pass  # it has ended
+            except BaseException:  # such as Ctrl-C: this answer must not be taken for the next one
+                self.close()
+                raise
+            answer: dict[str, str] = json.loads(line) if line else {"error": TOO_MUCH}
+            if answer.get("error") == TOO_MUCH:
+                self.close()  # what was taken may not be given back
+            return answer
 
     def close(self) -> None:
         """End the process; another one starts when it is needed."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import threading
@@ -41,9 +42,8 @@ ResultT = TypeVar("ResultT")
 
 
 class Measured(NamedTuple):
-    """The ids of a text; of each, the UTF-8 bytes it stands for and where it ends in the text.
-
-    The bytes reach from the end of one token to that of the next; together they are the text's.
+    """The ids of a text; of each, the UTF-8 bytes from the end of the one before to its own, and
+    where it ends in the text.
     """
 
     ids: np.ndarray
@@ -59,12 +59,11 @@ class Tokenizer:
         backend.no_padding()
         backend.encode_special_tokens = True  # "<|endoftext|>" in a document ends nothing
         self._backend = backend
-        vocabulary = backend.get_vocab(with_added_tokens=True)
+        ids = backend.get_vocab(with_added_tokens=True)
         # The largest id, not the number of entries: ids of some published files have holes.
-        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
-        self.end_of_text: int | None = next(
-            (vocabulary[name] for name in END_OF_TEXT_NAMES if name in vocabulary), None
-        )
+        self.vocab_size: int = max(ids.values(), default=-1) + 1
+        ends = (ids[name] for name in END_OF_TEXT_NAMES if name in ids)
+        self.end_of_text: int | None = next(ends, None)
         added = backend.get_added_tokens_decoder()
         special = {number: token.content for number, token in added.items() if token.special}
         self.special_tokens: tuple[str, ...] = tuple(special.values())
@@ -244,10 +243,6 @@ def _seam(text: str, start: int) -> int:
     return last if last > 0 else limit
 
 
-class Abandoned(Exception):
-    """Raised in the input of a computation that nobody waits for any more."""
-
-
 def interruptible(
     work: Callable[[Iterator[ItemT]], ResultT], items: Iterable[ItemT] = ()
 ) -> ResultT:
@@ -258,18 +253,12 @@ def interruptible(
     dies with the process.
     """
     is_abandoned = threading.Event()
-
-    def guarded() -> Iterator[ItemT]:
-        for item in items:
-            if is_abandoned.is_set():
-                raise Abandoned
-            yield item
-
-    result = on_daemon_thread("thinwire data", lambda: work(guarded()))
+    fed = itertools.takewhile(lambda _: not is_abandoned.is_set(), items)
+    result = on_daemon_thread("thinwire data", lambda: work(fed))
     try:
-        while not result.done():
-            # A signal may reach another thread: only a wait that ends shows it to this one.
-            wait([result], _POLL_SECONDS)
+        # A signal may reach another thread: only a wait that ends shows it to this one.
+        while wait([result], _POLL_SECONDS).not_done:
+            pass
         return result.result()
     finally:
         is_abandoned.set()
