@@ -156,14 +156,14 @@ def conversation_of(record: Any) -> Conversation:
         except (ValueError, RecursionError):
             raise NotAConversation('"tools" is text, but not valid JSON') from None
     tools = [tools] if tools and isinstance(tools, Mapping) else tools or None
-    if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
+    if not isinstance(tools, list | None):
         raise NotAConversation('"tools" must be a list')
-    return Conversation(messages, None if tools is None else list(tools), FORMS[key][0])
+    return Conversation(messages, tools, FORMS[key][0])
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:
     """Messages with known roles and contents of text; NotAConversation names what is wrong."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence) or not len(messages):
+    if not isinstance(messages, list | tuple) or not messages:
         raise NotAConversation("it has no list of messages")
     return [_message(message, f"message {number}") for number, message in enumerate(messages, 1)]
 
@@ -178,7 +178,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if content is None and ROLES[role.lower()] == "user":
         raise NotAConversation(f"{where} has no content")
     content = "" if content is None else content
-    if isinstance(content, Sequence) and not isinstance(content, str):
+    if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         if not all(isinstance(part, str) for part in parts):
             raise NotAConversation(f"{where} holds something else than text, such as an image")
@@ -239,19 +239,15 @@ class ChatTemplate:
         own, and ChatML where it has none.
         """
         own = cls.beside(tokenizer) if tokenizer is not None else None
-        if name == "":
+        if name == "tokenizer" and own is None:
+            raise DataError(
+                'data.template = "tokenizer", but no chat template is beside the tokenizer '
+                f"({CONFIG} or {JINJA}): put it there, or set data.template"
+            )
+        if name in ("", "tokenizer"):
             return own or cls(CHATML, "chatml")
-        if name == "tokenizer":
-            if own is None:
-                raise DataError(
-                    'data.template = "tokenizer", but no chat template is beside the tokenizer '
-                    f"({CONFIG} or {JINJA}): put it there, or set data.template"
-                )
-            return own
-        config = own.config if own is not None else {}
-        if name == "chatml":
-            return cls(CHATML, "chatml", config)
-        return cls(_read_text(Path(name).expanduser()), name, config)
+        source = CHATML if name == "chatml" else _read_text(Path(name).expanduser())
+        return cls(source, name, own.config if own is not None else {})
 
     @property
     def digest(self) -> str:
@@ -274,13 +270,8 @@ class ChatTemplate:
         prompts: bool = False,
     ) -> str:
         """The text of messages; with `prompts` the beginning of an answer follows."""
-        values = {
-            "messages": messages,
-            "tools": tools or None,
-            "documents": None,
-            "add_generation_prompt": prompts,
-            **self.tokens,
-        }
+        values: dict[str, Any] = {"messages": messages, "tools": tools or None, "documents": None}
+        values |= {"add_generation_prompt": prompts, **self.tokens}
         answer = RENDERER.render(self.source, values)
         if "invalid" in answer:
             raise DataError(f"{self.name} is not a valid chat template: {answer['invalid']}")
@@ -296,12 +287,9 @@ class ChatTemplate:
     @cached_property
     def tokens(self) -> dict[str, str]:
         """Such as bos_token, which a config has as text or as an object with it."""
-        found = {}
-        for key, value in self.config.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                found[key] = text
-        return found
+        named = {key: value for key, value in self.config.items() if key.endswith("_token")}
+        texts = ((k, v.get("content") if isinstance(v, dict) else v) for k, v in named.items())
+        return {key: text for key, text in texts if isinstance(text, str)}
 
 
 class Specials:
@@ -331,10 +319,9 @@ class Specials:
         """What is between special tokens, and these."""
         return self._exact.split(text)
 
-    def last(self, text: str) -> tuple[str, int] | None:
-        """The last special token of a text, and where it ends."""
-        found = list(self._exact.finditer(text))
-        return (found[-1][0], found[-1].end()) if found else None
+    def last(self, text: str) -> re.Match[str] | None:
+        """Where the last special token of a text stands."""
+        return next(reversed([*self._exact.finditer(text)]), None)
 
     def _guarded(self, text: str) -> str:
         if short := [token for token in self._short if token in text]:
@@ -521,7 +508,7 @@ class Chat:
         common = text[: next((at for at, (a, b) in pairs if a != b), len(through))]
         last = self._specials.last(common[start:])
         if last is not None:
-            return start + last[1]
+            return start + last.end()
         if common != through or len(through) <= start:
             raise self._unclear("it writes an answer otherwise when more follows")
         return len(through)
