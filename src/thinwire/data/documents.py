@@ -27,7 +27,6 @@ from thinwire.data.tokenizer import Tokenizer, interruptible, pieces_of
 from thinwire.errors import DataError
 
 BATCH_CHARACTERS = 1_000_000
-_JUDGED_CHARACTERS = 10_000_000  # enough to know a tokenizer that loses most of a text
 _KEY = b"thinwire document"
 _RANGE = 1 << 64
 # Less text than this makes too few windows to validate with.
@@ -115,10 +114,7 @@ class Texts:
             sides: dict[str, list[tuple[str, bool]]] = {}
             for side, text, is_end in pieces:
                 sides.setdefault(side, []).append((text, is_end))
-            chunks = [self._chunk(tokenizer, side, sides[side]) for side in SIDES if side in sides]
-            if self.characters >= _JUDGED_CHARACTERS:
-                self._check_fit()
-            return chunks
+            return [self._chunk(tokenizer, side, sides[side]) for side in SIDES if side in sides]
 
         batch: list[TextPiece] = []
         size = 0
@@ -130,10 +126,6 @@ class Texts:
                     yield from interruptible(encoded, batch)
                     batch, size = [], 0
         yield from interruptible(encoded, batch)
-        self._check_fit()
-
-    def _check_fit(self) -> None:
-        """Refuse a tokenizer that loses more than half of the text."""
         if 2 * self._lost.total() > self.characters:
             raise DataError(f"the text and its tokenizer do not fit: {Texts.remarks(self)[0]}")
 
