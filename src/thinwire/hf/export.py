@@ -321,21 +321,15 @@ def tokenizer_class(folder: Path, tokenizer: Tokenizer) -> str:
     For some types of models AutoTokenizer puts rules of its own in place of a tokenizer.json.
     """
     ours = tokenizer.encode(SAMPLE)
-    theirs: dict[str, list[int]] = {}
     for name in (AUTO_TOKENIZER, PLAIN_TOKENIZER):
         opener = getattr(needs("transformers", "hf", VERIFYING), name)
         with _quiet():
-            opened = opener.from_pretrained(folder)
-            theirs[name] = opened.encode(SAMPLE, add_special_tokens=False)
-        if theirs[name] == ours:
+            theirs = opener.from_pretrained(folder).encode(SAMPLE, add_special_tokens=False)
+        if theirs == ours:
             return name
-    wrong = theirs[AUTO_TOKENIZER]
-    pairs = enumerate(zip(wrong, ours, strict=False))
-    place = next((number for number, (other, own) in pairs if other != own), 0)
     raise CheckpointError(
-        "the exported tokenizer is not the one of training: transformers gives "
-        f"{len(wrong)} ids for a sample text, training has {len(ours)}; from place {place} on "
-        f"{wrong[place : place + 5]} and {ours[place : place + 5]}"
+        "the exported tokenizer is not the one of training: for a sample text transformers gives "
+        f"the ids {theirs[:10]} ..., training has {ours[:10]} ..."
     )
 
 
