@@ -170,15 +170,13 @@ class FolderWeights:
         folder = self._folder
         if (folder / WHOLE).is_file():
             return
-        others = sorted(path.name for path in folder.glob("*.safetensors"))
-        if others:
-            raise CheckpointError(
-                f"{folder} has {others[0]} but neither {WHOLE} nor {INDEX}, which says what is in "
-                "which file: the download is not complete, or this is an adapter"
-            )
-        if list(folder.glob("*.bin")) or list(folder.glob("*.pt*")):
+        has_safetensors = any(folder.glob("*.safetensors"))
+        if not has_safetensors and [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
             raise CheckpointError(f"{folder} {_WHY_NO_PICKLE}")
-        raise CheckpointError(f"{folder} has no weights: expected {WHOLE}, or {INDEX} with files")
+        raise CheckpointError(
+            f"{folder} has no weights, neither {WHOLE} nor {INDEX} with its files: the download "
+            "is not complete, or this is an adapter"
+        )
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
