@@ -15,8 +15,8 @@ def sided(texts, given=()):
 def sides(texts, fraction, given=()):
     split = ValidationSplit(sided(texts, given), fraction)
     result: dict[str, list[str]] = {"train": [], "valid": []}
-    for passage in split.passages(sided(texts, given)):
-        result[passage.side].append(passage.text)
+    for side, text, _ in split.passages(sided(texts, given)):
+        result[side].append(text)
     return result
 
 

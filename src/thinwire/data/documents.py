@@ -226,14 +226,6 @@ class DocumentHash(NamedTuple):
         return cls(digest, len(raw), place, sample / _RANGE)
 
 
-class SidedText(NamedTuple):
-    """Text for one side of the corpus: a document, or a part of one."""
-
-    side: str
-    text: str
-    sample: float  # that of the document's hash
-
-
 class ValidationSplit:
     """Sends each document to "train" or "valid", or the end of a long one to "valid".
 
@@ -279,11 +271,13 @@ class ValidationSplit:
         # Bytes that one document should give to validation.
         self._longest = max(fraction * self.size, SHORTEST_TAIL_BYTES)
 
-    def passages(self, documents: Iterable[Document]) -> Iterator[SidedText]:
-        """The same documents once more, by side; an error at the end if they are others."""
+    def passages(self, documents: Iterable[Document]) -> Iterator[tuple[str, str, float]]:
+        """The same documents once more: a side, a document or a part of one, and the sample of its
+        hash. An error at the end if they are others.
+        """
         for text, is_given, document in self._hashed(documents):
             for side, part in self._parts(text, document, is_given):
-                yield SidedText(side, part, document.sample)
+                yield side, part, document.sample
         if self._last_content != self.content:
             raise DataError("the corpus changed while it was being read: start again")
 

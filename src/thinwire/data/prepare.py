@@ -160,7 +160,7 @@ def _documents(
 
     def make(split: ValidationSplit, folder: Path) -> None:
         used = tokenizer or Tokenizer.train(sample(split), vocab, special)
-        texts = ((p.side, p.text) for p in split.passages(documents("tokenising")))
+        texts = ((side, text) for side, text, _ in split.passages(documents("tokenising")))
         chunks = of.encode(used, texts)
         told = split.documents, of.template, of.remarks
         write_corpus(folder, config.source, used.vocab_size, chunks, used, *told)

@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -208,15 +207,14 @@ def read_records(
 
 def text_of(record: SourceRecord, key: str) -> str:
     """The text that a record holds under a key."""
-    values = record.values
-    text = values.get(key) if isinstance(values, dict) else None
-    if text is None and isinstance(values, dict) and key in values:
+    values = record.values if isinstance(record.values, dict) else {}
+    text = values.get(key, 0)
+    if text is None:
         return ""  # a record without a text, as a table may have
     if not isinstance(text, str):
-        names = ", ".join(list(values)[:12]) if isinstance(values, dict) else ""
         raise DataError(
-            f'{record.where}: needs an object with the key "{key}" that holds a string; it has '
-            f"the keys: {names or 'none'}. Set data.text_key to the key of the text"
+            f'{record.where}: needs an object with the key "{key}" that holds a string; it has the '
+            f"keys: {', '.join([*values][:12]) or 'none'}. Set data.text_key to the key of the text"
         )
     try:
         text.encode()
@@ -416,90 +414,68 @@ def _refuse_bomb(file: SourceFile, size: int) -> None:
         )
 
 
-@dataclass(frozen=True)
 class HubDataset:
     """One split of a dataset. `place` is a folder, or NAME[@REVISION][:CONFIG] on the hub."""
 
-    place: str
-    split: str
-
-    @cached_property
-    def folder(self) -> Path | None:
-        """Where it is on this machine; None for one on the hub."""
-        if not self.place:
+    def __init__(self, place: str, split: str) -> None:
+        if not place:
             raise DataError(
                 'data.source = "hf" needs data.path: a dataset on the Hugging Face hub '
                 "(NAME or NAME:CONFIG), or the folder of one"
             )
-        folder = expanded(self.place, "data.path")
-        if folder.is_dir():
-            return folder
-        if os.path.lexists(folder) or self.place.startswith((".", "/", "~")):
-            raise DataError(f"data.path = {self.place} is not a folder that holds a dataset")
-        return None
-
-    @cached_property
-    def files(self) -> list[SourceFile]:
-        """The files of a local dataset; none of one on the hub."""
-        if self.folder is None:
-            return []
-        return [source_file(self.folder, name) for name in walk(self.folder)]
-
-    @property
-    def identity(self) -> list[str] | None:
+        self._place, self._split = place, split
+        folder = expanded(place, "data.path")
+        self._folder = folder if folder.is_dir() else None
+        if self._folder is None and (os.path.lexists(folder) or place.startswith((".", "/", "~"))):
+            raise DataError(f"data.path = {place} is not a folder that holds a dataset")
+        name, _, self._config = place.partition(":")
+        self._name, _, self._revision = name.partition("@")
+        self._commit = self._newest() if self._folder is None else None
+        self.files = [source_file(folder, name) for name in walk(folder)] if self._folder else []
+        """Of a local dataset; none of one on the hub."""
+        self.identity: list[str] | None = ["folder", split]
         """What is the same as long as the records are, beside `files`; None if that is unknown."""
-        if self.folder is not None:
-            return ["folder", self.split]
-        revision = self._revision
-        return None if revision is None else [*self._name, revision, self.split]
+        if self._folder is None:
+            known = [self._name, self._revision, self._config, self._commit or "", split]
+            self.identity = known if self._commit else None
 
     def records(self) -> Iterator[SourceRecord]:
         """The records in order."""
         with self._reading():
             for number, values in enumerate(self._opened(), 1):
-                where = f"{self.place}, record {number} of {self.split}"
+                where = f"{self._place}, record {number} of {self._split}"
                 yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, number)
 
-    @cached_property
-    def _name(self) -> tuple[str, str, str]:
-        place, _, config = self.place.partition(":")
-        name, _, revision = place.partition("@")
-        return name, revision, config
-
-    @cached_property
-    def _revision(self) -> str | None:
+    def _newest(self) -> str | None:
         """The commit that the hub has of it now; None where the hub is not asked (offline)."""
         hub = needs("huggingface_hub", extra="data", what='data.source = "hf"')
-        name, revision, _ = self._name
         with self._reading(), suppress(hub.errors.OfflineModeIsEnabled):
-            return hub.HfApi().dataset_info(name, revision=revision or None).sha
+            return hub.HfApi().dataset_info(self._name, revision=self._revision or None).sha
         return None
 
     def _opened(self) -> Any:
         library = needs("datasets", extra="data", what='data.source = "hf"')
         library.disable_progress_bars()
-        if self.folder is None:
-            name, revision, config = self._name
-            pinned = self._revision
+        if self._folder is None:
             # Offline, what an earlier download has left is all there is, and it is not streamed.
             return library.load_dataset(
-                name,
-                config or None,
-                split=self.split,
-                streaming=pinned is not None,
-                revision=pinned or revision or None,
+                self._name,
+                self._config or None,
+                split=self._split,
+                streaming=self._commit is not None,
+                revision=self._commit or self._revision or None,
             )
-        if not any((self.folder / name).is_file() for name in _SAVED):
-            return library.load_dataset(str(self.folder), split=self.split, streaming=True)
-        saved = library.load_from_disk(str(self.folder))
+        if not any((self._folder / name).is_file() for name in _SAVED):
+            return library.load_dataset(str(self._folder), split=self._split, streaming=True)
+        saved = library.load_from_disk(str(self._folder))
         if not isinstance(saved, library.DatasetDict):
             return saved
-        if self.split not in saved:
+        if self._split not in saved:
             raise DataError(
-                f'{self.place} has no split "{self.split}"; it has {", ".join(saved)}: set '
+                f'{self._place} has no split "{self._split}"; it has {", ".join(saved)}: set '
                 "data.split to one of them"
             )
-        return saved[self.split]
+        return saved[self._split]
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -509,7 +485,7 @@ class HubDataset:
             raise
         except Exception as error:  # the libraries raise whatever readers and the network raise
             raise DataError(
-                f"the dataset {self.place} cannot be read: {first_line(error)}; check data.path "
+                f"the dataset {self._place} cannot be read: {first_line(error)}; check data.path "
                 "and data.split, and that this machine can reach the Hugging Face hub. A dataset "
                 "in a local folder needs no network"
             ) from error
