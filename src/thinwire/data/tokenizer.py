@@ -72,22 +72,19 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
         """Read a tokenizer.json, the format of the `tokenizers` and `transformers` libraries."""
+        place = expanded(path, "data.tokenizer")
         try:
-            text = expanded(path, "data.tokenizer").read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
+            loaded = cls(tokenizers.Tokenizer.from_str(place.read_text(encoding="utf-8")))
+        except Exception as error:  # the library raises nothing more specific
             raise DataError(
                 f"cannot read the tokenizer {path}: {error}; "
                 "data.tokenizer must be the path of a tokenizer.json, or empty to train one"
             ) from error
-        try:
-            loaded = cls(tokenizers.Tokenizer.from_str(text))
-        except Exception as error:  # the library raises nothing more specific
-            raise DataError(f"{path} is not a valid tokenizer.json: {error}") from error
         if loaded.vocab_size == 0:
             raise DataError(f"{path} is a tokenizer with an empty vocabulary")
         if loaded.end_of_text is None:  # it may have another name, which stands beside it
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                beside = expanded(path, "data.tokenizer").with_name("tokenizer_config.json")
+                beside = place.with_name("tokenizer_config.json")
                 name = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
                 name = name.get("content") if isinstance(name, dict) else name
                 loaded.end_of_text = loaded.id_of(name) if isinstance(name, str) else None
