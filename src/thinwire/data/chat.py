@@ -35,6 +35,7 @@ JINJA = "chat_template.jinja"
 # Such as those two, one of the characters that Unicode reserves for use inside of programs.
 GUARD = "\ufdd0"
 _REPLACED = str.maketrans(dict.fromkeys((GUARD, BEGIN, END), "\ufffd"))
+_UNMARKED = str.maketrans("", "", BEGIN + END)
 
 ASSISTANT = "assistant"
 ROLES = {
@@ -235,9 +236,7 @@ class ChatTemplate:
 
     @classmethod
     def chosen(cls, name: str, tokenizer: Path | None) -> "ChatTemplate":
-        """What data.template names: "chatml", the path of a Jinja file, or "" for the tokenizer's
-        own, and ChatML where it has none.
-        """
+        """What data.template names; "": the tokenizer's own, and ChatML where it has none."""
         own = cls.beside(tokenizer) if tokenizer is not None else None
         if name == "tokenizer" and own is None:
             raise DataError(
@@ -304,7 +303,7 @@ class Specials:
         names = "|".join(map(re.escape, long)) or "(?!)"
         # Some tokenizers do not care for upper and lower case.
         self._spelled = re.compile(names, re.IGNORECASE)
-        self._exact = re.compile(f"({names})")
+        self.exact = re.compile(f"({names})")
         self.behind_space = re.compile(rf"\s*(?:{names})")
 
     def guard(self, value: Any) -> Any:
@@ -315,13 +314,9 @@ class Specials:
             return [self.guard(item) for item in value]
         return self._guarded(value) if isinstance(value, str) else value
 
-    def split(self, text: str) -> list[str]:
-        """What is between special tokens, and these."""
-        return self._exact.split(text)
-
     def last(self, text: str) -> re.Match[str] | None:
         """Where the last special token of a text stands."""
-        return next(reversed([*self._exact.finditer(text)]), None)
+        return next(reversed([*self.exact.finditer(text)]), None)
 
     def _guarded(self, text: str) -> str:
         if short := [token for token in self._short if token in text]:
@@ -372,10 +367,7 @@ class Chat:
 
     @classmethod
     def open(cls, folder: Path, template: str = "") -> "Chat":
-        """What a prepared corpus, a checkpoint or an imported model is asked with.
-
-        `template` chooses one as data.template does.
-        """
+        """What a folder with a tokenizer is asked with; `template` is as data.template."""
         path = folder / "tokenizer.json"
         return cls(Tokenizer.load(path), ChatTemplate.chosen(template, path))
 
@@ -387,7 +379,8 @@ class Chat:
             guarded = self._specials.guard(checked(messages))
         except NotAConversation as error:
             raise DataError(f"these messages are no conversation: {error}") from None
-        text = _without_marks(self.template.render(guarded, self._specials.guard(tools), True))
+        text = self.template.render(guarded, self._specials.guard(tools), prompts=True)
+        text = text.translate(_UNMARKED)
         encoded = self.tokenizer.encode_measured(self._parts(text), rendered=True)
         return [int(i) for part in encoded for i in part.ids]
 
@@ -433,7 +426,7 @@ class Chat:
         found: list[str] = []
         for part in text.split(GUARD):
             is_long = len(part) > PIECE_CHARACTERS
-            for own in self._specials.split(part) if is_long else [part]:
+            for own in self._specials.exact.split(part) if is_long else [part]:
                 found += [piece for piece, _ in pieces_of(own)]
         return found
 
@@ -445,7 +438,7 @@ class Chat:
         tools = self._specials.guard(conversation.tools)
         text = self.template.render(messages, tools)
         if not marked:
-            return _without_marks(text), []
+            return text.translate(_UNMARKED), []
         if re.search(r"\{%-?\s*generation\b", self.template.source):
             return self._marked(text, messages)
         spans = []
@@ -520,7 +513,3 @@ class Chat:
             "answer in a copy of it and name that with data.template, set data.template = "
             '"chatml", or learn from all tokens with data.learn = "all"'
         )
-
-
-def _without_marks(text: str) -> str:
-    return text.replace(BEGIN, "").replace(END, "")

@@ -131,9 +131,8 @@ def found_or_made(
     """Open the corpus for the content of these files and the settings in `key`.
 
     The content decides, so moved or touched files are the same data: `read` gives a hash of it and
-    a function that makes the folder. `files` are listed by what they are read for; those that have
-    not changed since they were last read in the same way, `how`, by size and times, are not read
-    again to know their content. None: the content is not known before it is read.
+    a function that makes the folder. Files that have not changed, by size and times, since they
+    were last read in the same way, `how`, are not read again for that; None: they always are.
     """
     listing = [
         [[str(file.path.absolute()), file.size, file.mtime_ns, file.ctime_ns] for file in group]
@@ -178,8 +177,7 @@ def write_corpus(
 ) -> None:
     """Write a corpus beside `folder` and rename it there at the end, or leave nothing.
 
-    `remarks` are asked for once all chunks are there. All chunks say which ids are learned, or none
-    does.
+    `remarks` are asked for once all chunks are there.
     """
     dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
     streams: dict[str, IO[bytes]] = {}

@@ -42,9 +42,7 @@ Group = tuple[Callable[[], Iterator[SourceRecord]], int]
 
 
 class Texts:
-    """Plain texts: of one group of records to train on, and of one to validate on. White space
-    alone is none.
-    """
+    """Plain texts: of a group of records to train on, and of one to validate on."""
 
     whole = False
     """Whether a document must stay in one piece."""
@@ -79,7 +77,7 @@ class Texts:
             told(self.size)
 
     def _text(self, record: SourceRecord) -> str:
-        """The document in a record; empty: it is left out."""
+        """The document in a record; empty: it is left out, as white space alone is."""
         text = text_of(record, self._key)
         return "" if text.isspace() else text
 
@@ -282,10 +280,7 @@ class ValidationSplit:
             raise DataError("the corpus changed while it was being read: start again")
 
     def _hashed(self, documents: Iterable[Document]) -> Iterator[tuple[str, bool, DocumentHash]]:
-        """All documents with their hashes, and the hash of their content at the end.
-
-        Of those to train on and those given to validate, each in order, wherever they are stored.
-        """
+        """All documents with their hashes; at the end a hash of each side's, wherever they are."""
         hashes = [hashlib.blake2b(digest_size=16) for _ in range(2)]
         for text, is_given in documents:
             document = DocumentHash.of(text)
@@ -294,11 +289,8 @@ class ValidationSplit:
         self._last_content = " ".join(each.hexdigest() for each in hashes)
 
     def _parts(self, text: str, document: DocumentHash, is_given: bool) -> list[tuple[str, str]]:
-        """The (side, text) pairs that a document contributes.
-
-        One, but two for a document of which only the end validates: one so long that it alone
-        would be twice the share wanted, or the only one. None for a training document that was
-        given for validation as well.
+        """The (side, text) pairs that a document contributes: none if it was given for validation
+        as well, two if only its end validates, because it is the only one or very long.
         """
         if self.given:
             if is_given:

@@ -92,9 +92,7 @@ class Shuffled:
 
 
 class Order(Shuffled):
-    """(step, microbatch) -> Batch. The examples are windows of `context` tokens that the corpus
-    is split into; they do not overlap.
-    """
+    """(step, microbatch) -> Batch, of windows of `context` tokens that do not overlap."""
 
     def __init__(
         self,
@@ -200,9 +198,8 @@ def round_keys(seed: int, epoch: int) -> list[int]:
 def permuted(indices_N: np.ndarray, size: int, keys: list[int]) -> np.ndarray:
     """Where a keyed permutation of range(size) sends each index.
 
-    A Feistel network permutes the smallest range of an even number of bits that holds
-    `size`; an index that it sends outside range(size) is sent on until it falls inside
-    ("cycle walking"), which keeps it a permutation. It takes no memory beyond its input, and
+    A Feistel network permutes the smallest range of an even number of bits that holds `size`; an
+    index that it sends outside range(size) is sent on until it falls inside ("cycle walking"). It
     is plain arithmetic modulo 2**64, so no version of numpy can change the order.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)

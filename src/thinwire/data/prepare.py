@@ -61,8 +61,7 @@ def prepare(
 ) -> Corpus:
     """Make the corpus of these settings under `cache`, or find it there, and open it.
 
-    `vocab` is the number of ids that the model has. `progress(phase, done, total)` gets
-    the bytes read so far. Only the coordinator calls this.
+    `vocab` is the number of ids that the model has.
     """
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > vocab:
@@ -77,9 +76,7 @@ def prepare(
 
 
 def _source_of(config: DataConfig) -> tuple[Texts, list[list[SourceFile]], Any, str]:
-    """Documents, the files that they are in, how these are read, and the name of what is given for
-    validation, if anything is.
-    """
+    """Documents, their files, how these are read, and the name of what is given to validate."""
     key, given = config.text_key, config.valid_path
     how: Any = [config.source, config.learn, key]
     if config.source == "hf":

@@ -51,36 +51,20 @@ class TokenShard:
                 yield np.frombuffer(raw, dtype=self.dtype)
 
 
-@dataclass(frozen=True)
 class Shards:
-    """The token files of a corpus, in name order: to train on, and to validate on."""
+    """The token files of a corpus, in name order: those to train on, then those to validate on."""
 
-    sides: tuple[list[TokenShard], list[TokenShard]]
-
-    @property
-    def all(self) -> list[TokenShard]:
-        """Those of both sides."""
-        return [*self.sides[0], *self.sides[1]]
-
-    @property
-    def files(self) -> list[list[SourceFile]]:
-        """The files of each side."""
-        return [[shard.file for shard in side] for side in self.sides]
-
-    @property
-    def counts(self) -> list[int]:
-        """Ids to train on, and to validate on."""
-        return [sum(shard.count for shard in side) for side in self.sides]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all ids."""
-        return sum(shard.count * shard.dtype.itemsize for shard in self.all)
+    def __init__(self, train: list[TokenShard], valid: list[TokenShard]) -> None:
+        self._all = train + valid
+        self._last = train[-1]
+        self.files = [[shard.file for shard in side] for side in (train, valid)]
+        self.counts = [sum(shard.count for shard in side) for side in (train, valid)]
+        self.size = sum(shard.count * shard.dtype.itemsize for shard in self._all)  # in bytes
 
     def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """Ids [start, stop) of all shards laid end to end, a few million at a time."""
         first = 0
-        for shard in self.all:
+        for shard in self._all:
             low, high = max(start - first, 0), min(stop - first, shard.count)
             if low < high:
                 yield from shard.read(low, high)
@@ -89,7 +73,7 @@ class Shards:
     def scan(self, report: Callable[[int], None]) -> tuple[str, int, Path]:
         """A hash of the ids, the largest, and where it is; `report` gets the bytes read so far."""
         content, largest, largest_in, done = self.new_hash(), -1, Path(), 0
-        for shard in self.all:
+        for shard in self._all:
             for ids in shard.read(0, shard.count):
                 content.update(ids.astype("<u4"))
                 highest = int(ids.max())
@@ -98,7 +82,7 @@ class Shards:
                 done += ids.nbytes
                 report(done)
         if largest < 0:
-            raise DataError(f"the corpus is empty: no tokens in {self.all[0].file.path.parent}")
+            raise DataError(f"the corpus is empty: no tokens in {self._all[0].file.path.parent}")
         return content.hexdigest(), largest, largest_in
 
     def new_hash(self) -> Any:
@@ -117,7 +101,7 @@ class Shards:
             raise DataError(f"{total} tokens cannot be split into training and validation")
         length = min(max(1, round(total * fraction)), total - 1)
         cut = total - length
-        separator = self.sides[0][-1].end_of_text if end_of_text is None else end_of_text
+        separator = self._last.end_of_text if end_of_text is None else end_of_text
         reach = min(length // 2, cut // 2, _REACH)
         nearby = [np.empty(0, "<u4"), *self.read(cut - reach, cut + reach)]
         found = np.flatnonzero(np.concatenate(nearby) == separator)
@@ -146,7 +130,7 @@ def find_shards(path: str, valid_path: str = "") -> Shards:
                 f"{min(both)} is in data.path and in data.valid_path: validation data must not be "
                 "trained on"
             )
-    return Shards(([*map(open_shard, train)], [*map(open_shard, valid)]))
+    return Shards([*map(open_shard, train)], [*map(open_shard, valid)])
 
 
 def _by_side(path: str, setting: str) -> tuple[list[SourceFile], list[SourceFile]]:

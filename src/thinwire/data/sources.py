@@ -141,11 +141,9 @@ def source_file(root: Path, name: str = "") -> SourceFile:
 
 
 def walk(root: Path, belongs: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Relative paths of all files under `root` of which every part is visible and `belongs`,
-    sorted by parts.
+    """Relative paths under `root` of which every part is visible and `belongs`, sorted by parts.
 
-    Symbolic links are followed, since download caches are made of them; a link that leads
-    back into a folder we are inside of is an error that names it.
+    Symbolic links are followed, since download caches are made of them.
     """
 
     def inside(folder: Path, parents: list[tuple[int, int]]) -> Iterator[str]:
@@ -333,9 +331,7 @@ def _plain_texts(
 
 
 def _parts(reader: io.TextIOWrapper, is_separated: bool) -> Iterator[tuple[str, bool]]:
-    """Parts of about a million characters that end at a blank line, where there is one, each with
-    whether it is the last one of a document.
-    """
+    """Parts of about a million characters, to a blank line, each with whether its document ends."""
     lines: list[str] = []
     size = 0
     while line := reader.readline(PIECE_CHARACTERS):  # bounded, also in a file of one line
@@ -389,9 +385,8 @@ class _Limited(io.RawIOBase):
 
 
 def _zstd_chunks(raw: IO[bytes]) -> Iterator[bytes]:
-    """Decompressed bytes of concatenated zstd frames; a frame cut short is an error.
-
-    The library's own stream reader ends quietly there, which would train on part of a file.
+    """Decompressed bytes of concatenated zstd frames; the library's own reader would end quietly
+    at one that is cut short.
     """
     frame: Any = None
     while packed := (frame and frame.unused_data) or raw.read(_ZSTD_STEP):

@@ -245,9 +245,8 @@ def interruptible(
 ) -> ResultT:
     """What `work` makes of the items, computed in a thread: Ctrl-C is heard while a library works.
 
-    Python hears a signal between two of its own steps in the main thread, which waits here and
-    so has them. An interrupted computation is left behind: it gets no further items, and otherwise
-    dies with the process.
+    Python hears a signal between two of its own steps in the main thread, which waits here. An
+    interrupted computation gets no further items, and otherwise dies with the process.
     """
     is_abandoned = threading.Event()
     fed = itertools.takewhile(lambda _: not is_abandoned.is_set(), items)

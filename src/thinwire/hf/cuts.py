@@ -65,11 +65,7 @@ def _hang(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 class WithCuts(Source):
-    """The weights of a model whose narrow cuts stay; each cut's basis is among them, and
-    adapters are merged.
-
-    A checkpoint has the basis of all cuts; without it, it comes from its seed.
-    """
+    """The weights of a model whose narrow cuts stay, with each cut's basis; adapters are merged."""
 
     def __init__(self, source: Source):
         source = merged(source)

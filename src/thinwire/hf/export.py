@@ -223,10 +223,9 @@ class TokenizerFiles:
     def _chat_ends(self) -> set[int]:
         """Ids that end an answer, where there is a chat template."""
         for folder in self._folders:
-            with contextlib.suppress(DataError):  # one that another program may still use
-                template = ChatTemplate.beside(folder / TOKENIZER)
-                if template is not None:
-                    return set(Chat(self.tokenizer, template).end_ids)
+            with contextlib.suppress(DataError):  # none, or one that another program may still use
+                template = ChatTemplate.chosen("tokenizer", folder / TOKENIZER)
+                return set(Chat(self.tokenizer, template).end_ids)
         return set()
 
     def _beside(self, name: str) -> Path | None:
@@ -316,11 +315,9 @@ def corpus_of(checkpoint: Checkpoint) -> Corpus | None:
 
 
 def tokenizer_class(folder: Path, tokenizer: Tokenizer) -> str:
-    """The class of transformers that opens the tokenizer as it was trained with.
-
-    For some types of models AutoTokenizer puts rules of its own in place of a tokenizer.json.
-    """
+    """The class of transformers that opens the tokenizer as it was trained with."""
     ours = tokenizer.encode(SAMPLE)
+    # For some types of models the first has rules of its own in place of a tokenizer.json.
     for name in (AUTO_TOKENIZER, PLAIN_TOKENIZER):
         opener = getattr(needs("transformers", "hf", VERIFYING), name)
         with _quiet():

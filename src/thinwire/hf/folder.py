@@ -1,9 +1,8 @@
 """A model folder as Hugging Face keeps it: its place, its JSON, its safetensors read and written.
 
 What safetensors files hold is listed from their headers, and a tensor is read when it is asked for.
-They are written tensor by tensor too: the library writes a file from all its tensors at once, but
-shapes and types are known before the tensors are, so the header can stand first. Memory holds one
-tensor at a time, whatever the size of the model.
+They are written tensor by tensor too, which the library cannot: shapes and types are known before
+the tensors are, so the header can stand first. Memory holds one tensor at a time.
 """
 
 import contextlib
@@ -45,9 +44,7 @@ Read = Callable[[str], Tensor]
 def check_target(
     folder: Path, replace: bool, mark: str, key: str = "", what: str = "exported model"
 ) -> None:
-    """Refuse to write over what is there; even by force only over what is of the same kind: it has
-    a file `mark`, which has the `key`.
-    """
+    """Refuse to write over what is there; by force only over a file `mark` that has the `key`."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     is_ours = (folder / mark).is_file()

@@ -224,9 +224,7 @@ def import_model(
 
 
 def _planned(origin: Origin, stages: int, context: int) -> tuple[Settings, list[str]]:
-    """The settings of the model as it will be kept, and what there is to say of it; the error names
-    what does not fit.
-    """
+    """The settings of the model as it will be kept, and what there is to say of it."""
     longest = shape_of(origin.config).context
     model = shape_of(origin.config, context or min(longest, LONGEST_CONTEXT))
     values = {
