@@ -16,6 +16,7 @@ what was rendered is split there before it is encoded.
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,9 @@ FORMS = {
 """By the key that each form is recognised by: its name, and the keys of which it has one for the
 answer. The first form that a record has decides."""
 
+Messages = Sequence[Mapping[str, Any]]
+Spans = list[tuple[int, int]]
+"""Where in a text parts begin and end."""
 TEMPLATES = ("", "tokenizer", "chatml")  # what data.template says that is no path
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -262,12 +266,7 @@ class ChatTemplate:
         """Special tokens that are spelled out in the template, such as <|im_end|>."""
         return list(dict.fromkeys(re.findall(r"<\|[\w.-]+\|>", self.source)))
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
-        prompts: bool = False,
-    ) -> str:
+    def render(self, messages: Messages, tools: Any = None, prompts: bool = False) -> str:
         """The text of messages; with `prompts` the beginning of an answer follows."""
         values: dict[str, Any] = {"messages": messages, "tools": tools or None, "documents": None}
         values |= {"add_generation_prompt": prompts, **self.tokens}
@@ -371,9 +370,7 @@ class Chat:
         path = folder / "tokenizer.json"
         return cls(Tokenizer.load(path), ChatTemplate.chosen(template, path))
 
-    def prompt_ids(
-        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
-    ) -> list[int]:
+    def prompt_ids(self, messages: Messages, tools: list[Any] | None = None) -> list[int]:
         """The ids of a conversation up to where the assistant's next answer begins."""
         try:
             guarded = self._specials.guard(checked(messages))
@@ -430,9 +427,7 @@ class Chat:
                 found += [piece for piece, _ in pieces_of(own)]
         return found
 
-    def _rendered(
-        self, conversation: Conversation, marked: bool = True
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _rendered(self, conversation: Conversation, marked: bool = True) -> tuple[str, Spans]:
         """The text with its guards, and where in it the answers are that shall be learned."""
         messages = self._specials.guard(conversation.messages)
         tools = self._specials.guard(conversation.tools)
@@ -456,9 +451,7 @@ class Chat:
             spans.append((len(before), stop))
         return text, spans
 
-    def _marked(
-        self, text: str, messages: list[dict[str, Any]]
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _marked(self, text: str, messages: Messages) -> tuple[str, Spans]:
         """Answers as the template marks them."""
         answers = [message for message in messages if message["role"] == ASSISTANT]
         pieces = text.split(BEGIN)
@@ -476,9 +469,7 @@ class Chat:
             plain += answer + rest
         return plain, spans
 
-    def _end_of_content(
-        self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, number: int
-    ) -> int | None:
+    def _end_of_content(self, text: str, messages: Any, tools: Any, number: int) -> int | None:
         """Behind the special token that follows the content of a message, if one does.
 
         A mark at the end of that content shows where it is. Some templates end a conversation with
@@ -497,10 +488,8 @@ class Chat:
 
     def _end_of_message(self, text: str, through: str, start: int) -> int:
         """Where an answer ends by what the conversation through it has in common with all of it."""
-        pairs = enumerate(zip(text, through, strict=False))
-        common = text[: next((at for at, (a, b) in pairs if a != b), len(through))]
-        last = self._specials.last(common[start:])
-        if last is not None:
+        common = os.path.commonprefix([text, through])
+        if (last := self._specials.last(common[start:])) is not None:
             return start + last.end()
         if common != through or len(through) <= start:
             raise self._unclear("it writes an answer otherwise when more follows")

@@ -132,12 +132,10 @@ def source_file(root: Path, name: str = "") -> SourceFile:
     """What `stat` says of `root`, or of a file under it, which must be a regular file."""
     path = root / name
     with reading(path):  # a symbolic link may be broken or endless
-        status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
+        info = path.stat()
+    if not stat.S_ISREG(info.st_mode):
         raise DataError(f"{path} is not a regular file: remove it or choose another data.path")
-    return SourceFile(
-        path, name or path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    )
+    return SourceFile(path, name or path.name, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
 def walk(root: Path, belongs: Callable[[str], bool] = lambda name: True) -> list[str]:

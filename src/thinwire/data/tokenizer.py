@@ -37,8 +37,8 @@ PIECE_CHARACTERS = 128_000
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
 
-ItemT = TypeVar("ItemT")
-ResultT = TypeVar("ResultT")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Measured(NamedTuple):
@@ -240,9 +240,7 @@ def _seam(text: str, start: int) -> int:
     return last if last > 0 else limit
 
 
-def interruptible(
-    work: Callable[[Iterator[ItemT]], ResultT], items: Iterable[ItemT] = ()
-) -> ResultT:
+def interruptible(work: Callable[[Iterator[T]], R], items: Iterable[T] = ()) -> R:
     """What `work` makes of the items, computed in a thread: Ctrl-C is heard while a library works.
 
     Python hears a signal between two of its own steps in the main thread, which waits here. An
