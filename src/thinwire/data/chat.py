@@ -488,7 +488,7 @@ class Chat:
 
     def _end_of_message(self, text: str, through: str, start: int) -> int:
         """Where an answer ends by what the conversation through it has in common with all of it."""
-        common = os.path.commonprefix([text, through])
+        common = os.path.commonprefix([text, through])  # noqa: RUF071 -- of texts, not of paths
         if (last := self._specials.last(common[start:])) is not None:
             return start + last.end()
         if common != through or len(through) <= start:

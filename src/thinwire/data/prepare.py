@@ -114,8 +114,6 @@ def _source_of(config: DataConfig) -> tuple[Texts, list[list[SourceFile]], Any, 
 def _documents(
     config: DataConfig, vocab: int, cache: Path, tokenizer: Tokenizer | None, report: Progress
 ) -> Corpus:
-    if tokenizer is None:
-        check_trainable(vocab)  # before the corpus is read, which may take long
     of, files, how, given = _source_of(config)
     special: list[str] = []
     if isinstance(of, Conversations) and not of.template.is_own:

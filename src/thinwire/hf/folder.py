@@ -47,12 +47,9 @@ def check_target(
     """Refuse to write over what is there; by force only over a file `mark` that has the `key`."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    is_ours = (folder / mark).is_file()
-    if is_ours and key:
-        try:
-            is_ours = key in read_json(folder / mark)
-        except CheckpointError:
-            is_ours = False
+    is_ours = False
+    with contextlib.suppress(CheckpointError):
+        is_ours = (folder / mark).is_file() and (not key or key in read_json(folder / mark))
     if not is_ours:
         raise ConfigError(f"{folder} exists and is no {what}: choose another name")
     if not replace:

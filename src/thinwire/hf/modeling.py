@@ -4,6 +4,7 @@ The layers and boundaries are those of training (hf/cuts.py). transformers gives
 its key-value cache and its `generate`.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -110,15 +111,12 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _pasts(self, cache: Any) -> list[list[Any]]:
         """The cache as our layers see it, stage by stage."""
-        number = 0
-        pasts: list[list[Any]] = []
-        for stage in self._whole.stages:
-            pasts.append([])
-            for layer in stage.layers:
-                is_block = isinstance(layer, Block)
-                pasts[-1].append(_CachedKeyValues(cache, number) if is_block else None)
-                number += is_block
-        return pasts
+        numbers = itertools.count()
+
+        def past(layer: nn.Module) -> Any:
+            return _CachedKeyValues(cache, next(numbers)) if isinstance(layer, Block) else None
+
+        return [[past(layer) for layer in stage.layers] for stage in self._whole.stages]
 
 
 class _CachedKeyValues:
