@@ -118,47 +118,43 @@ class FolderWeights:
         self.listed: dict[str, Kept] = {}
         self._folder = folder
         self._files: dict[str, str] = {}
-        for file, expected in self._parts().items():
+        places = self._indexed()
+        for file in sorted({*places.values()}) or [WHOLE]:
             with self._opened(file) as opened:
-                names = set(opened.keys())
-                if expected is not None and names != expected:
-                    absent, other = sorted(expected - names), sorted(names - expected)
-                    found = f"lacks {absent[0]}" if absent else f"also holds {other[0]}"
-                    raise CheckpointError(
-                        f"{folder / file} {found}, unlike {INDEX} says: the files are not of one "
-                        "model"
-                    )
-                for name in names:
+                for name in opened.keys():  # noqa: SIM118 -- it is no dictionary
                     part = opened.get_slice(name)
                     self.listed[name] = Kept(tuple(part.get_shape()), part.get_dtype())
                     self._files[name] = file
+        if places and (odd := {*places.items()} ^ {*self._files.items()}):
+            raise CheckpointError(
+                f"{folder}: {INDEX} and the files do not agree on where {min(odd)[0]} is: they are "
+                "not of one model"
+            )
 
     def read(self, name: str) -> Tensor:
         """One of the tensors, and no other."""
         with self._opened(self._files[name]) as file:
             return file.get_tensor(name)
 
-    def _parts(self) -> dict[str, set[str] | None]:
-        """The files, each with the tensors that the index expects there, if there is an index."""
+    def _indexed(self) -> dict[str, str]:
+        """In which file each tensor is, by the index; empty without one, for all are in WHOLE."""
         folder, index = self._folder, self._folder / INDEX
         if not index.is_file():
             self._check_whole()
-            return {WHOLE: None}
+            return {}
         places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
             raise CheckpointError(f"{index} has no weight_map of tensors and their files")
-        parts: dict[str, set[str] | None] = {}
-        for file in sorted(set(places.values())):
-            if Path(file).name != file:
-                raise CheckpointError(f"{index} names {file!r}, which is not a file beside it")
-            parts[file] = {name for name, place in places.items() if place == file}
-        missing = [file for file in parts if not (folder / file).is_file()]
+        files = sorted({*places.values()})
+        if odd := [file for file in files if Path(file).name != file]:
+            raise CheckpointError(f"{index} names {odd[0]!r}, which is not a file beside it")
+        missing = [file for file in files if not (folder / file).is_file()]
         if missing:
             raise CheckpointError(
-                f"{folder} lacks {len(missing)} of the {len(parts)} files that {INDEX} names, "
+                f"{folder} lacks {len(missing)} of the {len(files)} files that {INDEX} names, "
                 f"such as {missing[0]}: complete the download"
             )
-        return parts
+        return places
 
     def _check_whole(self) -> None:
         folder = self._folder
