@@ -275,7 +275,12 @@ def verify(
             theirs_TV = theirs(ids).logits[0].float()
         prompt = ids[:, : max(1, min(PROMPT, ids.shape[1] // 2))]
         start = prompt.shape[1]
-        continued = _continued(theirs, prompt, min(CONTINUED, context - start))
+        # Greedy, whatever ways of sampling the folder recommends.
+        ends = theirs.generation_config.eos_token_id
+        plain = needs("transformers", "hf", VERIFYING).GenerationConfig
+        theirs.generation_config = plain(eos_token_id=ends, pad_token_id=0)
+        how = {"do_sample": False, "max_new_tokens": min(CONTINUED, context - start)}
+        continued = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
         del theirs
         ours = trained_model(checkpoint)
         ours_TV = ours.logits(ids, compressed=False)[0].float()
@@ -354,15 +359,6 @@ def _check_weights(model: Any, weights: Folded | WithCuts, dtype: torch.dtype) -
             raise CheckpointError(f"transformers has loaded other values of {name} than exported")
 
 
-def _continued(model: Any, prompt: Tensor, tokens: int) -> Tensor:
-    """The prompt and its greedy text, whatever ways of sampling the folder recommends."""
-    ends = model.generation_config.eos_token_id
-    plain = needs("transformers", "hf", VERIFYING).GenerationConfig
-    model.generation_config = plain(eos_token_id=ends, pad_token_id=0)
-    mask = torch.ones_like(prompt)
-    return model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=tokens)
-
-
 def _check_text(continued: list[int], ahead_TV: Tensor, limit: float) -> None:
     """Each token is the likeliest by the logits ahead of it, or as likely but for rounding."""
     for place, (token, logits_V) in enumerate(zip(continued, ahead_TV, strict=True), 1):
@@ -429,32 +425,30 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     )
     if IMPORTED in checkpoint.manifest:
         return {"model": shape, "thinwire": thinwire.__version__}
-    lora, adapters = settings.lora, {}
-    if lora.rank:
-        about = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, beside {', '.join(lora.targets)}"
-        adapters = {"adapters": f"{about}; merged into the weights"}
+    lora = settings.lora
     place = settings.train.init_from  # of which its name is said, without the path to it
-    facts = {
+    facts: dict[str, Any] = {
         "model": shape,
         "steps": f"{step:,} of {settings.train.steps:,}",
         "tokens": f"{step * settings.tokens_per_step:,}, {settings.tokens_per_step:,} per step",
-        **({"started from": f"`{Path(place).name}`"} if place else {}),
+        "started from": place and f"`{Path(place).name}`",
         "data": f"source `{data.source}`" + (f", fingerprint `{corpus}`" if corpus else ""),
         **_losses(checkpoint),
         "optimizer": f"{optim.name}, learning rate {optim.lr:g}, weight decay "
         f"{optim.weight_decay:g}, warmup {optim.warmup} steps, clip {optim.clip:g}",
-        **adapters,
+        "adapters": lora.rank
+        and f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, beside {', '.join(lora.targets)}; "
+        "merged into the weights",
         "precision": settings.run.precision,
         "seed": str(settings.run.seed),
         "cuts": _cuts(settings),
-        "codecs": f"`{settings.codec.forward}` forward, `{settings.codec.backward}` back "
+        "codecs": settings.pipeline.stages > 1
+        and f"`{settings.codec.forward}` forward, `{settings.codec.backward}` back "
         "(in training only: not part of this model)",
         "settings hash": f"`{settings.hash}`",
         "thinwire": thinwire.__version__,
     }
-    if settings.pipeline.stages == 1:
-        facts.pop("codecs")
-    return facts
+    return {key: fact for key, fact in facts.items() if fact}
 
 
 def _cuts(settings: Settings) -> str:
