@@ -48,7 +48,7 @@ class Renderer:
             if self._process is None or self._process.poll() is not None:
                 self._process = subprocess.Popen(
                     # -P: a file in the current folder must not pass for a module
-                    [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_BYTES)],
+                    [sys.executable, "-P", __file__, str(MOST_SECONDS)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
@@ -82,14 +82,14 @@ RENDERER = Renderer()
 atexit.register(RENDERER.close)
 
 
-def _limit_memory(size: int) -> None:
+def _limit_memory() -> None:
     """End a template that takes too much memory: by a limit, or by looking while it computes.
 
     On Linux the peak of memory is no measure: a process begins with that of whoever started it.
     """
 
     def look(number: int, frame: FrameType | None) -> None:
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > size:
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MOST_BYTES:
             raise MemoryError
 
     if sys.platform == "darwin":  # which does not know the limit
@@ -97,13 +97,13 @@ def _limit_memory(size: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, _LOOK_SECONDS, _LOOK_SECONDS)
     else:
         with contextlib.suppress(OSError, ValueError):  # there is a lower one
-            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def main(seconds: int, size: int) -> None:
+def main(seconds: int) -> None:
     """Answer requests until the input ends; the system ends a process that computes too long."""
-    _limit_memory(size)
+    _limit_memory()
     for line in sys.stdin.buffer:
         most, (_, hard) = time.process_time() + seconds, resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(most), hard))
@@ -169,4 +169,4 @@ def _environment() -> Any:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]))

@@ -137,10 +137,8 @@ class Tokenizer:
     @cached_property
     def begin_ids(self) -> list[int]:
         """What the tokenizer's own post-processor puts ahead of every text, such as <s>."""
-        plain = self.encode("a")
-        marked = self._backend.encode("a", add_special_tokens=True).ids
-        places = range(len(marked) - len(plain) + 1)
-        return marked[: next((at for at in places if marked[at : at + len(plain)] == plain), 0)]
+        marked = self._backend.encode("a", add_special_tokens=True)
+        return marked.ids[: marked.special_tokens_mask.index(0)] if self.encode("a") else []
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name."""
