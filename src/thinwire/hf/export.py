@@ -1,13 +1,15 @@
 """`thinwire export`: a checkpoint as a folder that transformers opens, or its adapters for peft.
 
 The folder is written under a hidden name beside its own, verified, and renamed at the end. People
-publish such folders: no path of the machine that trained the model goes into one.
+publish such folders: no path of the machine that trained the model goes into one. One of them is
+what the lm-eval harness measures: the model by its weights, without what codecs do at its cuts.
 """
 
 import contextlib
 import dataclasses
 import math
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ import thinwire
 from thinwire.data import Corpus, Tokenizer
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
 from thinwire.data.chat import JINJA, Chat, ChatTemplate
-from thinwire.engine.build import model_weights
+from thinwire.engine.build import choose_device, model_weights
 from thinwire.engine.checkpoint import IMPORTED, TOKENIZER, Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.joined import Joined
@@ -74,7 +76,7 @@ TOLERANCE = 1e-4
 """Of the largest logit: two programs add up in another order, and no more."""
 TOKENS = 256
 AUTO_TOKENIZER, PLAIN_TOKENIZER = "AutoTokenizer", "PreTrainedTokenizerFast"
-VERIFYING = "verifying the export"
+VERIFYING, MEASURING = "verifying the export", "--lm-eval"
 PROMPT, CONTINUED = 16, 24
 SAMPLE = """\
 The lighthouse keeper wrote down the weather every evening: wind from the north-west, four feet of
@@ -541,3 +543,58 @@ def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: D
         save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (folder / ADAPTER_WEIGHTS).chmod(0o644)
         write_json(folder / ADAPTER_CONFIG, config)
+
+
+def run_tasks(
+    place: Path,
+    tasks: list[str],
+    display: Display,
+    device: str = "auto",
+    limit: int = 0,
+    folder: Path | None = None,
+    allow_plugins: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Scores by task and metric; `limit` examples of each task, 0 = all.
+
+    `folder` has task files of the user's own. The harness loads the data of its tasks itself.
+    """
+    harness = needs("lm_eval", "eval", MEASURING)
+    needs("transformers", "hf", MEASURING)
+    tasks_of = needs("lm_eval.tasks", "eval", MEASURING).TaskManager
+    manager = tasks_of(include_path=str(folder) if folder else None)
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            raise ConfigError(
+                f"the lm-eval harness has no task {task!r}: `python -m lm_eval ls tasks` lists "
+                "them, and --tasks-folder adds a folder of your own"
+            )
+    with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as scratch:
+        model = place
+        if not (place / CONFIG).is_file():  # no exported model yet
+            checkpoint = Checkpoint.open(place, allow_plugins)
+            model = Path(scratch) / checkpoint.settings.run.name
+            export(checkpoint, Wanted(model, verify=False), display)
+        display.phase("lm-eval", f"{', '.join(tasks)} on {place}")
+        found = harness.simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(model), "dtype": "float32"},
+            tasks=tasks,
+            device=str(choose_device(device, 0)),
+            limit=limit or None,
+            task_manager=manager,
+            log_samples=False,
+        )
+    return found["results"]
+
+
+def scores_text(results: dict[str, dict[str, Any]]) -> str:
+    """A line for each number of each task."""
+    lines = []
+    for task, scores in results.items():
+        for metric, value in scores.items():
+            name, _, _ = metric.partition(",")
+            if isinstance(value, float) and not name.endswith("_stderr"):
+                error = scores.get(metric.replace(name, f"{name}_stderr", 1))
+                spread = f" ± {error:.4f}" if isinstance(error, float) else ""
+                lines.append(f"{task}: {name} {value:.4f}{spread}")
+    return "\n".join(lines)
