@@ -35,8 +35,8 @@ SHORTEST_TAIL_BYTES = 16_384
 
 Document = tuple[str, bool]
 """A text, and whether it was given for validation."""
-TextPiece = tuple[str, str, bool]
-"""Its side, a text or a part of one, and whether the text ends here."""
+Piece = tuple[str, bool]
+"""A text or a part of one, and whether the text ends here."""
 Group = tuple[Callable[[], Iterator[SourceRecord]], int]
 """Where to read records, and how far that goes, in whatever their positions count."""
 
@@ -108,26 +108,23 @@ class Texts:
         at line ends.
         """
 
-        def encoded(pieces: Iterator[TextPiece]) -> list[TokenChunk]:
-            sides: dict[str, list[tuple[str, bool]]] = {}
-            for side, text, is_end in pieces:
-                sides.setdefault(side, []).append((text, is_end))
-            return [self._chunk(tokenizer, side, sides[side]) for side in SIDES if side in sides]
+        def encoded(sides: Iterator[tuple[str, list[Piece]]]) -> list[TokenChunk]:
+            return [self._chunk(tokenizer, side, pieces) for side, pieces in sides if pieces]
 
-        batch: list[TextPiece] = []
+        batch: dict[str, list[Piece]] = {side: [] for side in SIDES}
         size = 0
         for side, document in passages:
-            for text, is_end in [(document, True)] if self.whole else pieces_of(document):
-                batch.append((side, text, is_end))
-                size += len(text)
+            for piece in [(document, True)] if self.whole else pieces_of(document):
+                batch[side].append(piece)
+                size += len(piece[0])
                 if size >= BATCH_CHARACTERS:
-                    yield from interruptible(encoded, batch)
-                    batch, size = [], 0
-        yield from interruptible(encoded, batch)
+                    yield from interruptible(encoded, batch.items())
+                    batch, size = {side: [] for side in SIDES}, 0
+        yield from interruptible(encoded, batch.items())
         if 2 * self._lost.total() > self.characters:
             raise DataError(f"the text and its tokenizer do not fit: {Texts.remarks(self)[0]}")
 
-    def _chunk(self, tokenizer: Tokenizer, side: str, pieces: list[tuple[str, bool]]) -> TokenChunk:
+    def _chunk(self, tokenizer: Tokenizer, side: str, pieces: list[Piece]) -> TokenChunk:
         """One for all: many short texts are written as fast as few long ones."""
         found = self._encoded(tokenizer, side, [text for text, _ in pieces])
         decoded = tokenizer.decode_all([each.ids for each in found])
