@@ -140,8 +140,15 @@ class FolderWeights:
         """In which file each tensor is, by the index; empty without one, for all are in WHOLE."""
         folder, index = self._folder, self._folder / INDEX
         if not index.is_file():
-            self._check_whole()
-            return {}
+            if (folder / WHOLE).is_file():
+                return {}
+            has_safetensors = any(folder.glob("*.safetensors"))
+            if not has_safetensors and [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
+                raise CheckpointError(f"{folder} {_WHY_NO_PICKLE}")
+            raise CheckpointError(
+                f"{folder} has no weights, neither {WHOLE} nor {INDEX} with its files: the "
+                "download is not complete, or this is an adapter"
+            )
         places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
             raise CheckpointError(f"{index} has no weight_map of tensors and their files")
@@ -155,18 +162,6 @@ class FolderWeights:
                 f"such as {missing[0]}: complete the download"
             )
         return places
-
-    def _check_whole(self) -> None:
-        folder = self._folder
-        if (folder / WHOLE).is_file():
-            return
-        has_safetensors = any(folder.glob("*.safetensors"))
-        if not has_safetensors and [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
-            raise CheckpointError(f"{folder} {_WHY_NO_PICKLE}")
-        raise CheckpointError(
-            f"{folder} has no weights, neither {WHOLE} nor {INDEX} with its files: the download "
-            "is not complete, or this is an adapter"
-        )
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
