@@ -258,11 +258,7 @@ class ValidationSplit:
             )
         self._whole = whole
         self._fraction = fraction
-        self._threshold = int(fraction * _RANGE)
-        if lowest >= self._threshold:
-            self._threshold = lowest + 1
-        elif highest < self._threshold:
-            self._threshold = highest
+        self._threshold = min(max(int(fraction * _RANGE), lowest + 1), highest)
         # Bytes that one document should give to validation.
         self._longest = max(fraction * self.size, SHORTEST_TAIL_BYTES)
 

@@ -57,7 +57,7 @@ class DataConfig:
 
 
 def prepare(
-    config: DataConfig, vocab: int, cache: str | Path, progress: Progress | None = None
+    config: DataConfig, vocab: int, cache: str | Path, progress: Progress = lambda *done: None
 ) -> Corpus:
     """Make the corpus of these settings under `cache`, or find it there, and open it.
 
@@ -70,9 +70,8 @@ def prepare(
             f"is {vocab}: set model.vocab to at least {tokenizer.vocab_size} or choose a "
             "smaller tokenizer"
         )
-    report = progress or (lambda phase, done, total: None)
     build = _token_shards if config.source == "tokens" else _documents
-    return build(config, vocab, Path(cache), tokenizer, report)
+    return build(config, vocab, Path(cache), tokenizer, progress)
 
 
 def _source_of(config: DataConfig) -> tuple[Texts, list[list[SourceFile]], Any, str]:
