@@ -99,11 +99,6 @@ class Kept:
     dtype: str
     """As safetensors spells it, such as BF16."""
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Kept":
-        """How a file would list a tensor that is in memory."""
-        return cls(tuple(tensor.shape), _SPELLED.get(tensor.dtype, str(tensor.dtype)))
-
     @property
     def bytes(self) -> int:
         """On disk."""

@@ -158,11 +158,8 @@ def _gguf(path: Path, scratch: Path) -> Origin:
     gguf = needs("gguf", "hf", f"importing {path}")
     try:
         reader = gguf.GGUFReader(path)
-        scaling = [
-            key
-            for key, field in reader.fields.items()
-            if key.endswith(".rope.scaling.type") and field.contents() != "none"
-        ]
+        kinds = {k: f for k, f in reader.fields.items() if k.endswith(".rope.scaling.type")}
+        scaling = [key for key, field in kinds.items() if field.contents() != "none"]
         scaling += [t.name for t in reader.tensors if t.name.startswith("rope_freqs")]
     except Exception as error:  # the library checks little: anything may come of a damaged file
         raise CheckpointError(
@@ -190,9 +187,8 @@ def _gguf(path: Path, scratch: Path) -> Origin:
         "Training changes these weights; they are not rounded to the file's few bits again"
     )
     tensors = model.state_dict()
-    listed = {name: Kept.of(tensor) for name, tensor in tensors.items()}
-    read = tensors.__getitem__
-    return Origin(path.stem, config, scratch, listed, read, [note])
+    listed = {name: Kept(tuple(tensor.shape), "F32") for name, tensor in tensors.items()}
+    return Origin(path.stem, config, scratch, listed, tensors.__getitem__, [note])
 
 
 def import_model(
