@@ -91,9 +91,13 @@ def test_damaged_archive_is_named(tmp_path, packing, damage):
     refused(r"cannot read .*broken\.txt", texts, path)
 
 
-def test_text_that_is_not_utf8_is_named(tmp_path):
+def test_text_that_is_not_utf8_is_named_or_skipped(tmp_path):
     (tmp_path / "a.txt").write_bytes("café".encode("latin-1"))
+    (tmp_path / "b.txt").write_text("fine")
     refused(r"a\.txt is not UTF-8", texts, tmp_path)
+    files = text_files(str(tmp_path))
+    found = read_records(files, "text", skip_undecodable=True)
+    assert [record.values for record in found] == [{"text": "fine"}]
 
 
 @pytest.mark.parametrize(("line", "complaint"), [

@@ -92,19 +92,22 @@ def _source_of(config: DataConfig) -> tuple[Texts, list[list[SourceFile]], Any, 
         identities = [dataset.identity for dataset in datasets]
         how = None if None in identities else [how, identities]
     else:
-        is_chat = config.source == "chat"
-        kind, is_stdlib = "chat" if is_chat else "text", config.source == "stdlib"
+        is_chat, is_stdlib = config.source == "chat", config.source == "stdlib"
+        kind = "chat" if is_chat else "text"
         train = stdlib_files() if is_stdlib else text_files(config.path, source=kind)
         files = [train, text_files(given, "data.valid_path", kind) if given else []]
-        own = "" if is_chat else key
-        groups = [(partial(read_records, g, own), sum(file.size for file in g)) for g in files]
+        groups = []
+        for number, group in enumerate(files):
+            skip = is_stdlib and number == 0
+            records = partial(read_records, group, "" if is_chat else key, skip)
+            groups.append((records, sum(file.size for file in group)))
         how = how if is_chat else key
     tokenizer = expanded(config.tokenizer, "data.tokenizer") if config.tokenizer else None
     if is_chat:
         template = ChatTemplate.chosen(config.template, tokenizer)
         return Conversations(groups, template, config.learn == "all"), files, how, given
-    published = ChatTemplate.beside(tokenizer) if tokenizer else None
-    return Texts(groups, key, published), files, how, given
+    own = ChatTemplate.beside(tokenizer) if tokenizer else None
+    return Texts(groups, key, own), files, how, given
 
 
 def _documents(

@@ -177,7 +177,9 @@ def reading(
         raise DataError(f"cannot read {path}: {reason}; {advice}") from error
 
 
-def read_records(files: Iterable[SourceFile], text_key: str = "") -> Iterator[SourceRecord]:
+def read_records(
+    files: Iterable[SourceFile], text_key: str = "", skip_undecodable: bool = False
+) -> Iterator[SourceRecord]:
     """The records of all files in order; positions go on from file to file.
 
     With a `text_key` files may be plain text, which is read as records that have it under this key,
@@ -193,7 +195,7 @@ def read_records(files: Iterable[SourceFile], text_key: str = "") -> Iterator[So
             elif kind in CHAT_KINDS:
                 found = _json_records(file, raw, stream)
             else:
-                found = _plain_texts(file, raw, stream, text_key)
+                found = _plain_texts(file, raw, stream, text_key, skip_undecodable)
             for values, where, position in found:
                 yield SourceRecord(values, where, before + min(position, file.size))
         before += file.size
@@ -303,7 +305,7 @@ def _refuse_longer(size: int, where: str) -> None:
 
 
 def _plain_texts(
-    file: SourceFile, raw: IO[bytes], stream: IO[bytes], key: str
+    file: SourceFile, raw: IO[bytes], stream: IO[bytes], key: str, skip_undecodable: bool
 ) -> Iterator[SourceRecord]:
     """A plain file is one document, unless separator lines or its size make it several."""
     is_separated = kind_and_packing(file.name)[0] in (".txt", ".tokens")
@@ -320,9 +322,10 @@ def _plain_texts(
                     yield SourceRecord({key: text}, str(file.path), raw.tell())
                 held, is_large = [], not is_last
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file.path} is not UTF-8 text ({error.reason}): convert or remove it"
-        ) from error
+        if not skip_undecodable:
+            raise DataError(
+                f"{file.path} is not UTF-8 text ({error.reason}): convert or remove it"
+            ) from error
 
 
 def _parts(reader: io.TextIOWrapper, is_separated: bool) -> Iterator[tuple[str, bool]]:
