@@ -140,7 +140,7 @@ def _eval_tasks(options: argparse.Namespace) -> None:
     if options.data is not None or options.batches:
         raise ConfigError("--lm-eval has data of its own: leave out --data and --batches")
 
-    from thinwire.hf.harness import run_tasks, scores_text
+    from thinwire.hf.export import run_tasks, scores_text
     from thinwire.report import PlainDisplay
 
     how = options.device, options.limit, options.tasks_folder, options.allow_plugins

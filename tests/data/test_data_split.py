@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusing import refused
 
-from thinwire.data.split import DocumentHash, ValidationSplit
+from thinwire.data.documents import DocumentHash, ValidationSplit
 
 documents = st.lists(st.text(min_size=1), min_size=1, max_size=30)
 
@@ -15,8 +15,8 @@ def sided(texts, given=()):
 def sides(texts, fraction, given=()):
     split = ValidationSplit(sided(texts, given), fraction)
     result: dict[str, list[str]] = {"train": [], "valid": []}
-    for passage in split.passages(sided(texts, given)):
-        result[passage.side].append(passage.text)
+    for side, text, _ in split.passages(sided(texts, given)):
+        result[side].append(text)
     return result
 
 

@@ -15,10 +15,9 @@ from thinwire.cli import main
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
 from thinwire.errors import CheckpointError, ConfigError, MissingPackageError
-from thinwire.hf.export import verify
+from thinwire.hf.export import TokenizerFiles, verify
 from thinwire.hf.folder import write_json, write_model
 from thinwire.hf.modeling import ThinwireForCausalLM
-from thinwire.hf.tokenizer import TokenizerFiles
 from thinwire.inference import Model
 
 SUBSPACE = narrow("subspace")

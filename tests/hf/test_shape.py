@@ -125,8 +125,6 @@ def test_context_is_ours_to_choose_and_defaults_are_theirs():
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, r'model_type = "gpt2" is not supported\. Supported are llama'),
-        ({"model_type": "smollm3"}, r"no positions \(NoPE\)"),
-        ({"model_type": "mixtral"}, "mixture of experts"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window = 4096"),
         ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window = 8"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),

@@ -1,8 +1,7 @@
 """The data room: (step, microbatch) -> token ids, a pure function of seed and data.
 
-The coordinator calls `prepare` once; every stage process opens the folder that it made and builds
-an `Order` on it. Two stages with the same fingerprint, sizes and seed therefore compute the same
-batches, and none need to travel.
+`prepare` makes a corpus once; every stage opens it and builds an `Order` on it. With the same
+fingerprint, sizes and seed they compute the same batches, and none need to travel.
 """
 
 from thinwire.data.corpus import Corpus

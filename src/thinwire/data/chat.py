@@ -5,19 +5,18 @@
     ids[-1] in chat.end_ids                        # an answer ends with one of these
 
 Records hold conversations in the forms of `FORMS`, which docs/data.md describes. All become one:
-messages with a role and a content. A `system` text beside any of them comes first.
+messages with a role and a content. A chat template, Jinja2 text that comes from others, turns them
+into one text (data/rendering.py).
 
-A chat template is Jinja2 text that turns messages into one text, as tokenizers are published with.
-It comes from others, so it runs in Jinja's sandbox, where it can compute text and nothing else, and
-in a process that has little time and memory for it (data/rendering.py). The messages come from
-others too: what the template writes may hold special tokens, what a message holds never becomes
-one. A guard, a character that no text needs, is put into such spellings, and what was rendered is
-split there before it is encoded.
+The messages come from others too: what the template writes may hold special tokens, what a message
+holds never becomes one. A guard, a character that no text needs, is put into such spellings, and
+what was rendered is split there before it is encoded.
 """
 
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ JINJA = "chat_template.jinja"
 # Such as those two, one of the characters that Unicode reserves for use inside of programs.
 GUARD = "\ufdd0"
 _REPLACED = str.maketrans(dict.fromkeys((GUARD, BEGIN, END), "\ufffd"))
+_UNMARKED = str.maketrans("", "", BEGIN + END)
 
 ASSISTANT = "assistant"
 ROLES = {
@@ -55,6 +55,9 @@ FORMS = {
 """By the key that each form is recognised by: its name, and the keys of which it has one for the
 answer. The first form that a record has decides."""
 
+Messages = Sequence[Mapping[str, Any]]
+Spans = list[tuple[int, int]]
+"""Where in a text parts begin and end."""
 TEMPLATES = ("", "tokenizer", "chatml")  # what data.template says that is no path
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -84,7 +87,7 @@ class Conversation:
     @property
     def has_answer(self) -> bool:
         """Whether there is anything to learn in it."""
-        return any(is_learned(message) for message in self.messages)
+        return any(map(is_learned, self.messages))
 
     @property
     def texts(self) -> list[str]:
@@ -122,8 +125,10 @@ def _answer(record: Mapping[str, Any], key: str) -> Any:
     return next((record[k] for k in FORMS[key][1] if record.get(k) is not None), None)
 
 
-def conversation_of(record: Mapping[str, Any]) -> Conversation:
+def conversation_of(record: Any) -> Conversation:
     """A record as a conversation; NotAConversation says what keeps it from being one."""
+    if not isinstance(record, Mapping):
+        raise NotAConversation("it is not an object")
     key = form_of(record)
     if key is None:
         names = ", ".join(f'"{name}"' for name in list(record)[:12])
@@ -140,8 +145,10 @@ def conversation_of(record: Mapping[str, Any]) -> Conversation:
     if said is None:
         messages = checked(asked)
     else:
-        before = checked([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
-        after = checked([{"role": ASSISTANT, "content": said}] if isinstance(said, str) else said)
+        before, after = (
+            checked([{"role": role, "content": text}] if isinstance(text, str) else text)
+            for role, text in (("user", asked), (ASSISTANT, said))
+        )
         # Answers that belong to the prompt are there to be read, not to be learned.
         messages = [m | {"weight": 0} if m["role"] == ASSISTANT else m for m in before] + after
     system = record.get("system")
@@ -154,14 +161,14 @@ def conversation_of(record: Mapping[str, Any]) -> Conversation:
         except (ValueError, RecursionError):
             raise NotAConversation('"tools" is text, but not valid JSON') from None
     tools = [tools] if tools and isinstance(tools, Mapping) else tools or None
-    if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
+    if not isinstance(tools, list | None):
         raise NotAConversation('"tools" must be a list')
-    return Conversation(messages, None if tools is None else list(tools), FORMS[key][0])
+    return Conversation(messages, tools, FORMS[key][0])
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:
     """Messages with known roles and contents of text; NotAConversation names what is wrong."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence) or not len(messages):
+    if not isinstance(messages, list | tuple) or not messages:
         raise NotAConversation("it has no list of messages")
     return [_message(message, f"message {number}") for number, message in enumerate(messages, 1)]
 
@@ -176,7 +183,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if content is None and ROLES[role.lower()] == "user":
         raise NotAConversation(f"{where} has no content")
     content = "" if content is None else content
-    if isinstance(content, Sequence) and not isinstance(content, str):
+    if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         if not all(isinstance(part, str) for part in parts):
             raise NotAConversation(f"{where} holds something else than text, such as an image")
@@ -233,23 +240,17 @@ class ChatTemplate:
 
     @classmethod
     def chosen(cls, name: str, tokenizer: Path | None) -> "ChatTemplate":
-        """What data.template names: "chatml", the path of a Jinja file, or "" for the tokenizer's
-        own, and ChatML where it has none.
-        """
+        """What data.template names; "": the tokenizer's own, and ChatML where it has none."""
         own = cls.beside(tokenizer) if tokenizer is not None else None
-        if name == "":
+        if name == "tokenizer" and own is None:
+            raise DataError(
+                'data.template = "tokenizer", but no chat template is beside the tokenizer '
+                f"({CONFIG} or {JINJA}): put it there, or set data.template"
+            )
+        if name in ("", "tokenizer"):
             return own or cls(CHATML, "chatml")
-        if name == "tokenizer":
-            if own is None:
-                raise DataError(
-                    'data.template = "tokenizer", but no chat template is beside the tokenizer '
-                    f"({CONFIG} or {JINJA}): put it there, or set data.template"
-                )
-            return own
-        config = own.config if own is not None else {}
-        if name == "chatml":
-            return cls(CHATML, "chatml", config)
-        return cls(_read_text(Path(name).expanduser()), name, config)
+        source = CHATML if name == "chatml" else _read_text(Path(name).expanduser())
+        return cls(source, name, own.config if own is not None else {})
 
     @property
     def digest(self) -> str:
@@ -265,20 +266,10 @@ class ChatTemplate:
         """Special tokens that are spelled out in the template, such as <|im_end|>."""
         return list(dict.fromkeys(re.findall(r"<\|[\w.-]+\|>", self.source)))
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
-        prompts: bool = False,
-    ) -> str:
+    def render(self, messages: Messages, tools: Any = None, prompts: bool = False) -> str:
         """The text of messages; with `prompts` the beginning of an answer follows."""
-        values = {
-            "messages": messages,
-            "tools": tools or None,
-            "documents": None,
-            "add_generation_prompt": prompts,
-            **self.tokens,
-        }
+        values: dict[str, Any] = {"messages": messages, "tools": tools or None, "documents": None}
+        values |= {"add_generation_prompt": prompts, **self.tokens}
         answer = RENDERER.render(self.source, values)
         if "invalid" in answer:
             raise DataError(f"{self.name} is not a valid chat template: {answer['invalid']}")
@@ -294,12 +285,9 @@ class ChatTemplate:
     @cached_property
     def tokens(self) -> dict[str, str]:
         """Such as bos_token, which a config has as text or as an object with it."""
-        found = {}
-        for key, value in self.config.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                found[key] = text
-        return found
+        named = {key: value for key, value in self.config.items() if key.endswith("_token")}
+        texts = ((k, v.get("content") if isinstance(v, dict) else v) for k, v in named.items())
+        return {key: text for key, text in texts if isinstance(text, str)}
 
 
 class Specials:
@@ -314,7 +302,7 @@ class Specials:
         names = "|".join(map(re.escape, long)) or "(?!)"
         # Some tokenizers do not care for upper and lower case.
         self._spelled = re.compile(names, re.IGNORECASE)
-        self._exact = re.compile(f"({names})")
+        self.exact = re.compile(f"({names})")
         self.behind_space = re.compile(rf"\s*(?:{names})")
 
     def guard(self, value: Any) -> Any:
@@ -325,14 +313,9 @@ class Specials:
             return [self.guard(item) for item in value]
         return self._guarded(value) if isinstance(value, str) else value
 
-    def split(self, text: str) -> list[str]:
-        """What is between special tokens, and these."""
-        return [part for part in self._exact.split(text) if part]
-
-    def last(self, text: str) -> tuple[str, int] | None:
-        """The last special token of a text, and where it ends."""
-        found = list(self._exact.finditer(text))
-        return (found[-1][0], found[-1].end()) if found else None
+    def last(self, text: str) -> re.Match[str] | None:
+        """Where the last special token of a text stands."""
+        return next(reversed([*self.exact.finditer(text)]), None)
 
     def _guarded(self, text: str) -> str:
         if short := [token for token in self._short if token in text]:
@@ -357,12 +340,12 @@ def _read_text(path: Path) -> str:
 
 
 class Encoded(NamedTuple):
-    """The ids of a conversation; of each, whether it is learned and the bytes it stands for."""
+    """A text and its ids; of each, where known, its bytes in the text and whether it is learned."""
 
-    ids: np.ndarray
-    learned: np.ndarray
-    sizes: np.ndarray
     text: str
+    ids: np.ndarray
+    sizes: np.ndarray | None = None
+    learned: np.ndarray | None = None
 
 
 class Chat:
@@ -383,22 +366,18 @@ class Chat:
 
     @classmethod
     def open(cls, folder: Path, template: str = "") -> "Chat":
-        """What a prepared corpus, a checkpoint or an imported model is asked with.
-
-        `template` chooses one as data.template does.
-        """
+        """What a folder with a tokenizer is asked with; `template` is as data.template."""
         path = folder / "tokenizer.json"
         return cls(Tokenizer.load(path), ChatTemplate.chosen(template, path))
 
-    def prompt_ids(
-        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
-    ) -> list[int]:
+    def prompt_ids(self, messages: Messages, tools: list[Any] | None = None) -> list[int]:
         """The ids of a conversation up to where the assistant's next answer begins."""
         try:
             guarded = self._specials.guard(checked(messages))
         except NotAConversation as error:
             raise DataError(f"these messages are no conversation: {error}") from None
-        text = _without_marks(self.template.render(guarded, self._specials.guard(tools), True))
+        text = self.template.render(guarded, self._specials.guard(tools), prompts=True)
+        text = text.translate(_UNMARKED)
         encoded = self.tokenizer.encode_measured(self._parts(text), rendered=True)
         return [int(i) for part in encoded for i in part.ids]
 
@@ -425,19 +404,18 @@ class Chat:
         flat = iter(self.tokenizer.encode_measured(every, rendered=True))
         found = []
         for (text, spans), own in zip(rendered, parts, strict=True):
-            plain = text.replace(GUARD, "")
-            is_answer = np.full(len(plain) + 1, learn_all)  # the last is for what ends before it
-            for span in spans:
-                start, stop = (place - text.count(GUARD, 0, place) for place in span)
+            is_answer = np.full(len(text) + 1, learn_all)  # the last is for what ends before it
+            for start, stop in spans:
                 is_answer[start:stop] = True
-            starts, encoded = np.cumsum([0, *map(len, own)]), [next(flat) for _ in own]
-            ids = np.concatenate([np.empty(0, np.uint32), *(part.ids for part in encoded)])
-            sizes = np.concatenate([np.empty(0, np.uint32), *(part.sizes for part in encoded)])
-            # A token belongs to where its last character stands.
-            lasts = [start + part.ends - 1 for start, part in zip(starts, encoded, strict=False)]
-            learned = is_answer[np.concatenate([np.empty(0, np.int64), *lasts])].astype(np.uint8)
+            is_answer = np.delete(is_answer, [guard.start() for guard in re.finditer(GUARD, text)])
+            encoded = [next(flat) for _ in own]
+            ids, sizes = (np.concatenate([part[n] for part in encoded]) for n in range(2))
             sizes[np.isin(ids, self.tokenizer.special_ids)] = 0
-            found.append(Encoded(ids, learned, sizes, plain))
+            # A token belongs to where its last character stands.
+            before = np.cumsum([0, *map(len, own)])[:-1]
+            lasts = [at + part.ends - 1 for at, part in zip(before, encoded, strict=True)]
+            learned = is_answer[np.concatenate(lasts)].astype(np.uint8)
+            found.append(Encoded(text.replace(GUARD, ""), ids, sizes, learned))
         return found
 
     def _parts(self, text: str) -> list[str]:
@@ -445,19 +423,17 @@ class Chat:
         found: list[str] = []
         for part in text.split(GUARD):
             is_long = len(part) > PIECE_CHARACTERS
-            for own in self._specials.split(part) if is_long else [part]:
-                found += [piece for piece, _ in pieces_of(own) if piece]
+            for own in self._specials.exact.split(part) if is_long else [part]:
+                found += [piece for piece, _ in pieces_of(own)]
         return found
 
-    def _rendered(
-        self, conversation: Conversation, marked: bool = True
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _rendered(self, conversation: Conversation, marked: bool = True) -> tuple[str, Spans]:
         """The text with its guards, and where in it the answers are that shall be learned."""
         messages = self._specials.guard(conversation.messages)
         tools = self._specials.guard(conversation.tools)
         text = self.template.render(messages, tools)
         if not marked:
-            return _without_marks(text), []
+            return text.translate(_UNMARKED), []
         if re.search(r"\{%-?\s*generation\b", self.template.source):
             return self._marked(text, messages)
         spans = []
@@ -475,9 +451,7 @@ class Chat:
             spans.append((len(before), stop))
         return text, spans
 
-    def _marked(
-        self, text: str, messages: list[dict[str, Any]]
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _marked(self, text: str, messages: Messages) -> tuple[str, Spans]:
         """Answers as the template marks them."""
         answers = [message for message in messages if message["role"] == ASSISTANT]
         pieces = text.split(BEGIN)
@@ -495,9 +469,7 @@ class Chat:
             plain += answer + rest
         return plain, spans
 
-    def _end_of_content(
-        self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, number: int
-    ) -> int | None:
+    def _end_of_content(self, text: str, messages: Any, tools: Any, number: int) -> int | None:
         """Behind the special token that follows the content of a message, if one does.
 
         A mark at the end of that content shows where it is. Some templates end a conversation with
@@ -516,11 +488,9 @@ class Chat:
 
     def _end_of_message(self, text: str, through: str, start: int) -> int:
         """Where an answer ends by what the conversation through it has in common with all of it."""
-        pairs = enumerate(zip(text, through, strict=False))
-        common = text[: next((at for at, (a, b) in pairs if a != b), len(through))]
-        last = self._specials.last(common[start:])
-        if last is not None:
-            return start + last[1]
+        common = os.path.commonprefix([text, through])  # noqa: RUF071 -- of texts, not of paths
+        if (last := self._specials.last(common[start:])) is not None:
+            return start + last.end()
         if common != through or len(through) <= start:
             raise self._unclear("it writes an answer otherwise when more follows")
         return len(through)
@@ -532,7 +502,3 @@ class Chat:
             "answer in a copy of it and name that with data.template, set data.template = "
             '"chatml", or learn from all tokens with data.learn = "all"'
         )
-
-
-def _without_marks(text: str) -> str:
-    return text.replace(BEGIN, "").replace(END, "")

@@ -70,31 +70,26 @@ class Corpus:
             manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
             _check(folder, manifest)
             dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-            train, valid = (
-                np.memmap(folder / f"{side}.bin", dtype=dtype, mode="r") for side in SIDES
-            )
+
+            def mapped(name: str, kind: Any) -> Any:
+                """The values in one of the files, where the corpus has it."""
+                is_there = name in manifest["files"]
+                return np.memmap(folder / name, dtype=kind, mode="r") if is_there else None
 
             # It was a fact of its own once: such a corpus is not made again.
             lost = [f"the tokenizer {manifest['lost']}"] if manifest.get("lost") else []
-
-            def beside(name: str, kind: Any, ids: np.memmap) -> np.memmap | None:
-                """A value of each id, where the corpus has one."""
-                if name not in manifest["files"]:
-                    return None
-                return np.memmap(folder / name, dtype=kind, mode="r", shape=ids.shape)
-
             return cls(
                 folder=folder,
                 fingerprint=manifest["fingerprint"],
-                train=train,
-                valid=valid,
-                valid_sizes=beside(SIZES, _SIZE, valid),
+                train=mapped("train.bin", dtype),
+                valid=mapped("valid.bin", dtype),
+                valid_sizes=mapped(SIZES, _SIZE),
                 vocab=int(manifest["vocab"]),
                 valid_bytes=int(manifest["valid_bytes"]),
                 source=str(manifest["source"]),
                 documents=int(manifest["documents"]),
-                train_learned=beside("train.loss", np.uint8, train),
-                valid_learned=beside("valid.loss", np.uint8, valid),
+                train_learned=mapped("train.loss", np.uint8),
+                valid_learned=mapped("valid.loss", np.uint8),
                 notes=(*map(str, manifest.get("remarks", [])), *lost),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -136,9 +131,8 @@ def found_or_made(
     """Open the corpus for the content of these files and the settings in `key`.
 
     The content decides, so moved or touched files are the same data: `read` gives a hash of it and
-    a function that makes the folder. `files` are listed by what they are read for; those that have
-    not changed since they were last read in the same way, `how`, by size and times, are not read
-    again to know their content. None: the content is not known before it is read.
+    a function that makes the folder. Files that have not changed, by size and times, since they
+    were last read in the same way, `how`, are not read again for that; None: they always are.
     """
     listing = [
         [[str(file.path.absolute()), file.size, file.mtime_ns, file.ctime_ns] for file in group]
@@ -183,8 +177,7 @@ def write_corpus(
 ) -> None:
     """Write a corpus beside `folder` and rename it there at the end, or leave nothing.
 
-    `remarks` are asked for once all chunks are there. All chunks say which ids are learned, or none
-    does.
+    `remarks` are asked for once all chunks are there.
     """
     dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
     streams: dict[str, IO[bytes]] = {}
@@ -235,12 +228,11 @@ def write_corpus(
                 "learned": {s: hashed[f"{s}.loss"] for s in SIDES if f"{s}.loss" in hashed},
                 "remarks": remarks(),
             }
+            held.close()
             files = {}
-            for name, stream in streams.items():
-                stream.close()
-                flush(partial / name)
-                size = (partial / name).stat().st_size
-                files[name] = {"bytes": size, "sample": _sample(partial / name)}
+            for path in (partial / name for name in streams):
+                flush(path)
+                files[path.name] = {"bytes": path.stat().st_size, "sample": _sample(path)}
             said = {"format": FORMAT, **facts, "fingerprint": _fingerprint(facts), "files": files}
             write_file(partial / MANIFEST, json.dumps(said, indent=2).encode())
             try:
@@ -253,9 +245,7 @@ def write_corpus(
 
 
 def _check(folder: Path, manifest: Any) -> None:
-    """Check every file by size and by a hash of 64 blocks of 1 MiB spread over it, which is all of
-    a file up to 64 MiB; and that the fingerprint is of these files.
-    """
+    """Check every file by size and sample, and that the fingerprint is of these files."""
     if manifest["format"] != FORMAT:
         raise _damaged(folder, f"its {MANIFEST} is not of format {FORMAT}")
     for name, entry in manifest["files"].items():
@@ -276,12 +266,11 @@ def _damaged(folder: Path, reason: str) -> DataError:
 
 
 def _sample(path: Path) -> str:
-    """Hash of blocks spread evenly over a file: quick for any size, complete for small ones."""
+    """Hash of 64 blocks of 1 MiB spread evenly over a file: all of it, up to 64 MiB."""
     sample = hashlib.blake2b(digest_size=16)
     size = path.stat().st_size
-    stride = max(size // _SAMPLES, _SAMPLE_BYTES)
     with path.open("rb") as stream:
-        for at in range(0, size, stride):
+        for at in range(0, size, max(size // _SAMPLES, _SAMPLE_BYTES)):
             stream.seek(at)
             sample.update(stream.read(_SAMPLE_BYTES))
     return sample.hexdigest()

@@ -1,76 +1,83 @@
-"""What a corpus is made of: documents, each one text that is read as often as is needed, and their
-token ids, made in batches on all cores and in bounded memory.
+"""What a corpus is made of: documents, each one text that is read as often as is needed; which of
+them validate; and their token ids, made in batches on all cores and in bounded memory.
 
 A conversation is a document too: its text is a line of JSON, so that what is counted, split and
-found again is the same for both. They come from files, or from the Hugging Face `datasets` library,
-which streams: a dataset may be far larger than the disk.
+found again is the same for both.
 """
 
-import os
+import hashlib
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from thinwire.data.chat import Chat, ChatTemplate, Conversation, NotAConversation, conversation_of
+from thinwire.data.chat import (
+    Chat,
+    ChatTemplate,
+    Conversation,
+    Encoded,
+    NotAConversation,
+    conversation_of,
+)
 from thinwire.data.corpus import SIDES, TokenChunk
-from thinwire.data.sources import SourceFile, SourceRecord, no_nulls, source_file, text_of, walk
+from thinwire.data.sources import SourceRecord, text_of
 from thinwire.data.tokenizer import Tokenizer, interruptible, pieces_of
-from thinwire.errors import DataError, ThinwireError, first_line
-from thinwire.lazy import needs
-from thinwire.paths import expanded
+from thinwire.errors import DataError
 
 BATCH_CHARACTERS = 1_000_000
-_JUDGED_CHARACTERS = 10_000_000  # enough to know a tokenizer that loses most of a text
-_SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk leaves
+_KEY = b"thinwire document"
+_RANGE = 1 << 64
+# Less text than this makes too few windows to validate with.
+SHORTEST_TAIL_BYTES = 16_384
 
 
-class Document(NamedTuple):
-    """A text, whether it was given for validation, and how far reading has come."""
-
-    text: str
-    is_given: bool
-    consumed: int
-
-
-TextPiece = tuple[str, str, bool]
-"""Its side, a text or a part of one, and whether the text ends here."""
-EncodedPiece = tuple[TokenChunk, str, bool]
-"""The ids, the text that they stand for, and whether the end of text must follow."""
+Document = tuple[str, bool]
+"""A text, and whether it was given for validation."""
+Piece = tuple[str, bool]
+"""A text or a part of one, and whether the text ends here."""
 Group = tuple[Callable[[], Iterator[SourceRecord]], int]
 """Where to read records, and how far that goes, in whatever their positions count."""
 
 
 class Texts:
-    """Plain texts: of one group of records to train on, and of one to validate on. White space
-    alone is none.
-    """
+    """Plain texts: of a group of records to train on, and of one to validate on."""
 
     whole = False
     """Whether a document must stay in one piece."""
 
-    def __init__(self, groups: list[Group], key: str = "text") -> None:
+    def __init__(
+        self, groups: list[Group], key: str = "text", template: ChatTemplate | None = None
+    ) -> None:
+        """`template` was published with the tokenizer: it stays with the corpus."""
+        self.template = template
         self._groups = groups
         self._key = key
         self.size = sum(size for _, size in groups)  # how far reading goes; 0 if not known
         self.characters = 0  # that were encoded
         self._lost: Counter[str] = Counter()  # of these
 
-    def read(self) -> Iterator[Document]:
-        """All documents, those to train on first."""
-        before = 0
+    def read(self, told: Callable[[int], None] = lambda done: None) -> Iterator[Document]:
+        """All documents, those to train on first.
+
+        `told` hears in about 200 steps how far reading has come, if that is known.
+        """
+        before = due = 0
         for number, (records, size) in enumerate(self._groups):
             for record in records():
                 if text := self._text(record):
-                    yield Document(text, number == 1, before + record.position)
+                    yield text, number == 1
+                    done = before + record.position
+                    if due <= done < self.size:
+                        told(done)
+                        due = done + max(1, self.size // 200)
             before += size
+        if self.size:
+            told(self.size)
 
     def _text(self, record: SourceRecord) -> str:
-        """The document in a record; empty: it is left out."""
+        """The document in a record; empty: it is left out, as white space alone is."""
         text = text_of(record, self._key)
         return "" if text.isspace() else text
 
@@ -101,47 +108,46 @@ class Texts:
         at line ends.
         """
 
-        def encoded(batch: Iterator[TextPiece]) -> list[TokenChunk]:
-            found = self._encoded(tokenizer, list(batch))
-            decoded = tokenizer.decode_all([chunk.ids for chunk, _, _ in found])
-            for (_, text, _), back in zip(found, decoded, strict=True):
-                self.characters += len(text)
-                if back != text:
-                    self._lost += Counter(text) - Counter(back)
-            if self.characters >= _JUDGED_CHARACTERS:
-                self._check_fit()
-            return list(_joined(found, tokenizer.end_of_text))
+        def encoded(sides: Iterator[tuple[str, list[Piece]]]) -> list[TokenChunk]:
+            return [self._chunk(tokenizer, side, pieces) for side, pieces in sides if pieces]
 
-        batch: list[TextPiece] = []
+        batch: dict[str, list[Piece]] = {side: [] for side in SIDES}
         size = 0
-        for piece in self._pieces(passages):
-            batch.append(piece)
-            size += len(piece[1])
-            if size >= BATCH_CHARACTERS:
-                yield from interruptible(encoded, batch)
-                batch, size = [], 0
-        if batch:
-            yield from interruptible(encoded, batch)
-        self._check_fit()
-
-    def _check_fit(self) -> None:
-        """Refuse a tokenizer that loses more than half of the text."""
+        for side, document in passages:
+            for piece in [(document, True)] if self.whole else pieces_of(document):
+                batch[side].append(piece)
+                size += len(piece[0])
+                if size >= BATCH_CHARACTERS:
+                    yield from interruptible(encoded, batch.items())
+                    batch, size = {side: [] for side in SIDES}, 0
+        yield from interruptible(encoded, batch.items())
         if 2 * self._lost.total() > self.characters:
             raise DataError(f"the text and its tokenizer do not fit: {Texts.remarks(self)[0]}")
 
-    def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[TextPiece]:
-        for side, text in passages:
-            yield from ((side, piece, is_end) for piece, is_end in pieces_of(text))
+    def _chunk(self, tokenizer: Tokenizer, side: str, pieces: list[Piece]) -> TokenChunk:
+        """One for all: many short texts are written as fast as few long ones."""
+        found = self._encoded(tokenizer, side, [text for text, _ in pieces])
+        decoded = tokenizer.decode_all([each.ids for each in found])
+        end, parts = tokenizer.end_of_text, list[tuple[Any, ...]]()
+        last = np.array([end or 0], np.uint32), np.zeros(1, np.uint32), np.zeros(1, np.uint8)
+        for each, back, (_, is_end) in zip(found, decoded, pieces, strict=True):
+            self.characters += len(each.text)
+            if back != each.text:
+                self._lost += Counter(each.text) - Counter(back)
+            parts.append(each[1:])
+            is_ended = self.whole and each.ids[-1:].tolist() == [end]  # as by some templates
+            if is_end and end is not None and not is_ended:
+                parts.append(last)
+        columns = zip(*parts, strict=True)
+        joined: Any = (c[0] if c[0] is None else np.concatenate(c) for c in columns)
+        return TokenChunk(side, *joined)
 
-    def _encoded(self, tokenizer: Tokenizer, batch: list[TextPiece]) -> list[EncodedPiece]:
-        sides = {side: [p[1] for p in batch if p[0] == side] for side in ("train", "valid")}
-        train = iter(tokenizer.encode_all(sides["train"]))
-        valid = iter(tokenizer.encode_measured(sides["valid"]))
-        found = []
-        for side, text, is_end in batch:
-            chunk = TokenChunk(side, *((next(train),) if side == "train" else next(valid)[:2]))
-            found.append((chunk, text, is_end))
-        return found
+    def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[Encoded]:
+        if side == "train":
+            found = zip(texts, tokenizer.encode_all(texts), strict=True)
+            return [Encoded(text, ids) for text, ids in found]
+        measured = zip(texts, tokenizer.encode_measured(texts), strict=True)
+        return [Encoded(text, ids, sizes) for text, (ids, sizes, _) in measured]
 
 
 class Conversations(Texts):
@@ -151,15 +157,15 @@ class Conversations(Texts):
 
     def __init__(self, groups: list[Group], template: ChatTemplate, learn_all: bool) -> None:
         super().__init__(groups)
-        self._template = template
+        self.template: ChatTemplate = template
         self._learn_all = learn_all
         self._forms: Counter[str] = Counter()
         self._unanswered = 0
 
-    def read(self) -> Iterator[Document]:
+    def read(self, told: Callable[[int], None] = lambda done: None) -> Iterator[Document]:
         self._forms.clear()
         self._unanswered = 0
-        yield from super().read()
+        yield from super().read(told)
         if not self._forms:
             without = f"{self._unanswered:,} without an answer of the assistant"
             found = without if self._unanswered else "there are no records"
@@ -167,8 +173,6 @@ class Conversations(Texts):
 
     def _text(self, record: SourceRecord) -> str:
         try:
-            if not isinstance(record.values, dict):
-                raise NotAConversation("it is not an object")
             conversation = conversation_of(record.values)
         except NotAConversation as error:
             raise DataError(
@@ -185,7 +189,7 @@ class Conversations(Texts):
 
     def remarks(self) -> list[str]:
         forms = ", ".join(f"{count:,} {form}" for form, count in self._forms.most_common())
-        found = [f"conversations by their form: {forms}; chat template: {self._template.name}"]
+        found = [f"conversations by their form: {forms}; chat template: {self.template.name}"]
         if self._unanswered:
             found.append(
                 f"{self._unanswered:,} conversations without an answer of the assistant are left "
@@ -193,135 +197,113 @@ class Conversations(Texts):
             )
         return found + super().remarks()
 
-    def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[TextPiece]:
-        return ((side, text, True) for side, text in passages)
-
-    def _encoded(self, tokenizer: Tokenizer, batch: list[TextPiece]) -> list[EncodedPiece]:
-        """With which of the ids are learned. The end of text follows a conversation unless it ends
-        with that already. It is not learned: an answer has an end of its own.
-        """
-        talks = [Conversation.from_json(text) for _, text, _ in batch]
-        encoded = Chat(tokenizer, self._template).encode_all(talks, self._learn_all)
-        found = []
-        for (side, _, _), (ids, learned, sizes, text) in zip(batch, encoded, strict=True):
-            measured = sizes if side == "valid" else None
-            chunk = TokenChunk(side, ids, measured, None if self._learn_all else learned)
-            found.append((chunk, text, ids[-1:].tolist() != [tokenizer.end_of_text]))
-        return found
+    def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[Encoded]:
+        talks = [Conversation.from_json(text) for text in texts]
+        found = Chat(tokenizer, self.template).encode_all(talks, self._learn_all)
+        found = found if side == "valid" else [each._replace(sizes=None) for each in found]
+        return [each._replace(learned=None) for each in found] if self._learn_all else found
 
 
-def _joined(found: list[EncodedPiece], end: int | None) -> Iterator[TokenChunk]:
-    """A chunk for each side, with the end of text where it must follow: many short texts are
-    written as fast as few long ones.
+class DocumentHash(NamedTuple):
+    """A document by a keyed hash of its UTF-8 bytes."""
+
+    digest: bytes
+    size: int  # in UTF-8 bytes
+    place: int  # in range(2**64): decides between training and validation
+    sample: float  # in [0, 1), independent of the place: for drawing a sample of the documents
+
+    @classmethod
+    def of(cls, text: str) -> "DocumentHash":
+        """Hash a text."""
+        raw = text.encode()
+        digest = hashlib.blake2b(raw, digest_size=16, key=_KEY).digest()
+        place, sample = struct.unpack("<QQ", digest)
+        return cls(digest, len(raw), place, sample / _RANGE)
+
+
+class ValidationSplit:
+    """Sends each document to "train" or "valid", or the end of a long one to "valid".
+
+    The content alone decides, so an exact copy of a validation document, anywhere in the corpus,
+    never trains. Documents come with a flag that says whether they were given for validation
+    (data.valid_path). Without any, validation is every document with a place below a threshold.
+    Where that would leave a side empty, the threshold moves just enough for one document to change
+    sides: the lowest to validation, or the highest to training.
     """
-    last = np.array([end or 0], np.uint32), np.zeros(1, np.uint32), np.zeros(1, np.uint8)
-    for side in SIDES:
-        parts: list[tuple[Any, ...]] = []
-        for chunk, _, is_open in found:
-            if chunk.side == side:
-                parts += [chunk[1:], last] if is_open and end is not None else [chunk[1:]]
-        if parts:
-            columns = zip(*parts, strict=True)
-            whole: Any = (c[0] if c[0] is None else np.concatenate(c) for c in columns)
-            yield TokenChunk(side, *whole)
 
+    def __init__(self, documents: Iterable[Document], fraction: float, whole: bool = False) -> None:
+        """Read every document once, in constant memory but for `given`; an empty corpus is refused.
 
-@dataclass(frozen=True)
-class HubDataset:
-    """One split of a dataset. `place` is a folder, or NAME[@REVISION][:CONFIG] on the hub."""
-
-    place: str
-    split: str
-
-    @cached_property
-    def folder(self) -> Path | None:
-        """Where it is on this machine; None for one on the hub."""
-        if not self.place:
+        `whole` keeps every document in one piece, however long it is.
+        """
+        self.documents = self.size = highest = 0  # size: UTF-8 bytes of those not given
+        self.given: set[bytes] = set()  # digests of the documents given for validation
+        lowest = _RANGE
+        for _, is_given, document in self._hashed(documents):
+            self.documents += 1
+            if is_given:
+                self.given.add(document.digest)
+                continue
+            self.size += document.size
+            lowest, highest = min(lowest, document.place), max(highest, document.place)
+        self.content = self._last_content
+        """A hash of all documents in order, and of which were given for validation."""
+        if self.size == 0:
+            raise DataError("the corpus is empty: its files hold only white space; check data.path")
+        self._is_one = lowest == highest
+        if whole and self._is_one and not self.given:
             raise DataError(
-                'data.source = "hf" needs data.path: a dataset on the Hugging Face hub '
-                "(NAME or NAME:CONFIG), or the folder of one"
+                "the corpus is a single conversation: there must be another one to validate on; "
+                "add some, or set data.valid_path"
             )
-        folder = expanded(self.place, "data.path")
-        if folder.is_dir():
-            return folder
-        if os.path.lexists(folder) or self.place.startswith((".", "/", "~")):
-            raise DataError(f"data.path = {self.place} is not a folder that holds a dataset")
-        return None
+        self._whole = whole
+        self._fraction = fraction
+        self._threshold = min(max(int(fraction * _RANGE), lowest + 1), highest)
+        # Bytes that one document should give to validation.
+        self._longest = max(fraction * self.size, SHORTEST_TAIL_BYTES)
 
-    @cached_property
-    def files(self) -> list[SourceFile]:
-        """The files of a local dataset; none of one on the hub."""
-        if self.folder is None:
-            return []
-        return [source_file(self.folder, name) for name in walk(self.folder)]
+    def passages(self, documents: Iterable[Document]) -> Iterator[tuple[str, str, float]]:
+        """The same documents once more: a side, a document or a part of one, and the sample of its
+        hash. An error at the end if they are others.
+        """
+        for text, is_given, document in self._hashed(documents):
+            for side, part in self._parts(text, document, is_given):
+                yield side, part, document.sample
+        if self._last_content != self.content:
+            raise DataError("the corpus changed while it was being read: start again")
 
-    @property
-    def identity(self) -> list[str] | None:
-        """What is the same as long as the records are, beside `files`; None if that is unknown."""
-        if self.folder is not None:
-            return ["folder", self.split]
-        revision = self._revision
-        return None if revision is None else [*self._name, revision, self.split]
+    def _hashed(self, documents: Iterable[Document]) -> Iterator[tuple[str, bool, DocumentHash]]:
+        """All documents with their hashes; at the end a hash of each side's, wherever they are."""
+        hashes = [hashlib.blake2b(digest_size=16) for _ in range(2)]
+        for text, is_given in documents:
+            document = DocumentHash.of(text)
+            hashes[is_given].update(document.digest)
+            yield text, is_given, document
+        self._last_content = " ".join(each.hexdigest() for each in hashes)
 
-    def records(self) -> Iterator[SourceRecord]:
-        """The records in order."""
-        try:
-            for number, values in enumerate(self._opened(), 1):
-                where = f"{self.place}, record {number} of {self.split}"
-                yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, number)
-        except ThinwireError:
-            raise
-        except Exception as error:  # the library raises whatever its readers and the network raise
-            raise self._refused(error) from error
+    def _parts(self, text: str, document: DocumentHash, is_given: bool) -> list[tuple[str, str]]:
+        """The (side, text) pairs that a document contributes: none if it was given for validation
+        as well, two if only its end validates, because it is the only one or very long.
+        """
+        if self.given:
+            if is_given:
+                return [("valid", text)]
+            return [] if document.digest in self.given else [("train", text)]
+        if self._is_one:
+            return _split_near_end(text, self._fraction)
+        if document.place >= self._threshold:
+            return [("train", text)]
+        if self._whole or document.size <= 2 * self._longest:
+            return [("valid", text)]
+        return _split_near_end(text, self._longest / document.size)
 
-    @cached_property
-    def _name(self) -> tuple[str, str, str]:
-        place, _, config = self.place.partition(":")
-        name, _, revision = place.partition("@")
-        return name, revision, config
 
-    @cached_property
-    def _revision(self) -> str | None:
-        """The commit that the hub has of it now; None where the hub is not asked (offline)."""
-        hub = needs("huggingface_hub", extra="data", what='data.source = "hf"')
-        name, revision, _ = self._name
-        try:
-            found = hub.HfApi().dataset_info(name, revision=revision or None).sha
-            return str(found) if found else None
-        except hub.errors.OfflineModeIsEnabled:
-            return None
-        except Exception as error:  # of several libraries
-            raise self._refused(error) from error
-
-    def _opened(self) -> Any:
-        library = needs("datasets", extra="data", what='data.source = "hf"')
-        library.disable_progress_bars()
-        if self.folder is None:
-            name, revision, config = self._name
-            pinned = self._revision
-            # Offline, what an earlier download has left is all there is, and it is not streamed.
-            return library.load_dataset(
-                name,
-                config or None,
-                split=self.split,
-                streaming=pinned is not None,
-                revision=pinned or revision or None,
-            )
-        if not any((self.folder / name).is_file() for name in _SAVED):
-            return library.load_dataset(str(self.folder), split=self.split, streaming=True)
-        saved = library.load_from_disk(str(self.folder))
-        if not isinstance(saved, library.DatasetDict):
-            return saved
-        if self.split not in saved:
-            raise DataError(
-                f'{self.place} has no split "{self.split}"; it has {", ".join(saved)}: set '
-                "data.split to one of them"
-            )
-        return saved[self.split]
-
-    def _refused(self, error: Exception) -> DataError:
-        return DataError(
-            f"the dataset {self.place} cannot be read: {first_line(error)}; check data.path "
-            "and data.split, and that this machine can reach the Hugging Face hub. A dataset in a "
-            "local folder needs no network"
-        )
+def _split_near_end(text: str, fraction: float) -> list[tuple[str, str]]:
+    """The last `fraction` of a text validates, from the start of a line where it has lines."""
+    if len(text) < 2:
+        raise DataError("the corpus is one document of one character: nothing to train on")
+    wanted = min(max(1, round(len(text) * (1 - fraction))), len(text) - 1)
+    reach = (len(text) - wanted) // 2  # not to a line that would change the share much
+    after = text.find("\n", wanted - 1, wanted + reach) + 1
+    cut = after or text.rfind("\n", max(0, wanted - reach), wanted) + 1 or wanted
+    return [("train", text[:cut]), ("valid", text[cut:])]

@@ -13,7 +13,6 @@ from thinwire.errors import DataError
 MASKED = -100
 """The target of a position from whose next token nothing is learned, as torch has it."""
 _ROUNDS = 8
-_SUMMED = 1 << 18  # values added up at a time
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd 64-bit multipliers that spread bits well
 
 
@@ -48,9 +47,9 @@ class Windows:
 
     def gather(self, examples_B: np.ndarray) -> Batch:
         """A few windows by their numbers below `count`."""
-        inputs_BT, targets_BT = self._sides(self.tokens, examples_B)
+        inputs_BT, targets_BT = self.sides(self.tokens, examples_B)
         if self._learned is not None:
-            targets_BT[self._sides(self._learned, examples_B)[1] == 0] = MASKED
+            targets_BT[self.sides(self._learned, examples_B)[1] == 0] = MASKED
         return Batch(inputs_BT, targets_BT, examples_B)
 
     def learned_count(self, examples_N: np.ndarray) -> int:
@@ -59,17 +58,7 @@ class Windows:
             return len(examples_N) * self.context
         return int(self._counts[examples_N].sum())
 
-    def total_of_targets(self, values: np.ndarray, examples_N: np.ndarray) -> int:
-        """The sum over all learned targets of a value that each token of the side has."""
-        at_once = max(1, _SUMMED // self.context)
-        total = 0
-        for first in range(0, len(examples_N), at_once):
-            examples_B = examples_N[first : first + at_once]
-            values_BT = self._sides(values, examples_B)[1]
-            total += int(values_BT[self.gather(examples_B).targets_BT != MASKED].sum())
-        return total
-
-    def _sides(self, values: np.ndarray, examples_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def sides(self, values: np.ndarray, examples_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A value of each token of some windows, and of the token after each."""
         numbers_B = examples_B if self._learned is None else self._numbers[examples_B]
         positions = numbers_B[:, None] * self.context + np.arange(self.context + 1)
@@ -96,20 +85,14 @@ class Shuffled:
         self.microbatches = microbatches
         self.seed = seed
 
-    def place(self, step: int, microbatch: int) -> int:
-        """The place of a microbatch's first example; step and microbatch are counted from 0."""
-        return step * self.batch + microbatch * (self.batch // self.microbatches)
-
     def examples(self, step: int, microbatch: int) -> np.ndarray:
         """The numbers of a microbatch's examples, the same in every epoch."""
         size = self.batch // self.microbatches
-        return shuffled(self.place(step, microbatch), size, self.count, self.seed)
+        return shuffled(step * self.batch + microbatch * size, size, self.count, self.seed)
 
 
 class Order(Shuffled):
-    """(step, microbatch) -> Batch. The examples are windows of `context` tokens that the corpus
-    is split into; they do not overlap.
-    """
+    """(step, microbatch) -> Batch, of windows of `context` tokens that do not overlap."""
 
     def __init__(
         self,
@@ -135,7 +118,7 @@ class Order(Shuffled):
 
     def learned_count(self, step: int) -> int:
         """Tokens that all microbatches of a step teach together: one per window at least."""
-        examples_N = shuffled(self.place(step, 0), self.batch, self.count, self.seed)
+        examples_N = shuffled(step * self.batch, self.batch, self.count, self.seed)
         return self._windows.learned_count(examples_N)
 
 
@@ -184,7 +167,12 @@ class Validation:
 
     def total_of_targets(self, values: np.ndarray) -> int:
         """The sum over all learned targets of a value that each token of the side has."""
-        return self._windows.total_of_targets(values, self._examples_N)
+        total = 0
+        for index in range(len(self)):
+            batch = self.microbatch(index)
+            values_BT = self._windows.sides(values, batch.examples_B)[1]
+            total += int(values_BT[batch.targets_BT != MASKED].sum())
+        return total
 
 
 def shuffled(place: int, count: int, size: int, seed: int) -> np.ndarray:
@@ -210,9 +198,8 @@ def round_keys(seed: int, epoch: int) -> list[int]:
 def permuted(indices_N: np.ndarray, size: int, keys: list[int]) -> np.ndarray:
     """Where a keyed permutation of range(size) sends each index.
 
-    A Feistel network permutes the smallest range of an even number of bits that holds
-    `size`; an index that it sends outside range(size) is sent on until it falls inside
-    ("cycle walking"), which keeps it a permutation. It takes no memory beyond its input, and
+    A Feistel network permutes the smallest range of an even number of bits that holds `size`; an
+    index that it sends outside range(size) is sent on until it falls inside ("cycle walking"). It
     is plain arithmetic modulo 2**64, so no version of numpy can change the order.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)

@@ -8,10 +8,15 @@ from typing import Any
 
 from thinwire.data.chat import CHATML, CHATML_TOKENS, ChatTemplate, form_of
 from thinwire.data.corpus import Corpus, Progress, TokenChunk, found_or_made, write_corpus
-from thinwire.data.documents import Conversations, HubDataset, Texts
+from thinwire.data.documents import Conversations, Document, Group, Texts, ValidationSplit
 from thinwire.data.shards import changed, find_shards
-from thinwire.data.sources import SourceFile, read_records, stdlib_files, text_files
-from thinwire.data.split import ValidationSplit
+from thinwire.data.sources import (
+    HubDataset,
+    SourceFile,
+    read_records,
+    stdlib_files,
+    text_files,
+)
 from thinwire.data.tokenizer import RESERVED, SMALLEST_VOCAB, Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
 from thinwire.paths import expanded
@@ -52,12 +57,11 @@ class DataConfig:
 
 
 def prepare(
-    config: DataConfig, vocab: int, cache: str | Path, progress: Progress | None = None
+    config: DataConfig, vocab: int, cache: str | Path, progress: Progress = lambda *done: None
 ) -> Corpus:
     """Make the corpus of these settings under `cache`, or find it there, and open it.
 
-    `vocab` is the number of ids that the model has. `progress(phase, done, total)` gets
-    the bytes read so far. Only the coordinator calls this.
+    `vocab` is the number of ids that the model has.
     """
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > vocab:
@@ -66,18 +70,12 @@ def prepare(
             f"is {vocab}: set model.vocab to at least {tokenizer.vocab_size} or choose a "
             "smaller tokenizer"
         )
-    report = progress or (lambda phase, done, total: None)
     build = _token_shards if config.source == "tokens" else _documents
-    return build(config, vocab, Path(cache), tokenizer, report)
+    return build(config, vocab, Path(cache), tokenizer, progress)
 
 
-def _source_of(
-    config: DataConfig,
-) -> tuple[Texts, list[list[SourceFile]], Any, str, ChatTemplate | None]:
-    """Documents, the files that they are in, how these are read, the name of what is given for
-    validation, if anything is, and the chat template.
-    """
-    tokenizer = expanded(config.tokenizer, "data.tokenizer") if config.tokenizer else None
+def _source_of(config: DataConfig) -> tuple[Texts, list[list[SourceFile]], Any, str]:
+    """Documents, their files, how these are read, and the name of what is given to validate."""
     key, given = config.text_key, config.valid_path
     how: Any = [config.source, config.learn, key]
     if config.source == "hf":
@@ -87,10 +85,10 @@ def _source_of(
             )
         given = config.valid_split
         datasets = [HubDataset(config.path, split) for split in (config.split, given) if split]
-        first: Any = next(datasets[0].records(), None)
+        first = next(datasets[0].records(), None)
         is_chat = first is not None and form_of(first.values) is not None
         files = [dataset.files for dataset in datasets]
-        groups = [(dataset.records, 0) for dataset in datasets]
+        groups: list[Group] = [(dataset.records, 0) for dataset in datasets]
         identities = [dataset.identity for dataset in datasets]
         how = None if None in identities else [how, identities]
     else:
@@ -104,24 +102,22 @@ def _source_of(
             records = partial(read_records, group, "" if is_chat else key, skip)
             groups.append((records, sum(file.size for file in group)))
         how = how if is_chat else key
-    if not is_chat:
-        template = ChatTemplate.beside(tokenizer) if tokenizer else None
-        return Texts(groups, key), files, how, given, template
-    template = ChatTemplate.chosen(config.template, tokenizer)
-    documents = Conversations(groups, template, config.learn == "all")
-    return documents, files, how, given, template
+    tokenizer = expanded(config.tokenizer, "data.tokenizer") if config.tokenizer else None
+    if is_chat:
+        template = ChatTemplate.chosen(config.template, tokenizer)
+        return Conversations(groups, template, config.learn == "all"), files, how, given
+    own = ChatTemplate.beside(tokenizer) if tokenizer else None
+    return Texts(groups, key, own), files, how, given
 
 
 def _documents(
     config: DataConfig, vocab: int, cache: Path, tokenizer: Tokenizer | None, report: Progress
 ) -> Corpus:
-    if tokenizer is None:
-        check_trainable(vocab)  # before the corpus is read, which may take long
-    of, files, how, given, template = _source_of(config)
+    of, files, how, given = _source_of(config)
     special: list[str] = []
-    if template is not None and not template.is_own and isinstance(of, Conversations):
+    if isinstance(of, Conversations) and not of.template.is_own:
         # A tool's tokens are text to a tokenizer that lacks them.
-        names = CHATML_TOKENS if template.source == CHATML else template.special_names
+        names = CHATML_TOKENS if of.template.source == CHATML else of.template.special_names
         special = [name for name in names if tokenizer is None or tokenizer.id_of(name) is None]
     if tokenizer is None:
         check_trainable(vocab, special)
@@ -139,16 +135,8 @@ def _documents(
                 "(tokenizer_config.json)"
             )
 
-    def documents(phase: str) -> Iterator[tuple[str, bool]]:
-        """All documents, and whether each was given for validation; reported in about 200 steps."""
-        due = 0
-        for text, is_given, consumed in of.read():
-            yield text, is_given
-            if due <= consumed < of.size:  # the end is reported once, below
-                report(phase, consumed, of.size)
-                due = consumed + max(1, of.size // 200)
-        if of.size:
-            report(phase, of.size, of.size)
+    def documents(phase: str) -> Iterator[Document]:
+        return of.read(lambda done: report(phase, done, of.size))
 
     def read() -> tuple[str, Callable[[Path], None]]:
         split = ValidationSplit(documents("reading"), config.valid_fraction, of.whole)
@@ -166,15 +154,15 @@ def _documents(
 
     def make(split: ValidationSplit, folder: Path) -> None:
         used = tokenizer or Tokenizer.train(sample(split), vocab, special)
-        texts = ((p.side, p.text) for p in split.passages(documents("tokenising")))
+        texts = ((side, text) for side, text, _ in split.passages(documents("tokenising")))
         chunks = of.encode(used, texts)
-        told = split.documents, template, of.remarks
+        told = split.documents, of.template, of.remarks
         write_corpus(folder, config.source, used.vocab_size, chunks, used, *told)
 
     encoding = tokenizer.digest if tokenizer else " ".join(["train", str(vocab), *special])
     key = _key(config, encoding)
-    if template is not None:
-        key += [template.digest, config.learn]
+    if of.template is not None:
+        key += [of.template.digest, config.learn]
     return found_or_made(cache, files, key, read, how)
 
 
@@ -205,8 +193,7 @@ def _token_shards(
             raise changed(Path(config.path))
 
     encoding = tokenizer.digest if tokenizer else "no tokenizer"
-    files = [[shard.file for shard in side] for side in (shards.train, shards.valid)]
-    corpus = found_or_made(cache, files, _key(config, encoding), read)
+    corpus = found_or_made(cache, shards.files, _key(config, encoding), read)
     _check_ids(corpus.vocab - 1, config.path, tokenizer, vocab)  # one made for a larger model
     return corpus
 
@@ -214,8 +201,7 @@ def _token_shards(
 def _key(config: DataConfig, encoding: str) -> list[Any]:
     """What else than the content of the source decides which ids the corpus has."""
     is_given = config.valid_path or config.valid_split
-    split = "valid_path" if is_given else config.valid_fraction
-    return [config.source, encoding, split]
+    return [config.source, encoding, "valid_path" if is_given else config.valid_fraction]
 
 
 def _check_ids(largest: int, where: str, tokenizer: Tokenizer | None, vocab: int) -> None:

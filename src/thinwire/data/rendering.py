@@ -45,33 +45,30 @@ class Renderer:
         """
         request = json.dumps({"source": source, "values": values}, default=str).encode()
         with self._lock:
-            return self._answer(request)
-
-    def _answer(self, request: bytes) -> dict[str, str]:
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                # -P: a file in the current folder must not pass for a module
-                [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_BYTES)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the process that asks
-            )
-        process, line = self._process, b""
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(request + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:
-            pass  # it has ended
-        except BaseException:  # such as Ctrl-C: this answer must not be taken for the next one
-            self.close()
-            raise
-        answer: dict[str, str] = json.loads(line) if line else {"error": TOO_MUCH}
-        if answer.get("error") == TOO_MUCH:
-            self.close()  # what was taken may not be given back
-        return answer
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    # -P: a file in the current folder must not pass for a module
+                    [sys.executable, "-P", __file__, str(MOST_SECONDS)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for the process that asks
+                )
+            asked, answers, line = self._process.stdin, self._process.stdout, b""
+            assert asked is not None and answers is not None
+            try:
+                asked.write(request + b"\n")
+                asked.flush()
+                line = answers.readline()
+            except OSError:
+                pass  # it has ended
+            except BaseException:  # such as Ctrl-C: this answer must not be taken for the next one
+                self.close()
+                raise
+            answer: dict[str, str] = json.loads(line) if line else {"error": TOO_MUCH}
+            if answer.get("error") == TOO_MUCH:
+                self.close()  # what was taken may not be given back
+            return answer
 
     def close(self) -> None:
         """End the process; another one starts when it is needed."""
@@ -85,14 +82,14 @@ RENDERER = Renderer()
 atexit.register(RENDERER.close)
 
 
-def _limit_memory(size: int) -> None:
+def _limit_memory() -> None:
     """End a template that takes too much memory: by a limit, or by looking while it computes.
 
     On Linux the peak of memory is no measure: a process begins with that of whoever started it.
     """
 
     def look(number: int, frame: FrameType | None) -> None:
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > size:
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MOST_BYTES:
             raise MemoryError
 
     if sys.platform == "darwin":  # which does not know the limit
@@ -100,13 +97,13 @@ def _limit_memory(size: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, _LOOK_SECONDS, _LOOK_SECONDS)
     else:
         with contextlib.suppress(OSError, ValueError):  # there is a lower one
-            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def main(seconds: int, size: int) -> None:
+def main(seconds: int) -> None:
     """Answer requests until the input ends; the system ends a process that computes too long."""
-    _limit_memory(size)
+    _limit_memory()
     for line in sys.stdin.buffer:
         most, (_, hard) = time.process_time() + seconds, resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(most), hard))
@@ -159,17 +156,16 @@ def _environment() -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def as_json(value: Any, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
-    environment.filters["tojson"] = as_json
+    environment.filters["tojson"] = lambda value, indent=None, **_: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = _TODAY.strftime
     return environment
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]))

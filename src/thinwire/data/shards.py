@@ -8,32 +8,20 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from thinwire.data.sources import SourceFile, existing, is_visible, reading, source_file, walk
+from thinwire.data.sources import SourceFile, existing, reading, source_file, walk
 from thinwire.errors import DataError
 
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
+RAW = "<u2", 50256
+WITH_HEADER = {(20240520, 1): RAW, (20240801, 7): ("<u4", 128000)}
+"""By the magic and the version in the header: the type of ids, and the one between documents."""
 _CHUNK = 1 << 22  # tokens read at a time
 _REACH = 1 << 20  # how far from the wanted place the cut looks for an end of text
-
-
-class Layout(NamedTuple):
-    """How the ids of a shard are stored, and the id that its writers put between documents."""
-
-    dtype: np.dtype
-    end_of_text: int
-
-
-RAW = Layout(np.dtype("<u2"), end_of_text=50256)
-WITH_HEADER = {
-    (20240520, 1): RAW,
-    (20240801, 7): Layout(np.dtype("<u4"), end_of_text=128000),
-}
-"""By the magic and the version in the header."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +29,9 @@ class TokenShard:
     """One checked token file."""
 
     file: SourceFile
-    layout: Layout
+    dtype: np.dtype
+    end_of_text: int
+    """The id that its writers put between documents."""
     offset: int
     count: int
 
@@ -50,38 +40,31 @@ class TokenShard:
 
         They are read, not mapped: a mapped file that becomes shorter kills the process.
         """
-        dtype = self.layout.dtype
+        size = self.dtype.itemsize
         with reading(self.file.path), self.file.path.open("rb") as stream:
-            stream.seek(self.offset + start * dtype.itemsize)
+            stream.seek(self.offset + start * size)
             for at in range(start, stop, _CHUNK):
                 count = min(_CHUNK, stop - at)
-                raw = stream.read(count * dtype.itemsize)
-                if len(raw) < count * dtype.itemsize:
+                raw = stream.read(count * size)
+                if len(raw) < count * size:
                     raise changed(self.file.path)
-                yield np.frombuffer(raw, dtype=dtype)
+                yield np.frombuffer(raw, dtype=self.dtype)
 
 
-@dataclass(frozen=True)
 class Shards:
-    """The token files of a corpus, by side, in name order."""
+    """The token files of a corpus, in name order: those to train on, then those to validate on."""
 
-    train: tuple[TokenShard, ...]
-    valid: tuple[TokenShard, ...]
-
-    @property
-    def counts(self) -> list[int]:
-        """Ids to train on, and to validate on."""
-        return [sum(shard.count for shard in side) for side in (self.train, self.valid)]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all ids."""
-        return sum(shard.count * shard.layout.dtype.itemsize for shard in self.train + self.valid)
+    def __init__(self, train: list[TokenShard], valid: list[TokenShard]) -> None:
+        self._all = train + valid
+        self._last = train[-1]
+        self.files = [[shard.file for shard in side] for side in (train, valid)]
+        self.counts = [sum(shard.count for shard in side) for side in (train, valid)]
+        self.size = sum(shard.count * shard.dtype.itemsize for shard in self._all)  # in bytes
 
     def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """Ids [start, stop) of all shards laid end to end, a few million at a time."""
         first = 0
-        for shard in self.train + self.valid:
+        for shard in self._all:
             low, high = max(start - first, 0), min(stop - first, shard.count)
             if low < high:
                 yield from shard.read(low, high)
@@ -90,7 +73,7 @@ class Shards:
     def scan(self, report: Callable[[int], None]) -> tuple[str, int, Path]:
         """A hash of the ids, the largest, and where it is; `report` gets the bytes read so far."""
         content, largest, largest_in, done = self.new_hash(), -1, Path(), 0
-        for shard in self.train + self.valid:
+        for shard in self._all:
             for ids in shard.read(0, shard.count):
                 content.update(ids.astype("<u4"))
                 highest = int(ids.max())
@@ -99,7 +82,7 @@ class Shards:
                 done += ids.nbytes
                 report(done)
         if largest < 0:
-            raise DataError(f"the corpus is empty: no tokens in {self.train[0].file.path.parent}")
+            raise DataError(f"the corpus is empty: no tokens in {self._all[0].file.path.parent}")
         return content.hexdigest(), largest, largest_in
 
     def new_hash(self) -> Any:
@@ -118,7 +101,7 @@ class Shards:
             raise DataError(f"{total} tokens cannot be split into training and validation")
         length = min(max(1, round(total * fraction)), total - 1)
         cut = total - length
-        separator = self.train[-1].layout.end_of_text if end_of_text is None else end_of_text
+        separator = self._last.end_of_text if end_of_text is None else end_of_text
         reach = min(length // 2, cut // 2, _REACH)
         nearby = [np.empty(0, "<u4"), *self.read(cut - reach, cut + reach)]
         found = np.flatnonzero(np.concatenate(nearby) == separator)
@@ -147,7 +130,7 @@ def find_shards(path: str, valid_path: str = "") -> Shards:
                 f"{min(both)} is in data.path and in data.valid_path: validation data must not be "
                 "trained on"
             )
-    return Shards(tuple(map(open_shard, train)), tuple(map(open_shard, valid)))
+    return Shards([*map(open_shard, train)], [*map(open_shard, valid)])
 
 
 def _by_side(path: str, setting: str) -> tuple[list[SourceFile], list[SourceFile]]:
@@ -155,7 +138,7 @@ def _by_side(path: str, setting: str) -> tuple[list[SourceFile], list[SourceFile
     root = existing(path, "tokens", setting)
     if not root.is_dir():
         return [source_file(root)], []
-    names = walk(root, lambda name: name.lower().endswith(".bin") and is_visible(name))
+    names = walk(root, lambda name: name.lower().endswith(".bin"))
     if not names:
         raise DataError(f"no .bin token shards in {root}: check {setting}")
     train = [name for name in names if "train" in name.lower()]
@@ -170,8 +153,8 @@ def open_shard(file: SourceFile) -> TokenShard:
     with reading(file.path), file.path.open("rb") as stream:
         start = stream.read(HEADER_BYTES)
     header = np.frombuffer(start[: len(start) // 4 * 4], dtype="<i4").tolist()
-    layout = WITH_HEADER.get((*header[:2],))
-    if layout is None:
+    kind, end_of_text = WITH_HEADER.get((*header[:2],), ("", 0))
+    if not kind:
         # A number and then a kilobyte of zeros is a header, not the beginning of a raw shard.
         if len(header) == HEADER_INTS and header[0] and not any(header[4:]):
             raise DataError(
@@ -183,15 +166,15 @@ def open_shard(file: SourceFile) -> TokenShard:
                 f"{file.path} has no known header and an odd size of {file.size} bytes, so it is "
                 "not uint16 tokens: it is truncated or of another format; write it again"
             )
-        return TokenShard(file, RAW, 0, file.size // 2)
-    count = header[2] if len(header) == HEADER_INTS else 0
-    expected = HEADER_BYTES + count * layout.dtype.itemsize
+        return TokenShard(file, np.dtype(RAW[0]), RAW[1], 0, file.size // 2)
+    dtype, count = np.dtype(kind), header[2] if len(header) == HEADER_INTS else 0
+    expected = HEADER_BYTES + count * dtype.itemsize
     if file.size != expected:
         raise DataError(
             f"{file.path} has {file.size} bytes, but its header announces {count} tokens, which "
             f"take {expected} bytes: it is truncated or damaged; write it again"
         )
-    return TokenShard(file, layout, HEADER_BYTES, count)
+    return TokenShard(file, dtype, end_of_text, HEADER_BYTES, count)
 
 
 def changed(path: Path) -> DataError:

@@ -17,14 +17,14 @@ import sysconfig
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import zstandard
 
-from thinwire.errors import DataError
+from thinwire.errors import DataError, ThinwireError, first_line
 from thinwire.lazy import needs
 from thinwire.paths import expanded
 
@@ -35,7 +35,6 @@ SEPARATOR = "<|endoftext|>"
 WHOLE_CHARACTERS = 16_000_000
 PIECE_CHARACTERS = 1_000_000
 LONGEST_BYTES = 64 << 20  # of a line of JSON, or of the texts in a row of Parquet
-LARGEST_LIST_BYTES = 1 << 30  # of a file that is one list of JSON, which is held whole
 # Text becomes 3 to 10 times smaller when packed; monotonous logs a hundred times.
 LARGEST_RATIO = 500
 ALWAYS_ALLOWED_BYTES = 256 << 20
@@ -47,6 +46,7 @@ _BUFFER = 1 << 20
 # A few bytes of zstd can stand for 128 KiB, so that this may become 32 MiB, but no more.
 _ZSTD_STEP = 1 << 10
 _ROWS = 64  # of Parquet, read at a time
+_SAVED = ("state.json", "dataset_dict.json")  # what datasets' save_to_disk leaves
 
 
 @dataclass(frozen=True)
@@ -132,43 +132,35 @@ def source_file(root: Path, name: str = "") -> SourceFile:
     """What `stat` says of `root`, or of a file under it, which must be a regular file."""
     path = root / name
     with reading(path):  # a symbolic link may be broken or endless
-        status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
+        info = path.stat()
+    if not stat.S_ISREG(info.st_mode):
         raise DataError(f"{path} is not a regular file: remove it or choose another data.path")
-    return SourceFile(
-        path, name or path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    )
+    return SourceFile(path, name or path.name, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
-def is_visible(name: str) -> bool:
-    """Whether a file or folder is not hidden."""
-    return not name.startswith(".")
+def walk(root: Path, belongs: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Relative paths under `root` of which every part is visible and `belongs`, sorted by parts.
 
-
-def walk(root: Path, belongs: Callable[[str], bool] = is_visible) -> list[str]:
-    """Relative paths of all files under `root` whose every part `belongs`, sorted by parts.
-
-    Symbolic links are followed, since download caches are made of them; a link that leads
-    back into a folder we are inside of is an error that names it.
+    Symbolic links are followed, since download caches are made of them.
     """
 
-    def inside(folder: Path, prefix: str, parents: list[tuple[int, int]]) -> Iterator[str]:
+    def inside(folder: Path, parents: list[tuple[int, int]]) -> Iterator[str]:
         with reading(folder):
             status = folder.stat()
-            names = [name for name in os.listdir(folder) if belongs(name)]
+            names = [n for n in os.listdir(folder) if not n.startswith(".") and belongs(n)]
         identity = (status.st_dev, status.st_ino)
         if identity in parents:
             raise DataError(
                 f"{folder} is a symbolic link to a folder that contains it, an endless loop: "
                 "remove the link"
             )
-        for name in names:
-            if os.path.isdir(folder / name):
-                yield from inside(folder / name, f"{prefix}{name}/", [*parents, identity])
+        for path in (folder / name for name in names):
+            if os.path.isdir(path):
+                yield from inside(path, [*parents, identity])
             else:
-                yield prefix + name
+                yield str(path.relative_to(root))
 
-    return sorted(inside(root, "", []), key=lambda name: name.split("/"))
+    return sorted(inside(root, []), key=lambda name: name.split("/"))
 
 
 @contextmanager
@@ -211,15 +203,14 @@ def read_records(
 
 def text_of(record: SourceRecord, key: str) -> str:
     """The text that a record holds under a key."""
-    values = record.values
-    text = values.get(key) if isinstance(values, dict) else None
-    if text is None and isinstance(values, dict) and key in values:
+    values = record.values if isinstance(record.values, dict) else {}
+    text = values.get(key, 0)
+    if text is None:
         return ""  # a record without a text, as a table may have
     if not isinstance(text, str):
-        names = ", ".join(list(values)[:12]) if isinstance(values, dict) else ""
         raise DataError(
-            f'{record.where}: needs an object with the key "{key}" that holds a string; it has '
-            f"the keys: {names or 'none'}. Set data.text_key to the key of the text"
+            f'{record.where}: needs an object with the key "{key}" that holds a string; it has the '
+            f"keys: {', '.join([*values][:12]) or 'none'}. Set data.text_key to the key of the text"
         )
     try:
         text.encode()
@@ -239,13 +230,7 @@ def _json_records(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterat
             if line.strip():
                 yield SourceRecord(_parsed(line, where), where, raw.tell())
         return
-    text = stream.read(LARGEST_LIST_BYTES + 1)
-    if len(text) > LARGEST_LIST_BYTES:
-        raise DataError(
-            f"{file.path} is one list of more than {LARGEST_LIST_BYTES >> 30} GiB of JSON, which "
-            "cannot be read in parts: write one object per line (.jsonl)"
-        )
-    listed = _parsed(text, str(file.path))
+    listed = _parsed(stream.read(), str(file.path))
     for number, values in enumerate(listed, 1):
         position = file.size * number // len(listed)
         yield SourceRecord(values, f"{file.path}, entry {number}", position)
@@ -276,21 +261,18 @@ def _parquet_rows(
                     f'{file.path} has no column "{text_key}"; its columns: {", ".join(columns)}; '
                     "set data.text_key to the column of the text"
                 )
-            columns = [text_key] if text_key else columns
             rows = size = 0
-            for batch in table.iter_batches(batch_size=_ROWS, columns=columns):
-                held = [batch.column(name) for name in columns]
+            only = [text_key] if text_key else None
+            for batch in table.iter_batches(batch_size=_ROWS, columns=only):
                 # One at a time: a short file can hold long texts.
                 for index in range(batch.num_rows):
-                    values = {n: c[index].as_py() for n, c in zip(columns, held, strict=True)}
+                    (values,) = batch.slice(index, 1).to_pylist()
                     rows += 1
                     length = _length(values)
                     size += length
                     where = f"{file.path}, row {rows}"
                     _refuse_longer(length, where)
                     _refuse_bomb(file, size)  # a text that is repeated is stored once
-                    if text_key and values[text_key] is None:
-                        values[text_key] = ""
                     at = file.size * rows // table.metadata.num_rows
                     yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, at)
         except pyarrow.ArrowException as error:
@@ -325,46 +307,41 @@ def _refuse_longer(size: int, where: str) -> None:
 def _plain_texts(
     file: SourceFile, raw: IO[bytes], stream: IO[bytes], key: str, skip_undecodable: bool
 ) -> Iterator[SourceRecord]:
-    """A plain file is one document, unless separator lines or its size make it several.
-
-    Of a large one each part has about a million characters and ends at a blank line.
-    """
+    """A plain file is one document, unless separator lines or its size make it several."""
     is_separated = kind_and_packing(file.name)[0] in (".txt", ".tokens")
-    # newline="\n" keeps the text byte for byte; the limit keeps a file of one line in bounds.
+    # newline="\n" keeps the text byte for byte.
     reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
-    parts: list[str] = []  # of the document, held until it ends or is large
-    lines: list[str] = []  # of its next part
-    size = part_size = 0
-
-    def found(texts: list[str]) -> Iterator[SourceRecord]:
-        return (SourceRecord({key: text}, str(file.path), raw.tell()) for text in texts)
-
-    def rest() -> Iterator[SourceRecord]:
-        pieces = [*parts, "".join(lines)]
-        return found(pieces if size > WHOLE_CHARACTERS else ["".join(pieces)])
-
+    held: list[str] = []  # of the document, until it ends or is large
+    is_large = False
     try:
-        while line := reader.readline(PIECE_CHARACTERS):
-            if is_separated and line.strip() == SEPARATOR:
-                yield from rest()
-                parts, lines, size, part_size = [], [], 0, 0
-                continue
-            lines.append(line)
-            size += len(line)
-            part_size += len(line)
-            at_blank_line = part_size >= PIECE_CHARACTERS and not line.strip()
-            if at_blank_line or part_size >= 2 * PIECE_CHARACTERS:
-                parts.append("".join(lines))
-                lines, part_size = [], 0
-                if size > WHOLE_CHARACTERS:
-                    yield from found(parts)
-                    parts = []
-        yield from rest()
+        for part, is_last in _parts(reader, is_separated):
+            held.append(part)
+            is_large = is_large or sum(map(len, held)) > WHOLE_CHARACTERS
+            if is_large or is_last:
+                for text in held if is_large else ["".join(held)]:
+                    yield SourceRecord({key: text}, str(file.path), raw.tell())
+                held, is_large = [], not is_last
     except UnicodeDecodeError as error:
         if not skip_undecodable:
             raise DataError(
                 f"{file.path} is not UTF-8 text ({error.reason}): convert or remove it"
             ) from error
+
+
+def _parts(reader: io.TextIOWrapper, is_separated: bool) -> Iterator[tuple[str, bool]]:
+    """Parts of about a million characters, to a blank line, each with whether its document ends."""
+    lines: list[str] = []
+    size = 0
+    while line := reader.readline(PIECE_CHARACTERS):  # bounded, also in a file of one line
+        is_separator = is_separated and line.strip() == SEPARATOR
+        if not is_separator:
+            lines.append(line)
+            size += len(line)
+        is_full = size >= PIECE_CHARACTERS and (not line.strip() or size >= 2 * PIECE_CHARACTERS)
+        if is_separator or is_full:
+            yield "".join(lines), is_separator
+            lines, size = [], 0
+    yield "".join(lines), True
 
 
 def _unpacked(raw: IO[bytes], file: SourceFile, packing: str) -> IO[bytes]:
@@ -406,9 +383,8 @@ class _Limited(io.RawIOBase):
 
 
 def _zstd_chunks(raw: IO[bytes]) -> Iterator[bytes]:
-    """Decompressed bytes of concatenated zstd frames; a frame cut short is an error.
-
-    The library's own stream reader ends quietly there, which would train on part of a file.
+    """Decompressed bytes of concatenated zstd frames; the library's own reader would end quietly
+    at one that is cut short.
     """
     frame: Any = None
     while packed := (frame and frame.unused_data) or raw.read(_ZSTD_STEP):
@@ -429,3 +405,80 @@ def _refuse_bomb(file: SourceFile, size: int) -> None:
             "is treated as a decompression bomb. If you trust it, decompress it first (.parquet: "
             "to .jsonl)"
         )
+
+
+class HubDataset:
+    """One split of a dataset. `place` is a folder, or NAME[@REVISION][:CONFIG] on the hub."""
+
+    def __init__(self, place: str, split: str) -> None:
+        if not place:
+            raise DataError(
+                'data.source = "hf" needs data.path: a dataset on the Hugging Face hub '
+                "(NAME or NAME:CONFIG), or the folder of one"
+            )
+        self._place, self._split = place, split
+        folder = expanded(place, "data.path")
+        self._folder = folder if folder.is_dir() else None
+        if self._folder is None and (os.path.lexists(folder) or place.startswith((".", "/", "~"))):
+            raise DataError(f"data.path = {place} is not a folder that holds a dataset")
+        name, _, self._config = place.partition(":")
+        self._name, _, self._revision = name.partition("@")
+        self._commit = self._newest() if self._folder is None else None
+        self.files = [source_file(folder, name) for name in walk(folder)] if self._folder else []
+        """Of a local dataset; none of one on the hub."""
+        self.identity: list[str] | None = ["folder", split]
+        """What is the same as long as the records are, beside `files`; None if that is unknown."""
+        if self._folder is None:
+            known = [self._name, self._revision, self._config, self._commit or "", split]
+            self.identity = known if self._commit else None
+
+    def records(self) -> Iterator[SourceRecord]:
+        """The records in order."""
+        with self._reading():
+            for number, values in enumerate(self._opened(), 1):
+                where = f"{self._place}, record {number} of {self._split}"
+                yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, number)
+
+    def _newest(self) -> str | None:
+        """The commit that the hub has of it now; None where the hub is not asked (offline)."""
+        hub = needs("huggingface_hub", extra="data", what='data.source = "hf"')
+        with self._reading(), suppress(hub.errors.OfflineModeIsEnabled):
+            return hub.HfApi().dataset_info(self._name, revision=self._revision or None).sha
+        return None
+
+    def _opened(self) -> Any:
+        library = needs("datasets", extra="data", what='data.source = "hf"')
+        library.disable_progress_bars()
+        if self._folder is None:
+            # Offline, what an earlier download has left is all there is, and it is not streamed.
+            return library.load_dataset(
+                self._name,
+                self._config or None,
+                split=self._split,
+                streaming=self._commit is not None,
+                revision=self._commit or self._revision or None,
+            )
+        if not any((self._folder / name).is_file() for name in _SAVED):
+            return library.load_dataset(str(self._folder), split=self._split, streaming=True)
+        saved = library.load_from_disk(str(self._folder))
+        if not isinstance(saved, library.DatasetDict):
+            return saved
+        if self._split not in saved:
+            raise DataError(
+                f'{self._place} has no split "{self._split}"; it has {", ".join(saved)}: set '
+                "data.split to one of them"
+            )
+        return saved[self._split]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except ThinwireError:
+            raise
+        except Exception as error:  # the libraries raise whatever readers and the network raise
+            raise DataError(
+                f"the dataset {self._place} cannot be read: {first_line(error)}; check data.path "
+                "and data.split, and that this machine can reach the Hugging Face hub. A dataset "
+                "in a local folder needs no network"
+            ) from error

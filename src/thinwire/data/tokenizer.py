@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import threading
@@ -36,14 +37,13 @@ PIECE_CHARACTERS = 128_000
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
 
-ItemT = TypeVar("ItemT")
-ResultT = TypeVar("ResultT")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Measured(NamedTuple):
-    """The ids of a text; of each, the UTF-8 bytes it stands for and where it ends in the text.
-
-    The bytes reach from the end of one token to that of the next; together they are the text's.
+    """The ids of a text; of each, the UTF-8 bytes from the end of the one before to its own, and
+    where it ends in the text.
     """
 
     ids: np.ndarray
@@ -59,12 +59,11 @@ class Tokenizer:
         backend.no_padding()
         backend.encode_special_tokens = True  # "<|endoftext|>" in a document ends nothing
         self._backend = backend
-        vocabulary = backend.get_vocab(with_added_tokens=True)
+        ids = backend.get_vocab(with_added_tokens=True)
         # The largest id, not the number of entries: ids of some published files have holes.
-        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
-        self.end_of_text: int | None = next(
-            (vocabulary[name] for name in END_OF_TEXT_NAMES if name in vocabulary), None
-        )
+        self.vocab_size: int = max(ids.values(), default=-1) + 1
+        ends = (ids[name] for name in END_OF_TEXT_NAMES if name in ids)
+        self.end_of_text: int | None = next(ends, None)
         added = backend.get_added_tokens_decoder()
         special = {number: token.content for number, token in added.items() if token.special}
         self.special_tokens: tuple[str, ...] = tuple(special.values())
@@ -73,22 +72,19 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
         """Read a tokenizer.json, the format of the `tokenizers` and `transformers` libraries."""
+        place = expanded(path, "data.tokenizer")
         try:
-            text = expanded(path, "data.tokenizer").read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
+            loaded = cls(tokenizers.Tokenizer.from_str(place.read_text(encoding="utf-8")))
+        except Exception as error:  # the library raises nothing more specific
             raise DataError(
                 f"cannot read the tokenizer {path}: {error}; "
                 "data.tokenizer must be the path of a tokenizer.json, or empty to train one"
             ) from error
-        try:
-            loaded = cls(tokenizers.Tokenizer.from_str(text))
-        except Exception as error:  # the library raises nothing more specific
-            raise DataError(f"{path} is not a valid tokenizer.json: {error}") from error
         if loaded.vocab_size == 0:
             raise DataError(f"{path} is a tokenizer with an empty vocabulary")
         if loaded.end_of_text is None:  # it may have another name, which stands beside it
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                beside = expanded(path, "data.tokenizer").with_name("tokenizer_config.json")
+                beside = place.with_name("tokenizer_config.json")
                 name = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
                 name = name.get("content") if isinstance(name, dict) else name
                 loaded.end_of_text = loaded.id_of(name) if isinstance(name, str) else None
@@ -141,10 +137,8 @@ class Tokenizer:
     @cached_property
     def begin_ids(self) -> list[int]:
         """What the tokenizer's own post-processor puts ahead of every text, such as <s>."""
-        plain = self.encode("a")
-        marked = self._backend.encode("a", add_special_tokens=True).ids
-        places = range(len(marked) - len(plain) + 1)
-        return marked[: next((at for at in places if marked[at : at + len(plain)] == plain), 0)]
+        marked = self._backend.encode("a", add_special_tokens=True)
+        return marked.ids[: marked.special_tokens_mask.index(0)] if self.encode("a") else []
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name."""
@@ -244,32 +238,19 @@ def _seam(text: str, start: int) -> int:
     return last if last > 0 else limit
 
 
-class Abandoned(Exception):
-    """Raised in the input of a computation that nobody waits for any more."""
-
-
-def interruptible(
-    work: Callable[[Iterator[ItemT]], ResultT], items: Iterable[ItemT] = ()
-) -> ResultT:
+def interruptible(work: Callable[[Iterator[T]], R], items: Iterable[T] = ()) -> R:
     """What `work` makes of the items, computed in a thread: Ctrl-C is heard while a library works.
 
-    Python hears a signal between two of its own steps in the main thread, which waits here and
-    so has them. An interrupted computation is left behind: it gets no further items, and otherwise
-    dies with the process.
+    Python hears a signal between two of its own steps in the main thread, which waits here. An
+    interrupted computation gets no further items, and otherwise dies with the process.
     """
     is_abandoned = threading.Event()
-
-    def guarded() -> Iterator[ItemT]:
-        for item in items:
-            if is_abandoned.is_set():
-                raise Abandoned
-            yield item
-
-    result = on_daemon_thread("thinwire data", lambda: work(guarded()))
+    fed = itertools.takewhile(lambda _: not is_abandoned.is_set(), items)
+    result = on_daemon_thread("thinwire data", lambda: work(fed))
     try:
-        while not result.done():
-            # A signal may reach another thread: only a wait that ends shows it to this one.
-            wait([result], _POLL_SECONDS)
+        # A signal may reach another thread: only a wait that ends shows it to this one.
+        while wait([result], _POLL_SECONDS).not_done:
+            pass
         return result.result()
     finally:
         is_abandoned.set()

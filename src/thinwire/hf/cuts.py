@@ -65,11 +65,7 @@ def _hang(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 class WithCuts(Source):
-    """The weights of a model whose narrow cuts stay; each cut's basis is among them, and
-    adapters are merged.
-
-    A checkpoint has the basis of all cuts; without it, it comes from its seed.
-    """
+    """The weights of a model whose narrow cuts stay, with each cut's basis; adapters are merged."""
 
     def __init__(self, source: Source):
         source = merged(source)
@@ -79,9 +75,7 @@ class WithCuts(Source):
         Whole(self.settings, torch.device("meta"), root)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in root.state_dict().items()}
         """Of every tensor, in the model's order: known without reading any."""
-        self._bases = {
-            f"{ENDS}.model.layers.{blocks.start}.basis" for blocks in self.settings.split()[1:]
-        }
+        self._bases = {n for n in self.shapes if n.startswith(ENDS) and n.endswith(".basis")}
 
     def names(self) -> set[str]:
         return set(self.shapes)

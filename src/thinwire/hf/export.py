@@ -1,12 +1,15 @@
 """`thinwire export`: a checkpoint as a folder that transformers opens, or its adapters for peft.
 
 The folder is written under a hidden name beside its own, verified, and renamed at the end. People
-publish such folders: no path of the machine that trained the model goes into one.
+publish such folders: no path of the machine that trained the model goes into one. One of them is
+what the lm-eval harness measures: the model by its weights, without what codecs do at its cuts.
 """
 
 import contextlib
 import dataclasses
 import math
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,28 +20,33 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import thinwire
-from thinwire.data import Tokenizer
-from thinwire.engine.build import model_weights
-from thinwire.engine.checkpoint import IMPORTED, Checkpoint, checkpoints_folder
+from thinwire.data import Corpus, Tokenizer
+from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
+from thinwire.data.chat import JINJA, Chat, ChatTemplate
+from thinwire.engine.build import choose_device, model_weights
+from thinwire.engine.checkpoint import IMPORTED, TOKENIZER, Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import CheckpointError, ConfigError, DataError, ThinwireError
 from thinwire.hf.cuts import WithCuts, config_with_cuts
 from thinwire.hf.folder import (
+    BESIDE,
     CONFIG,
     EXPORT_TYPES,
+    GENERATION,
     FolderWeights,
     check_target,
     new_folder,
+    read_json,
     write_json,
     write_model,
 )
 from thinwire.hf.shape import config_of, kind_of
-from thinwire.hf.tokenizer import GENERATION, TokenizerFiles, corpus_of
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
 from thinwire.model.adapter import UP, is_adapter
+from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
 from thinwire.report.human import human_bytes, human_count
 from thinwire.report.metrics import Row, lines_of
@@ -68,7 +76,7 @@ TOLERANCE = 1e-4
 """Of the largest logit: two programs add up in another order, and no more."""
 TOKENS = 256
 AUTO_TOKENIZER, PLAIN_TOKENIZER = "AutoTokenizer", "PreTrainedTokenizerFast"
-VERIFYING = "verifying the export"
+VERIFYING, MEASURING = "verifying the export", "--lm-eval"
 PROMPT, CONTINUED = 16, 24
 SAMPLE = """\
 The lighthouse keeper wrote down the weather every evening: wind from the north-west, four feet of
@@ -124,10 +132,9 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
         model, ends = weights.settings.model, tokenizer.generation()
         config = {
             **(config_with_cuts(weights.settings) if why_not else config_of(model)),
-            # Said even if there are none, or the class of the model names some of its own.
-            **dict.fromkeys(("bos_token_id", "eos_token_id")),
-            # Not the one for padding: transformers would take it out of training.
-            **{key: value for key, value in ends.items() if key != "pad_token_id"},
+            # Said even if there are none, or the class of the model names some of its own; but not
+            # the one for padding, which transformers would take out of training.
+            **{key: ends.get(key) for key in ("bos_token_id", "eos_token_id")},
             "use_cache": True,
             "torch_dtype": str(dtype).removeprefix("torch."),
             "thinwire_version": thinwire.__version__,
@@ -153,6 +160,91 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
+class TokenizerFiles:
+    """A tokenizer.json, and what is known beside it, on their way into a folder: that of a
+    checkpoint, or the one that is given.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, given: Path | None = None):
+        path = given / TOKENIZER if given is not None and given.is_dir() else given
+        path = path or checkpoint.tokenizer
+        if path is None:
+            raise CheckpointError(
+                f"{checkpoint.folder} holds no tokenizer (it was trained on token shards without "
+                "one): name the one that made them with --tokenizer tokenizer.json"
+            )
+        model = checkpoint.settings.model
+        self.path = path
+        self.tokenizer = Tokenizer.load(path)
+        self._context = model.context
+        self._folders = [path.parent]
+        # Training copies the tokenizer and its chat template; what else came with it, such as ways
+        # of sampling, is where `data.tokenizer` found it.
+        chosen = checkpoint.settings.data.tokenizer if path == checkpoint.tokenizer else ""
+        with contextlib.suppress(ThinwireError):
+            if chosen and Tokenizer.load(chosen).digest == self.tokenizer.digest:
+                self._folders.append(expanded(chosen, "data.tokenizer").parent)
+        if self.tokenizer.vocab_size > model.vocab:
+            raise ConfigError(
+                f"{path} has {self.tokenizer.vocab_size} entries, but the model was trained with "
+                f"{model.vocab}: it is not the tokenizer of this model"
+            )
+
+    def write(self, folder: Path) -> None:
+        """Copy what is there, and make what is not."""
+        shutil.copyfile(self.path, folder / TOKENIZER)
+        for name in BESIDE:
+            if (found := self._beside(name)) is not None:
+                shutil.copyfile(found, folder / name)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self._context,
+            "clean_up_tokenization_spaces": False,
+        }
+        if (end := self.tokenizer.end_of_text) is not None:
+            config |= dict.fromkeys(("bos_token", "eos_token"), self.tokenizer.decode([end]))
+        known = self._beside(TOKENIZER_CONFIG)
+        write_json(folder / TOKENIZER_CONFIG, config | (read_json(known) if known else {}))
+
+    def generation(self) -> dict[str, Any]:
+        """Where a text begins and ends, in ids, for the configs of the model."""
+        known = self._beside(GENERATION)
+        if known is not None:
+            kept = read_json(known)
+            keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+            return {key: kept[key] for key in keys if key in kept}
+        end = self.tokenizer.end_of_text
+        ends = sorted(self._chat_ends() | ({end} if end is not None else set()))
+        if not ends:
+            return {}
+        # Training puts one token between texts: it ends one and begins the next.
+        first = {} if end is None else {"bos_token_id": end}
+        last = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+        return {**first, **last, "pad_token_id": ends[0] if end is None else end}
+
+    def _chat_ends(self) -> set[int]:
+        """Ids that end an answer, where there is a chat template."""
+        for folder in self._folders:
+            with contextlib.suppress(DataError):  # none, or one that another program may still use
+                template = ChatTemplate.chosen("tokenizer", folder / TOKENIZER)
+                return set(Chat(self.tokenizer, template).end_ids)
+        return set()
+
+    def _beside(self, name: str) -> Path | None:
+        folders = self._folders
+        if name == JINJA:  # it would come before the template of a nearer tokenizer_config.json
+            folders = [folder for folder in folders if _has_template(folder)][:1]
+        paths = (folder / name for folder in folders)
+        return next((path for path in paths if path.is_file()), None)
+
+
+def _has_template(folder: Path) -> bool:
+    try:
+        return ChatTemplate.beside(folder / TOKENIZER) is not None
+    except DataError:  # one that another program may still use
+        return True
+
+
 def verify(
     folder: Path,
     weights: Folded | WithCuts,
@@ -166,8 +258,13 @@ def verify(
     before they are rounded, they must give the trained model's logits. Of the text that the folder
     continues, each token must be the trained model's own choice.
     """
-    text, ids = _text_for(checkpoint, tokenizer.tokenizer)
-    opener = tokenizer_class(folder, tokenizer.tokenizer)
+    own, context = tokenizer.tokenizer, checkpoint.settings.model.context
+    # The run's own validation text if it is on this machine, else a sample.
+    corpus = corpus_of(checkpoint)
+    text = "a sample text" if corpus is None else "validation text"
+    known = own.encode(SAMPLE) if corpus is None else corpus.valid
+    ids = torch.tensor([[int(i) for i in known[: min(TOKENS, context)]]])
+    opener = tokenizer_class(folder, own)
     with torch.no_grad(), _quiet():
         auto = needs("transformers", "hf", VERIFYING).AutoModelForCausalLM
         # By its old name, which every version of transformers understands.
@@ -179,32 +276,24 @@ def verify(
                 tensor.copy_(weights.tensor(name))
             theirs_TV = theirs(ids).logits[0].float()
         prompt = ids[:, : max(1, min(PROMPT, ids.shape[1] // 2))]
-        most = min(CONTINUED, checkpoint.settings.model.context - prompt.shape[1])
-        continued = _continued(theirs, prompt, most)
+        start = prompt.shape[1]
+        # Greedy, whatever ways of sampling the folder recommends.
+        ends = theirs.generation_config.eos_token_id
+        plain = needs("transformers", "hf", VERIFYING).GenerationConfig
+        theirs.generation_config = plain(eos_token_id=ends, pad_token_id=0)
+        how = {"do_sample": False, "max_new_tokens": min(CONTINUED, context - start)}
+        continued = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
         del theirs
         ours = trained_model(checkpoint)
         ours_TV = ours.logits(ids, compressed=False)[0].float()
         ahead_TV = ours.logits(continued[:, :-1], compressed=False)[0].float()
-    largest = _most(ours_TV)
-    if not math.isfinite(largest):
-        raise CheckpointError(
-            f"the logits of {checkpoint.folder} are not finite: training has ruined its weights; "
-            "export an earlier checkpoint"
-        )
-    difference, limit = _most(theirs_TV - ours_TV), TOLERANCE * max(1.0, largest)
+    difference, limit = _most(theirs_TV - ours_TV), TOLERANCE * max(1.0, _most(ours_TV))
     if not difference <= limit:  # NaN is none
         raise CheckpointError(
             f"the exported model is not the trained one: logits differ by up to {difference:.3g}, "
             f"and rounding explains {limit:.1e} at most"
         )
-    start, end = prompt.shape[1], tokenizer.generation().get("eos_token_id")
-    new, ends = continued[0, start:].tolist(), {end} if isinstance(end, int) else set(end or ())
-    _check_text(new, ahead_TV[start - 1 :], limit)
-    due = next((count for count, token in enumerate(new, 1) if token in ends), most)
-    if len(new) != due:
-        raise CheckpointError(
-            f"the exported model ends a text after {len(new)} tokens, the trained one after {due}"
-        )
+    _check_text(continued[0, start:].tolist(), ahead_TV[start - 1 :], limit)
     rounded = ""
     if dtype != torch.float32:
         by = _most(rounded_TV - ours_TV)
@@ -220,37 +309,31 @@ def _most(difference: Tensor) -> float:
     return float(difference.abs().max())
 
 
-def _text_for(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[str, Tensor]:
-    """Ids of the run's own validation text if it is on this machine, else of a sample."""
-    most = min(TOKENS, checkpoint.settings.model.context)
-    corpus = corpus_of(checkpoint)
-    if corpus is not None:
-        ids = corpus.valid[:most].astype("int64")
-        return "validation text", torch.from_numpy(ids)[None]
-    return "a sample text", torch.tensor([tokenizer.encode(SAMPLE)[:most]])
+def corpus_of(checkpoint: Checkpoint) -> Corpus | None:
+    """The prepared corpus that a checkpoint was trained on, if it is still in the cache."""
+    fingerprint = checkpoint.manifest["corpus"]
+    for manifest in cache_folder().glob("*/manifest.json"):
+        with contextlib.suppress(OSError, UnicodeDecodeError, DataError):  # another's, or damaged
+            if fingerprint and fingerprint in manifest.read_text(encoding="utf-8"):
+                corpus = Corpus.open(manifest.parent)
+                if corpus.fingerprint == fingerprint:
+                    return corpus
+    return None
 
 
 def tokenizer_class(folder: Path, tokenizer: Tokenizer) -> str:
-    """The class of transformers that opens the tokenizer as it was trained with.
-
-    For some types of models AutoTokenizer puts rules of its own in place of a tokenizer.json.
-    """
+    """The class of transformers that opens the tokenizer as it was trained with."""
     ours = tokenizer.encode(SAMPLE)
-    theirs: dict[str, list[int]] = {}
+    # For some types of models the first has rules of its own in place of a tokenizer.json.
     for name in (AUTO_TOKENIZER, PLAIN_TOKENIZER):
         opener = getattr(needs("transformers", "hf", VERIFYING), name)
         with _quiet():
-            opened = opener.from_pretrained(folder)
-            theirs[name] = opened.encode(SAMPLE, add_special_tokens=False)
-        if theirs[name] == ours:
+            theirs = opener.from_pretrained(folder).encode(SAMPLE, add_special_tokens=False)
+        if theirs == ours:
             return name
-    wrong = theirs[AUTO_TOKENIZER]
-    pairs = enumerate(zip(wrong, ours, strict=False))
-    place = next((number for number, (other, own) in pairs if other != own), 0)
     raise CheckpointError(
-        "the exported tokenizer is not the one of training: transformers gives "
-        f"{len(wrong)} ids for a sample text, training has {len(ours)}; from place {place} on "
-        f"{wrong[place : place + 5]} and {ours[place : place + 5]}"
+        "the exported tokenizer is not the one of training: for a sample text transformers gives "
+        f"the ids {theirs[:10]} ..., training has {ours[:10]} ..."
     )
 
 
@@ -276,15 +359,6 @@ def _check_weights(model: Any, weights: Folded | WithCuts, dtype: torch.dtype) -
     for name in names:
         if not torch.equal(state[name], weights.tensor(name).to(dtype).float()):
             raise CheckpointError(f"transformers has loaded other values of {name} than exported")
-
-
-def _continued(model: Any, prompt: Tensor, tokens: int) -> Tensor:
-    """The prompt and its greedy text, whatever ways of sampling the folder recommends."""
-    ends = model.generation_config.eos_token_id
-    plain = needs("transformers", "hf", VERIFYING).GenerationConfig
-    model.generation_config = plain(eos_token_id=ends, pad_token_id=0)
-    mask = torch.ones_like(prompt)
-    return model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=tokens)
 
 
 def _check_text(continued: list[int], ahead_TV: Tensor, limit: float) -> None:
@@ -353,32 +427,30 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     )
     if IMPORTED in checkpoint.manifest:
         return {"model": shape, "thinwire": thinwire.__version__}
-    lora, adapters = settings.lora, {}
-    if lora.rank:
-        about = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, beside {', '.join(lora.targets)}"
-        adapters = {"adapters": f"{about}; merged into the weights"}
+    lora = settings.lora
     place = settings.train.init_from  # of which its name is said, without the path to it
-    facts = {
+    facts: dict[str, Any] = {
         "model": shape,
         "steps": f"{step:,} of {settings.train.steps:,}",
         "tokens": f"{step * settings.tokens_per_step:,}, {settings.tokens_per_step:,} per step",
-        **({"started from": f"`{Path(place).name}`"} if place else {}),
+        "started from": place and f"`{Path(place).name}`",
         "data": f"source `{data.source}`" + (f", fingerprint `{corpus}`" if corpus else ""),
         **_losses(checkpoint),
         "optimizer": f"{optim.name}, learning rate {optim.lr:g}, weight decay "
         f"{optim.weight_decay:g}, warmup {optim.warmup} steps, clip {optim.clip:g}",
-        **adapters,
+        "adapters": lora.rank
+        and f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, beside {', '.join(lora.targets)}; "
+        "merged into the weights",
         "precision": settings.run.precision,
         "seed": str(settings.run.seed),
         "cuts": _cuts(settings),
-        "codecs": f"`{settings.codec.forward}` forward, `{settings.codec.backward}` back "
+        "codecs": settings.pipeline.stages > 1
+        and f"`{settings.codec.forward}` forward, `{settings.codec.backward}` back "
         "(in training only: not part of this model)",
         "settings hash": f"`{settings.hash}`",
         "thinwire": thinwire.__version__,
     }
-    if settings.pipeline.stages == 1:
-        facts.pop("codecs")
-    return facts
+    return {key: fact for key, fact in facts.items() if fact}
 
 
 def _cuts(settings: Settings) -> str:
@@ -471,3 +543,58 @@ def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: D
         save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (folder / ADAPTER_WEIGHTS).chmod(0o644)
         write_json(folder / ADAPTER_CONFIG, config)
+
+
+def run_tasks(
+    place: Path,
+    tasks: list[str],
+    display: Display,
+    device: str = "auto",
+    limit: int = 0,
+    folder: Path | None = None,
+    allow_plugins: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Scores by task and metric; `limit` examples of each task, 0 = all.
+
+    `folder` has task files of the user's own. The harness loads the data of its tasks itself.
+    """
+    harness = needs("lm_eval", "eval", MEASURING)
+    needs("transformers", "hf", MEASURING)
+    tasks_of = needs("lm_eval.tasks", "eval", MEASURING).TaskManager
+    manager = tasks_of(include_path=str(folder) if folder else None)
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            raise ConfigError(
+                f"the lm-eval harness has no task {task!r}: `python -m lm_eval ls tasks` lists "
+                "them, and --tasks-folder adds a folder of your own"
+            )
+    with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as scratch:
+        model = place
+        if not (place / CONFIG).is_file():  # no exported model yet
+            checkpoint = Checkpoint.open(place, allow_plugins)
+            model = Path(scratch) / checkpoint.settings.run.name
+            export(checkpoint, Wanted(model, verify=False), display)
+        display.phase("lm-eval", f"{', '.join(tasks)} on {place}")
+        found = harness.simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(model), "dtype": "float32"},
+            tasks=tasks,
+            device=str(choose_device(device, 0)),
+            limit=limit or None,
+            task_manager=manager,
+            log_samples=False,
+        )
+    return found["results"]
+
+
+def scores_text(results: dict[str, dict[str, Any]]) -> str:
+    """A line for each number of each task."""
+    lines = []
+    for task, scores in results.items():
+        for metric, value in scores.items():
+            name, _, _ = metric.partition(",")
+            if isinstance(value, float) and not name.endswith("_stderr"):
+                error = scores.get(metric.replace(name, f"{name}_stderr", 1))
+                spread = f" ± {error:.4f}" if isinstance(error, float) else ""
+                lines.append(f"{task}: {name} {value:.4f}{spread}")
+    return "\n".join(lines)

@@ -1,9 +1,8 @@
 """A model folder as Hugging Face keeps it: its place, its JSON, its safetensors read and written.
 
 What safetensors files hold is listed from their headers, and a tensor is read when it is asked for.
-They are written tensor by tensor too: the library writes a file from all its tensors at once, but
-shapes and types are known before the tensors are, so the header can stand first. Memory holds one
-tensor at a time, whatever the size of the model.
+They are written tensor by tensor too, which the library cannot: shapes and types are known before
+the tensors are, so the header can stand first. Memory holds one tensor at a time.
 """
 
 import contextlib
@@ -18,10 +17,15 @@ import safetensors
 import torch
 from torch import Tensor
 
+from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
+from thinwire.data.chat import JINJA
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import flush, partial_folder, replace_folder
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
+BESIDE = (TOKENIZER_CONFIG, "special_tokens_map.json", JINJA, GENERATION)
+"""What may stand beside a tokenizer.json, and goes where it goes."""
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -40,17 +44,12 @@ Read = Callable[[str], Tensor]
 def check_target(
     folder: Path, replace: bool, mark: str, key: str = "", what: str = "exported model"
 ) -> None:
-    """Refuse to write over what is there; even by force only over what is of the same kind: it has
-    a file `mark`, which has the `key`.
-    """
+    """Refuse to write over what is there; by force only over a file `mark` that has the `key`."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    is_ours = (folder / mark).is_file()
-    if is_ours and key:
-        try:
-            is_ours = key in read_json(folder / mark)
-        except CheckpointError:
-            is_ours = False
+    is_ours = False
+    with contextlib.suppress(CheckpointError):
+        is_ours = (folder / mark).is_file() and (not key or key in read_json(folder / mark))
     if not is_ours:
         raise ConfigError(f"{folder} exists and is no {what}: choose another name")
     if not replace:
@@ -100,11 +99,6 @@ class Kept:
     dtype: str
     """As safetensors spells it, such as BF16."""
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Kept":
-        """How a file would list a tensor that is in memory."""
-        return cls(tuple(tensor.shape), _SPELLED.get(tensor.dtype, str(tensor.dtype)))
-
     @property
     def bytes(self) -> int:
         """On disk."""
@@ -119,59 +113,50 @@ class FolderWeights:
         self.listed: dict[str, Kept] = {}
         self._folder = folder
         self._files: dict[str, str] = {}
-        for file, expected in self._parts().items():
+        places = self._indexed()
+        for file in sorted({*places.values()}) or [WHOLE]:
             with self._opened(file) as opened:
-                names = set(opened.keys())
-                if expected is not None and names != expected:
-                    absent, other = sorted(expected - names), sorted(names - expected)
-                    found = f"lacks {absent[0]}" if absent else f"also holds {other[0]}"
-                    raise CheckpointError(
-                        f"{folder / file} {found}, unlike {INDEX} says: the files are not of one "
-                        "model"
-                    )
-                for name in names:
+                for name in opened.keys():  # noqa: SIM118 -- it is no dictionary
                     part = opened.get_slice(name)
                     self.listed[name] = Kept(tuple(part.get_shape()), part.get_dtype())
                     self._files[name] = file
+        if places and (odd := {*places.items()} ^ {*self._files.items()}):
+            raise CheckpointError(
+                f"{folder}: {INDEX} and the files do not agree on where {min(odd)[0]} is: they are "
+                "not of one model"
+            )
 
     def read(self, name: str) -> Tensor:
         """One of the tensors, and no other."""
         with self._opened(self._files[name]) as file:
             return file.get_tensor(name)
 
-    def _parts(self) -> dict[str, set[str] | None]:
-        """The files, each with the tensors that the index expects there, if there is an index."""
-        folder = self._folder
-        if (folder / INDEX).is_file():
-            return self._indexed(read_json(folder / INDEX).get("weight_map"))
-        if (folder / WHOLE).is_file():
-            return {WHOLE: None}
-        others = sorted(path.name for path in folder.glob("*.safetensors"))
-        if others:
+    def _indexed(self) -> dict[str, str]:
+        """In which file each tensor is, by the index; empty without one, for all are in WHOLE."""
+        folder, index = self._folder, self._folder / INDEX
+        if not index.is_file():
+            if (folder / WHOLE).is_file():
+                return {}
+            has_safetensors = any(folder.glob("*.safetensors"))
+            if not has_safetensors and [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
+                raise CheckpointError(f"{folder} {_WHY_NO_PICKLE}")
             raise CheckpointError(
-                f"{folder} has {others[0]} but neither {WHOLE} nor {INDEX}, which says what is in "
-                "which file: the download is not complete, or this is an adapter"
+                f"{folder} has no weights, neither {WHOLE} nor {INDEX} with its files: the "
+                "download is not complete, or this is an adapter"
             )
-        if list(folder.glob("*.bin")) or list(folder.glob("*.pt*")):
-            raise CheckpointError(f"{folder} {_WHY_NO_PICKLE}")
-        raise CheckpointError(f"{folder} has no weights: expected {WHOLE}, or {INDEX} with files")
-
-    def _indexed(self, places: Any) -> dict[str, set[str] | None]:
-        path = self._folder / INDEX
+        places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
-            raise CheckpointError(f"{path} has no weight_map of tensors and their files")
-        parts: dict[str, set[str] | None] = {}
-        for file in sorted(set(places.values())):
-            if Path(file).name != file:
-                raise CheckpointError(f"{path} names {file!r}, which is not a file beside it")
-            parts[file] = {name for name, place in places.items() if place == file}
-        missing = [file for file in parts if not (self._folder / file).is_file()]
+            raise CheckpointError(f"{index} has no weight_map of tensors and their files")
+        files = sorted({*places.values()})
+        if odd := [file for file in files if Path(file).name != file]:
+            raise CheckpointError(f"{index} names {odd[0]!r}, which is not a file beside it")
+        missing = [file for file in files if not (folder / file).is_file()]
         if missing:
             raise CheckpointError(
-                f"{self._folder} lacks {len(missing)} of the {len(parts)} files that {INDEX} "
-                f"names, such as {missing[0]}: complete the download"
+                f"{folder} lacks {len(missing)} of the {len(files)} files that {INDEX} names, "
+                f"such as {missing[0]}: complete the download"
             )
-        return parts
+        return places
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
@@ -185,27 +170,24 @@ class FolderWeights:
             ) from error
 
 
-def write_tensors(
-    path: Path, shapes: Shapes, types: torch.dtype | Mapping[str, torch.dtype], read: Read
-) -> None:
-    """Write one file of these tensors, in this order and of one type or of these, to the disk."""
-    of = {name: types if isinstance(types, torch.dtype) else types[name] for name in shapes}
+def write_tensors(path: Path, listed: Mapping[str, Kept], read: Read) -> None:
+    """Write one file of these tensors, in this order and of these types, to the disk."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * of[name].itemsize
-        header[name] = {"dtype": _SPELLED[of[name]], "shape": shape, "data_offsets": [start, end]}
+    for name, kept in listed.items():
+        start, end = end, end + kept.bytes
+        header[name] = {"dtype": kept.dtype, "shape": kept.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
+        for name, kept in listed.items():
             tensor = read(name)
-            if tuple(tensor.shape) != tuple(shape):
+            if tuple(tensor.shape) != kept.shape:
                 raise CheckpointError(
-                    f"{name} has shape {tuple(tensor.shape)}, but {tuple(shape)} was announced"
+                    f"{name} has shape {tuple(tensor.shape)}, but {kept.shape} was announced"
                 )
-            rounded = tensor.detach().cpu().to(of[name]).contiguous()
+            rounded = tensor.detach().cpu().to(TYPES[kept.dtype]).contiguous()
             del tensor  # nobody holds it while the next one is read
             file.write(rounded.flatten().view(torch.uint8).numpy().data)
             del rounded
@@ -219,23 +201,23 @@ def write_model(
 
     A tensor is never split, so one that is larger has a file of its own.
     """
-    parts: list[list[str]] = [[]]
-    size = 0
+    parts: list[dict[str, Kept]] = [{}]
+    size = count = 0
     for name, shape in shapes.items():
-        own = math.prod(shape) * dtype.itemsize
-        if parts[-1] and size + own > most_bytes:
-            parts.append([])
+        kept = Kept(shape, _SPELLED[dtype])
+        if parts[-1] and size + kept.bytes > most_bytes:
+            parts.append({})
             size = 0
-        parts[-1].append(name)
-        size += own
+        parts[-1][name] = kept
+        size += kept.bytes
+        count += math.prod(shape)
     if len(parts) == 1:
-        write_tensors(folder / WHOLE, shapes, dtype, read)
+        write_tensors(folder / WHOLE, parts[0], read)
         return
     places: dict[str, str] = {}
-    for number, names in enumerate(parts, start=1):
+    for number, part in enumerate(parts, start=1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        write_tensors(folder / file, {name: shapes[name] for name in names}, dtype, read)
-        places |= dict.fromkeys(names, file)
-    count = sum(math.prod(shape) for shape in shapes.values())
+        write_tensors(folder / file, part, read)
+        places |= dict.fromkeys(part, file)
     sizes = {"total_parameters": count, "total_size": count * dtype.itemsize}
     write_json(folder / INDEX, {"metadata": sizes, "weight_map": places})

@@ -11,6 +11,7 @@ them into its own precision. The folder appears in one rename.
 """
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -42,6 +43,7 @@ from thinwire.engine.checkpoint import (
 from thinwire.errors import CheckpointError, ConfigError, DataError, first_line
 from thinwire.folders import write_file
 from thinwire.hf.folder import (
+    BESIDE,
     CONFIG,
     TYPES,
     FolderWeights,
@@ -53,7 +55,6 @@ from thinwire.hf.folder import (
     write_tensors,
 )
 from thinwire.hf.shape import is_tied, shape_of
-from thinwire.hf.tokenizer import BESIDE
 from thinwire.lazy import needs
 from thinwire.model.llama import EMBEDDING
 from thinwire.paths import expanded
@@ -89,9 +90,8 @@ class Origin:
 
     name: str
     config: dict[str, Any]
-    tokenizer: Tokenizer
-    beside: list[Path]
-    """Files of the tokenizer, chat template and generation, which go where the model goes."""
+    folder: Path
+    """It has the tokenizer; what stands beside that goes where the model goes."""
     listed: dict[str, Kept]
     read: Read
     notes: list[str]
@@ -122,20 +122,14 @@ def _folder(folder: Path, name: str) -> Origin:
         raise ConfigError(f"{folder} holds GGUF files: name one of them, such as {ggufs[0]}")
     config = read_json(folder / CONFIG)
     shape_of(config)  # refused before all else, as the most likely and the cheapest
-    found, weights = _tokenizer(folder), FolderWeights(folder)
-    return Origin(name, config, *found, weights.listed, weights.read, [])
-
-
-def _tokenizer(folder: Path) -> tuple[Tokenizer, list[Path]]:
-    """The tokenizer of a folder, and what stands beside it."""
     path = folder / TOKENIZER
     if not path.is_file():
         raise DataError(
             f"{folder} has no {TOKENIZER}. An older kind of tokenizer is converted by "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers"
         )
-    beside = [folder / each for each in BESIDE if (folder / each).is_file()]
-    return Tokenizer.load(path), beside
+    weights = FolderWeights(folder)
+    return Origin(name, config, folder, weights.listed, weights.read, [])
 
 
 def _fetched(name: str) -> Path:
@@ -164,11 +158,8 @@ def _gguf(path: Path, scratch: Path) -> Origin:
     gguf = needs("gguf", "hf", f"importing {path}")
     try:
         reader = gguf.GGUFReader(path)
-        scaling = [
-            key
-            for key, field in reader.fields.items()
-            if key.endswith(".rope.scaling.type") and field.contents() != "none"
-        ]
+        kinds = {k: f for k, f in reader.fields.items() if k.endswith(".rope.scaling.type")}
+        scaling = [key for key, field in kinds.items() if field.contents() != "none"]
         scaling += [t.name for t in reader.tensors if t.name.startswith("rope_freqs")]
     except Exception as error:  # the library checks little: anything may come of a damaged file
         raise CheckpointError(
@@ -196,9 +187,8 @@ def _gguf(path: Path, scratch: Path) -> Origin:
         "Training changes these weights; they are not rounded to the file's few bits again"
     )
     tensors = model.state_dict()
-    listed = {name: Kept.of(tensor) for name, tensor in tensors.items()}
-    read = tensors.__getitem__
-    return Origin(path.stem, config, *_tokenizer(scratch), listed, read, [note])
+    listed = {name: Kept(tuple(tensor.shape), "F32") for name, tensor in tensors.items()}
+    return Origin(path.stem, config, scratch, listed, tensors.__getitem__, [note])
 
 
 def import_model(
@@ -210,11 +200,14 @@ def import_model(
     progress: Progress = lambda done, total: None,
 ) -> list[str]:
     """Write the folder of an import, all of it or nothing; returns what a user is told of it."""
-    check_import(target, force)
+    check = functools.partial(check_target, target, force, MANIFEST, IMPORTED, "imported model")
+    check()
     with opened(place) as origin:
         settings, notes = _planned(origin, stages, context)
         parts = _matched(origin, settings)
-        _write(origin, settings, parts, target.absolute(), force, progress)
+        with new_folder(target) as folder:
+            _write(folder, origin, settings, parts, target.absolute(), progress)
+            check()  # another process may have been quicker
     model, tensors = settings.model, [kept for part in parts for kept in part.values()]
     parameters = sum(math.prod(kept.shape) for kept in tensors)
     types = {str(TYPES[kept.dtype]).removeprefix("torch.") for kept in tensors}
@@ -227,9 +220,7 @@ def import_model(
 
 
 def _planned(origin: Origin, stages: int, context: int) -> tuple[Settings, list[str]]:
-    """The settings of the model as it will be kept, and what there is to say of it; the error names
-    what does not fit.
-    """
+    """The settings of the model as it will be kept, and what there is to say of it."""
     longest = shape_of(origin.config).context
     model = shape_of(origin.config, context or min(longest, LONGEST_CONTEXT))
     values = {
@@ -251,7 +242,7 @@ def _planned(origin: Origin, stages: int, context: int) -> tuple[Settings, list[
             f"sequences have {model.context:,} tokens, the model can see {longest:,}: --context "
             "changes that"
         )
-    entries, vocab = origin.tokenizer.vocab_size, model.vocab
+    entries, vocab = Tokenizer.load(origin.folder / TOKENIZER).vocab_size, model.vocab
     if entries > vocab:
         raise DataError(
             f"the tokenizer of {origin.name} has {entries:,} entries, but its embedding has "
@@ -270,13 +261,14 @@ def _planned(origin: Origin, stages: int, context: int) -> tuple[Settings, list[
 
 
 def _write(
+    folder: Path,
     origin: Origin,
     settings: Settings,
     parts: list[dict[str, Kept]],
     target: Path,
-    force: bool,
     progress: Progress,
 ) -> None:
+    """All files of an import, into the folder that will be the target."""
     size = sum(kept.bytes for part in parts for kept in part.values())
     done, shards = 0, []
 
@@ -289,45 +281,37 @@ def _write(
         progress(done, size)
         return tensor
 
-    with new_folder(target) as folder:
-        free = shutil.disk_usage(folder).free
-        if free < size:
-            raise CheckpointError(
-                f"{target.parent} has {human_bytes(free)} free, the model needs "
-                f"{human_bytes(size)}: free some space or choose another folder with --to"
-            )
-        for index, stage in enumerate(parts):
-            path = folder / f"stage-{index}.safetensors"
-            shapes = {name: kept.shape for name, kept in stage.items()}
-            types = {name: TYPES[kept.dtype] for name, kept in stage.items()}
-            write_tensors(path, shapes, types, read)
-            shards.append(Shard(path.name, sha256_of(path), path.stat().st_size, sorted(stage)))
-        origin.tokenizer.save(folder / TOKENIZER)
-        for path in origin.beside:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise CheckpointError(
+            f"{target.parent} has {human_bytes(free)} free, the model needs {human_bytes(size)}: "
+            "free some space or choose another folder with --to"
+        )
+    for index, stage in enumerate(parts):
+        path = folder / f"stage-{index}.safetensors"
+        write_tensors(path, stage, read)
+        shards.append(Shard(path.name, sha256_of(path), path.stat().st_size, sorted(stage)))
+    Tokenizer.load(origin.folder / TOKENIZER).save(folder / TOKENIZER)
+    for path in (origin.folder / name for name in BESIDE):
+        if path.is_file():
             write_file(folder / path.name, path.read_bytes())
-        write_file(folder / RUN_TOML, run_toml(origin.name, settings, target).encode())
-        manifest: dict[str, Any] = {
-            "format": FORMAT,
-            "step": 0,
-            "weight_version": 0,
-            "basis_version": 0,
-            "settings": settings.to_plain(),
-            "config_hash": settings.hash,
-            "corpus": "",
-            "codec_memory": {},
-            "shards": [vars(shard) for shard in shards],
-            "tokenizer_sha256": sha256_of(folder / TOKENIZER),
-            IMPORTED: origin.name,
-        }
-        if (folder / TOKENIZER_CONFIG).is_file():
-            manifest["template_sha256"] = sha256_of(folder / TOKENIZER_CONFIG)
-        write_file(folder / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
-        check_import(target, force)  # another process may have been quicker
-
-
-def check_import(target: Path, force: bool) -> None:
-    """Refuse to write over what is there; even by force only over an earlier import."""
-    check_target(target, force, MANIFEST, IMPORTED, "imported model")
+    write_file(folder / RUN_TOML, run_toml(origin.name, settings, target).encode())
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "step": 0,
+        "weight_version": 0,
+        "basis_version": 0,
+        "settings": settings.to_plain(),
+        "config_hash": settings.hash,
+        "corpus": "",
+        "codec_memory": {},
+        "shards": [vars(shard) for shard in shards],
+        "tokenizer_sha256": sha256_of(folder / TOKENIZER),
+        IMPORTED: origin.name,
+    }
+    if (folder / TOKENIZER_CONFIG).is_file():
+        manifest["template_sha256"] = sha256_of(folder / TOKENIZER_CONFIG)
+    write_file(folder / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
 
 
 def _source(origin: Origin, name: str) -> str:
@@ -349,12 +333,14 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
         tensor = origin.read(name).contiguous().flatten()
         return hashlib.sha256(tensor.view(torch.uint8).numpy().data).digest()
 
-    is_there = is_tied(origin.config) and _TABLE in listed and listed.pop(_OUTPUT, None) is not None
-    if is_there and digest(_OUTPUT) != digest(_TABLE):
+    has_both = is_tied(origin.config) and {_TABLE, _OUTPUT} <= listed.keys()
+    if has_both and digest(_OUTPUT) != digest(_TABLE):
         raise CheckpointError(
             f"{origin.name}: config.json says tie_word_embeddings = true, but {_OUTPUT} differs "
             f"from {_TABLE}: set it to false to use both"
         )
+    if has_both:
+        listed.pop(_OUTPUT)
     builder = StageBuilder(settings, torch.device("meta"))
     stages = [
         {name: tuple(p.shape) for name, p in builder.build(index).global_parameters().items()}

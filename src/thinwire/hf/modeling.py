@@ -4,6 +4,7 @@ The layers and boundaries are those of training (hf/cuts.py). transformers gives
 its key-value cache and its `generate`.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -103,27 +104,19 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        if isinstance(logits_to_keep, Tensor) or logits_to_keep:
-            kept = logits_to_keep
-            logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]
-        output = CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=past_key_values,
-        )
+        kept = logits_to_keep
+        logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]  # 0: all
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output.to_tuple() if return_dict is False else output
 
     def _pasts(self, cache: Any) -> list[list[Any]]:
         """The cache as our layers see it, stage by stage."""
-        number = 0
-        pasts: list[list[Any]] = []
-        for stage in self._whole.stages:
-            pasts.append([])
-            for layer in stage.layers:
-                is_block = isinstance(layer, Block)
-                pasts[-1].append(_CachedKeyValues(cache, number) if is_block else None)
-                number += is_block
-        return pasts
+        numbers = itertools.count()
+
+        def past(layer: nn.Module) -> Any:
+            return _CachedKeyValues(cache, next(numbers)) if isinstance(layer, Block) else None
+
+        return [[past(layer) for layer in stage.layers] for stage in self._whole.stages]
 
 
 class _CachedKeyValues:

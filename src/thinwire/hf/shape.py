@@ -22,15 +22,6 @@ _SIZES = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
 }
-_REASONS = {
-    "smollm3": "some of its layers have no positions (NoPE)",
-    "mixtral": "it is a mixture of experts",
-    "qwen2_moe": "it is a mixture of experts",
-    "qwen3_moe": "it is a mixture of experts",
-    "gemma2": "it caps logits, and some of its layers see a sliding window",
-    "gemma3": "some of its layers see a sliding window",
-    "phi3": "it keeps queries, keys and values in one matrix",
-}
 _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "its activation must be silu"),
     "attention_bias": ((False,), "biases on all four matrices of attention are not supported"),
@@ -55,14 +46,10 @@ def shape_of(config: Mapping[str, Any], context: int = 0) -> ModelConfig:
     """
     kind = config.get("model_type")
     if kind not in KINDS:
-        reason = f": {_REASONS[str(kind)]}" if str(kind) in _REASONS else ""
         raise ConfigError(
-            f'config.json: model_type = "{kind}" is not supported{reason}. Supported are '
-            f"{', '.join(KINDS)}"
+            f'config.json: model_type = "{kind}" is not supported. Supported are {", ".join(KINDS)}'
         )
-    for key, (allowed, reason) in _PLAIN.items():
-        if config.get(key) is not None and config[key] not in allowed:
-            raise ConfigError(f"config.json: {key} = {config[key]!r}: {reason}")
+    _check_plain(config)
     _check_windows(config)
     sizes = {ours: _given(config, theirs) for ours, theirs in _SIZES.items()}
     sizes["kv_heads"] = _given(
@@ -89,10 +76,7 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 
 
 def kind_of(model: ModelConfig) -> str:
-    """The `model_type` whose class computes what this model does.
-
-    ConfigError where there is none: no class has both biases and norms of heads.
-    """
+    """The `model_type` whose class computes what this model does; ConfigError: there is none."""
     if model.qkv_bias and model.qk_norm:
         raise ConfigError(
             "no architecture of transformers has both model.qkv_bias and model.qk_norm"
@@ -107,9 +91,8 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     that earlier versions and other programs read.
     """
     kind = kind_of(model)
-    scaling = RopeScaling.parse(model.rope_scaling)
     stretch: dict[str, Any] = {}
-    if scaling is not None:
+    if (scaling := RopeScaling.parse(model.rope_scaling)) is not None:
         stretch = {
             "rope_type": KIND,
             "factor": scaling.factor,
@@ -129,10 +112,7 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "rope_theta": model.rope_theta,
         "rope_scaling": stretch or None,
-        "rope_parameters": {
-            "rope_theta": model.rope_theta,
-            **(stretch or {"rope_type": "default"}),
-        },
+        "rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default", **stretch},
         "tie_word_embeddings": False,
     }
     if kind == "llama":
@@ -144,13 +124,18 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     return config
 
 
+def _check_plain(config: Mapping[str, Any]) -> None:
+    """Refuse other values of keys than those that our model has."""
+    for key, (allowed, reason) in _PLAIN.items():
+        if config.get(key) is not None and config[key] not in allowed:
+            raise ConfigError(f"config.json: {key} = {config[key]!r}: {reason}")
+
+
 def _check_windows(config: Mapping[str, Any]) -> None:
     """Refuse attention that does not see all earlier positions."""
-    types = config.get("layer_types")
-    if isinstance(types, list) and any(each != "full_attention" for each in types):
-        other = next(each for each in types if each != "full_attention")
+    if others := {*(config.get("layer_types") or ())} - {"full_attention"}:
         raise ConfigError(
-            f'config.json: layer_types names "{other}": every layer must be full_attention'
+            f'config.json: layer_types names "{min(others)}": every layer must be full_attention'
         )
     # Qwen says whether the window is used. Mistral uses it, and has one where none is named.
     is_mistral = config.get("model_type") == "mistral"
@@ -171,13 +156,9 @@ def _positions(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise ConfigError(f"config.json: rope_parameters = {found!r} must be a table of keys")
     if any(isinstance(value, dict) for value in found.values()):
         raise ConfigError("config.json: rope_parameters differ by kind of layer: not supported")
+    _check_plain(found)
     theta = found.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = found.get("rope_type", found.get("type", "default"))
-    if found.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(
-            f"config.json: partial_rotary_factor = {found['partial_rotary_factor']!r}: every "
-            "channel of a head must have rotary positions"
-        )
     if kind == "default":
         return theta, None
     if kind != KIND:

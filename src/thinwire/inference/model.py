@@ -225,7 +225,7 @@ class Model(Joined):
         display.phase("data", f"{path}, with the tokenizer of {self.checkpoint.folder}")
         files = text_files(str(path), "--data")
         texts = Texts([(functools.partial(read_records, files, text_key), 0)], text_key)
-        passages = (("valid", document.text) for document in texts.read())
+        passages = (("valid", text) for text, _ in texts.read())
         chunks = list(texts.encode(self.tokenizer, passages))
         ids_N = np.concatenate([np.empty(0, np.int64), *(chunk.ids for chunk in chunks)])
         sizes_N = np.concatenate([np.empty(0, np.int64), *(c.sizes for c in chunks)])
