@@ -426,17 +426,11 @@ def _cut_lines(settings: Settings) -> list[str]:
 
 def short_grid(schedule: Schedule) -> str:
     """The schedule's grid, of which a long one shows only how it begins and how it ends."""
-    grid = schedule.grid()
-    cell = 2 + len(f"{schedule.stages - 1}F{schedule.microbatches - 1}")
-    title = len(f"stage {schedule.stages - 1} ")
-    lines = grid.splitlines()
-    columns = -(-(max(map(len, lines)) - title) // cell)
+    columns = len(schedule.cells()[0])
     if columns <= _GRID_COLUMNS:
-        return grid
-    begin, end = title + _GRID_END * cell, title + (columns - _GRID_END) * cell
-    short = [f"{line[:begin]:<{begin}} ...  {line[end:]}".rstrip() for line in lines]
-    left_out = columns - 2 * _GRID_END
-    return "\n".join([*short, f"({left_out:,} slots are left out here; --json has them all)"])
+        return schedule.grid()
+    left_out = f"({columns - 2 * _GRID_END:,} slots are left out here; --json has them all)"
+    return f"{schedule.grid(_GRID_END)}\n{left_out}"
 
 
 def plan_to_plain(plan: Plan) -> dict[str, Any]:

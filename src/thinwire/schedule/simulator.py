@@ -24,11 +24,9 @@ ROW_FRAME_BYTES = 1 << 18  # of rows that travel together: a stage hands on what
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds per action of each stage, and bytes per microbatch over each cut.
-
-    Cut b lies between stage b and stage b + 1, so there is one fewer than stages. Rows of a
-    shared embedding cross once a step, from stage to stage: each adds its own to gradients before
-    they go on, and changes of the first stage go up to all.
+    """Seconds per action of each stage, and bytes per microbatch over each cut, of which there is
+    one fewer. Rows of a shared embedding cross once a step: each stage adds its own to gradients
+    before they go on, and changes of the first stage go up to all.
     """
 
     forward: list[float]
@@ -64,10 +62,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of unlike hosts: the rates of each stage's host, the one-way delay over each cut.
-
-    Rates in 10^6 bits per second, 0 = unlimited.
-    """
+    """The same of unlike hosts: the rates of each stage's host, the delay over each cut."""
 
     mbps_up: list[float]
     mbps_down: list[float]
@@ -90,9 +85,8 @@ class Span:
 
 
 class CauseChain(NamedTuple):
-    """What stands one after the other in the chain of causes that ends here, in seconds.
-
-    Together they are the time since the start.
+    """What stands one after the other in the chain of causes that ends here, in seconds: together
+    the time since the start.
     """
 
     compute: float = 0.0
@@ -113,22 +107,18 @@ class _Message(NamedTuple):
 
 @dataclass(frozen=True)
 class _Turn:
-    """One thing that a stage does: what it waits for, what it computes, and what it sends then.
-
-    All of it belongs to one step. `ends` it: the last of a step that a stage does.
-    """
+    """One thing that a stage does in a step: what it waits for, computes, and sends then."""
 
     step: int
     needs: list[str]  # labels of messages
     action: Action | None  # None takes no time: messages are answered or passed on
     sends: list[_Message]
-    ends: bool = False
+    ends: bool = False  # the last of its step
 
 
 def _turns(schedule: Schedule, stage: int, costs: Costs, steps: int) -> Iterator[_Turn]:
-    """What a stage does in so many steps: its actions, and the messages that end each step.
-
-    Behind the last backwards the tally goes down from stage to stage, then the verdict up.
+    """What a stage does in so many steps: its actions, and the messages that end each step, a tally
+    down behind the last backwards and then the verdict up.
     """
     top, last = schedule.stages - 1, schedule.microbatches - 1
     verdict = [_Message(stage + 1, VERDICT, CONTROL_BYTES)] if stage < top else []
@@ -157,10 +147,8 @@ def _row_turns(
     costs: Costs, step: int, stage: int, source: int, target: int, label: str
 ) -> list[_Turn]:
     """Rows of a shared embedding, frame by frame: from the stage `source` on to `target`."""
-    if not costs.row_bytes:
-        return []
-    stages, turns = range(len(costs.row_bytes) + 1), []
-    size = costs.row_bytes[min(stage, target) if target in stages else min(stage, source)]
+    stages, turns = range(len(costs.forward)), []
+    size = costs.each_step(min(stage, target if target in stages else source))
     for frame in range(math.ceil(size / ROW_FRAME_BYTES)):
         name, part = f"{label} {frame}", min(ROW_FRAME_BYTES, size - frame * ROW_FRAME_BYTES)
         sends = [_Message(target, name, part)] if target in stages else []
@@ -185,11 +173,9 @@ class _Host:
 
 
 class _Cores:
-    """Running actions, all at one common speed.
+    """Running actions, all at one common speed, and so by a work clock that goes at that speed.
 
-    A work clock goes at that speed, so an action ends when the clock has moved on by its
-    work, whoever comes and goes meanwhile. The clock is re-based only when the speed
-    changes: at full speed it reads the time exactly and no rounding piles up.
+    It is re-based only when the speed changes: at full speed no rounding piles up.
     """
 
     def __init__(self, cores: float) -> None:
@@ -227,8 +213,8 @@ class _Cores:
 class Play:
     """The event loop: compute that ends, first bytes that reach a downlink, deliveries.
 
-    `run` plays all steps; `step_ends` then has the times at which stage 0 ended each of them,
-    `chains` what led there, and `spans` what happened in the step `seen`.
+    It ends with the times at which stage 0 ended each step, what led there (`chains`), and what
+    happened in the step `seen` (`spans`).
     """
 
     def __init__(
@@ -364,10 +350,9 @@ MANY_MICROBATCHES = 64  # with more than these a table of windows tries fewer
 class Simulation:
     """One simulated step; by then each step repeats the one before.
 
-    Span times count from the step's start on stage 0. Another stage may begin its step a
-    little before (negative times) or after. `compute_seconds` is work: with shared cores
-    an action may take longer than its work. `chain` says what stands one after the other in the
-    longest chain of causes through the step; its parts add up to it.
+    Spans count from the step's start on stage 0; other stages may begin before. `compute_seconds`
+    is work, which takes longer where cores are shared. `chain` are the parts of the longest chain
+    of causes through the step.
     """
 
     schedule: Schedule
@@ -381,10 +366,7 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the stages' time within the step in which they do not compute.
-
-        An action that shares its cores computes for as long as it takes.
-        """
+        """Share of the stages' time within the step in which they do not compute."""
         busy = sum(span.end - span.start for span in self.spans if span.lane == "compute")
         return 1.0 - _ratio(busy, self.schedule.stages * self.step_seconds)
 
@@ -396,12 +378,8 @@ class Simulation:
         name, share = self._busiest()
         if share >= BOUND_SHARE:
             return name
-        chain = self.chain
-        parts = {
-            SHARED if self._is_shared else "compute": chain["compute"] + chain["shared"],
-            "latency": chain["latency"],
-            "links": chain["links"],
-        }
+        parts = dict(self.chain)
+        parts[SHARED if self._is_shared else "compute"] = parts.pop("compute") + parts.pop("shared")
         return max(parts, key=lambda name: parts[name])
 
     @property
@@ -410,17 +388,14 @@ class Simulation:
 
     def _busiest(self) -> tuple[str, float]:
         """The resource that is busy for the largest share of the step."""
-        step = self.step_seconds
-        busy = {
-            f"compute of stage {stage}": _ratio(seconds, step)
-            for stage, seconds in enumerate(self.compute_seconds)
+        shares = {
+            "compute": [_ratio(seconds, self.step_seconds) for seconds in self.compute_seconds],
+            "uplink": self.uplink_utilisation,
+            "downlink": self.downlink_utilisation,
         }
+        busy = {f"{kind} of stage {s}": x for kind in shares for s, x in enumerate(shares[kind])}
         if self._is_shared:
-            busy[SHARED] = _ratio(sum(self.compute_seconds), (self.cores or 1) * step)
-        for stage, share in enumerate(self.uplink_utilisation):
-            busy[f"uplink of stage {stage}"] = share
-        for stage, share in enumerate(self.downlink_utilisation):
-            busy[f"downlink of stage {stage}"] = share
+            busy[SHARED] = sum(shares["compute"]) / (self.cores or 1)
         return max(busy.items(), key=lambda item: item[1])
 
     def describe(self) -> str:
@@ -435,6 +410,8 @@ class Simulation:
             for name, seconds in self.chain.items()
             if seconds > 0.005 * self.step_seconds
         ]
+        busy = zip(self.uplink_utilisation, self.downlink_utilisation, strict=True)
+        stages = zip(self.compute_seconds, busy, schedule.held, strict=True)
         lines = [
             f"{schedule.name}, {schedule.stages} stages, {schedule.microbatches} microbatches, "
             f"window {schedule.window}: {self.step_seconds:.3f} s per step",
@@ -442,13 +419,11 @@ class Simulation:
             f"longest chain: {', '.join(chain)}",
             f"bubble: {self.bubble_fraction:.0%} of the stages' time is not compute",
             "stage  compute (s)  uplink busy  downlink busy  microbatches held",
+            *(
+                f"{stage:5}  {seconds:11.3f}  {up:11.0%}  {down:13.0%}  {held:17}"
+                for stage, (seconds, (up, down), held) in enumerate(stages)
+            ),
         ]
-        for stage in range(schedule.stages):
-            lines.append(
-                f"{stage:5}  {self.compute_seconds[stage]:11.3f}"
-                f"  {self.uplink_utilisation[stage]:11.0%}"
-                f"  {self.downlink_utilisation[stage]:13.0%}  {schedule.held[stage]:17}"
-            )
         return "\n".join(lines)
 
 
@@ -462,11 +437,9 @@ def simulate(
     """Play `steps` steps of a training schedule and report on the last; with delayed updates on one
     amid others, some steps later.
 
-    With `cores`, the stages share one machine on which so many compute at full speed at once:
-    n running actions each go at the speed min(1, cores / n). Two steps reach the steady state,
-    because when stage 0 sends its verdict every stage is idle and every link empty; the default
-    leaves one to spare. With delayed updates steps overlap: the mean of some is taken, after
-    a few that lead there.
+    With `cores`, the stages share one machine on which so many compute at full speed at once.
+    Two steps reach the steady state, because when stage 0 sends its verdict every stage is idle and
+    every link empty. With delayed updates steps overlap: the mean of some is taken.
     """
     links = (network or Network()).links(schedule.stages)
     _check("costs", costs, schedule.stages)
@@ -479,6 +452,7 @@ def simulate(
     play.run()
 
     start, seconds = play.step_ends[seen - 1], _per_step(play.step_ends, seen, over)
+    chain = [_per_step(readings, seen, over) for readings in zip(*play.chains, strict=True)]
     return Simulation(
         schedule=schedule,
         step_seconds=seconds,
@@ -489,12 +463,7 @@ def simulate(
         ],
         uplink_utilisation=[_ratio(host.uplink.busy, steps * seconds) for host in play.hosts],
         downlink_utilisation=[_ratio(host.downlink.busy, steps * seconds) for host in play.hosts],
-        chain={
-            name: _per_step(seconds, seen, over)
-            for name, seconds in zip(
-                CauseChain._fields, zip(*play.chains, strict=True), strict=True
-            )
-        },
+        chain=CauseChain(*chain)._asdict(),
         cores=cores,
     )
 
@@ -515,9 +484,9 @@ def window_table(
 ) -> list[tuple[int, float, list[int]]]:
     """(window, seconds per step, microbatches held by each stage) for 1f1b.
 
-    The windows are 1, half the stages, the stages (classic 1f1b), then half as many again
-    each time up to all microbatches: fine where memory is tight, coarse where it is not.
-    Many microbatches take long to play: windows double, and end where more gain nothing.
+    The windows are 1, half the stages, the stages (classic 1f1b), then half as many again each time
+    up to all microbatches. Many of these take long to play: there windows double, and end where
+    more gain nothing.
     """
     many = microbatches > MANY_MICROBATCHES
     windows, window = {1, max(1, stages // 2), microbatches}, stages
