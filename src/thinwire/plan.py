@@ -24,6 +24,7 @@ from thinwire.engine.build import (
 )
 from thinwire.model import LoraConfig, architecture
 from thinwire.model.optim import Role, StageOptimizer, orthogonalising_flops
+from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.report.human import duration, human_bytes, human_flops
 from thinwire.report.table import against_bf16
 from thinwire.schedule import Costs, Counts, Schedule, Simulation, deal, simulate, window_table
@@ -40,7 +41,6 @@ from thinwire.settings.crossing import (
     size_kind,
     size_word,
 )
-from thinwire.settings.precision import WEIGHT_TYPES
 
 WORTH = 0.03  # what another split, order or window must gain before the plain one is left
 _SLOW = 1.5  # a stage that computes so many times as long as any other is told

@@ -27,9 +27,9 @@ from thinwire.model import (
     random_basis,
 )
 from thinwire.model.adapter import attach_adapters, round_frozen
+from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.crossing import wire_shape
-from thinwire.settings.precision import WEIGHT_TYPES
 
 
 def choose_device(wanted: str, stage: int) -> torch.device:

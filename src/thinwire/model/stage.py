@@ -25,6 +25,8 @@ from thinwire.model.narrow import InSpace, Reparametrised
 from thinwire.model.optim import Role
 from thinwire.model.subspace import Held
 
+WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+"""The type weights are kept in, by `run.precision`; bf16 computes under autocast."""
 GRAPHS = 64
 """Graphs that the code of a layer may be compiled to: one for each shape, in training and not."""
 

@@ -26,11 +26,11 @@ def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
 
     Where sizes depend on the data they are what is expected, or the most, see `size_kind`.
     """
-    shape, codecs = wire_shape(settings), _codecs(settings, cut)
-    if _are_expected(settings, cut):
-        out, back = (codec.expected_bytes(shape) + HEADER_BYTES for codec in codecs)
-    else:
-        out, back = (codec.payload_limit(shape) + HEADER_BYTES for codec in codecs)
+    shape, is_limit = wire_shape(settings), size_kind(settings, cut) == "limits"
+    out, back = (
+        HEADER_BYTES + (codec.payload_limit(shape) if is_limit else codec.expected_bytes(shape))
+        for codec in _codecs(settings, cut)
+    )
     return out, back
 
 
@@ -39,9 +39,12 @@ def size_kind(settings: Settings, cut: int) -> str:
 
     Where sizes vary with the data, only multiples of one step (`step(b)+zstd`) have an estimate.
     """
-    if not any(codec.size_varies for codec in _codecs(settings, cut)):
+    shape = wire_shape(settings)
+    varying = [codec for codec in _codecs(settings, cut) if codec.size_varies]
+    if not varying:
         return "exact"
-    return "expected" if _are_expected(settings, cut) else "limits"
+    are_known = all(codec.expected_bytes(shape) < codec.payload_limit(shape) for codec in varying)
+    return "expected" if are_known else "limits"
 
 
 def size_word(settings: Settings, cut: int) -> str:
@@ -53,9 +56,8 @@ def row_bytes(settings: Settings) -> int:
     """About: bytes of the frame that carries rows of a shared embedding up, or their gradients
     down, in the mean step.
 
-    Tokens are taken to be as frequent as their rank among them is low (Zipf's law). Those down to
-    some rank come up `row_tokens` times in every step, further ones in several steps, and the rest
-    not before it is their turn, which every row has.
+    Tokens are taken to follow Zipf's law. Those down to some rank come up `row_tokens` times in
+    every step, further ones in several steps, and the rest when it is their turn.
     """
     if not settings.boundary.shares_embedding or settings.pipeline.stages == 1:
         return 0
@@ -105,10 +107,8 @@ def logged_bytes(settings: Settings, steps: int) -> int:
 
 
 def logged_steps(settings: Settings) -> int:
-    """For how many steps the log of what a stage sends is large enough; 0: for none.
-
-    Two more have room in it, if any have: stages go on while their checkpoint is completed. It
-    follows from what all machines of a run agree on, for all must save after the same steps.
+    """For how many steps the log of what a stage sends is large enough; 0: for none. Two more have
+    room in it, if any have: stages go on while their checkpoint is completed.
     """
     room = settings.train.log_mb << 20
     reach = range(MOST_LOGGED_STEPS + 3)
@@ -138,13 +138,6 @@ def network_of(settings: Settings) -> Network | None:
     if not link.emulate:
         return None
     return Network(link.mbps_up, link.mbps_down, (link.latency_ms + link.jitter_ms / 2) / 1e3)
-
-
-def _are_expected(settings: Settings, cut: int) -> bool:
-    """Whether both directions of a cut have sizes, or estimates, and not one of them a limit."""
-    shape = wire_shape(settings)
-    varying = [codec for codec in _codecs(settings, cut) if codec.size_varies]
-    return all(codec.expected_bytes(shape) < codec.payload_limit(shape) for codec in varying)
 
 
 def _codecs(settings: Settings, cut: int) -> list[Codec]:

@@ -8,7 +8,7 @@ from thinwire.settings.crossing import (
     logged_bytes,
     logged_steps,
 )
-from thinwire.settings.recipe import stale_rates
+from thinwire.settings.file import stale_rates
 from thinwire.settings.tree import Settings
 
 _USED_WITH = [
