@@ -143,8 +143,7 @@ def with_split(settings: Settings, counts: Counts) -> Settings:
     """The same run with so many blocks on each stage; an even split is left unnamed, as it was."""
     if list(counts) == [len(blocks) for blocks in settings.split()]:
         return settings
-    pipeline = dataclasses.replace(settings.pipeline, split=list(counts))
-    return dataclasses.replace(settings, pipeline=pipeline)
+    return settings.with_keys("pipeline", split=list(counts))
 
 
 def estimate_costs(

@@ -1,19 +1,17 @@
-"""Strict conversion between plain data (TOML, JSON) and config dataclasses.
-
-Each room keeps its own config dataclass beside the code it configures; this file is the one place
-that fills them, so an unknown key or a wrong type is refused everywhere alike. msgspec decides
-whether a value has its type; what is said about it, and what a setting allows, is here.
+"""Strict conversion between plain data (TOML, JSON) and config dataclasses: an unknown key or a
+wrong type is refused everywhere alike. msgspec decides whether a value has its type; what is said
+about it, and what a setting allows, is here.
 """
 
 import dataclasses
 import difflib
 import json
 import math
-import operator
 import re
 import tomllib
 import typing
 from collections.abc import Mapping
+from operator import ge, gt, le, lt
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,12 +22,7 @@ T = TypeVar("T")
 Scope = typing.Literal["result", "keeping", "machine"]
 """Whose affair a setting is: it decides the result, so that every peer must have the same; it says
 how a run is named, watched, kept and hurried; or it is each machine's own."""
-_HOLDS = {
-    "at least": operator.ge,
-    "above": operator.gt,
-    "at most": operator.le,
-    "below": operator.lt,
-}
+_HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
 _LIMIT = 2**63  # what TOML can hold, and what torch counts with
 
 Finite = typing.Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
@@ -42,9 +35,7 @@ def nearest(word: str, candidates: typing.Iterable[str]) -> str:
     """A suggestion such as `; did you mean "dim"?`, or the list of what is allowed."""
     names = list(candidates)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    if close:
-        return f'; did you mean "{close[0]}"?'
-    return f"; allowed: {', '.join(names)}"
+    return f'; did you mean "{close[0]}"?' if close else f"; allowed: {', '.join(names)}"
 
 
 def option(
@@ -61,8 +52,7 @@ def option(
 ) -> Any:
     """A config field with its default, its one-line explanation, and its allowed values.
 
-    Bounds refuse what cannot work anywhere, so that a slip of the keyboard is refused at once and
-    not by a machine that runs out of memory. `auto` is a number outside them that stands for a
+    Bounds refuse what cannot work anywhere. `auto` is a number outside them that stands for a
     choice of our own, or for none.
     """
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
@@ -79,10 +69,8 @@ def option(
 
 
 def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
-    """Build the dataclass `cls` from a plain mapping; refuse unknown keys and wrong types.
-
-    `where` is the dotted place of the mapping, used in messages ("model.dim").
-    Nested dataclasses (the sections of a run) are filled the same way.
+    """Build the dataclass `cls`, and those in it, from a plain mapping; refuse unknown keys and
+    wrong types. `where` is the dotted place of the mapping, for messages ("model.dim").
     """
     if not isinstance(values, dict):
         raise ConfigError(f"{where or 'config'} must be a table of keys, got {values!r}")
@@ -131,9 +119,8 @@ def to_toml(config: Any, resolved: Any | None = None) -> str:
                 note = f"here {_literal(result)}: {note}"
             entries.append((f"{entry.name} = {_literal(value)}", note))
         width = max(len(text) for text, _ in entries)
-        lines.append(f"[{section.name}]")
-        lines += [f"{text:<{width}}  # {note}" for text, note in entries]
-        lines.append("")
+        written = [f"{text:<{width}}  # {note}" for text, note in entries]
+        lines += [f"[{section.name}]", *written, ""]
     return "\n".join(lines)
 
 
@@ -193,11 +180,6 @@ def _check_bounds(value: Any, metadata: Mapping[str, Any], place: str) -> None:
     allowed = " and ".join(f"{words} {bound:,}" for words, bound in bounds.items())
     other = "" if auto is None else f", or {auto}"
     raise ConfigError(f"{place} = {_brief(value)} must be {allowed}{other} ({metadata['help']})")
-
-
-def scopes(cls: type) -> dict[str, Scope]:
-    """The scope of each key of a config dataclass."""
-    return {f.name: f.metadata["scope"] for f in dataclasses.fields(cls)}
 
 
 def _brief(value: Any) -> str:

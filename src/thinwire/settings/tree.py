@@ -22,7 +22,7 @@ from thinwire.model import BoundaryConfig, LoraConfig, ModelConfig, OptimConfig
 from thinwire.model.config import SIZES
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
-from thinwire.typed import Scope, from_plain, nearest, option, parse_literal, scopes, to_plain
+from thinwire.typed import Scope, from_plain, nearest, option, parse_literal, to_plain
 from thinwire.wire import LinkConfig
 
 PRECISIONS = ("fp32", "bf16", "fp64")
@@ -167,60 +167,57 @@ class Settings:
 
     @classmethod
     def as_asked(cls, values: dict[str, Any]) -> "Settings":
-        """Build from nested dictionaries as they are: a preset, "auto" and the like stay so.
-
-        Keys of an earlier release that have gone are left out where they changed nothing, and
-        refused where they did.
-        """
+        """Build from nested dictionaries as they are: a preset, "auto" and the like stay so."""
         return from_plain(cls, _without_gone(values))
+
+    def with_keys(self, section: str, **values: Any) -> "Settings":
+        """The same but for some keys of a section, unchecked."""
+        config = dataclasses.replace(getattr(self, section), **values)
+        return dataclasses.replace(self, **{section: config})
 
     def resolved(self) -> "Settings":
         """The same settings with presets and "auto" filled in, refused if they cannot work."""
-        run = dataclasses.replace(self.run, out=str(expanded(self.run.out, "run.out")))
-        settings = dataclasses.replace(self, run=run)._filled()
+        settings = self.with_keys("run", out=str(expanded(self.run.out, "run.out")))._filled()
         _check(settings)
         return settings
 
     def _filled(self) -> "Settings":
         settings = dataclasses.replace(self, model=self.model.resolved(self.optim.embed_std))
         boundary = settings.boundary.resolved(settings.model.dim, settings.split())
-        optim, train = settings.optim.resolved(self.train.steps, boundary.trains_tables), self.train
-        if train.eval_batches == -1:
+        optim = settings.optim.resolved(self.train.steps, boundary.trains_tables)
+        if self.train.eval_batches == -1:
             batches = -(-VALIDATED_TOKENS // max(1, settings.tokens_per_microbatch))
-            train = dataclasses.replace(train, eval_batches=batches)
-        return dataclasses.replace(settings, boundary=boundary, optim=optim, train=train)
+            settings = settings.with_keys("train", eval_batches=batches)
+        return dataclasses.replace(settings, boundary=boundary, optim=optim)
 
     def relaxed(self) -> "Settings":
         """The inverse of `resolved`: a value that a preset or "auto" gives is left to them.
 
-        This is what is written for people. A key can then be changed without one that follows
-        from it, such as the width that comes with a preset, staying behind.
+        So it is written for people: what follows from a key that they change does not stay behind.
         """
         freest = self
         for section, key, value in _LEFT_OPEN:
-            config = dataclasses.replace(getattr(freest, section), **{key: value})
-            freer = dataclasses.replace(freest, **{section: config})
+            freer = freest.with_keys(section, **{key: value})
             with contextlib.suppress(ConfigError):  # such as a table, which needs its anchor
                 freest = freer if freer._filled() == self else freest
         return freest
 
     def with_window(self) -> "Settings":
         """The same with the number that `pipeline.window` stands for."""
-        window = self.schedule().window
-        return dataclasses.replace(self, pipeline=dataclasses.replace(self.pipeline, window=window))
+        return self.with_keys("pipeline", window=self.schedule().window)
 
     def to_plain(self) -> dict[str, Any]:
         """Nested dictionaries that `from_plain` reads back to the same settings."""
         return to_plain(self)
 
     def of_scope(self, scope: Scope) -> dict[str, Any]:
-        """The part of the settings that decides the result, keeps the run, or is a machine's own.
-
-        What decides the result is what all peers must agree on; the path of the data is not in it,
-        for its content has a fingerprint of its own.
-        """
+        """The settings that decide the result, or keep the run, or are a machine's own affair."""
         return {
-            section: {key: value for key, value in keys.items() if _SCOPES[section][key] == scope}
+            section: {
+                field.name: keys[field.name]
+                for field in dataclasses.fields(getattr(self, section))
+                if field.metadata["scope"] == scope
+            }
             for section, keys in self.to_plain().items()
         }
 
@@ -257,11 +254,8 @@ class Settings:
     def saved_at_validations(self) -> "Settings":
         """The same with a checkpoint at each validation, or more often."""
         every, saved = self.train.eval_every, self.train.checkpoint_every
-        if not every or 0 < saved <= every:
-            return self
-        return dataclasses.replace(
-            self, train=dataclasses.replace(self.train, checkpoint_every=every)
-        )
+        is_enough = not every or 0 < saved <= every
+        return self if is_enough else self.with_keys("train", checkpoint_every=every)
 
     def is_evaluation_step(self, done: int) -> bool:
         """Whether a validation follows the update after which `done` updates are done."""
@@ -289,15 +283,14 @@ GONE: dict[str, dict[str, Any]] = {
     "link": {"port": 0},
 }
 """Keys that have gone, and the values with which they changed nothing."""
-GONE_VALUES = {
-    "model": {"preset": "resnet18"},
-    "data": {"source": "images"},
-    "boundary": {"anchor": "trainable"},
-    "optim": {"name": "sgd"},
-}
+GONE_VALUES = [
+    *(("model", "preset", "resnet18"), ("data", "source", "images")),
+    *(("boundary", "anchor", "trainable"), ("optim", "name", "sgd")),
+]
 
 
 def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
+    """The same without keys of an earlier release that changed nothing; refused if they did."""
     kept = dict(values)
     for section, unused in GONE.items():
         keys = values.get(section)
@@ -306,14 +299,11 @@ def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
         kept[section] = {key: value for key, value in keys.items() if key not in unused}
         for key, value in keys.items():
             has_effect = unused.get(key, value) not in (value, _ANY)
-            if has_effect or GONE_VALUES.get(section, {}).get(key, _ANY) == value:
+            if has_effect or (section, key, value) in GONE_VALUES:
                 raise gone(f"{section}.{key} = {value!r}")
         if keys.get("mode") == "projected" and keys.get("anchor") == "fixed":
             raise gone('boundary.anchor = "fixed" with boundary.mode = "projected"')
     return kept
-
-
-_SCOPES = {name: scopes(cls) for name, cls in typing.get_type_hints(Settings).items()}
 
 
 def merged(
@@ -327,10 +317,7 @@ def merged(
 
 
 def apply_override(values: dict[str, Any], override: str, kind: type = Settings) -> None:
-    """Put one `section.key=value` into the plain values, read as the key's own type.
-
-    `kind` is the dataclass of the sections.
-    """
+    """Put one `section.key=value` into the plain values, read as the type that it has in `kind`."""
     place, equals, text = override.partition("=")
     section, dot, key = place.strip().partition(".")
     if not equals or not dot:
