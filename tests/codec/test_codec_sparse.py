@@ -11,8 +11,8 @@ from tensors import CPU, PLACE, normal, round_trip, sent
 from thinwire.codec import Leg, Place
 from thinwire.codec.base import spec_of
 from thinwire.codec.bits import PositionCode
-from thinwire.codec.feedback import EF21, ErrorFeedback
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks, drawn
+from thinwire.codec.wrappers import EF21, ErrorFeedback
 from thinwire.errors import WireError
 
 BACK = Place(Leg.BACKWARD, step=3, microbatch=1, seed=5)

@@ -247,9 +247,9 @@ class StepCodec(Codec):
         one = min(count, 1)
         return Part(torch.float32, one), means, Part(torch.uint8, one), plane, plane
 
-    def coded_bytes(self, shape: Shape) -> int:
+    def expected_bytes(self, shape: Shape, coded: bool = False) -> int:
         fewest, most = _CODED_BITS
-        if self._bits > most:
+        if self._bits > most or not coded:
             return self.payload_limit(shape)
         bits = elements(shape) * (max(fewest, self._bits) + _CODED_MARGIN)
         return math.ceil(bits / 8) + _CODED_FRAME + 2 * _width(shape)
