@@ -12,9 +12,8 @@ from thinwire.errors import WireError
 
 _WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
-# Code i of 1 to 8 bits occupies bits i*bits to (i+1)*bits of a stream, counted from the lowest bit
-# of the first byte. Two neighbours are joined within a word of twice their size, then two of those,
-# until the codes in a word fill whole bytes: a few passes over one byte per code.
+# Code i occupies bits i*bits to (i+1)*bits of a stream, from the lowest bit of the first byte. Two
+# neighbours are joined within a word of twice their size, and so on until they fill whole bytes.
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -64,8 +63,8 @@ class PositionCode:
 
     With `low` = 0 there is one mark for each of the n positions. Otherwise the lowest `low` bits of
     every position are written as they are, the lowest first, and the rest in unary: the i-th
-    position p sets mark i + p // 2^low out of k + (n - 1) // 2^low. The marks of all B samples are
-    one stream of bits, their low bits another, each filled up with zeros to whole bytes.
+    position p sets mark i + p // 2^low. The marks of all B samples are one stream of bits, their
+    low bits another.
     """
 
     n: int

@@ -1,12 +1,8 @@
 """Float formats, and quantizers: whole numbers of 2 to 8 bits, multiples of a step.
 
 Shapes: a tensor is R rows (its last dimension is the row), D wide, split into G groups of W
-elements; the last group of a row may be short. All arithmetic is in float32.
-
-What is not finite cannot be told in a few bits, and must not look as if it could: a group
-that holds NaN, an infinity or a magnitude above 2**120 arrives as NaN from its first element
-to its last, and the step's verdict sees it; of a rotated group the magnitudes after the rotation
-count. Rows of zeros arrive as zeros.
+elements; the last group of a row may be short. All arithmetic is in float32. What shares a scale
+with NaN, an infinity or a magnitude above 2**120 (after the rotation) arrives as NaN.
 """
 
 import math
@@ -88,12 +84,9 @@ class Integer(Codec):
     """`intN`: each element a whole number of N bits, each row or group with a scale of its own.
 
     The scale is the largest magnitude over the largest code, in bfloat16 rounded up, so nothing
-    is clipped. Codes are symmetric about zero, which is one of them; but with 2 bits that would
-    leave three levels, so there the four levels -3/2, -1/2, 1/2, 3/2 times the scale are used: a
-    third less error at worst, at the price that a zero beside others is not kept.
+    is clipped. Codes are symmetric about zero, which is one of them; but with 2 bits the four
+    levels are -3/2, -1/2, 1/2, 3/2 times the scale.
     With `hadamard` a row is rotated first, in blocks that do not cross groups.
-
-    Payload: the scales row by row, then the codes.
     """
 
     by_token = True
@@ -160,11 +153,8 @@ class Integer(Codec):
 
 
 class TensorInteger(Codec):
-    """`intN(tensor)`: whole numbers of N bits over the span from the least element to the greatest.
-
-    One offset (the least element, kept exactly) and one step for the whole tensor, in float32.
-
-    Payload: offset and step (nothing for an empty tensor), then the codes.
+    """`intN(tensor)`: whole numbers of N bits over the span from the least element to the greatest,
+    with one offset (the least, kept exactly) and one step for the whole tensor, in float32.
     """
 
     def __init__(self, bits: int):
@@ -203,31 +193,19 @@ class TensorInteger(Codec):
 class StepCodec(Codec):
     """`step(bits)`: every element a multiple of one step, 16 bits wide before entropy coding.
 
-    With a scale per token every token costs the same bits, whether it says much or little. With one
-    step everywhere the error is the same everywhere, and the cost of a token follows its own size:
-    at equal error fewer bits on the whole. The symbols only become small by `+zstd`.
-
-    step = rms * sqrt(2 pi e) * 2**-bits. The entropy of a Gaussian tensor in such steps is `bits`
-    per element, and less than that where magnitudes differ from token to token. Where an
-    element exceeds 32,000 steps, the step is enlarged until none does: nothing is clipped.
-
-    Below 1.05 bits the step would exceed 2 rms: activations of one size would arrive as zeros, also
-    with feedback, since the step grows with what is owed. From 1.25 bits on the error's rms is at
-    most 0.87 of the tensor's, which is what feedback asks for.
+    step = rms * sqrt(2 pi e) * 2**-bits, the entropy of a Gaussian tensor in bits per element; the
+    cost of a token follows its size. Where an element exceeds 32,000 steps, the step is enlarged.
 
     Gradients are rounded stochastically, and the receiver, who knows the random numbers, takes them
     off again: the mean stays the true one, with half the variance of the error. Rows of nothing but
     zeros stay as they are: a token without a gradient gets none.
 
-    What all rows have in common (their mean in each column, in whole steps) is sent once. It is
-    half to nearly all of the energy that crosses a narrow cut, and as part of every row it would
-    spread the symbols over as many values as there are columns. No bit that arrives is another.
-    Gradients have nothing in common: of them zeros are sent, which cost nothing with `+zstd`.
+    What all rows have in common (their mean in each column, in whole steps) is sent once. No bit
+    that arrives is another. Of gradients zeros are sent, which cost nothing with `+zstd`.
 
-    Payload: the step and the means (none for an empty tensor), how the lower bytes lie, all lower
-    bytes, all upper bytes. Where nearly all symbols fit into four bits, the lower bytes are first
-    the lower halves, two symbols to a byte, then the upper halves: zstd has a code for each byte,
-    and loses up to half a bit per symbol where few of them are usual.
+    Where nearly all symbols fit into four bits, the lower bytes are first the lower halves, two
+    symbols to a byte, then the upper halves: zstd has a code for each byte, and loses up to half a
+    bit per symbol where few of them are usual.
     """
 
     def __init__(self, bits: float):
@@ -338,10 +316,8 @@ def _reciprocal(scale: Tensor) -> Tensor:
 
 def _codes(levels: Tensor, center: int, bits: int) -> Tensor:
     """Whole numbers about zero as uint8 about `center`; whatever NaN became stays within bits."""
-    codes = levels.to(torch.int8).add_(center)
-    if bits < 8:
-        codes.bitwise_and_(2**bits - 1)
-    return codes.view(torch.uint8)
+    codes = levels.to(torch.int8).add_(center).view(torch.uint8)
+    return codes.bitwise_and_(2**bits - 1) if bits < 8 else codes
 
 
 def random_words(count: int, key: int, device: torch.device) -> Tensor:
@@ -355,11 +331,8 @@ def random_words(count: int, key: int, device: torch.device) -> Tensor:
 
 
 def round_at(values: Tensor, place: Place) -> Tensor:
-    """Round in place to whole numbers: to nearest forward, stochastically backward.
-
-    A gradient is rounded up or down so that its mean is kept: x becomes x's floor plus one with
-    the probability of x's fraction, to within 2**-16 and half a place of x in float32. Whole
-    numbers up to 255 stay as they are; for larger ones float32's places are too coarse to promise.
+    """Round in place to whole numbers: to nearest forward, stochastically backward, where x becomes
+    its floor plus one with the probability of its fraction, to within 2**-16 and half a place of x.
     """
     if place.leg is Leg.BACKWARD:
         values.add_(_dither(values, place))
@@ -391,12 +364,10 @@ def _spread(key: int) -> tuple[Tensor, Tensor]:
 
 def rotate(x_RD: Tensor, largest: int, back: bool = False) -> Tensor:
     """Each row turned by a Walsh-Hadamard transform with random signs, in blocks of `largest` at
-    most; `back` undoes it. Lengths are kept.
+    most; `back` undoes it. Lengths are kept, and an outlier is spread over its whole block.
 
-    It spreads an outlier over its whole block, so that the largest magnitude, which sets the scale,
-    comes down towards the typical one. Blocks are powers of four: 1/sqrt(S) is then a power of two,
-    and turning back whole numbers below 2**8 is exact, in whatever order a device adds them up. So
-    both ends of a link decode alike.
+    Blocks are powers of four: 1/sqrt(S) is then a power of two, and turning back whole numbers
+    below 2**8 is exact, in whatever order a device adds them up.
     """
     turned = []
     with torch.autocast(x_RD.device.type, enabled=False):

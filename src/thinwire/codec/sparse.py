@@ -1,11 +1,7 @@
 """Sparse codecs: some elements of a tensor travel, in bf16, and the rest arrive as zero.
 
 Shapes: B samples of n elements each, of which k are kept; N elements in all. A sample is an entry
-of the first dimension; a tensor with fewer than two dimensions is one sample.
-
-None of these codecs rescales what it keeps, so the error is never longer than the tensor was
-(rounding aside): that is what error feedback asks for. A tensor with a NaN or an infinity never
-arrives as a finite one.
+of the first dimension; a tensor with fewer than two dimensions is one sample. Nothing is rescaled.
 """
 
 import hashlib
@@ -31,10 +27,8 @@ EVERY = slice(None)
 
 
 class Masks:
-    """Which positions went forward, until the way back of the same microbatch asks.
-
-    The two ways run in different threads. Steps before the last one are forgotten, so that a
-    gradient that never came does not occupy memory for the rest of the run.
+    """Which positions went forward, until the way back of the same microbatch, in another thread,
+    asks. Steps before the last one are forgotten, for a gradient may never come.
     """
 
     def __init__(self) -> None:
@@ -61,10 +55,7 @@ class Masks:
 
 
 class Sparse(Codec):
-    """What TopK and RandK share: a share of the elements, and masks for the way back.
-
-    `masks` is None, and no mask is remembered, until a SharedMask binds itself to this codec.
-    """
+    """What TopK and RandK share: a share of the elements, and masks for the way back."""
 
     word: str
 
@@ -75,7 +66,7 @@ class Sparse(Codec):
                 f"most 1; {self.word}(0.1) sends a tenth"
             )
         self.share = float(share)
-        self.masks: Masks | None = None
+        self.masks: Masks | None = None  # until a SharedMask binds itself to this codec
 
     @property
     def name(self) -> str:
@@ -101,9 +92,6 @@ class TopK(Sparse):
 
     Of equal magnitudes at the limit, those with the lowest position are kept; a NaN counts as
     larger than infinity. So the kept set depends on the tensor alone, on every device.
-
-    Payload: marks and low bits of the positions (see PositionCode: about 5.3 bits for each kept
-    element at a share of 0.1, 8.6 bits at 0.01), then the values in the order of positions.
     """
 
     word = "topk"
@@ -143,10 +131,7 @@ class RandK(Sparse):
     """K = max(1, round(share * N)) elements of the whole tensor, drawn anew at every place.
 
     Both ends draw the same ones from `place.key`, bit for bit on every device, so no indices
-    travel. If anything in the tensor is not finite, all that travels is NaN, since what is not
-    finite might be among what is left out.
-
-    Payload: the values in the order in which their positions are drawn, 2 K bytes.
+    travel. If anything in the tensor is not finite, all that travels is NaN.
     """
 
     word = "randk"
@@ -170,13 +155,9 @@ class RandK(Sparse):
 
 
 class SharedMask(Codec):
-    """For the way back: the values at the positions that went forward.
-
-    Both ends know these from the forward tensor of the same step and microbatch, so no indices
-    travel. If anything in the gradient is not finite, all that travels is NaN.
-
-    Payload: 2 bytes for each element that the forward codec kept, in its order; that is for all of
-    them where the tensor went forward whole (AQSGD at a first visit).
+    """For the way back: the values at the positions that went forward in the same step and
+    microbatch, in their order, which both ends know; all of them where the tensor went forward
+    whole (AQSGD at a first visit). If anything in the gradient is not finite, all are NaN.
     """
 
     name = "topk(shared)"
@@ -220,10 +201,7 @@ class SharedMask(Codec):
 
     def _bound(self) -> Codec:
         if self._forward is None:
-            raise ConfigError(
-                "topk(shared) is for the backward direction of a cut whose forward codec is "
-                "topk or randk, and was not bound to one"
-            )
+            raise ConfigError("topk(shared) was not bound to a forward codec: it has no mask")
         return self._forward
 
     def _positions(self, place: Place) -> Positions:
@@ -298,12 +276,12 @@ def _scattered(values: Tensor, positions: Positions, spec: TensorSpec) -> Tensor
 
 
 def drawn(count: int, k: int, key: int, device: torch.device) -> Tensor:
-    """The first k of the positions 0..count-1 in a random order that the key decides.
+    """The first k of the positions 0..count-1 in a random order that the key decides, the same on
+    every device.
 
     A position is a pair of numbers below ceil(sqrt(count)), and the order a Feistel network over
-    such pairs, with tables of random numbers that SHAKE-256 makes of the key. Pairs past the end
-    (few: they lie in the last rows) go through it again until they are inside. So k positions cost
-    k evaluations, no sorting, and are the same on every device.
+    such pairs, with tables of random numbers that SHAKE-256 makes of the key. The few pairs past
+    the end go through it again until they are inside.
     """
     if k == 0:
         return torch.zeros(0, dtype=torch.int64, device=device)
