@@ -1,14 +1,11 @@
 """Low-rank adapters (LoRA): a frozen matrix W becomes W + (alpha / rank) B A.
 
-A (rank, inputs) is drawn and B (outputs, rank) is zero, so a model with fresh adapters computes
-what it did without them. Both are children of the layer that they stand beside, as peft names
-them: `q_proj.lora_A.weight`, `q_proj.lora_B.weight`. The layer's own names stay as they are.
-
-What a constrained layer writes must stay in its subspace, so the B of its adapter is a writer of
-the same kind: held there by the constraint, or made of coordinates.
+A (rank, inputs) is drawn and B (outputs, rank) is zero at the start. Both are children of the layer
+that they stand beside, as peft names them: `q_proj.lora_A.weight`, `q_proj.lora_B.weight`. What a
+constrained layer writes must stay in its subspace, so the B of its adapter is a writer of the same
+kind.
 """
 
-import hashlib
 from typing import Any
 
 import torch
@@ -35,29 +32,12 @@ def attach_adapters(layers: nn.Module, config: LoraConfig) -> None:
 
 
 def round_frozen(layers: nn.Module) -> None:
-    """Hold frozen matrices in bfloat16: the same numbers that autocast would compute with.
-
-    It keeps no rounded copy of a weight without a gradient, so every microbatch in flight would
-    have a copy of its own.
+    """Hold frozen matrices in bfloat16, the numbers that autocast would compute with: of a weight
+    without a gradient it would make a copy for every microbatch in flight.
     """
     for layer in layers.modules():
         if isinstance(layer, nn.Linear | ReparamLinear) and not layer.weight.requires_grad:
             layer.weight.data = layer.weight.data.to(torch.bfloat16)
-
-
-@torch.no_grad()
-def initialise_adapter(name: str, parameter: Tensor, seed: int) -> bool:
-    """Fill a parameter of an adapter; False where it is something else.
-
-    A is uniform with the spread that torch gives a linear layer, as peft has it.
-    """
-    kind = name.rpartition(".")[0].rpartition(".")[2]
-    if kind == UP:
-        parameter.zero_()
-    elif kind == DOWN:
-        drawn = torch.rand(parameter.shape, generator=generator_of(name, seed))
-        parameter.copy_((2 * drawn - 1) / parameter.shape[1] ** 0.5)
-    return kind in (DOWN, UP)
 
 
 def _attach(base: nn.Module, config: LoraConfig) -> None:
@@ -80,9 +60,3 @@ def _writer_like(base: nn.Linear | ReparamLinear, rank: int) -> nn.Module:
         return ReparamLinear(rank, base.full_shape[0], base.space)
     kind = HeldLinear if isinstance(base, HeldLinear) else nn.Linear
     return kind(rank, base.out_features, bias=False)
-
-
-def generator_of(name: str, seed: int) -> torch.Generator:
-    """Random numbers for one parameter, whatever is made before it or beside it."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

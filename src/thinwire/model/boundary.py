@@ -68,12 +68,8 @@ class DenseBoundary(Boundary):
 class SubspaceBoundary(Boundary):
     """The paper's cut: take off what is known of the token, send coordinates in the shared basis.
 
-    Exact when everything that was added to the stream below lies in the subspace: then
-    x - T_fixed[ids] has no part outside it, and the part of the gradient that is dropped on the
-    way back could not have changed a constrained weight.
-
-    Coordinates are computed in the weights' own precision: a basis rounded to bfloat16 is not
-    orthonormal, and the error would be the same for every token.
+    Exact when everything that was added to the stream below lies in the subspace. Coordinates are
+    computed in the weights' own precision: a basis rounded to bfloat16 is not orthonormal.
     """
 
     computes: ClassVar = True
@@ -115,11 +111,9 @@ class ProjectedBoundary(SubspaceBoundary):
     """A narrow cut between free weights: what lies outside the basis is lost here.
 
     With `own_tables` every stage has a trainable token table; `table`, of (vocab, width), gives
-    the receiver its own. Where that is narrower than the stream, which saves memory with large
-    vocabularies, a matrix widens its rows. It is taken off again where that stage sends, so
-    coordinates carry what context has added and nothing that all stages know. Left in, it would
-    only shift them by what the next receiver could learn to take off; but tables learn fast, and
-    every shift would reach all stages above.
+    the receiver its own. Where that is narrower than the stream a matrix widens its rows. It is
+    taken off again where that stage sends, so coordinates carry what context has added and nothing
+    that the stage itself knows.
     """
 
     roles: ClassVar = {"table": Role.TABLE, "widen": Role.MATRIX}
@@ -151,11 +145,8 @@ class ProjectedBoundary(SubspaceBoundary):
 
 
 class EmbeddedBoundary(ProjectedBoundary):
-    """The exact cut around the model's own embedding, of which every stage has a copy.
-
-    A copy is added where the stream enters a stage and taken off where it leaves, so what crosses
-    is what blocks have written. As these write into the subspace, nothing is lost, and as copies
-    stay equal (engine/rows.py), the model is a plain one whose embedding is trained whole.
+    """The exact cut around the model's own embedding, of which every stage has a copy, kept equal
+    by engine/rows.py. What crosses is what blocks have written, so nothing is lost.
     """
 
     roles: ClassVar = {}
@@ -174,8 +165,5 @@ def _rows(table: Tensor, ids_BT: Tensor | None) -> Tensor:
 
 
 def _widening(dim: int, width: int) -> Tensor:
-    """Where a widening matrix starts: the same bits on every machine, columns of length about 1.
-
-    The table itself starts at zero, so the cut starts as one without a table.
-    """
+    """Where a widening matrix starts: the same bits on every machine, columns of length about 1."""
     return fixed_table(dim, width, seed=0, std=width**-0.5)

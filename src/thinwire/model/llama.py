@@ -9,6 +9,7 @@ Shapes: B sequences, T positions, D model width, H heads, K key/value heads, E h
 """
 
 import functools
+import hashlib
 import math
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.model.adapter import generator_of, initialise_adapter
+from thinwire.model.adapter import DOWN, UP
 from thinwire.model.config import MATRIX_STD, ModelConfig, RopeScaling
 from thinwire.model.narrow import Narrow
 from thinwire.model.optim import Role
@@ -42,8 +43,8 @@ class LayerPlan:
 
 
 class KeyValues:
-    """What attention keeps of the positions before, so that the next one costs one position: keys
-    and values of one block, of at most a context of positions, in memory made once.
+    """What attention keeps of the positions before: keys and values of one block, in memory made
+    once for a context.
     """
 
     def __init__(self, context: int):
@@ -84,11 +85,10 @@ class RMSNorm(nn.Module):
 def rotary_tables(
     context: int, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, E) of the rotary positions, computed in float32 on the CPU.
-
-    By one thread at a time: where two stages of a process call a cosine first in one moment, MKL
-    may not have chosen its kernels for one of them yet, and its table is off by 1e-4. On the meta
-    device only their shape: torch imports its compiler to compute there, for seconds.
+    """Cosines and sines (T, E) of the rotary positions, computed in float32 on the CPU, by one
+    thread at a time: where two call a cosine first in one moment, MKL may not have chosen its
+    kernels for one of them yet, and its table is off by 1e-4. On the meta device only their shape:
+    torch imports its compiler to compute there, for seconds.
     """
     if torch.get_default_device().type == "meta":
         return torch.empty(context, head_dim), torch.empty(context, head_dim)
@@ -201,19 +201,15 @@ class Block(nn.Module):
 
 
 class Llama:
-    """A model as those who cut, place and plan it need to know it.
-
-    A row of a batch is a sequence of tokens. What is split over stages is blocks; the first stage
-    also has what comes before them, and the last one what comes after.
+    """A model as those who cut, place and plan it need to know it. What is split over stages is
+    blocks; the ends also have what comes before and after.
     """
 
     def __init__(self, config: ModelConfig):
         self._config = config
 
     def layers(self, narrow: Narrow | None = None) -> list[LayerPlan]:
-        """The whole model as a list: embedding, blocks, final norm, head; `narrow` where it writes
-        into a subspace.
-        """
+        """The whole model as a list: embedding, blocks, final norm, head."""
         config = self._config
 
         def embedding() -> nn.Module:
@@ -248,26 +244,24 @@ class Llama:
         """The global name of a block."""
         return f"model.layers.{block}"
 
+    @torch.no_grad()
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
         """Fill a parameter from its global name and the seed alone, whatever the split.
 
-        Gains are one, biases zero, matrices normal. Writers to the stream start smaller, by the
-        number of writes that add up.
+        Gains are one, biases zero, matrices normal; writers to the stream start smaller, by the
+        number of writes that add up. Adapters start as peft has them.
         """
-        if initialise_adapter(name, parameter, seed):
-            return
-        if name.endswith(".bias"):
-            nn.init.zeros_(parameter)
-            return
-        if parameter.ndim < 2:
-            nn.init.ones_(parameter)
-            return
-        spread = MATRIX_STD
-        if name.endswith(WRITERS):
-            spread /= (2 * self._config.layers) ** 0.5
-        elif name == EMBEDDING_WEIGHT:
-            spread = self._config.embed_std
-        with torch.no_grad():
+        if name.endswith((f"{UP}.weight", ".bias")):
+            parameter.zero_()
+        elif name.endswith(f"{DOWN}.weight"):
+            drawn = torch.rand(parameter.shape, generator=generator_of(name, seed))
+            parameter.copy_((2 * drawn - 1) / parameter.shape[1] ** 0.5)
+        elif parameter.ndim < 2:
+            parameter.fill_(1)
+        else:
+            spread = self._config.embed_std if name == EMBEDDING_WEIGHT else MATRIX_STD
+            if name.endswith(WRITERS):
+                spread /= (2 * self._config.layers) ** 0.5
             drawn = torch.randn(parameter.shape, generator=generator_of(name, seed))
             parameter.copy_(drawn * spread)
 
@@ -276,18 +270,16 @@ class Llama:
         return batch * self._config.context * self._config.vocab
 
     def forward_flops(self, blocks: range, batch: int) -> float:
-        """Floating-point operations of one forward of the stage with these blocks, and of the head
-        on the last stage.
+        """Floating-point operations of one forward of the stage with these blocks; on the last one
+        also of the head.
         """
         config = self._config
-        is_last = blocks.stop == config.layers
-        head = 2.0 * self.logits(batch) * config.dim if is_last else 0.0
+        head = 2.0 * self.logits(batch) * config.dim if blocks.stop == config.layers else 0.0
         return len(blocks) * self._block_flops(batch * config.context) + head
 
     def backward_flops(self, blocks: range, batch: int, frozen: bool = False) -> float:
         """Of one backward, which multiplies each matrix twice: for its own gradient, and for that
-        of what it read. With frozen matrices attention alone has two products; adapters are small
-        beside them.
+        of what it read. With frozen matrices attention alone has two products.
         """
         forward = self.forward_flops(blocks, batch)
         attention = len(blocks) * self._attention_flops(batch * self._config.context)
@@ -335,6 +327,12 @@ class Llama:
     def _attention_flops(self, tokens: int) -> float:
         """Scores and their use, each over half the context."""
         return 2.0 * tokens * self._config.context * self._config.attention_dim
+
+
+def generator_of(name: str, seed: int) -> torch.Generator:
+    """Random numbers for one parameter, whatever is made before it or beside it."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 architecture = Llama  # what is to be known of the model of a resolved config

@@ -71,8 +71,7 @@ def with_ends(
 
     What the stage itself knows of the tokens is added at its first end and taken off at its last.
     It is returned too, for the layers up to there. With `bound` the gradient of a single token
-    cannot outgrow the others' from layer to layer. Without it a few rare tokens of a batch may come
-    to have most of it, and all layers below learn from them alone.
+    cannot outgrow the others' from layer to layer.
     """
     if bound and x.is_floating_point():
         x = _Bounded.apply(x, bound)
@@ -85,12 +84,10 @@ def with_ends(
 
 
 class Stage(nn.Module):
-    """Consecutive layers of the model, from its inputs or a decoded activation onward.
-
-    Without an incoming boundary it starts from the model's inputs, token ids; without an
-    outgoing one it ends with what the last layer says (logits). A stage without either is the
-    whole model. `next_name` is the layer that follows the outgoing boundary. `bound` is the most
-    gradient that a layer sends back for one token, as a multiple of the mean token's.
+    """Consecutive layers of the model, from token ids or what the incoming boundary decodes, to
+    logits or what the outgoing one sends. A stage without either is the whole model. `next_name` is
+    the layer that follows the outgoing boundary. `bound` is the most gradient that a layer sends
+    back for one token, as a multiple of the mean token's.
     """
 
     def __init__(
@@ -128,8 +125,7 @@ class Stage(nn.Module):
 
         `ids` are the token ids of what was received, where `needs_ids`. The first and the last
         layer run together with the ends of the cuts beside them. With a past, of the positions that
-        follow those in it, which takes them in; layers are not compiled then, for every position
-        would be another shape to them.
+        follow those in it; layers are not compiled then, for each would be another shape.
         """
         incoming, outgoing, ids = self.incoming, self.outgoing, x if self.incoming is None else ids
         if outgoing is not None:
@@ -153,26 +149,19 @@ class Stage(nn.Module):
             else:
                 x, known = run(*call)
             incoming = None
-            if index == 0 and self._embeds_own:
-                known = x
             if outgoing is None:
                 known = None  # nothing takes it off again, so it need not be kept
+            elif index == 0 and self.incoming is None and outgoing.own_tables:
+                known = x  # the embedding is the first stage's own token table
         return x
-
-    @property
-    def _embeds_own(self) -> bool:
-        """Whether the embedding is here, as the first stage's own token table."""
-        return self.incoming is None and self.outgoing is not None and self.outgoing.own_tables
 
     def new_past(self) -> Past:
         """The past of each block before the first position."""
         return [layer.new_past() if isinstance(layer, Block) else None for layer in self.layers]
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Have torch fuse what is inside each layer. Equal blocks share one compiled graph.
-
-        A layer at a cut is compiled together with its end, and with the bound of its gradient: as
-        a call of its own, each costs more time to launch than to compute.
+        """Have torch fuse what is inside each layer. A layer at a cut is compiled together with its
+        end, and with the bound of its gradient, which cost more to launch than to compute.
         """
         torch._dynamo.config.recompile_limit = GRAPHS  # beyond it torch gives up compiling
         for layer in self.layers:
@@ -187,9 +176,8 @@ class Stage(nn.Module):
         A boundary's own parameters are named after the block that follows the cut.
         """
         named = [*zip(self.names, self.layers, strict=True), *self._ends().items()]
-        copy = self.incoming.copy_of_embedding() if self.incoming is not None else None
         return {
-            (EMBEDDING_WEIGHT if parameter is copy else f"{name}.{local}"): parameter
+            (EMBEDDING_WEIGHT if parameter is self._copy else f"{name}.{local}"): parameter
             for name, module in named
             for local, parameter in module.named_parameters()
         }
@@ -197,7 +185,7 @@ class Stage(nn.Module):
     def embedding_copy(self) -> nn.Parameter | None:
         """Where stages share the embedding: it on the first stage, this stage's copy on others."""
         if self.incoming is not None:
-            return self.incoming.copy_of_embedding()
+            return self._copy
         weight = self.layers[0].weight if self.names[0] == EMBEDDING else None
         return weight if isinstance(weight, nn.Parameter) else None
 
@@ -222,10 +210,13 @@ class Stage(nn.Module):
         ends[f"boundary.{self._next_name}"] = self.outgoing
         return {name: end for name, end in ends.items() if end is not None}
 
+    @property
+    def _copy(self) -> nn.Parameter | None:
+        return self.incoming.copy_of_embedding() if self.incoming is not None else None
+
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage saves: all but copies of what the stage below saves."""
-        copy = self.incoming.copy_of_embedding() if self.incoming is not None else None
-        return {name: p for name, p in self.global_parameters().items() if p is not copy}
+        return {name: p for name, p in self.global_parameters().items() if p is not self._copy}
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage updates: of those it owns, all that are not frozen."""
@@ -299,10 +290,7 @@ class Stage(nn.Module):
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy per token (B, T, V), in float32 at least.
-
-    A target of -100 counts for nothing: it fills up a batch.
-    """
+    """Mean cross-entropy per token (B, T, V), in float32 at least; a target of -100 fills up."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide.flatten(0, -2), targets.flatten())
 
@@ -316,9 +304,8 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 class Score:
     """The loss over batches: every token that counts weighs the same.
 
-    Sums stay on the device until they are asked for, so that scoring a batch waits for nothing.
-    They are one tensor, whatever the number of batches: a small tensor kept from each would sit
-    between the logits of one batch and the next, and the memory of logits could not be used again.
+    Sums stay on the device, so that scoring waits for nothing, in one tensor: small ones of each
+    batch would sit between logits, and the memory of these could not be used again.
     """
 
     def __init__(self) -> None:

@@ -3,11 +3,8 @@
 U has orthonormal columns. The model dimension D is axis 0 of a writer's weight (the columns of W
 lie in S) and axis 1 of an embedding table (its rows lie in S).
 
-*Random numbers are the same bits on every machine.* Library generators promise a stream per version
-and platform at best, and sums may be taken in any order by a vector unit. Here the bits come from a
-counter-based generator, values are small integers times a power of two (exact in every float format
-used), and sums are taken in a fixed order by elementwise additions alone. So a basis or a table is
-a function of its seed, full stop.
+*Random numbers are the same bits on every machine*: they come from a counter-based generator, are
+small integers times a power of two, and are summed in a fixed order by elementwise additions.
 
 *A move* is one step up the captured gradient energy on the Grassmann manifold. C = sum of g g^T
 over activation gradients. The energy that S captures is tr(U^T C U) / tr(C); its Riemannian
@@ -77,13 +74,8 @@ def _sum(values: np.ndarray) -> np.ndarray:
 
 
 class Space:
-    """What all stages share: U (dim, rank) in the weights' type, and T_fixed (vocab, dim) in
-    bfloat16 if anchors need it.
-
-    Both come from a seed on every stage, so neither has to travel at the start; their fingerprints
-    are compared in the handshake.
-
-    `basis_DK` keeps its identity when the basis moves, so that all who hold it see the move.
+    """What all stages share, each by its seed: U (dim, rank) in the weights' type, and T_fixed
+    (vocab, dim) in bfloat16 if anchors need it. `basis_DK` keeps its identity when the basis moves.
     """
 
     def __init__(self, basis_DK: Tensor, table_VD: Tensor | None = None):
@@ -99,9 +91,8 @@ class Space:
         return F.embedding(ids_BT, self.table_VD)
 
     def anchor_coordinates(self) -> Tensor:
-        """T_fixed U (V, K), made anew whenever the basis has moved.
-
-        With it a sender reads K numbers per token, not D.
+        """T_fixed U (V, K), made anew whenever the basis has moved: a sender reads K numbers per
+        token, not D.
         """
         assert self.table_VD is not None, "this space was made without a token table"
         if self._table_VK is not None and torch.compiler.is_compiling():
@@ -165,9 +156,8 @@ class Held:
 class Constraint:
     """Holds parameters in S = Col(U): writers by their columns, an embedding by its rows.
 
-    The gradient of a writer is not in S by itself (it also comes back through the norm and the
-    feed-forward of the same block), so `project_gradients` must run before an optimizer's moments
-    see it and before the gradient norm is taken. Everything after that stays in S up to rounding,
+    A writer's gradient is not in S by itself, so `project_gradients` must run before an optimizer's
+    moments see it and before the gradient norm is taken. All after that stays in S up to rounding,
     if the second moment is constant along the model dimension (SubspaceAdamW).
     """
 
@@ -193,11 +183,8 @@ class Constraint:
     @torch.no_grad()
     def drift(self) -> float:
         """The largest share of any held parameter that lies outside S."""
-        drifts = [
-            drift(entry.parameter, self._basis_for(entry.parameter), entry.axis)
-            for entry in self.held
-        ]
-        return max(drifts, default=0.0)
+        weights = [(entry.parameter, entry.axis) for entry in self.held]
+        return max((drift(w, self._basis_for(w), axis) for w, axis in weights), default=0.0)
 
     def _basis_for(self, tensor: Tensor) -> Tensor:
         return self.basis_DK.to(device=tensor.device, dtype=tensor.dtype)
