@@ -43,7 +43,7 @@ def option(
     help: str,
     choices: tuple[str, ...] = (),
     *,
-    least: float | None = None,
+    least: float | None = 0,
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
@@ -52,15 +52,18 @@ def option(
 ) -> Any:
     """A config field with its default, its one-line explanation, and its allowed values.
 
-    Bounds refuse what cannot work anywhere. `auto` is a number outside them that stands for a
-    choice of our own, or for none.
+    Bounds refuse what cannot work anywhere: a number must be at least 0, unless others are given.
+    `auto` is a number outside them that stands for a choice of our own, or for none; so is a
+    default below 0.
     """
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    least = least if above is None else None
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     metadata = {
         "help": help,
         "choices": choices,
-        "bounds": {words: bound for words, bound in bounds.items() if bound is not None},
-        "auto": auto,
+        "bounds": {w: bound for w, bound in bounds.items() if is_number and bound is not None},
+        "auto": default if is_number and default < 0 else auto,
         "scope": scope,
     }
     if isinstance(default, list):
@@ -178,7 +181,7 @@ def _check_bounds(value: Any, metadata: Mapping[str, Any], place: str) -> None:
     if value == auto or all(_HOLDS[words](value, bound) for words, bound in bounds.items()):
         return
     allowed = " and ".join(f"{words} {bound:,}" for words, bound in bounds.items())
-    other = "" if auto is None else f", or {auto}"
+    other = "" if auto is None else f", or {auto:g}"
     raise ConfigError(f"{place} = {_brief(value)} must be {allowed}{other} ({metadata['help']})")
 
 

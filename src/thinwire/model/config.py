@@ -71,29 +71,24 @@ class ModelConfig:
         (*PRESETS, CUSTOM),
     )
     layers: int = option(
-        0,
-        "number of blocks, which are split over the stages; 0 = the preset's",
-        least=0,
-        most=10_000,
+        0, "number of blocks, which are split over the stages; 0 = the preset's", most=10_000
     )
-    dim: int = option(0, "width of the residual stream; 0 = the preset's", least=0, most=2**20)
-    heads: int = option(0, "attention heads; 0 = the preset's", least=0, most=2**16)
+    dim: int = option(0, "width of the residual stream; 0 = the preset's", most=2**20)
+    heads: int = option(0, "attention heads; 0 = the preset's", most=2**16)
     kv_heads: int = option(
-        0, "key/value heads, shared by groups of heads (GQA); 0 = the preset's", least=0, most=2**16
+        0, "key/value heads, shared by groups of heads (GQA); 0 = the preset's", most=2**16
     )
-    ffn: int = option(
-        0, "hidden width of the SwiGLU feed-forward; 0 = the preset's", least=0, most=2**22
-    )
+    ffn: int = option(0, "hidden width of the SwiGLU feed-forward; 0 = the preset's", most=2**22)
     vocab: int = option(
-        0, "size of the vocabulary, at least the tokenizer's; 0 = the preset's", least=0, most=2**24
+        0, "size of the vocabulary, at least the tokenizer's; 0 = the preset's", most=2**24
     )
-    context: int = option(0, "tokens per training sequence; 0 = the preset's", least=0, most=2**24)
+    context: int = option(0, "tokens per training sequence; 0 = the preset's", most=2**24)
     embed_std: float = option(
-        0.0, "standard deviation of the embedding at the start; 0 = 1 with muon, else 0.02", least=0
+        0.0, "standard deviation of the embedding at the start; 0 = 1 with muon, else 0.02"
     )
     rope_theta: float = option(500000.0, "base of the rotary position encoding", above=0)
     norm_eps: float = option(1e-5, "epsilon of the RMS norms", above=0)
-    head_dim: int = option(0, "width of one attention head; 0 = dim / heads", least=0, most=2**16)
+    head_dim: int = option(0, "width of one attention head; 0 = dim / heads", most=2**16)
     qkv_bias: bool = option(False, "biases on queries, keys and values, as in Qwen2")
     qk_norm: bool = option(False, "RMS norms on the heads of queries and keys, as in Qwen3")
     rope_scaling: str = option(
@@ -199,14 +194,14 @@ class BoundaryConfig:
         ("dense", *NARROW),
     )
     rank: int = option(
-        0, "dimension of the subspace, less than model.dim; 0 = from ratio, or for dense", least=0
+        0, "dimension of the subspace, less than model.dim; 0 = from ratio, or for dense"
     )
     ratio: float = option(
         0.0, "with rank = 0: the rank is model.dim / ratio, rounded down", least=1, auto=0
     )
-    basis_seed: int = option(0, "seed of the basis and of the fixed token table")
+    basis_seed: int = option(0, "seed of the basis and of the fixed token table", least=None)
     basis_update_every: int = option(
-        0, "steps between updates of the shared basis; 0 = never", least=0, most=10**9
+        0, "steps between updates of the shared basis; 0 = never", most=10**9
     )
     basis_rate: float = option(
         0.5, "step size of such an update; 1 is about one power iteration", above=0
@@ -232,7 +227,7 @@ class BoundaryConfig:
         most=10**9,
     )
     table: int = option(
-        0, "anchor = per-stage: width of the table, widened by a matrix; 0 = model.dim", least=0
+        0, "anchor = per-stage: width of the table, widened by a matrix; 0 = model.dim"
     )
     bound: float = option(
         0.0,
@@ -242,10 +237,7 @@ class BoundaryConfig:
         auto=0,
     )
     free_layers: int = option(
-        -1,
-        "subspace, reparam: last blocks left unconstrained; -1 = those of the last stage",
-        least=0,
-        auto=-1,
+        -1, "subspace, reparam: last blocks left unconstrained; -1 = those of the last stage"
     )
 
     @property
@@ -328,7 +320,6 @@ class LoraConfig:
         0,
         "rank of the adapters (LoRA): they are trained, and the model's own weights stay as they "
         "are; 0 = no adapters, all weights are trained",
-        least=0,
         most=2**16,
     )
     alpha: float = option(16.0, "what an adapter adds is scaled by alpha / rank", above=0)
@@ -379,35 +370,25 @@ class OptimConfig:
         "adamw", "adamw; muon (matrices of the blocks; adamw for the rest)", ("adamw", "muon")
     )
     lr: float = option(3e-3, "peak learning rate", above=0)
-    weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0)
-    warmup: int = option(
-        -1, "steps of linear warmup; -1 = 20, or half of a shorter run", least=0, auto=-1
-    )
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices")
+    warmup: int = option(-1, "steps of linear warmup; -1 = 20, or half of a shorter run")
     schedule: str = option(
         "cosine", "learning-rate schedule after the warmup", ("cosine", "linear", "wsd", "constant")
     )
-    floor: float = option(0.1, "cosine: final learning rate as a fraction of lr", least=0, most=1)
+    floor: float = option(0.1, "cosine: final learning rate as a fraction of lr", most=1)
     matrix_lr: float = option(
-        -1.0,
-        "muon: learning rate of the blocks' matrices as a fraction of lr; -1 = 3",
-        least=0,
-        auto=-1,
+        -1.0, "muon: learning rate of the blocks' matrices as a fraction of lr; -1 = 3"
     )
     table_lr: float = option(
         -1.0,
         "learning rate of token tables (the embedding, those of cuts) as a fraction of lr; -1 = "
         "100 with muon (30 with boundary.anchor = per-stage or embedding in more than 1,000 "
         "steps), else 1",
-        least=0,
-        auto=-1,
     )
     head_lr: float = option(
-        -1.0,
-        "learning rate of the output head as a fraction of lr; -1 = 10 with muon, else 1",
-        least=0,
-        auto=-1,
+        -1.0, "learning rate of the output head as a fraction of lr; -1 = 10 with muon, else 1"
     )
-    clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping", least=0)
+    clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping")
 
     def resolved(self, steps: int, trains_tables: bool = False) -> "OptimConfig":
         """The same config with the warmup and the shares filled in for a run of `steps` steps.

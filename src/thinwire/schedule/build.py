@@ -177,16 +177,13 @@ class PipelineConfig:
         "most microbatches in flight on the first stage; more hide delays and take memory; "
         "-1 = twice the stages, or on a host what is fastest within the peers' memory; "
         "0 = the schedule's own: the number of stages for 1f1b, all for gpipe",
-        least=0,
         most=10**9,
-        auto=OPEN,
         scope="keeping",  # it changes no bit: gradients are summed in one order
     )
     delay: int = option(
         0,
         "microbatches of a step that are computed without the update of the step before: the "
         "pipeline need not drain between steps, and the model learns less from each; 0 = none",
-        least=0,
         most=4096,
     )
     recompute: bool = option(

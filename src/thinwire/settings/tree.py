@@ -37,7 +37,9 @@ class RunConfig:
 
     name: str = option("run", "name of the run; its folder is OUT/NAME", scope="keeping")
     out: str = option("runs", "parent folder of all runs", scope="keeping")
-    seed: int = option(0, "seed of the initial weights, the data order and all other randomness")
+    seed: int = option(
+        0, "seed of the initial weights, the data order and all other randomness", least=None
+    )
     device: str = option(
         "auto", "device of the stages", ("auto", "cpu", "cuda", "mps"), scope="machine"
     )
@@ -47,14 +49,12 @@ class RunConfig:
     threads: int = option(
         0,
         "CPU threads per stage; 0 = an equal share of this machine's cores",
-        least=0,
         most=1024,
         scope="machine",
     )
     patience: float = option(
         900.0,
         "end the run after this many seconds without progress; 0 = wait forever",
-        least=0,
         scope="keeping",
     )
     on_explosion: str = option(
@@ -97,16 +97,12 @@ class TrainConfig:
         "the seed",
         scope="machine",
     )
-    eval_every: int = option(
-        100, "steps between validations; 0 = only first and last", least=0, most=10**9
-    )
+    eval_every: int = option(100, "steps between validations; 0 = only first and last", most=10**9)
     eval_batches: int = option(
         -1,
         "microbatches per validation, the same ones in each; -1 = enough for 65,536 tokens, "
         "or all there are; 0 = the whole validation set",
-        least=0,
         most=10**9,
-        auto=-1,
     )
     checkpoint_every: int = option(
         100,
@@ -120,7 +116,6 @@ class TrainConfig:
         "megabytes of frames that each end of a link keeps on disk since the last checkpoint, so "
         "that a lost stage is computed again and nothing else; a checkpoint is saved before they "
         "are full; 0 = none: a lost stage costs the steps since the last checkpoint",
-        least=0,
         most=10**9,
         scope="keeping",
     )
