@@ -28,19 +28,7 @@ from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.report.human import duration, human_bytes, human_flops
 from thinwire.report.table import against_bf16
 from thinwire.schedule import Costs, Counts, Schedule, Simulation, deal, simulate, window_table
-from thinwire.settings import Settings, machine_cores, threads_per_stage
-from thinwire.settings.crossing import (
-    BF16_BYTES,
-    bytes_per_token,
-    checkpoint_interval,
-    frame_bytes,
-    logged_bytes,
-    logged_steps,
-    network_of,
-    row_bytes,
-    size_kind,
-    size_word,
-)
+from thinwire.settings import Settings, crossing, machine_cores, threads_per_stage
 
 WORTH = 0.03  # what another split, order or window must gain before the plain one is left
 _SLOW = 1.5  # a stage that computes so many times as long as any other is told
@@ -86,7 +74,7 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
     rates = Rates(flops_per_s) if flops_per_s else measure_rates(settings)
     # Stages of a local run share this machine; with a given rate each has a machine of its own.
     cores, machine = (None, "a machine per stage") if flops_per_s else _shared(settings)
-    costs, network = estimate_costs(settings, *rates), network_of(settings)
+    costs, network = estimate_costs(settings, *rates), crossing.network_of(settings)
     p, schedule, windows, undelayed = settings.pipeline, settings.schedule(), [], None
     simulation = simulate(schedule, costs, network, cores=cores)
     if p.schedule == "1f1b" and p.stages > 1:
@@ -135,7 +123,8 @@ def _better_split(
     least_on_last = max(1, settings.boundary.free_layers)
     _, counts = deal(settings.model.layers, settings.pipeline.stages, least_on_last, seconds)
     costs = estimate_costs(with_split(settings, counts), *rates)
-    other = simulate(now.schedule, costs, network_of(settings), cores=now.cores).step_seconds
+    network = crossing.network_of(settings)
+    other = simulate(now.schedule, costs, network, cores=now.cores).step_seconds
     return (list(counts), other) if other * (1 + WORTH) < now.step_seconds else None
 
 
@@ -155,17 +144,18 @@ def estimate_costs(
     split = settings.split()
     rates = flops_per_s if isinstance(flops_per_s, Sequence) else [flops_per_s] * len(split)
     seconds = [block_seconds(settings, *stage) for stage in zip(split, rates, strict=True)]
-    sizes = [frame_bytes(settings, cut) for cut in range(len(split) - 1)]
+    sizes = [crossing.frame_bytes(settings, cut) for cut in range(len(split) - 1)]
     update = [0.0] * len(split)
     if updates_per_s < math.inf:
         update = [stage_weights(settings, s).trained / updates_per_s for s in range(len(split))]
+    rows = [crossing.row_bytes(settings)] if settings.boundary.shares_embedding else []
     return Costs(
         forward=[out for out, _ in seconds],
         backward=[back for _, back in seconds],
         update=update,
         forward_bytes=[out for out, _ in sizes],
         backward_bytes=[back for _, back in sizes],
-        row_bytes=[row_bytes(settings)] * len(sizes) if settings.boundary.shares_embedding else [],
+        row_bytes=rows * len(sizes),
     )
 
 
@@ -390,16 +380,17 @@ def _cut_lines(settings: Settings) -> list[str]:
     alike = len({settings.codec.names(cut) for cut in cuts}) == 1
     lines = []
     for cut in cuts[:1] if alike else cuts:
-        out, back = frame_bytes(settings, cut)
+        out, back = crossing.frame_bytes(settings, cut)
         which = "each cut" if alike else f"cut {cut}"
-        ratio = 2 * BF16_BYTES * settings.model.dim * tokens / (out + back)
+        ratio = 2 * crossing.BF16_BYTES * settings.model.dim * tokens / (out + back)
+        about = crossing.size_word(settings, cut)
         lines.append(
-            f"{which}, per microbatch: {size_word(settings, cut)}{human_bytes(out)} forward "
+            f"{which}, per microbatch: {about}{human_bytes(out)} forward "
             f"({out / tokens:,.1f} bytes per token), {human_bytes(back)} backward "
             f"({back / tokens:,.1f}); {against_bf16(ratio)}"
         )
-    if rows := row_bytes(settings):
-        ratio = 2 * BF16_BYTES * settings.model.dim / bytes_per_token(settings)
+    if rows := crossing.row_bytes(settings):
+        ratio = 2 * crossing.BF16_BYTES * settings.model.dim / crossing.bytes_per_token(settings)
         lines.append(
             f"each cut, per step: about {human_bytes(rows)} each way for rows of the embedding "
             f"({rows / settings.tokens_per_step:,.1f} bytes per token); with them "
@@ -420,7 +411,7 @@ def short_grid(schedule: Schedule) -> str:
 def plan_to_plain(plan: Plan) -> dict[str, Any]:
     """The plan for a program."""
     settings, simulation = plan.settings, plan.simulation
-    out, back = frame_bytes(settings)
+    out, back = crossing.frame_bytes(settings)
     sizes = zip(plan.costs.forward_bytes, plan.costs.backward_bytes, strict=True)
     return {
         "step_seconds": simulation.step_seconds,
@@ -440,8 +431,8 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
                 "cut": cut,
                 "forward_bytes": forward,
                 "backward_bytes": backward,
-                "bytes_are": size_kind(settings, cut),
-                "row_bytes": row_bytes(settings),
+                "bytes_are": crossing.size_kind(settings, cut),
+                "row_bytes": crossing.row_bytes(settings),
             }
             for cut, (forward, backward) in enumerate(sizes)
         ],
@@ -459,12 +450,12 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
 
 def _log_lines(settings: Settings) -> list[str]:
     """How much disk the logs take from which a lost stage is computed again."""
-    reach, every = logged_steps(settings), checkpoint_interval(settings)
+    reach, every = crossing.logged_steps(settings), crossing.checkpoint_interval(settings)
     if not reach:
         return []
     steps = min(every if every > 0 else settings.train.steps, settings.train.steps, reach)
     ends = 2 if settings.pipeline.stages > 2 else 1
-    room = human_bytes(ends * logged_bytes(settings, steps))
+    room = human_bytes(ends * crossing.logged_bytes(settings, steps))
     return [
         f"logs: up to {room} on the disk of a stage, what it sends in {steps:,} steps, until a "
         "checkpoint is complete"

@@ -197,7 +197,7 @@ def test_gradients_come_back_where_activations_went(way, back):
                 assert torch.count_nonzero(got) == 16
                 assert torch.equal(got, torch.where(got != 0, rounded, 0))
         inner = [inner for codec in boundary.forward for _, inner in codec.walk()]
-        assert [len(one.masks) for one in inner if isinstance(one, TopK | RandK)] == [0, 0]
+        assert [len(one.masks.waiting) for one in inner if isinstance(one, TopK | RandK)] == [0, 0]
 
 
 def test_a_gradient_that_is_not_finite_stays_so_where_it_is_left_out():
@@ -224,7 +224,7 @@ def test_masks_that_nobody_asks_for_do_not_pile_up():
     for step in range(5):
         for microbatch in range(3):
             boundary.send(boundary.forward, torch.ones(40), Place(Leg.FORWARD, step, microbatch))
-    assert [len(codec.masks) for codec in boundary.forward] == [6, 6]
+    assert [len(codec.masks.waiting) for codec in boundary.forward] == [6, 6]
     alone = TopK(0.2)
     alone.pack(torch.ones(40), PLACE)
     assert alone.masks is None

@@ -26,34 +26,6 @@ Positions = Tensor | slice
 EVERY = slice(None)
 
 
-class Masks:
-    """Which positions went forward, until the way back of the same microbatch, in another thread,
-    asks. Steps before the last one are forgotten, for a gradient may never come.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._positions: dict[tuple[int, int], dict[int, Positions]] = {}
-
-    def put(self, place: Place, positions: Positions) -> None:
-        """Remember the flat positions kept at a place, beside those of its other salts."""
-        with self._lock:
-            for key in [key for key in self._positions if key[0] < place.step - 1]:
-                del self._positions[key]
-            here = self._positions.setdefault((place.step, place.microbatch), {})
-            here[place.salt] = positions
-
-    def take(self, place: Place) -> Positions | None:
-        """The positions kept at a place, forgotten from now on; None where there are none."""
-        with self._lock:
-            here = list(self._positions.pop((place.step, place.microbatch), {}).values())
-        tensors = [positions for positions in here if isinstance(positions, Tensor)]
-        return torch.cat(tensors) if len(tensors) > 1 else here[0] if here else None
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-
 class Sparse(Codec):
     """What TopK and RandK share: a share of the elements, and masks for the way back."""
 
@@ -66,7 +38,7 @@ class Sparse(Codec):
                 f"most 1; {self.word}(0.1) sends a tenth"
             )
         self.share = float(share)
-        self.masks: Masks | None = None  # until a SharedMask binds itself to this codec
+        self.masks: SharedMask | None = None  # the one that bound itself to this codec
 
     @property
     def name(self) -> str:
@@ -164,8 +136,18 @@ class SharedMask(Codec):
 
     def __init__(self) -> None:
         self._forward: Codec | None = None
-        self._masks = Masks()
+        self._lock = threading.Lock()
+        self.waiting: dict[tuple[int, int], dict[int, Positions]] = {}  # to be asked for
         self._current: tuple[tuple[int, int], Positions] | None = None
+
+    def put(self, place: Place, positions: Positions) -> None:
+        """Remember the flat positions that went forward at a place, beside those of its other
+        salts. Steps before the last one are forgotten, for a gradient may never come.
+        """
+        with self._lock:
+            for key in [key for key in self.waiting if key[0] < place.step - 1]:
+                del self.waiting[key]
+            self.waiting.setdefault((place.step, place.microbatch), {})[place.salt] = positions
 
     def bind(self, forward: Codec) -> None:
         """Use the masks of this end's forward codec, also where it is wrapped."""
@@ -177,7 +159,7 @@ class SharedMask(Codec):
                 f"backward direction a codec of its own, such as topk(0.1)"
             )
         for source in sources:
-            source.masks = self._masks
+            source.masks = self
         self._forward = forward
 
     @property
@@ -208,8 +190,11 @@ class SharedMask(Codec):
         """Taken from the masks when a place is new, then kept until the next place."""
         forward = self._bound()
         key = (place.step, place.microbatch)
-        if (positions := self._masks.take(place)) is not None:
-            self._current = (key, positions)
+        with self._lock:  # forward codecs work in other threads
+            here = list(self.waiting.pop(key, {}).values())
+        if here:
+            tensors = [positions for positions in here if isinstance(positions, Tensor)]
+            self._current = (key, torch.cat(tensors) if len(tensors) > 1 else here[0])
         if self._current is None or self._current[0] != key:
             raise WireError(
                 f"topk(shared) has no mask for step {place.step}, microbatch "

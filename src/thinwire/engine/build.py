@@ -16,7 +16,6 @@ from thinwire.model import (
     Boundary,
     Constraint,
     DenseBoundary,
-    EmbeddedBoundary,
     Narrow,
     ProjectedBoundary,
     Space,
@@ -189,16 +188,14 @@ class StageBuilder:
 
     def boundary(self, receives: bool) -> Boundary:
         """One end of a cut."""
-        config, space = self.settings.boundary, self.space
+        config, space, model = self.settings.boundary, self.space, self.settings.model
         if space is None:
             return DenseBoundary()
-        if config.shares_embedding:
-            model = self.settings.model
-            return EmbeddedBoundary(space, (model.vocab, model.dim) if receives else None)
-        if config.is_constrained:
+        if config.is_constrained and not config.shares_embedding:
             return SubspaceBoundary(space)
-        table = (self.settings.model.vocab, config.table) if receives and config.table else None
-        return ProjectedBoundary(space, config.own_tables, table)
+        width = model.dim if config.shares_embedding else config.table
+        table = (model.vocab, width) if receives and width else None
+        return ProjectedBoundary(space, config.trains_tables, table, config.shares_embedding)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from thinwire.model.boundary import (
         Boundary,
         DenseBoundary,
-        EmbeddedBoundary,
         ProjectedBoundary,
         SubspaceBoundary,
     )

@@ -32,8 +32,10 @@ class Boundary(nn.Module, ABC):
     enters the stage and taken off where it leaves. The first stage's is the embedding.
     """
 
-    roles: ClassVar[dict[str, Role]] = {}
-    """What its parameters are to an optimizer, by their names here."""
+    @property
+    def roles(self) -> dict[str, Role]:
+        """What its parameters are to an optimizer, by their names here."""
+        return {}
 
     @abstractmethod
     def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
@@ -114,14 +116,20 @@ class ProjectedBoundary(SubspaceBoundary):
     the receiver its own. Where that is narrower than the stream a matrix widens its rows. It is
     taken off again where that stage sends, so coordinates carry what context has added and nothing
     that the stage itself knows.
+
+    With `shared` these tables are copies of the model's own embedding (engine/rows.py keeps them
+    equal), and nothing is lost where blocks write into the subspace.
     """
 
-    roles: ClassVar = {"table": Role.TABLE, "widen": Role.MATRIX}
-
     def __init__(
-        self, space: Space, own_tables: bool = False, table: tuple[int, int] | None = None
+        self,
+        space: Space,
+        own_tables: bool = False,
+        table: tuple[int, int] | None = None,
+        shared: bool = False,
     ):
         super().__init__(space, anchored=False)
+        self.shared = shared
         self.basis: nn.Parameter | None = None  # set where a model holds it among its tensors
         self.own_tables = self.needs_ids = own_tables
         self.table: nn.Parameter | None = None
@@ -143,20 +151,12 @@ class ProjectedBoundary(SubspaceBoundary):
         rows = _rows(self.table, ids_BT)
         return rows if self.widen is None else F.linear(rows, self.widen)
 
-
-class EmbeddedBoundary(ProjectedBoundary):
-    """The exact cut around the model's own embedding, of which every stage has a copy, kept equal
-    by engine/rows.py. What crosses is what blocks have written, so nothing is lost.
-    """
-
-    roles: ClassVar = {}
-
-    def __init__(self, space: Space, copy: tuple[int, int] | None):
-        """`copy` is the shape of the receiver's copy; a sender needs none here."""
-        super().__init__(space, own_tables=True, table=copy)
+    @property
+    def roles(self) -> dict[str, Role]:
+        return {} if self.shared else {"table": Role.TABLE, "widen": Role.MATRIX}
 
     def copy_of_embedding(self) -> nn.Parameter | None:
-        return self.table
+        return self.table if self.shared else None
 
 
 def _rows(table: Tensor, ids_BT: Tensor | None) -> Tensor:

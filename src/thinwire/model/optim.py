@@ -144,22 +144,14 @@ class RowAdamW(Optimizer):
     equal. `step` changes no table.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ):
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0):
+        defaults = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
     def update(self) -> None:
         for group in self.param_groups:
             for table_VD in group["params"]:
-                # Which a checkpoint has, whether or not a row was due.
-                self.state_of(table_VD, group)
+                self.state_of(table_VD, group)  # for a checkpoint, whether or not a row was due
 
     def kept(self, weight: Tensor, group: dict[str, Any]) -> State:
         shape, dtype = tuple(weight.shape), weight.dtype
@@ -395,7 +387,7 @@ def _build(
     common: dict[type[Optimizer], dict[str, Any]] = {
         AdamW: {"betas": BETAS, "fused": fused},
         SubspaceAdamW: {"betas": BETAS},
-        RowAdamW: {"betas": BETAS},
+        RowAdamW: {},
         Muon: {},
     }
     kinds: dict[type[Optimizer], dict[tuple[Any, ...], dict[str, Any]]] = {k: {} for k in common}

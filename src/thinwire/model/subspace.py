@@ -15,6 +15,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -190,18 +191,13 @@ class Constraint:
         return self.basis_DK.to(device=tensor.device, dtype=tensor.dtype)
 
 
-@dataclass(frozen=True)
-class BasisMove:
+class BasisMove(NamedTuple):
     """A new basis, and what the move did."""
 
     basis_DK: Tensor
     energy_before: float
     energy_after: float
     largest_angle: float  # radians, between the old and the new subspace
-
-    def measures(self) -> tuple[float, float, float]:
-        """All but the basis, in the order of the fields."""
-        return self.energy_before, self.energy_after, self.largest_angle
 
 
 def captured_energy(covariance_DD: Tensor, basis_DK: Tensor) -> float:
