@@ -97,11 +97,6 @@ def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
     return cls(**arguments)
 
 
-def to_plain(config: Any) -> dict[str, Any]:
-    """The dataclass as nested plain dictionaries, the inverse of `from_plain`."""
-    return dataclasses.asdict(config)
-
-
 def to_toml(config: Any, resolved: Any | None = None) -> str:
     """The sections of a config as TOML: every key with its value and what it means.
 

@@ -25,7 +25,7 @@ from thinwire.model import (
     fixed_table,
     random_basis,
 )
-from thinwire.model.adapter import attach_adapters, round_frozen
+from thinwire.model.layers import attach_adapters, round_frozen
 from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.crossing import wire_shape

@@ -39,7 +39,7 @@ from thinwire.model import (
     project,
     random_basis,
 )
-from thinwire.model.adapter import DOWN, UP, is_adapter
+from thinwire.model.layers import DOWN, UP, is_adapter
 from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.settings import Settings
 

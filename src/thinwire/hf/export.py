@@ -38,7 +38,7 @@ from thinwire.hf.shape import config_of, kind_of
 from thinwire.hf.tokenizer import GENERATION, TokenizerFiles, corpus_of
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
-from thinwire.model.adapter import UP, is_adapter
+from thinwire.model.layers import UP, is_adapter
 from thinwire.report import Display
 from thinwire.report.human import human_bytes, human_count
 from thinwire.report.metrics import Row, lines_of

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.model.adapter import DOWN, UP
 from thinwire.model.config import MATRIX_STD, ModelConfig, RopeScaling
-from thinwire.model.narrow import Narrow
+from thinwire.model.layers import DOWN, UP, Narrow
 from thinwire.model.optim import Role
 
 EMBEDDING = "model.embed_tokens"  # as a Hugging Face Llama calls it

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thinwire.model.boundary import Boundary
 from thinwire.model.config import ModelConfig
+from thinwire.model.layers import InSpace, Reparametrised
 from thinwire.model.llama import (
     EMBEDDING,
     EMBEDDING_WEIGHT,
@@ -21,7 +22,6 @@ from thinwire.model.llama import (
     LayerPlan,
     architecture,
 )
-from thinwire.model.narrow import InSpace, Reparametrised
 from thinwire.model.optim import Role
 from thinwire.model.subspace import Held
 

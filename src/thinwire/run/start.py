@@ -26,7 +26,7 @@ from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.model import ModelConfig, rate_change, share_changes
-from thinwire.model.adapter import is_adapter
+from thinwire.model.layers import is_adapter
 from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
 from thinwire.run.checkpoints import (
@@ -39,7 +39,6 @@ from thinwire.run.checkpoints import (
 )
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.remarks import remarks
-from thinwire.typed import to_plain
 
 FREE = {"preset", "context", "embed_std"}
 """Keys of the model that do not change what its weights mean."""
@@ -87,7 +86,7 @@ def describe(settings: Settings) -> list[str]:
         f"{settings.train.steps} steps of {settings.tokens_per_step:,} tokens, "
         f"hash {settings.hash}"
     )
-    asked, defaults = settings.relaxed().to_plain(), to_plain(Settings())
+    asked, defaults = settings.relaxed().to_plain(), Settings().to_plain()
     changed = [
         f"{section}.{key} = {value}"
         for section, keys in asked.items()

@@ -22,7 +22,7 @@ from thinwire.model import BoundaryConfig, LoraConfig, ModelConfig, OptimConfig
 from thinwire.model.config import SIZES
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
-from thinwire.typed import Scope, from_plain, nearest, option, parse_literal, to_plain
+from thinwire.typed import Scope, from_plain, nearest, option, parse_literal
 from thinwire.wire import LinkConfig
 
 PRECISIONS = ("fp32", "bf16", "fp64")
@@ -203,7 +203,7 @@ class Settings:
 
     def to_plain(self) -> dict[str, Any]:
         """Nested dictionaries that `from_plain` reads back to the same settings."""
-        return to_plain(self)
+        return dataclasses.asdict(self)
 
     def of_scope(self, scope: Scope) -> dict[str, Any]:
         """The settings that decide the result, or keep the run, or are a machine's own affair."""
