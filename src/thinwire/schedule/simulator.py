@@ -98,61 +98,8 @@ class CauseChain(NamedTuple):
         return self._replace(**{name: getattr(self, name) + s for name, s in seconds.items()})
 
 
-class _Message(NamedTuple):
-    target: int
-    label: str
-    size: int
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """One thing that a stage does in a step: what it waits for, computes, and sends then."""
-
-    step: int
-    needs: list[str]  # labels of messages
-    action: Action | None  # None takes no time: messages are answered or passed on
-    sends: list[_Message]
-    ends: bool = False  # the last of its step
-
-
-def _turns(schedule: Schedule, stage: int, costs: Costs, steps: int) -> Iterator[_Turn]:
-    """What a stage does in so many steps: its actions, and the messages that end each step, a tally
-    down behind the last backwards and then the verdict up.
-    """
-    top, last = schedule.stages - 1, schedule.microbatches - 1
-    verdict = [_Message(stage + 1, VERDICT, CONTROL_BYTES)] if stage < top else []
-    tally = [_Message(stage - 1, TALLY, CONTROL_BYTES)]
-    for step, action in schedule.stream(stage, 0, steps):
-        if action.kind is Kind.U:
-            if stage > 0:
-                yield _Turn(step, [VERDICT], None, verdict)
-            yield _Turn(step, [], action, [])
-            yield from _row_turns(costs, step, stage, stage - 1, stage + 1, ROW_CHANGES)
-            yield _Turn(step, [], None, [], ends=True)
-            continue
-        way = 1 if action.kind is Kind.F else -1
-        sizes = costs.forward_bytes if way > 0 else costs.backward_bytes
-        sends, needs = [], [action.label] if 0 <= stage - way <= top else []
-        if 0 <= stage + way <= top:
-            size = sizes[min(stage, stage + way)]
-            sends.append(_Message(stage + way, action.label, size))
-        yield _Turn(step, needs, action, sends)
-        if action.kind is Kind.B and action.microbatch == last:
-            yield from _row_turns(costs, step, stage, stage + 1, stage - 1, ROW_GRADIENTS)
-            yield _Turn(step, [TALLY] if stage < top else [], None, tally if stage else verdict)
-
-
-def _row_turns(
-    costs: Costs, step: int, stage: int, source: int, target: int, label: str
-) -> list[_Turn]:
-    """Rows of a shared embedding, frame by frame: from the stage `source` on to `target`."""
-    stages, turns = range(len(costs.forward)), []
-    size = costs.each_step(min(stage, target if target in stages else source))
-    for frame in range(math.ceil(size / ROW_FRAME_BYTES)):
-        name, part = f"{label} {frame}", min(ROW_FRAME_BYTES, size - frame * ROW_FRAME_BYTES)
-        sends = [_Message(target, name, part)] if target in stages else []
-        turns.append(_Turn(step, [name] if source in stages else [], None, sends))
-    return turns
+_Turn = tuple[int, Action | str]
+"""What is next in a step: an action to compute, or the label of a message to wait for."""
 
 
 @dataclass
@@ -160,15 +107,15 @@ class _Host:
     """Where one stage stands."""
 
     turns: Iterator[_Turn]
-    turn: _Turn | None  # what it does next, or is doing; None: it is done
     uplink: Occupancy
     downlink: Occupancy
+    turn: _Turn | None = None  # what it computes or waits for; None: it is done
     is_computing: bool = False
     since: float = 0.0  # when it began to compute, or else to wait
     # What ended its last turn, or led to the one that it computes.
     chain: CauseChain = field(default_factory=CauseChain)
     # By step and label, what led to messages that have come.
-    inbox: dict[tuple[int, str], CauseChain] = field(default_factory=dict)
+    inbox: dict[_Turn, CauseChain] = field(default_factory=dict)
 
 
 class _Cores:
@@ -217,31 +164,26 @@ class Play:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        costs: Costs,
-        links: Links,
-        steps: int,
-        seen: int,
-        cores: float | None,
+        self, schedule: Schedule, costs: Costs, links: Links, steps: int, seen: int, cores: float
     ) -> None:
         self.spans: list[Span] = []
         self.step_ends: list[float] = []
         self.chains: list[CauseChain] = []
         self.hosts = []
         for stage in range(schedule.stages):
-            turns = _turns(schedule, stage, costs, steps)
             up, down = links.mbps_up[stage], links.mbps_down[stage]
-            self.hosts.append(_Host(turns, next(turns), Occupancy(up), Occupancy(down)))
+            turns = self._turns(stage, schedule, steps)
+            self.hosts.append(_Host(turns, Occupancy(up), Occupancy(down)))
         self._costs, self._latency, self._seen = costs, links.latency_s, seen
-        self._cores = _Cores(cores or schedule.stages)
+        self._cores = _Cores(cores)
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0  # breaks ties in time by order of scheduling
 
     def run(self) -> None:
         """Play until no stage has anything left to do."""
-        for stage in range(len(self.hosts)):
+        for stage, host in enumerate(self.hosts):
+            host.turn = next(host.turns)
             self._advance(stage)
         while True:
             ends, stage = self._cores.next_end()
@@ -254,66 +196,100 @@ class Play:
             else:
                 return
 
+    def _turns(self, stage: int, schedule: Schedule, steps: int) -> Iterator[_Turn]:
+        """What a stage does in so many steps: its turns, and in between what it sends. Behind the
+        last backwards a tally goes down from stage to stage, and then the verdict up.
+        """
+        below, above = stage - 1, stage + 1
+        for step, action in schedule.stream(stage, 0, steps):
+            if action.kind is Kind.U:
+                if stage > 0:
+                    yield step, VERDICT
+                    self._send(stage, step, above, VERDICT, CONTROL_BYTES)
+                yield step, action
+                yield from self._rows(stage, step, below, above, ROW_CHANGES)
+                if stage == 0:
+                    self.step_ends.append(self._now)
+                    self.chains.append(self.hosts[0].chain)
+                continue
+            is_forward, sizes = action.kind is Kind.F, self._costs.backward_bytes
+            source, target = (below, above) if is_forward else (above, below)
+            if is_forward:
+                sizes = self._costs.forward_bytes
+            if self._is_stage(source):
+                yield step, action.label
+            yield step, action
+            if self._is_stage(target):
+                self._send(stage, step, target, action.label, sizes[min(stage, target)])
+            if not is_forward and action.microbatch == schedule.microbatches - 1:
+                yield from self._rows(stage, step, above, below, ROW_GRADIENTS)
+                if self._is_stage(above):
+                    yield step, TALLY
+                answer, label = (below, TALLY) if stage > 0 else (above, VERDICT)
+                self._send(stage, step, answer, label, CONTROL_BYTES)
+
+    def _rows(self, stage: int, step: int, source: int, target: int, label: str) -> Iterator[_Turn]:
+        """Rows of a shared embedding, frame by frame: from the stage `source` on to `target`."""
+        size = self._costs.each_step(min(stage, target if self._is_stage(target) else source))
+        for frame, start in enumerate(range(0, size, ROW_FRAME_BYTES)):
+            if self._is_stage(source):
+                yield step, f"{label} {frame}"
+            part = min(ROW_FRAME_BYTES, size - start)
+            self._send(stage, step, target, f"{label} {frame}", part)
+
+    def _is_stage(self, number: int) -> bool:
+        return 0 <= number < len(self.hosts)
+
     def _advance(self, stage: int) -> None:
         """Do the stage's next turns, as far as it is idle and what they need is there."""
         host = self.hosts[stage]
-        while not host.is_computing and (turn := host.turn) is not None:
-            needs = [(turn.step, label) for label in turn.needs]
-            if any(message not in host.inbox for message in needs):
+        while not host.is_computing and host.turn is not None:
+            step, what = host.turn
+            if isinstance(what, Action):
+                if self._now > host.since:
+                    self._record(step, stage, "wait", what.label, host.since, self._now)
+                host.is_computing, host.since = True, self._now
+                self._cores.start(stage, self._costs.of(stage, what), self._now)
+            elif host.turn in host.inbox:
+                host.chain = max(host.chain, host.inbox[host.turn], key=sum)
+                host.turn = next(host.turns, None)
+            else:
                 return
-            host.chain = max([host.chain, *(host.inbox[message] for message in needs)], key=sum)
-            action = turn.action
-            if action is None:
-                self._complete(stage, turn)
-                continue
-            if self._now > host.since:
-                self._record(turn.step, stage, "wait", action.label, host.since, self._now)
-            host.is_computing, host.since = True, self._now
-            self._cores.start(stage, self._costs.of(stage, action), self._now)
 
     def _finish(self, stage: int) -> None:
         host = self.hosts[stage]
-        turn = host.turn
-        assert turn is not None and turn.action is not None
+        assert host.turn is not None and isinstance(host.turn[1], Action)
+        step, action = host.turn[0], host.turn[1]
         self._cores.stop(stage, self._now)
-        self._record(turn.step, stage, "compute", turn.action.label, host.since, self._now)
-        work = self._costs.of(stage, turn.action)
+        self._record(step, stage, "compute", action.label, host.since, self._now)
+        work = self._costs.of(stage, action)
         host.chain = host.chain.then(compute=work, shared=self._now - host.since - work)
         host.is_computing, host.since = False, self._now
-        self._complete(stage, turn)
+        host.turn = next(host.turns, None)
         self._advance(stage)
 
-    def _complete(self, stage: int, turn: _Turn) -> None:
-        """Send what the turn has made, and move on to the next."""
-        host = self.hosts[stage]
-        for message in turn.sends:
-            self._send(stage, turn.step, message)
-        host.turn = next(host.turns, None)
-        if turn.ends and stage == 0:
-            self.step_ends.append(self._now)
-            self.chains.append(host.chain)
-
-    def _send(self, source: int, step: int, message: _Message) -> None:
-        """Queue on the uplink; the first byte reaches the other end one latency after its start."""
-        host = self.hosts[source]
-        start, end = host.uplink.carry(message.size, self._now, self._now)
-        shown = f"{message.label}>" if message.target > source else f"<{message.label}"
+    def _send(self, source: int, step: int, target: int, label: str, size: int) -> None:
+        """Queue on the uplink, if there is such a stage; the first byte reaches the other end one
+        latency after its start.
+        """
+        if not self._is_stage(target):
+            return
+        host, other = self.hosts[source], self.hosts[target]
+        start, end = host.uplink.carry(size, self._now, self._now)
+        shown = f"{label}>" if target > source else f"<{label}"
         self._record(step, source, "send", shown, start, end)
-        latency = self._latency[min(source, message.target)]
+        latency = self._latency[min(source, target)]
         chain = host.chain.then(latency=latency, links=-latency - self._now)  # its end is added
-        reach = partial(self._reach_downlink, message, step, end + latency, chain)
-        self._at(start + latency, reach)
 
-    def _reach_downlink(
-        self, message: _Message, step: int, last_byte: float, chain: CauseChain
-    ) -> None:
-        downlink = self.hosts[message.target].downlink
-        _, passed = downlink.carry(message.size, self._now, last_byte)
-        self._at(passed, partial(self._deliver, message, step, chain.then(links=passed)))
+        def reach_downlink() -> None:
+            _, passed = other.downlink.carry(size, self._now, end + latency)
+            self._at(passed, partial(deliver, chain.then(links=passed)))
 
-    def _deliver(self, message: _Message, step: int, chain: CauseChain) -> None:
-        self.hosts[message.target].inbox[step, message.label] = chain
-        self._advance(message.target)
+        def deliver(whole: CauseChain) -> None:
+            other.inbox[step, label] = whole
+            self._advance(target)
+
+        self._at(start + latency, reach_downlink)
 
     def _at(self, time: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, self._scheduled, happen))
@@ -432,7 +408,7 @@ def simulate(
     if schedule.delay:
         seen, over = steps + OVERLAPPING, OVERLAPPING
         steps = seen + 3  # of which the last ones are drained
-    play = Play(schedule, costs, links, steps, seen, cores)
+    play = Play(schedule, costs, links, steps, seen, cores or schedule.stages)
     play.run()
 
     start, seconds = play.step_ends[seen - 1], _per_step(play.step_ends, seen, over)
