@@ -138,9 +138,7 @@ def with_split(settings: Settings, counts: Counts) -> Settings:
 def estimate_costs(
     settings: Settings, flops_per_s: float | Sequence[float], updates_per_s: float = math.inf
 ) -> Costs:
-    """Seconds and bytes of every action, from the model's shape and the rates of `Rates`; with a
-    sequence of FLOP rates each stage has its own.
-    """
+    """Seconds and bytes of every action; with a sequence of FLOP rates each stage has its own."""
     split = settings.split()
     rates = flops_per_s if isinstance(flops_per_s, Sequence) else [flops_per_s] * len(split)
     seconds = [block_seconds(settings, *stage) for stage in zip(split, rates, strict=True)]
@@ -177,9 +175,8 @@ def stage_memory(settings: Settings, stage: int, weights: Weights, in_flight: in
 def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight: int) -> int:
     """Bytes of weights, gradients, optimizer state, token table and activations in flight.
 
-    Under autocast there is at most one rounded copy of the weights beside them: an embedding and
-    norms, which are counted here, have none. Frozen weights have neither copy, gradient nor state.
-    With delayed updates weights, gradients and rounded copies are there twice.
+    Under autocast there is at most one rounded copy of the weights beside them. Frozen weights have
+    neither copy, gradient nor state. With delayed updates all but the state is there twice.
     """
     width, twice = WEIGHT_TYPES[settings.run.precision].itemsize, settings.pipeline.overlap
     states = 2 * twice + (3 if settings.optim.name == "adamw" else 2)  # gradient, moments

@@ -137,18 +137,14 @@ def parse_literal(text: str, cls: type, key: str, place: str) -> Any:
 
 
 def _entries(text: str) -> list[Any]:
-    """Those of a list as TOML has them, or bare between commas; a comma within parentheses
-    separates nothing.
-    """
+    """Those of a list as TOML has them, or bare between commas, but not within parentheses."""
     if text.startswith("["):
         return list(tomllib.loads(f"entries = {text}")["entries"])
     return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 
 def learn_types(*kinds: Any) -> None:
-    """Let msgspec learn types where they are defined. It learns a type when it first decodes one,
-    and crashes (0.22) where two threads do that at once, as those of two peers may.
-    """
+    """Let msgspec learn types where they are defined: two threads that do it at once crash it."""
     for kind in kinds:
         msgspec.msgpack.Decoder(kind)
 

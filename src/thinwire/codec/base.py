@@ -116,9 +116,7 @@ class Codec(ABC):
 
     @property
     def by_token(self) -> bool:
-        """Whether, in evaluation, each token crosses by itself: others beside it change nothing, so
-        text can be generated token by token.
-        """
+        """Whether, in evaluation, each token crosses by itself: others beside it change nothing."""
         return False
 
     @property
@@ -208,9 +206,7 @@ class Codec(ABC):
 
     @property
     def remembers(self) -> bool:
-        """Whether anything in here is kept from one tensor to the next: checkpoints hold it, and
-        tensors of a step wait until the step before is saved.
-        """
+        """Whether anything in here is kept from one tensor to the next, and so in checkpoints."""
         return bool(self.stateful())
 
     def agreement(self) -> str:
@@ -306,7 +302,5 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable, without a copy, also of one element whose
-    stride a view as bytes would refuse.
-    """
+    """The memory of a contiguous CPU tensor, writable, without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data

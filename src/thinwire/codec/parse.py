@@ -65,9 +65,7 @@ _SUFFIXES: dict[str, Factory] = {
 
 
 def register_codec(name: str, factory: Factory) -> None:
-    """Let users write `name` or `name(arguments)` for the codec that `factory(arguments)` makes, in
-    a module of `codec.plugins`.
-    """
+    """Let users write `name(arguments)` for the codec that `factory(arguments)` makes."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot name a codec: use lower-case letters, digits and - only")
     if name in _SUFFIXES or _CODECS.get(name, factory) is not factory:

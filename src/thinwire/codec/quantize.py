@@ -153,9 +153,7 @@ class Integer(Codec):
 
 
 class TensorInteger(Codec):
-    """`intN(tensor)`: whole numbers of N bits over the span from the least element to the greatest,
-    with one offset (the least, kept exactly) and one step for the whole tensor, in float32.
-    """
+    """`intN(tensor)`: whole numbers of N bits over the span from the least element to the most."""
 
     def __init__(self, bits: int):
         self._bits = bits
@@ -193,19 +191,16 @@ class TensorInteger(Codec):
 class StepCodec(Codec):
     """`step(bits)`: every element a multiple of one step, 16 bits wide before entropy coding.
 
-    step = rms * sqrt(2 pi e) * 2**-bits, the entropy of a Gaussian tensor in bits per element; the
-    cost of a token follows its size. Where an element exceeds 32,000 steps, the step is enlarged.
+    step = rms * sqrt(2 pi e) * 2**-bits, the entropy of a Gaussian tensor in bits per element.
+    Where an element exceeds 32,000 steps, the step is enlarged.
 
     Gradients are rounded stochastically, and the receiver, who knows the random numbers, takes them
-    off again: the mean stays the true one, with half the variance of the error. Rows of nothing but
-    zeros stay as they are: a token without a gradient gets none.
+    off again. Rows of nothing but zeros stay as they are: a token without a gradient gets none.
 
-    What all rows have in common (their mean in each column, in whole steps) is sent once. No bit
-    that arrives is another. Of gradients zeros are sent, which cost nothing with `+zstd`.
-
-    Where nearly all symbols fit into four bits, the lower bytes are first the lower halves, two
-    symbols to a byte, then the upper halves: zstd has a code for each byte, and loses up to half a
-    bit per symbol where few of them are usual.
+    What all rows have in common (their mean in each column, in whole steps) is sent once; of
+    gradients zeros are sent, which cost nothing with `+zstd`. Where nearly all symbols fit into
+    four bits, the lower bytes are first the lower halves, two symbols to a byte, then the upper
+    halves.
     """
 
     def __init__(self, bits: float):
@@ -307,10 +302,7 @@ def _over(x: Tensor, number: float) -> Tensor:
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
-    """1/scale in float32, and 0 for a scale of zero or NaN.
-
-    Less by a hair, so that rounding errors cannot carry the largest element past the last code.
-    """
+    """1/scale, less by a hair so that nothing rounds past the last code; 0 for 0 or NaN."""
     return torch.where(scale > 0, (1 - 2.0**-22) / scale.to(torch.float32), 0.0)
 
 
@@ -331,9 +323,7 @@ def random_words(count: int, key: int, device: torch.device) -> Tensor:
 
 
 def round_at(values: Tensor, place: Place) -> Tensor:
-    """Round in place to whole numbers: to nearest forward, stochastically backward, where x becomes
-    its floor plus one with the probability of its fraction, to within 2**-16 and half a place of x.
-    """
+    """Round in place to whole numbers: to nearest forward, stochastically backward."""
     if place.leg is Leg.BACKWARD:
         values.add_(_dither(values, place))
     return values.round_()

@@ -60,10 +60,8 @@ class Sparse(Codec):
 
 
 class TopK(Sparse):
-    """The k = max(1, round(share * n)) elements of largest magnitude of every sample.
-
-    Of equal magnitudes at the limit, those with the lowest position are kept; a NaN counts as
-    larger than infinity. So the kept set depends on the tensor alone, on every device.
+    """The k = max(1, round(share * n)) elements of largest magnitude of every sample; of equal ones
+    those with the lowest position, and NaN is larger than infinity, on every device.
     """
 
     word = "topk"
@@ -100,10 +98,8 @@ class TopK(Sparse):
 
 
 class RandK(Sparse):
-    """K = max(1, round(share * N)) elements of the whole tensor, drawn anew at every place.
-
-    Both ends draw the same ones from `place.key`, bit for bit on every device, so no indices
-    travel. If anything in the tensor is not finite, all that travels is NaN.
+    """K = max(1, round(share * N)) elements of the whole tensor, drawn anew at every place by both
+    ends. If anything in the tensor is not finite, all that travels is NaN.
     """
 
     word = "randk"
@@ -128,8 +124,7 @@ class RandK(Sparse):
 
 class SharedMask(Codec):
     """For the way back: the values at the positions that went forward in the same step and
-    microbatch, in their order, which both ends know; all of them where the tensor went forward
-    whole (AQSGD at a first visit). If anything in the gradient is not finite, all are NaN.
+    microbatch, in their order. If anything in the gradient is not finite, all are NaN.
     """
 
     name = "topk(shared)"
@@ -141,9 +136,7 @@ class SharedMask(Codec):
         self._current: tuple[tuple[int, int], Positions] | None = None
 
     def put(self, place: Place, positions: Positions) -> None:
-        """Remember the flat positions that went forward at a place, beside those of its other
-        salts. Steps before the last one are forgotten, for a gradient may never come.
-        """
+        """Remember the positions that went forward at a place; steps long ago are forgotten."""
         with self._lock:
             for key in [key for key in self.waiting if key[0] < place.step - 1]:
                 del self.waiting[key]

@@ -48,10 +48,8 @@ _BOOKKEEPING = 5  # bytes per example: whether it was seen, and the checksum of 
 
 
 class Zstd(Wrapper):
-    """`+zstd`: what the inner codec would send, as one Zstandard frame with size and checksum.
-
-    Nothing is lost and nothing is remembered; only the bytes differ. A receiver knows what size
-    must come out, and refuses a frame that says another before any memory is taken for it.
+    """`+zstd`: what the inner codec would send, as one Zstandard frame with size and checksum. A
+    frame that says another size than expected is refused before any memory is taken for it.
     """
 
     content_decides_size = True
@@ -190,10 +188,7 @@ class Buffered(Feedback):
 
 
 class ErrorFeedback(Buffered):
-    """EF: send c = C(x + e), then e += x - c. Only the sender remembers.
-
-    All that arrived adds up to all that was meant, but for the last e.
-    """
+    """EF: send c = C(x + e), then e += x - c. Only the sender remembers."""
 
     suffix = "ef"
 
@@ -209,10 +204,7 @@ class ErrorFeedback(Buffered):
 
 class MixedErrorFeedback(Buffered):
     """EF-mixed: send c = H(x) + H(e), then e += x - c; H is the inner codec with half its share.
-
     Only the sender remembers.
-
-    Payload: in training twice that of H; in evaluation the inner codec's.
     """
 
     suffix = "ef-mixed"
@@ -298,11 +290,8 @@ class EF21(Mirrored, Buffered):
 
 
 class AQSGD(Mirrored):
-    """AQ-SGD: EF21 with a row for every training example, in bf16, instead of one buffer.
-
-    A microbatch with an example that was not seen before travels whole, in bf16. `place.examples`
-    says which examples the entries of the first dimension are; of one that is there twice, the
-    later row is remembered.
+    """AQ-SGD: EF21 with a row for every training example, in bf16, instead of one buffer. A
+    microbatch with an example that was not seen before travels whole, in bf16.
     """
 
     suffix = "aqsgd"

@@ -68,10 +68,8 @@ class DenseBoundary(Boundary):
 
 
 class SubspaceBoundary(Boundary):
-    """The paper's cut: take off what is known of the token, send coordinates in the shared basis.
-
-    Exact when everything that was added to the stream below lies in the subspace. Coordinates are
-    computed in the weights' own precision: a basis rounded to bfloat16 is not orthonormal.
+    """The paper's cut: take off what is known of the token, send coordinates in the shared basis,
+    in the weights' own precision: a basis rounded to bfloat16 is not orthonormal.
     """
 
     computes: ClassVar = True

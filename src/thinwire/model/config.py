@@ -148,10 +148,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Slow rotations, made slower still; fast ones, which tell near positions apart, stay.
-
-    A pair of channels whose wave has fewer than `low` periods in the original context turns slower
-    by `factor`; one with more than `high` is unchanged; between them the two are mixed.
+    """Slow rotations, made slower still by `factor`: those of fewer than `low` periods in the
+    original context. With more than `high` they are unchanged, and between them the two are mixed.
     """
 
     factor: float
@@ -252,9 +250,7 @@ class BoundaryConfig:
 
     @property
     def own_tables(self) -> bool:
-        """Whether every stage has a trainable token table of its own, which it adds where the
-        stream enters and takes off where it leaves.
-        """
+        """Whether every stage has a trainable token table of its own."""
         return self.anchor == PER_STAGE
 
     @property
@@ -435,9 +431,7 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def share_changes(before: OptimConfig, now: OptimConfig) -> str:
-    """What becomes of the rates that are shares of lr; empty where they stay. One that was left
-    open may follow the number of steps.
-    """
+    """What becomes of the rates that are shares of lr; empty where they stay."""
     changed = [key for key in EQUAL_SHARES if getattr(before, key) != getattr(now, key)]
     told = [f"optim.{k} was {getattr(before, k):g} and is {getattr(now, k):g} now" for k in changed]
     return ", ".join(told)
@@ -446,10 +440,7 @@ def share_changes(before: OptimConfig, now: OptimConfig) -> str:
 def rate_change(
     before: OptimConfig, steps_before: int, now: OptimConfig, steps_now: int, done: int
 ) -> str:
-    """What becomes of the learning rate after `done` updates, if another schedule takes over.
-
-    Empty where the next rate is about what it would have been.
-    """
+    """What becomes of the learning rate after `done` updates; empty if it is about as it was."""
     due = learning_rate(before, done, steps_before)
     next_rate = learning_rate(now, done, steps_now)
     if math.isclose(due, next_rate, rel_tol=NOTICEABLE_CHANGE):

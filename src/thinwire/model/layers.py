@@ -62,9 +62,7 @@ class HeldLinear(InSpace, nn.Linear):
 
 
 class SplitEmbedding(InSpace):
-    """T_fixed[id] + T_S[id]: a frozen table that every stage has, and a part that a constraint
-    holds in S.
-    """
+    """T_fixed[id] + T_S[id]: a frozen table, and a part that a constraint holds in S."""
 
     axis = 1
 

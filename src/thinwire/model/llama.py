@@ -42,9 +42,7 @@ class LayerPlan:
 
 
 class KeyValues:
-    """What attention keeps of the positions before: keys and values of one block, in memory made
-    once for a context.
-    """
+    """What attention keeps of the positions before, in memory made once for a context."""
 
     def __init__(self, context: int):
         self.length = 0
@@ -200,9 +198,7 @@ class Block(nn.Module):
 
 
 class Llama:
-    """A model as those who cut, place and plan it need to know it. What is split over stages is
-    blocks; the ends also have what comes before and after.
-    """
+    """A model as those who cut, place and plan it need to know it."""
 
     def __init__(self, config: ModelConfig):
         self._config = config
@@ -245,10 +241,8 @@ class Llama:
 
     @torch.no_grad()
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
-        """Fill a parameter from its global name and the seed alone, whatever the split.
-
-        Gains are one, biases zero, matrices normal; writers to the stream start smaller, by the
-        number of writes that add up. Adapters start as peft has them.
+        """Fill a parameter from its global name and the seed alone, whatever the split. Writers to
+        the stream start smaller, by the number of writes that add up; adapters as peft has them.
         """
         if name.endswith((f"{UP}.weight", ".bias")):
             parameter.zero_()
@@ -269,9 +263,7 @@ class Llama:
         return batch * self._config.context * self._config.vocab
 
     def forward_flops(self, blocks: range, batch: int) -> float:
-        """Floating-point operations of one forward of the stage with these blocks; on the last one
-        also of the head.
-        """
+        """Operations of one forward of the stage with these blocks, with the head on the last."""
         config = self._config
         head = 2.0 * self.logits(batch) * config.dim if blocks.stop == config.layers else 0.0
         return len(blocks) * self._block_flops(batch * config.context) + head

@@ -134,14 +134,11 @@ class SubspaceAdamW(Optimizer):
 
 
 class RowAdamW(Optimizer):
-    """AdamW for a table of which only some rows are updated at a time.
+    """AdamW for a table of which only some rows are updated at a time, each by what AdamW would
+    have done to it since the last time: moments fade by as many updates as have passed, and the
+    step is as long as the steps would be together that AdamW makes with fading moments.
 
-    A row is updated when its gradient comes, by what AdamW would have done to it since the last
-    time: moments fade by as many updates as have passed, and the step is as long as the steps would
-    be together that AdamW makes with fading moments.
-
-    `changes` gives the changes of rows; whoever holds the table adds them, so that copies stay
-    equal. `step` changes no table.
+    `changes` gives the changes of rows; whoever holds the table adds them, and `step` changes none.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0):
@@ -183,16 +180,14 @@ class RowAdamW(Optimizer):
 
 class Muon(Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay, for matrices: momentum whose
-    directions all count alike.
+    directions all count alike, by Newton-Schulz iterations, which keep a subspace.
 
-    The momentum M = A diag(s) B^T of a matrix is replaced by a matrix near A B^T: Newton-Schulz
-    iterations change singular values and nothing else, so they keep a subspace. A momentum whose
-    columns lie in the span of a group's `basis` U is U H, and the result is U times what the
-    coordinates H alone would give: less work, and no rounding can lead out.
+    A momentum whose columns lie in the span of a group's `basis` U is U H, and the result is U
+    times what the coordinates H alone would give: less work, and no rounding can lead out.
 
-    On a GPU matrices of one shape are orthogonalised together, in bfloat16: one by one, launching
-    the kernels takes about as long as a training step. On a CPU each is by itself and in its own
-    precision, so that a weight does not depend on which others share its stage.
+    On a GPU matrices of one shape are orthogonalised together, in bfloat16. On a CPU each is by
+    itself and in its own precision, so that a weight does not depend on which others share its
+    stage.
     """
 
     def __init__(
@@ -337,10 +332,7 @@ class StageOptimizer:
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave, in place of what there is.
-
-        State of another kind of optimizer, or of another shape, is a CheckpointError.
-        """
+        """Put back what `state_tensors` gave; a CheckpointError if it is of another optimizer."""
         loaded: dict[str, dict[str, Tensor]] = {}
         for full_name, value in tensors.items():
             name, _, key = full_name.rpartition("/")

@@ -35,9 +35,7 @@ Past = list[KeyValues | None]
 
 
 class _Bounded(torch.autograd.Function):
-    """Its input as it is; on the way back no token has more than `bound` times the gradient of the
-    mean token, by their norms. Tokens without a gradient, such as those that fill up, do not count.
-    """
+    """Its input; on the way back no token has more than `bound` times the mean token's gradient."""
 
     @staticmethod
     def forward(ctx, x_BTC: Tensor, bound: float) -> Tensor:  # type: ignore[no-untyped-def]
@@ -69,9 +67,8 @@ def with_ends(
 ) -> tuple[Tensor, Tensor | None]:
     """A layer with the ends of the cuts beside it, where it has any.
 
-    What the stage itself knows of the tokens is added at its first end and taken off at its last.
-    It is returned too, for the layers up to there. With `bound` the gradient of a single token
-    cannot outgrow the others' from layer to layer.
+    What the stage itself knows of the tokens is added at its first end and taken off at its last;
+    it is returned too. With `bound` no token's gradient outgrows the others' from layer to layer.
     """
     if bound and x.is_floating_point():
         x = _Bounded.apply(x, bound)
@@ -123,9 +120,9 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, ids: Tensor | None = None, past: Past | None = None) -> Tensor:
         """From the model's inputs, or from what was received, to what is sent on.
 
-        `ids` are the token ids of what was received, where `needs_ids`. The first and the last
-        layer run together with the ends of the cuts beside them. With a past, of the positions that
-        follow those in it; layers are not compiled then, for each would be another shape.
+        `ids` are the token ids of what was received, where `needs_ids`. With a past, of the
+        positions that follow those in it; layers are not compiled then, for each would be another
+        shape.
         """
         incoming, outgoing, ids = self.incoming, self.outgoing, x if self.incoming is None else ids
         if outgoing is not None:
@@ -160,9 +157,7 @@ class Stage(nn.Module):
         return [layer.new_past() if isinstance(layer, Block) else None for layer in self.layers]
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Have torch fuse what is inside each layer. A layer at a cut is compiled together with its
-        end, and with the bound of its gradient, which cost more to launch than to compute.
-        """
+        """Have torch fuse what is inside each layer, with the end of a cut beside it."""
         torch._dynamo.config.recompile_limit = GRAPHS  # beyond it torch gives up compiling
         for layer in self.layers:
             layer.compile(dynamic=False, backend=backend)
@@ -171,10 +166,7 @@ class Stage(nn.Module):
         self.summed_loss = torch.compile(self.summed_loss, dynamic=False, backend=backend)
 
     def global_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by the name they have in the whole model, whatever the split.
-
-        A boundary's own parameters are named after the block that follows the cut.
-        """
+        """Parameters by name in the whole model; a boundary's after the block that follows."""
         named = [*zip(self.names, self.layers, strict=True), *self._ends().items()]
         return {
             (EMBEDDING_WEIGHT if parameter is self._copy else f"{name}.{local}"): parameter
@@ -231,10 +223,7 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def initialise(self, config: ModelConfig, seed: int) -> None:
-        """Give every parameter its starting value: the same for any split into stages.
-
-        A reparametrised layer takes the part in S of what the full layer would start with.
-        """
+        """Give every parameter its starting value: the same for any split into stages."""
         family = architecture(config)
         for name, layer in zip(self.names, self.layers, strict=True):
             for local, module in layer.named_modules():

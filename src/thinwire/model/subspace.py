@@ -27,10 +27,8 @@ _STEPS_STD = 127 / math.sqrt(3)  # of whole numbers, uniform in -127..127
 
 
 def fixed_table(vocab: int, dim: int, seed: int, std: float) -> Tensor:
-    """T_fixed: a frozen random row per token (vocab, dim), in bfloat16, full rank.
-
-    Each entry is a whole number, uniform in -127..127, times a power of two, which bfloat16 holds
-    exactly: of all powers the one that comes nearest to the standard deviation asked for.
+    """T_fixed: a frozen random row per token (vocab, dim), in bfloat16, full rank: whole numbers,
+    uniform in -127..127, times the power of two that comes nearest to the spread asked for.
     """
     scale = 2.0 ** round(math.log2(std / _STEPS_STD))
     raw = np.frombuffer(_bits(seed, "table", vocab * dim).tobytes(), dtype=np.uint8)
@@ -92,9 +90,7 @@ class Space:
         return F.embedding(ids_BT, self.table_VD)
 
     def anchor_coordinates(self) -> Tensor:
-        """T_fixed U (V, K), made anew whenever the basis has moved: a sender reads K numbers per
-        token, not D.
-        """
+        """T_fixed U (V, K), made anew whenever the basis has moved."""
         assert self.table_VD is not None, "this space was made without a token table"
         if self._table_VK is not None and torch.compiler.is_compiling():
             return self._table_VK  # the caller has had it made
@@ -157,9 +153,8 @@ class Held:
 class Constraint:
     """Holds parameters in S = Col(U): writers by their columns, an embedding by its rows.
 
-    A writer's gradient is not in S by itself, so `project_gradients` must run before an optimizer's
-    moments see it and before the gradient norm is taken. All after that stays in S up to rounding,
-    if the second moment is constant along the model dimension (SubspaceAdamW).
+    `project_gradients` must run before an optimizer's moments see a gradient and before its norm is
+    taken. All after that stays in S if the second moment does (SubspaceAdamW).
     """
 
     def __init__(self, basis_DK: Tensor, held: Iterable[Held]):
@@ -216,11 +211,7 @@ def riemannian_gradient(covariance_DD: Tensor, basis_DK: Tensor) -> Tensor:
 
 
 def grassmann_step(covariance_DD: Tensor, basis_DK: Tensor, rate: float) -> BasisMove:
-    """Move the basis towards more captured energy, in float64.
-
-    The gradient is scaled by the mean captured eigenvalue, so `rate` has no unit: at 1 the step
-    is about one power iteration.
-    """
+    """Move the basis towards more captured energy; at rate 1 by about one power iteration."""
     covariance_DD, old_DK = covariance_DD.double(), basis_DK.double()
     scale = (old_DK * (covariance_DD @ old_DK)).sum() / old_DK.shape[1]
     moved_DK = old_DK
@@ -243,10 +234,7 @@ def retract(moved_DK: Tensor) -> Tensor:
 
 
 def principal_angles(first_DK: Tensor, second_DK: Tensor) -> Tensor:
-    """Angles between two subspaces, in radians, smallest first.
-
-    Small angles come from their sines: a cosine near 1 has lost them to rounding.
-    """
+    """Angles between two subspaces, in radians, smallest first; small ones from their sines."""
     first_DK, second_DK = first_DK.double(), second_DK.double()
     overlap_KK = first_DK.T @ second_DK
     cosines = torch.linalg.svdvals(overlap_KK).clamp(max=1.0)

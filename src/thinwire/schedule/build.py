@@ -40,12 +40,9 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """One training step: `held` are the most microbatches that each stage has between their
-    forward and their backward.
-
-    A stage runs so many forwards, then backward and forward in turn, then the backwards left over,
-    and its update. With a `delay`, a number of microbatches, that is a step by itself, and `stream`
-    says how one step follows on another.
+    """One training step: `held` are the most microbatches that each stage has between their forward
+    and their backward. A stage runs so many forwards, then backward and forward in turn, then the
+    backwards left over, and its update; with a `delay` of some microbatches steps overlap.
     """
 
     name: str
@@ -78,13 +75,11 @@ class Schedule:
         return [action for _, action in self.stream(stage, 0, 1)]
 
     def stream(self, stage: int, first: int, until: int) -> Iterator[tuple[int, Action]]:
-        """What a stage does from step `first` to the one before `until`, each action behind the
-        number of its step.
+        """What a stage does from step `first` to the one before `until`: the step and the action.
 
         With delayed updates the first microbatches of a step, `delay` of them, are computed without
-        the update of the step before, so they need not wait for its backwards. The others come
-        behind that update. So forwards follow on backwards across steps, and a stage holds as many
-        microbatches from the first step to the last, if enough are delayed.
+        the update of the step before, so they need not wait for its backwards, and a stage may hold
+        as many microbatches from the first step to the last.
         """
         numbers, update = range(self.microbatches), Action(Kind.U)
         coming = deque(itertools.product(range(first, until), numbers))
@@ -118,10 +113,7 @@ class Schedule:
         return "\n".join([f"{self.name} {sizes}", *map(" ".join, rows)])
 
     def cells(self) -> list[list[str]]:
-        """What each stage does in each slot of time, when all actions take one and messages none.
-
-        Updates need the last backward of every stage: a step is committed everywhere or nowhere.
-        """
+        """What each stage does in each slot of time, when actions take one and messages none."""
         rows = [deque(self.row(stage)[:-1]) for stage in range(self.stages)]
         cells: list[list[str]] = [[] for _ in rows]
         done: set[tuple[int, Action]] = set()
@@ -141,9 +133,7 @@ class Schedule:
         return [[*row, f"{stage}U"] for stage, row in enumerate(cells)]
 
     def grid(self, ends: int | None = None) -> str:
-        """Draw the schedule with unit times: a row per stage, a column per time slot; with `ends`
-        only so many columns at its beginning and at its end.
-        """
+        """Draw `cells`: a row per stage, a column per slot; with `ends` so many on both sides."""
         cells = self.cells()
         rows = [[str(slot) for slot in range(len(cells[0]))], *cells]
         if ends is not None:
@@ -197,9 +187,7 @@ class PipelineConfig:
 
 
 def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int = 0) -> Schedule:
-    """The schedule of that name. A window beyond what is of use is lowered to that, so one setting
-    serves runs of different sizes; an open one follows from these sizes alone.
-    """
+    """The schedule of that name; a window beyond what is of use is lowered to that."""
     if name not in NAMES:
         raise ConfigError(f"pipeline.schedule = {name!r} is not allowed{nearest(name, NAMES)}")
     if window == OPEN:
@@ -275,10 +263,8 @@ def split_layers(layers: int, config_split: list[int], stages: int) -> list[rang
 def deal(
     layers: int, stages: int, least_on_last: int, cost: Callable[[int, range], float]
 ) -> tuple[float, Counts]:
-    """Blocks per stage whose dearest stage is cheapest, and its cost (infinite if none can be).
-
-    A stage with more blocks must not be cheaper. By dynamic programming over the stages: exact,
-    also where blocks differ.
+    """Blocks per stage whose dearest stage is cheapest, and its cost (infinite if none can be), by
+    dynamic programming. A stage with more blocks must not be cheaper.
     """
     # Where the stages so far may end: their dearest, and their blocks.
     ends: dict[int, tuple[float, Counts]] = {0: (0.0, ())}

@@ -84,9 +84,7 @@ class Span:
 
 
 class CauseChain(NamedTuple):
-    """What stands one after the other in the chain of causes that ends here, in seconds: together
-    the time since the start.
-    """
+    """What stands one after the other in the chain of causes that ends here, in seconds."""
 
     compute: float = 0.0
     shared: float = 0.0  # what actions took longer because they shared cores
@@ -119,10 +117,7 @@ class _Host:
 
 
 class _Cores:
-    """Running actions, all at one common speed, and so by a work clock that goes at that speed.
-
-    It is re-based only when the speed changes: at full speed no rounding piles up.
-    """
+    """Running actions, all at one speed, by a work clock that is re-based when that changes."""
 
     def __init__(self, cores: float) -> None:
         self.cores = cores
@@ -157,11 +152,7 @@ class _Cores:
 
 
 class Play:
-    """The event loop: compute that ends, first bytes that reach a downlink, deliveries.
-
-    It ends with the times at which stage 0 ended each step, what led there (`chains`), and what
-    happened in the step `seen` (`spans`).
-    """
+    """The event loop: compute that ends, first bytes that reach a downlink, deliveries."""
 
     def __init__(
         self, schedule: Schedule, costs: Costs, links: Links, steps: int, seen: int, cores: float
@@ -269,9 +260,7 @@ class Play:
         self._advance(stage)
 
     def _send(self, source: int, step: int, target: int, label: str, size: int) -> None:
-        """Queue on the uplink, if there is such a stage; the first byte reaches the other end one
-        latency after its start.
-        """
+        """Queue on the uplink; the first byte reaches the other end one latency after its start."""
         if not self._is_stage(target):
             return
         host, other = self.hosts[source], self.hosts[target]
@@ -334,9 +323,7 @@ class Simulation:
 
     @property
     def bound(self) -> str:
-        """What limits the step: the busiest resource, or where none is busy what most of its
-        longest chain is.
-        """
+        """What limits the step: the busiest resource, or else what most of its chain is."""
         name, share = self._busiest()
         if share >= BOUND_SHARE:
             return name
@@ -396,12 +383,11 @@ def simulate(
     steps: int = 3,
     cores: float | None = None,
 ) -> Simulation:
-    """Play `steps` steps of a training schedule and report on the last; with delayed updates on one
-    amid others, some steps later.
+    """Play `steps` steps and report on the last; with delayed updates on the mean of some amid
+    others.
 
-    With `cores`, the stages share one machine on which so many compute at full speed at once.
-    Two steps reach the steady state, because when stage 0 sends its verdict every stage is idle and
-    every link empty. With delayed updates steps overlap: the mean of some is taken.
+    With `cores`, the stages share one machine on which so many compute at full speed at once. Two
+    steps reach the steady state, for at its verdict every stage is idle and every link empty.
     """
     links = (network or Network()).links(schedule.stages)
     seen, over = steps - 1, 1
@@ -442,11 +428,8 @@ def window_table(
     cores: float | None = None,
     delay: int = 0,
 ) -> list[tuple[int, float, list[int]]]:
-    """(window, seconds per step, microbatches held by each stage) for 1f1b.
-
-    The windows are 1, half the stages, the stages (classic 1f1b), then half as many again each time
-    up to all microbatches. Many of these take long to play: there windows double, and end where
-    more gain nothing.
+    """(window, seconds per step, microbatches held by each stage) for 1f1b. Many microbatches take
+    long to play: there windows double, and end where more gain nothing.
     """
     many = microbatches > MANY_MICROBATCHES
     windows, window = {1, max(1, stages // 2), microbatches}, stages

@@ -22,10 +22,7 @@ def wire_shape(settings: Settings) -> tuple[int, ...]:
 
 
 def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
-    """Bytes of one microbatch's frame forward and backward at a cut, headers included.
-
-    Where sizes depend on the data they are what is expected, or the most, see `size_kind`.
-    """
+    """Bytes of one microbatch's frame forward and backward at a cut, or what is expected."""
     shape, is_limit = wire_shape(settings), size_kind(settings, cut) == "limits"
     out, back = (
         HEADER_BYTES + (codec.payload_limit(shape) if is_limit else codec.expected_bytes(shape))
@@ -35,10 +32,7 @@ def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
 
 
 def size_kind(settings: Settings, cut: int) -> str:
-    """What `frame_bytes` of a cut are: exact, expected or limits.
-
-    Where sizes vary with the data, only multiples of one step (`step(b)+zstd`) have an estimate.
-    """
+    """What `frame_bytes` of a cut are: exact, expected (of `step(b)+zstd`) or limits."""
     shape = wire_shape(settings)
     varying = [codec for codec in _codecs(settings, cut) if codec.size_varies]
     if not varying:
@@ -53,11 +47,9 @@ def size_word(settings: Settings, cut: int) -> str:
 
 
 def row_bytes(settings: Settings) -> int:
-    """About: bytes of the frame that carries rows of a shared embedding up, or their gradients
-    down, in the mean step.
-
-    Tokens are taken to follow Zipf's law. Those down to some rank come up `row_tokens` times in
-    every step, further ones in several steps, and the rest when it is their turn.
+    """Bytes of the frame that carries rows of a shared embedding up, or their gradients down, in
+    the mean step, if tokens follow Zipf's law: those down to some rank come up `row_tokens` times
+    in every step, further ones in several steps, and the rest when it is their turn.
     """
     if not settings.boundary.shares_embedding or settings.pipeline.stages == 1:
         return 0
@@ -83,10 +75,7 @@ def bytes_per_token(settings: Settings, cut: int = 0) -> float:
 
 
 def logged_bytes(settings: Settings, steps: int) -> int:
-    """The most that one end of a link sends, and so logs, in so many steps and their validations.
-
-    Of the busiest cut and direction. How much a whole validation set is only the data say.
-    """
+    """The most that one end of a link sends in so many steps and their validations."""
     boundary, dim, every = settings.boundary, settings.model.dim, settings.train.eval_every
     batches = settings.train.eval_batches * (2 + (steps // every if every else 0))
     rows = moves = 0

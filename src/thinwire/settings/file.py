@@ -101,10 +101,7 @@ class Recipe:
 
 
 def make_recipe(name: str | None, overrides: list[str]) -> Recipe:
-    """The recipe of this name, or the best one, for the model and optimizer of the overrides.
-
-    Rates are those of Muon: another optimizer keeps the defaults.
-    """
+    """The recipe of this name, or the best, for a model; its rates are Muon's alone."""
     changes: dict[str, Any] = {}
     for override in overrides:
         apply_override(changes, override)
