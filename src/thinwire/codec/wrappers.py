@@ -1,10 +1,8 @@
-"""Wrappers: entropy coding, and feedback, which remembers what a lossy codec left out and sends it
-later.
+"""Wrappers: entropy coding, and feedback, which sends later what a lossy codec left out.
 
-Of feedback: written for a tensor x, the inner codec C and what it delivers, c. Buffers have the
-tensor's shape, in float32 (float64 if the tensor is), and start at zero; all microbatches of one
-direction of a cut share one at each end, in the order in which they travel. In evaluation a wrapper
-is its inner codec. Where something is not finite, what arrives is not either, and buffers stay.
+Of feedback: written for a tensor x, the inner codec C and what it delivers, c. Buffers are float32
+at least and start at zero; all microbatches of one direction of a cut share one at each end. In
+evaluation a wrapper is its inner codec. Where something is not finite, buffers stay as they were.
 """
 
 import hashlib
@@ -228,7 +226,7 @@ class MixedErrorFeedback(Buffered):
         spec = spec_of(tensor)
         error = self.buffer(spec)
         parts = self._half.encode(tensor, place)
-        parts += self._half.encode(error, _elsewhere(place))
+        parts += self._half.encode(error, replace(place, salt=1))  # so it draws others
         sent = self.decode_training(parts, spec, place)
         self.replace_buffer(error, error + (tensor.to(error.dtype) - sent.to(error.dtype)))
         return parts
@@ -236,7 +234,7 @@ class MixedErrorFeedback(Buffered):
     def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
         first = len(parts) // 2
         sent = self._half.decode(parts[:first], spec, place)
-        return sent + self._half.decode(parts[first:], spec, _elsewhere(place))
+        return sent + self._half.decode(parts[first:], spec, replace(place, salt=1))
 
     def layout(self, shape: Shape, place: Place) -> Layout:
         if not place.training:
@@ -486,8 +484,3 @@ def _mapped(count: int, folder: Path) -> Tensor:
 def _working(dtype: torch.dtype) -> torch.dtype:
     """The type of what is remembered of tensors of a type."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _elsewhere(place: Place) -> Place:
-    """A place with another key, so that the second half does not draw what the first drew."""
-    return replace(place, salt=1)

@@ -1,8 +1,7 @@
 """Boundaries: the narrow place between two stages, inside autograd.
 
-The sender encodes its output x into z; z crosses; the receiver decodes z into x. The gradient
-that comes back has z's shape: the receiver sends dL/dz and the sender backpropagates it through
-its encode. So whatever encode and decode do is differentiated as part of the model.
+The sender encodes its output x into z; z crosses; the receiver decodes z into x, and sends dL/dz.
+So whatever encode and decode do is differentiated as part of the model.
 
 Shapes: B sequences, T positions, D model width, K rank, V vocabulary.
 """
@@ -28,9 +27,8 @@ class Boundary(nn.Module, ABC):
     """Whether its ends are worth compiling, with the layer beside them."""
 
     own_tables = False
-    """Whether each stage has a token table of its own (`known`): it is added where the stream
-    enters the stage and taken off where it leaves. The first stage's is the embedding.
-    """
+    """Whether stages have token tables (`known`), added where the stream enters and taken off where
+    it leaves. The first stage's is the embedding."""
 
     @property
     def roles(self) -> dict[str, Role]:
@@ -136,7 +134,9 @@ class ProjectedBoundary(SubspaceBoundary):
             (vocab, width), dim = table, space.basis_DK.shape[0]
             self.table = nn.Parameter(space.basis_DK.new_zeros(vocab, width))
             if width < dim:
-                self.widen = nn.Parameter(_widening(dim, width).to(space.basis_DK))
+                # The same bits on every machine, and columns of length about 1.
+                columns = fixed_table(dim, width, seed=0, std=width**-0.5)
+                self.widen = nn.Parameter(columns.to(space.basis_DK))
 
     @property
     def basis_DK(self) -> Tensor:
@@ -160,8 +160,3 @@ class ProjectedBoundary(SubspaceBoundary):
 def _rows(table: Tensor, ids_BT: Tensor | None) -> Tensor:
     assert ids_BT is not None, "an anchored boundary reads token ids"
     return F.embedding(ids_BT, table)
-
-
-def _widening(dim: int, width: int) -> Tensor:
-    """Where a widening matrix starts: the same bits on every machine, columns of length about 1."""
-    return fixed_table(dim, width, seed=0, std=width**-0.5)

@@ -37,13 +37,13 @@ class Narrow:
     def writer(self, inputs: int, dim: int) -> nn.Module:
         """A matrix that writes into the space."""
         if self.reparam:
-            return ReparamLinear(inputs, dim, self.space)
+            return ReparamLinear((dim, inputs), self.space)
         return HeldLinear(inputs, dim, bias=False)
 
     def embedding(self, vocab: int, dim: int) -> nn.Module:
         """A token table whose trainable part lies in the space."""
         kind = ReparamEmbedding if self.reparam else SplitEmbedding
-        return kind(vocab, dim, self.space)
+        return kind((vocab, dim), self.space)
 
 
 class InSpace(nn.Module):
@@ -66,9 +66,9 @@ class SplitEmbedding(InSpace):
 
     axis = 1
 
-    def __init__(self, vocab: int, dim: int, space: Space):
+    def __init__(self, shape: tuple[int, int], space: Space):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, dim))
+        self.weight = nn.Parameter(torch.empty(shape))
         self.space = space
 
     def forward(self, ids_BT: Tensor) -> Tensor:
@@ -78,7 +78,12 @@ class SplitEmbedding(InSpace):
 class Reparametrised(InSpace, ABC):
     """A layer whose full matrix is made from coordinates, so it is in S under any optimizer."""
 
-    full_shape: tuple[int, int]
+    def __init__(self, full_shape: tuple[int, int], space: Space):
+        super().__init__()
+        self.full_shape, self.space = full_shape, space
+        shape = list(full_shape)
+        shape[self.axis] = space.basis_DK.shape[1]
+        self.weight = nn.Parameter(torch.empty(shape))
 
     @abstractmethod
     def set_full(self, full: Tensor) -> None:
@@ -89,12 +94,6 @@ class ReparamEmbedding(Reparametrised):
     """T_fixed[id] + E[id] U^T, with E (V, K) trainable."""
 
     axis = 1
-
-    def __init__(self, vocab: int, dim: int, space: Space):
-        super().__init__()
-        self.full_shape = (vocab, dim)
-        self.weight = nn.Parameter(torch.empty(vocab, space.basis_DK.shape[1]))
-        self.space = space
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         with torch.autocast(ids_BT.device.type, enabled=False):
@@ -109,12 +108,6 @@ class ReparamLinear(Reparametrised):
     """x (U A)^T, with A (K, N) trainable: a writer in S by construction, and cheaper."""
 
     axis = 0
-
-    def __init__(self, inputs: int, dim: int, space: Space):
-        super().__init__()
-        self.full_shape = (dim, inputs)
-        self.weight = nn.Parameter(torch.empty(space.basis_DK.shape[1], inputs))
-        self.space = space
 
     def forward(self, x_BTN: Tensor) -> Tensor:
         coordinates_BTK = F.linear(x_BTN, self.weight)
@@ -165,6 +158,6 @@ def _attach(base: nn.Module, config: LoraConfig) -> None:
 def _writer_like(base: nn.Linear | ReparamLinear, rank: int) -> nn.Module:
     """A matrix that writes where this layer does."""
     if isinstance(base, ReparamLinear):
-        return ReparamLinear(rank, base.full_shape[0], base.space)
+        return ReparamLinear((base.full_shape[0], rank), base.space)
     kind = HeldLinear if isinstance(base, HeldLinear) else nn.Linear
     return kind(rank, base.out_features, bias=False)

@@ -1,19 +1,17 @@
 """What a model is to everyone else, a list of named layers; and a Llama-style decoder as such.
 
-Pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU, untied head, no biases; where
-the config says so also Qwen2's biases, Qwen3's norms of heads, heads wider than the stream, and
-Llama 3.1's stretched positions. Layer and parameter names are those of a Hugging Face checkpoint,
-so a checkpoint's tensors mean the same thing everywhere.
+Where the config says so also with Qwen2's biases, Qwen3's norms of heads, heads wider than the
+stream, and Llama 3.1's stretched positions. Names are those of a Hugging Face checkpoint.
 
 Shapes: B sequences, T positions, D model width, H heads, K key/value heads, E head width.
 """
 
-import functools
 import hashlib
 import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -216,16 +214,14 @@ class Llama:
 
         def block(index: int) -> LayerPlan:
             held = narrow if narrow is not None and index < narrow.blocks else None
-            make = functools.partial(Block, config, held)
+            make = partial(Block, config, held)
             return LayerPlan(self.block_name(index), make, str(index), Role.MATRIX)
 
-        def head() -> nn.Module:
-            return nn.Linear(config.dim, config.vocab, bias=False)
-
+        head = partial(nn.Linear, config.dim, config.vocab, bias=False)
         return [
             LayerPlan(EMBEDDING, embedding, "embed", Role.TABLE),
-            *(block(index) for index in range(config.layers)),
-            LayerPlan("model.norm", lambda: RMSNorm(config.dim, config.norm_eps)),
+            *map(block, range(config.layers)),
+            LayerPlan("model.norm", partial(RMSNorm, config.dim, config.norm_eps)),
             LayerPlan("lm_head", head, "head", Role.HEAD),
         ]
 

@@ -96,7 +96,7 @@ class SubspaceAdamW(Optimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] = BETAS,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         axis: int | None = None,
@@ -400,4 +400,8 @@ def _build(
             options["axis"] = axes[name]
         group = kinds[kind].setdefault(tuple(options.values()), {"params": [], **options})
         group["params"].append(parameter)
-    return [kind([*kinds[kind].values()], **common[kind]) for kind in common if kinds[kind]]
+    return [
+        kind([*groups.values()], **(own if kind is AdamW else {}))
+        for kind, groups in kinds.items()
+        if groups
+    ]

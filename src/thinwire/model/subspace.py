@@ -6,9 +6,8 @@ lie in S) and axis 1 of an embedding table (its rows lie in S).
 *Random numbers are the same bits on every machine*: they come from a counter-based generator, are
 small integers times a power of two, and are summed in a fixed order by elementwise additions.
 
-*A move* is one step up the captured gradient energy on the Grassmann manifold. C = sum of g g^T
-over activation gradients. The energy that S captures is tr(U^T C U) / tr(C); its Riemannian
-gradient is 2 (I - U U^T) C U. A step along it is brought back to orthonormal columns by QR.
+*A move* is one step up the captured gradient energy tr(U^T C U) / tr(C), where C sums g g^T over
+activation gradients, brought back to orthonormal columns by QR.
 """
 
 import hashlib

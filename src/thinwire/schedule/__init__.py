@@ -1,7 +1,6 @@
 """Schedules as data: what each stage computes in which order, drawn and simulated."""
 
 from thinwire.schedule.build import (
-    NO_MICROBATCH,
     OPEN,
     Action,
     Counts,
@@ -14,7 +13,6 @@ from thinwire.schedule.build import (
     stage_window,
 )
 from thinwire.schedule.simulator import (
-    CONTROL_BYTES,
     ROW_FRAME_BYTES,
     Costs,
     Links,

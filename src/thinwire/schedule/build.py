@@ -15,8 +15,6 @@ from typing import NamedTuple
 from thinwire.errors import ConfigError, ScheduleError
 from thinwire.typed import nearest, option
 
-NO_MICROBATCH = -1
-
 
 class Kind(Enum):
     """The three things a stage computes."""
@@ -30,7 +28,7 @@ class Action(NamedTuple):
     """One thing that a stage computes; an update has no microbatch."""
 
     kind: Kind
-    microbatch: int = NO_MICROBATCH
+    microbatch: int = -1
 
     @property
     def label(self) -> str:

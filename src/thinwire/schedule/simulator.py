@@ -1,8 +1,7 @@
 """Plays a schedule step after step, to say how long a step takes and why.
 
-Stages compute, messages queue on their links. Time is continuous and events run in order of time.
-Each stage is a host that computes one action at a time and has one uplink and one downlink; sending
-never holds up computing.
+Each stage is a host that computes one action at a time and has one uplink and one downlink on which
+messages queue; sending never holds up computing.
 """
 
 import heapq
