@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -376,16 +377,12 @@ def _build(
     if config.name == "muon":
         shares[Role.MATRIX] = config.matrix_lr
     fused = all(p.is_cuda for p in parameters.values())
-    common: dict[type[Optimizer], dict[str, Any]] = {
-        AdamW: {"betas": BETAS, "fused": fused},
-        SubspaceAdamW: {"betas": BETAS},
-        RowAdamW: {},
-        Muon: {},
-    }
-    kinds: dict[type[Optimizer], dict[tuple[Any, ...], dict[str, Any]]] = {k: {} for k in common}
+    adamw = partial(AdamW, betas=BETAS, fused=fused)
+    kinds: dict[Callable[..., Optimizer], dict[tuple[Any, ...], dict[str, Any]]]
+    kinds = {kind: {} for kind in (adamw, SubspaceAdamW, RowAdamW, Muon)}
     for name, parameter in parameters.items():
         role = roles.get(name)
-        kind: type[Optimizer] = AdamW
+        kind: Callable[..., Optimizer] = adamw
         options: dict[str, Any] = {
             "lr_share": shares.get(role, 1.0),
             "weight_decay": config.weight_decay if parameter.ndim > 1 else 0.0,
@@ -400,8 +397,4 @@ def _build(
             options["axis"] = axes[name]
         group = kinds[kind].setdefault(tuple(options.values()), {"params": [], **options})
         group["params"].append(parameter)
-    return [
-        kind([*groups.values()], **(own if kind is AdamW else {}))
-        for kind, groups in kinds.items()
-        if groups
-    ]
+    return [kind([*groups.values()]) for kind, groups in kinds.items() if groups]

@@ -4,7 +4,7 @@ does, by the loss that trains it and the score of a validation.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -225,16 +225,20 @@ class Stage(nn.Module):
     def initialise(self, config: ModelConfig, seed: int) -> None:
         """Give every parameter its starting value: the same for any split into stages."""
         family = architecture(config)
+        for name, module in self._named_modules():
+            if isinstance(module, Reparametrised):
+                full = torch.empty(module.full_shape, dtype=module.weight.dtype)
+                family.initialise(f"{name}.weight", full, seed)
+                module.set_full(full)
+                continue
+            for own, parameter in module.named_parameters(recurse=False):
+                family.initialise(f"{name}.{own}", parameter, seed)
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All within the layers, by global name."""
         for name, layer in zip(self.names, self.layers, strict=True):
             for local, module in layer.named_modules():
-                prefix = f"{name}.{local}" if local else name
-                if isinstance(module, Reparametrised):
-                    full = torch.empty(module.full_shape, dtype=module.weight.dtype)
-                    family.initialise(f"{prefix}.weight", full, seed)
-                    module.set_full(full)
-                    continue
-                for own, parameter in module.named_parameters(recurse=False):
-                    family.initialise(f"{prefix}.{own}", parameter, seed)
+                yield f"{name}.{local}" if local else name, module
 
     def held_parameters(self) -> list[Held]:
         """What a subspace constraint holds here: the embedding and writers of the first blocks."""
@@ -250,20 +254,14 @@ class Stage(nn.Module):
         return {name: layer for name, layer in found if isinstance(layer, Reparametrised)}
 
     def _in_space(self) -> dict[str, InSpace]:
-        return {
-            f"{name}.{local}.weight" if local else f"{name}.weight": module
-            for name, layer in zip(self.names, self.layers, strict=True)
-            for local, module in layer.named_modules()
-            if isinstance(module, InSpace)
-        }
+        found = self._named_modules()
+        return {f"{name}.weight": module for name, module in found if isinstance(module, InSpace)}
 
     def first_free_layer(self) -> str:
         """The layer behind the last one here that writes into the subspace; the first if none."""
-        first = 0
-        for index, layer in enumerate(self.layers, start=1):
-            if any(isinstance(module, InSpace) for module in layer.modules()):
-                first = index
-        return self.names[first]
+        layers = enumerate(map(nn.Module.modules, self.layers), start=1)
+        held = [n for n, parts in layers if any(isinstance(part, InSpace) for part in parts)]
+        return self.names[held[-1] if held else 0]
 
     def watch_gradient(self, layer_name: str, watcher: Callable[[Tensor], None]) -> None:
         """Show `watcher` the gradient of the stream at the input of a layer, on each backward."""
