@@ -98,9 +98,8 @@ def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
 
 
 def to_toml(config: Any, resolved: Any | None = None) -> str:
-    """The sections of a config as TOML: every key with its value and what it means.
-
-    Where `resolved` has another value, as for a key left to "auto", the comment names that too.
+    """The sections of a config as TOML: every key with its value and what it means, and what it is
+    in `resolved`, if that is another value.
     """
     lines = []
     for section in dataclasses.fields(config):

@@ -10,8 +10,7 @@ from tensors import CPU, PLACE, normal, round_trip, sent
 
 from thinwire.codec import Leg, Place
 from thinwire.codec.base import spec_of
-from thinwire.codec.bits import PositionCode
-from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks, drawn
+from thinwire.codec.sparse import PositionCode, RandK, SharedMask, TopK, bind_masks, drawn
 from thinwire.codec.wrappers import EF21, ErrorFeedback
 from thinwire.errors import WireError
 

@@ -24,7 +24,6 @@ from thinwire.codec.base import (
     TensorSpec,
     elements,
 )
-from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
 from thinwire.errors import ConfigError
 
 FORMATS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -47,6 +46,8 @@ _SMALLEST_LARGEST = 2.0**-100  # a tensor below is rounded as if it reached up t
 # of calls, so runs repeat exactly and no state has to be saved.
 _STRIDE = -0x61C88647  # 2**32 over the golden ratio, modulo 2**32: neighbours land far apart
 _FACTORS = (-0x7A143595, -0x3D4D51CB)  # those of MurmurHash3's last mix, as signed numbers
+
+_WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 # Of the rotation:
 _SIZES = (256, 64, 16, 4)
@@ -276,6 +277,51 @@ def _halves_together(apart: Tensor) -> Tensor:
     lower, upper, last = apart.split([len(apart) // 2, len(apart) // 2, len(apart) % 2])
     pairs = torch.stack([lower & 15 | upper << 4, lower >> 4 | upper & 0xF0], 1)
     return torch.cat([pairs.view(-1), last])
+
+
+# Code i occupies bits i*bits to (i+1)*bits of a stream, from the lowest bit of the first byte. Two
+# neighbours are joined within a word of twice their size, and so on until they fill whole bytes.
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """The length of the stream for so many codes."""
+    return (count * bits + 7) // 8
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """The stream of `codes`, a flat uint8 tensor of numbers below 2**bits."""
+    count, period = len(codes), _period(bits)
+    words = F.pad(codes, (0, -count % period)) if count % period else codes.contiguous()
+    width, lane = bits, 8
+    while width % 8:
+        words = words.view(_WORDS[2 * lane])
+        words = words - (words >> lane).mul_((1 << lane) - (1 << width))
+        width, lane = 2 * width, 2 * lane
+    if width == 8:
+        return words.to(torch.uint8)
+    kept = words.view(torch.uint8).view(len(words), lane // 8)[:, : width // 8]
+    return kept.reshape(-1)[: packed_bytes(count, bits)]
+
+
+def unpack_bits(packed: Tensor, count: int, bits: int) -> Tensor:
+    """The inverse: so many codes as uint8, from a stream of exactly `packed_bytes`."""
+    period = _period(bits)
+    width, lane, total = bits * period, 8 * period, -(-count // period)
+    if width == 8:
+        words = packed.to(_WORDS[lane])
+    else:
+        whole = F.pad(packed, (0, total * width // 8 - len(packed))).view(total, width // 8)
+        words = F.pad(whole, (0, (lane - width) // 8)).view(-1).view(_WORDS[lane])
+    while lane > 8:
+        width, lane = width // 2, lane // 2
+        words = words + (words >> width).mul_((1 << lane) - (1 << width))
+        words = words.view(_WORDS[lane])
+    return words[:count]
+
+
+def _period(bits: int) -> int:
+    """How many codes fill whole bytes."""
+    return 8 // math.gcd(bits, 8)
 
 
 def _width(shape: Shape) -> int:

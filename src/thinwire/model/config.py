@@ -42,23 +42,18 @@ SLOW_TABLES_LR = 30.0  # with muon, where every stage has a token table of its o
 SHORT_RUN = 1000  # steps; longer runs want slower tables
 WSD_DECAY_SHARE = 0.2  # the last share of the steps in which WSD comes down to zero
 
-
-def _sizes(*sizes: int) -> dict[str, int]:
-    return dict(zip(SIZES, sizes, strict=True))
-
-
-# layers, dim, heads, kv_heads, ffn, vocab, context
-PRESETS: dict[str, dict[str, int]] = {
-    "tiny": _sizes(4, 128, 4, 2, 352, 2048, 128),
-    "mini": _sizes(8, 256, 8, 4, 704, 4096, 256),
-    "70m": _sizes(8, 512, 8, 4, 1536, 50304, 512),
-    "160m": _sizes(12, 768, 12, 4, 2048, 50304, 1024),
-    "400m": _sizes(24, 1024, 16, 8, 2816, 50304, 1024),
-    "1b": _sizes(16, 2048, 32, 8, 8192, 128256, 2048),
-    "2b": _sizes(8, 4096, 32, 32, 11008, 32000, 1024),
-    "3b": _sizes(28, 3072, 24, 8, 8192, 128256, 4096),
-    "8b": _sizes(32, 4096, 32, 8, 14336, 128256, 8192),
+_PRESETS = {  # layers, dim, heads, kv_heads, ffn, vocab, context
+    "tiny": (4, 128, 4, 2, 352, 2048, 128),
+    "mini": (8, 256, 8, 4, 704, 4096, 256),
+    "70m": (8, 512, 8, 4, 1536, 50304, 512),
+    "160m": (12, 768, 12, 4, 2048, 50304, 1024),
+    "400m": (24, 1024, 16, 8, 2816, 50304, 1024),
+    "1b": (16, 2048, 32, 8, 8192, 128256, 2048),
+    "2b": (8, 4096, 32, 32, 11008, 32000, 1024),
+    "3b": (28, 3072, 24, 8, 8192, 128256, 4096),
+    "8b": (32, 4096, 32, 8, 14336, 128256, 8192),
 }
+PRESETS = {name: dict(zip(SIZES, sizes, strict=True)) for name, sizes in _PRESETS.items()}
 
 
 @dataclass(frozen=True)
@@ -108,9 +103,8 @@ class ModelConfig:
         return self.heads * self.head_dim
 
     def resolved(self, embed_std: float = MATRIX_STD) -> "ModelConfig":
-        """The same config with every 0 filled from the preset, checked for consistency.
-
-        `embed_std` is the embedding's spread where the config leaves it open.
+        """The same config with every 0 filled from the preset, and the spread of the embedding;
+        checked for consistency.
         """
         filled: dict[str, Any] = {k: getattr(self, k) or size for k, size in self.shape.items()}
         missing = [f"model.{key}" for key, size in filled.items() if not size]
@@ -137,12 +131,10 @@ class ModelConfig:
 
     def unlike_preset(self) -> dict[str, tuple[int, int]]:
         """Sizes that are set and differ from the preset's, each with the preset's after it."""
-        if self.preset == CUSTOM:
-            return {}
         return {
             key: (getattr(self, key), size)
             for key, size in self.shape.items()
-            if getattr(self, key) not in (0, size)
+            if size and getattr(self, key) not in (0, size)
         }
 
 
@@ -387,9 +379,8 @@ class OptimConfig:
     clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping")
 
     def resolved(self, steps: int, trains_tables: bool = False) -> "OptimConfig":
-        """The same config with the warmup and the shares filled in for a run of `steps` steps.
-
-        `trains_tables`: every stage has a token table that is trained, its own or a copy.
+        """The same config with the warmup and the shares filled in for a run of `steps` steps, in
+        which stages may train token tables, their own or copies.
         """
         warmup = min(AUTO_WARMUP, steps // 2) if self.warmup == -1 else self.warmup
         if warmup > steps:

@@ -24,9 +24,8 @@ DOWN, UP = "lora_A", "lora_B"
 
 @dataclass(frozen=True)
 class Narrow:
-    """How a model is narrowed: the space, and how many of its first blocks write into it.
-
-    The embedding is in it too, beside a fixed table, unless all stages have copies of it.
+    """How a model is narrowed: the space, and how many of its first blocks write into it. So does
+    the embedding, beside a fixed table, unless all stages have copies of it.
     """
 
     space: Space

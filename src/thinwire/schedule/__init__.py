@@ -10,7 +10,6 @@ from thinwire.schedule.build import (
     build,
     deal,
     split_layers,
-    stage_window,
 )
 from thinwire.schedule.simulator import (
     ROW_FRAME_BYTES,

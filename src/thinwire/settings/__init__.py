@@ -2,7 +2,6 @@
 
 from thinwire.settings.file import CONFIG, load_asked, load_settings, make_recipe, read_toml
 from thinwire.settings.tree import (
-    PRECISIONS,
     RunConfig,
     Settings,
     TrainConfig,

@@ -186,9 +186,8 @@ class Settings:
         return dataclasses.replace(settings, boundary=boundary, optim=optim)
 
     def relaxed(self) -> "Settings":
-        """The inverse of `resolved`: a value that a preset or "auto" gives is left to them.
-
-        So it is written for people: what follows from a key that they change does not stay behind.
+        """The inverse of `resolved`, for people: a value that a preset or "auto" gives is left to
+        them, so what follows from a key that is changed does not stay behind.
         """
         freest = self
         for section, key, value in _LEFT_OPEN:
