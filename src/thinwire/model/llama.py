@@ -88,18 +88,13 @@ def rotary_tables(
     if torch.get_default_device().type == "meta":
         return torch.empty(context, head_dim), torch.empty(context, head_dim)
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if scaling is not None:
-        frequency = _stretched(frequency, scaling)
+    if scaling is not None:  # slow ones are turned slower still, for a longer context
+        periods = scaling.context * frequency / (2 * math.pi)  # in the original context
+        kept = ((periods - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+        frequency = (1 - kept) * frequency / scaling.factor + kept * frequency
     angle_TE = torch.outer(torch.arange(context, dtype=torch.float32), frequency).repeat(1, 2)
     with _COSINES:
         return angle_TE.cos(), angle_TE.sin()
-
-
-def _stretched(frequency: Tensor, scaling: RopeScaling) -> Tensor:
-    """Frequencies for a longer context than the original one."""
-    periods = scaling.context * frequency / (2 * math.pi)  # in the original context
-    kept = ((periods - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
-    return (1 - kept) * frequency / scaling.factor + kept * frequency
 
 
 def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:

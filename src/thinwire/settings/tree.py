@@ -333,15 +333,12 @@ def _check(settings: Settings) -> None:
     """Everything that one section alone cannot know."""
     train, pipeline = settings.train, settings.pipeline
     settings.link.nic()  # refuses what no link can be
-    if not re.fullmatch(r"[^\W_](?:[\w .@+-]{0,98}[\w@+-])?", settings.run.name):
+    name = settings.run.name
+    is_allowed = re.fullmatch(r"[^\W_](?:[\w .@+-]{0,98}[\w@+-])?", name)
+    if not is_allowed or len(name.encode()) > LONGEST_NAME:
         raise ConfigError(
-            f"run.name = {settings.run.name!r} must be the name of a folder: letters, digits, "
-            "spaces and any of . _ - @ + inside, at most 100, starting with a letter or digit"
-        )
-    if len(settings.run.name.encode()) > LONGEST_NAME:
-        raise ConfigError(
-            f"run.name = {settings.run.name!r} must be the name of a folder: it takes "
-            f"{len(settings.run.name.encode())} bytes, and at most {LONGEST_NAME} are allowed"
+            f"run.name = {name!r} must be the name of a folder: letters, digits, spaces and any of "
+            f". _ - @ + inside, at most 100 in {LONGEST_NAME} bytes, a letter or digit first"
         )
     if train.batch % pipeline.microbatches:
         raise ConfigError(
