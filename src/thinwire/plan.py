@@ -27,7 +27,7 @@ from thinwire.model.optim import Role, StageOptimizer, orthogonalising_flops
 from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.report.human import duration, human_bytes, human_flops
 from thinwire.report.table import against_bf16
-from thinwire.schedule import Costs, Counts, Schedule, Simulation, deal, simulate, window_table
+from thinwire.schedule import Costs, Counts, Simulation, deal, grid, simulate, window_table
 from thinwire.settings import Settings, crossing, machine_cores, threads_per_stage
 
 WORTH = 0.03  # what another split, order or window must gain before the plain one is left
@@ -285,7 +285,7 @@ def plan_text(plan: Plan) -> str:
         *_log_lines(settings),
         "",
         "schedule (a column is a slot of equal length, F forward, B backward, U update):",
-        short_grid(simulation.schedule),
+        grid(simulation.schedule, _GRID_COLUMNS, _GRID_END),
         "",
         simulation.describe(),
         "",
@@ -394,15 +394,6 @@ def _cut_lines(settings: Settings) -> list[str]:
             f"{against_bf16(ratio)}"
         )
     return lines
-
-
-def short_grid(schedule: Schedule) -> str:
-    """The schedule's grid, of which a long one shows only how it begins and how it ends."""
-    columns = len(schedule.cells()[0])
-    if columns <= _GRID_COLUMNS:
-        return schedule.grid()
-    left_out = f"({columns - 2 * _GRID_END:,} slots are left out here; --json has them all)"
-    return f"{schedule.grid(_GRID_END)}\n{left_out}"
 
 
 def plan_to_plain(plan: Plan) -> dict[str, Any]:

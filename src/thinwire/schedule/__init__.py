@@ -18,6 +18,8 @@ from thinwire.schedule.simulator import (
     Network,
     Simulation,
     Span,
+    cells,
+    grid,
     simulate,
     window_table,
 )

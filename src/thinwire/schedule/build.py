@@ -110,39 +110,6 @@ class Schedule:
         rows = ((f"{s}{action.label}" for action in self.row(s)) for s in range(self.stages))
         return "\n".join([f"{self.name} {sizes}", *map(" ".join, rows)])
 
-    def cells(self) -> list[list[str]]:
-        """What each stage does in each slot of time, when actions take one and messages none."""
-        rows = [deque(self.row(stage)[:-1]) for stage in range(self.stages)]
-        cells: list[list[str]] = [[] for _ in rows]
-        done: set[tuple[int, Action]] = set()
-
-        def can_start(stage: int) -> bool:
-            if not rows[stage]:
-                return False
-            source = stage + (-1 if rows[stage][0].kind is Kind.F else 1)
-            return source not in range(self.stages) or (source, rows[stage][0]) in done
-
-        while any(rows):
-            starting = [can_start(stage) for stage in range(self.stages)]
-            for stage, row in enumerate(rows):
-                cells[stage].append(f"{stage}{row[0].label}" if starting[stage] else ".")
-                if starting[stage]:
-                    done.add((stage, row.popleft()))
-        return [[*row, f"{stage}U"] for stage, row in enumerate(cells)]
-
-    def grid(self, ends: int | None = None) -> str:
-        """Draw `cells`: a row per stage, a column per slot; with `ends` so many on both sides."""
-        cells = self.cells()
-        rows = [[str(slot) for slot in range(len(cells[0]))], *cells]
-        if ends is not None:
-            rows = [[*row[:ends], "...", *row[-ends:]] for row in rows]
-        names = ["slot", *(f"stage {stage}" for stage in range(self.stages))]
-        title, width = len(names[-1]), 2 + len(f"{self.stages - 1}F{self.microbatches - 1}")
-        return "\n".join(
-            f"{name:<{title}}  {''.join(f'{cell:<{width}}' for cell in row)}".rstrip()
-            for name, row in zip(names, rows, strict=True)
-        )
-
 
 NAMES = ("gpipe", "1f1b")
 OPEN = -1  # a window that is left open

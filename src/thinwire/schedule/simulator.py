@@ -7,7 +7,7 @@ messages queue; sending never holds up computing.
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -415,8 +415,7 @@ def simulate(
 
 def _per_step(readings: Sequence[float], last: int, over: int) -> float:
     """How much was added in each step of some, up to the last."""
-    added = readings[last] - readings[last - over]
-    return added if over == 1 else added / over
+    return (readings[last] - readings[last - over]) / over
 
 
 def window_table(
@@ -443,6 +442,37 @@ def window_table(
         if many and len(table) > 1 and played.step_seconds > 0.999 * table[-2][1]:
             break
     return table
+
+
+def cells(schedule: Schedule) -> list[list[str]]:
+    """What each stage does in each slot of time, when all actions take one and messages none."""
+    ones, none = [1.0] * schedule.stages, [0] * (schedule.stages - 1)
+    played = simulate(replace(schedule, delay=0), Costs(ones, ones, ones, none, none), steps=2)
+    found = [["."] * round(played.step_seconds) for _ in ones]
+    for span in played.spans:
+        if span.lane == "compute":
+            found[span.stage][round(span.start)] = f"{span.stage}{span.label}"
+    return found
+
+
+def grid(schedule: Schedule, most: int = 0, ends: int = 0) -> str:
+    """Draw `cells`: a row per stage, a column per slot; if there are more than `most`, only so many
+    at both `ends`.
+    """
+    rows = cells(schedule)
+    rows = [[str(slot) for slot in range(len(rows[0]))], *rows]
+    left_out = len(rows[0]) - 2 * ends if 0 < most < len(rows[0]) else 0
+    if left_out:
+        rows = [[*row[:ends], "...", *row[-ends:]] for row in rows]
+    names = ["slot", *(f"stage {stage}" for stage in range(schedule.stages))]
+    title, width = len(names[-1]), 2 + len(f"{schedule.stages - 1}F{schedule.microbatches - 1}")
+    lines = [
+        f"{name:<{title}}  {''.join(f'{cell:<{width}}' for cell in row)}".rstrip()
+        for name, row in zip(names, rows, strict=True)
+    ]
+    if left_out:
+        lines.append(f"({left_out:,} slots are left out here; --json has them all)")
+    return "\n".join(lines)
 
 
 def _ratio(part: float, whole: float) -> float:
