@@ -366,9 +366,7 @@ class AQSGD(Mirrored):
 
     def _room(self) -> "ExampleMemory":
         if self._memory is None:
-            raise ConfigError(
-                f"{self.name} needs the number of training examples: call prepare first"
-            )
+            raise ConfigError(f"{self.name} needs to know of examples: call prepare first")
         return self._memory
 
     def _examples(self, place: Place) -> tuple[int, ...]:

@@ -15,12 +15,7 @@ from thinwire.model.config import (
 )
 
 if TYPE_CHECKING:
-    from thinwire.model.boundary import (
-        Boundary,
-        DenseBoundary,
-        ProjectedBoundary,
-        SubspaceBoundary,
-    )
+    from thinwire.model.boundary import Boundary, DenseBoundary, ProjectedBoundary, SubspaceBoundary
     from thinwire.model.layers import Narrow
     from thinwire.model.llama import LayerPlan, Llama, architecture
     from thinwire.model.optim import Muon, Role, RowAdamW, StageOptimizer, SubspaceAdamW

@@ -22,7 +22,6 @@ from thinwire.model.layers import DOWN, UP, Narrow
 from thinwire.model.optim import Role
 
 EMBEDDING = "model.embed_tokens"  # as a Hugging Face Llama calls it
-EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
 WRITERS = ("o_proj.weight", "down_proj.weight")
 _COSINES = threading.Lock()
 
@@ -243,7 +242,7 @@ class Llama:
         elif parameter.ndim < 2:
             parameter.fill_(1)
         else:
-            spread = self._config.embed_std if name == EMBEDDING_WEIGHT else MATRIX_STD
+            spread = self._config.embed_std if name == f"{EMBEDDING}.weight" else MATRIX_STD
             if name.endswith(WRITERS):
                 spread /= (2 * self._config.layers) ** 0.5
             drawn = torch.randn(parameter.shape, generator=generator_of(name, seed))

@@ -14,14 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from thinwire.model.boundary import Boundary
 from thinwire.model.config import ModelConfig
 from thinwire.model.layers import InSpace, Reparametrised
-from thinwire.model.llama import (
-    EMBEDDING,
-    EMBEDDING_WEIGHT,
-    Block,
-    KeyValues,
-    LayerPlan,
-    architecture,
-)
+from thinwire.model.llama import EMBEDDING, Block, KeyValues, LayerPlan, architecture
 from thinwire.model.optim import Role
 from thinwire.model.subspace import Held
 
@@ -169,7 +162,7 @@ class Stage(nn.Module):
         """Parameters by name in the whole model; a boundary's after the block that follows."""
         named = [*zip(self.names, self.layers, strict=True), *self._ends().items()]
         return {
-            (EMBEDDING_WEIGHT if parameter is self._copy else f"{name}.{local}"): parameter
+            (f"{EMBEDDING}.weight" if parameter is self._copy else f"{name}.{local}"): parameter
             for name, module in named
             for local, parameter in module.named_parameters()
         }
