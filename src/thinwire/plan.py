@@ -1,7 +1,5 @@
-"""The planner: an estimate of what a run will cost, before it starts.
-
-Compute times are measured on this machine with one block of the model (or given as a FLOP rate),
-bytes and links come from the settings, and the schedule's own simulator puts them together.
+"""The planner: an estimate of what a run will cost, before it starts, by the schedule's simulator,
+from a rate that is measured with one block of the model (or given) and the sizes of the settings.
 """
 
 import dataclasses
@@ -173,10 +171,9 @@ def stage_memory(settings: Settings, stage: int, weights: Weights, in_flight: in
 
 
 def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight: int) -> int:
-    """Bytes of weights, gradients, optimizer state, token table and activations in flight.
-
-    Under autocast there is at most one rounded copy of the weights beside them. Frozen weights have
-    neither copy, gradient nor state. With delayed updates all but the state is there twice.
+    """Bytes of weights, gradients, optimizer state, token table and activations in flight; under
+    autocast also of one rounded copy of weights. Frozen weights have neither copy, gradient nor
+    state. With delayed updates all but the state is there twice.
     """
     width, twice = WEIGHT_TYPES[settings.run.precision].itemsize, settings.pipeline.overlap
     states = 2 * twice + (3 if settings.optim.name == "adamw" else 2)  # gradient, moments
@@ -205,11 +202,10 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
 
 
 def measure_rates(settings: Settings, repeats: int = 3) -> Rates:
-    """The rates at which this machine trains one block, forward and backward together, and updates
-    parameters as there are in the model. Those of adapters are few: their updates cost nothing.
-
-    On a CPU with as many threads as each stage of a local run has. Large models are measured on a
-    part of a microbatch (rates grow with size), what is emulated once, on a hundredth of that.
+    """The rates at which this machine trains one block and updates parameters as there are in the
+    model, with the threads of a stage of a local run. Large models are measured on a part of a
+    microbatch (rates grow with size), what is emulated once, on a hundredth of that. Updates of
+    adapters are few: they cost nothing.
     """
     device, dtype = choose_device(settings.run.device, 0), WEIGHT_TYPES[settings.run.precision]
     most = _MEASURE_FLOPS / _PASSES

@@ -50,11 +50,9 @@ def option(
     auto: float | None = None,
     scope: Scope = "result",
 ) -> Any:
-    """A config field with its default, its one-line explanation, and its allowed values.
-
-    Bounds refuse what cannot work anywhere: a number must be at least 0, unless others are given.
-    `auto` is a number outside them that stands for a choice of our own, or for none; so is a
-    default below 0.
+    """A config field with its default, its one-line explanation, and its allowed values. A number
+    must be at least 0, unless other bounds are given; `auto` is a number outside them that stands
+    for a choice of our own, or for none, and so is a default below 0.
     """
     is_number = isinstance(default, int | float) and not isinstance(default, bool)
     least = least if above is None else None

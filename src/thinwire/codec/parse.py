@@ -1,8 +1,5 @@
-"""Codec names as users write them: `base`, `base(arguments)`, then suffixes behind a plus.
-
-Arguments read as in a call: `step(3.5)` gives a number, `int4(group=64)` names it, and a bare word
-switches something on, `int4(hadamard)`. What a codec takes is read off its constructor, so a new
-codec needs a name here and nothing else.
+"""Codec names as users write them: `base`, `base(arguments)`, then suffixes behind a plus. What a
+codec takes is read off its constructor, so a new codec needs a name here and nothing else.
 """
 
 import inspect

@@ -82,12 +82,10 @@ class Cast(Codec):
 
 
 class Integer(Codec):
-    """`intN`: each element a whole number of N bits, each row or group with a scale of its own.
-
-    The scale is the largest magnitude over the largest code, in bfloat16 rounded up, so nothing
-    is clipped. Codes are symmetric about zero, which is one of them; but with 2 bits the four
-    levels are -3/2, -1/2, 1/2, 3/2 times the scale.
-    With `hadamard` a row is rotated first, in blocks that do not cross groups.
+    """`intN`: each element a whole number of N bits, each row or group with a scale of its own, its
+    largest magnitude over the largest code, in bfloat16 rounded up: nothing is clipped. Codes are
+    symmetric about zero, one of them; with 2 bits they are -3/2, -1/2, 1/2, 3/2. With `hadamard` a
+    row is rotated first, in blocks that do not cross groups.
     """
 
     by_token = True
@@ -192,16 +190,11 @@ class TensorInteger(Codec):
 class StepCodec(Codec):
     """`step(bits)`: every element a multiple of one step, 16 bits wide before entropy coding.
 
-    step = rms * sqrt(2 pi e) * 2**-bits, the entropy of a Gaussian tensor in bits per element.
-    Where an element exceeds 32,000 steps, the step is enlarged.
-
+    step = rms * sqrt(2 pi e) * 2**-bits, or more where an element would exceed 32,000 steps.
     Gradients are rounded stochastically, and the receiver, who knows the random numbers, takes them
-    off again. Rows of nothing but zeros stay as they are: a token without a gradient gets none.
-
-    What all rows have in common (their mean in each column, in whole steps) is sent once; of
-    gradients zeros are sent, which cost nothing with `+zstd`. Where nearly all symbols fit into
-    four bits, the lower bytes are first the lower halves, two symbols to a byte, then the upper
-    halves.
+    off again; rows of zeros stay as they are. The mean of each column, in whole steps, is sent
+    once; of gradients zeros. Where nearly all symbols fit into four bits, the lower bytes are first
+    the lower halves, two symbols to a byte, then the upper halves.
     """
 
     def __init__(self, bits: float):
@@ -400,10 +393,8 @@ def _spread(key: int) -> tuple[Tensor, Tensor]:
 
 def rotate(x_RD: Tensor, largest: int, back: bool = False) -> Tensor:
     """Each row turned by a Walsh-Hadamard transform with random signs, in blocks of `largest` at
-    most; `back` undoes it. Lengths are kept, and an outlier is spread over its whole block.
-
-    Blocks are powers of four: 1/sqrt(S) is then a power of two, and turning back whole numbers
-    below 2**8 is exact, in whatever order a device adds them up.
+    most; `back` undoes it. Blocks are powers of four: 1/sqrt(S) is then a power of two, and turning
+    back whole numbers below 2**8 is exact, in whatever order a device adds them up.
     """
     turned = []
     with torch.autocast(x_RD.device.type, enabled=False):

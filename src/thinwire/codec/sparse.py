@@ -32,10 +32,9 @@ EVERY = slice(None)
 class PositionCode:
     """How k increasing positions below n become bits: a bitmap, or the code of Elias and Fano.
 
-    With `low` = 0 there is one mark for each of the n positions. Otherwise the lowest `low` bits of
-    every position are written as they are, the lowest first, and the rest in unary: the i-th
-    position p sets mark i + p // 2^low. The marks of all B samples are one stream of bits, their
-    low bits another.
+    With `low` = 0 there is one mark for each of the n positions. Otherwise the `low` lowest bits of
+    every position are written as they are, and the rest in unary: the i-th position p sets mark i +
+    p // 2^low. All marks are one stream of bits, all low bits another.
     """
 
     n: int
@@ -327,11 +326,9 @@ def _scattered(values: Tensor, positions: Positions, spec: TensorSpec) -> Tensor
 
 
 def drawn(count: int, k: int, key: int, device: torch.device) -> Tensor:
-    """The first k of the positions 0..count-1 in a random order that the key decides.
-
-    A position is a pair of numbers below ceil(sqrt(count)), and the order a Feistel network over
-    such pairs, with tables of random numbers that SHAKE-256 makes of the key. The few pairs past
-    the end go through it again until they are inside.
+    """The first k of the positions 0..count-1 in a random order that the key decides: that of a
+    Feistel network over pairs of numbers below ceil(sqrt(count)), with tables that SHAKE-256 makes
+    of the key. The few pairs past the end go through it again until they are inside.
     """
     if k == 0:
         return torch.zeros(0, dtype=torch.int64, device=device)

@@ -379,10 +379,9 @@ class AQSGD(Mirrored):
 
 
 class ExampleMemory:
-    """One row of bf16 numbers for each training example, and which of them were ever written.
-
-    In a folder the rows are a memory-mapped file without a name, which goes when the process goes.
-    Two ends are compared by checksums of rows, made when they are asked for of rows written since.
+    """One row of bf16 numbers for each training example; in a folder a memory-mapped file without a
+    name, which goes when the process goes. Two ends are compared by checksums of rows, made when
+    they are asked for of rows written since.
     """
 
     def __init__(self, row_shape: Shape, surroundings: Surroundings, device: torch.device):

@@ -108,13 +108,10 @@ class SubspaceBoundary(Boundary):
 class ProjectedBoundary(SubspaceBoundary):
     """A narrow cut between free weights: what lies outside the basis is lost here.
 
-    With `own_tables` every stage has a trainable token table; `table`, of (vocab, width), gives
-    the receiver its own. Where that is narrower than the stream a matrix widens its rows. It is
-    taken off again where that stage sends, so coordinates carry what context has added and nothing
-    that the stage itself knows.
-
-    With `shared` these tables are copies of the model's own embedding (engine/rows.py keeps them
-    equal), and nothing is lost where blocks write into the subspace.
+    With `own_tables` every stage has a trainable token table, taken off again where it sends;
+    `table`, of (vocab, width), gives the receiver its own, widened by a matrix where it is narrower
+    than the stream. With `shared` tables are copies of the model's own embedding (engine/rows.py
+    keeps them equal), and nothing is lost where blocks write into the subspace.
     """
 
     def __init__(

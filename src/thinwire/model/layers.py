@@ -1,9 +1,7 @@
 """Layers that write into a subspace S of the stream, for the constrained and the reparametrised
-model; and low-rank adapters (LoRA): a frozen matrix W becomes W + (alpha / rank) B A.
-
-A (rank, inputs) is drawn and B (outputs, rank) is zero at the start. Both are children of the layer
-that they stand beside, as peft names them: `q_proj.lora_A.weight`, `q_proj.lora_B.weight`. What a
-layer of S writes must stay there, so the B of its adapter is a writer of the same kind.
+model; and low-rank adapters (LoRA): a frozen matrix W becomes W + (alpha / rank) B A. These are
+children of the layer that they stand beside, as peft names them. What a layer of S writes must stay
+there, so the B of its adapter is a writer of the same kind.
 
 Shapes: B sequences, T positions, D model width, K rank, V vocabulary, N inputs of a writer.
 """

@@ -80,9 +80,8 @@ def rotary_tables(
     context: int, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines (T, E) of the rotary positions, computed in float32 on the CPU, by one
-    thread at a time: where two call a cosine first in one moment, MKL may not have chosen its
-    kernels for one of them yet, and its table is off by 1e-4. On the meta device only their shape:
-    torch imports its compiler to compute there, for seconds.
+    thread at a time: where two call a cosine first in one moment, MKL's may be off by 1e-4. On the
+    meta device only their shape: torch imports its compiler to compute there, for seconds.
     """
     if torch.get_default_device().type == "meta":
         return torch.empty(context, head_dim), torch.empty(context, head_dim)
@@ -268,10 +267,8 @@ class Llama:
 
     def kept_bytes(self, blocks: range, batch: int, width: int, computed: int) -> int:
         """Bytes that a forward of these blocks leaves behind for its backward; numbers have `width`
-        bytes, and what matrices give `computed` (less under autocast).
-
-        Of the stream two norms in and out, and of heads where they have norms; of matrices what
-        both norms gave, q k v as attention reads them and its result, four of the feed-forward.
+        bytes, and what matrices give `computed` (less under autocast): norms in and out, q k v as
+        attention reads them and its result, four of the feed-forward.
         """
         config = self._config
         normed = 4 * config.dim

@@ -82,11 +82,8 @@ class AdamW(Optimizer, torch.optim.AdamW):
 
 
 class SubspaceAdamW(Optimizer):
-    """AdamW whose second moment is constant along the model dimension of held parameters.
-
-    Adam's own turns an update out of any subspace that is not axis-aligned. Here the second moment
-    is one number per input unit, the mean over the model dimension: an update stays in S if the
-    gradient is in it.
+    """AdamW whose second moment is one number per input unit of held parameters, the mean over the
+    model dimension: an update stays in S if the gradient is in it, which Adam's own would not.
 
     Give it a constraint: then `step` first projects the gradients of the parameters it holds, and
     updates all others as AdamW does. (Clip after `constraint.project_gradients()`: the part that is
@@ -181,10 +178,8 @@ class RowAdamW(Optimizer):
 
 class Muon(Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay, for matrices: momentum whose
-    directions all count alike, by Newton-Schulz iterations, which keep a subspace.
-
-    A momentum whose columns lie in the span of a group's `basis` U is U H, and the result is U
-    times what the coordinates H alone would give: less work, and no rounding can lead out.
+    directions all count alike, by Newton-Schulz iterations, which keep a subspace. With a group's
+    `basis` they are done in its coordinates: less work, and no rounding can lead out.
 
     On a GPU matrices of one shape are orthogonalised together, in bfloat16. On a CPU each is by
     itself and in its own precision, so that a weight does not depend on which others share its

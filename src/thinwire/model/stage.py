@@ -191,9 +191,8 @@ class Stage(nn.Module):
 
     def _ends(self) -> dict[str, Boundary]:
         """The boundaries by global name."""
-        ends = {f"boundary.{self.names[0]}": self.incoming}
-        ends[f"boundary.{self._next_name}"] = self.outgoing
-        return {name: end for name, end in ends.items() if end is not None}
+        ends = {self.names[0]: self.incoming, self._next_name: self.outgoing}
+        return {f"boundary.{name}": end for name, end in ends.items() if end is not None}
 
     @property
     def _copy(self) -> nn.Parameter | None:
@@ -282,10 +281,8 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Score:
-    """The loss over batches: every token that counts weighs the same.
-
-    Sums stay on the device, so that scoring waits for nothing, in one tensor: small ones of each
-    batch would sit between logits, and the memory of these could not be used again.
+    """The loss over batches: every token that counts weighs the same. Sums stay on the device in
+    one tensor: small ones of each batch would sit between logits, whose memory is used again.
     """
 
     def __init__(self) -> None:

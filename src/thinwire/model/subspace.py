@@ -150,10 +150,8 @@ class Held:
 
 
 class Constraint:
-    """Holds parameters in S = Col(U): writers by their columns, an embedding by its rows.
-
-    `project_gradients` must run before an optimizer's moments see a gradient and before its norm is
-    taken. All after that stays in S if the second moment does (SubspaceAdamW).
+    """Holds parameters in S = Col(U): writers by their columns, an embedding by its rows. Gradients
+    must be projected before an optimizer's moments see them and before their norm is taken.
     """
 
     def __init__(self, basis_DK: Tensor, held: Iterable[Held]):

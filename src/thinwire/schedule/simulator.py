@@ -23,8 +23,7 @@ ROW_FRAME_BYTES = 1 << 18  # of rows that travel together: a stage hands on what
 @dataclass(frozen=True)
 class Costs:
     """Seconds per action of each stage, and bytes per microbatch over each cut, of which there is
-    one fewer. Rows of a shared embedding cross once a step: each stage adds its own to gradients
-    before they go on, and changes of the first stage go up to all.
+    one fewer. Rows of a shared embedding cross once a step, gradients down and changes up.
     """
 
     forward: list[float]
@@ -298,11 +297,9 @@ MANY_MICROBATCHES = 64  # with more than these a table of windows tries fewer
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated step; by then each step repeats the one before.
-
-    Spans count from the step's start on stage 0; other stages may begin before. `compute_seconds`
-    is work, which takes longer where cores are shared. `chain` are the parts of the longest chain
-    of causes through the step.
+    """One simulated step. Spans count from its start on stage 0; other stages may begin before.
+    `compute_seconds` is work, which takes longer where cores are shared. `chain` are the parts of
+    the longest chain of causes through the step.
     """
 
     schedule: Schedule
@@ -383,10 +380,9 @@ def simulate(
     cores: float | None = None,
 ) -> Simulation:
     """Play `steps` steps and report on the last; with delayed updates on the mean of some amid
-    others.
-
-    With `cores`, the stages share one machine on which so many compute at full speed at once. Two
-    steps reach the steady state, for at its verdict every stage is idle and every link empty.
+    others. With `cores`, the stages share one machine on which so many compute at full speed at
+    once. Two steps reach the steady state, for at its verdict every stage is idle and every link
+    empty.
     """
     links = (network or Network()).links(schedule.stages)
     seen, over = steps - 1, 1

@@ -1,7 +1,5 @@
-"""All settings of a run in one frozen tree, validated in one place.
-
-Each section's dataclass lives beside the code it configures; this file only gathers them. The
-resolved tree (every default filled in) is what travels to the stages, is saved, and is hashed.
+"""All settings of a run in one frozen tree, validated in one place. Resolved (every default filled
+in) it travels to the stages, is saved, and is hashed.
 """
 
 import contextlib
