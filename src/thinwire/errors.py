@@ -38,6 +38,22 @@ class ConfigError(ThinwireError):
     exit_code = 2
 
 
+LAST_RELEASE = "0.1.0"
+"""The last release that has the options that have gone."""
+
+
+class GoneError(ConfigError):
+    """Settings of an earlier release, with an option that has gone."""
+
+
+def gone(what: str) -> GoneError:
+    """The refusal of settings with an option that has gone."""
+    return GoneError(
+        f"{what} has gone from thinwire. Runs and checkpoints with it open with release "
+        f"{LAST_RELEASE}: pip install thinwire=={LAST_RELEASE}"
+    )
+
+
 class DataError(ThinwireError):
     """The corpus or the tokenizer cannot be used."""
 

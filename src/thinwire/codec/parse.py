@@ -13,7 +13,7 @@ from thinwire.codec.base import Codec, Leg
 from thinwire.codec.quantize import FORMATS, Cast, Integer, StepCodec, TensorInteger
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
 from thinwire.codec.wrappers import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback, Zstd
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, gone
 from thinwire.typed import nearest
 
 Factory = Callable[..., Codec]
@@ -59,6 +59,8 @@ _SUFFIXES: dict[str, Factory] = {
     "ef21": EF21,
     "aqsgd": AQSGD,
 }
+GONE = ("fp16", "fp8", "lowrank")
+"""Codecs of earlier releases."""
 
 
 def register_codec(name: str, factory: Factory) -> None:
@@ -95,7 +97,7 @@ def parse_codec(name: str, where: str = "codec") -> Codec:
         for suffix, arguments in suffixes:
             codec = _made(_SUFFIXES, suffix, arguments, codec)
     except ConfigError as error:
-        raise ConfigError(f'{where} = "{name}": {error}') from None
+        raise type(error)(f'{where} = "{name}": {error}') from None
     return codec
 
 
@@ -113,6 +115,8 @@ def _terms(text: str) -> list[tuple[str, str]]:
 def _made(factories: dict[str, Factory], name: str, arguments: str, *inner: Codec) -> Codec:
     """What a factory makes of the arguments, once these fit its signature."""
     if name not in factories:
+        if name in GONE:
+            raise gone(f"the codec {name}")
         is_base = factories is _CODECS
         if name in (_SUFFIXES if is_base else _CODECS):
             hint = f"bf16+{name}" if is_base else f"{name}+zstd"

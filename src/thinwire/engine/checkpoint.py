@@ -36,7 +36,7 @@ from thinwire.data.chat import CONFIG
 from thinwire.engine.keeper import COVARIANCE, NEXT_MEASURES
 from thinwire.engine.source import Source, Versions
 from thinwire.engine.trace import is_finite
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import CheckpointError, ConfigError, GoneError
 from thinwire.folders import flush
 from thinwire.settings import Settings
 from thinwire.typed import Exact, learn_types
@@ -193,6 +193,8 @@ class Checkpoint(Source):
         self._check_plugins()
         try:
             return Settings.from_plain(_as_meant(self.manifest["settings"]))
+        except GoneError as error:
+            raise CheckpointError(f"{self.folder} cannot be opened: {error}") from error
         except PluginError as error:
             raise CheckpointError(f"{self.folder} was written with a plugin: {error}") from error
         except ConfigError as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, gone
 from thinwire.model import BoundaryConfig, LoraConfig, ModelConfig, OptimConfig
 from thinwire.model.config import SIZES
 from thinwire.paths import expanded
@@ -274,16 +274,27 @@ GONE: dict[str, dict[str, Any]] = {
     "optim": {"momentum": _ANY, "basis_lr": _ANY},
     "link": {"port": 0},
 }
-"""Keys of an earlier release that have gone, and the values with which they changed nothing."""
+"""Keys that have gone, and the values with which they changed nothing."""
+GONE_VALUES = [
+    *(("model", "preset", "resnet18"), ("data", "source", "images")),
+    *(("boundary", "anchor", "trainable"), ("optim", "name", "sgd")),
+]
 
 
 def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
-    """The same without keys that have gone, where they changed nothing."""
+    """The same without keys of an earlier release that changed nothing; refused if they did."""
     kept = dict(values)
     for section, unused in GONE.items():
-        if isinstance(keys := values.get(section), dict):
-            gone = [key for key in keys.keys() & unused if unused[key] in (keys[key], _ANY)]
-            kept[section] = {key: value for key, value in keys.items() if key not in gone}
+        keys = values.get(section)
+        if not isinstance(keys, dict):
+            continue
+        kept[section] = {key: value for key, value in keys.items() if key not in unused}
+        for key, value in keys.items():
+            has_effect = unused.get(key, value) not in (value, _ANY)
+            if has_effect or (section, key, value) in GONE_VALUES:
+                raise gone(f"{section}.{key} = {value!r}")
+        if keys.get("mode") == "projected" and keys.get("anchor") == "fixed":
+            raise gone('boundary.anchor = "fixed" with boundary.mode = "projected"')
     return kept
 
 
@@ -308,6 +319,8 @@ def apply_override(values: dict[str, Any], override: str, kind: type = Settings)
     sections = typing.get_type_hints(kind)
     if section not in sections:
         raise ConfigError(f'unknown section "{section}"{nearest(section, sections)}')
+    if key in GONE.get(section, {}) and kind is Settings:
+        raise gone(f"{section}.{key}")
     parsed = parse_literal(text.strip(), sections[section], key, f"{section}.{key}")
     table = values.setdefault(section, {})
     if not isinstance(table, dict):
