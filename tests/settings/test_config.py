@@ -103,11 +103,15 @@ def test_a_patience_shorter_than_an_outage_is_remarked():
         assert any("run.patience = 20 is shorter than" in text for text in found) == is_short
 
 
-def test_sizes_of_a_file_that_reshape_another_preset_are_remarked(tmp_path):
+def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text("[model]\ndim = 192\nlayers = 4\nheads = 12\n")
-    (told,) = remarks(load_settings(path, ["model.preset=160m", "model.layers=0"]))
-    assert told == 'model.preset = "160m" is changed: dim 192 (not 768)'
+    path.write_text("[model]\ndim = 128\nlayers = 4\nheads = 12\n")
+    with pytest.raises(ConfigError, match=r"contradicts .*run.toml, which sets model.layers = 4, "):
+        load_settings(path, ["model.preset=160m"])
+    with pytest.raises(ConfigError, match=r"which sets model.dim = 128\. .* --set model.dim=768"):
+        load_settings(path, ["model.preset=160m", "model.layers=4"])
+    assert load_settings(path, ["model.preset=160m", "model.layers=4", "model.dim=0"])
+    assert load_settings(path, ["model.heads=4"]).model.dim == 128
 
 
 @pytest.mark.parametrize(("changes", "remark"), [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError
+from thinwire.model import ModelConfig
 from thinwire.recipes import BEST, RATES, SHEETS, is_muon, rates_of, sized
 from thinwire.settings.tree import Settings, apply_override, merged
 
@@ -33,9 +34,30 @@ def load_settings(path: Path | None, overrides: list[str], allow_plugins: bool =
 def load_asked(path: Path | None, overrides: list[str]) -> Settings:
     """The same, but as it was asked for: a preset and "auto" are not filled in."""
     values = {} if path is None else _read_place(path)
+    before = values.get("model")
+    preset = before.get("preset") if isinstance(before, dict) else None
     for override in overrides:
         apply_override(values, override)
-    return Settings.as_asked(values)
+    asked = Settings.as_asked(values)
+    if path is not None and asked.model.preset != (preset or ModelConfig().preset):
+        _refuse_stale_sizes(path, asked.model, overrides)
+    return asked
+
+
+def _refuse_stale_sizes(path: Path, model: ModelConfig, overrides: list[str]) -> None:
+    """Sizes in the file were meant for its own preset: they must not reshape another in silence."""
+    named = {override.partition("=")[0].strip() for override in overrides}
+    stale = {
+        f"model.{key} = {value}": f"--set model.{key}={preset_value}"
+        for key, (value, preset_value) in model.unlike_preset().items()
+        if f"model.{key}" not in named
+    }
+    if stale:
+        raise ConfigError(
+            f"--set model.preset={model.preset} contradicts {path}, which sets "
+            f"{', '.join(stale)}. For the preset's own sizes delete these keys there or add "
+            f"{' '.join(stale.values())}; to keep one, repeat it with --set"
+        )
 
 
 def _read_place(path: Path) -> dict[str, Any]:
