@@ -49,6 +49,8 @@ def test_an_open_window_is_twice_the_stages_by_the_settings_alone():
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
+        (build, ("1f1b", 4, 8, -2), "window = -2: .* of -1 or more"),
+        (build, ("gpipe", 0, 8), "pipeline.stages = 0, .* one or more"),
         (build, ("1flb", 4, 8), 'did you mean "1f1b"'),
         (build, ("gpipe", 4, 8, 3), 'pipeline.window = 3 .* pipeline.schedule = "1f1b"'),
         (build, ("1f1b", 4, 3),

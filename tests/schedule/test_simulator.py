@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thinwire.errors import ConfigError
 from thinwire.schedule import Costs, Network, Span, build, simulate, window_table
 from thinwire.schedule.simulator import CONTROL_BYTES, ROW_FRAME_BYTES
 
@@ -137,6 +138,16 @@ def test_the_window_table_trades_memory_for_time():
     assert all(count[0] == window for window, count in zip(windows, held, strict=True))
     with_cores = window_table(4, 16, costs(4), Network(latency_s=5.0), cores=1)
     assert all(b[1] >= a[1] for a, b in zip(table, with_cores, strict=True))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"costs": costs(3)}, "costs.forward has 3 numbers, 2 stages need 2"),
+    ({"costs": costs(2, forward=-1.0)}, "costs.forward = -1.0"),
+])  # fmt: skip
+def test_what_cannot_be_simulated(changes, message):
+    arguments = {"schedule": build("gpipe", 2, 2), "costs": costs(2)} | changes
+    with pytest.raises(ConfigError, match=message):
+        simulate(**arguments)
 
 
 @pytest.mark.parametrize("frames", [1, 8])

@@ -155,6 +155,9 @@ def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int
     """The schedule of that name; a window beyond what is of use is lowered to that."""
     if name not in NAMES:
         raise ConfigError(f"pipeline.schedule = {name!r} is not allowed{nearest(name, NAMES)}")
+    if min(stages, microbatches) < 1 or window < OPEN:
+        sizes = f"pipeline.stages = {stages}, microbatches = {microbatches}, window = {window}"
+        raise ConfigError(f"{sizes}: a pipeline has one or more, and a window of {OPEN} or more")
     if window == OPEN:
         window = 2 * stages if name == "1f1b" else 0
     if name == "gpipe":

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
+from thinwire.errors import ConfigError
 from thinwire.occupancy import Occupancy
 from thinwire.schedule.build import Action, Kind, Schedule, build
 
@@ -289,6 +290,19 @@ class Play:
             self.spans.append(Span(stage, lane, label, start, end))
 
 
+def _check(what: str, lists: Costs | Links, stages: int) -> None:
+    """Refuse lists of the wrong length and numbers that are no amount."""
+    for name, values in vars(lists).items():
+        wanted = stages - 1 if name == "latency_s" or name.endswith("bytes") else stages
+        if len(values) != wanted and (values or name != "row_bytes"):
+            raise ConfigError(
+                f"{what}.{name} has {len(values)} numbers, {stages} stages need {wanted}"
+            )
+        for value in values:
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{what}.{name} = {value}: must be 0 or more, and finite")
+
+
 BOUND_SHARE = 0.85  # a resource busy for this share of the step is called its limit
 SHARED = "compute shared by all stages"
 OVERLAPPING = 4  # steps of which the mean is taken with delayed updates
@@ -385,6 +399,8 @@ def simulate(
     empty.
     """
     links = (network or Network()).links(schedule.stages)
+    _check("costs", costs, schedule.stages)
+    _check("links", links, schedule.stages)
     seen, over = steps - 1, 1
     if schedule.delay:
         seen, over = steps + OVERLAPPING, OVERLAPPING
