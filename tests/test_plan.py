@@ -22,6 +22,7 @@ from thinwire.plan import (
     plan_to_plain,
     stage_memory,
 )
+from thinwire.schedule import grid
 from thinwire.settings import Settings, crossing, machine_cores
 from thinwire.wire import Frame, FrameKind, encode
 
@@ -166,7 +167,7 @@ def test_the_text_answers_what_a_person_asks_and_programs_get_json(slow_link):
         "blocks 2..3",
         f"{plan.simulation.step_seconds:.3f} s per step",
         "not counting start, validations and checkpoints",
-        plan.simulation.schedule.grid(),
+        grid(plan.simulation.schedule),
     ):
         assert wanted in text
     assert text.count("<- this run") == 1

@@ -1,7 +1,5 @@
-"""The planner: an estimate of what a run will cost, before it starts.
-
-Compute times are measured on this machine with one block of the model (or given as a FLOP rate),
-bytes and links come from the settings, and the schedule's own simulator puts them together.
+"""The planner: an estimate of what a run will cost, before it starts, by the schedule's simulator,
+from a rate that is measured with one block of the model (or given) and the sizes of the settings.
 """
 
 import dataclasses
@@ -24,30 +22,18 @@ from thinwire.engine.build import (
 )
 from thinwire.model import LoraConfig, architecture
 from thinwire.model.optim import Role, StageOptimizer, orthogonalising_flops
+from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.report.human import duration, human_bytes, human_flops
 from thinwire.report.table import against_bf16
-from thinwire.schedule import Costs, Counts, Schedule, Simulation, deal, simulate, window_table
-from thinwire.settings import Settings, machine_cores, threads_per_stage
-from thinwire.settings.crossing import (
-    BF16_BYTES,
-    bytes_per_token,
-    checkpoint_interval,
-    frame_bytes,
-    logged_bytes,
-    logged_steps,
-    network_of,
-    row_bytes,
-    size_kind,
-    size_word,
-)
-from thinwire.settings.precision import WEIGHT_TYPES
+from thinwire.schedule import Costs, Counts, Simulation, deal, grid, simulate, window_table
+from thinwire.settings import Settings, crossing, machine_cores, threads_per_stage
 
-BACKWARD_PER_FORWARD = 2.0  # operations of a block whose matrices are trained
-TABLE_BYTES = 2  # the fixed token table is kept in bf16
 WORTH = 0.03  # what another split, order or window must gain before the plain one is left
 _SLOW = 1.5  # a stage that computes so many times as long as any other is told
 _MEASURE_SECONDS = 5.0  # an update that takes longer is computed from its matrix products
 _MEASURE_FLOPS = 2e10  # a probe larger than this is measured on fewer tokens and scaled
+_PASSES = 3.0  # a forward and a backward of trained matrices have so many forwards' operations
+_TABLE_BYTES = 2  # the fixed token table is kept in bf16
 _GRID_COLUMNS = 40  # a grid with more slots than these is shown by its two ends
 _GRID_END = 12
 
@@ -86,31 +72,27 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
     rates = Rates(flops_per_s) if flops_per_s else measure_rates(settings)
     # Stages of a local run share this machine; with a given rate each has a machine of its own.
     cores, machine = (None, "a machine per stage") if flops_per_s else _shared(settings)
-    costs = estimate_costs(settings, *rates)
-    p = settings.pipeline
-    network = network_of(settings)
-    windows = []
+    costs, network = estimate_costs(settings, *rates), crossing.network_of(settings)
+    p, schedule, windows, undelayed = settings.pipeline, settings.schedule(), [], None
+    simulation = simulate(schedule, costs, network, cores=cores)
     if p.schedule == "1f1b" and p.stages > 1:
         windows = window_table(p.stages, p.microbatches, costs, network, cores, p.delay)
-    simulation = simulate(settings.schedule(), costs, network, cores=cores)
-    undelayed = None
+        if schedule.window not in [window for window, *_ in windows]:
+            this = (schedule.window, simulation.step_seconds, list(schedule.held))
+            windows = sorted([*windows, this])
     if p.delay:
-        other = dataclasses.replace(simulation.schedule, delay=0)
+        other = dataclasses.replace(schedule, delay=0)
         undelayed = simulate(other, costs, network, cores=cores).step_seconds
-    held = list(simulation.schedule.held)
-    this = (simulation.schedule.window, simulation.step_seconds, held)
-    if windows and this[0] not in [window for window, *_ in windows]:
-        windows = sorted([*windows, this])
     weights = [stage_weights(settings, stage) for stage in range(p.stages)]
-    memory = [stage_memory(settings, s, weights[s], held[s]) for s in range(p.stages)]
+    held = enumerate(zip(weights, schedule.held, strict=True))
     return Plan(
         settings,
         costs,
         simulation,
         windows,
         weights,
-        memory,
-        rates.flops,
+        memory_bytes=[stage_memory(settings, stage, *needed) for stage, needed in held],
+        flops_per_s=rates.flops,
         is_measured=flops_per_s is None,
         machine=machine,
         better_split=_better_split(settings, rates, simulation),
@@ -139,41 +121,38 @@ def _better_split(
     least_on_last = max(1, settings.boundary.free_layers)
     _, counts = deal(settings.model.layers, settings.pipeline.stages, least_on_last, seconds)
     costs = estimate_costs(with_split(settings, counts), *rates)
-    other = simulate(now.schedule, costs, network_of(settings), cores=now.cores).step_seconds
+    network = crossing.network_of(settings)
+    other = simulate(now.schedule, costs, network, cores=now.cores).step_seconds
     return (list(counts), other) if other * (1 + WORTH) < now.step_seconds else None
 
 
 def with_split(settings: Settings, counts: Counts) -> Settings:
-    """The same run with so many blocks on each stage; an even split is left unnamed, as it was.
-
-    What is trained stays the same: blocks that are left unconstrained remain so.
-    """
+    """The same run with so many blocks on each stage; an even split is left unnamed, as it was."""
     if list(counts) == [len(blocks) for blocks in settings.split()]:
         return settings
-    pipeline = dataclasses.replace(settings.pipeline, split=list(counts))
-    return dataclasses.replace(settings, pipeline=pipeline)
+    return settings.with_keys("pipeline", split=list(counts))
 
 
 def estimate_costs(
     settings: Settings, flops_per_s: float | Sequence[float], updates_per_s: float = math.inf
 ) -> Costs:
-    """Seconds and bytes of every action, from the model's shape and the rates of `Rates`.
-
-    With a sequence of FLOP rates each stage has its own.
-    """
+    """Seconds and bytes of every action; with a sequence of FLOP rates each stage has its own."""
     split = settings.split()
     rates = flops_per_s if isinstance(flops_per_s, Sequence) else [flops_per_s] * len(split)
-    seconds = [
-        block_seconds(settings, blocks, rate) for blocks, rate in zip(split, rates, strict=True)
-    ]
-    forward, backward = [out for out, _ in seconds], [back for _, back in seconds]
-    sizes = [frame_bytes(settings, cut) for cut in range(settings.pipeline.stages - 1)]
+    seconds = [block_seconds(settings, *stage) for stage in zip(split, rates, strict=True)]
+    sizes = [crossing.frame_bytes(settings, cut) for cut in range(len(split) - 1)]
     update = [0.0] * len(split)
     if updates_per_s < math.inf:
         update = [stage_weights(settings, s).trained / updates_per_s for s in range(len(split))]
-    out, back = [size for size, _ in sizes], [size for _, size in sizes]
-    rows = [row_bytes(settings)] * len(sizes) if settings.boundary.shares_embedding else []
-    return Costs(forward, backward, update, out, back, rows)
+    rows = [crossing.row_bytes(settings)] if settings.boundary.shares_embedding else []
+    return Costs(
+        forward=[out for out, _ in seconds],
+        backward=[back for _, back in seconds],
+        update=update,
+        forward_bytes=[out for out, _ in sizes],
+        backward_bytes=[back for _, back in sizes],
+        row_bytes=rows * len(sizes),
+    )
 
 
 def block_seconds(settings: Settings, blocks: range, flops_per_s: float) -> tuple[float, float]:
@@ -192,15 +171,12 @@ def stage_memory(settings: Settings, stage: int, weights: Weights, in_flight: in
 
 
 def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight: int) -> int:
-    """Bytes of weights, gradients, optimizer state, token table and activations in flight.
-
-    Under autocast there is at most one rounded copy of the weights beside them: an embedding and
-    norms, which are counted here, have none. Frozen weights have neither copy, gradient nor state.
-    With delayed updates weights, gradients and rounded copies are there twice.
+    """Bytes of weights, gradients, optimizer state, token table and activations in flight; under
+    autocast also of one rounded copy of weights. Frozen weights have neither copy, gradient nor
+    state. With delayed updates all but the state is there twice.
     """
     width, twice = WEIGHT_TYPES[settings.run.precision].itemsize, settings.pipeline.overlap
-    states = 3 if settings.optim.name == "adamw" else 2  # gradient, moments
-    states += 2 * twice
+    states = 2 * twice + (3 if settings.optim.name == "adamw" else 2)  # gradient, moments
     model, family = settings.model, architecture(settings.model)
     batch = settings.microbatch_size
     compute_width = 2 if settings.run.precision == "bf16" else width
@@ -216,7 +192,7 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
     if blocks.stop == model.layers:
         activations += family.logits(batch) * (compute_width + 2 * 4)
     fixed = settings.boundary.anchor == "fixed"
-    table = model.vocab * model.dim * TABLE_BYTES if fixed else 0
+    table = model.vocab * model.dim * _TABLE_BYTES if fixed else 0
     if settings.boundary.shares_embedding:
         # A gradient, and those of rows that wait; on the first stage two moments too.
         needed = 4 if blocks.start == 0 else 2
@@ -226,15 +202,13 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
 
 
 def measure_rates(settings: Settings, repeats: int = 3) -> Rates:
-    """The rates at which this machine trains one block, forward and backward together, and updates
-    parameters as there are in the model. Those of adapters are few: their updates cost nothing.
-
-    On a CPU with as many threads as each stage of a local run has; large models are measured on
-    a part of a microbatch, which flatters nobody: rates grow with size. What is emulated is
-    measured once, on a hundredth of that.
+    """The rates at which this machine trains one block and updates parameters as there are in the
+    model, with the threads of a stage of a local run. Large models are measured on a part of a
+    microbatch (rates grow with size), what is emulated once, on a hundredth of that. Updates of
+    adapters are few: they cost nothing.
     """
     device, dtype = choose_device(settings.run.device, 0), WEIGHT_TYPES[settings.run.precision]
-    most = _MEASURE_FLOPS / (1 + BACKWARD_PER_FORWARD)
+    most = _MEASURE_FLOPS / _PASSES
     if is_emulated(settings.run.precision, device):
         most, repeats = most / 100, 0
     block, shape, flops = architecture(settings.model).probe(settings.microbatch_size, most)
@@ -273,18 +247,18 @@ def measure_rates(settings: Settings, repeats: int = 3) -> Rates:
 
     try:
         best = min(seconds(train) for _ in range(repeats + 1))
-        rates = Rates(flops * (1 + BACKWARD_PER_FORWARD) / best)
+        rate = flops * _PASSES / best
         if settings.lora.rank:
-            return rates
+            return Rates(rate)
         own = sum(p.numel() for p in parameters.values())
         all_trained = model_weights(settings).trained
         of_others = update_seconds({})
         products = sum(orthogonalising_flops(parameters[name].shape) for name in matrices)
-        of_blocks = of_others + products / rates.flops
+        of_blocks = of_others + products / rate
         if matrices and of_blocks < _MEASURE_SECONDS:  # of 8b on a CPU it would be minutes
             of_blocks = update_seconds(matrices)
         layers, others = settings.model.layers, max(0, all_trained / own - settings.model.layers)
-        return Rates(rates.flops, all_trained / (layers * of_blocks + others * of_others))
+        return Rates(rate, all_trained / (layers * of_blocks + others * of_others))
     finally:
         torch.set_num_threads(threads)
 
@@ -292,7 +266,6 @@ def measure_rates(settings: Settings, repeats: int = 3) -> Rates:
 def plan_text(plan: Plan) -> str:
     """The plan for a person."""
     settings, simulation = plan.settings, plan.simulation
-    link = settings.link
     rows = f"sequences, {settings.tokens_per_step:,} tokens,"
     lines = [
         "An estimate: nothing is trained. The step is simulated from a compute rate that is "
@@ -308,18 +281,16 @@ def plan_text(plan: Plan) -> str:
         *_log_lines(settings),
         "",
         "schedule (a column is a slot of equal length, F forward, B backward, U update):",
-        short_grid(simulation.schedule),
+        grid(simulation.schedule, _GRID_COLUMNS, _GRID_END),
         "",
         simulation.describe(),
         "",
         f"stage  {'parameters':>14}  {'memory':>9}  layers",
     ]
     for stage, blocks in enumerate(settings.split()):
-        names = f"blocks {blocks.start}..{blocks.stop - 1}"
-        lines.append(
-            f"{stage:5}  {plan.parameters[stage]:14,}  {human_bytes(plan.memory_bytes[stage]):>9}"
-            f"  {names}"
-        )
+        memory = human_bytes(plan.memory_bytes[stage])
+        sizes = f"{stage:5}  {plan.parameters[stage]:14,}  {memory:>9}"
+        lines.append(f"{sizes}  blocks {blocks.start}..{blocks.stop - 1}")
     if settings.pipeline.stages > 1:
         lines += ["", *_cut_lines(settings)]
     if plan.windows:
@@ -337,7 +308,7 @@ def plan_text(plan: Plan) -> str:
         f"estimate: {seconds:.3f} s per step, {rate:,.0f} tokens/s, {duration(total)} for "
         f"{settings.train.steps:,} steps, not counting start, validations and checkpoints",
     ]
-    if not link.emulate:
+    if not settings.link.emulate:
         lines.append("link.emulate is off: the estimate assumes links that cost no time")
     return "\n".join(lines)
 
@@ -365,25 +336,21 @@ def _lora_lines(plan: Plan) -> list[str]:
 def _notes(plan: Plan) -> list[str]:
     """What would make the step shorter, or why a slow stage stays slow."""
     simulation, notes = plan.simulation, []
-    others = sorted(simulation.compute_seconds)
+    fast, slow = [math.inf, *sorted(simulation.compute_seconds)][-2:]
     if plan.better_split:
         counts, seconds = plan.better_split
         notes.append(
             f"note: pipeline.split = {counts} would take {seconds:.3f} s per step: stages would "
             "compute more equally long; its cuts lie elsewhere"
         )
-    elif (
-        simulation.bound.startswith("compute")
-        and len(others) > 1
-        and others[-1] > _SLOW * others[-2]
-    ):
-        slow = simulation.compute_seconds.index(others[-1])
+    elif simulation.bound.startswith("compute") and slow > _SLOW * fast:
+        stage = simulation.compute_seconds.index(slow)
         notes.append(
-            f"note: stage {slow} computes {others[-1] / others[-2]:.1f} times as long as any "
-            "other, and no split would be faster; fewer stages leave fewer to wait for it"
+            f"note: stage {stage} computes {slow / fast:.1f} times as long as any other, and no "
+            "split would be faster; fewer stages leave fewer to wait for it"
         )
     if plan.undelayed_seconds is not None:
-        times = plan.undelayed_seconds / plan.simulation.step_seconds
+        times = plan.undelayed_seconds / simulation.step_seconds
         notes.append(
             f"note: without delayed updates (pipeline.delay = 0) a step would take "
             f"{plan.undelayed_seconds:.3f} s, {times:.2f} times as long, and learn more; this is "
@@ -406,16 +373,17 @@ def _cut_lines(settings: Settings) -> list[str]:
     alike = len({settings.codec.names(cut) for cut in cuts}) == 1
     lines = []
     for cut in cuts[:1] if alike else cuts:
-        out, back = frame_bytes(settings, cut)
+        out, back = crossing.frame_bytes(settings, cut)
         which = "each cut" if alike else f"cut {cut}"
-        ratio = 2 * BF16_BYTES * settings.model.dim * tokens / (out + back)
+        ratio = 2 * crossing.BF16_BYTES * settings.model.dim * tokens / (out + back)
+        about = crossing.size_word(settings, cut)
         lines.append(
-            f"{which}, per microbatch: {size_word(settings, cut)}{human_bytes(out)} forward "
+            f"{which}, per microbatch: {about}{human_bytes(out)} forward "
             f"({out / tokens:,.1f} bytes per token), {human_bytes(back)} backward "
             f"({back / tokens:,.1f}); {against_bf16(ratio)}"
         )
-    if rows := row_bytes(settings):
-        ratio = 2 * BF16_BYTES * settings.model.dim / bytes_per_token(settings)
+    if rows := crossing.row_bytes(settings):
+        ratio = 2 * crossing.BF16_BYTES * settings.model.dim / crossing.bytes_per_token(settings)
         lines.append(
             f"each cut, per step: about {human_bytes(rows)} each way for rows of the embedding "
             f"({rows / settings.tokens_per_step:,.1f} bytes per token); with them "
@@ -424,30 +392,17 @@ def _cut_lines(settings: Settings) -> list[str]:
     return lines
 
 
-def short_grid(schedule: Schedule) -> str:
-    """The schedule's grid, of which a long one shows only how it begins and how it ends."""
-    grid = schedule.grid()
-    cell = 2 + len(f"{schedule.stages - 1}F{schedule.microbatches - 1}")
-    title = len(f"stage {schedule.stages - 1} ")
-    lines = grid.splitlines()
-    columns = -(-(max(map(len, lines)) - title) // cell)
-    if columns <= _GRID_COLUMNS:
-        return grid
-    begin, end = title + _GRID_END * cell, title + (columns - _GRID_END) * cell
-    short = [f"{line[:begin]:<{begin}} ...  {line[end:]}".rstrip() for line in lines]
-    left_out = columns - 2 * _GRID_END
-    return "\n".join([*short, f"({left_out:,} slots are left out here; --json has them all)"])
-
-
 def plan_to_plain(plan: Plan) -> dict[str, Any]:
     """The plan for a program."""
-    out, back = frame_bytes(plan.settings)
+    settings, simulation = plan.settings, plan.simulation
+    out, back = crossing.frame_bytes(settings)
+    sizes = zip(plan.costs.forward_bytes, plan.costs.backward_bytes, strict=True)
     return {
-        "step_seconds": plan.simulation.step_seconds,
-        "tokens_per_s": plan.settings.tokens_per_step / plan.simulation.step_seconds,
-        "bound": plan.simulation.bound,
-        "chain_seconds": plan.simulation.chain,
-        "bubble_fraction": plan.simulation.bubble_fraction,
+        "step_seconds": simulation.step_seconds,
+        "tokens_per_s": settings.tokens_per_step / simulation.step_seconds,
+        "bound": simulation.bound,
+        "chain_seconds": simulation.chain,
+        "bubble_fraction": simulation.bubble_fraction,
         "flops_per_s": plan.flops_per_s,
         "flops_are_measured": plan.is_measured,
         "parameters": plan.parameters,
@@ -460,33 +415,31 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
                 "cut": cut,
                 "forward_bytes": forward,
                 "backward_bytes": backward,
-                "bytes_are": size_kind(plan.settings, cut),
-                "row_bytes": row_bytes(plan.settings),
+                "bytes_are": crossing.size_kind(settings, cut),
+                "row_bytes": crossing.row_bytes(settings),
             }
-            for cut, (forward, backward) in enumerate(
-                zip(plan.costs.forward_bytes, plan.costs.backward_bytes, strict=True)
-            )
+            for cut, (forward, backward) in enumerate(sizes)
         ],
-        "uplink_utilisation": plan.simulation.uplink_utilisation,
+        "uplink_utilisation": simulation.uplink_utilisation,
         "windows": [
             {"window": w, "step_seconds": s, "in_flight": held} for w, s, held in plan.windows
         ],
         "better_split": plan.better_split[0] if plan.better_split else None,
         "better_split_step_seconds": plan.better_split[1] if plan.better_split else None,
         "undelayed_step_seconds": plan.undelayed_seconds,
-        "schedule": str(plan.simulation.schedule),
-        "config_hash": plan.settings.hash,
+        "schedule": str(simulation.schedule),
+        "config_hash": settings.hash,
     }
 
 
 def _log_lines(settings: Settings) -> list[str]:
     """How much disk the logs take from which a lost stage is computed again."""
-    reach, every = logged_steps(settings), checkpoint_interval(settings)
+    reach, every = crossing.logged_steps(settings), crossing.checkpoint_interval(settings)
     if not reach:
         return []
     steps = min(every if every > 0 else settings.train.steps, settings.train.steps, reach)
     ends = 2 if settings.pipeline.stages > 2 else 1
-    room = human_bytes(ends * logged_bytes(settings, steps))
+    room = human_bytes(ends * crossing.logged_bytes(settings, steps))
     return [
         f"logs: up to {room} on the disk of a stage, what it sends in {steps:,} steps, until a "
         "checkpoint is complete"

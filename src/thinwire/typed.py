@@ -1,19 +1,17 @@
-"""Strict conversion between plain data (TOML, JSON) and config dataclasses.
-
-Each room keeps its own config dataclass beside the code it configures; this file is the one place
-that fills them, so an unknown key or a wrong type is refused everywhere alike. msgspec decides
-whether a value has its type; what is said about it, and what a setting allows, is here.
+"""Strict conversion between plain data (TOML, JSON) and config dataclasses: an unknown key or a
+wrong type is refused everywhere alike. msgspec decides whether a value has its type; what is said
+about it, and what a setting allows, is here.
 """
 
 import dataclasses
 import difflib
 import json
 import math
-import operator
 import re
 import tomllib
 import typing
 from collections.abc import Mapping
+from operator import ge, gt, le, lt
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,12 +22,7 @@ T = TypeVar("T")
 Scope = typing.Literal["result", "keeping", "machine"]
 """Whose affair a setting is: it decides the result, so that every peer must have the same; it says
 how a run is named, watched, kept and hurried; or it is each machine's own."""
-_HOLDS = {
-    "at least": operator.ge,
-    "above": operator.gt,
-    "at most": operator.le,
-    "below": operator.lt,
-}
+_HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
 _LIMIT = 2**63  # what TOML can hold, and what torch counts with
 
 Finite = typing.Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
@@ -42,9 +35,7 @@ def nearest(word: str, candidates: typing.Iterable[str]) -> str:
     """A suggestion such as `; did you mean "dim"?`, or the list of what is allowed."""
     names = list(candidates)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    if close:
-        return f'; did you mean "{close[0]}"?'
-    return f"; allowed: {', '.join(names)}"
+    return f'; did you mean "{close[0]}"?' if close else f"; allowed: {', '.join(names)}"
 
 
 def option(
@@ -52,25 +43,25 @@ def option(
     help: str,
     choices: tuple[str, ...] = (),
     *,
-    least: float | None = None,
+    least: float | None = 0,
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
     auto: float | None = None,
     scope: Scope = "result",
 ) -> Any:
-    """A config field with its default, its one-line explanation, and its allowed values.
-
-    Bounds refuse what cannot work anywhere, so that a slip of the keyboard is refused at once and
-    not by a machine that runs out of memory. `auto` is a number outside them that stands for a
-    choice of our own, or for none.
+    """A config field with its default, its one-line explanation, and its allowed values. A number
+    must be at least 0, unless other bounds are given; `auto` is a number outside them that stands
+    for a choice of our own, or for none, and so is a default below 0.
     """
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    least = least if above is None else None
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     metadata = {
         "help": help,
         "choices": choices,
-        "bounds": {words: bound for words, bound in bounds.items() if bound is not None},
-        "auto": auto,
+        "bounds": {w: bound for w, bound in bounds.items() if is_number and bound is not None},
+        "auto": default if is_number and default < 0 else auto,
         "scope": scope,
     }
     if isinstance(default, list):
@@ -79,10 +70,8 @@ def option(
 
 
 def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
-    """Build the dataclass `cls` from a plain mapping; refuse unknown keys and wrong types.
-
-    `where` is the dotted place of the mapping, used in messages ("model.dim").
-    Nested dataclasses (the sections of a run) are filled the same way.
+    """Build the dataclass `cls`, and those in it, from a plain mapping; refuse unknown keys and
+    wrong types. `where` is the dotted place of the mapping, for messages ("model.dim").
     """
     if not isinstance(values, dict):
         raise ConfigError(f"{where or 'config'} must be a table of keys, got {values!r}")
@@ -106,15 +95,9 @@ def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
     return cls(**arguments)
 
 
-def to_plain(config: Any) -> dict[str, Any]:
-    """The dataclass as nested plain dictionaries, the inverse of `from_plain`."""
-    return dataclasses.asdict(config)
-
-
 def to_toml(config: Any, resolved: Any | None = None) -> str:
-    """The sections of a config as TOML: every key with its value and what it means.
-
-    Where `resolved` has another value, as for a key left to "auto", the comment names that too.
+    """The sections of a config as TOML: every key with its value and what it means, and what it is
+    in `resolved`, if that is another value.
     """
     lines = []
     for section in dataclasses.fields(config):
@@ -131,9 +114,8 @@ def to_toml(config: Any, resolved: Any | None = None) -> str:
                 note = f"here {_literal(result)}: {note}"
             entries.append((f"{entry.name} = {_literal(value)}", note))
         width = max(len(text) for text, _ in entries)
-        lines.append(f"[{section.name}]")
-        lines += [f"{text:<{width}}  # {note}" for text, note in entries]
-        lines.append("")
+        written = [f"{text:<{width}}  # {note}" for text, note in entries]
+        lines += [f"[{section.name}]", *written, ""]
     return "\n".join(lines)
 
 
@@ -152,18 +134,14 @@ def parse_literal(text: str, cls: type, key: str, place: str) -> Any:
 
 
 def _entries(text: str) -> list[Any]:
-    """Those of a list as TOML has them, or bare between commas; a comma within parentheses
-    separates nothing.
-    """
+    """Those of a list as TOML has them, or bare between commas, but not within parentheses."""
     if text.startswith("["):
         return list(tomllib.loads(f"entries = {text}")["entries"])
     return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 
 def learn_types(*kinds: Any) -> None:
-    """Let msgspec learn types where they are defined. It learns a type when it first decodes one,
-    and crashes (0.22) where two threads do that at once, as those of two peers may.
-    """
+    """Let msgspec learn types where they are defined: two threads that do it at once crash it."""
     for kind in kinds:
         msgspec.msgpack.Decoder(kind)
 
@@ -191,13 +169,8 @@ def _check_bounds(value: Any, metadata: Mapping[str, Any], place: str) -> None:
     if value == auto or all(_HOLDS[words](value, bound) for words, bound in bounds.items()):
         return
     allowed = " and ".join(f"{words} {bound:,}" for words, bound in bounds.items())
-    other = "" if auto is None else f", or {auto}"
+    other = "" if auto is None else f", or {auto:g}"
     raise ConfigError(f"{place} = {_brief(value)} must be {allowed}{other} ({metadata['help']})")
-
-
-def scopes(cls: type) -> dict[str, Scope]:
-    """The scope of each key of a config dataclass."""
-    return {f.name: f.metadata["scope"] for f in dataclasses.fields(cls)}
 
 
 def _brief(value: Any) -> str:

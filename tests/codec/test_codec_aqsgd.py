@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.codec import Leg, Place, Surroundings, TensorSpec, spec_of
-from thinwire.codec.entropy import Zstd
-from thinwire.codec.feedback import AQSGD, ExampleMemory, bytes_needed
 from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, TopK
+from thinwire.codec.wrappers import AQSGD, ExampleMemory, Zstd, bytes_needed
 from thinwire.errors import ConfigError
 from whole_state import are_equal
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tensors import CPU, normal
 
 from thinwire.codec import Cast, Leg, Place, TensorSpec, cross, parse_codec, spec_of
-from thinwire.codec.entropy import Zstd
+from thinwire.codec.wrappers import Zstd
 from thinwire.errors import WireError
 
 FORWARD = Place(Leg.FORWARD, step=3, microbatch=1)

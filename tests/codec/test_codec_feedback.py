@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.codec import Cast, Leg, Place, Surroundings, cross, spec_of
-from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
 from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, TopK
+from thinwire.codec.wrappers import EF21, ErrorFeedback, MixedErrorFeedback
 from thinwire.errors import ConfigError
 
 SHAPE = (3, 6, 8)

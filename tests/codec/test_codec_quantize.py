@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from tensors import CPU, normal, round_trip
 
 from thinwire.codec import Cast, Leg, Place, Surroundings, TensorSpec, cross, parse_codec, spec_of
-from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
 from thinwire.codec.quantize import (
     FORMATS,
     LARGEST,
     Integer,
     StepCodec,
     TensorInteger,
+    pack_bits,
+    packed_bytes,
     random_words,
     rotate,
+    unpack_bits,
 )
 from thinwire.errors import ConfigError
 

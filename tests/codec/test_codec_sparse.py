@@ -10,9 +10,8 @@ from tensors import CPU, PLACE, normal, round_trip, sent
 
 from thinwire.codec import Leg, Place
 from thinwire.codec.base import spec_of
-from thinwire.codec.bits import PositionCode
-from thinwire.codec.feedback import EF21, ErrorFeedback
-from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks, drawn
+from thinwire.codec.sparse import PositionCode, RandK, SharedMask, TopK, bind_masks, drawn
+from thinwire.codec.wrappers import EF21, ErrorFeedback
 from thinwire.errors import WireError
 
 BACK = Place(Leg.BACKWARD, step=3, microbatch=1, seed=5)
@@ -197,7 +196,7 @@ def test_gradients_come_back_where_activations_went(way, back):
                 assert torch.count_nonzero(got) == 16
                 assert torch.equal(got, torch.where(got != 0, rounded, 0))
         inner = [inner for codec in boundary.forward for _, inner in codec.walk()]
-        assert [len(one.masks) for one in inner if isinstance(one, TopK | RandK)] == [0, 0]
+        assert [len(one.masks.waiting) for one in inner if isinstance(one, TopK | RandK)] == [0, 0]
 
 
 def test_a_gradient_that_is_not_finite_stays_so_where_it_is_left_out():
@@ -224,7 +223,7 @@ def test_masks_that_nobody_asks_for_do_not_pile_up():
     for step in range(5):
         for microbatch in range(3):
             boundary.send(boundary.forward, torch.ones(40), Place(Leg.FORWARD, step, microbatch))
-    assert [len(codec.masks) for codec in boundary.forward] == [6, 6]
+    assert [len(codec.masks.waiting) for codec in boundary.forward] == [6, 6]
     alone = TopK(0.2)
     alone.pack(torch.ones(40), PLACE)
     assert alone.masks is None

@@ -13,7 +13,7 @@ from thinwire.engine.joined import Joined
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
 from thinwire.engine.step_end import StageUpdate
-from thinwire.model.adapter import is_adapter
+from thinwire.model.layers import is_adapter
 from thinwire_lab.chain import Chain
 from trained import trained_chain
 from whole_state import are_equal

@@ -18,7 +18,7 @@ from thinwire.engine.source import Snapshot, Versions
 from thinwire.hf.shape import config_of
 from thinwire.inference import Model
 from thinwire.model import LoraConfig
-from thinwire.model.adapter import is_adapter
+from thinwire.model.layers import is_adapter
 
 LORA = {"lora__rank": 3, "lora__alpha": 6.0, "optim__lr": 0.05}
 MODES = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from thinwire.model.adapter import is_adapter
+from thinwire.model.layers import is_adapter
 from thinwire_lab.chain import Chain
 
 RANK, ALPHA = 3, 6.0

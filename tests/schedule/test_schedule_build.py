@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from thinwire.errors import ConfigError, ScheduleError
-from thinwire.schedule import Action, Kind, PipelineConfig, Schedule, build
+from thinwire.schedule import Action, Kind, PipelineConfig, Schedule, build, cells, grid
 from thinwire.schedule.build import split_layers, stage_window
 
 
@@ -29,7 +29,7 @@ def test_every_window_is_free_of_deadlock_and_holds_what_the_formula_says():
         for microbatches in range(stages, 13):
             for window in range(1, microbatches + 1):
                 schedule = build("1f1b", stages, microbatches, window)
-                assert all(len({*row}) > 2 * microbatches for row in schedule.cells())
+                assert all(len({*row}) > 2 * microbatches for row in cells(schedule))
                 slope = (window - 1) / (stages - 1) if stages > 1 else 0
                 steps = [round((stages - 1 - s) * slope, 9) for s in range(stages)]
                 expected = [min(microbatches, 1 + math.ceil(step)) for step in steps]
@@ -84,7 +84,7 @@ def test_a_schedule_prints_as_a_line_per_stage_and_as_a_grid_with_a_column_per_s
         "0F0 0F1 0B0 0F2 0B1 0B2 0U",
         "1F0 1B0 1F1 1B1 1F2 1B2 1U",
     ]
-    assert build("1f1b", 2, 2).grid().splitlines() == [
+    assert grid(build("1f1b", 2, 2)).splitlines() == [
         "slot     0    1    2    3    4    5    6",
         "stage 0  0F0  0F1  .    0B0  .    0B1  0U",
         "stage 1  .    1F0  1B0  1F1  1B1  .    1U",
@@ -103,7 +103,7 @@ def test_whatever_stages_hold_a_row_has_every_action_once_in_an_order_that_can_r
             assert [a.microbatch for a in passes if a.kind is kind] == [0, 1, 2, 3]
         in_flight = [*itertools.accumulate(1 if a.kind is Kind.F else -1 for a in passes)]
         assert max(in_flight) == most and min(in_flight) >= 0
-    slots = [{cell: at for at, cell in enumerate(row)} for row in schedule.cells()]
+    slots = [{cell: at for at, cell in enumerate(row)} for row in cells(schedule)]
     for stage, m in itertools.product(range(len(held) - 1), range(4)):
         assert slots[stage][f"{stage}F{m}"] < slots[stage + 1][f"{stage + 1}F{m}"]
         assert slots[stage][f"{stage}B{m}"] > slots[stage + 1][f"{stage + 1}B{m}"]

@@ -155,7 +155,7 @@ def test_any_text_and_number_survives_writing(path, rate, seed):
      ("link.latency_ms=1e13", "link.latency_ms"),
      ("link.mbps_up=1e-9", "link.mbps_up = 1e-09 must be at least 0.001, or 0 .*; 0 = unlimited"),
      ("run.out=~no-such-user/x", "run.out = ~no-such-user/x names an unknown home"),
-     ("run.name=" + "漢" * 70, "it takes 210 bytes"),
+     ("run.name=" + "漢" * 70, "at most 100 in 200 bytes"),
      ("codec.plugins=" + "[" * 100_000, r"codec.plugins: cannot read '\[+\.\.\.")],
     ids=lambda text: text[:24],
 )  # fmt: skip

@@ -24,7 +24,7 @@ from thinwire.engine.build import choose_device, prepare_torch
 from thinwire.engine.cut import CutEnd
 from thinwire.errors import ConfigError
 from thinwire.model import Score, token_loss
-from thinwire.model.adapter import generator_of
+from thinwire.model.llama import generator_of
 from thinwire.schedule import split_layers
 from thinwire.settings import Settings, machine_cores
 from thinwire.typed import from_plain, option

@@ -1,13 +1,8 @@
 """What a codec is: a tensor to bytes and back, outside autograd.
 
-A codec sees the tensor that a boundary has encoded (forward leg) or the gradient of that
-tensor (backward leg). It knows nothing of frames or links; it owns the payload's bytes.
-
-To write one, say its `name`, the `layout` of the payload (runs of elements, in order), how to
-`encode` a tensor into such parts on its own device, and how to `decode` them. Bytes, sizes and the
-refusal of what does not fit follow from these. What else there is to know of it, it declares: facts
-as class attributes, and that it remembers by being `Stateful`. One codec object is one end of one
-direction of one cut: it either only encodes or only decodes, so what it remembers is its own.
+A codec sees what a boundary has encoded (forward leg) or the gradient of that (backward leg), and
+owns the payload's bytes. One codec object is one end of one direction of one cut: it either only
+encodes or only decodes, so what it remembers is its own. docs/codecs.md says how to write one.
 """
 
 import hashlib
@@ -37,10 +32,7 @@ class Leg(Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the run a tensor is packed, the same on both ends.
-
-    Codecs with state or with random rounding key it by this, so that runs repeat exactly.
-    """
+    """Where in the run a tensor is packed, the same on both ends: the key of all that is random."""
 
     leg: Leg
     step: int
@@ -57,8 +49,8 @@ class Place:
     @property
     def key(self) -> int:
         """63 bits that differ from place to place: the key of everything random here."""
-        where = f"{self.cut}/{self.leg.value}/{self.step}/{self.microbatch}"
-        text = f"{self.seed}/{where}/{self.salt}"
+        where = f"{self.cut}/{self.leg.value}/{self.step}/{self.microbatch}/{self.salt}"
+        text = f"{self.seed}/{where}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -124,18 +116,12 @@ class Codec(ABC):
 
     @property
     def by_token(self) -> bool:
-        """Whether, in evaluation, each token crosses by itself: others beside it change nothing.
-
-        Then text can be generated token by token; otherwise the whole window must cross each time.
-        """
+        """Whether, in evaluation, each token crosses by itself: others beside it change nothing."""
         return False
 
     @property
     def content_decides_size(self) -> bool:
-        """Whether the size is known only once a tensor is packed; otherwise the layout says it.
-
-        To be declared by a codec whose `to_bytes` is its own.
-        """
+        """Whether the size is known only once a tensor is packed: where `to_bytes` is its own."""
         return False
 
     @property
@@ -186,12 +172,10 @@ class Codec(ABC):
         """The most bytes `pack` may need for this shape: a receiver refuses anything larger."""
         return sum(part.bytes for part in self.layout(shape, Place(Leg.FORWARD, 0, 0)))
 
-    def expected_bytes(self, shape: Shape) -> int:
-        """Bytes to plan with for this shape: what `pack` may need at most, unless more is known."""
-        return self.payload_limit(shape)
-
-    def coded_bytes(self, shape: Shape) -> int:
-        """What an entropy coder is expected to leave of a payload: all, unless more is known."""
+    def expected_bytes(self, shape: Shape, coded: bool = False) -> int:
+        """Bytes to plan with for this shape: what `pack` may need at most, unless more is known.
+        `coded`: what an entropy coder is expected to leave of them.
+        """
         return self.payload_limit(shape)
 
     # What users of codecs call.
@@ -222,10 +206,7 @@ class Codec(ABC):
 
     @property
     def remembers(self) -> bool:
-        """Whether anything in here is kept from one tensor to the next.
-
-        If so, checkpoints hold it, and tensors of a step wait until the step before is saved.
-        """
+        """Whether anything in here is kept from one tensor to the next, and so in checkpoints."""
         return bool(self.stateful())
 
     def agreement(self) -> str:
@@ -267,10 +248,7 @@ class Stateful(Codec):
 
 
 class Wrapper(Codec):
-    """As the codec inside, but for what a subclass overrides.
-
-    Only `by_token` is False until a subclass declares it: a wrapper might mix tokens.
-    """
+    """As the codec inside, but for what a subclass overrides; `by_token` it has to declare."""
 
     def __init__(self, inner: Codec):
         self.inner = inner
@@ -296,11 +274,8 @@ class Wrapper(Codec):
     def payload_limit(self, shape: Shape) -> int:
         return self.inner.payload_limit(shape)
 
-    def expected_bytes(self, shape: Shape) -> int:
-        return self.inner.expected_bytes(shape)
-
-    def coded_bytes(self, shape: Shape) -> int:
-        return self.inner.coded_bytes(shape)
+    def expected_bytes(self, shape: Shape, coded: bool = False) -> int:
+        return self.inner.expected_bytes(shape, coded)
 
     @property
     def content_decides_size(self) -> bool:
@@ -327,8 +302,5 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable, without a copy.
-
-    One element counts as contiguous whatever its stride, which a view as bytes would refuse.
-    """
+    """The memory of a contiguous CPU tensor, writable, without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -8,7 +8,7 @@ from thinwire.errors import ConfigError
 from thinwire.typed import option
 
 PLAIN = ("fp32", "bf16", *(f"int{bits}" for bits in range(2, 9)))
-"""Names known to exist without a look at the codecs themselves, which need torch."""
+"""Names known without a look at the codecs themselves, which need torch."""
 _LEG = re.compile(r"(forward|backward)\s*=\s*((?:[^\s()+]|\([^()]*\)|\s*+\+\s*+)+)(?:\s+|$)")
 _CUT = re.compile(rf"\s*(\d{{1,9}})\s*:\s*((?:{_LEG.pattern})+)")
 
@@ -63,7 +63,7 @@ class CodecConfig:
                     "folder"
                 ) from error
         if {self.forward, self.backward, self.rows} <= set(PLAIN) and not self.cuts:
-            return
+            return  # known without torch
         from thinwire.codec.parse import build_codecs, parse_codec
 
         rows = parse_codec(self.rows, "codec.rows")
@@ -78,10 +78,7 @@ class CodecConfig:
             build_codecs(*self.names(cut), where=f"codec.cuts[{place}]")
 
     def _overrides(self, cuts: int | None = None) -> dict[int, dict[str, str]]:
-        """What `cuts` says, in its order: the names by leg of each cut.
-
-        With the number of cuts that there are, others are refused.
-        """
+        """What `cuts` says, in its order: the names by leg of each cut, of `cuts` there are."""
         found: dict[int, dict[str, str]] = {}
         for place, text in enumerate(self.cuts):
             where = f'codec.cuts[{place}] = "{text}"'

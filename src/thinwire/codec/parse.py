@@ -1,8 +1,5 @@
-"""Codec names as users write them: `base`, `base(arguments)`, then suffixes behind a plus.
-
-Arguments read as in a call: `step(3.5)` gives a number, `int4(group=64)` names it, and a bare word
-switches something on, `int4(hadamard)`. What a codec takes is read off its constructor, so a new
-codec needs a name here and nothing else.
+"""Codec names as users write them: `base`, `base(arguments)`, then suffixes behind a plus. What a
+codec takes is read off its constructor, so a new codec needs a name here and nothing else.
 """
 
 import inspect
@@ -13,10 +10,9 @@ from functools import partial
 from typing import Any
 
 from thinwire.codec.base import Codec, Leg
-from thinwire.codec.entropy import Zstd
-from thinwire.codec.feedback import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback
 from thinwire.codec.quantize import FORMATS, Cast, Integer, StepCodec, TensorInteger
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
+from thinwire.codec.wrappers import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback, Zstd
 from thinwire.errors import ConfigError, gone
 from thinwire.typed import nearest
 
@@ -25,7 +21,7 @@ Factory = Callable[..., Codec]
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 _TERM = re.compile(r"([^()+,=]+)(?:\(([^()]*)\))?(?:\+|$)")
 _WORDS = {bool: "", int: "=integer", float: "=number", str: "=word"}
-_NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)(e-?\d+)?")
+_NUMBER = re.compile(r"-?(\d{1,18}(\.\d*)?|\.\d+)(e-?\d+)?")
 
 
 def _integer(
@@ -68,10 +64,7 @@ GONE = ("fp16", "fp8", "lowrank")
 
 
 def register_codec(name: str, factory: Factory) -> None:
-    """Let users write `name` or `name(arguments)` for the codec that `factory(arguments)` makes.
-
-    Call it at the top level of a module and name that module in `codec.plugins`: docs/codecs.md.
-    """
+    """Let users write `name(arguments)` for the codec that `factory(arguments)` makes."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot name a codec: use lower-case letters, digits and - only")
     if name in _SUFFIXES or _CODECS.get(name, factory) is not factory:
@@ -80,10 +73,7 @@ def register_codec(name: str, factory: Factory) -> None:
 
 
 def build_codecs(forward: str, backward: str, where: str = "codec") -> dict[Leg, Codec]:
-    """The codecs of one end of a cut, new and without memory, for both directions.
-
-    A `topk(shared)` on the way back is bound to the masks of the way forward.
-    """
+    """The codecs of one end of a cut, new and without memory, for both directions."""
     there = parse_codec(forward, f"{where}.forward")
     back = parse_codec(backward, f"{where}.backward")
     if any(isinstance(codec, SharedMask) for _, codec in there.walk()):
@@ -142,7 +132,7 @@ def _made(factories: dict[str, Factory], name: str, arguments: str, *inner: Code
         bound = signature.bind(*inner, *by_place, **by_name)
         given = bound.arguments
         given |= {p.name: _fitting(given[p.name], p) for p in taken if p.name in given}
-    except (TypeError, OverflowError):
+    except TypeError:
         usage = ", ".join(map(_usage, taken)) or "no arguments"
         instead = f", not ({arguments})" if arguments else ""
         raise ConfigError(f"{name} takes {usage}{instead}") from None
@@ -167,10 +157,7 @@ def _read(arguments: str) -> tuple[list[Any], dict[str, Any]]:
 def _value(text: str) -> int | float | str:
     if not _NUMBER.fullmatch(text):
         return text
-    try:
-        return int(text) if text.lstrip("-").isdigit() else float(text)
-    except ValueError:  # Python reads no number of thousands of digits
-        raise ConfigError(f'"{text[:9]}..." is too long for a number') from None
+    return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
 def _fitting(value: Any, parameter: inspect.Parameter) -> Any:

@@ -1,12 +1,8 @@
 """Float formats, and quantizers: whole numbers of 2 to 8 bits, multiples of a step.
 
 Shapes: a tensor is R rows (its last dimension is the row), D wide, split into G groups of W
-elements; the last group of a row may be short. All arithmetic is in float32.
-
-What is not finite cannot be told in a few bits, and must not look as if it could: a group
-that holds NaN, an infinity or a magnitude above 2**120 arrives as NaN from its first element
-to its last, and the step's verdict sees it; of a rotated group the magnitudes after the rotation
-count. Rows of zeros arrive as zeros.
+elements; the last group of a row may be short. All arithmetic is in float32. What shares a scale
+with NaN, an infinity or a magnitude above 2**120 (after the rotation) arrives as NaN.
 """
 
 import math
@@ -28,7 +24,6 @@ from thinwire.codec.base import (
     TensorSpec,
     elements,
 )
-from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
 from thinwire.errors import ConfigError
 
 FORMATS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -51,6 +46,8 @@ _SMALLEST_LARGEST = 2.0**-100  # a tensor below is rounded as if it reached up t
 # of calls, so runs repeat exactly and no state has to be saved.
 _STRIDE = -0x61C88647  # 2**32 over the golden ratio, modulo 2**32: neighbours land far apart
 _FACTORS = (-0x7A143595, -0x3D4D51CB)  # those of MurmurHash3's last mix, as signed numbers
+
+_WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 # Of the rotation:
 _SIZES = (256, 64, 16, 4)
@@ -85,15 +82,10 @@ class Cast(Codec):
 
 
 class Integer(Codec):
-    """`intN`: each element a whole number of N bits, each row or group with a scale of its own.
-
-    The scale is the largest magnitude over the largest code, in bfloat16 rounded up, so nothing
-    is clipped. Codes are symmetric about zero, which is one of them; but with 2 bits that would
-    leave three levels, so there the four levels -3/2, -1/2, 1/2, 3/2 times the scale are used: a
-    third less error at worst, at the price that a zero beside others is not kept.
-    With `hadamard` a row is rotated first, in blocks that do not cross groups.
-
-    Payload: the scales row by row, then the codes.
+    """`intN`: each element a whole number of N bits, each row or group with a scale of its own, its
+    largest magnitude over the largest code, in bfloat16 rounded up: nothing is clipped. Codes are
+    symmetric about zero, one of them; with 2 bits they are -3/2, -1/2, 1/2, 3/2. With `hadamard` a
+    row is rotated first, in blocks that do not cross groups.
     """
 
     by_token = True
@@ -160,12 +152,7 @@ class Integer(Codec):
 
 
 class TensorInteger(Codec):
-    """`intN(tensor)`: whole numbers of N bits over the span from the least element to the greatest.
-
-    One offset (the least element, kept exactly) and one step for the whole tensor, in float32.
-
-    Payload: offset and step (nothing for an empty tensor), then the codes.
-    """
+    """`intN(tensor)`: whole numbers of N bits over the span from the least element to the most."""
 
     def __init__(self, bits: int):
         self._bits = bits
@@ -203,31 +190,11 @@ class TensorInteger(Codec):
 class StepCodec(Codec):
     """`step(bits)`: every element a multiple of one step, 16 bits wide before entropy coding.
 
-    With a scale per token every token costs the same bits, whether it says much or little. With one
-    step everywhere the error is the same everywhere, and the cost of a token follows its own size:
-    at equal error fewer bits on the whole. The symbols only become small by `+zstd`.
-
-    step = rms * sqrt(2 pi e) * 2**-bits. The entropy of a Gaussian tensor in such steps is `bits`
-    per element, and less than that where magnitudes differ from token to token. Where an
-    element exceeds 32,000 steps, the step is enlarged until none does: nothing is clipped.
-
-    Below 1.05 bits the step would exceed 2 rms: activations of one size would arrive as zeros, also
-    with feedback, since the step grows with what is owed. From 1.25 bits on the error's rms is at
-    most 0.87 of the tensor's, which is what feedback asks for.
-
+    step = rms * sqrt(2 pi e) * 2**-bits, or more where an element would exceed 32,000 steps.
     Gradients are rounded stochastically, and the receiver, who knows the random numbers, takes them
-    off again: the mean stays the true one, with half the variance of the error. Rows of nothing but
-    zeros stay as they are: a token without a gradient gets none.
-
-    What all rows have in common (their mean in each column, in whole steps) is sent once. It is
-    half to nearly all of the energy that crosses a narrow cut, and as part of every row it would
-    spread the symbols over as many values as there are columns. No bit that arrives is another.
-    Gradients have nothing in common: of them zeros are sent, which cost nothing with `+zstd`.
-
-    Payload: the step and the means (none for an empty tensor), how the lower bytes lie, all lower
-    bytes, all upper bytes. Where nearly all symbols fit into four bits, the lower bytes are first
-    the lower halves, two symbols to a byte, then the upper halves: zstd has a code for each byte,
-    and loses up to half a bit per symbol where few of them are usual.
+    off again; rows of zeros stay as they are. The mean of each column, in whole steps, is sent
+    once; of gradients zeros. Where nearly all symbols fit into four bits, the lower bytes are first
+    the lower halves, two symbols to a byte, then the upper halves.
     """
 
     def __init__(self, bits: float):
@@ -247,9 +214,9 @@ class StepCodec(Codec):
         one = min(count, 1)
         return Part(torch.float32, one), means, Part(torch.uint8, one), plane, plane
 
-    def coded_bytes(self, shape: Shape) -> int:
+    def expected_bytes(self, shape: Shape, coded: bool = False) -> int:
         fewest, most = _CODED_BITS
-        if self._bits > most:
+        if self._bits > most or not coded:
             return self.payload_limit(shape)
         bits = elements(shape) * (max(fewest, self._bits) + _CODED_MARGIN)
         return math.ceil(bits / 8) + _CODED_FRAME + 2 * _width(shape)
@@ -305,6 +272,51 @@ def _halves_together(apart: Tensor) -> Tensor:
     return torch.cat([pairs.view(-1), last])
 
 
+# Code i occupies bits i*bits to (i+1)*bits of a stream, from the lowest bit of the first byte. Two
+# neighbours are joined within a word of twice their size, and so on until they fill whole bytes.
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """The length of the stream for so many codes."""
+    return (count * bits + 7) // 8
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """The stream of `codes`, a flat uint8 tensor of numbers below 2**bits."""
+    count, period = len(codes), _period(bits)
+    words = F.pad(codes, (0, -count % period)) if count % period else codes.contiguous()
+    width, lane = bits, 8
+    while width % 8:
+        words = words.view(_WORDS[2 * lane])
+        words = words - (words >> lane).mul_((1 << lane) - (1 << width))
+        width, lane = 2 * width, 2 * lane
+    if width == 8:
+        return words.to(torch.uint8)
+    kept = words.view(torch.uint8).view(len(words), lane // 8)[:, : width // 8]
+    return kept.reshape(-1)[: packed_bytes(count, bits)]
+
+
+def unpack_bits(packed: Tensor, count: int, bits: int) -> Tensor:
+    """The inverse: so many codes as uint8, from a stream of exactly `packed_bytes`."""
+    period = _period(bits)
+    width, lane, total = bits * period, 8 * period, -(-count // period)
+    if width == 8:
+        words = packed.to(_WORDS[lane])
+    else:
+        whole = F.pad(packed, (0, total * width // 8 - len(packed))).view(total, width // 8)
+        words = F.pad(whole, (0, (lane - width) // 8)).view(-1).view(_WORDS[lane])
+    while lane > 8:
+        width, lane = width // 2, lane // 2
+        words = words + (words >> width).mul_((1 << lane) - (1 << width))
+        words = words.view(_WORDS[lane])
+    return words[:count]
+
+
+def _period(bits: int) -> int:
+    """How many codes fill whole bytes."""
+    return 8 // math.gcd(bits, 8)
+
+
 def _width(shape: Shape) -> int:
     """The length of a row, and 1 where there is none: a scalar, or a tensor of no elements."""
     return shape[-1] if elements(shape) and shape else 1
@@ -329,19 +341,14 @@ def _over(x: Tensor, number: float) -> Tensor:
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
-    """1/scale in float32, and 0 for a scale of zero or NaN.
-
-    Less by a hair, so that rounding errors cannot carry the largest element past the last code.
-    """
+    """1/scale, less by a hair so that nothing rounds past the last code; 0 for 0 or NaN."""
     return torch.where(scale > 0, (1 - 2.0**-22) / scale.to(torch.float32), 0.0)
 
 
 def _codes(levels: Tensor, center: int, bits: int) -> Tensor:
     """Whole numbers about zero as uint8 about `center`; whatever NaN became stays within bits."""
-    codes = levels.to(torch.int8).add_(center)
-    if bits < 8:
-        codes.bitwise_and_(2**bits - 1)
-    return codes.view(torch.uint8)
+    codes = levels.to(torch.int8).add_(center).view(torch.uint8)
+    return codes.bitwise_and_(2**bits - 1) if bits < 8 else codes
 
 
 def random_words(count: int, key: int, device: torch.device) -> Tensor:
@@ -355,12 +362,7 @@ def random_words(count: int, key: int, device: torch.device) -> Tensor:
 
 
 def round_at(values: Tensor, place: Place) -> Tensor:
-    """Round in place to whole numbers: to nearest forward, stochastically backward.
-
-    A gradient is rounded up or down so that its mean is kept: x becomes x's floor plus one with
-    the probability of x's fraction, to within 2**-16 and half a place of x in float32. Whole
-    numbers up to 255 stay as they are; for larger ones float32's places are too coarse to promise.
-    """
+    """Round in place to whole numbers: to nearest forward, stochastically backward."""
     if place.leg is Leg.BACKWARD:
         values.add_(_dither(values, place))
     return values.round_()
@@ -391,12 +393,8 @@ def _spread(key: int) -> tuple[Tensor, Tensor]:
 
 def rotate(x_RD: Tensor, largest: int, back: bool = False) -> Tensor:
     """Each row turned by a Walsh-Hadamard transform with random signs, in blocks of `largest` at
-    most; `back` undoes it. Lengths are kept.
-
-    It spreads an outlier over its whole block, so that the largest magnitude, which sets the scale,
-    comes down towards the typical one. Blocks are powers of four: 1/sqrt(S) is then a power of two,
-    and turning back whole numbers below 2**8 is exact, in whatever order a device adds them up. So
-    both ends of a link decode alike.
+    most; `back` undoes it. Blocks are powers of four: 1/sqrt(S) is then a power of two, and turning
+    back whole numbers below 2**8 is exact, in whatever order a device adds them up.
     """
     turned = []
     with torch.autocast(x_RD.device.type, enabled=False):

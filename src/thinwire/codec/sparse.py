@@ -1,24 +1,22 @@
 """Sparse codecs: some elements of a tensor travel, in bf16, and the rest arrive as zero.
 
 Shapes: B samples of n elements each, of which k are kept; N elements in all. A sample is an entry
-of the first dimension; a tensor with fewer than two dimensions is one sample.
-
-None of these codecs rescales what it keeps, so the error is never longer than the tensor was
-(rounding aside): that is what error feedback asks for. A tensor with a NaN or an infinity never
-arrives as a finite one.
+of the first dimension; a tensor with fewer than two dimensions is one sample. Nothing is rescaled.
 """
 
 import hashlib
 import math
 import threading
 from abc import abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.codec.base import Codec, Layout, Part, Parts, Place, Shape, TensorSpec, elements
-from thinwire.codec.bits import PositionCode, row_starts
+from thinwire.codec.quantize import pack_bits, packed_bytes, unpack_bits
 from thinwire.errors import ConfigError, WireError
 
 VALUES = torch.bfloat16
@@ -30,41 +28,78 @@ Positions = Tensor | slice
 EVERY = slice(None)
 
 
-class Masks:
-    """Which positions went forward, until the way back of the same microbatch asks.
+@dataclass(frozen=True)
+class PositionCode:
+    """How k increasing positions below n become bits: a bitmap, or the code of Elias and Fano.
 
-    The two ways run in different threads. Steps before the last one are forgotten, so that a
-    gradient that never came does not occupy memory for the rest of the run.
+    With `low` = 0 there is one mark for each of the n positions. Otherwise the `low` lowest bits of
+    every position are written as they are, and the rest in unary: the i-th position p sets mark i +
+    p // 2^low. All marks are one stream of bits, all low bits another.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._positions: dict[tuple[int, int], dict[int, Positions]] = {}
+    n: int
+    k: int
+    low: int
 
-    def put(self, place: Place, positions: Positions) -> None:
-        """Remember the flat positions kept at a place, beside those of its other salts."""
-        with self._lock:
-            for key in [key for key in self._positions if key[0] < place.step - 1]:
-                del self._positions[key]
-            here = self._positions.setdefault((place.step, place.microbatch), {})
-            here[place.salt] = positions
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def cheapest(n: int, k: int) -> "PositionCode":
+        """The one with the fewest bits; of equals, the one with the fewest low bits."""
+        codes = [PositionCode(n, k, low) for low in range(max(1, n.bit_length()))]
+        return min(codes, key=lambda code: code.marks + code.k * code.low)
 
-    def take(self, place: Place) -> Positions | None:
-        """The positions kept at a place, forgotten from now on; None where there are none."""
-        with self._lock:
-            here = list(self._positions.pop((place.step, place.microbatch), {}).values())
-        tensors = [positions for positions in here if isinstance(positions, Tensor)]
-        return torch.cat(tensors) if len(tensors) > 1 else here[0] if here else None
+    @property
+    def marks(self) -> int:
+        """Marks of one sample, set or not."""
+        return self.n if self.low == 0 else self.k + ((self.n - 1) >> self.low)
 
-    def __len__(self) -> int:
-        return len(self._positions)
+    def sizes(self, B: int) -> tuple[int, int]:
+        """Bytes of the two streams for B samples."""
+        return packed_bytes(B * self.marks, 1), packed_bytes(B * self.k * self.low, 1)
+
+    def write(self, index_Bk: Tensor) -> tuple[Tensor, Tensor]:
+        """The two streams for increasing positions."""
+        device = index_Bk.device
+        mark_Bk = (index_Bk >> self.low) + self._turns(device)
+        marks = torch.zeros(len(index_Bk) * self.marks, dtype=torch.uint8, device=device)
+        starts_B1 = row_starts(len(index_Bk), self.marks, device)
+        marks.scatter_(0, (mark_Bk + starts_B1).view(-1), 1)
+        lows = (index_Bk.to(torch.int32).unsqueeze(-1) >> self._places(device)) & 1
+        return pack_bits(marks, 1), pack_bits(lows.to(torch.uint8).view(-1), 1)
+
+    def read(self, marks: Tensor, lows: Tensor, B: int) -> Tensor:
+        """The inverse of `write`; WireError when the streams are not k increasing positions."""
+        device = marks.device
+        ones = unpack_bits(marks, 8 * len(marks), 1).nonzero().view(-1)
+        if len(ones) != B * self.k:
+            raise WireError(f"{len(ones)} positions are marked, but {B * self.k} were agreed")
+        mark_Bk = ones.view(B, self.k) - row_starts(B, self.marks, device)
+        bits = unpack_bits(lows, 8 * len(lows), 1)
+        used, unused = bits[: B * self.k * self.low], bits[B * self.k * self.low :]
+        low_Bk = (used.view(B, self.k, self.low).to(torch.int32) << self._places(device)).sum(-1)
+        index_Bk = ((mark_Bk - self._turns(device)) << self.low) + low_Bk
+        # Where one sample has too many marks, another takes over those that are not its own.
+        wrong = ((mark_Bk < 0) | (mark_Bk >= self.marks) | (index_Bk >= self.n)).any()
+        wrong |= (index_Bk[:, 1:] <= index_Bk[:, :-1]).any() | (unused != 0).any()
+        if wrong:
+            raise WireError("the marked positions are not in order, or not within the tensor")
+        return index_Bk
+
+    def _turns(self, device: torch.device) -> Tensor | int:
+        """The i of the i-th mark; a bitmap needs none."""
+        return torch.arange(self.k, device=device) if self.low else 0
+
+    def _places(self, device: torch.device) -> Tensor:
+        return torch.arange(self.low, dtype=torch.int32, device=device)
+
+
+def row_starts(rows: int, width: int, device: torch.device) -> Tensor:
+    """The flat position at which each row begins, as a column."""
+    return (torch.arange(rows, device=device) * width).view(rows, 1)
 
 
 class Sparse(Codec):
-    """What TopK and RandK share: a share of the elements, and masks for the way back.
-
-    `masks` is None, and no mask is remembered, until a SharedMask binds itself to this codec.
-    """
+    """What TopK and RandK share: a share of the elements, and masks for the way back."""
 
     word: str
 
@@ -75,7 +110,7 @@ class Sparse(Codec):
                 f"most 1; {self.word}(0.1) sends a tenth"
             )
         self.share = float(share)
-        self.masks: Masks | None = None
+        self.masks: SharedMask | None = None  # the one that bound itself to this codec
 
     @property
     def name(self) -> str:
@@ -97,13 +132,8 @@ class Sparse(Codec):
 
 
 class TopK(Sparse):
-    """The k = max(1, round(share * n)) elements of largest magnitude of every sample.
-
-    Of equal magnitudes at the limit, those with the lowest position are kept; a NaN counts as
-    larger than infinity. So the kept set depends on the tensor alone, on every device.
-
-    Payload: marks and low bits of the positions (see PositionCode: about 5.3 bits for each kept
-    element at a share of 0.1, 8.6 bits at 0.01), then the values in the order of positions.
+    """The k = max(1, round(share * n)) elements of largest magnitude of every sample; of equal ones
+    those with the lowest position, and NaN is larger than infinity, on every device.
     """
 
     word = "topk"
@@ -140,13 +170,8 @@ class TopK(Sparse):
 
 
 class RandK(Sparse):
-    """K = max(1, round(share * N)) elements of the whole tensor, drawn anew at every place.
-
-    Both ends draw the same ones from `place.key`, bit for bit on every device, so no indices
-    travel. If anything in the tensor is not finite, all that travels is NaN, since what is not
-    finite might be among what is left out.
-
-    Payload: the values in the order in which their positions are drawn, 2 K bytes.
+    """K = max(1, round(share * N)) elements of the whole tensor, drawn anew at every place by both
+    ends. If anything in the tensor is not finite, all that travels is NaN.
     """
 
     word = "randk"
@@ -170,21 +195,24 @@ class RandK(Sparse):
 
 
 class SharedMask(Codec):
-    """For the way back: the values at the positions that went forward.
-
-    Both ends know these from the forward tensor of the same step and microbatch, so no indices
-    travel. If anything in the gradient is not finite, all that travels is NaN.
-
-    Payload: 2 bytes for each element that the forward codec kept, in its order; that is for all of
-    them where the tensor went forward whole (AQSGD at a first visit).
+    """For the way back: the values at the positions that went forward in the same step and
+    microbatch, in their order. If anything in the gradient is not finite, all are NaN.
     """
 
     name = "topk(shared)"
 
     def __init__(self) -> None:
         self._forward: Codec | None = None
-        self._masks = Masks()
+        self._lock = threading.Lock()
+        self.waiting: dict[tuple[int, int], dict[int, Positions]] = {}  # to be asked for
         self._current: tuple[tuple[int, int], Positions] | None = None
+
+    def put(self, place: Place, positions: Positions) -> None:
+        """Remember the positions that went forward at a place; steps long ago are forgotten."""
+        with self._lock:
+            for key in [key for key in self.waiting if key[0] < place.step - 1]:
+                del self.waiting[key]
+            self.waiting.setdefault((place.step, place.microbatch), {})[place.salt] = positions
 
     def bind(self, forward: Codec) -> None:
         """Use the masks of this end's forward codec, also where it is wrapped."""
@@ -196,7 +224,7 @@ class SharedMask(Codec):
                 f"backward direction a codec of its own, such as topk(0.1)"
             )
         for source in sources:
-            source.masks = self._masks
+            source.masks = self
         self._forward = forward
 
     @property
@@ -220,18 +248,18 @@ class SharedMask(Codec):
 
     def _bound(self) -> Codec:
         if self._forward is None:
-            raise ConfigError(
-                "topk(shared) is for the backward direction of a cut whose forward codec is "
-                "topk or randk, and was not bound to one"
-            )
+            raise ConfigError("topk(shared) was not bound to a forward codec: it has no mask")
         return self._forward
 
     def _positions(self, place: Place) -> Positions:
         """Taken from the masks when a place is new, then kept until the next place."""
         forward = self._bound()
         key = (place.step, place.microbatch)
-        if (positions := self._masks.take(place)) is not None:
-            self._current = (key, positions)
+        with self._lock:  # forward codecs work in other threads
+            here = list(self.waiting.pop(key, {}).values())
+        if here:
+            tensors = [positions for positions in here if isinstance(positions, Tensor)]
+            self._current = (key, torch.cat(tensors) if len(tensors) > 1 else here[0])
         if self._current is None or self._current[0] != key:
             raise WireError(
                 f"topk(shared) has no mask for step {place.step}, microbatch "
@@ -298,12 +326,9 @@ def _scattered(values: Tensor, positions: Positions, spec: TensorSpec) -> Tensor
 
 
 def drawn(count: int, k: int, key: int, device: torch.device) -> Tensor:
-    """The first k of the positions 0..count-1 in a random order that the key decides.
-
-    A position is a pair of numbers below ceil(sqrt(count)), and the order a Feistel network over
-    such pairs, with tables of random numbers that SHAKE-256 makes of the key. Pairs past the end
-    (few: they lie in the last rows) go through it again until they are inside. So k positions cost
-    k evaluations, no sorting, and are the same on every device.
+    """The first k of the positions 0..count-1 in a random order that the key decides: that of a
+    Feistel network over pairs of numbers below ceil(sqrt(count)), with tables that SHAKE-256 makes
+    of the key. The few pairs past the end go through it again until they are inside.
     """
     if k == 0:
         return torch.zeros(0, dtype=torch.int64, device=device)

@@ -16,7 +16,6 @@ from thinwire.model import (
     Boundary,
     Constraint,
     DenseBoundary,
-    EmbeddedBoundary,
     Narrow,
     ProjectedBoundary,
     Space,
@@ -26,10 +25,10 @@ from thinwire.model import (
     fixed_table,
     random_basis,
 )
-from thinwire.model.adapter import attach_adapters, round_frozen
+from thinwire.model.layers import attach_adapters, round_frozen
+from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.crossing import wire_shape
-from thinwire.settings.precision import WEIGHT_TYPES
 
 
 def choose_device(wanted: str, stage: int) -> torch.device:
@@ -189,16 +188,14 @@ class StageBuilder:
 
     def boundary(self, receives: bool) -> Boundary:
         """One end of a cut."""
-        config, space = self.settings.boundary, self.space
+        config, space, model = self.settings.boundary, self.space, self.settings.model
         if space is None:
             return DenseBoundary()
-        if config.shares_embedding:
-            model = self.settings.model
-            return EmbeddedBoundary(space, (model.vocab, model.dim) if receives else None)
-        if config.is_constrained:
+        if config.is_constrained and not config.shares_embedding:
             return SubspaceBoundary(space)
-        table = (self.settings.model.vocab, config.table) if receives and config.table else None
-        return ProjectedBoundary(space, config.own_tables, table)
+        width = model.dim if config.shares_embedding else config.table
+        table = (model.vocab, width) if receives and width else None
+        return ProjectedBoundary(space, config.trains_tables, table, config.shares_embedding)
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ from thinwire.model import (
     project,
     random_basis,
 )
-from thinwire.model.adapter import DOWN, UP, is_adapter
+from thinwire.model.layers import DOWN, UP, is_adapter
+from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.settings import Settings
-from thinwire.settings.precision import WEIGHT_TYPES
 
 ROWS = 8192  # of a table that are computed at a time
 FOLDS = (

@@ -156,8 +156,7 @@ class Keeper:
         if self._postponed_DK is not None:
             tensors[NEXT_BASIS] = self._postponed_DK
             if self._proposed is not None:
-                measured = self._proposed.measures()
-                tensors[NEXT_MEASURES] = torch.tensor(measured, dtype=torch.float64)
+                tensors[NEXT_MEASURES] = torch.tensor(self._proposed[1:], dtype=torch.float64)
         return tensors
 
     def load(self, source: Source) -> None:

@@ -31,9 +31,9 @@ from thinwire.engine.source import Snapshot, Source, Versions
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, printable
 from thinwire.model import Space, Stage
+from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.settings import Settings
 from thinwire.settings.crossing import wire_shape
-from thinwire.settings.precision import WEIGHT_TYPES
 
 OPTIMIZER = "optimizer/"
 """The optimizer's state is in a checkpoint as optimizer/PARAMETER/NAME."""

@@ -45,7 +45,7 @@ from thinwire.hf.folder import (
 from thinwire.hf.shape import config_of, kind_of
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
-from thinwire.model.adapter import UP, is_adapter
+from thinwire.model.layers import UP, is_adapter
 from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
 from thinwire.report.human import human_bytes, human_count

@@ -21,7 +21,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ from thinwire.model.llama import EMBEDDING
 from thinwire.paths import expanded
 from thinwire.report.human import human_bytes
 from thinwire.settings import Settings
-from thinwire.typed import to_plain, to_toml
+from thinwire.typed import to_toml
 
 Progress = Callable[[int, int], None]
 
@@ -225,7 +225,7 @@ def _planned(origin: Origin, stages: int, context: int) -> tuple[Settings, list[
     model = shape_of(origin.config, context or min(longest, LONGEST_CONTEXT))
     values = {
         "run": {"name": "imported"},
-        "model": to_plain(model),
+        "model": asdict(model),
         "pipeline": {"stages": stages},
         # Whoever generates with an imported model gets what it says, with nothing lost at cuts.
         "codec": {"forward": "fp32", "backward": "fp32"},
@@ -374,7 +374,7 @@ def run_toml(name: str, imported: Settings, folder: Path) -> str:
     kept = re.sub(r"[^\w .@+-]", "-", folder.name).encode()[:80].decode(errors="ignore")
     values = {
         "run": {"name": f"{kept.strip(' .-_@+') or 'imported'}-tuned"},
-        "model": to_plain(imported.relaxed().model),
+        "model": asdict(imported.relaxed().model),
         "data": {"tokenizer": str(folder / TOKENIZER)},
         "pipeline": {"stages": imported.pipeline.stages},
         "boundary": {"mode": "dense"},

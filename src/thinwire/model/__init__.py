@@ -15,17 +15,11 @@ from thinwire.model.config import (
 )
 
 if TYPE_CHECKING:
-    from thinwire.model.boundary import (
-        Boundary,
-        DenseBoundary,
-        EmbeddedBoundary,
-        ProjectedBoundary,
-        SubspaceBoundary,
-    )
+    from thinwire.model.boundary import Boundary, DenseBoundary, ProjectedBoundary, SubspaceBoundary
+    from thinwire.model.layers import Narrow
     from thinwire.model.llama import LayerPlan, Llama, architecture
-    from thinwire.model.narrow import Narrow
     from thinwire.model.optim import Muon, Role, RowAdamW, StageOptimizer, SubspaceAdamW
     from thinwire.model.stage import Past, Score, Stage, token_loss
     from thinwire.model.subspace import Constraint, Held, Space, fixed_table, project, random_basis
 
-__getattr__ = on_first_use(__name__, "boundary", "llama", "narrow", "optim", "stage", "subspace")
+__getattr__ = on_first_use(__name__, "boundary", "layers", "llama", "optim", "stage", "subspace")

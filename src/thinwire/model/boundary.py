@@ -1,8 +1,7 @@
 """Boundaries: the narrow place between two stages, inside autograd.
 
-The sender encodes its output x into z; z crosses; the receiver decodes z into x. The gradient
-that comes back has z's shape: the receiver sends dL/dz and the sender backpropagates it through
-its encode. So whatever encode and decode do is differentiated as part of the model.
+The sender encodes its output x into z; z crosses; the receiver decodes z into x, and sends dL/dz.
+So whatever encode and decode do is differentiated as part of the model.
 
 Shapes: B sequences, T positions, D model width, K rank, V vocabulary.
 """
@@ -28,12 +27,13 @@ class Boundary(nn.Module, ABC):
     """Whether its ends are worth compiling, with the layer beside them."""
 
     own_tables = False
-    """Whether each stage has a token table of its own (`known`): it is added where the stream
-    enters the stage and taken off where it leaves. The first stage's is the embedding.
-    """
+    """Whether stages have token tables (`known`), added where the stream enters and taken off where
+    it leaves. The first stage's is the embedding."""
 
-    roles: ClassVar[dict[str, Role]] = {}
-    """What its parameters are to an optimizer, by their names here."""
+    @property
+    def roles(self) -> dict[str, Role]:
+        """What its parameters are to an optimizer, by their names here."""
+        return {}
 
     @abstractmethod
     def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
@@ -66,14 +66,8 @@ class DenseBoundary(Boundary):
 
 
 class SubspaceBoundary(Boundary):
-    """The paper's cut: take off what is known of the token, send coordinates in the shared basis.
-
-    Exact when everything that was added to the stream below lies in the subspace: then
-    x - T_fixed[ids] has no part outside it, and the part of the gradient that is dropped on the
-    way back could not have changed a constrained weight.
-
-    Coordinates are computed in the weights' own precision: a basis rounded to bfloat16 is not
-    orthonormal, and the error would be the same for every token.
+    """The paper's cut: take off what is known of the token, send coordinates in the shared basis,
+    in the weights' own precision: a basis rounded to bfloat16 is not orthonormal.
     """
 
     computes: ClassVar = True
@@ -114,20 +108,21 @@ class SubspaceBoundary(Boundary):
 class ProjectedBoundary(SubspaceBoundary):
     """A narrow cut between free weights: what lies outside the basis is lost here.
 
-    With `own_tables` every stage has a trainable token table; `table`, of (vocab, width), gives
-    the receiver its own. Where that is narrower than the stream, which saves memory with large
-    vocabularies, a matrix widens its rows. It is taken off again where that stage sends, so
-    coordinates carry what context has added and nothing that all stages know. Left in, it would
-    only shift them by what the next receiver could learn to take off; but tables learn fast, and
-    every shift would reach all stages above.
+    With `own_tables` every stage has a trainable token table, taken off again where it sends;
+    `table`, of (vocab, width), gives the receiver its own, widened by a matrix where it is narrower
+    than the stream. With `shared` tables are copies of the model's own embedding (engine/rows.py
+    keeps them equal), and nothing is lost where blocks write into the subspace.
     """
 
-    roles: ClassVar = {"table": Role.TABLE, "widen": Role.MATRIX}
-
     def __init__(
-        self, space: Space, own_tables: bool = False, table: tuple[int, int] | None = None
+        self,
+        space: Space,
+        own_tables: bool = False,
+        table: tuple[int, int] | None = None,
+        shared: bool = False,
     ):
         super().__init__(space, anchored=False)
+        self.shared = shared
         self.basis: nn.Parameter | None = None  # set where a model holds it among its tensors
         self.own_tables = self.needs_ids = own_tables
         self.table: nn.Parameter | None = None
@@ -136,7 +131,9 @@ class ProjectedBoundary(SubspaceBoundary):
             (vocab, width), dim = table, space.basis_DK.shape[0]
             self.table = nn.Parameter(space.basis_DK.new_zeros(vocab, width))
             if width < dim:
-                self.widen = nn.Parameter(_widening(dim, width).to(space.basis_DK))
+                # The same bits on every machine, and columns of length about 1.
+                columns = fixed_table(dim, width, seed=0, std=width**-0.5)
+                self.widen = nn.Parameter(columns.to(space.basis_DK))
 
     @property
     def basis_DK(self) -> Tensor:
@@ -149,33 +146,14 @@ class ProjectedBoundary(SubspaceBoundary):
         rows = _rows(self.table, ids_BT)
         return rows if self.widen is None else F.linear(rows, self.widen)
 
-
-class EmbeddedBoundary(ProjectedBoundary):
-    """The exact cut around the model's own embedding, of which every stage has a copy.
-
-    A copy is added where the stream enters a stage and taken off where it leaves, so what crosses
-    is what blocks have written. As these write into the subspace, nothing is lost, and as copies
-    stay equal (engine/rows.py), the model is a plain one whose embedding is trained whole.
-    """
-
-    roles: ClassVar = {}
-
-    def __init__(self, space: Space, copy: tuple[int, int] | None):
-        """`copy` is the shape of the receiver's copy; a sender needs none here."""
-        super().__init__(space, own_tables=True, table=copy)
+    @property
+    def roles(self) -> dict[str, Role]:
+        return {} if self.shared else {"table": Role.TABLE, "widen": Role.MATRIX}
 
     def copy_of_embedding(self) -> nn.Parameter | None:
-        return self.table
+        return self.table if self.shared else None
 
 
 def _rows(table: Tensor, ids_BT: Tensor | None) -> Tensor:
     assert ids_BT is not None, "an anchored boundary reads token ids"
     return F.embedding(ids_BT, table)
-
-
-def _widening(dim: int, width: int) -> Tensor:
-    """Where a widening matrix starts: the same bits on every machine, columns of length about 1.
-
-    The table itself starts at zero, so the cut starts as one without a table.
-    """
-    return fixed_table(dim, width, seed=0, std=width**-0.5)

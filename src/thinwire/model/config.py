@@ -42,23 +42,18 @@ SLOW_TABLES_LR = 30.0  # with muon, where every stage has a token table of its o
 SHORT_RUN = 1000  # steps; longer runs want slower tables
 WSD_DECAY_SHARE = 0.2  # the last share of the steps in which WSD comes down to zero
 
-
-def _sizes(*sizes: int) -> dict[str, int]:
-    return dict(zip(SIZES, sizes, strict=True))
-
-
-# layers, dim, heads, kv_heads, ffn, vocab, context
-PRESETS: dict[str, dict[str, int]] = {
-    "tiny": _sizes(4, 128, 4, 2, 352, 2048, 128),
-    "mini": _sizes(8, 256, 8, 4, 704, 4096, 256),
-    "70m": _sizes(8, 512, 8, 4, 1536, 50304, 512),
-    "160m": _sizes(12, 768, 12, 4, 2048, 50304, 1024),
-    "400m": _sizes(24, 1024, 16, 8, 2816, 50304, 1024),
-    "1b": _sizes(16, 2048, 32, 8, 8192, 128256, 2048),
-    "2b": _sizes(8, 4096, 32, 32, 11008, 32000, 1024),
-    "3b": _sizes(28, 3072, 24, 8, 8192, 128256, 4096),
-    "8b": _sizes(32, 4096, 32, 8, 14336, 128256, 8192),
+_PRESETS = {  # layers, dim, heads, kv_heads, ffn, vocab, context
+    "tiny": (4, 128, 4, 2, 352, 2048, 128),
+    "mini": (8, 256, 8, 4, 704, 4096, 256),
+    "70m": (8, 512, 8, 4, 1536, 50304, 512),
+    "160m": (12, 768, 12, 4, 2048, 50304, 1024),
+    "400m": (24, 1024, 16, 8, 2816, 50304, 1024),
+    "1b": (16, 2048, 32, 8, 8192, 128256, 2048),
+    "2b": (8, 4096, 32, 32, 11008, 32000, 1024),
+    "3b": (28, 3072, 24, 8, 8192, 128256, 4096),
+    "8b": (32, 4096, 32, 8, 14336, 128256, 8192),
 }
+PRESETS = {name: dict(zip(SIZES, sizes, strict=True)) for name, sizes in _PRESETS.items()}
 
 
 @dataclass(frozen=True)
@@ -71,29 +66,24 @@ class ModelConfig:
         (*PRESETS, CUSTOM),
     )
     layers: int = option(
-        0,
-        "number of blocks, which are split over the stages; 0 = the preset's",
-        least=0,
-        most=10_000,
+        0, "number of blocks, which are split over the stages; 0 = the preset's", most=10_000
     )
-    dim: int = option(0, "width of the residual stream; 0 = the preset's", least=0, most=2**20)
-    heads: int = option(0, "attention heads; 0 = the preset's", least=0, most=2**16)
+    dim: int = option(0, "width of the residual stream; 0 = the preset's", most=2**20)
+    heads: int = option(0, "attention heads; 0 = the preset's", most=2**16)
     kv_heads: int = option(
-        0, "key/value heads, shared by groups of heads (GQA); 0 = the preset's", least=0, most=2**16
+        0, "key/value heads, shared by groups of heads (GQA); 0 = the preset's", most=2**16
     )
-    ffn: int = option(
-        0, "hidden width of the SwiGLU feed-forward; 0 = the preset's", least=0, most=2**22
-    )
+    ffn: int = option(0, "hidden width of the SwiGLU feed-forward; 0 = the preset's", most=2**22)
     vocab: int = option(
-        0, "size of the vocabulary, at least the tokenizer's; 0 = the preset's", least=0, most=2**24
+        0, "size of the vocabulary, at least the tokenizer's; 0 = the preset's", most=2**24
     )
-    context: int = option(0, "tokens per training sequence; 0 = the preset's", least=0, most=2**24)
+    context: int = option(0, "tokens per training sequence; 0 = the preset's", most=2**24)
     embed_std: float = option(
-        0.0, "standard deviation of the embedding at the start; 0 = 1 with muon, else 0.02", least=0
+        0.0, "standard deviation of the embedding at the start; 0 = 1 with muon, else 0.02"
     )
     rope_theta: float = option(500000.0, "base of the rotary position encoding", above=0)
     norm_eps: float = option(1e-5, "epsilon of the RMS norms", above=0)
-    head_dim: int = option(0, "width of one attention head; 0 = dim / heads", least=0, most=2**16)
+    head_dim: int = option(0, "width of one attention head; 0 = dim / heads", most=2**16)
     qkv_bias: bool = option(False, "biases on queries, keys and values, as in Qwen2")
     qk_norm: bool = option(False, "RMS norms on the heads of queries and keys, as in Qwen3")
     rope_scaling: str = option(
@@ -113,9 +103,8 @@ class ModelConfig:
         return self.heads * self.head_dim
 
     def resolved(self, embed_std: float = MATRIX_STD) -> "ModelConfig":
-        """The same config with every 0 filled from the preset, checked for consistency.
-
-        `embed_std` is the embedding's spread where the config leaves it open.
+        """The same config with every 0 filled from the preset, and the spread of the embedding;
+        checked for consistency.
         """
         filled: dict[str, Any] = {k: getattr(self, k) or size for k, size in self.shape.items()}
         missing = [f"model.{key}" for key, size in filled.items() if not size]
@@ -142,21 +131,17 @@ class ModelConfig:
 
     def unlike_preset(self) -> dict[str, tuple[int, int]]:
         """Sizes that are set and differ from the preset's, each with the preset's after it."""
-        if self.preset == CUSTOM:
-            return {}
         return {
             key: (getattr(self, key), size)
             for key, size in self.shape.items()
-            if getattr(self, key) not in (0, size)
+            if size and getattr(self, key) not in (0, size)
         }
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Slow rotations, made slower still; fast ones, which tell near positions apart, stay.
-
-    A pair of channels whose wave has fewer than `low` periods in the original context turns slower
-    by `factor`; one with more than `high` is unchanged; between them the two are mixed.
+    """Slow rotations, made slower still by `factor`: those of fewer than `low` periods in the
+    original context. With more than `high` they are unchanged, and between them the two are mixed.
     """
 
     factor: float
@@ -199,14 +184,14 @@ class BoundaryConfig:
         ("dense", *NARROW),
     )
     rank: int = option(
-        0, "dimension of the subspace, less than model.dim; 0 = from ratio, or for dense", least=0
+        0, "dimension of the subspace, less than model.dim; 0 = from ratio, or for dense"
     )
     ratio: float = option(
         0.0, "with rank = 0: the rank is model.dim / ratio, rounded down", least=1, auto=0
     )
-    basis_seed: int = option(0, "seed of the basis and of the fixed token table")
+    basis_seed: int = option(0, "seed of the basis and of the fixed token table", least=None)
     basis_update_every: int = option(
-        0, "steps between updates of the shared basis; 0 = never", least=0, most=10**9
+        0, "steps between updates of the shared basis; 0 = never", most=10**9
     )
     basis_rate: float = option(
         0.5, "step size of such an update; 1 is about one power iteration", above=0
@@ -232,7 +217,7 @@ class BoundaryConfig:
         most=10**9,
     )
     table: int = option(
-        0, "anchor = per-stage: width of the table, widened by a matrix; 0 = model.dim", least=0
+        0, "anchor = per-stage: width of the table, widened by a matrix; 0 = model.dim"
     )
     bound: float = option(
         0.0,
@@ -242,10 +227,7 @@ class BoundaryConfig:
         auto=0,
     )
     free_layers: int = option(
-        -1,
-        "subspace, reparam: last blocks left unconstrained; -1 = those of the last stage",
-        least=0,
-        auto=-1,
+        -1, "subspace, reparam: last blocks left unconstrained; -1 = those of the last stage"
     )
 
     @property
@@ -260,9 +242,7 @@ class BoundaryConfig:
 
     @property
     def own_tables(self) -> bool:
-        """Whether every stage has a trainable token table of its own, which it adds where the
-        stream enters and takes off where it leaves.
-        """
+        """Whether every stage has a trainable token table of its own."""
         return self.anchor == PER_STAGE
 
     @property
@@ -328,7 +308,6 @@ class LoraConfig:
         0,
         "rank of the adapters (LoRA): they are trained, and the model's own weights stay as they "
         "are; 0 = no adapters, all weights are trained",
-        least=0,
         most=2**16,
     )
     alpha: float = option(16.0, "what an adapter adds is scaled by alpha / rank", above=0)
@@ -379,40 +358,29 @@ class OptimConfig:
         "adamw", "adamw; muon (matrices of the blocks; adamw for the rest)", ("adamw", "muon")
     )
     lr: float = option(3e-3, "peak learning rate", above=0)
-    weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0)
-    warmup: int = option(
-        -1, "steps of linear warmup; -1 = 20, or half of a shorter run", least=0, auto=-1
-    )
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices")
+    warmup: int = option(-1, "steps of linear warmup; -1 = 20, or half of a shorter run")
     schedule: str = option(
         "cosine", "learning-rate schedule after the warmup", ("cosine", "linear", "wsd", "constant")
     )
-    floor: float = option(0.1, "cosine: final learning rate as a fraction of lr", least=0, most=1)
+    floor: float = option(0.1, "cosine: final learning rate as a fraction of lr", most=1)
     matrix_lr: float = option(
-        -1.0,
-        "muon: learning rate of the blocks' matrices as a fraction of lr; -1 = 3",
-        least=0,
-        auto=-1,
+        -1.0, "muon: learning rate of the blocks' matrices as a fraction of lr; -1 = 3"
     )
     table_lr: float = option(
         -1.0,
         "learning rate of token tables (the embedding, those of cuts) as a fraction of lr; -1 = "
         "100 with muon (30 with boundary.anchor = per-stage or embedding in more than 1,000 "
         "steps), else 1",
-        least=0,
-        auto=-1,
     )
     head_lr: float = option(
-        -1.0,
-        "learning rate of the output head as a fraction of lr; -1 = 10 with muon, else 1",
-        least=0,
-        auto=-1,
+        -1.0, "learning rate of the output head as a fraction of lr; -1 = 10 with muon, else 1"
     )
-    clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping", least=0)
+    clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping")
 
     def resolved(self, steps: int, trains_tables: bool = False) -> "OptimConfig":
-        """The same config with the warmup and the shares filled in for a run of `steps` steps.
-
-        `trains_tables`: every stage has a token table that is trained, its own or a copy.
+        """The same config with the warmup and the shares filled in for a run of `steps` steps, in
+        which stages may train token tables, their own or copies.
         """
         warmup = min(AUTO_WARMUP, steps // 2) if self.warmup == -1 else self.warmup
         if warmup > steps:
@@ -454,9 +422,7 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def share_changes(before: OptimConfig, now: OptimConfig) -> str:
-    """What becomes of the rates that are shares of lr; empty where they stay. One that was left
-    open may follow the number of steps.
-    """
+    """What becomes of the rates that are shares of lr; empty where they stay."""
     changed = [key for key in EQUAL_SHARES if getattr(before, key) != getattr(now, key)]
     told = [f"optim.{k} was {getattr(before, k):g} and is {getattr(now, k):g} now" for k in changed]
     return ", ".join(told)
@@ -465,10 +431,7 @@ def share_changes(before: OptimConfig, now: OptimConfig) -> str:
 def rate_change(
     before: OptimConfig, steps_before: int, now: OptimConfig, steps_now: int, done: int
 ) -> str:
-    """What becomes of the learning rate after `done` updates, if another schedule takes over.
-
-    Empty where the next rate is about what it would have been.
-    """
+    """What becomes of the learning rate after `done` updates; empty if it is about as it was."""
     due = learning_rate(before, done, steps_before)
     next_rate = learning_rate(now, done, steps_now)
     if math.isclose(due, next_rate, rel_tol=NOTICEABLE_CHANGE):

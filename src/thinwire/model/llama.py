@@ -1,30 +1,27 @@
 """What a model is to everyone else, a list of named layers; and a Llama-style decoder as such.
 
-Pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU, untied head, no biases; where
-the config says so also Qwen2's biases, Qwen3's norms of heads, heads wider than the stream, and
-Llama 3.1's stretched positions. Layer and parameter names are those of a Hugging Face checkpoint,
-so a checkpoint's tensors mean the same thing everywhere.
+Where the config says so also with Qwen2's biases, Qwen3's norms of heads, heads wider than the
+stream, and Llama 3.1's stretched positions. Names are those of a Hugging Face checkpoint.
 
 Shapes: B sequences, T positions, D model width, H heads, K key/value heads, E head width.
 """
 
-import functools
+import hashlib
 import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.model.adapter import generator_of, initialise_adapter
 from thinwire.model.config import MATRIX_STD, ModelConfig, RopeScaling
-from thinwire.model.narrow import Narrow
+from thinwire.model.layers import DOWN, UP, Narrow
 from thinwire.model.optim import Role
 
 EMBEDDING = "model.embed_tokens"  # as a Hugging Face Llama calls it
-EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
 WRITERS = ("o_proj.weight", "down_proj.weight")
 _COSINES = threading.Lock()
 
@@ -42,9 +39,7 @@ class LayerPlan:
 
 
 class KeyValues:
-    """What attention keeps of the positions before, so that the next one costs one position: keys
-    and values of one block, of at most a context of positions, in memory made once.
-    """
+    """What attention keeps of the positions before, in memory made once for a context."""
 
     def __init__(self, context: int):
         self.length = 0
@@ -84,27 +79,20 @@ class RMSNorm(nn.Module):
 def rotary_tables(
     context: int, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, E) of the rotary positions, computed in float32 on the CPU.
-
-    By one thread at a time: where two stages of a process call a cosine first in one moment, MKL
-    may not have chosen its kernels for one of them yet, and its table is off by 1e-4. On the meta
-    device only their shape: torch imports its compiler to compute there, for seconds.
+    """Cosines and sines (T, E) of the rotary positions, computed in float32 on the CPU, by one
+    thread at a time: where two call a cosine first in one moment, MKL's may be off by 1e-4. On the
+    meta device only their shape: torch imports its compiler to compute there, for seconds.
     """
     if torch.get_default_device().type == "meta":
         return torch.empty(context, head_dim), torch.empty(context, head_dim)
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if scaling is not None:
-        frequency = _stretched(frequency, scaling)
+    if scaling is not None:  # slow ones are turned slower still, for a longer context
+        periods = scaling.context * frequency / (2 * math.pi)  # in the original context
+        kept = ((periods - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+        frequency = (1 - kept) * frequency / scaling.factor + kept * frequency
     angle_TE = torch.outer(torch.arange(context, dtype=torch.float32), frequency).repeat(1, 2)
     with _COSINES:
         return angle_TE.cos(), angle_TE.sin()
-
-
-def _stretched(frequency: Tensor, scaling: RopeScaling) -> Tensor:
-    """Frequencies for a longer context than the original one."""
-    periods = scaling.context * frequency / (2 * math.pi)  # in the original context
-    kept = ((periods - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
-    return (1 - kept) * frequency / scaling.factor + kept * frequency
 
 
 def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
@@ -201,19 +189,13 @@ class Block(nn.Module):
 
 
 class Llama:
-    """A model as those who cut, place and plan it need to know it.
-
-    A row of a batch is a sequence of tokens. What is split over stages is blocks; the first stage
-    also has what comes before them, and the last one what comes after.
-    """
+    """A model as those who cut, place and plan it need to know it."""
 
     def __init__(self, config: ModelConfig):
         self._config = config
 
     def layers(self, narrow: Narrow | None = None) -> list[LayerPlan]:
-        """The whole model as a list: embedding, blocks, final norm, head; `narrow` where it writes
-        into a subspace.
-        """
+        """The whole model as a list: embedding, blocks, final norm, head."""
         config = self._config
 
         def embedding() -> nn.Module:
@@ -225,16 +207,14 @@ class Llama:
 
         def block(index: int) -> LayerPlan:
             held = narrow if narrow is not None and index < narrow.blocks else None
-            make = functools.partial(Block, config, held)
+            make = partial(Block, config, held)
             return LayerPlan(self.block_name(index), make, str(index), Role.MATRIX)
 
-        def head() -> nn.Module:
-            return nn.Linear(config.dim, config.vocab, bias=False)
-
+        head = partial(nn.Linear, config.dim, config.vocab, bias=False)
         return [
             LayerPlan(EMBEDDING, embedding, "embed", Role.TABLE),
-            *(block(index) for index in range(config.layers)),
-            LayerPlan("model.norm", lambda: RMSNorm(config.dim, config.norm_eps)),
+            *map(block, range(config.layers)),
+            LayerPlan("model.norm", partial(RMSNorm, config.dim, config.norm_eps)),
             LayerPlan("lm_head", head, "head", Role.HEAD),
         ]
 
@@ -248,26 +228,22 @@ class Llama:
         """The global name of a block."""
         return f"model.layers.{block}"
 
+    @torch.no_grad()
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
-        """Fill a parameter from its global name and the seed alone, whatever the split.
-
-        Gains are one, biases zero, matrices normal. Writers to the stream start smaller, by the
-        number of writes that add up.
+        """Fill a parameter from its global name and the seed alone, whatever the split. Writers to
+        the stream start smaller, by the number of writes that add up; adapters as peft has them.
         """
-        if initialise_adapter(name, parameter, seed):
-            return
-        if name.endswith(".bias"):
-            nn.init.zeros_(parameter)
-            return
-        if parameter.ndim < 2:
-            nn.init.ones_(parameter)
-            return
-        spread = MATRIX_STD
-        if name.endswith(WRITERS):
-            spread /= (2 * self._config.layers) ** 0.5
-        elif name == EMBEDDING_WEIGHT:
-            spread = self._config.embed_std
-        with torch.no_grad():
+        if name.endswith((f"{UP}.weight", ".bias")):
+            parameter.zero_()
+        elif name.endswith(f"{DOWN}.weight"):
+            drawn = torch.rand(parameter.shape, generator=generator_of(name, seed))
+            parameter.copy_((2 * drawn - 1) / parameter.shape[1] ** 0.5)
+        elif parameter.ndim < 2:
+            parameter.fill_(1)
+        else:
+            spread = self._config.embed_std if name == f"{EMBEDDING}.weight" else MATRIX_STD
+            if name.endswith(WRITERS):
+                spread /= (2 * self._config.layers) ** 0.5
             drawn = torch.randn(parameter.shape, generator=generator_of(name, seed))
             parameter.copy_(drawn * spread)
 
@@ -276,18 +252,14 @@ class Llama:
         return batch * self._config.context * self._config.vocab
 
     def forward_flops(self, blocks: range, batch: int) -> float:
-        """Floating-point operations of one forward of the stage with these blocks, and of the head
-        on the last stage.
-        """
+        """Operations of one forward of the stage with these blocks, with the head on the last."""
         config = self._config
-        is_last = blocks.stop == config.layers
-        head = 2.0 * self.logits(batch) * config.dim if is_last else 0.0
+        head = 2.0 * self.logits(batch) * config.dim if blocks.stop == config.layers else 0.0
         return len(blocks) * self._block_flops(batch * config.context) + head
 
     def backward_flops(self, blocks: range, batch: int, frozen: bool = False) -> float:
         """Of one backward, which multiplies each matrix twice: for its own gradient, and for that
-        of what it read. With frozen matrices attention alone has two products; adapters are small
-        beside them.
+        of what it read. With frozen matrices attention alone has two products.
         """
         forward = self.forward_flops(blocks, batch)
         attention = len(blocks) * self._attention_flops(batch * self._config.context)
@@ -295,10 +267,8 @@ class Llama:
 
     def kept_bytes(self, blocks: range, batch: int, width: int, computed: int) -> int:
         """Bytes that a forward of these blocks leaves behind for its backward; numbers have `width`
-        bytes, and what matrices give `computed` (less under autocast).
-
-        Of the stream two norms in and out, and of heads where they have norms; of matrices what
-        both norms gave, q k v as attention reads them and its result, four of the feed-forward.
+        bytes, and what matrices give `computed` (less under autocast): norms in and out, q k v as
+        attention reads them and its result, four of the feed-forward.
         """
         config = self._config
         normed = 4 * config.dim
@@ -335,6 +305,12 @@ class Llama:
     def _attention_flops(self, tokens: int) -> float:
         """Scores and their use, each over half the context."""
         return 2.0 * tokens * self._config.context * self._config.attention_dim
+
+
+def generator_of(name: str, seed: int) -> torch.Generator:
+    """Random numbers for one parameter, whatever is made before it or beside it."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 architecture = Llama  # what is to be known of the model of a resolved config

@@ -1,13 +1,12 @@
-"""Optimizers: which parameter is updated by what, and the state of that by name.
-
-Torch keeps optimizer state by position; a run that is split anew needs it by name. The
-StageOptimizer does that translation and nothing else.
+"""Optimizers: which parameter is updated by what, and the state of that by name: torch keeps it by
+position, but a run may be split anew.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steep at 0, near 
 ITERATIONS = 5
 RMS = 0.2  # of an update at rate 1, about AdamW's own: one learning rate then serves both
 STACK_NUMBERS = 2**28  # in matrices that are orthogonalised together, for the memory's sake
+
+
+State = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and types of what an optimizer keeps of a parameter, by name."""
 
 
 class Role(Enum):
@@ -41,6 +44,36 @@ class Optimizer(torch.optim.Optimizer):
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of all parameters, with the gradients of the closure if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        """What a step does, gradients given."""
+        raise NotImplementedError
+
+    def kept(self, weight: Tensor, group: dict[str, Any]) -> State:
+        """What is kept of a parameter, by name; of most as by AdamW."""
+        shape, dtype = tuple(weight.shape), weight.dtype
+        second = tuple(1 if axis == group.get("axis") else n for axis, n in enumerate(shape))
+        step = (), torch.float32
+        return {"step": step, "exp_avg": (shape, dtype), "exp_avg_sq": (second, dtype)}
+
+    def state_of(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state of a parameter, zeros before its first update; counters are on the CPU."""
+        state: dict[str, Tensor] = self.state[weight]
+        if not state:
+            for name, (shape, dtype) in self.kept(weight, group).items():
+                device = "cpu" if name == "step" else weight.device
+                state[name] = torch.zeros(shape, dtype=dtype, device=device)
+        return state
+
 
 class AdamW(Optimizer, torch.optim.AdamW):
     """Torch's own, in the same way."""
@@ -49,12 +82,8 @@ class AdamW(Optimizer, torch.optim.AdamW):
 
 
 class SubspaceAdamW(Optimizer):
-    """AdamW whose second moment is constant along the model dimension of held parameters.
-
-    Adam divides each coordinate of the momentum by its own second moment, which turns an update out
-    of any subspace that is not axis-aligned. Here the second moment is one number per input unit:
-    the mean over the model dimension. Scaling by it keeps momentum in S, and so do decoupled decay
-    and the sum. What must be in S beforehand is the gradient.
+    """AdamW whose second moment is one number per input unit of held parameters, the mean over the
+    model dimension: an update stays in S if the gradient is in it, which Adam's own would not.
 
     Give it a constraint: then `step` first projects the gradients of the parameters it holds, and
     updates all others as AdamW does. (Clip after `constraint.project_gradients()`: the part that is
@@ -65,49 +94,34 @@ class SubspaceAdamW(Optimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] = BETAS,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         axis: int | None = None,
         constraint: Constraint | None = None,
     ):
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "axis": axis,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"axis": axis})
         self._constraint = constraint
         held = constraint.held if constraint is not None else []
         self._axes: dict[Tensor, int] = {entry.parameter: entry.axis for entry in held}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
         if self._constraint is not None:
             self._constraint.project_gradients()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    own = group | {"axis": self._axes.get(weight, group["axis"])}
+                    self._update(weight, weight.grad, own)
 
     def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, axis = self.state[weight], self._axes.get(weight, group["axis"])
+        state, axis = self.state_of(weight, group), group["axis"]
         if axis is None:
             square = gradient.square()
         else:  # one pass over the gradient, and nothing of its size is written
             norm = torch.linalg.vector_norm(gradient, dim=axis, keepdim=True)
             square = norm.square_().div_(gradient.shape[axis])
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(weight)
-            state["exp_avg_sq"] = torch.zeros_like(square)
         state["step"] += 1
         count, (beta1, beta2) = float(state["step"]), group["betas"]
         state["exp_avg"].lerp_(gradient, 1 - beta1)
@@ -118,45 +132,26 @@ class SubspaceAdamW(Optimizer):
 
 
 class RowAdamW(Optimizer):
-    """AdamW for a table of which only some rows are updated at a time.
+    """AdamW for a table of which only some rows are updated at a time, each by what AdamW would
+    have done to it since the last time: moments fade by as many updates as have passed, and the
+    step is as long as the steps would be together that AdamW makes with fading moments.
 
-    A row whose token is rare has no gradient for many updates. AdamW moves it all the same:
-    momentum fades while the row goes on in its direction, and decay goes on too. Here a row is
-    updated when its gradient comes, by what AdamW would have done to it since the last time:
-    moments fade by as many updates as have passed, and the step is as long as the steps would be
-    together that AdamW makes with fading moments. A row that is updated every time is updated as by
-    AdamW.
-
-    `changes` gives the changes of rows; whoever holds the table adds them, so that copies stay
-    equal. `step` changes no table.
+    `changes` gives the changes of rows; whoever holds the table adds them, and `step` changes none.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ):
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0):
+        defaults = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def update(self) -> None:
         for group in self.param_groups:
             for table_VD in group["params"]:
-                self._state_of(table_VD)  # which a checkpoint has, whether or not a row was due
-        return None if closure is None else closure()
+                self.state_of(table_VD, group)  # for a checkpoint, whether or not a row was due
 
-    def _state_of(self, table_VD: nn.Parameter) -> dict[str, Tensor]:
-        state = self.state[table_VD]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(table_VD)
-            state["exp_avg_sq"] = torch.zeros_like(table_VD)
-            state["updated"] = torch.zeros(len(table_VD), dtype=torch.int64, device=table_VD.device)
-        return state
+    def kept(self, weight: Tensor, group: dict[str, Any]) -> State:
+        shape, dtype = tuple(weight.shape), weight.dtype
+        updated = shape[:1], torch.int64
+        return {"exp_avg": (shape, dtype), "exp_avg_sq": (shape, dtype), "updated": updated}
 
     @torch.no_grad()
     def changes(
@@ -164,7 +159,7 @@ class RowAdamW(Optimizer):
     ) -> Tensor:
         """What to add to these rows in update number `update` (from 1) of the run."""
         (group,) = (g for g in self.param_groups if any(p is table_VD for p in g["params"]))
-        (beta1, beta2), lr, state = group["betas"], group["lr"], self._state_of(table_VD)
+        (beta1, beta2), lr, state = group["betas"], group["lr"], self.state_of(table_VD, group)
         passed_R1 = (update - state["updated"][rows_R])[:, None].to(gradient_RD.dtype)
         first_RD = state["exp_avg"][rows_R].mul_(beta1**passed_R1)
         first_RD.add_(gradient_RD, alpha=1 - beta1)
@@ -183,19 +178,12 @@ class RowAdamW(Optimizer):
 
 class Muon(Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay, for matrices: momentum whose
-    directions all count alike.
+    directions all count alike, by Newton-Schulz iterations, which keep a subspace. With a group's
+    `basis` they are done in its coordinates: less work, and no rounding can lead out.
 
-    The momentum M = A diag(s) B^T of a matrix is replaced by a matrix near A B^T, found without a
-    singular value decomposition: Newton-Schulz iterations are a polynomial in M M^T times M, so
-    they change singular values and nothing else. That also keeps a subspace. A momentum whose
-    columns lie in S = Col(U) is U H, and the result is U times what the coordinates H alone would
-    give. For a held matrix we do just that: it costs less by rank/width, and no rounding can lead
-    out of S.
-
-    On a GPU matrices of one shape are orthogonalised together, in bfloat16: one by one, launching
-    the kernels takes about as long as a training step. On a CPU each is by itself and in its own
-    precision, so that a weight does not depend on which others share its stage. Groups may have a
-    `basis`: their matrices' columns then stay in its span.
+    On a GPU matrices of one shape are orthogonalised together, in bfloat16. On a CPU each is by
+    itself and in its own precision, so that a weight does not depend on which others share its
+    stage.
     """
 
     def __init__(
@@ -208,17 +196,13 @@ class Muon(Optimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "basis": None}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
         for group in self.param_groups:
-            with_gradient = [p for p in group["params"] if p.grad is not None]
-            for alike in _stacks(with_gradient):
+            for alike in _stacks([p for p in group["params"] if p.grad is not None]):
                 self._update(alike, group)
-        return loss
+
+    def kept(self, weight: Tensor, group: dict[str, Any]) -> State:
+        return {"momentum_buffer": (tuple(weight.shape), weight.dtype)}
 
     def _update(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Move matrices of one shape."""
@@ -237,12 +221,10 @@ class Muon(Optimizer):
 
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
         """The momentum, one step ahead as Nesterov has it."""
-        state, gradient = self.state[weight], weight.grad
+        momentum, gradient = self.state_of(weight, group)["momentum_buffer"], weight.grad
         assert gradient is not None
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(weight)
-        state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(state["momentum_buffer"], group["momentum"])
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(momentum, group["momentum"])
 
 
 def _stacks(weights: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -301,9 +283,7 @@ class StageOptimizer:
         self.zero_grad()
 
     def take_state(self, other: "StageOptimizer") -> None:
-        """Go on from the state of an optimizer of the same parameters' other copies, which then
-        has none.
-        """
+        """Go on from the state of an optimizer of other copies, which then has none."""
         pairs = zip(self._walk(), other._walk(), strict=True)
         for (mine, _, own, _), (theirs, _, others, _) in pairs:
             mine.state.pop(own, None)
@@ -334,25 +314,21 @@ class StageOptimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """The whole state as `parameter name/state name`, ready for a checkpoint."""
         return {
-            f"{self._names[parameter]}/{key}": value
-            for optimizer in self._optimizers
-            for parameter, state in optimizer.state.items()
-            for key, value in state.items()
+            f"{name}/{key}": value
+            for optimizer, _, parameter, name in self._walk()
+            for key, value in optimizer.state.get(parameter, {}).items()
         }
 
     def state_like(self) -> dict[str, Tensor]:
         """What `state_tensors` gives after an update, as tensors without memory."""
         return {
-            f"{name}/{key}": value
+            f"{name}/{key}": torch.empty(shape, dtype=dtype, device="meta")
             for optimizer, group, parameter, name in self._walk()
-            for key, value in _state_like(optimizer, group, parameter).items()
+            for key, (shape, dtype) in optimizer.kept(parameter, group).items()
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave, in place of what there is.
-
-        State of another kind of optimizer, or of another shape, is a CheckpointError.
-        """
+        """Put back what `state_tensors` gave; a CheckpointError if it is of another optimizer."""
         loaded: dict[str, dict[str, Tensor]] = {}
         for full_name, value in tensors.items():
             name, _, key = full_name.rpartition("/")
@@ -360,7 +336,14 @@ class StageOptimizer:
         for optimizer, group, parameter, name in self._walk():
             optimizer.state.pop(parameter, None)
             if name in loaded:
-                _check_state(name, loaded[name], _state_like(optimizer, group, parameter))
+                found = {key: tuple(value.shape) for key, value in loaded[name].items()}
+                kept = {key: shape for key, (shape, _) in optimizer.kept(parameter, group).items()}
+                if found != kept:
+                    raise CheckpointError(
+                        f"the optimizer's state of {name} in the checkpoint is {found}, this "
+                        f"optimizer keeps {kept}: resume with the optimizer and the model that "
+                        "wrote it"
+                    )
                 # A step counter stays on the CPU, unless one kernel reads it too.
                 counter = parameter.device if group.get("fused") else torch.device("cpu")
                 optimizer.state[parameter] = {
@@ -376,38 +359,6 @@ class StageOptimizer:
                     yield optimizer, group, parameter, self._names[parameter]
 
 
-def _state_like(
-    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
-) -> dict[str, Tensor]:
-    """What each kind of optimizer keeps of a parameter, as tensors without memory."""
-
-    def like(shape: tuple[int, ...], dtype: torch.dtype = parameter.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    shape = tuple(parameter.shape)
-    if isinstance(optimizer, Muon):
-        return {"momentum_buffer": like(shape)}
-    if isinstance(optimizer, RowAdamW):
-        updated = like(shape[:1], torch.int64)
-        return {"exp_avg": like(shape), "exp_avg_sq": like(shape), "updated": updated}
-    second = shape
-    if isinstance(optimizer, SubspaceAdamW):
-        second = tuple(1 if axis == group["axis"] else n for axis, n in enumerate(shape))
-    step = like((), torch.float32)
-    return {"step": step, "exp_avg": like(shape), "exp_avg_sq": like(second)}
-
-
-def _check_state(name: str, state: dict[str, Tensor], like: dict[str, Tensor]) -> None:
-    found, expected = (
-        {key: tuple(value.shape) for key, value in tensors.items()} for tensors in (state, like)
-    )
-    if found != expected:
-        raise CheckpointError(
-            f"the optimizer's state of {name} in the checkpoint is {found}, this optimizer keeps "
-            f"{expected}: resume with the optimizer and the model that wrote it"
-        )
-
-
 def _build(
     parameters: dict[str, nn.Parameter],
     roles: Mapping[str, Role],
@@ -417,19 +368,18 @@ def _build(
 ) -> list[Optimizer]:
     """As few optimizers and groups as there are ways to update a parameter, for speed."""
     axes = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
+    shares: dict[Role | None, float] = {Role.TABLE: config.table_lr, Role.HEAD: config.head_lr}
+    if config.name == "muon":
+        shares[Role.MATRIX] = config.matrix_lr
     fused = all(p.is_cuda for p in parameters.values())
-    common: dict[type[Optimizer], dict[str, Any]] = {
-        AdamW: {"betas": BETAS, "fused": fused},
-        SubspaceAdamW: {"betas": BETAS},
-        RowAdamW: {"betas": BETAS},
-        Muon: {},
-    }
-    kinds: dict[type[Optimizer], dict[tuple[Any, ...], dict[str, Any]]] = {k: {} for k in common}
+    adamw = partial(AdamW, betas=BETAS, fused=fused)
+    kinds: dict[Callable[..., Optimizer], dict[tuple[Any, ...], dict[str, Any]]]
+    kinds = {kind: {} for kind in (adamw, SubspaceAdamW, RowAdamW, Muon)}
     for name, parameter in parameters.items():
         role = roles.get(name)
-        kind: type[Optimizer] = AdamW
+        kind: Callable[..., Optimizer] = adamw
         options: dict[str, Any] = {
-            "lr_share": _share(role, config),
+            "lr_share": shares.get(role, 1.0),
             "weight_decay": config.weight_decay if parameter.ndim > 1 else 0.0,
         }
         if by_rows and role is Role.TABLE:
@@ -442,14 +392,4 @@ def _build(
             options["axis"] = axes[name]
         group = kinds[kind].setdefault(tuple(options.values()), {"params": [], **options})
         group["params"].append(parameter)
-    return [kind([*kinds[kind].values()], **common[kind]) for kind in common if kinds[kind]]
-
-
-def _share(role: Role | None, config: OptimConfig) -> float:
-    """The learning rate of a parameter as a share of the run's."""
-    shares = {
-        Role.MATRIX: config.matrix_lr if config.name == "muon" else 1.0,
-        Role.TABLE: config.table_lr,
-        Role.HEAD: config.head_lr,
-    }
-    return 1.0 if role is None else shares[role]
+    return [kind([*groups.values()]) for kind, groups in kinds.items() if groups]

@@ -4,7 +4,7 @@ does, by the loss that trains it and the score of a validation.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from thinwire.model.boundary import Boundary
 from thinwire.model.config import ModelConfig
-from thinwire.model.llama import (
-    EMBEDDING,
-    EMBEDDING_WEIGHT,
-    Block,
-    KeyValues,
-    LayerPlan,
-    architecture,
-)
-from thinwire.model.narrow import InSpace, Reparametrised
+from thinwire.model.layers import InSpace, Reparametrised
+from thinwire.model.llama import EMBEDDING, Block, KeyValues, LayerPlan, architecture
 from thinwire.model.optim import Role
 from thinwire.model.subspace import Held
 
+WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+"""The type weights are kept in, by `run.precision`; bf16 computes under autocast."""
 GRAPHS = 64
 """Graphs that the code of a layer may be compiled to: one for each shape, in training and not."""
 
@@ -33,9 +28,7 @@ Past = list[KeyValues | None]
 
 
 class _Bounded(torch.autograd.Function):
-    """Its input as it is; on the way back no token has more than `bound` times the gradient of the
-    mean token, by their norms. Tokens without a gradient, such as those that fill up, do not count.
-    """
+    """Its input; on the way back no token has more than `bound` times the mean token's gradient."""
 
     @staticmethod
     def forward(ctx, x_BTC: Tensor, bound: float) -> Tensor:  # type: ignore[no-untyped-def]
@@ -67,10 +60,8 @@ def with_ends(
 ) -> tuple[Tensor, Tensor | None]:
     """A layer with the ends of the cuts beside it, where it has any.
 
-    What the stage itself knows of the tokens is added at its first end and taken off at its last.
-    It is returned too, for the layers up to there. With `bound` the gradient of a single token
-    cannot outgrow the others' from layer to layer. Without it a few rare tokens of a batch may come
-    to have most of it, and all layers below learn from them alone.
+    What the stage itself knows of the tokens is added at its first end and taken off at its last;
+    it is returned too. With `bound` no token's gradient outgrows the others' from layer to layer.
     """
     if bound and x.is_floating_point():
         x = _Bounded.apply(x, bound)
@@ -83,12 +74,10 @@ def with_ends(
 
 
 class Stage(nn.Module):
-    """Consecutive layers of the model, from its inputs or a decoded activation onward.
-
-    Without an incoming boundary it starts from the model's inputs, token ids; without an
-    outgoing one it ends with what the last layer says (logits). A stage without either is the
-    whole model. `next_name` is the layer that follows the outgoing boundary. `bound` is the most
-    gradient that a layer sends back for one token, as a multiple of the mean token's.
+    """Consecutive layers of the model, from token ids or what the incoming boundary decodes, to
+    logits or what the outgoing one sends. A stage without either is the whole model. `next_name` is
+    the layer that follows the outgoing boundary. `bound` is the most gradient that a layer sends
+    back for one token, as a multiple of the mean token's.
     """
 
     def __init__(
@@ -124,10 +113,9 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, ids: Tensor | None = None, past: Past | None = None) -> Tensor:
         """From the model's inputs, or from what was received, to what is sent on.
 
-        `ids` are the token ids of what was received, where `needs_ids`. The first and the last
-        layer run together with the ends of the cuts beside them. With a past, of the positions that
-        follow those in it, which takes them in; layers are not compiled then, for every position
-        would be another shape to them.
+        `ids` are the token ids of what was received, where `needs_ids`. With a past, of the
+        positions that follow those in it; layers are not compiled then, for each would be another
+        shape.
         """
         incoming, outgoing, ids = self.incoming, self.outgoing, x if self.incoming is None else ids
         if outgoing is not None:
@@ -151,27 +139,18 @@ class Stage(nn.Module):
             else:
                 x, known = run(*call)
             incoming = None
-            if index == 0 and self._embeds_own:
-                known = x
             if outgoing is None:
                 known = None  # nothing takes it off again, so it need not be kept
+            elif index == 0 and self.incoming is None and outgoing.own_tables:
+                known = x  # the embedding is the first stage's own token table
         return x
-
-    @property
-    def _embeds_own(self) -> bool:
-        """Whether the embedding is here, as the first stage's own token table."""
-        return self.incoming is None and self.outgoing is not None and self.outgoing.own_tables
 
     def new_past(self) -> Past:
         """The past of each block before the first position."""
         return [layer.new_past() if isinstance(layer, Block) else None for layer in self.layers]
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Have torch fuse what is inside each layer. Equal blocks share one compiled graph.
-
-        A layer at a cut is compiled together with its end, and with the bound of its gradient: as
-        a call of its own, each costs more time to launch than to compute.
-        """
+        """Have torch fuse what is inside each layer, with the end of a cut beside it."""
         torch._dynamo.config.recompile_limit = GRAPHS  # beyond it torch gives up compiling
         for layer in self.layers:
             layer.compile(dynamic=False, backend=backend)
@@ -180,14 +159,10 @@ class Stage(nn.Module):
         self.summed_loss = torch.compile(self.summed_loss, dynamic=False, backend=backend)
 
     def global_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by the name they have in the whole model, whatever the split.
-
-        A boundary's own parameters are named after the block that follows the cut.
-        """
+        """Parameters by name in the whole model; a boundary's after the block that follows."""
         named = [*zip(self.names, self.layers, strict=True), *self._ends().items()]
-        copy = self.incoming.copy_of_embedding() if self.incoming is not None else None
         return {
-            (EMBEDDING_WEIGHT if parameter is copy else f"{name}.{local}"): parameter
+            (f"{EMBEDDING}.weight" if parameter is self._copy else f"{name}.{local}"): parameter
             for name, module in named
             for local, parameter in module.named_parameters()
         }
@@ -195,7 +170,7 @@ class Stage(nn.Module):
     def embedding_copy(self) -> nn.Parameter | None:
         """Where stages share the embedding: it on the first stage, this stage's copy on others."""
         if self.incoming is not None:
-            return self.incoming.copy_of_embedding()
+            return self._copy
         weight = self.layers[0].weight if self.names[0] == EMBEDDING else None
         return weight if isinstance(weight, nn.Parameter) else None
 
@@ -216,14 +191,16 @@ class Stage(nn.Module):
 
     def _ends(self) -> dict[str, Boundary]:
         """The boundaries by global name."""
-        ends = {f"boundary.{self.names[0]}": self.incoming}
-        ends[f"boundary.{self._next_name}"] = self.outgoing
-        return {name: end for name, end in ends.items() if end is not None}
+        ends = {self.names[0]: self.incoming, self._next_name: self.outgoing}
+        return {f"boundary.{name}": end for name, end in ends.items() if end is not None}
+
+    @property
+    def _copy(self) -> nn.Parameter | None:
+        return self.incoming.copy_of_embedding() if self.incoming is not None else None
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage saves: all but copies of what the stage below saves."""
-        copy = self.incoming.copy_of_embedding() if self.incoming is not None else None
-        return {name: p for name, p in self.global_parameters().items() if p is not copy}
+        return {name: p for name, p in self.global_parameters().items() if p is not self._copy}
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage updates: of those it owns, all that are not frozen."""
@@ -238,21 +215,22 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def initialise(self, config: ModelConfig, seed: int) -> None:
-        """Give every parameter its starting value: the same for any split into stages.
-
-        A reparametrised layer takes the part in S of what the full layer would start with.
-        """
+        """Give every parameter its starting value: the same for any split into stages."""
         family = architecture(config)
+        for name, module in self._named_modules():
+            if isinstance(module, Reparametrised):
+                full = torch.empty(module.full_shape, dtype=module.weight.dtype)
+                family.initialise(f"{name}.weight", full, seed)
+                module.set_full(full)
+                continue
+            for own, parameter in module.named_parameters(recurse=False):
+                family.initialise(f"{name}.{own}", parameter, seed)
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All within the layers, by global name."""
         for name, layer in zip(self.names, self.layers, strict=True):
             for local, module in layer.named_modules():
-                prefix = f"{name}.{local}" if local else name
-                if isinstance(module, Reparametrised):
-                    full = torch.empty(module.full_shape, dtype=module.weight.dtype)
-                    family.initialise(f"{prefix}.weight", full, seed)
-                    module.set_full(full)
-                    continue
-                for own, parameter in module.named_parameters(recurse=False):
-                    family.initialise(f"{prefix}.{own}", parameter, seed)
+                yield f"{name}.{local}" if local else name, module
 
     def held_parameters(self) -> list[Held]:
         """What a subspace constraint holds here: the embedding and writers of the first blocks."""
@@ -268,20 +246,14 @@ class Stage(nn.Module):
         return {name: layer for name, layer in found if isinstance(layer, Reparametrised)}
 
     def _in_space(self) -> dict[str, InSpace]:
-        return {
-            f"{name}.{local}.weight" if local else f"{name}.weight": module
-            for name, layer in zip(self.names, self.layers, strict=True)
-            for local, module in layer.named_modules()
-            if isinstance(module, InSpace)
-        }
+        found = self._named_modules()
+        return {f"{name}.weight": module for name, module in found if isinstance(module, InSpace)}
 
     def first_free_layer(self) -> str:
         """The layer behind the last one here that writes into the subspace; the first if none."""
-        first = 0
-        for index, layer in enumerate(self.layers, start=1):
-            if any(isinstance(module, InSpace) for module in layer.modules()):
-                first = index
-        return self.names[first]
+        layers = enumerate(map(nn.Module.modules, self.layers), start=1)
+        held = [n for n, parts in layers if any(isinstance(part, InSpace) for part in parts)]
+        return self.names[held[-1] if held else 0]
 
     def watch_gradient(self, layer_name: str, watcher: Callable[[Tensor], None]) -> None:
         """Show `watcher` the gradient of the stream at the input of a layer, on each backward."""
@@ -297,10 +269,7 @@ class Stage(nn.Module):
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy per token (B, T, V), in float32 at least.
-
-    A target of -100 counts for nothing: it fills up a batch.
-    """
+    """Mean cross-entropy per token (B, T, V), in float32 at least; a target of -100 fills up."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide.flatten(0, -2), targets.flatten())
 
@@ -312,11 +281,8 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Score:
-    """The loss over batches: every token that counts weighs the same.
-
-    Sums stay on the device until they are asked for, so that scoring a batch waits for nothing.
-    They are one tensor, whatever the number of batches: a small tensor kept from each would sit
-    between the logits of one batch and the next, and the memory of logits could not be used again.
+    """The loss over batches: every token that counts weighs the same. Sums stay on the device in
+    one tensor: small ones of each batch would sit between logits, whose memory is used again.
     """
 
     def __init__(self) -> None:

@@ -3,21 +3,18 @@
 U has orthonormal columns. The model dimension D is axis 0 of a writer's weight (the columns of W
 lie in S) and axis 1 of an embedding table (its rows lie in S).
 
-*Random numbers are the same bits on every machine.* Library generators promise a stream per version
-and platform at best, and sums may be taken in any order by a vector unit. Here the bits come from a
-counter-based generator, values are small integers times a power of two (exact in every float format
-used), and sums are taken in a fixed order by elementwise additions alone. So a basis or a table is
-a function of its seed, full stop.
+*Random numbers are the same bits on every machine*: they come from a counter-based generator, are
+small integers times a power of two, and are summed in a fixed order by elementwise additions.
 
-*A move* is one step up the captured gradient energy on the Grassmann manifold. C = sum of g g^T
-over activation gradients. The energy that S captures is tr(U^T C U) / tr(C); its Riemannian
-gradient is 2 (I - U U^T) C U. A step along it is brought back to orthonormal columns by QR.
+*A move* is one step up the captured gradient energy tr(U^T C U) / tr(C), where C sums g g^T over
+activation gradients, brought back to orthonormal columns by QR.
 """
 
 import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +26,8 @@ _STEPS_STD = 127 / math.sqrt(3)  # of whole numbers, uniform in -127..127
 
 
 def fixed_table(vocab: int, dim: int, seed: int, std: float) -> Tensor:
-    """T_fixed: a frozen random row per token (vocab, dim), in bfloat16, full rank.
-
-    Each entry is a whole number, uniform in -127..127, times a power of two, which bfloat16 holds
-    exactly: of all powers the one that comes nearest to the standard deviation asked for.
+    """T_fixed: a frozen random row per token (vocab, dim), in bfloat16, full rank: whole numbers,
+    uniform in -127..127, times the power of two that comes nearest to the spread asked for.
     """
     scale = 2.0 ** round(math.log2(std / _STEPS_STD))
     raw = np.frombuffer(_bits(seed, "table", vocab * dim).tobytes(), dtype=np.uint8)
@@ -77,13 +72,8 @@ def _sum(values: np.ndarray) -> np.ndarray:
 
 
 class Space:
-    """What all stages share: U (dim, rank) in the weights' type, and T_fixed (vocab, dim) in
-    bfloat16 if anchors need it.
-
-    Both come from a seed on every stage, so neither has to travel at the start; their fingerprints
-    are compared in the handshake.
-
-    `basis_DK` keeps its identity when the basis moves, so that all who hold it see the move.
+    """What all stages share, each by its seed: U (dim, rank) in the weights' type, and T_fixed
+    (vocab, dim) in bfloat16 if anchors need it. `basis_DK` keeps its identity when the basis moves.
     """
 
     def __init__(self, basis_DK: Tensor, table_VD: Tensor | None = None):
@@ -99,10 +89,7 @@ class Space:
         return F.embedding(ids_BT, self.table_VD)
 
     def anchor_coordinates(self) -> Tensor:
-        """T_fixed U (V, K), made anew whenever the basis has moved.
-
-        With it a sender reads K numbers per token, not D.
-        """
+        """T_fixed U (V, K), made anew whenever the basis has moved."""
         assert self.table_VD is not None, "this space was made without a token table"
         if self._table_VK is not None and torch.compiler.is_compiling():
             return self._table_VK  # the caller has had it made
@@ -163,12 +150,8 @@ class Held:
 
 
 class Constraint:
-    """Holds parameters in S = Col(U): writers by their columns, an embedding by its rows.
-
-    The gradient of a writer is not in S by itself (it also comes back through the norm and the
-    feed-forward of the same block), so `project_gradients` must run before an optimizer's moments
-    see it and before the gradient norm is taken. Everything after that stays in S up to rounding,
-    if the second moment is constant along the model dimension (SubspaceAdamW).
+    """Holds parameters in S = Col(U): writers by their columns, an embedding by its rows. Gradients
+    must be projected before an optimizer's moments see them and before their norm is taken.
     """
 
     def __init__(self, basis_DK: Tensor, held: Iterable[Held]):
@@ -193,28 +176,20 @@ class Constraint:
     @torch.no_grad()
     def drift(self) -> float:
         """The largest share of any held parameter that lies outside S."""
-        drifts = [
-            drift(entry.parameter, self._basis_for(entry.parameter), entry.axis)
-            for entry in self.held
-        ]
-        return max(drifts, default=0.0)
+        weights = [(entry.parameter, entry.axis) for entry in self.held]
+        return max((drift(w, self._basis_for(w), axis) for w, axis in weights), default=0.0)
 
     def _basis_for(self, tensor: Tensor) -> Tensor:
         return self.basis_DK.to(device=tensor.device, dtype=tensor.dtype)
 
 
-@dataclass(frozen=True)
-class BasisMove:
+class BasisMove(NamedTuple):
     """A new basis, and what the move did."""
 
     basis_DK: Tensor
     energy_before: float
     energy_after: float
     largest_angle: float  # radians, between the old and the new subspace
-
-    def measures(self) -> tuple[float, float, float]:
-        """All but the basis, in the order of the fields."""
-        return self.energy_before, self.energy_after, self.largest_angle
 
 
 def captured_energy(covariance_DD: Tensor, basis_DK: Tensor) -> float:
@@ -233,11 +208,7 @@ def riemannian_gradient(covariance_DD: Tensor, basis_DK: Tensor) -> Tensor:
 
 
 def grassmann_step(covariance_DD: Tensor, basis_DK: Tensor, rate: float) -> BasisMove:
-    """Move the basis towards more captured energy, in float64.
-
-    The gradient is scaled by the mean captured eigenvalue, so `rate` has no unit: at 1 the step
-    is about one power iteration.
-    """
+    """Move the basis towards more captured energy; at rate 1 by about one power iteration."""
     covariance_DD, old_DK = covariance_DD.double(), basis_DK.double()
     scale = (old_DK * (covariance_DD @ old_DK)).sum() / old_DK.shape[1]
     moved_DK = old_DK
@@ -260,10 +231,7 @@ def retract(moved_DK: Tensor) -> Tensor:
 
 
 def principal_angles(first_DK: Tensor, second_DK: Tensor) -> Tensor:
-    """Angles between two subspaces, in radians, smallest first.
-
-    Small angles come from their sines: a cosine near 1 has lost them to rounding.
-    """
+    """Angles between two subspaces, in radians, smallest first; small ones from their sines."""
     first_DK, second_DK = first_DK.double(), second_DK.double()
     overlap_KK = first_DK.T @ second_DK
     cosines = torch.linalg.svdvals(overlap_KK).clamp(max=1.0)

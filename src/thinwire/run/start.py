@@ -25,13 +25,12 @@ from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.model import ModelConfig, rate_change, share_changes
-from thinwire.model.adapter import is_adapter
+from thinwire.model.layers import is_adapter
 from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
 from thinwire.run.checkpoints import ORIGIN, claim_folder, commit, facts_of, open_newest
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.remarks import remarks
-from thinwire.typed import to_plain
 
 FREE = {"preset", "context", "embed_std"}  # keys of the model that change no weight's meaning
 # Settings that say what the weights mean and what comes next; all others may change.
@@ -74,7 +73,7 @@ def describe(settings: Settings) -> list[str]:
         f"{settings.train.steps} steps of {settings.tokens_per_step:,} tokens, "
         f"hash {settings.hash}"
     )
-    asked, defaults = settings.relaxed().to_plain(), to_plain(Settings())
+    asked, defaults = settings.relaxed().to_plain(), Settings().to_plain()
     changed = [
         f"{section}.{key} = {value}"
         for section, keys in asked.items()

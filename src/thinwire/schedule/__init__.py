@@ -1,7 +1,6 @@
 """Schedules as data: what each stage computes in which order, drawn and simulated."""
 
 from thinwire.schedule.build import (
-    NO_MICROBATCH,
     OPEN,
     Action,
     Counts,
@@ -11,16 +10,16 @@ from thinwire.schedule.build import (
     build,
     deal,
     split_layers,
-    stage_window,
 )
 from thinwire.schedule.simulator import (
-    CONTROL_BYTES,
     ROW_FRAME_BYTES,
     Costs,
     Links,
     Network,
     Simulation,
     Span,
+    cells,
+    grid,
     simulate,
     window_table,
 )

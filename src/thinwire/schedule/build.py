@@ -1,9 +1,7 @@
 """Schedules: what a stage does, in which order: a few numbers from which every action follows.
 
-A schedule lists compute only. Sends and receives are implied: a forward needs the activation of the
-stage below, a backward the gradient of the stage above, and what a stage computed leaves at once
-without holding up its next action. Schedules are made here by name, with the split of the layers,
-and what cannot run is refused.
+A schedule lists compute only. Sends and receives follow: a forward needs the activation of the
+stage below, a backward the gradient of the stage above, and what a stage computed leaves at once.
 """
 
 import itertools
@@ -16,8 +14,6 @@ from typing import NamedTuple
 
 from thinwire.errors import ConfigError, ScheduleError
 from thinwire.typed import nearest, option
-
-NO_MICROBATCH = -1
 
 
 class Kind(Enum):
@@ -32,7 +28,7 @@ class Action(NamedTuple):
     """One thing that a stage computes; an update has no microbatch."""
 
     kind: Kind
-    microbatch: int = NO_MICROBATCH
+    microbatch: int = -1
 
     @property
     def label(self) -> str:
@@ -42,12 +38,9 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """One training step: `held` are the most microbatches that each stage has between their
-    forward and their backward.
-
-    A stage runs so many forwards, then backward and forward in turn, then the backwards left over,
-    and its update. With a `delay`, a number of microbatches, that is a step by itself, and `stream`
-    says how one step follows on another.
+    """One training step: `held` are the most microbatches that each stage has between their forward
+    and their backward. A stage runs so many forwards, then backward and forward in turn, then the
+    backwards left over, and its update; with a `delay` of some microbatches steps overlap.
     """
 
     name: str
@@ -77,22 +70,14 @@ class Schedule:
 
     def row(self, stage: int) -> list[Action]:
         """The actions of a stage in a step by itself."""
-        held = self.held[stage]
-        row = [Action(Kind.F, m) for m in range(held)]
-        for m in range(self.microbatches):
-            row.append(Action(Kind.B, m))
-            if m + held < self.microbatches:
-                row.append(Action(Kind.F, m + held))
-        return [*row, Action(Kind.U)]
+        return [action for _, action in self.stream(stage, 0, 1)]
 
     def stream(self, stage: int, first: int, until: int) -> Iterator[tuple[int, Action]]:
-        """What a stage does from step `first` to the one before `until`: each action's step, and
-        the action.
+        """What a stage does from step `first` to the one before `until`: the step and the action.
 
         With delayed updates the first microbatches of a step, `delay` of them, are computed without
-        the update of the step before, so they need not wait for its backwards. The others come
-        behind that update. So forwards follow on backwards across steps, and a stage holds as many
-        microbatches from the first step to the last, if enough are delayed.
+        the update of the step before, so they need not wait for its backwards, and a stage may hold
+        as many microbatches from the first step to the last.
         """
         numbers, update = range(self.microbatches), Action(Kind.U)
         coming = deque(itertools.product(range(first, until), numbers))
@@ -121,47 +106,9 @@ class Schedule:
         yield from ((step, update) for step in range(updated, until))
 
     def __str__(self) -> str:
-        header = (
-            f"{self.name} stages={self.stages} microbatches={self.microbatches} "
-            f"window={self.window}"
-        )
+        sizes = f"stages={self.stages} microbatches={self.microbatches} window={self.window}"
         rows = ((f"{s}{action.label}" for action in self.row(s)) for s in range(self.stages))
-        return "\n".join([header, *map(" ".join, rows)])
-
-    def cells(self) -> list[list[str]]:
-        """What each stage does in each slot of time, when all actions take one and messages none.
-
-        Updates need the last backward of every stage: a step is committed everywhere or nowhere.
-        """
-        rows = [deque(self.row(stage)[:-1]) for stage in range(self.stages)]
-        cells: list[list[str]] = [[] for _ in rows]
-        done: set[tuple[int, Action]] = set()
-
-        def can_start(stage: int) -> bool:
-            if not rows[stage]:
-                return False
-            source = stage + (-1 if rows[stage][0].kind is Kind.F else 1)
-            return source not in range(self.stages) or (source, rows[stage][0]) in done
-
-        while any(rows):
-            starting = [can_start(stage) for stage in range(self.stages)]
-            for stage, row in enumerate(rows):
-                cells[stage].append(f"{stage}{row[0].label}" if starting[stage] else ".")
-                if starting[stage]:
-                    done.add((stage, row.popleft()))
-        return [[*row, f"{stage}U"] for stage, row in enumerate(cells)]
-
-    def grid(self) -> str:
-        """Draw the schedule with unit times: a row per stage, a column per time slot."""
-        cells = self.cells()
-        width = 2 + len(f"{self.stages - 1}F{self.microbatches - 1}")
-        table = {"slot": [str(slot) for slot in range(len(cells[0]))]}
-        table |= {f"stage {stage}": row for stage, row in enumerate(cells)}
-        title = len(f"stage {self.stages - 1}")
-        return "\n".join(
-            f"{name:<{title}}  {''.join(f'{cell:<{width}}' for cell in row)}".rstrip()
-            for name, row in table.items()
-        )
+        return "\n".join([f"{self.name} {sizes}", *map(" ".join, rows)])
 
 
 NAMES = ("gpipe", "1f1b")
@@ -185,16 +132,13 @@ class PipelineConfig:
         "most microbatches in flight on the first stage; more hide delays and take memory; "
         "-1 = twice the stages, or on a host what is fastest within the peers' memory; "
         "0 = the schedule's own: the number of stages for 1f1b, all for gpipe",
-        least=0,
         most=10**9,
-        auto=OPEN,
         scope="keeping",  # it changes no bit: gradients are summed in one order
     )
     delay: int = option(
         0,
         "microbatches of a step that are computed without the update of the step before: the "
         "pipeline need not drain between steps, and the model learns less from each; 0 = none",
-        least=0,
         most=4096,
     )
     recompute: bool = option(
@@ -208,12 +152,7 @@ class PipelineConfig:
 
 
 def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int = 0) -> Schedule:
-    """The schedule of that name.
-
-    A window beyond what is of use (more than all microbatches, or any with one stage of
-    1f1b) is lowered to that, so one setting serves runs of different sizes. An open one follows
-    from these sizes alone, so that equal settings give equal runs anywhere.
-    """
+    """The schedule of that name; a window beyond what is of use is lowered to that."""
     if name not in NAMES:
         raise ConfigError(f"pipeline.schedule = {name!r} is not allowed{nearest(name, NAMES)}")
     if min(stages, microbatches) < 1 or window < OPEN:
@@ -248,11 +187,8 @@ def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int
 
 
 def stage_window(stage: int, stages: int, microbatches: int, window: int) -> int:
-    """Most microbatches that 1f1b holds on a stage: `window` on the first, 1 on the last.
-
-    In between it falls on a straight line. It never grows from one stage to the next,
-    and that is why no window can deadlock: when a stage waits for a gradient, the stage
-    above has been sent every forward it wants to run before that gradient.
+    """Most microbatches that 1f1b holds on a stage: `window` on the first, 1 on the last, and in
+    between on a straight line. It never grows from one stage to the next, so nothing can deadlock.
     """
     if stages == 1:
         return 1
@@ -261,10 +197,8 @@ def stage_window(stage: int, stages: int, microbatches: int, window: int) -> int
 
 
 def split_layers(layers: int, config_split: list[int], stages: int) -> list[range]:
-    """The contiguous block of layers of each stage.
-
-    An uneven remainder goes to the middle stages first, then to the first stage and last
-    to the last one: the ends also hold the embedding and the (dearer) head with the loss.
+    """The contiguous layers of each stage. An uneven remainder goes to the middle stages first, and
+    last to the last one: the ends also hold the embedding and the (dearer) head with the loss.
     """
     if stages > layers:
         raise ConfigError(
@@ -290,21 +224,18 @@ def split_layers(layers: int, config_split: list[int], stages: int) -> list[rang
         counts = [share] * stages
         for stage in [*range(1, stages - 1), 0, stages - 1][:remainder]:
             counts[stage] += 1
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    ends = itertools.accumulate(counts)
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def deal(
     layers: int, stages: int, least_on_last: int, cost: Callable[[int, range], float]
 ) -> tuple[float, Counts]:
-    """Blocks per stage whose dearest stage is cheapest, and its cost (infinite if none can be).
-
-    A stage with more blocks must not be cheaper. By dynamic programming over the stages: exact,
-    also where blocks differ.
+    """Blocks per stage whose dearest stage is cheapest, and its cost (infinite if none can be), by
+    dynamic programming. A stage with more blocks must not be cheaper.
     """
-    ends: dict[int, tuple[float, Counts]] = {
-        0: (0.0, ())
-    }  # where the stages so far may end: their dearest, and their blocks
+    # Where the stages so far may end: their dearest, and their blocks.
+    ends: dict[int, tuple[float, Counts]] = {0: (0.0, ())}
     for stage in range(stages):
         after = stages - stage - 1  # stages still to come, with one block each at least
         room = layers - (after - 1 + least_on_last if after else 0)

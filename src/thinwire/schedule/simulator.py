@@ -1,14 +1,13 @@
 """Plays a schedule step after step, to say how long a step takes and why.
 
-Stages compute, messages queue on their links. Time is continuous and events run in order of time.
-Each stage is a host that computes one action at a time and has one uplink and one downlink; sending
-never holds up computing.
+Each stage is a host that computes one action at a time and has one uplink and one downlink on which
+messages queue; sending never holds up computing.
 """
 
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,11 +23,8 @@ ROW_FRAME_BYTES = 1 << 18  # of rows that travel together: a stage hands on what
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds per action of each stage, and bytes per microbatch over each cut.
-
-    Cut b lies between stage b and stage b + 1, so there is one fewer than stages. Rows of a
-    shared embedding cross once a step, from stage to stage: each adds its own to gradients before
-    they go on, and changes of the first stage go up to all.
+    """Seconds per action of each stage, and bytes per microbatch over each cut, of which there is
+    one fewer. Rows of a shared embedding cross once a step, gradients down and changes up.
     """
 
     forward: list[float]
@@ -64,10 +60,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of unlike hosts: the rates of each stage's host, the one-way delay over each cut.
-
-    Rates in 10^6 bits per second, 0 = unlimited.
-    """
+    """The same of unlike hosts: the rates of each stage's host, the delay over each cut."""
 
     mbps_up: list[float]
     mbps_down: list[float]
@@ -90,10 +83,7 @@ class Span:
 
 
 class CauseChain(NamedTuple):
-    """What stands one after the other in the chain of causes that ends here, in seconds.
-
-    Together they are the time since the start.
-    """
+    """What stands one after the other in the chain of causes that ends here, in seconds."""
 
     compute: float = 0.0
     shared: float = 0.0  # what actions took longer because they shared cores
@@ -105,67 +95,8 @@ class CauseChain(NamedTuple):
         return self._replace(**{name: getattr(self, name) + s for name, s in seconds.items()})
 
 
-class _Message(NamedTuple):
-    target: int
-    label: str
-    size: int
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """One thing that a stage does: what it waits for, what it computes, and what it sends then.
-
-    All of it belongs to one step. `ends` it: the last of a step that a stage does.
-    """
-
-    step: int
-    needs: list[str]  # labels of messages
-    action: Action | None  # None takes no time: messages are answered or passed on
-    sends: list[_Message]
-    ends: bool = False
-
-
-def _turns(schedule: Schedule, stage: int, costs: Costs, steps: int) -> Iterator[_Turn]:
-    """What a stage does in so many steps: its actions, and the messages that end each step.
-
-    Behind the last backwards the tally goes down from stage to stage, then the verdict up.
-    """
-    top, last = schedule.stages - 1, schedule.microbatches - 1
-    verdict = [_Message(stage + 1, VERDICT, CONTROL_BYTES)] if stage < top else []
-    tally = [_Message(stage - 1, TALLY, CONTROL_BYTES)]
-    for step, action in schedule.stream(stage, 0, steps):
-        if action.kind is Kind.U:
-            if stage > 0:
-                yield _Turn(step, [VERDICT], None, verdict)
-            yield _Turn(step, [], action, [])
-            yield from _row_turns(costs, step, stage, stage - 1, stage + 1, ROW_CHANGES)
-            yield _Turn(step, [], None, [], ends=True)
-            continue
-        way = 1 if action.kind is Kind.F else -1
-        sizes = costs.forward_bytes if way > 0 else costs.backward_bytes
-        sends, needs = [], [action.label] if 0 <= stage - way <= top else []
-        if 0 <= stage + way <= top:
-            size = sizes[min(stage, stage + way)]
-            sends.append(_Message(stage + way, action.label, size))
-        yield _Turn(step, needs, action, sends)
-        if action.kind is Kind.B and action.microbatch == last:
-            yield from _row_turns(costs, step, stage, stage + 1, stage - 1, ROW_GRADIENTS)
-            yield _Turn(step, [TALLY] if stage < top else [], None, tally if stage else verdict)
-
-
-def _row_turns(
-    costs: Costs, step: int, stage: int, source: int, target: int, label: str
-) -> list[_Turn]:
-    """Rows of a shared embedding, frame by frame: from the stage `source` on to `target`."""
-    if not costs.row_bytes:
-        return []
-    stages, turns = range(len(costs.row_bytes) + 1), []
-    size = costs.row_bytes[min(stage, target) if target in stages else min(stage, source)]
-    for frame in range(math.ceil(size / ROW_FRAME_BYTES)):
-        name, part = f"{label} {frame}", min(ROW_FRAME_BYTES, size - frame * ROW_FRAME_BYTES)
-        sends = [_Message(target, name, part)] if target in stages else []
-        turns.append(_Turn(step, [name] if source in stages else [], None, sends))
-    return turns
+_Turn = tuple[int, Action | str]
+"""What is next in a step: an action to compute, or the label of a message to wait for."""
 
 
 @dataclass
@@ -173,24 +104,19 @@ class _Host:
     """Where one stage stands."""
 
     turns: Iterator[_Turn]
-    turn: _Turn | None  # what it does next, or is doing; None: it is done
     uplink: Occupancy
     downlink: Occupancy
+    turn: _Turn | None = None  # what it computes or waits for; None: it is done
     is_computing: bool = False
     since: float = 0.0  # when it began to compute, or else to wait
     # What ended its last turn, or led to the one that it computes.
     chain: CauseChain = field(default_factory=CauseChain)
     # By step and label, what led to messages that have come.
-    inbox: dict[tuple[int, str], CauseChain] = field(default_factory=dict)
+    inbox: dict[_Turn, CauseChain] = field(default_factory=dict)
 
 
 class _Cores:
-    """Running actions, all at one common speed.
-
-    A work clock goes at that speed, so an action ends when the clock has moved on by its
-    work, whoever comes and goes meanwhile. The clock is re-based only when the speed
-    changes: at full speed it reads the time exactly and no rounding piles up.
-    """
+    """Running actions, all at one speed, by a work clock that is re-based when that changes."""
 
     def __init__(self, cores: float) -> None:
         self.cores = cores
@@ -225,38 +151,29 @@ class _Cores:
 
 
 class Play:
-    """The event loop: compute that ends, first bytes that reach a downlink, deliveries.
-
-    `run` plays all steps; `step_ends` then has the times at which stage 0 ended each of them,
-    `chains` what led there, and `spans` what happened in the step `seen`.
-    """
+    """The event loop: compute that ends, first bytes that reach a downlink, deliveries."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        costs: Costs,
-        links: Links,
-        steps: int,
-        seen: int,
-        cores: float | None,
+        self, schedule: Schedule, costs: Costs, links: Links, steps: int, seen: int, cores: float
     ) -> None:
         self.spans: list[Span] = []
         self.step_ends: list[float] = []
         self.chains: list[CauseChain] = []
         self.hosts = []
         for stage in range(schedule.stages):
-            turns = _turns(schedule, stage, costs, steps)
             up, down = links.mbps_up[stage], links.mbps_down[stage]
-            self.hosts.append(_Host(turns, next(turns), Occupancy(up), Occupancy(down)))
+            turns = self._turns(stage, schedule, steps)
+            self.hosts.append(_Host(turns, Occupancy(up), Occupancy(down)))
         self._costs, self._latency, self._seen = costs, links.latency_s, seen
-        self._cores = _Cores(cores or schedule.stages)
+        self._cores = _Cores(cores)
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0  # breaks ties in time by order of scheduling
 
     def run(self) -> None:
         """Play until no stage has anything left to do."""
-        for stage in range(len(self.hosts)):
+        for stage, host in enumerate(self.hosts):
+            host.turn = next(host.turns)
             self._advance(stage)
         while True:
             ends, stage = self._cores.next_end()
@@ -269,66 +186,98 @@ class Play:
             else:
                 return
 
+    def _turns(self, stage: int, schedule: Schedule, steps: int) -> Iterator[_Turn]:
+        """What a stage does in so many steps: its turns, and in between what it sends. Behind the
+        last backwards a tally goes down from stage to stage, and then the verdict up.
+        """
+        below, above = stage - 1, stage + 1
+        for step, action in schedule.stream(stage, 0, steps):
+            if action.kind is Kind.U:
+                if stage > 0:
+                    yield step, VERDICT
+                    self._send(stage, step, above, VERDICT, CONTROL_BYTES)
+                yield step, action
+                yield from self._rows(stage, step, below, above, ROW_CHANGES)
+                if stage == 0:
+                    self.step_ends.append(self._now)
+                    self.chains.append(self.hosts[0].chain)
+                continue
+            is_forward, sizes = action.kind is Kind.F, self._costs.backward_bytes
+            source, target = (below, above) if is_forward else (above, below)
+            if is_forward:
+                sizes = self._costs.forward_bytes
+            if self._is_stage(source):
+                yield step, action.label
+            yield step, action
+            if self._is_stage(target):
+                self._send(stage, step, target, action.label, sizes[min(stage, target)])
+            if not is_forward and action.microbatch == schedule.microbatches - 1:
+                yield from self._rows(stage, step, above, below, ROW_GRADIENTS)
+                if self._is_stage(above):
+                    yield step, TALLY
+                answer, label = (below, TALLY) if stage > 0 else (above, VERDICT)
+                self._send(stage, step, answer, label, CONTROL_BYTES)
+
+    def _rows(self, stage: int, step: int, source: int, target: int, label: str) -> Iterator[_Turn]:
+        """Rows of a shared embedding, frame by frame: from the stage `source` on to `target`."""
+        size = self._costs.each_step(min(stage, target if self._is_stage(target) else source))
+        for frame, start in enumerate(range(0, size, ROW_FRAME_BYTES)):
+            if self._is_stage(source):
+                yield step, f"{label} {frame}"
+            part = min(ROW_FRAME_BYTES, size - start)
+            self._send(stage, step, target, f"{label} {frame}", part)
+
+    def _is_stage(self, number: int) -> bool:
+        return 0 <= number < len(self.hosts)
+
     def _advance(self, stage: int) -> None:
         """Do the stage's next turns, as far as it is idle and what they need is there."""
         host = self.hosts[stage]
-        while not host.is_computing and (turn := host.turn) is not None:
-            needs = [(turn.step, label) for label in turn.needs]
-            if any(message not in host.inbox for message in needs):
+        while not host.is_computing and host.turn is not None:
+            step, what = host.turn
+            if isinstance(what, Action):
+                if self._now > host.since:
+                    self._record(step, stage, "wait", what.label, host.since, self._now)
+                host.is_computing, host.since = True, self._now
+                self._cores.start(stage, self._costs.of(stage, what), self._now)
+            elif host.turn in host.inbox:
+                host.chain = max(host.chain, host.inbox[host.turn], key=sum)
+                host.turn = next(host.turns, None)
+            else:
                 return
-            host.chain = max([host.chain, *(host.inbox[message] for message in needs)], key=sum)
-            action = turn.action
-            if action is None:
-                self._complete(stage, turn)
-                continue
-            if self._now > host.since:
-                self._record(turn.step, stage, "wait", action.label, host.since, self._now)
-            host.is_computing, host.since = True, self._now
-            self._cores.start(stage, self._costs.of(stage, action), self._now)
 
     def _finish(self, stage: int) -> None:
         host = self.hosts[stage]
-        turn = host.turn
-        assert turn is not None and turn.action is not None
+        assert host.turn is not None and isinstance(host.turn[1], Action)
+        step, action = host.turn[0], host.turn[1]
         self._cores.stop(stage, self._now)
-        self._record(turn.step, stage, "compute", turn.action.label, host.since, self._now)
-        work = self._costs.of(stage, turn.action)
+        self._record(step, stage, "compute", action.label, host.since, self._now)
+        work = self._costs.of(stage, action)
         host.chain = host.chain.then(compute=work, shared=self._now - host.since - work)
         host.is_computing, host.since = False, self._now
-        self._complete(stage, turn)
+        host.turn = next(host.turns, None)
         self._advance(stage)
 
-    def _complete(self, stage: int, turn: _Turn) -> None:
-        """Send what the turn has made, and move on to the next."""
-        host = self.hosts[stage]
-        for message in turn.sends:
-            self._send(stage, turn.step, message)
-        host.turn = next(host.turns, None)
-        if turn.ends and stage == 0:
-            self.step_ends.append(self._now)
-            self.chains.append(host.chain)
-
-    def _send(self, source: int, step: int, message: _Message) -> None:
+    def _send(self, source: int, step: int, target: int, label: str, size: int) -> None:
         """Queue on the uplink; the first byte reaches the other end one latency after its start."""
-        host = self.hosts[source]
-        start, end = host.uplink.carry(message.size, self._now, self._now)
-        shown = f"{message.label}>" if message.target > source else f"<{message.label}"
+        if not self._is_stage(target):
+            return
+        host, other = self.hosts[source], self.hosts[target]
+        start, end = host.uplink.carry(size, self._now, self._now)
+        shown = f"{label}>" if target > source else f"<{label}"
         self._record(step, source, "send", shown, start, end)
-        latency = self._latency[min(source, message.target)]
+        latency = self._latency[min(source, target)]
         chain = host.chain.then(latency=latency, links=-latency - self._now)  # its end is added
-        reach = partial(self._reach_downlink, message, step, end + latency, chain)
-        self._at(start + latency, reach)
 
-    def _reach_downlink(
-        self, message: _Message, step: int, last_byte: float, chain: CauseChain
-    ) -> None:
-        downlink = self.hosts[message.target].downlink
-        _, passed = downlink.carry(message.size, self._now, last_byte)
-        self._at(passed, partial(self._deliver, message, step, chain.then(links=passed)))
+        def reach_downlink() -> None:
+            _, passed = other.downlink.carry(size, self._now, end + latency)
+            self._at(passed, partial(deliver, chain.then(links=passed)))
 
-    def _deliver(self, message: _Message, step: int, chain: CauseChain) -> None:
-        self.hosts[message.target].inbox[step, message.label] = chain
-        self._advance(message.target)
+        def deliver(whole: CauseChain) -> None:
+            other.inbox[step, label] = whole
+            self._advance(target)
+
+        self._at(start + latency, reach_downlink)
 
     def _at(self, time: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, self._scheduled, happen))
@@ -362,12 +311,9 @@ MANY_MICROBATCHES = 64  # with more than these a table of windows tries fewer
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated step; by then each step repeats the one before.
-
-    Span times count from the step's start on stage 0. Another stage may begin its step a
-    little before (negative times) or after. `compute_seconds` is work: with shared cores
-    an action may take longer than its work. `chain` says what stands one after the other in the
-    longest chain of causes through the step; its parts add up to it.
+    """One simulated step. Spans count from its start on stage 0; other stages may begin before.
+    `compute_seconds` is work, which takes longer where cores are shared. `chain` are the parts of
+    the longest chain of causes through the step.
     """
 
     schedule: Schedule
@@ -381,27 +327,18 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the stages' time within the step in which they do not compute.
-
-        An action that shares its cores computes for as long as it takes.
-        """
+        """Share of the stages' time within the step in which they do not compute."""
         busy = sum(span.end - span.start for span in self.spans if span.lane == "compute")
         return 1.0 - _ratio(busy, self.schedule.stages * self.step_seconds)
 
     @property
     def bound(self) -> str:
-        """What limits the step: the busiest resource, or where none is busy what most of its
-        longest chain is.
-        """
+        """What limits the step: the busiest resource, or else what most of its chain is."""
         name, share = self._busiest()
         if share >= BOUND_SHARE:
             return name
-        chain = self.chain
-        parts = {
-            SHARED if self._is_shared else "compute": chain["compute"] + chain["shared"],
-            "latency": chain["latency"],
-            "links": chain["links"],
-        }
+        parts = dict(self.chain)
+        parts[SHARED if self._is_shared else "compute"] = parts.pop("compute") + parts.pop("shared")
         return max(parts, key=lambda name: parts[name])
 
     @property
@@ -410,17 +347,14 @@ class Simulation:
 
     def _busiest(self) -> tuple[str, float]:
         """The resource that is busy for the largest share of the step."""
-        step = self.step_seconds
-        busy = {
-            f"compute of stage {stage}": _ratio(seconds, step)
-            for stage, seconds in enumerate(self.compute_seconds)
+        shares = {
+            "compute": [_ratio(seconds, self.step_seconds) for seconds in self.compute_seconds],
+            "uplink": self.uplink_utilisation,
+            "downlink": self.downlink_utilisation,
         }
+        busy = {f"{kind} of stage {s}": x for kind in shares for s, x in enumerate(shares[kind])}
         if self._is_shared:
-            busy[SHARED] = _ratio(sum(self.compute_seconds), (self.cores or 1) * step)
-        for stage, share in enumerate(self.uplink_utilisation):
-            busy[f"uplink of stage {stage}"] = share
-        for stage, share in enumerate(self.downlink_utilisation):
-            busy[f"downlink of stage {stage}"] = share
+            busy[SHARED] = sum(shares["compute"]) / (self.cores or 1)
         return max(busy.items(), key=lambda item: item[1])
 
     def describe(self) -> str:
@@ -435,6 +369,8 @@ class Simulation:
             for name, seconds in self.chain.items()
             if seconds > 0.005 * self.step_seconds
         ]
+        busy = zip(self.uplink_utilisation, self.downlink_utilisation, strict=True)
+        stages = zip(self.compute_seconds, busy, schedule.held, strict=True)
         lines = [
             f"{schedule.name}, {schedule.stages} stages, {schedule.microbatches} microbatches, "
             f"window {schedule.window}: {self.step_seconds:.3f} s per step",
@@ -442,13 +378,11 @@ class Simulation:
             f"longest chain: {', '.join(chain)}",
             f"bubble: {self.bubble_fraction:.0%} of the stages' time is not compute",
             "stage  compute (s)  uplink busy  downlink busy  microbatches held",
+            *(
+                f"{stage:5}  {seconds:11.3f}  {up:11.0%}  {down:13.0%}  {held:17}"
+                for stage, (seconds, (up, down), held) in enumerate(stages)
+            ),
         ]
-        for stage in range(schedule.stages):
-            lines.append(
-                f"{stage:5}  {self.compute_seconds[stage]:11.3f}"
-                f"  {self.uplink_utilisation[stage]:11.0%}"
-                f"  {self.downlink_utilisation[stage]:13.0%}  {schedule.held[stage]:17}"
-            )
         return "\n".join(lines)
 
 
@@ -459,14 +393,10 @@ def simulate(
     steps: int = 3,
     cores: float | None = None,
 ) -> Simulation:
-    """Play `steps` steps of a training schedule and report on the last; with delayed updates on one
-    amid others, some steps later.
-
-    With `cores`, the stages share one machine on which so many compute at full speed at once:
-    n running actions each go at the speed min(1, cores / n). Two steps reach the steady state,
-    because when stage 0 sends its verdict every stage is idle and every link empty; the default
-    leaves one to spare. With delayed updates steps overlap: the mean of some is taken, after
-    a few that lead there.
+    """Play `steps` steps and report on the last; with delayed updates on the mean of some amid
+    others. With `cores`, the stages share one machine on which so many compute at full speed at
+    once. Two steps reach the steady state, for at its verdict every stage is idle and every link
+    empty.
     """
     links = (network or Network()).links(schedule.stages)
     _check("costs", costs, schedule.stages)
@@ -475,10 +405,11 @@ def simulate(
     if schedule.delay:
         seen, over = steps + OVERLAPPING, OVERLAPPING
         steps = seen + 3  # of which the last ones are drained
-    play = Play(schedule, costs, links, steps, seen, cores)
+    play = Play(schedule, costs, links, steps, seen, cores or schedule.stages)
     play.run()
 
     start, seconds = play.step_ends[seen - 1], _per_step(play.step_ends, seen, over)
+    chain = [_per_step(readings, seen, over) for readings in zip(*play.chains, strict=True)]
     return Simulation(
         schedule=schedule,
         step_seconds=seconds,
@@ -489,20 +420,14 @@ def simulate(
         ],
         uplink_utilisation=[_ratio(host.uplink.busy, steps * seconds) for host in play.hosts],
         downlink_utilisation=[_ratio(host.downlink.busy, steps * seconds) for host in play.hosts],
-        chain={
-            name: _per_step(seconds, seen, over)
-            for name, seconds in zip(
-                CauseChain._fields, zip(*play.chains, strict=True), strict=True
-            )
-        },
+        chain=CauseChain(*chain)._asdict(),
         cores=cores,
     )
 
 
 def _per_step(readings: Sequence[float], last: int, over: int) -> float:
     """How much was added in each step of some, up to the last."""
-    added = readings[last] - readings[last - over]
-    return added if over == 1 else added / over
+    return (readings[last] - readings[last - over]) / over
 
 
 def window_table(
@@ -513,11 +438,8 @@ def window_table(
     cores: float | None = None,
     delay: int = 0,
 ) -> list[tuple[int, float, list[int]]]:
-    """(window, seconds per step, microbatches held by each stage) for 1f1b.
-
-    The windows are 1, half the stages, the stages (classic 1f1b), then half as many again
-    each time up to all microbatches: fine where memory is tight, coarse where it is not.
-    Many microbatches take long to play: windows double, and end where more gain nothing.
+    """(window, seconds per step, microbatches held by each stage) for 1f1b. Many microbatches take
+    long to play: there windows double, and end where more gain nothing.
     """
     many = microbatches > MANY_MICROBATCHES
     windows, window = {1, max(1, stages // 2), microbatches}, stages
@@ -532,6 +454,37 @@ def window_table(
         if many and len(table) > 1 and played.step_seconds > 0.999 * table[-2][1]:
             break
     return table
+
+
+def cells(schedule: Schedule) -> list[list[str]]:
+    """What each stage does in each slot of time, when all actions take one and messages none."""
+    ones, none = [1.0] * schedule.stages, [0] * (schedule.stages - 1)
+    played = simulate(replace(schedule, delay=0), Costs(ones, ones, ones, none, none), steps=2)
+    found = [["."] * round(played.step_seconds) for _ in ones]
+    for span in played.spans:
+        if span.lane == "compute":
+            found[span.stage][round(span.start)] = f"{span.stage}{span.label}"
+    return found
+
+
+def grid(schedule: Schedule, most: int = 0, ends: int = 0) -> str:
+    """Draw `cells`: a row per stage, a column per slot; if there are more than `most`, only so many
+    at both `ends`.
+    """
+    rows = cells(schedule)
+    rows = [[str(slot) for slot in range(len(rows[0]))], *rows]
+    left_out = len(rows[0]) - 2 * ends if 0 < most < len(rows[0]) else 0
+    if left_out:
+        rows = [[*row[:ends], "...", *row[-ends:]] for row in rows]
+    names = ["slot", *(f"stage {stage}" for stage in range(schedule.stages))]
+    title, width = len(names[-1]), 2 + len(f"{schedule.stages - 1}F{schedule.microbatches - 1}")
+    lines = [
+        f"{name:<{title}}  {''.join(f'{cell:<{width}}' for cell in row)}".rstrip()
+        for name, row in zip(names, rows, strict=True)
+    ]
+    if left_out:
+        lines.append(f"({left_out:,} slots are left out here; --json has them all)")
+    return "\n".join(lines)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -1,9 +1,7 @@
 """All settings of a run: read, checked, resolved and hashed. No torch is needed for that."""
 
-from thinwire.settings.file import CONFIG, load_asked, load_settings, read_toml
-from thinwire.settings.recipe import make_recipe
+from thinwire.settings.file import CONFIG, load_asked, load_settings, make_recipe, read_toml
 from thinwire.settings.tree import (
-    PRECISIONS,
     RunConfig,
     Settings,
     TrainConfig,

@@ -22,26 +22,23 @@ def wire_shape(settings: Settings) -> tuple[int, ...]:
 
 
 def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
-    """Bytes of one microbatch's frame forward and backward at a cut, headers included.
-
-    Where sizes depend on the data they are what is expected, or the most, see `size_kind`.
-    """
-    shape, codecs = wire_shape(settings), _codecs(settings, cut)
-    if _are_expected(settings, cut):
-        out, back = (codec.expected_bytes(shape) + HEADER_BYTES for codec in codecs)
-    else:
-        out, back = (codec.payload_limit(shape) + HEADER_BYTES for codec in codecs)
+    """Bytes of one microbatch's frame forward and backward at a cut, or what is expected."""
+    shape, is_limit = wire_shape(settings), size_kind(settings, cut) == "limits"
+    out, back = (
+        HEADER_BYTES + (codec.payload_limit(shape) if is_limit else codec.expected_bytes(shape))
+        for codec in _codecs(settings, cut)
+    )
     return out, back
 
 
 def size_kind(settings: Settings, cut: int) -> str:
-    """What `frame_bytes` of a cut are: exact, expected or limits.
-
-    Where sizes vary with the data, only multiples of one step (`step(b)+zstd`) have an estimate.
-    """
-    if not any(codec.size_varies for codec in _codecs(settings, cut)):
+    """What `frame_bytes` of a cut are: exact, expected (of `step(b)+zstd`) or limits."""
+    shape = wire_shape(settings)
+    varying = [codec for codec in _codecs(settings, cut) if codec.size_varies]
+    if not varying:
         return "exact"
-    return "expected" if _are_expected(settings, cut) else "limits"
+    are_known = all(codec.expected_bytes(shape) < codec.payload_limit(shape) for codec in varying)
+    return "expected" if are_known else "limits"
 
 
 def size_word(settings: Settings, cut: int) -> str:
@@ -50,12 +47,9 @@ def size_word(settings: Settings, cut: int) -> str:
 
 
 def row_bytes(settings: Settings) -> int:
-    """About: bytes of the frame that carries rows of a shared embedding up, or their gradients
-    down, in the mean step.
-
-    Tokens are taken to be as frequent as their rank among them is low (Zipf's law). Those down to
-    some rank come up `row_tokens` times in every step, further ones in several steps, and the rest
-    not before it is their turn, which every row has.
+    """Bytes of the frame that carries rows of a shared embedding up, or their gradients down, in
+    the mean step, if tokens follow Zipf's law: those down to some rank come up `row_tokens` times
+    in every step, further ones in several steps, and the rest when it is their turn.
     """
     if not settings.boundary.shares_embedding or settings.pipeline.stages == 1:
         return 0
@@ -81,10 +75,7 @@ def bytes_per_token(settings: Settings, cut: int = 0) -> float:
 
 
 def logged_bytes(settings: Settings, steps: int) -> int:
-    """The most that one end of a link sends, and so logs, in so many steps and their validations.
-
-    Of the busiest cut and direction. How much a whole validation set is only the data say.
-    """
+    """The most that one end of a link sends in so many steps and their validations."""
     boundary, dim, every = settings.boundary, settings.model.dim, settings.train.eval_every
     batches = settings.train.eval_batches * (2 + (steps // every if every else 0))
     rows = moves = 0
@@ -105,10 +96,8 @@ def logged_bytes(settings: Settings, steps: int) -> int:
 
 
 def logged_steps(settings: Settings) -> int:
-    """For how many steps the log of what a stage sends is large enough; 0: for none.
-
-    Two more have room in it, if any have: stages go on while their checkpoint is completed. It
-    follows from what all machines of a run agree on, for all must save after the same steps.
+    """For how many steps the log of what a stage sends is large enough; 0: for none. Two more have
+    room in it, if any have: stages go on while their checkpoint is completed.
     """
     room = settings.train.log_mb << 20
     reach = range(MOST_LOGGED_STEPS + 3)
@@ -138,13 +127,6 @@ def network_of(settings: Settings) -> Network | None:
     if not link.emulate:
         return None
     return Network(link.mbps_up, link.mbps_down, (link.latency_ms + link.jitter_ms / 2) / 1e3)
-
-
-def _are_expected(settings: Settings, cut: int) -> bool:
-    """Whether both directions of a cut have sizes, or estimates, and not one of them a limit."""
-    shape = wire_shape(settings)
-    varying = [codec for codec in _codecs(settings, cut) if codec.size_varies]
-    return all(codec.expected_bytes(shape) < codec.payload_limit(shape) for codec in varying)
 
 
 def _codecs(settings: Settings, cut: int) -> list[Codec]:

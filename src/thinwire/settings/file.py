@@ -1,21 +1,26 @@
-"""run.toml: reading it, and overriding keys from the command line."""
+"""run.toml: reading it, overriding keys from the command line, and recipes, which are settings that
+were measured together, for the model that is asked for.
+"""
 
+import contextlib
 import tomllib
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.model import ModelConfig
-from thinwire.settings.tree import Settings, apply_override
+from thinwire.recipes import BEST, RATES, SHEETS, is_muon, rates_of, sized
+from thinwire.settings.tree import Settings, apply_override, merged
 
 CONFIG = "config.toml"  # what a run's folder holds
+_OF_A_RECIPE = ("boundary", "codec", "optim")
 
 
 def load_settings(path: Path | None, overrides: list[str], allow_plugins: bool = False) -> Settings:
-    """Settings from a TOML file (or the defaults) with `section.key=value` overrides applied.
-
-    A folder stands for the run in it: its config.toml, and itself as the run's folder. Such a
-    folder may come from someone else, so the plugins that it names need `allow_plugins`.
+    """Settings from a TOML file (or the defaults) with `section.key=value` overrides applied. A
+    folder stands for the run in it; it may come from someone else, so its plugins need
+    `allow_plugins`.
     """
     asked = load_asked(path, overrides)
     if path is not None and path.is_dir() and asked.codec.plugins and not allow_plugins:
@@ -28,7 +33,7 @@ def load_settings(path: Path | None, overrides: list[str], allow_plugins: bool =
 
 def load_asked(path: Path | None, overrides: list[str]) -> Settings:
     """The same, but as it was asked for: a preset and "auto" are not filled in."""
-    values = _read_place(path) if path is not None else {}
+    values = {} if path is None else _read_place(path)
     before = values.get("model")
     preset = before.get("preset") if isinstance(before, dict) else None
     for override in overrides:
@@ -57,24 +62,19 @@ def _refuse_stale_sizes(path: Path, model: ModelConfig, overrides: list[str]) ->
 
 def _read_place(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        return _read(path)
+        name = path if path.suffix == ".toml" else "run.toml"  # else a run folder was meant
+        missing = f"give a settings file (`thinwire init {name}` writes one) or the folder of a run"
+        return read_toml(path, missing)
     if not (path / CONFIG).is_file():
         raise ConfigError(
             f"{path} is a folder without a {CONFIG}: give a run.toml, or the folder of a run"
         )
-    values = _read(path / CONFIG)
+    values = read_toml(path / CONFIG, "give the folder of a run")
     folder = path if path.name not in ("", "..") else path.resolve()
     run = values.setdefault("run", {})
     if isinstance(run, dict):  # else it is refused with everything else
         run.update(out=str(folder.parent), name=folder.name)
     return values
-
-
-def _read(path: Path) -> dict[str, Any]:
-    name = path if path.suffix == ".toml" else "run.toml"  # else a run folder was meant
-    return read_toml(
-        path, f"give a settings file (`thinwire init {name}` writes one) or the folder of a run"
-    )
 
 
 def read_toml(path: Path, if_missing: str) -> dict[str, Any]:
@@ -88,3 +88,73 @@ def read_toml(path: Path, if_missing: str) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error}") from error
     except (ValueError, RecursionError) as error:  # also of bytes that are no text
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe for one model, with changes by `--set`."""
+
+    name: str
+    asked: Settings  # changes included
+    about: list[str]  # what it is and what it costs, line by line
+
+
+def make_recipe(name: str | None, overrides: list[str]) -> Recipe:
+    """The recipe of this name, or the best, for a model; its rates are Muon's alone."""
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(changes, override)
+    model = Settings.as_asked(changes).model
+    name = name or BEST
+    sheet = SHEETS[name]
+    values = {section: dict(sheet[section]) for section in _OF_A_RECIPE if section in sheet}
+    about = [f"Recipe {name}:", *sheet["about"].strip().splitlines()]
+    of_size: dict[str, dict[str, Any]] = {}
+    if "optim" not in sheet and is_muon(changes):
+        of_size = sized(name, model.preset)
+        values = merged(values | {"optim": RATES[rates_of(model.preset)]}, of_size)
+        about += _about_rates(name, model.preset, of_size)
+    measured = [f"{section}." for section in _OF_A_RECIPE]
+    measured += [f"{section}.{key}=" for section, keys in of_size.items() for key in keys]
+    if own := [change for change in overrides if change.startswith(tuple(measured))]:
+        about.append(f"Changed by --set, so these figures do not apply: {', '.join(own)}")
+    return Recipe(name, Settings.as_asked(merged(values, changes)), about)
+
+
+def recipe_of(settings: Settings) -> str:
+    """The recipe that the cuts of a run are made by; empty if they are made otherwise."""
+    asked, cuts = settings.relaxed(), (settings.boundary, settings.codec)
+    for name in SHEETS:
+        sheet = make_recipe(name, [f"model.preset={asked.model.preset}"]).asked
+        with contextlib.suppress(ConfigError):  # cuts that this model cannot have
+            made = replace(asked, boundary=sheet.boundary, codec=sheet.codec).resolved()
+            rates = SHEETS[name].get("optim", {}).items()  # where they are part of it
+            is_tuned = all(getattr(settings.optim, key) == value for key, value in rates)
+            if (made.boundary, made.codec) == cuts and is_tuned:
+                return name
+    return ""
+
+
+def stale_rates(settings: Settings) -> str:
+    """Says that the learning rates are a recipe's for another model, if they are."""
+    optim = settings.relaxed().optim
+    preset = settings.model.preset
+    for source, rates in RATES.items():
+        is_stale = source != rates_of(preset)
+        if is_stale and all(getattr(optim, key) == value for key, value in rates.items()):
+            return (
+                f'optim has the rates of a recipe for model.preset = "{source}", not "{preset}": '
+                f"`thinwire init --set model.preset={preset}` writes others"
+            )
+    return ""
+
+
+def _about_rates(name: str, preset: str, of_size: dict[str, dict[str, Any]]) -> list[str]:
+    source = rates_of(preset)
+    tuned = "" if preset == source else f" (those of {source}: not tuned at this size)"
+    own = ["The learning rates", *(f"{part}.{key}" for part in of_size for key in of_size[part])]
+    return [
+        f"{' and '.join(own)} are for {preset}{tuned}.",
+        "They do not follow model.preset as the rank does: use",
+        f"thinwire init --recipe {name} --set model.preset=NAME.",
+    ]

@@ -2,13 +2,8 @@
 
 import re
 
-from thinwire.settings.crossing import (
-    MOST_LOGGED_STEPS,
-    checkpoint_interval,
-    logged_bytes,
-    logged_steps,
-)
-from thinwire.settings.recipe import stale_rates
+from thinwire.settings import crossing
+from thinwire.settings.file import stale_rates
 from thinwire.settings.tree import Settings
 
 _USED_WITH = [
@@ -54,11 +49,11 @@ def remarks(settings: Settings) -> list[str]:
 
 
 def _small_log(settings: Settings) -> str:
-    room, every = settings.train.log_mb, checkpoint_interval(settings)
-    if room and settings.pipeline.stages > 1 and not logged_steps(settings):
-        need = -(-logged_bytes(settings, 1) >> 20)
+    room, every = settings.train.log_mb, crossing.checkpoint_interval(settings)
+    if room and settings.pipeline.stages > 1 and not crossing.logged_steps(settings):
+        need = -(-crossing.logged_bytes(settings, 1) >> 20)
         return f"train.log_mb = {room} holds no step: a stage sends up to {need} MB in one"
-    if every < 1 or every in (settings.train.checkpoint_every, MOST_LOGGED_STEPS):
+    if every < 1 or every in (settings.train.checkpoint_every, crossing.MOST_LOGGED_STEPS):
         return ""
     if every >= settings.train.steps:  # the run ends before
         return ""

@@ -1,7 +1,5 @@
-"""All settings of a run in one frozen tree, validated in one place.
-
-Each section's dataclass lives beside the code it configures; this file only gathers them. The
-resolved tree (every default filled in) is what travels to the stages, is saved, and is hashed.
+"""All settings of a run in one frozen tree, validated in one place. Resolved (every default filled
+in) it travels to the stages, is saved, and is hashed.
 """
 
 import contextlib
@@ -22,7 +20,7 @@ from thinwire.model import BoundaryConfig, LoraConfig, ModelConfig, OptimConfig
 from thinwire.model.config import SIZES
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
-from thinwire.typed import Scope, from_plain, nearest, option, parse_literal, scopes, to_plain
+from thinwire.typed import Scope, from_plain, nearest, option, parse_literal
 from thinwire.wire import LinkConfig
 
 PRECISIONS = ("fp32", "bf16", "fp64")
@@ -37,7 +35,9 @@ class RunConfig:
 
     name: str = option("run", "name of the run; its folder is OUT/NAME", scope="keeping")
     out: str = option("runs", "parent folder of all runs", scope="keeping")
-    seed: int = option(0, "seed of the initial weights, the data order and all other randomness")
+    seed: int = option(
+        0, "seed of the initial weights, the data order and all other randomness", least=None
+    )
     device: str = option(
         "auto", "device of the stages", ("auto", "cpu", "cuda", "mps"), scope="machine"
     )
@@ -47,14 +47,12 @@ class RunConfig:
     threads: int = option(
         0,
         "CPU threads per stage; 0 = an equal share of this machine's cores",
-        least=0,
         most=1024,
         scope="machine",
     )
     patience: float = option(
         900.0,
         "end the run after this many seconds without progress; 0 = wait forever",
-        least=0,
         scope="keeping",
     )
     on_explosion: str = option(
@@ -97,16 +95,12 @@ class TrainConfig:
         "the seed",
         scope="machine",
     )
-    eval_every: int = option(
-        100, "steps between validations; 0 = only first and last", least=0, most=10**9
-    )
+    eval_every: int = option(100, "steps between validations; 0 = only first and last", most=10**9)
     eval_batches: int = option(
         -1,
         "microbatches per validation, the same ones in each; -1 = enough for 65,536 tokens, "
         "or all there are; 0 = the whole validation set",
-        least=0,
         most=10**9,
-        auto=-1,
     )
     checkpoint_every: int = option(
         100,
@@ -120,7 +114,6 @@ class TrainConfig:
         "megabytes of frames that each end of a link keeps on disk since the last checkpoint, so "
         "that a lost stage is computed again and nothing else; a checkpoint is saved before they "
         "are full; 0 = none: a lost stage costs the steps since the last checkpoint",
-        least=0,
         most=10**9,
         scope="keeping",
     )
@@ -167,60 +160,56 @@ class Settings:
 
     @classmethod
     def as_asked(cls, values: dict[str, Any]) -> "Settings":
-        """Build from nested dictionaries as they are: a preset, "auto" and the like stay so.
-
-        Keys of an earlier release that have gone are left out where they changed nothing, and
-        refused where they did.
-        """
+        """Build from nested dictionaries as they are: a preset, "auto" and the like stay so."""
         return from_plain(cls, _without_gone(values))
+
+    def with_keys(self, section: str, **values: Any) -> "Settings":
+        """The same but for some keys of a section, unchecked."""
+        config = dataclasses.replace(getattr(self, section), **values)
+        return dataclasses.replace(self, **{section: config})
 
     def resolved(self) -> "Settings":
         """The same settings with presets and "auto" filled in, refused if they cannot work."""
-        run = dataclasses.replace(self.run, out=str(expanded(self.run.out, "run.out")))
-        settings = dataclasses.replace(self, run=run)._filled()
+        settings = self.with_keys("run", out=str(expanded(self.run.out, "run.out")))._filled()
         _check(settings)
         return settings
 
     def _filled(self) -> "Settings":
         settings = dataclasses.replace(self, model=self.model.resolved(self.optim.embed_std))
         boundary = settings.boundary.resolved(settings.model.dim, settings.split())
-        optim, train = settings.optim.resolved(self.train.steps, boundary.trains_tables), self.train
-        if train.eval_batches == -1:
+        optim = settings.optim.resolved(self.train.steps, boundary.trains_tables)
+        if self.train.eval_batches == -1:
             batches = -(-VALIDATED_TOKENS // max(1, settings.tokens_per_microbatch))
-            train = dataclasses.replace(train, eval_batches=batches)
-        return dataclasses.replace(settings, boundary=boundary, optim=optim, train=train)
+            settings = settings.with_keys("train", eval_batches=batches)
+        return dataclasses.replace(settings, boundary=boundary, optim=optim)
 
     def relaxed(self) -> "Settings":
-        """The inverse of `resolved`: a value that a preset or "auto" gives is left to them.
-
-        This is what is written for people. A key can then be changed without one that follows
-        from it, such as the width that comes with a preset, staying behind.
+        """The inverse of `resolved`, for people: a value that a preset or "auto" gives is left to
+        them, so what follows from a key that is changed does not stay behind.
         """
         freest = self
         for section, key, value in _LEFT_OPEN:
-            config = dataclasses.replace(getattr(freest, section), **{key: value})
-            freer = dataclasses.replace(freest, **{section: config})
+            freer = freest.with_keys(section, **{key: value})
             with contextlib.suppress(ConfigError):  # such as a table, which needs its anchor
                 freest = freer if freer._filled() == self else freest
         return freest
 
     def with_window(self) -> "Settings":
         """The same with the number that `pipeline.window` stands for."""
-        window = self.schedule().window
-        return dataclasses.replace(self, pipeline=dataclasses.replace(self.pipeline, window=window))
+        return self.with_keys("pipeline", window=self.schedule().window)
 
     def to_plain(self) -> dict[str, Any]:
         """Nested dictionaries that `from_plain` reads back to the same settings."""
-        return to_plain(self)
+        return dataclasses.asdict(self)
 
     def of_scope(self, scope: Scope) -> dict[str, Any]:
-        """The part of the settings that decides the result, keeps the run, or is a machine's own.
-
-        What decides the result is what all peers must agree on; the path of the data is not in it,
-        for its content has a fingerprint of its own.
-        """
+        """The settings that decide the result, or keep the run, or are a machine's own affair."""
         return {
-            section: {key: value for key, value in keys.items() if _SCOPES[section][key] == scope}
+            section: {
+                field.name: keys[field.name]
+                for field in dataclasses.fields(getattr(self, section))
+                if field.metadata["scope"] == scope
+            }
             for section, keys in self.to_plain().items()
         }
 
@@ -257,11 +246,8 @@ class Settings:
     def saved_at_validations(self) -> "Settings":
         """The same with a checkpoint at each validation, or more often."""
         every, saved = self.train.eval_every, self.train.checkpoint_every
-        if not every or 0 < saved <= every:
-            return self
-        return dataclasses.replace(
-            self, train=dataclasses.replace(self.train, checkpoint_every=every)
-        )
+        is_enough = not every or 0 < saved <= every
+        return self if is_enough else self.with_keys("train", checkpoint_every=every)
 
     def is_evaluation_step(self, done: int) -> bool:
         """Whether a validation follows the update after which `done` updates are done."""
@@ -289,15 +275,14 @@ GONE: dict[str, dict[str, Any]] = {
     "link": {"port": 0},
 }
 """Keys that have gone, and the values with which they changed nothing."""
-GONE_VALUES = {
-    "model": {"preset": "resnet18"},
-    "data": {"source": "images"},
-    "boundary": {"anchor": "trainable"},
-    "optim": {"name": "sgd"},
-}
+GONE_VALUES = [
+    *(("model", "preset", "resnet18"), ("data", "source", "images")),
+    *(("boundary", "anchor", "trainable"), ("optim", "name", "sgd")),
+]
 
 
 def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
+    """The same without keys of an earlier release that changed nothing; refused if they did."""
     kept = dict(values)
     for section, unused in GONE.items():
         keys = values.get(section)
@@ -306,14 +291,11 @@ def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
         kept[section] = {key: value for key, value in keys.items() if key not in unused}
         for key, value in keys.items():
             has_effect = unused.get(key, value) not in (value, _ANY)
-            if has_effect or GONE_VALUES.get(section, {}).get(key, _ANY) == value:
+            if has_effect or (section, key, value) in GONE_VALUES:
                 raise gone(f"{section}.{key} = {value!r}")
         if keys.get("mode") == "projected" and keys.get("anchor") == "fixed":
             raise gone('boundary.anchor = "fixed" with boundary.mode = "projected"')
     return kept
-
-
-_SCOPES = {name: scopes(cls) for name, cls in typing.get_type_hints(Settings).items()}
 
 
 def merged(
@@ -327,10 +309,7 @@ def merged(
 
 
 def apply_override(values: dict[str, Any], override: str, kind: type = Settings) -> None:
-    """Put one `section.key=value` into the plain values, read as the key's own type.
-
-    `kind` is the dataclass of the sections.
-    """
+    """Put one `section.key=value` into the plain values, read as the type that it has in `kind`."""
     place, equals, text = override.partition("=")
     section, dot, key = place.strip().partition(".")
     if not equals or not dot:
@@ -365,15 +344,12 @@ def _check(settings: Settings) -> None:
     """Everything that one section alone cannot know."""
     train, pipeline = settings.train, settings.pipeline
     settings.link.nic()  # refuses what no link can be
-    if not re.fullmatch(r"[^\W_](?:[\w .@+-]{0,98}[\w@+-])?", settings.run.name):
+    name = settings.run.name
+    is_allowed = re.fullmatch(r"[^\W_](?:[\w .@+-]{0,98}[\w@+-])?", name)
+    if not is_allowed or len(name.encode()) > LONGEST_NAME:
         raise ConfigError(
-            f"run.name = {settings.run.name!r} must be the name of a folder: letters, digits, "
-            "spaces and any of . _ - @ + inside, at most 100, starting with a letter or digit"
-        )
-    if len(settings.run.name.encode()) > LONGEST_NAME:
-        raise ConfigError(
-            f"run.name = {settings.run.name!r} must be the name of a folder: it takes "
-            f"{len(settings.run.name.encode())} bytes, and at most {LONGEST_NAME} are allowed"
+            f"run.name = {name!r} must be the name of a folder: letters, digits, spaces and any of "
+            f". _ - @ + inside, at most 100 in {LONGEST_NAME} bytes, a letter or digit first"
         )
     if train.batch % pipeline.microbatches:
         raise ConfigError(

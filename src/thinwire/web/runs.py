@@ -33,7 +33,7 @@ from thinwire.run.status import status_from_plain
 from thinwire.schedule import simulate
 from thinwire.settings import Settings, load_settings
 from thinwire.settings.crossing import frame_bytes, network_of
-from thinwire.settings.recipe import recipe_of
+from thinwire.settings.file import recipe_of
 
 MOST_EVENTS = 500
 REFRESH_SECONDS = 0.9  # between two looks at the folder

@@ -1,11 +1,8 @@
-"""Wrappers that remember what a lossy codec left out, and send it later.
+"""Wrappers: entropy coding, and feedback, which sends later what a lossy codec left out.
 
-Written for a tensor x, the inner codec C and what it delivers, c. Buffers have the tensor's shape,
-in float32 (float64 if the tensor is), and start at zero. There is one at each end of one direction
-of a cut: all microbatches share it, in the order in which they travel.
-
-In evaluation a wrapper is its inner codec and remembers nothing. Where something is not finite,
-what arrives is not either, and buffers stay as they were, on both ends alike.
+Of feedback: written for a tensor x, the inner codec C and what it delivers, c. Buffers are float32
+at least and start at zero; all microbatches of one direction of a cut share one at each end. In
+evaluation a wrapper is its inner codec. Where something is not finite, buffers stay as they were.
 """
 
 import hashlib
@@ -21,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import zstandard
 from torch import Tensor
 
 from thinwire.codec.base import (
@@ -40,10 +38,68 @@ from thinwire.codec.base import (
 )
 from thinwire.codec.quantize import Cast
 from thinwire.codec.sparse import Sparse, remember_whole
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, WireError
 
+_LEVEL = 1  # of Zstandard, unless another is asked for
 ROWS = torch.bfloat16
 _BOOKKEEPING = 5  # bytes per example: whether it was seen, and the checksum of its row
+
+
+class Zstd(Wrapper):
+    """`+zstd`: what the inner codec would send, as one Zstandard frame with size and checksum. A
+    frame that says another size than expected is refused before any memory is taken for it.
+    """
+
+    content_decides_size = True
+
+    def __init__(self, inner: Codec, level: int = _LEVEL):
+        most = zstandard.MAX_COMPRESSION_LEVEL
+        if not 1 <= level <= most:
+            raise ConfigError(
+                f"zstd({level}): the level must lie between 1 (fast) and {most} (small)"
+            )
+        if any(codec.content_decides_size for _, codec in inner.walk()):
+            raise ConfigError(f"{inner.name}+zstd: compressing twice saves nothing")
+        super().__init__(inner)
+        self._level = level
+        self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
+        self._decompressor = zstandard.ZstdDecompressor()
+
+    @property
+    def name(self) -> str:
+        return f"{self.inner.name}+zstd" + (f"({self._level})" if self._level != _LEVEL else "")
+
+    @property
+    def by_token(self) -> bool:
+        return self.inner.by_token
+
+    def to_bytes(self, parts: Parts) -> Payload:
+        return self._compressor.compress(self.inner.to_bytes(parts))
+
+    def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
+        wanted = sum(part.bytes for part in self.inner.layout(spec.shape, place))
+        try:
+            size = zstandard.frame_content_size(payload)
+            if size != wanted:
+                said = f"{size} bytes" if size >= 0 else "an unknown size"
+                raise WireError(
+                    f"a {self.name} payload for shape {spec.shape} holds {wanted} bytes, "
+                    f"but one of {said} arrived"
+                )
+            plain = self._decompressor.decompress(payload, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise WireError(f"a {self.name} payload cannot be read: {error}") from None
+        return self.inner.from_bytes(plain, spec, place)
+
+    def payload_limit(self, shape: Shape) -> int:
+        size = self.inner.payload_limit(shape)
+        # What cannot be compressed: blocks of 128 KiB as they are, each with a header of 3 bytes,
+        # and magic (4), descriptor (1), window (1), size (8) and checksum (4) of the frame.
+        return size + 3 * (size // 2**17 + 1) + 18
+
+    def expected_bytes(self, shape: Shape, coded: bool = False) -> int:
+        left = self.inner.expected_bytes(shape, coded=True)
+        return left if left < self.inner.payload_limit(shape) else self.payload_limit(shape)
 
 
 class Feedback(Wrapper, Stateful):
@@ -76,12 +132,10 @@ class Feedback(Wrapper, Stateful):
         return self.inner.decode(parts, spec, place)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
-        encode = self.encode_training if place.training else self.inner.encode
-        return encode(tensor, place)
+        return (self.encode_training if place.training else self.inner.encode)(tensor, place)
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        decode = self.decode_training if place.training else self.inner.decode
-        return decode(parts, spec, place)
+        return (self.decode_training if place.training else self.inner.decode)(parts, spec, place)
 
 
 class Buffered(Feedback):
@@ -132,12 +186,7 @@ class Buffered(Feedback):
 
 
 class ErrorFeedback(Buffered):
-    """EF: send c = C(x + e), then e += x - c. Only the sender remembers.
-
-    All that arrived adds up to all that was meant, but for the last e.
-
-    Payload: the inner codec's.
-    """
+    """EF: send c = C(x + e), then e += x - c. Only the sender remembers."""
 
     suffix = "ef"
 
@@ -153,15 +202,12 @@ class ErrorFeedback(Buffered):
 
 class MixedErrorFeedback(Buffered):
     """EF-mixed: send c = H(x) + H(e), then e += x - c; H is the inner codec with half its share.
-
     Only the sender remembers.
-
-    Payload: in training twice that of H; in evaluation the inner codec's.
     """
 
     suffix = "ef-mixed"
     size_varies = True  # between training and evaluation
-    from_bytes = Codec.from_bytes
+    from_bytes, expected_bytes = Codec.from_bytes, Codec.expected_bytes
 
     def __init__(self, inner: Codec):
         super().__init__(inner)
@@ -180,7 +226,7 @@ class MixedErrorFeedback(Buffered):
         spec = spec_of(tensor)
         error = self.buffer(spec)
         parts = self._half.encode(tensor, place)
-        parts += self._half.encode(error, _elsewhere(place))
+        parts += self._half.encode(error, replace(place, salt=1))  # so it draws others
         sent = self.decode_training(parts, spec, place)
         self.replace_buffer(error, error + (tensor.to(error.dtype) - sent.to(error.dtype)))
         return parts
@@ -188,7 +234,7 @@ class MixedErrorFeedback(Buffered):
     def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
         first = len(parts) // 2
         sent = self._half.decode(parts[:first], spec, place)
-        return sent + self._half.decode(parts[first:], spec, _elsewhere(place))
+        return sent + self._half.decode(parts[first:], spec, replace(place, salt=1))
 
     def layout(self, shape: Shape, place: Place) -> Layout:
         if not place.training:
@@ -197,8 +243,6 @@ class MixedErrorFeedback(Buffered):
 
     def payload_limit(self, shape: Shape) -> int:
         return max(2 * self._half.payload_limit(shape), self.inner.payload_limit(shape))
-
-    expected_bytes, coded_bytes = Codec.expected_bytes, Codec.coded_bytes
 
 
 class Mirrored(Feedback):
@@ -226,10 +270,7 @@ class Mirrored(Feedback):
 
 
 class EF21(Mirrored, Buffered):
-    """EF21: what both ends know is one buffer.
-
-    Payload: the inner codec's.
-    """
+    """EF21: what both ends know is one buffer."""
 
     suffix = "ef21"
 
@@ -247,18 +288,14 @@ class EF21(Mirrored, Buffered):
 
 
 class AQSGD(Mirrored):
-    """AQ-SGD: EF21 with a row for every training example, in bf16, instead of one buffer.
-
-    A microbatch with an example that was not seen before travels whole, in bf16. `place.examples`
-    says which examples the entries of the first dimension are, and `prepare` makes room for all of
-    them. If one is in a microbatch twice, the later row is remembered.
-
-    Payload: 2 N bytes for N elements at a first visit, then the inner codec's.
+    """AQ-SGD: EF21 with a row for every training example, in bf16, instead of one buffer. A
+    microbatch with an example that was not seen before travels whole, in bf16.
     """
 
     suffix = "aqsgd"
     remembers_examples = True
     size_varies = True  # between a first visit and later ones
+    expected_bytes = Codec.expected_bytes
 
     def __init__(self, inner: Codec):
         super().__init__(inner)
@@ -312,8 +349,6 @@ class AQSGD(Mirrored):
     def payload_limit(self, shape: Shape) -> int:
         return max(codec.payload_limit(shape) for codec in (self._whole, self.inner))
 
-    expected_bytes, coded_bytes = Codec.expected_bytes, Codec.coded_bytes
-
     def own_state(self) -> dict[str, Tensor]:
         return {} if self._memory is None else self._memory.state_tensors()
 
@@ -331,9 +366,7 @@ class AQSGD(Mirrored):
 
     def _room(self) -> "ExampleMemory":
         if self._memory is None:
-            raise ConfigError(
-                f"{self.name} needs the number of training examples: call prepare first"
-            )
+            raise ConfigError(f"{self.name} needs to know of examples: call prepare first")
         return self._memory
 
     def _examples(self, place: Place) -> tuple[int, ...]:
@@ -346,13 +379,9 @@ class AQSGD(Mirrored):
 
 
 class ExampleMemory:
-    """One row of bf16 numbers for each training example, and which of them were ever written.
-
-    In a folder the rows are a memory-mapped file without a name: it goes when the process goes,
-    however that ends, and two memories in one folder do not meet. A checksum of every row is kept
-    beside it, so that comparing two ends costs a few bytes per example and not the rows. It is made
-    when it is asked for, of rows written since: to make it at every write would cost more than all
-    else.
+    """One row of bf16 numbers for each training example; in a folder a memory-mapped file without a
+    name, which goes when the process goes. Two ends are compared by checksums of rows, made when
+    they are asked for of rows written since.
     """
 
     def __init__(self, row_shape: Shape, surroundings: Surroundings, device: torch.device):
@@ -381,7 +410,7 @@ class ExampleMemory:
         return self._rows[list(examples)].to(spot)
 
     def write(self, examples: Sequence[int], rows: Tensor) -> None:
-        """Replace the rows of these examples; of an example that is there twice the last counts."""
+        """Replace the rows of these examples; of one that is there twice the last counts."""
         last = {example: number for number, example in enumerate(examples)}
         index = list(last)
         kept = rows[list(last.values())].reshape(len(last), self._rows.shape[1])
@@ -409,8 +438,9 @@ class ExampleMemory:
                 flags[:] = 0
             return
         mine = self.state_tensors()
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        wanted = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+        shapes, wanted = (
+            {name: tuple(tensor.shape) for name, tensor in of.items()} for of in (tensors, mine)
+        )
         if shapes != wanted:
             raise ValueError(f"a memory of examples has {wanted}, but was given {shapes}")
         for name, tensor in mine.items():
@@ -451,8 +481,3 @@ def _mapped(count: int, folder: Path) -> Tensor:
 def _working(dtype: torch.dtype) -> torch.dtype:
     """The type of what is remembered of tensors of a type."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _elsewhere(place: Place) -> Place:
-    """A place with another key, so that the second half does not draw what the first drew."""
-    return replace(place, salt=1)
