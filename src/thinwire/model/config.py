@@ -38,8 +38,8 @@ AUTO_WARMUP = 20  # steps, in a run of at least twice as many
 NOTICEABLE_CHANGE = 0.05  # of a learning rate, as a share
 EQUAL_SHARES = {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0}
 MUON_SHARES = {"matrix_lr": 3.0, "table_lr": 100.0, "head_lr": 10.0}
-SLOW_TABLES_LR = 30.0  # with muon, where every stage has a token table of its own, in a long run
 SHORT_RUN = 1000  # steps; longer runs want slower tables
+LONG_MUON_SHARES = MUON_SHARES | {"table_lr": 30.0}
 WSD_DECAY_SHARE = 0.2  # the last share of the steps in which WSD comes down to zero
 
 _PRESETS = {  # layers, dim, heads, kv_heads, ffn, vocab, context
@@ -370,37 +370,32 @@ class OptimConfig:
     table_lr: float = option(
         -1.0,
         "learning rate of token tables (the embedding, those of cuts) as a fraction of lr; -1 = "
-        "100 with muon (30 with boundary.anchor = per-stage or embedding in more than 1,000 "
-        "steps), else 1",
+        "100 with muon (30 in more than 1,000 steps), else 1",
     )
     head_lr: float = option(
         -1.0, "learning rate of the output head as a fraction of lr; -1 = 10 with muon, else 1"
     )
     clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping")
 
-    def resolved(self, steps: int, trains_tables: bool = False) -> "OptimConfig":
-        """The same config with the warmup and the shares filled in for a run of `steps` steps, in
-        which stages may train token tables, their own or copies.
-        """
+    def resolved(self, steps: int) -> "OptimConfig":
+        """The same config with the warmup and the shares filled in for a run of `steps` steps."""
         warmup = min(AUTO_WARMUP, steps // 2) if self.warmup == -1 else self.warmup
         if warmup > steps:
             raise ConfigError(
                 f"optim.warmup = {warmup} is longer than train.steps = {steps}: the learning rate "
                 "would never reach its peak"
             )
-        has_slow_tables = trains_tables and steps > SHORT_RUN
-        return dataclasses.replace(self.with_shares(has_slow_tables), warmup=warmup)
+        return dataclasses.replace(self.with_shares(steps), warmup=warmup)
 
     @property
     def embed_std(self) -> float:
         """The spread of an embedding at the start that was best with this optimizer."""
         return 1.0 if self.name == "muon" else 0.02
 
-    def with_shares(self, has_slow_tables: bool = False) -> "OptimConfig":
+    def with_shares(self, steps: int = 0) -> "OptimConfig":
         """The same config with every rate that is a share of lr filled in."""
-        auto = MUON_SHARES if self.name == "muon" else EQUAL_SHARES
-        if self.name == "muon" and has_slow_tables:
-            auto = auto | {"table_lr": SLOW_TABLES_LR}
+        muon = LONG_MUON_SHARES if steps > SHORT_RUN else MUON_SHARES
+        auto = muon if self.name == "muon" else EQUAL_SHARES
         filled: dict[str, Any] = {k: share for k, share in auto.items() if getattr(self, k) == -1}
         return dataclasses.replace(self, **filled)
 

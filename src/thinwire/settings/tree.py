@@ -177,7 +177,7 @@ class Settings:
     def _filled(self) -> "Settings":
         settings = dataclasses.replace(self, model=self.model.resolved(self.optim.embed_std))
         boundary = settings.boundary.resolved(settings.model.dim, settings.split())
-        optim = settings.optim.resolved(self.train.steps, boundary.trains_tables)
+        optim = settings.optim.resolved(self.train.steps)
         if self.train.eval_batches == -1:
             batches = -(-VALIDATED_TOKENS // max(1, settings.tokens_per_microbatch))
             settings = settings.with_keys("train", eval_batches=batches)
