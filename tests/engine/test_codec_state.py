@@ -46,10 +46,10 @@ def neighbour_first(monkeypatch):
         if frame.kind is FrameKind.FORWARD:
             event(port.stage, frame.step).set()
 
-    def late(worker, done, report):
+    def late(worker, done):
         if worker.index > 0 and done < worker.settings.train.steps:
             assert event(worker.index, done).wait(PATIENCE), "the neighbour does not go ahead"
-        save(worker, done, report)
+        save(worker, done)
 
     monkeypatch.setattr(Port, "_on_frame", seen)
     monkeypatch.setattr(Worker, "_checkpoint", late)

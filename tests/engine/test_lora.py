@@ -92,7 +92,7 @@ def test_a_step_at_full_rank_is_a_step_of_the_matrix_itself(frozen, make_setting
         if not frozen:
             for index, stage in enumerate(chain.stages):
                 stage.requires_grad_(True)
-                built = StageUpdate.build(chain.builder, stage, index)
+                built = StageUpdate(chain.builder, stage, index)
                 chain.updates[index].optimizer = built.optimizer
         chain.train_step(0)
         weights.append(found)

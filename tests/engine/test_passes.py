@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from settings_values import narrow
-from thinwire.engine import runner
+from thinwire.engine import worker
 from thinwire.engine.build import StageBuilder, autocast_for, weights_rounded_once
 from thinwire.engine.passes import GraphPasses
 from thinwire.errors import ConfigError
@@ -86,7 +86,7 @@ def trained(make_settings, run_in_threads, monkeypatch):
         settings = make_settings(**{**BF16, "train__steps": 4, **changes}, run__graphs=graphs)
         with monkeypatch.context() as patch:
             if graphs and not HAS_CUDA:
-                patch.setattr(runner, "Passes", GraphPasses)
+                patch.setattr(worker, "Passes", GraphPasses)
             return run_in_threads(settings, **how)
 
     return train

@@ -108,7 +108,7 @@ class Chain(Joined):
         for stage in self.stages:
             self.builder.initialise(stage)
         self.updates = [
-            StageUpdate.build(self.builder, stage, index) for index, stage in enumerate(self.stages)
+            StageUpdate(self.builder, stage, index) for index, stage in enumerate(self.stages)
         ]
         self._end = StepEnd(self.updates, device=device)
         self.row_bytes = self._end.row_bytes  # that crossed all cuts for a shared embedding

@@ -39,7 +39,7 @@ class HeldStage:
         settings, stages = builder.settings, builder.settings.pipeline.stages
         self.index = index
         self.stage = builder.build(index)
-        self.update = StageUpdate.build(builder, self.stage, index)
+        self.update = StageUpdate(builder, self.stage, index)
         self.sightings = Sightings()
         scratch = scratch_folder(folder) / f"stage-{index}"
 

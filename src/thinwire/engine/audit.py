@@ -9,7 +9,6 @@ against each other, and what is far from all before is no rounding.
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from thinwire.engine.cut import LEGS, CutEnd
 from thinwire.engine.reports import Audited, Named
@@ -51,36 +50,32 @@ class Audit:
         self._tolerance = 0.0 if is_exact else MOST_ROUNDING
         self._has_told = False
 
-    def computed(self, frame: Frame) -> None:
-        """A frame that this process would send, were it the stage."""
-        if frame.kind in _NAMES:
-            key = frame.kind, frame.step, frame.microbatch
-            self._match(key, self._computed, bytes(frame.payload), self._witnessed)
-
-    def witnessed(self, frame: Frame) -> None:
-        """A witness of a frame that the stage has sent, as a neighbour got it."""
-        try:
-            key = FrameKind(frame.sender), frame.step, frame.microbatch
-        except ValueError:
+    def hear(self, frame: Frame) -> None:
+        """A frame that this process would send, were it the stage; or a neighbour's witness of one
+        that the stage has sent.
+        """
+        is_witness = frame.kind is FrameKind.WITNESS
+        if (kind := frame.sender if is_witness else frame.kind) not in _NAMES:
             return
-        is_whole, payload = bool(frame.shape), bytes(frame.payload)
-        self._match(key, self._witnessed, (is_whole, payload), self._computed)
-
-    def standing(self) -> Audited:
-        """How many tensors were compared, up to which step, and how they differed."""
-        with self._lock:
-            return Audited(self._step, self._compared, self._largest, self._tolerance)
-
-    def _match(self, key: "Key", own: "_Waiting", item: Any, others: "_Waiting") -> None:
+        key = FrameKind(kind), frame.step, frame.microbatch
+        item = bool(frame.shape), bytes(frame.payload)
+        own, others = self._computed, self._witnessed
+        if is_witness:
+            own, others = others, own
         with self._lock:
             other = others.take(key)
             if other is None:
                 own.put(key, item)
                 return
-            ours, (is_whole, theirs) = (item, other) if own is self._computed else (other, item)
+            (_, ours), (is_whole, theirs) = (other, item) if is_witness else (item, other)
             found = self._compare(key, ours, theirs, is_whole)
         if found is not None:
             self._tell(found)
+
+    def standing(self) -> Audited:
+        """How many tensors were compared, up to which step, and how they differed."""
+        with self._lock:
+            return Audited(self._step, self._compared, self._largest, self._tolerance)
 
     def _compare(self, key: "Key", ours: bytes, theirs: bytes, is_whole: bool) -> Audited | None:
         """What is to be told, if anything."""
@@ -123,26 +118,27 @@ class Audit:
 
 
 Key = tuple[FrameKind, int, int]
+Item = tuple[bool, bytes]  # a payload, whole or a digest of it
 
 
 class _Waiting:
     """Payloads whose counterpart has not come yet; the oldest are dropped where they are many."""
 
     def __init__(self) -> None:
-        self._items: OrderedDict[Key, Any] = OrderedDict()
+        self._items: OrderedDict[Key, Item] = OrderedDict()
         self._bytes = 0
 
-    def put(self, key: Key, item: Any) -> None:
+    def put(self, key: Key, item: Item) -> None:
         self._items[key] = item
         self._bytes += _size(item)
         while self._bytes > MOST_WAITING:
             self._bytes -= _size(self._items.popitem(last=False)[1])
 
-    def take(self, key: Key) -> Any:
+    def take(self, key: Key) -> Item | None:
         item = self._items.pop(key, None)
         self._bytes -= _size(item) if item is not None else 0
         return item
 
 
-def _size(item: Any) -> int:
-    return 64 + len(item if isinstance(item, bytes) else item[1])
+def _size(item: Item) -> int:
+    return 64 + len(item[1])

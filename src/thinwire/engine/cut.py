@@ -7,6 +7,7 @@ remember them alike.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -34,29 +35,18 @@ Examples = Callable[[int, int], tuple[int, ...]]
 """(step, microbatch) -> the training examples that its rows are."""
 
 
+@dataclass(eq=False)
 class CutEnd:
     """One stage's end of one cut: the codec that sends, the one that receives, their memory."""
 
-    def __init__(
-        self,
-        codecs: dict[Leg, Codec],
-        spec: TensorSpec,
-        is_lower: bool = True,
-        cut: int = 0,
-        block: int = 0,
-        seed: int = 0,
-        microbatches: int = 1,
-        examples: Examples | None = None,
-    ):
-        self.codecs = codecs
-        self.spec = spec
-        self.cut = cut
-        self.microbatches = microbatches
-        self._is_lower = is_lower
-        self._block = block
-        self._seed = seed
-        by_example = any(codec.remembers_examples for codec in codecs.values())
-        self._examples = examples if by_example else None
+    codecs: dict[Leg, Codec]
+    spec: TensorSpec
+    is_lower: bool = True
+    cut: int = 0
+    block: int = 0  # above the cut
+    seed: int = 0
+    microbatches: int = 1
+    examples: Examples | None = None  # for codecs that remember them
 
     @classmethod
     def build(
@@ -72,17 +62,10 @@ class CutEnd:
 
         Without a feed nothing is known of training examples: for validation and text.
         """
-        codecs = build_codecs(*settings.codec.names(cut))
-        end = cls(
-            codecs,
-            spec,
-            is_lower,
-            cut,
-            settings.split()[cut].stop,
-            settings.run.seed,
-            settings.pipeline.microbatches,
-            feed.examples if feed is not None else None,
-        )
+        codecs, block = build_codecs(*settings.codec.names(cut)), settings.split()[cut].stop
+        examples = feed.examples if feed is not None else None
+        seed, microbatches = settings.run.seed, settings.pipeline.microbatches
+        end = cls(codecs, spec, is_lower, cut, block, seed, microbatches, examples)
         count = feed.example_count if feed is not None else 0
         for leg, codec in codecs.items():
             folder = None
@@ -94,8 +77,10 @@ class CutEnd:
 
     def place(self, leg: Leg, step: int, microbatch: int, training: bool) -> Place:
         """Where in the run a tensor of this cut is packed."""
-        examples = self._examples(step, microbatch) if training and self._examples else None
-        return Place(leg, step, microbatch, self.cut, self._seed, training, examples)
+        examples = None
+        if training and self.examples and any(c.remembers_examples for c in self.codecs.values()):
+            examples = self.examples(step, microbatch)
+        return Place(leg, step, microbatch, self.cut, self.seed, training, examples)
 
     def pack(
         self, kind: FrameKind, tensor: Tensor, step: int, number: int, made_with: Versions
@@ -104,7 +89,7 @@ class CutEnd:
         codec = self.codecs[LEGS[kind]]
         return Frame(
             kind=kind,
-            sender=self.cut if self._is_lower else self.cut + 1,
+            sender=self.cut if self.is_lower else self.cut + 1,
             step=step,
             microbatch=number,
             weight_version=made_with.weight_version,
@@ -143,7 +128,7 @@ class CutEnd:
     def load(self, source: Source) -> None:
         """Remember what the source's run did at this cut; CheckpointError when it cannot."""
         for leg, codec in self.codecs.items():
-            if not codec.remembers or not remembered(source, self._block, leg, codec):
+            if not codec.remembers or not remembered(source, self.block, leg, codec):
                 continue
             try:
                 codec.load_state_tensors(source.tensors_under(self._prefix(leg)))
@@ -155,7 +140,7 @@ class CutEnd:
                 ) from error
 
     def _prefix(self, leg: Leg) -> str:
-        return memory_prefix(self._block, leg, self._is_lower)
+        return memory_prefix(self.block, leg, self.is_lower)
 
 
 def cuts_of(settings: Settings, stage: int) -> list[tuple[int, bool]]:

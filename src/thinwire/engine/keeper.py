@@ -15,8 +15,9 @@ import math
 import torch
 from torch import Tensor
 
+from thinwire.engine.build import StageBuilder
 from thinwire.engine.source import Source
-from thinwire.model import BoundaryConfig, Constraint, Space, Stage, StageOptimizer, project
+from thinwire.model import Constraint, Stage, StageOptimizer, project
 from thinwire.model.subspace import BasisMove, grassmann_step, orthonormality_error
 
 BASIS = "space/basis"
@@ -33,19 +34,16 @@ class Keeper:
 
     def __init__(
         self,
-        config: BoundaryConfig,
+        builder: StageBuilder,
         stage: Stage,
         optimizer: StageOptimizer,
-        space: Space,
         constraint: Constraint | None,
-        steps: int,
     ):
-        self.space = space
-        self._config = config
-        self._stage = stage
-        self._optimizer = optimizer
-        self._constraint = constraint
-        self._steps = steps
+        assert builder.space is not None, "there is a space to keep to"
+        self.space = builder.space
+        self._config = builder.settings.boundary
+        self._steps = builder.settings.train.steps
+        self._stage, self._optimizer, self._constraint = stage, optimizer, constraint
         self._is_last = stage.outgoing is None
         self._covariance_DD: Tensor | None = None  # of the window's committed steps
         self._of_step_DD: Tensor | None = None  # of the step under way
@@ -54,7 +52,7 @@ class Keeper:
         self._postponed_DK: Tensor | None = None  # the basis of a move left to the next run
         self._move: BasisMove | None = None
         self.loss_jump: float | None = None  # of the move, where its loss was measured
-        if self._is_last and config.basis_update_every:
+        if self._is_last and self._config.basis_update_every:
             stage.watch_gradient(stage.first_free_layer(), self._gather)
 
     def begin_step(self, step: int) -> None:

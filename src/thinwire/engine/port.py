@@ -252,22 +252,16 @@ class Port:
 
         self.link.send(packed)
 
-    def take_tensor(
-        self, kind: FrameKind, step: int, microbatch: int, expected: Versions
-    ) -> Tensor:
-        """The neighbour's tensor, waiting for it; it must come from the versions expected."""
-        return self._made_with(expected, (kind, step, microbatch), None)
+    def take_tensor(self, kind: FrameKind, step: int, microbatch: int, expected: Versions) -> Any:
+        """The neighbour's tensor, waiting for it; None if it is of a validation that is over.
 
-    def take_evaluated(self, step: int, microbatch: int, expected: Versions) -> Tensor | None:
-        """The neighbour's tensor of a validation, waiting for it; None if that is over."""
-        over = FrameKind.VALIDATED, step, 0
-        return self._made_with(expected, (FrameKind.EVALUATE, step, microbatch), over)
-
-    def _made_with(self, expected: Versions, key: Key, unless: Key | None) -> Any:
-        found = self._mailbox.take(key, unless)
+        It must come from the versions expected.
+        """
+        over = (FrameKind.VALIDATED, step, 0) if kind is FrameKind.EVALUATE else None
+        found = self._mailbox.take((kind, step, microbatch), over)
         if found is None:
             return None
-        (tensor, theirs), (kind, step, microbatch) = found, key
+        tensor, theirs = found
         if theirs != expected:
             raise WireError(
                 f"{self.link.name}: {kind.name} of step {step}, microbatch {microbatch} was made "

@@ -254,7 +254,7 @@ def shard_like(
     """
     builder = StageBuilder(settings, torch.device("meta"))
     built = builder.build(stage)
-    update = StageUpdate.build(builder, built, stage).latest
+    update = StageUpdate(builder, built, stage).latest
     update.version = versions.weight_version
     needed = StageState(settings, update).shard()
     if versions.weight_version > 0:

@@ -118,52 +118,28 @@ class StageUpdate:
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        optimizer: StageOptimizer,
-        clip: float,
-        keeper: Keeper | None = None,
-        rows: SharedRows | None = None,
+        self, builder: StageBuilder, stage: Stage, index: int, twin: "StageUpdate | None" = None
     ):
-        self.optimizer = optimizer
-        self.keeper = keeper
-        self.rows = rows
-        self.version = 0  # updates committed
-        self.stage = stage
-        self.twin: StageUpdate | None = None
-        self._is_latest = True
-        self._clip = clip
-        self._delay = self._microbatches = 0
-
-    @classmethod
-    def build(cls, builder: StageBuilder, stage: Stage, index: int) -> "StageUpdate":
-        """With the optimizer that the settings name, a keeper where stages share a space, and rows
-        where they share the embedding. With delayed updates it has a twin with the same weights.
-        """
-        update = cls._build_one(builder, stage, index)
-        if builder.settings.pipeline.delay:
-            other = builder.build(index)
-            other.share_frozen(stage)
-            update.twin = cls._build_one(builder, other, index)
-            update.twin.twin = update
-            for one in (update, update.twin):
-                one._delay = builder.settings.pipeline.delay
-                one._microbatches = builder.settings.pipeline.microbatches
-            update.twin.follow_twin()
-        return update
-
-    @classmethod
-    def _build_one(cls, builder: StageBuilder, stage: Stage, index: int) -> "StageUpdate":
+        """Without a `twin` it makes its own where updates are delayed, with the same weights."""
         settings, constraint = builder.settings, builder.constraint(stage, in_training=True)
         by_rows = settings.boundary.shares_embedding
-        optimizer = StageOptimizer(
+        self.stage = stage
+        self.version = 0  # updates committed
+        self.optimizer = optimizer = StageOptimizer(
             stage.trained_parameters(), stage.roles(), settings.optim, constraint, by_rows
         )
-        rows = SharedRows(settings, index, stage, optimizer) if by_rows else None
-        keeper, steps = None, settings.train.steps
-        if builder.space is not None:
-            keeper = Keeper(settings.boundary, stage, optimizer, builder.space, constraint, steps)
-        return cls(stage, optimizer, settings.optim.clip, keeper, rows)
+        self.rows = SharedRows(settings, index, stage, optimizer) if by_rows else None
+        has_space = builder.space is not None
+        self.keeper = Keeper(builder, stage, optimizer, constraint) if has_space else None
+        self.twin = twin
+        self._is_latest = True
+        self._clip = settings.optim.clip
+        self._delay, self._microbatches = settings.pipeline.delay, settings.pipeline.microbatches
+        if self._delay and twin is None:
+            other = builder.build(index)
+            other.share_frozen(stage)
+            self.twin = StageUpdate(builder, other, index, twin=self)
+            self.twin.follow_twin()
 
     @property
     def versions(self) -> Versions:

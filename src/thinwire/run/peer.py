@@ -169,7 +169,7 @@ class Peer:
         if self._follows and worker.settings.train.audit:
             self._audit = Audit(worker.sent_over(), start.is_alike, self._say)
             for logged in self._logged.values():
-                logged.audit = self._audit
+                logged.audit = self._audit.hear
 
     def _linked(self) -> msg.Linked:
         """That this stage is linked, and the last decision that its neighbours know."""

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -285,16 +285,6 @@ class LinkState:
             del self._received[old]
 
 
-class Auditor(Protocol):
-    """Holds what a stage sent against what the process that follows it computes."""
-
-    def computed(self, frame: Frame) -> None:
-        """A frame that this process would send, were it the stage."""
-
-    def witnessed(self, frame: Frame) -> None:
-        """A witness of a frame that the stage has sent."""
-
-
 def witness_of(message: BytesLike) -> bytes | None:
     """What an auditor hears of a frame that came from the stage; None: it is not audited."""
     frame = decode(message, len(message))
@@ -331,7 +321,8 @@ class LoggedPipe(Pipe):
         """
         self._nic, self._count = nic, count
         self.fed_bytes = 0  # to followers, beside the link
-        self.audit: Auditor | None = None  # while this end follows
+        self.audit: Callable[[Frame], None] | None = None  # while this end follows: hears what it
+        # would send, and witnesses of what the other has sent
         self._unwitnessed: list[deque[BytesLike]] = []  # by follower that audits: what has arrived
         self._writing = threading.Lock()
         self._changed = threading.Condition()  # guards all that follows
@@ -345,7 +336,7 @@ class LoggedPipe(Pipe):
             is_needed = self.state.keep(message)
             self._changed.notify_all()
         if self.audit is not None:
-            self.audit.computed(decode(message, len(message)))
+            self.audit(decode(message, len(message)))
         return is_needed
 
     def write(self, message: BytesLike) -> None:
@@ -399,7 +390,7 @@ class LoggedPipe(Pipe):
         if not self.state.follows or kind_and_step(message)[0] != FrameKind.WITNESS:
             return False
         if self.audit is not None:
-            self.audit.witnessed(decode(message, len(message)))
+            self.audit(decode(message, len(message)))
         return True
 
     def _receive(self, message: BytesLike) -> None:
@@ -425,11 +416,9 @@ class LoggedPipe(Pipe):
         WireError where the log does not reach back to its state, or the new one is lost too, and so
         `is_wanted` no more.
         """
-        entries: list[Entry] = []
         rest: Future[None] | None = None
         with self._writing:
-            agree = lambda theirs: entries.extend(self.state.go_on(theirs))  # noqa: E731
-            self._meet(pipe, False, agree, is_wanted)
+            entries = self._meet(pipe, is_wanted)
             if self._closed:  # nobody else hears it, and a pipe may wait to be heard
                 rest = on_daemon_thread("thinwire rest", partial(_read_out, pipe))
             for entry in entries:
@@ -453,16 +442,14 @@ class LoggedPipe(Pipe):
 
         Whoever feeds it may be replaced too: what it has read it does not get again.
         """
-        self._meet(pipe, True, lambda theirs: None, is_wanted)
+        self._meet(pipe, is_wanted, follows=True)
 
     def _meet(
-        self,
-        pipe: Pipe,
-        awaits: bool,
-        agree: Callable[[Position], None],
-        is_wanted: Callable[[], bool],
-    ) -> None:
-        """Both ends say where they stand, and this pipe counts from then on."""
+        self, pipe: Pipe, is_wanted: Callable[[], bool], follows: bool = False
+    ) -> list[Entry]:
+        """Both ends say where they stand, and this pipe counts from then on; what is to be sent
+        again.
+        """
         with self._changed:
             self._coming = pipe
             is_due = is_wanted()  # whoever is given up from here on is hung up on
@@ -471,9 +458,10 @@ class LoggedPipe(Pipe):
             if self._coming is not pipe or not is_wanted():
                 on_daemon_thread("thinwire close", partial(pipe.close, 0))
                 raise WireError("whoever was to come is lost too")
-            agree(theirs)
-            self._pipe, self._coming, self._awaits = pipe, None, awaits
+            entries = [] if follows else self.state.go_on(theirs)
+            self._pipe, self._coming, self._awaits = pipe, None, follows
             self._changed.notify_all()
+            return entries
 
     def feed(self, pipe: Pipe, is_audited: bool = False) -> None:
         """Send the log to a process that follows the one at the other end, for as long as it reads;
