@@ -1,10 +1,9 @@
 """A door: one public TCP port behind which the services of runs are found, and peers meet.
 
-Who asks to `reach` a name is handed to the service that is served under it in this process, or is
-joined to somebody elsewhere who `wait`s for that name at this door. So every door is also a relay.
-It joins bytes below TLS: it can neither read nor alter what passes, only count it and bound its
-rate. Each caller shows a token of its own, and what that grants is asked anew at every connection.
-routes.py describes the lines that are spoken here.
+Who asks to `reach` a name is handed to the service of that name in this process, or is joined to
+somebody elsewhere who `wait`s for it at this door. So every door is also a relay, which joins bytes
+below TLS: it can only count them and bound their rate. What the token of a caller grants is asked
+anew at every connection. routes.py describes the lines that are spoken here.
 """
 
 import contextlib
@@ -102,19 +101,16 @@ class Door(contextlib.AbstractContextManager["Door"]):
         self._served[check_name(name)] = take
 
     def admit(self, run: str, *tokens: str) -> None:
-        """Let those meet here who prove that they know one of these tokens of the run.
-
-        Called again, it replaces them, and cuts the connections of tokens that are gone.
+        """Let those meet here who prove that they know one of these tokens of the run. Called
+        again, it replaces them, and cuts the connections of tokens that are gone.
         """
         grants = {who_of(token): Grant(token) for token in tokens}
         self.admit_by(run, grants.get)
         self._hang_up(lambda caller: caller.run == run and caller.who not in grants)
 
     def admit_by(self, run: str, grant_of: GrantOf, mbps: float = 0.0) -> None:
-        """Let those meet here whom `grant_of` grants it, which is asked at every connection.
-
-        `mbps` bounds what passes between others of that run, both directions of all its links
-        together; with 0 each link has the door's own bound (`Limits.link_mbps`).
+        """Let those meet here whom `grant_of` grants it, which is asked at every connection. `mbps`
+        bounds what passes between others of that run; with 0 each link has the door's own bound.
         """
         check_name(f"{run}/any")
         with self._lock:
@@ -319,10 +315,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
 
 
 class Allowance:
-    """Spreads bytes over time so that they stay below a rate; 0 Mbit/s is no bound.
-
-    Time is told by the caller, so the bound can be checked by counting.
-    """
+    """Spreads bytes over time so that they stay below a rate; 0 Mbit/s is no bound."""
 
     def __init__(self, mbps: float, burst_s: float = 0.25) -> None:
         self.mbps = mbps
@@ -373,10 +366,9 @@ def home_of(host: str) -> str:
 def splice(
     one: socket.socket, other: socket.socket, book: Callable[[int], float], idle_s: float
 ) -> None:
-    """Pass bytes both ways until both directions have ended, then return; nothing is raised.
-
-    An end of one direction is passed on while the other goes on. An error, or `idle_s` without a
-    byte, ends both. `book` is told how many bytes are to pass, and says how long they wait.
+    """Pass bytes both ways until both directions have ended, or for one an error or `idle_s`
+    without a byte; nothing is raised. `book` is told how many bytes are to pass, and says how long
+    they wait.
     """
     moved_at = time.monotonic()
 

@@ -1,14 +1,9 @@
 """An emulated network card, so that one machine can behave like many hosts on slow links.
 
-The model has three parts (docs/wire.md gives the formulas). A host's uplink and downlink
-each carry one message after the other, at their rate; all links of the host share them.
-Latency is pure delay and occupies nothing. The emulation needs no privileges and no kernel
-support, and it bills exactly the bytes that the meter counts.
-
-A message enters the real transport as soon as it gets the uplink, stamped with the time at which
-its last byte would arrive, and the other end holds it until then. So the real transport's own time
-passes within the modelled one and is not added to it. The stamp is a time of the machine's clock:
-both ends must be on one machine.
+docs/wire.md has the model. A message enters the real transport as soon as it gets the uplink,
+stamped with the time at which its last byte would arrive, and the other end holds it until then. So
+the real transport's own time passes within the modelled one and is not added to it. The stamp is a
+time of the machine's clock: both ends must be on one machine.
 """
 
 import collections
@@ -43,10 +38,8 @@ class Passage:
 
 
 class Nic:
-    """The network card of one host; share one instance among all links of a process.
-
-    Rates are in megabits (10^6) per second, 0 meaning unlimited. Times are seconds of
-    time.monotonic and are passed in, so that the model itself never looks at a clock.
+    """The network card of one host; share one instance among all links of a process. Rates are in
+    megabits (10^6) per second, 0 meaning unlimited; times are those of time.monotonic, passed in.
     """
 
     def __init__(
@@ -80,10 +73,8 @@ class Nic:
             return Passage(start, end, self._last_arrival)
 
     def reserve_down(self, size: int, arrived: float) -> float:
-        """When a message whose last byte came at `arrived` has passed the downlink.
-
-        Its first byte came earlier by the time the sender's uplink took. The sender's rate is not
-        known here; this host's own uplink rate stands in for it.
+        """When a message whose last byte came at `arrived` has passed the downlink. Its first byte
+        came earlier by its time on the sender's uplink, for whose rate this host's own stands in.
         """
         with self._lock:
             return self._down.carry(size, arrived - self._up.seconds(size), arrived)[1]
@@ -106,10 +97,8 @@ def unstamp(stamped: BytesLike) -> tuple[float, memoryview]:
 
 
 class DelayLine(Generic[T]):
-    """Delivers items in the order they came, each not before its time, on its own thread.
-
-    Waiting here instead of in the sender keeps latency from serialising: many messages can
-    be under way at once. With `most`, whoever puts waits while so many items stand behind one that
+    """Delivers items in the order they came, each not before its time, on its own thread: many
+    messages can be under way at once. Whoever puts waits while `most` items stand behind one that
     is due and not taken: what the receiver does not want now must not pile up here.
     """
 

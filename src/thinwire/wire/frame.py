@@ -1,12 +1,10 @@
 """The frame: one message between two stages, a 64-byte header and a payload; and its meter.
 
-docs/wire.md describes the header byte by byte. Nothing here knows what the payload means;
-the codec tag and the shape travel with it so that the receiver can check both against its
-contract before it allocates anything.
+docs/wire.md describes the header byte by byte. Nothing here knows what the payload means; codec tag
+and shape travel with it so that the receiver can check both before it allocates anything.
 
-Each end of a link has a meter. It counts whole frames from the handshake to the goodbye, header
-and payload apart, so that a published number can be traced to what really crossed the link. What
-TLS and TCP add lies below (docs/wire.md).
+Each end of a link has a meter. It counts whole frames from the handshake to the goodbye, header and
+payload apart. What TLS and TCP add lies below (docs/wire.md).
 """
 
 import enum
@@ -95,10 +93,8 @@ def _head_of(message: BytesLike) -> tuple[Any, ...]:
 
 
 def decode(message: BytesLike, max_payload: int) -> Frame:
-    """The frame of a message, its payload a view into it; WireError names what is malformed.
-
-    The cheap checks come first, so that a stranger's bytes cost next to nothing, and the
-    checksum over header and payload comes last.
+    """The frame of a message, its payload a view into it; WireError names what is malformed. Cheap
+    checks come first, so that a stranger's bytes cost next to nothing, and the checksum last.
     """
     view = memoryview(message).cast("B")
     magic, version, kind, *others = _head_of(view)

@@ -1,8 +1,8 @@
 """Identity is a key: whoever takes part in a run has a P-256 key pair, known by its fingerprint.
 
-There is no certificate authority. A listener shows a certificate that it signed itself, for TLS
-needs one; only the key in it counts, and the dialer knows its fingerprint beforehand. Who may
-connect is what the coordinator's list of members says at that moment (run/admission.py).
+There is no certificate authority. A listener signs a certificate itself, for TLS needs one; only
+the key in it counts, and the dialer knows its fingerprint beforehand. Who may connect is what the
+coordinator's list of members says at that moment (run/admission.py).
 """
 
 import base64

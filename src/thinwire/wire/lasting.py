@@ -34,11 +34,10 @@ Reopen = Callable[[float], Pipe]
 class LastingPipe(Pipe):
     """Joins successive connections to one other end into one pipe; both ends must be lasting.
 
-    It begins with the connection `first`, and `reopen` makes the next ones. An outage of more than
-    `outage` seconds breaks it for good. A thread of its own opens connections and writes on them.
-    Acknowledgements, and most losses, are noticed by whoever reads: somebody should always do so.
-    `on_down` is told why a connection was lost, `on_up` after how many seconds there is another;
-    neither may wait, or raise.
+    It begins with `first`, and `reopen` makes the next connections, on a thread that also writes.
+    An outage of more than `outage` seconds breaks it for good. Acknowledgements, and most losses,
+    are noticed by whoever reads: somebody should always do so. `on_down` is told why a connection
+    was lost, `on_up` after how many seconds there is another; neither may wait, or raise.
     """
 
     def __init__(
@@ -234,10 +233,8 @@ class LastingPipe(Pipe):
         return self._closed and not self._kept
 
     def _wait_for_the_reader(self, connection: Pipe | None) -> None:
-        """Let whoever reads say first how a connection ended, if the other end has ended.
-
-        It may hang up while we still write. A writer sees that as a loss and would wait for another
-        connection; a reader knows the good order. There is one: it stays until the pipe stops.
+        """Let whoever reads say first how a connection ended, if the other end has ended: it may
+        hang up while we still write, which only a reader can tell from a loss.
         """
         with self._changed:
             if connection is not None and self._over:
@@ -246,9 +243,8 @@ class LastingPipe(Pipe):
     def _lose(
         self, connection: Pipe | None, error: WireError | None, for_good: bool = False
     ) -> None:
-        """A connection is lost, or cannot be had; without an error, the other end closed it.
-
-        What the other end may not do, and that this one may not connect, ends the pipe for good.
+        """A connection is lost, or cannot be had; without an error, the other end closed it. What
+        the other end may not do, and that this one may not connect, ends the pipe for good.
         """
         with self._changed:
             self._reason = str(error or "the other end closed the connection")

@@ -93,9 +93,9 @@ def handshake(
 ) -> dict[str, Any]:
     """Exchange one HELLO each way and return what the other end said of itself.
 
-    Runs on a bare pipe, before its link starts. Every key of `expect` must have the same
-    value at the other end; a difference in any raises one WireError that names them all and what
-    mends them, and the pipe is closed, so that the other end does not wait for work.
+    Runs on a bare pipe, before its link starts. Every key of `expect` must have the same value at
+    the other end; else one WireError names all differences and what mends them, and the pipe is
+    closed.
     """
     meter = meter or Meter()
     try:
@@ -134,10 +134,8 @@ def handshake(
 
 
 class Link:
-    """Frames to and from one neighbour over a pipe, metered and, with a Nic, held back.
-
-    All links of a stage share its Nic; each has a meter of its own. `max_payload` bounds
-    what the other end may send in one frame.
+    """Frames to and from one neighbour over a pipe, metered and, with a Nic, held back. All links
+    of a stage share its Nic. `max_payload` bounds what the other end may send in one frame.
     """
 
     def __init__(
@@ -170,9 +168,9 @@ class Link:
     ) -> None:
         """Begin to move frames; all callbacks run on the link's threads.
 
-        `on_frame` gets every frame except BYE, in order; if it raises, the link is broken. A
-        WireError says that the frame is not what was agreed: then `on_broken` gets a BreachError.
-        `on_end` is called when the other end said goodbye.
+        `on_frame` gets every frame except BYE, in order. If it raises, the link is broken; a
+        WireError says that the frame is not what was agreed, and `on_broken` gets a BreachError.
+        `on_end`: at a goodbye.
         """
         self._started = True
         self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
@@ -184,8 +182,7 @@ class Link:
 
     def send(self, item: Frame | Callable[[], Frame]) -> None:
         """Queue a frame, or a function that packs one on the sending thread; never blocks.
-
-        Raises WireError if the link is closed, broken, or left by the other end.
+        WireError if the link is closed, broken, or left by the other end.
         """
         with self._state:
             if reason := self._why_stopped():
@@ -193,10 +190,7 @@ class Link:
             self._queue(item)
 
     def wait_for_room(self, frames: int) -> None:
-        """Wait until fewer than `frames` frames are still to leave, or the link is lost.
-
-        For whoever would send without end: a flow that nothing else bounds.
-        """
+        """Wait until fewer than `frames` frames are still to leave, or the link is lost."""
         with self._state:
             while self._to_leave() >= frames and not self._lost():
                 next_look = self._leaving[0] - time.monotonic() if self._leaving else None
@@ -212,10 +206,9 @@ class Link:
                 raise WireError(f"link {self.name}: {unsent} frames unsent: {self._why_stopped()}")
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Send what is queued and a BYE, then close the pipe; never raises.
-
-        What is not sent within `timeout` seconds is dropped. None drops nothing while the link
-        holds, however slow it is. From here on nothing is reported to `on_broken`.
+        """Send what is queued and a BYE, then close the pipe; never raises, and reports no loss.
+        What is not sent within `timeout` seconds is dropped; None drops nothing while the link
+        holds.
         """
         with self._state:
             if self._closing:
@@ -230,18 +223,15 @@ class Link:
         self.pipe.close(None if timeout is None else CLOSE_GRACE_S)
 
     def settle(self) -> None:
-        """Wait until all that was handed to `send` is billed and has its span, or the link is lost.
-
-        Billing comes with packing: a thread's turn, not a passage over the link.
+        """Wait until all that was handed to `send` is billed and has its span, or the link is lost:
+        for packing, not for a passage over the link.
         """
         with self._state:
             self._state.wait_for(lambda: not self._unpacked or self._lost())
 
     def take_spans(self) -> list[Span]:
-        """(kind, step, microbatch, start, end) of each frame sent since the last call.
-
-        The times are when the frame occupied the emulated uplink or, without emulation, the
-        transport's write; in seconds of time.monotonic.
+        """(kind, step, microbatch, start, end) of each frame sent since the last call: when it
+        occupied the emulated uplink or, without emulation, the transport's write.
         """
         return [self._spans.popleft() for _ in range(len(self._spans))]
 

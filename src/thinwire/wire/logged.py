@@ -61,10 +61,8 @@ class Entry(NamedTuple):
 
 
 class FrameLog:
-    """Frames in the order in which they were sent, in files of a folder; an index in memory.
-
-    A disk that is full costs the log, not the training: `reaches` then says that it is no use until
-    a later state is saved.
+    """Frames in the order in which they were sent, in files of a folder; an index in memory. A full
+    disk costs the log, not the training: it reaches back no more until a later state is saved.
     """
 
     def __init__(self, folder: Path, limit: int, keeps: int = 0):
@@ -186,10 +184,9 @@ class LinkState:
     """What one end of a link has sent and received, whoever was at the other end, and what follows
     from that when another takes its place: what is sent, sent again, and left out.
 
-    `start` is the step that this end is at; with `is_new` it takes the place of a process that was
-    lost. One that `follows` computes what another process computes, from the logs of that one's
-    neighbours, and sends nothing until it takes its place. It has no threads: `LoggedPipe` guards
-    it.
+    `start` is the step that this end is at; with `is_new` it takes the place of a lost process. One
+    that `follows` computes what another process does, from the logs of that one's neighbours, and
+    sends nothing until it takes its place. `LoggedPipe` guards it.
     """
 
     def __init__(self, log: FrameLog, start: int = 0, is_new: bool = False, follows: bool = False):
@@ -210,9 +207,7 @@ class LinkState:
 
     @property
     def holds_goodbye(self) -> bool:
-        """Whether a goodbye is to wait: in a log that is sent again it comes long before the end
-        of the work here.
-        """
+        """Whether a goodbye waits: in a log it comes long before the work here ends."""
         return self.heard_bye and self.theirs is not None and not self.said_bye
 
     def keep(self, message: BytesLike) -> bool:
@@ -277,9 +272,7 @@ class LinkState:
         return [entry for entry in entries if self._lacks(entry.step, entry.kind)]
 
     def trim(self, step: int) -> None:
-        """A state of this step is safe everywhere: earlier frames are needed no more. One that
-        follows may not be there yet, and still knows what it has received.
-        """
+        """A state of this step is safe everywhere: earlier frames are needed no more."""
         self.log.trim(step)
         for old in [one for one in self._received if GOODBYE < one[0] < min(step, self.start)]:
             del self._received[old]
@@ -303,10 +296,9 @@ def digest(payload: BytesLike) -> bytes:
 
 
 class LoggedPipe(Pipe):
-    """Joins successive processes at the other end into one pipe.
-
-    It begins with `pipe`. When that is lost, reading waits once `await_another` was called, and
-    `go_on` continues with the pipe to whoever took the place; without that, the loss is the end.
+    """Joins successive processes at the other end into one pipe. When one is lost, reading waits
+    once `await_another` was called, until `go_on` has a pipe to whoever took the place; without
+    that, the loss is the end.
     """
 
     def __init__(
@@ -439,7 +431,6 @@ class LoggedPipe(Pipe):
 
     def follow(self, pipe: Pipe, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Read what another process gets, and compute the same: until `go_on` takes its place.
-
         Whoever feeds it may be replaced too: what it has read it does not get again.
         """
         self._meet(pipe, is_wanted, follows=True)
@@ -465,10 +456,9 @@ class LoggedPipe(Pipe):
 
     def feed(self, pipe: Pipe, is_audited: bool = False) -> None:
         """Send the log to a process that follows the one at the other end, for as long as it reads;
-        and witnesses of what comes from there, if that is audited.
-
-        On a thread of its own, which reads the log: nobody waits for a follower. WireError once it
-        is lost, or has fallen back behind what the log holds.
+        and witnesses of what comes from there, if that is audited. On a thread of its own: nobody
+        waits for a follower. WireError once it is lost, or has fallen back behind what the log
+        holds.
         """
         theirs = self._exchange(pipe, self.state.check_reach)
         lacks, count = Lacking(theirs), None

@@ -14,10 +14,8 @@ CLOSE_GRACE_S = 5.0
 
 
 class Pipe(ABC):
-    """Moves whole byte messages, none of them empty, both ways, in order, between two ends.
-
-    Reading and writing may happen on different threads at once. Closing is idempotent.
-    `comes_from` is the host of who dialed, where a listener accepted it.
+    """Moves whole byte messages, none of them empty, both ways, in order, between two ends. Reading
+    and writing may happen on different threads at once. Closing is idempotent.
     """
 
     comes_from: str = ""
@@ -44,9 +42,8 @@ class Pipe(ABC):
 
     @abstractmethod
     def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
-        """End both directions; messages already written still reach the other end.
-
-        It has `grace` seconds to read them; None waits for as long as the connection lives.
+        """End both directions; messages already written still reach the other end, which has
+        `grace` seconds to read them; None waits for as long as the connection lives.
         """
 
     def round_trip(self) -> float:

@@ -59,10 +59,8 @@ class Route:
 
 
 class Routes:
-    """The ways to a name at doors, best first. Without a name, the one address of a listener.
-
-    Each connection takes the first route that works at that moment; so after a break the best is
-    tried again.
+    """The ways to a name at doors, best first. Without a name, the one address of a listener. Each
+    connection takes the first that works; so after a break the best is tried again.
     """
 
     def __init__(self, name: str, routes: Sequence[Route] | str) -> None:
@@ -74,9 +72,8 @@ class Routes:
         return " or ".join(route.address for route in self.routes) or "nowhere"
 
     def connect(self, timeout: float) -> socket.socket:
-        """A connection to the other end; a WireError says for each route why it does not work.
-
-        An AdmissionError says that a door has struck off our token.
+        """A connection to the other end; a WireError says for each route why it does not work, an
+        AdmissionError that a door has struck off our token.
         """
         if not self.name:
             return connect(self.routes[0].address, timeout)
@@ -103,9 +100,8 @@ class Seen:
 
 
 def ping(route: Route, name: str, timeout: float = ROUTE_S) -> Seen:
-    """Ask a door what it sees of us; a WireError says why there is no answer.
-
-    The name is one of a run that the door admits; its service need not exist.
+    """Ask a door what it sees of us; a WireError says why there is no answer. The name is one of a
+    run that the door admits; its service need not exist.
     """
     begin = time.time()
     connection, said = call(route, "ping", name, timeout)
@@ -135,10 +131,8 @@ def ping_all(routes: Sequence[Route], name: str) -> dict[Route, Seen | WireError
 
 class Standby(contextlib.AbstractContextManager["Standby"]):
     """The acceptor's end at a door elsewhere: waits there, and has who calls served by `take`.
-
-    Two connections wait at a time. While the door is away it comes back by itself, with
-    growing pauses. A host that waits for those who want its services needs its prover; the ends of
-    links need none.
+    While the door is away it comes back by itself, with growing pauses. A host that waits for those
+    who want its services needs its prover; the ends of links need none.
     """
 
     def __init__(self, name: str, route: Route, take: Take, prover: Prover | None = None) -> None:
@@ -207,9 +201,8 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
 def call(
     route: Route, wish: Wish, name: str, timeout: float, prover: Prover | None = None
 ) -> tuple[socket.socket, str]:
-    """Ask a door: the connection once it agreed, and what it said beside its ok.
-
-    An AdmissionError says that the door knows this token, and that its holder was struck off.
+    """Ask a door: the connection once it agreed, and what it said beside its ok. An AdmissionError
+    says that the door knows this token, and that its holder was struck off.
     """
     check_name(name)
     token, deadline = route.token, time.monotonic() + timeout

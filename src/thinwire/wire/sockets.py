@@ -45,10 +45,8 @@ def connect(address: str, timeout: float) -> socket.socket:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Small messages at once, and silence noticed: what every connection of ours is set to.
-
-    A stage sends in bursts. After a quiet quarter of a second the usual congestion control of TCP
-    starts again from 14 kB for each round trip. BBR does not, where the system offers it.
+    """Small messages at once, and silence noticed: what every connection of ours is set to. After a
+    quiet moment TCP's usual congestion control starts slowly again; BBR does not.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -72,10 +70,7 @@ def why(error: OSError) -> str:
 
 
 class ListeningPort:
-    """Listens on a port, and passes each connection on with the host that it comes from.
-
-    A WireError says why it cannot listen there, and what to change.
-    """
+    """Listens on a port, and passes each connection on with the host that it comes from."""
 
     def __init__(
         self, host: str, port: int, receive: Callable[[socket.socket, str], object]
@@ -122,9 +117,8 @@ def hang_up(connection: socket.socket) -> None:
 
 
 def raise_descriptor_limit() -> int:
-    """Allow this process and its children as many open files as the system lets it; how many.
-
-    The usual soft limit of 1,024 is meant for programs that use select, and is soon used up.
+    """Allow this process and its children as many open files as the system lets it; how many. The
+    usual soft limit of 1,024 is meant for programs that use select, and is soon used up.
     """
     if sys.platform == "win32":
         return 0

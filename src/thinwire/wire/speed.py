@@ -124,9 +124,8 @@ def steady_mbps(arrived: Sequence[tuple[float, int]]) -> float:
 
 
 def measure_link(routes: Sequence[Route], run: str, seconds: float = 1.0) -> LinkRates:
-    """Rates and round trip between here and the host of a run, by the first route that works.
-
-    It takes twice `seconds`, longer where the way is long, once nobody else measures, and at most
+    """Rates and round trip between here and the host of a run, by the first route that works. It
+    takes twice `seconds`, longer where the way is long, once nobody else measures, and at most
     MOST_BYTES each way. A WireError says why nothing could be measured.
     """
     problems = []
