@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 
-from thinwire.engine.source import Snapshot
+from thinwire.engine.checkpoint import Snapshot
 
 
 def snapshot(state):

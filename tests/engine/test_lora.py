@@ -7,10 +7,10 @@ from test_chain import assert_same, trained
 from test_narrow import MODES
 
 from settings_values import EXACT
+from thinwire.engine.build import Joined
+from thinwire.engine.checkpoint import Snapshot, Versions
 from thinwire.engine.conversion import merged
 from thinwire.engine.feed import Feed
-from thinwire.engine.joined import Joined
-from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
 from thinwire.engine.step_end import StageUpdate
 from thinwire.model.adapter import is_adapter

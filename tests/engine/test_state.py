@@ -5,7 +5,7 @@ import torch
 from test_narrow import EMBEDDING, MODES
 
 from settings_values import EXACT
-from thinwire.engine.source import Snapshot
+from thinwire.engine.checkpoint import Snapshot
 from thinwire.engine.state import StageState
 from trained import trained_chain
 from whole_state import fingerprint, snapshot
@@ -67,7 +67,7 @@ def states_of(chain):
     lower = [[cut.lower] for cut in chain.cuts] + [[]]
     upper = [[], *([cut.upper] for cut in chain.cuts)]
     parts = zip(chain.updates, lower, upper, strict=True)
-    return [StageState(chain.settings, u, [*below, *above]) for u, below, above in parts]
+    return [StageState(u, [*below, *above]) for u, below, above in parts]
 
 
 @pytest.mark.parametrize("done", [0, 2])

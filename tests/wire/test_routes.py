@@ -14,8 +14,8 @@ from proxy import Proxy
 from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
 from thinwire.wire import Door, Identity, LastingPipe, Route, Routes, Standby, dial, stream
-from thinwire.wire import routes as routes_room
-from thinwire.wire.routes import proof_of, to_sign
+from thinwire.wire import door as door_room
+from thinwire.wire.door import proof_of, to_sign
 from waiting import PATIENCE, wait_until
 
 NAME = f"{RUN}/cut-0@1"
@@ -158,7 +158,7 @@ def test_a_link_goes_from_relayed_to_direct_and_back(ends):
 
 
 def test_a_route_that_swallows_dials_does_not_hold_up_the_next(ends, monkeypatch):
-    monkeypatch.setattr(routes_room, "ROUTE_S", 1)
+    monkeypatch.setattr(door_room, "ROUTE_S", 1)
     door = ends.door()
     door.serve(NAME, ends.listener.take)
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # connects, and never says a word
@@ -275,8 +275,8 @@ def test_only_the_holder_of_its_key_waits_in_the_hosts_place(service, thief, rea
 
 def test_who_waits_comes_again_also_if_the_end_of_a_connection_was_never_heard(monkeypatch):
     """The door has ended it; what is between lost that, and keeps the rest alive."""
-    monkeypatch.setattr(routes_room, "LONGEST_WAIT_S", 0.2, raising=False)
-    monkeypatch.setattr(routes_room, "_READY", 1)
+    monkeypatch.setattr(door_room, "LONGEST_WAIT_S", 0.2, raising=False)
+    monkeypatch.setattr(door_room, "_READY", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent, ExitStack() as held:
         silent.settimeout(PATIENCE)
         route = Route("{}:{}".format(*silent.getsockname()), "relayed", TOKEN)

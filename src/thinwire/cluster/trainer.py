@@ -21,10 +21,18 @@ from thinwire.engine.build import StageBuilder, autocast_for, prepare_torch, wei
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import CutEnd, ends_of
 from thinwire.engine.feed import Feed
-from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
+from thinwire.engine.reports import (
+    FORWARD,
+    Evaluation,
+    Meters,
+    ShardFailed,
+    ShardWritten,
+    Sightings,
+    StageCosts,
+    Step,
+)
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
-from thinwire.engine.trace import FORWARD, Sightings
 from thinwire.engine.worker import PATIENCE, scratch_folder
 from thinwire.model import learning_rate
 from thinwire.settings import Settings
@@ -49,7 +57,7 @@ class HeldStage:
         ends = ends_of(settings, index, builder.wire_spec, feed, scratch)
         self.below, self.above = map(crossing, ends)
         self.crossings = [one for one in (self.below, self.above) if one is not None]
-        self.state = StageState(settings, self.update, ends)
+        self.state = StageState(self.update, ends)
         autocast = autocast_for(settings.run.precision, world.device)
         count = settings.pipeline.microbatches
         self.chunk = Chunk(self.stage, feed, self.below, self.above, count, autocast)

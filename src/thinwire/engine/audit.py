@@ -2,8 +2,8 @@
 
 The neighbours of the stage send a witness of each tensor that came from it: a digest, and of some,
 which nobody can foresee, the payload itself. A machine of the same kind computes the same bits.
-Another one rounds otherwise, by little, and drifts away step by step: there the payloads are held
-against each other, and what is far from all before is no rounding.
+Another one rounds otherwise and drifts away step by step: there payloads are held against each
+other, and what is far from all before is no rounding.
 """
 
 import threading
@@ -32,10 +32,9 @@ _NAMES: dict[FrameKind, Named] = {
 
 
 class Audit:
-    """What one process has computed in a stage's place, and what the neighbours got from it.
-
-    `ends` are the stage's ends of its cuts, by the kind of frame that it sends there. The first
-    difference is told; `Audited` says how it stands.
+    """What one process has computed in a stage's place, and what the neighbours got from it. `ends`
+    are the stage's ends of its cuts, by the kind of frame that it sends there. The first difference
+    is told.
     """
 
     def __init__(

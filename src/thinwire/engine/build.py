@@ -1,16 +1,18 @@
-"""From settings to a stage: device, space, layers with their boundaries, starting weights; and how
-many weights it has.
+"""From settings to a stage: device, space, layers with their boundaries, starting weights; how many
+weights it has; and all stages of a model in one process.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from thinwire.codec import TensorSpec
+from thinwire.codec import Leg, TensorSpec, cross
+from thinwire.engine.cut import CutEnd
+from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire.model import (
     Boundary,
@@ -18,7 +20,9 @@ from thinwire.model import (
     DenseBoundary,
     EmbeddedBoundary,
     Narrow,
+    Past,
     ProjectedBoundary,
+    Score,
     Space,
     Stage,
     SubspaceBoundary,
@@ -68,9 +72,8 @@ def prepare_torch(settings: Settings, device: torch.device) -> None:
 
 
 def is_emulated(precision: str, device: torch.device) -> bool:
-    """Whether this machine only emulates a precision: a CPU without instructions for bf16.
-
-    Matrix products then take a hundred times as long as in fp32, or longer.
+    """Whether this machine only emulates a precision, a hundred times slower than fp32 or worse: a
+    CPU without instructions for bf16.
     """
     has_bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     return precision == "bf16" and device.type == "cpu" and not has_bf16()
@@ -92,10 +95,9 @@ def autocast_for(
 
 @contextlib.contextmanager
 def weights_rounded_once() -> Iterator[None]:
-    """While this lasts, autocast rounds each weight once and not for every microbatch.
-
-    All microbatches in flight then share one rounded copy. Weights must not change meanwhile.
-    Autocast forgets its copies when its outermost block ends: this stands around them as one more.
+    """While this lasts, autocast rounds each weight once and not for every microbatch. Weights must
+    not change meanwhile. Autocast forgets its copies when its outermost block ends: this is one
+    more.
     """
     torch.autocast_increment_nesting()
     try:
@@ -159,9 +161,7 @@ class StageBuilder:
             constraint.project_weights()
 
     def constraint(self, stage: Stage, in_training: bool = False) -> Constraint | None:
-        """What holds the stage's weights in the space, in subspace mode; in training those that
-        are frozen stay where they are anyway.
-        """
+        """What holds the stage's weights in the space; in training those that are not frozen."""
         if self.space is None or self.settings.boundary.mode != "subspace":
             return None
         held = [h for h in stage.held_parameters() if h.parameter.requires_grad or not in_training]
@@ -234,3 +234,84 @@ def model_weights(settings: Settings) -> Weights:
     builder = StageBuilder(settings, torch.device("meta"))
     stages = [builder.build(index) for index in range(settings.pipeline.stages)]
     return Weights.of(p for stage in stages for p in stage.owned_parameters().values())
+
+
+Told = Callable[[int, int], None]
+"""Called after every batch of a validation: how many are done, of how many."""
+
+
+class Joined:
+    """All stages of a model and both ends of its cuts; weights are still empty."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        device: torch.device,
+        feed: Feed | None = None,
+        devices: Sequence[torch.device] = (),
+    ):
+        """`device` has what goes in and what comes out, and all stages unless `devices` says where
+        each of them is.
+        """
+        self.settings = settings
+        self.device = device
+        self.devices = devices
+        places = devices or [device] * settings.pipeline.stages
+        builders = {one: StageBuilder(settings, one) for one in {device, *places}}
+        self.builder = builders[device]
+        self.stages = [builders[one].build(i) for i, one in enumerate(places)]
+        self.spaces = [builders[one].space for one in places]
+        self.ends = [
+            tuple(
+                CutEnd.build(settings, cut, is_lower, self.builder.wire_spec, feed)
+                for is_lower in (True, False)
+            )
+            for cut in range(len(self.stages) - 1)
+        ]
+        self._at = 0, 0
+        self._autocast = autocast_for(settings.run.precision, device)
+
+    def logits(
+        self, inputs: Tensor, compressed: bool = True, pasts: list[Past] | None = None
+    ) -> Tensor:
+        """The model's output, across all cuts; codecs may be left out, narrow boundaries not. With
+        the past of each stage, of the positions that follow those in it.
+        """
+        x = ids = inputs
+        for index, stage in enumerate(self.stages):
+            if compressed and index > 0:
+                x = self.crossed(x, index - 1)
+            if self.devices:
+                x, ids = x.to(self.devices[index]), ids.to(self.devices[index])
+            with self._autocast():
+                x = stage(x, ids, pasts[index] if pasts is not None else None)
+        return x.to(self.device) if self.devices else x
+
+    def crossed(self, z: Tensor, cut: int) -> Tensor:
+        """An activation as the stage above the cut unpacks it."""
+        lower, upper = self.ends[cut]
+        place = lower.place(Leg.FORWARD, *self._at, training=False)
+        z = z.detach().to(lower.spec.dtype)
+        return cross(lower.codecs[Leg.FORWARD], upper.codecs[Leg.FORWARD], z, place)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a microbatch."""
+        with self._autocast():
+            return self.stages[-1].loss(logits, targets)
+
+    def go_to(self, step: int, microbatch: int) -> None:
+        """Say where in the run the tensors are that cross next."""
+        self._at = step, microbatch
+
+    @torch.no_grad()
+    def validate(self, feed: Feed, step: int, compressed: bool, told: Told | None = None) -> Score:
+        """The loss of the validation after `step` updates, as the pipeline makes it."""
+        score = Score()
+        for number in range(feed.validation_count):
+            batch = feed.validation(number)
+            self.go_to(step, number)
+            logits = self.logits(batch.inputs, compressed)
+            score.add(self.loss(logits, batch.targets), batch.targets)
+            if told is not None:
+                told(number + 1, feed.validation_count)
+        return score

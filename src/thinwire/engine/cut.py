@@ -13,9 +13,8 @@ from pathlib import Path
 from torch import Tensor
 
 from thinwire.codec import Codec, Leg, Place, Surroundings, TensorSpec, build_codecs
-from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint, Source, Versions
 from thinwire.engine.feed import Feed
-from thinwire.engine.source import Source, Versions
 from thinwire.errors import CheckpointError
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind
@@ -58,9 +57,8 @@ class CutEnd:
         feed: Feed | None = None,
         scratch: Path | None = None,
     ) -> "CutEnd":
-        """The end of a run's cut, with no memory yet; `scratch` is where it may keep much.
-
-        Without a feed nothing is known of training examples: for validation and text.
+        """The end of a run's cut, with no memory yet; `scratch` is where it may keep much. Without
+        a feed nothing is known of training examples: for validation and text.
         """
         codecs, block = build_codecs(*settings.codec.names(cut)), settings.split()[cut].stop
         examples = feed.examples if feed is not None else None
@@ -174,9 +172,8 @@ def _role(leg: Leg, is_lower: bool) -> str:
 
 
 def remembered(source: Source, block: int, leg: Leg, codec: Codec) -> bool:
-    """Whether a source holds this codec's memory of the cut before a block.
-
-    Not when another codec was there, or no cut: then it begins anew, on both ends.
+    """Whether a source holds this codec's memory of the cut before a block: not when another codec
+    was there, or no cut. Then it begins anew, on both ends.
     """
     saved = codecs_of(source.settings)
     return block in saved and saved[block][leg].name == codec.name
@@ -190,9 +187,8 @@ def are_cuts_learned(settings: Settings) -> bool:
 
 
 def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
-    """Refuse a resume in which a cut with a memory is gone; returns what begins without one.
-
-    Who resumes with codecs that remember nothing has chosen to go on without: that is only said.
+    """Refuse a resume in which a cut with a memory is gone; returns what begins without one. Who
+    resumes with codecs that remember nothing has chosen that: it is only said.
     """
     notes = [note for leg in Leg for note in _check_gone(settings, checkpoint, leg)]
     for cut, (block, codecs) in enumerate(codecs_of(settings).items()):

@@ -16,14 +16,10 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.source import Source
+from thinwire.engine.checkpoint import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES, Source
 from thinwire.model import Constraint, Stage, StageOptimizer, project
 from thinwire.model.subspace import BasisMove, grassmann_step, orthonormality_error
 
-BASIS = "space/basis"
-COVARIANCE = "space/covariance"
-NEXT_BASIS = "space/next_basis"
-NEXT_MEASURES = "space/next_measures"
 GATHER_SHARE = 200  # a covariance is gathered in the last 1/200 of the steps between two moves
 REPROJECT_EVERY = 50  # steps between projections of weights against the drift of rounding
 MEASURE_EVERY = 10  # steps between measurements of the drift
@@ -63,10 +59,7 @@ class Keeper:
         self._of_step_DD = None
 
     def moves_after(self, step: int) -> bool:
-        """Whether the basis moves after this step, on all stages.
-
-        Not after the last one: nothing would be left to learn the new coordinates.
-        """
+        """Whether the basis moves after this step, on all stages; not after the last one."""
         return self._ends_window(step) and step + 1 < self._steps
 
     def _ends_window(self, step: int) -> bool:
@@ -106,10 +99,7 @@ class Keeper:
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
-        """Weights back into S now and then.
-
-        What the step gathered counts from now on, or a window ends with it.
-        """
+        """Weights back into S now and then. What the step gathered counts, or a window ends."""
         if self._constraint is not None and (step + 1) % REPROJECT_EVERY == 0:
             self._constraint.project_weights()
         if self._is_last and self._ends_window(step) and not self.moves_after(step):
@@ -130,9 +120,7 @@ class Keeper:
         return self.space.basis_DK.nbytes if self._config.basis_update_every else 0
 
     def measures(self, step: int) -> dict[str, float]:
-        """Drift now and then; when the basis has moved: energy, angle, orthonormality, and how
-        the loss of one batch changed.
-        """
+        """Drift now and then; after a move of the basis what it did, and to the loss of a batch."""
         found: dict[str, float] = {}
         if self._constraint is not None and step % MEASURE_EVERY == 0:
             found["drift"] = self._constraint.drift()

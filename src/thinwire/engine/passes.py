@@ -1,9 +1,8 @@
 """The forward and the backward of one microbatch on one stage: as torch launches them, kernel by
-kernel, or replayed as CUDA graphs.
+kernel, or replayed as CUDA graphs, which launch all kernels of a pass at once.
 
-With small microbatches on a fast GPU launching takes longer than computing. A graph launches all
-kernels of a pass at once. What it reads and writes stays where it was when it was captured, so each
-microbatch in flight has a pair of graphs, with tensors of its own.
+With small microbatches on a fast GPU launching takes longer than computing. What a graph reads and
+writes stays where it was, so each microbatch in flight has a pair of graphs, with own tensors.
 """
 
 import threading
@@ -75,7 +74,6 @@ class GraphPasses(Passes):
 
     Weights that autocast rounds are rounded by the first graphs, for all others. Those go first
     whenever weights have changed: nothing is in flight then, and the first free ones are taken.
-    Where autocast has forgotten its copies, graphs round for themselves: more time and memory.
     """
 
     def __init__(self, stage: Stage, autocast: Autocast):

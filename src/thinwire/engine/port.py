@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from thinwire.codec import Codec
+from thinwire.engine.checkpoint import Versions
 from thinwire.engine.cut import LEGS, TRAINING, CutEnd
+from thinwire.engine.reports import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
-from thinwire.engine.source import Versions
 from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack_tally
-from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.errors import ThinwireError, WireError
 from thinwire.schedule import Schedule
 from thinwire.wire import Frame, FrameKind, Link
@@ -42,10 +42,8 @@ EVALUATION_WINDOW = 4
 
 @dataclass(frozen=True)
 class Due:
-    """What a neighbour sends: which kinds, and how much of each.
-
-    A stage below may be a step ahead, while this one still saves the step before; the stage above
-    cannot be, for it needs this stage's activations.
+    """What a neighbour sends: which kinds, and how much of each. One below may be a step ahead,
+    while this stage still saves the step before; one above needs this stage's activations.
     """
 
     stage: int  # this one
@@ -63,11 +61,7 @@ class Due:
 
     @cached_property
     def kinds(self) -> dict[FrameKind, int]:
-        """The kinds of frames, with the most bytes of those that no codec packs.
-
-        From below activations, of validations too, and verdicts; from above gradients, tallies,
-        to which each stage adds its own, and the basis as the last stage moves it.
-        """
+        """The kinds of frames, with the most bytes of those that no codec packs."""
         rows, basis = {FrameKind.ROWS: self.rows[1]}, {FrameKind.BASIS: self.basis_bytes}
         if self.is_from_below:
             tensors = {FrameKind.FORWARD, FrameKind.EVALUATE}
@@ -104,13 +98,11 @@ class Due:
 
 
 class Mailbox:
-    """Items by key, put by link threads as they arrive and taken once by the runner.
+    """Items by key, put by link threads as they arrive and taken once by the worker; ports bound
+    them.
 
-    What may be put is bounded by ports, which know what is due.
-
-    A failure of any link is put here too, so that a stage which waits for a frame that can no
-    longer come stops at once instead of waiting forever. A link may be as slow as it likes:
-    unless a `timeout` is given, waiting ends with the item or with a failure only.
+    A failure of any link is put here too, so that a stage which waits for what can no longer come
+    stops at once. Unless a `timeout` is given, waiting ends with the item or with a failure only.
     """
 
     def __init__(self, timeout: float | None = None):
@@ -131,9 +123,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def take(self, key: Key, unless: Key | None = None) -> Any:
-        """The item of this key, waiting for it if need be; None if `unless` is there before it,
-        which stays.
-        """
+        """The item of this key, waiting for it; None if `unless` is there before, which stays."""
         with self._changed:
             self._changed.wait_for(
                 lambda: key in self._items or unless in self._items or self._failure, self._timeout
@@ -162,9 +152,8 @@ class Mailbox:
             return self._failure is None
 
     def close_step(self, step: int) -> None:
-        """Frames of this step and of earlier ones are late from now on.
-
-        What nobody took is dropped: nobody will, and it would pile up step by step.
+        """Frames of this step and of earlier ones are late from now on; what nobody took is
+        dropped.
         """
         with self._changed:
             self._done_step = step
@@ -185,22 +174,18 @@ def decision_number(kind: FrameKind, step: int) -> int:
 
 
 class Port:
-    """Sends tensors to one neighbour and receives the neighbour's.
+    """Sends tensors to one neighbour and receives the neighbour's, packed and unpacked by threads
+    of the link. Every frame is held against the contract before memory is allocated for it.
 
-    Packing runs on the link's sending thread and unpacking on its receiving one, so neither
-    costs the compute thread anything. Every received frame is held against the contract
-    (kind, step, shape, codec, size) before memory is allocated for it, so that what waits in the
-    mailbox is bounded; a frame beyond is the sender's error.
-
-    A neighbour may be a step ahead while this stage still saves the step before. A codec that
-    remembers must not have seen that step yet, so its frames are held until `open_step`. Nor may it
-    see a tensor twice, or one that is not due: that would change what it remembers for good.
+    A neighbour may be a step ahead while this stage still saves. A codec that remembers must not
+    have seen that step yet, so its frames are held until `open_step`. Nor may it see a tensor
+    twice, or one that is not due: that would change what it remembers for good.
 
     A stage that takes the place of a lost one gets what its neighbours have sent since its state as
     fast as it can take it: such frames wait here until they are due, and are no error.
 
     Tensors that are not finite are let through, for all stages refuse such a step; `sightings`
-    notes on which side of the cut they were first seen.
+    notes it.
     """
 
     def __init__(
@@ -232,9 +217,8 @@ class Port:
     def send_tensor(
         self, kind: FrameKind, tensor: Tensor, step: int, microbatch: int, made_with: Versions
     ) -> None:
-        """Hand a tensor over; it must not be changed afterwards.
-
-        Returns at once in training; in a validation it waits while enough frames wait to be sent.
+        """Hand a tensor over; it must not be changed afterwards. Returns at once in training; in a
+        validation it waits while enough frames wait to be sent.
         """
         if kind is FrameKind.EVALUATE:
             self.link.wait_for_room(EVALUATION_WINDOW)
@@ -253,9 +237,8 @@ class Port:
         self.link.send(packed)
 
     def take_tensor(self, kind: FrameKind, step: int, microbatch: int, expected: Versions) -> Any:
-        """The neighbour's tensor, waiting for it; None if it is of a validation that is over.
-
-        It must come from the versions expected.
+        """The neighbour's tensor, waiting for it, which must come from the versions expected; None
+        if it is of a validation that is over.
         """
         over = (FrameKind.VALIDATED, step, 0) if kind is FrameKind.EVALUATE else None
         found = self._mailbox.take((kind, step, microbatch), over)
@@ -292,9 +275,7 @@ class Port:
         self._mailbox.changed()
 
     def close_step(self, step: int) -> None:
-        """All that this step needed has come: whoever takes the neighbour's place need not send it
-        again, also while this stage saves or validates.
-        """
+        """All of this step has come: whoever takes the neighbour's place need not send it again."""
         if self._state is not None:
             self._state.start = step + 1
 
@@ -344,21 +325,17 @@ class Port:
         if frame.kind is FrameKind.BACKWARD and number not in self._sent.get(frame.step, ()):
             return "it answers an activation that was not sent"
         if frame.kind is FrameKind.FORWARD and number < len(before):
-            answers, wanted = self._answers(frame.step), before[number]
-            if answers < wanted:
+            # Gradients that were sent, less those that are missing of the step before.
+            answers = len(self._sent.get(frame.step, ()))
+            if self._due.steps_behind and frame.step > self._due.first_step:
+                answers -= self._end.microbatches - len(self._sent.get(frame.step - 1, ()))
+            if answers < (wanted := before[number]):
                 due = f"it is due after {wanted} gradients, and {answers} were sent"
                 return f"it is beyond the window: {due}"
         return ""
 
     def _not_now(self) -> str:
         return f"it belongs neither to the current step, {self._open_step}, nor to the next"
-
-    def _answers(self, step: int) -> int:
-        """Gradients of a step that were sent, less those that are missing of the step before."""
-        count = len(self._sent.get(step, ()))
-        if self._due.steps_behind and step > self._due.first_step:
-            count -= self._end.microbatches - len(self._sent.get(step - 1, ()))
-        return count
 
     def _check_due(self, frame: Frame) -> None:
         is_late = frame.step < self._open_step - self._due.steps_behind
@@ -405,8 +382,8 @@ class Port:
         self._mailbox.wait_until(lambda: self._mailbox.count(frame.kind) < EVALUATION_WINDOW)
 
     def _admit(self, frame: Frame) -> None:
-        """Receive a frame of a step that was opened, and hold one of the next: what its codec
-        remembers may not move on to it yet.
+        """Receive a frame of a step that was opened; what is remembered may not move on to the
+        next.
         """
         if frame.step <= self._open_step:
             self._receive(frame)

@@ -1,16 +1,18 @@
-"""What a stage reports of its work, to whoever leads the run.
+"""What a stage notes of its work, and reports to whoever leads the run.
 
-Their annotations say all that is checked when a report arrives from another process.
+Annotations say all that is checked when a report arrives from another process.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypedDict, cast
 
 import msgspec
+from torch import Tensor
 
-from thinwire.engine.checkpoint import Shard
-from thinwire.engine.source import Versions
+from thinwire.engine.checkpoint import Shard, Versions, is_finite
 from thinwire.typed import Finite
 from thinwire.wire import Link
 
@@ -54,10 +56,9 @@ def meters_of(links: Iterable[Link]) -> Meters:
 
 @dataclass(frozen=True)
 class Audited:
-    """How what a stage sent stands against what the process that follows it computes.
-
-    So many tensors were compared, up to this step. With a `tensor` it is the first that differs by
-    more than rounding; a difference of 0 is then not known, for there was only a digest.
+    """How what a stage sent stands against what the process that follows it computes, up to this
+    step. With a `tensor` it is the first that differs by more than rounding; a difference of 0 is
+    then not known.
     """
 
     step: int
@@ -79,9 +80,8 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one stage; the loss is known on the last stage alone.
-
-    `not_finite` is the first place, of those in engine/trace.py, where it saw such values.
+    """One step of one stage; the loss is known on the last stage alone. `not_finite` is the first
+    of PLACES where it saw such values.
     """
 
     step: int
@@ -102,9 +102,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A validation, scored by the last stage; `seconds` are those it took there, and `count` the
-    tokens behind the loss.
-    """
+    """A validation, scored by the last stage, its seconds there, the tokens behind the loss."""
 
     step: int
     loss: float
@@ -131,3 +129,73 @@ class ShardFailed:
 
 
 Report = Step | Evaluation | ShardWritten | ShardFailed
+
+
+INPUT = "input"  # the activations that the stage below sent
+FORWARD = "forward"  # this stage's own forward pass
+GRADIENT = "gradient"  # what the stage above sent back
+BACKWARD = "backward"  # this stage's own backward pass
+NORMS = "norms"  # the tally that the stage above sent
+PLACES = (INPUT, FORWARD, GRADIENT, BACKWARD, NORMS)
+"""Where values that are not finite may be seen, in the order in which one leads to the next."""
+
+
+class Progress:
+    """What one stage is doing, so that no wait is silent; read by the thread that sends pulses."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.doing = "starts"
+
+    def begin(self, doing: str) -> None:
+        """The stage begins another piece of work, or another wait."""
+        self.doing = doing
+        self.begun += 1
+
+
+@dataclass
+class StepTrace:
+    """Spans of one step as (lane, label, start, end), in this machine's monotonic seconds."""
+
+    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
+    on_begin: Callable[[str, str], None] = lambda lane, label: None
+
+    @contextmanager
+    def span(self, lane: str, label: str) -> Iterator[None]:
+        """Record how long the body takes."""
+        self.on_begin(lane, label)
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spans.append((lane, label, start, time.monotonic()))
+
+    def seconds(self, lane: str, prefix: str = "") -> float:
+        """Total time in a lane, of the labels that start with `prefix`."""
+        return sum(
+            end - start
+            for where, label, start, end in self.spans
+            if where == lane and label.startswith(prefix)
+        )
+
+
+class Sightings:
+    """Where a stage has seen values that are not finite: step by step, so that the first is named.
+    Within a step microbatches do not depend on each other: the place decides which came first.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, set[str]] = {}
+
+    def note(self, step: int, place: str) -> None:
+        """Values that are not finite were seen here."""
+        self._places.setdefault(step, set()).add(place)
+
+    def look(self, step: int, place: str, tensor: Tensor) -> None:
+        """Note the place if this tensor is not finite."""
+        if not is_finite(tensor):
+            self.note(step, place)
+
+    def take_first(self, step: int) -> str:
+        """The first place of a step that is over, or nothing; it is forgotten."""
+        return min(self._places.pop(step, set()), key=PLACES.index, default="")

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codec import Leg, Place, TensorSpec, parse_codec
-from thinwire.engine.source import Source
-from thinwire.engine.trace import is_finite
+from thinwire.engine.checkpoint import Source, is_finite
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer
 from thinwire.schedule import ROW_FRAME_BYTES
@@ -68,9 +67,8 @@ class SharedRows:
 
     @torch.no_grad()
     def choose(self, step: int) -> None:
-        """Which rows are due at the end of this step; their gradient so far is this stage's.
-
-        The gradient of the step leaves the table: neither the norm nor clipping knows it.
+        """Which rows are due at the end of this step. Its gradient leaves the table, into what is
+        this stage's so far: neither the norm nor clipping knows it.
         """
         seen_V = self._seen_V + self._seen_now_V
         latest = self._boundary.row_steps

@@ -7,14 +7,9 @@ step is already under way, and the verdict is waited for with `conclude`, before
 
 A basis that moves, rows of a shared embedding and tallies of squared gradient norms ride down
 behind the last gradients, and the verdict rides up ahead of the next step's first activation, with
-changes of rows behind it: no extra round trip (docs/architecture.md).
-
-A process holds one stage or several neighbouring ones: what passes between these stays here, and
-ports carry the rest. So the peers of a pipeline and the chain of all stages in one process end a
-step by the same lines, and train the same weights.
-
-What arrives is checked before anything is computed with it: a payload that is no tally or no
-verdict is the error of the stage that sent it.
+changes of rows behind it: no extra round trip. What passes between the stages of one process stays
+here, and ports carry the rest. So the peers of a pipeline and the chain of all stages in one
+process end a step by the same lines, and train the same weights.
 """
 
 import math
@@ -28,10 +23,10 @@ from torch import Tensor
 
 from thinwire.codec import Leg
 from thinwire.engine.build import StageBuilder
+from thinwire.engine.checkpoint import Versions, is_finite
 from thinwire.engine.keeper import Keeper
+from thinwire.engine.reports import BACKWARD, GRADIENT, Sightings, StepTrace
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, SharedRows, row_number
-from thinwire.engine.source import Versions
-from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace, is_finite
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer
 from thinwire.wire import HEADER_BYTES, FrameKind
@@ -81,9 +76,8 @@ def pack_tally(squares: Sequence[float]) -> bytes:
 
 
 def unpack_tally(payload: bytes) -> list[float]:
-    """The inverse of `pack_tally`; WireError when the payload is not a tally.
-
-    A norm may be infinite or NaN, which refuses the step; a square cannot be below zero.
+    """The inverse of `pack_tally`; WireError when the payload is not a tally. A norm may be
+    infinite or NaN, which refuses the step.
     """
     if len(payload) % 8:
         raise WireError(f"a tally has 8 bytes for each parameter, but {len(payload)} arrived")
@@ -94,10 +88,8 @@ def unpack_tally(payload: bytes) -> list[float]:
 
 
 def global_norm(squares: Sequence[float]) -> float:
-    """The norm of all gradients together; infinite if any is not finite, or the sum is not.
-
-    The sum is exactly rounded: the norm, and with it every weight, is the same bit for bit however
-    the layers are split into stages.
+    """The norm of all gradients together; infinite if any is not finite, or the sum is not. The sum
+    is exactly rounded, so the norm is the same however the layers are split into stages.
     """
     if not all(map(math.isfinite, squares)):
         return math.inf
@@ -110,11 +102,11 @@ def global_norm(squares: Sequence[float]) -> float:
 class StageUpdate:
     """One stage's weights, with all that changes them or takes the change back.
 
-    With delayed updates there are two of a stage, each other's `twin`: one for even steps and one
-    for odd steps, for the weights of two steps are in use at once. The first microbatches of a step
-    are computed here, with all updates but the last, and the others in the twin, which has that
-    one already. Their gradients are added up here. The step's own update is made of them and of the
-    weights and moments in the twin: then this is the latest of the two.
+    With delayed updates there are two of a stage, each other's `twin`, for even and for odd steps,
+    as the weights of two steps are in use at once. The first microbatches of a step are computed
+    here, with all updates but the last, the others in the twin, which has that one already. Their
+    gradients are added up here, for the weights and moments in the twin: then this is the latest of
+    the two.
     """
 
     def __init__(
@@ -216,9 +208,8 @@ class StageUpdate:
         return [*squares, math.inf] if is_bad else squares
 
     def commit(self, step: int, lr: float, norm: float) -> None:
-        """Change the weights; `norm` is that of the gradients of all stages.
-
-        A move of the basis follows by itself (`Keeper.follow`): losses are measured in between.
+        """Change the weights; `norm` is that of the gradients of all stages. A move of the basis
+        follows by itself (`Keeper.follow`): losses are measured in between.
         """
         scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
         for parameter in self.stage.parameters() if self._clip > 0 and scale < 1 else ():
@@ -242,9 +233,8 @@ class StageUpdate:
 
     @torch.no_grad()
     def check(self, step: int) -> None:
-        """End the run before weights or moments that are not finite reach a checkpoint.
-
-        An infinite second moment does no visible harm: its weight just never changes again.
+        """End the run before weights or moments that are not finite reach a checkpoint. An infinite
+        second moment does no visible harm: its weight just never changes again.
         """
         name = not_finite(self.stage.trained_parameters())
         if name is not None:
@@ -284,11 +274,9 @@ class Messenger(Protocol):
 
 
 class StepEnd:
-    """Ends the steps of the neighbouring stages that one process holds.
-
-    `updates` are these stages, lowest first, each with its `sightings`; `below` and `above` lead to
-    the neighbours that other processes hold, and are None at the ends of the pipeline. `row_bytes`
-    counts what rows of a shared embedding would cost between stages that are both here.
+    """Ends the steps of the neighbouring stages that one process holds: `updates`, lowest first,
+    each with its `sightings`. `below` and `above` lead to the neighbours in other processes.
+    `row_bytes` counts what rows of a shared embedding would cost between stages that are both here.
     """
 
     def __init__(
@@ -418,9 +406,8 @@ class StepEnd:
         return basis_DK
 
     def _move_basis(self, step: int, basis_DK: Tensor, probe: LossProbe) -> None:
-        """Switch, and score the same batches just before and just after.
-
-        All stages here share one space: it moves once, and every stage's weights follow.
+        """Switch, and score the same batches just before and just after. All stages here share one
+        space: it moves once, and every stage's weights follow.
         """
         before = probe(step, 0)
         with self.trace.span("compute", "U"):

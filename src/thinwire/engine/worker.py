@@ -38,10 +38,19 @@ from thinwire.engine.cut import CutEnd, ends_of
 from thinwire.engine.feed import DeviceBatch, Feed, TokenSource
 from thinwire.engine.passes import GraphPasses, Pass, Passes
 from thinwire.engine.port import Due, Mailbox, Port, decision_number
-from thinwire.engine.reports import Evaluation, Report, StageCosts, Step, meters_of
+from thinwire.engine.reports import (
+    FORWARD,
+    Evaluation,
+    Progress,
+    Report,
+    Sightings,
+    StageCosts,
+    Step,
+    StepTrace,
+    meters_of,
+)
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict
-from thinwire.engine.trace import FORWARD, Progress, Sightings, StepTrace
 from thinwire.model import Score, learning_rate
 from thinwire.schedule import Kind
 from thinwire.settings import Settings
@@ -128,7 +137,7 @@ class Worker:
         self.update = StageUpdate(self.builder, self.stage, self.index)
         spec = self.builder.wire_spec
         self.below, self.above = ends_of(settings, self.index, spec, self.feed, self._scratch)
-        self.state = StageState(settings, self.update, (self.below, self.above))
+        self.state = StageState(self.update, (self.below, self.above))
         if assignment.resume is not None:
             # Whoever started the run has been asked about plugins before any stage was.
             self.state.restore(Checkpoint.open(assignment.resume, allow_plugins=True))
@@ -147,32 +156,31 @@ class Worker:
         return {"layers": self.stage.describe(), "device": str(self.device)}
 
     def contract(self, cut: int, epoch: int = 0, at_start: bool = True) -> dict[str, Any]:
-        """What both ends of a cut must agree on before the first frame.
-
-        On other machines, where a run has epochs, that is also the release of thinwire. A stage
-        that takes the place of a lost one is at another step than its neighbours: with `at_start`
-        False, what changes from step to step is left out.
+        """What both ends of a cut must agree on before the first frame; with an `epoch`, on other
+        machines, also the release of thinwire. A stage that takes the place of a lost one is at
+        another step than its neighbours: without `at_start` that is left out.
         """
         end = self.above if cut == self.index else self.below
         assert end is not None, f"stage {self.index} has no part in cut {cut}"
-        return {
-            **(terms_between_machines(self.settings, epoch) if epoch else {}),
-            "config_hash": self.settings.hash,
+        settings, space, terms = self.settings, self.builder.space, dict[str, Any]()
+        if epoch:
+            # Of the settings a hash of each section, so that a difference is named.
+            sections = settings.of_scope("result").items()
+            digests = {name: _digest(values) for name, values in sections if values}
+            terms = {RELEASE: thinwire.__version__, EPOCH: epoch, SECTIONS: digests}
+        terms |= {
+            "config_hash": settings.hash,
             "cut": cut,
             **{f"{leg.value}_codec": codec.name for leg, codec in end.codecs.items()},
             "wire_shape": list(end.spec.shape),
             "corpus": self.data.fingerprint,
-            **(self._state_terms(end) if at_start else {}),
         }
-
-    def _state_terms(self, end: CutEnd) -> dict[str, Any]:
-        """That part of a contract which follows from the step."""
-        return {
-            **{f"{leg}_codec_memory": seen for leg, seen in end.agreements().items()},
-            "first_step": self.state.step,
-            **(self.builder.space.fingerprints() if self.builder.space else {}),
-            **({"token_table": self.update.rows.fingerprint()} if self.update.rows else {}),
-        }
+        if at_start:
+            memories = {f"{leg}_codec_memory": seen for leg, seen in end.agreements().items()}
+            terms |= {**memories, "first_step": self.state.step}
+            terms |= space.fingerprints() if space else {}
+            terms |= {"token_table": self.update.rows.fingerprint()} if self.update.rows else {}
+        return terms
 
     def sent_over(self) -> dict[FrameKind, CutEnd]:
         """The ends of cuts over which this stage sends tensors in training, by their kind."""
@@ -195,10 +203,9 @@ class Worker:
         return max(largest, basis, rows) + 65536
 
     def run(self, below: Link | None, above: Link | None, tell: Tell) -> None:
-        """Train from the first step to the last, reporting as it goes.
-
-        Validations come first, in between and last; what a step has won is saved before one. A
-        request to stop cuts a validation short, and none begins after it.
+        """Train from the first step to the last, reporting as it goes. Validations come first, in
+        between and last; what a step has won is saved before one. A request to stop cuts a
+        validation short, and none begins after it.
         """
         self._begin(below, above, tell)
         done = self.state.step
@@ -265,10 +272,8 @@ class Worker:
         return next(n for n in ends if self.settings.is_evaluation_step(n) or self._saves_after(n))
 
     def _train(self, first: int, until: int) -> Verdict:
-        """This stage's actions from step `first` to the one before `until`; the last verdict.
-
-        A verdict may end them before: with delayed updates after the step that follows, which has
-        begun on other stages. No step is under way then.
+        """This stage's actions from step `first` to the one before `until`; the last verdict. It
+        may end them before: with delayed updates after the step that has begun on other stages.
         """
         last, microbatches = until - 1, self._schedule.microbatches
         with contextlib.ExitStack() as unchanged:
@@ -413,11 +418,9 @@ class Worker:
         self.state.step = step + 1
 
     def _decide(self, step: int, commit: bool) -> tuple[bool, bool]:
-        """On the first stage: whether all stages checkpoint after this step, and stop.
-
-        Weights whose gradients are not finite may be lost already: they must not take the place
-        of an earlier checkpoint. With delayed updates the next step is under way: it is finished
-        before a stop, and saved.
+        """On the first stage: whether all stages checkpoint after this step, and stop. Gradients
+        that are not finite may have ruined the weights: they must not take the place of an earlier
+        checkpoint. With delayed updates the next step is under way: it is finished before a stop.
         """
         self._misses = 0 if commit else self._misses + 1
         self._is_stopping |= self._misses >= PATIENCE or self._stops_at(FrameKind.VERDICT, step)
@@ -428,7 +431,6 @@ class Worker:
 
     def _stops_at(self, kind: FrameKind, step: int) -> bool:
         """Whether to stop now: the first stage decides, as its lost self did where that is known.
-
         The others do what follows from its frames alone, so that each can be replaced.
         """
         number = decision_number(kind, step)
@@ -441,8 +443,9 @@ class Worker:
     def _evaluate(self, done: int) -> bool:
         """Validate and report the score; whether all stages leave now, as was asked meanwhile.
 
-        A stage that hears so computes no more of it. The first one then sends no more either, and
-        its verdict behind the last frame tells the others. One that was cut short has no score.
+        A stage that hears so computes no more of it. The first then sends no more either, and its
+        verdict behind the last frame tells the others. A validation that was cut short has no
+        score.
         """
         start, batches = time.monotonic(), self.feed.validation_count
         score, computed, latest = Score(), 0, self.update.latest
@@ -500,9 +503,8 @@ class Worker:
 
     @torch.no_grad()
     def _probe(self, step: int, number: int) -> float | None:
-        """The loss of the first validation microbatch as things are, on the last stage.
-
-        Two of them for each move of the basis cost two forwards; no answer has to come back.
+        """The loss of the first validation microbatch as things are, on the last stage. Two of them
+        for each move of the basis cost two forwards; no answer has to come back.
         """
         received, score, update = None, Score(), self.update
         if self._from_below is not None:
@@ -532,30 +534,14 @@ def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, fl
     ]
 
 
-def terms_between_machines(settings: Settings, epoch: int) -> dict[str, Any]:
-    """What processes of one machine share anyway: the release of thinwire, the epoch of the run.
-
-    Beside the hash of all settings that decide the result there is one of each section, so that a
-    difference is named.
-    """
-    sections = settings.of_scope("result").items()
-    return {
-        RELEASE: thinwire.__version__,
-        EPOCH: epoch,
-        SECTIONS: {name: _digest(values) for name, values in sections if values},
-    }
-
-
 def remedy(key: str, mine: Any, theirs: Any) -> str:
     """What to do about a difference, mostly a command; nothing where it only follows from others.
-
     `theirs` may be anything: it comes from the other end.
     """
     if key == SECTIONS and isinstance(mine, dict) and isinstance(theirs, dict):
         names = [name for name, digest in mine.items() if theirs.get(name) != digest]
         return f"they differ in {', '.join(names)}"
-    ending = key.rpartition("_")[2]
-    return _REMEDIES.get(key) or _REMEDIES.get(ending, "")
+    return _REMEDIES.get(key) or _REMEDIES.get(key.rpartition("_")[2], "")
 
 
 _SAME_START = "start all stages from the same checkpoint: --resume on the host"

@@ -18,10 +18,9 @@ from torch import Tensor
 
 import thinwire
 from thinwire.data import Tokenizer
-from thinwire.engine.build import model_weights
+from thinwire.engine.build import Joined, model_weights
 from thinwire.engine.checkpoint import IMPORTED, Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
-from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.hf.cuts import WithCuts, config_with_cuts

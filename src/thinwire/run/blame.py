@@ -3,8 +3,7 @@
 import signal
 from collections.abc import Sequence
 
-from thinwire.engine.reports import Step
-from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS
+from thinwire.engine.reports import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Step
 from thinwire.run.events import Exited, Lost, Said, Suspect
 from thinwire.run.protocol import Failed
 

@@ -22,7 +22,7 @@ from thinwire.run.pacing import Pace
 from thinwire.run.protocol import MOST_SAID, OF_NO_STAGE, Envelope, Kinds, pack, unpack
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe
 from thinwire.wire.frame import BytesLike
-from thinwire.wire.pipe import CLOSE_GRACE_S
+from thinwire.wire.link import CLOSE_GRACE_S
 from thinwire.wire.sockets import hang_up
 
 _LONGEST = 2 * MOST_SAID

@@ -34,8 +34,7 @@ import torch
 import thinwire
 from thinwire.background import on_daemon_thread
 from thinwire.engine.audit import Audit
-from thinwire.engine.reports import Report, ShardFailed, ShardWritten, meters_of
-from thinwire.engine.trace import Progress
+from thinwire.engine.reports import Progress, Report, ShardFailed, ShardWritten, meters_of
 from thinwire.engine.worker import Assignment, Worker, remedy
 from thinwire.errors import BreachError, ThinwireError, WireError, outward
 from thinwire.run import protocol as msg

@@ -36,7 +36,7 @@ from thinwire.wire.frame import (
     encode,
     kind_and_step,
 )
-from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
+from thinwire.wire.link import CLOSE_GRACE_S, Pipe
 
 SEGMENT_BYTES = 16 << 20  # of a file of the log: what is no longer needed goes file by file
 MOST_SAID = 1 << 20  # bytes of a position

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
-from thinwire.wire.routes import ROUTE_S, Route, call, hear, say
+from thinwire.wire.door import ROUTE_S, Route, call, hear, say
 from thinwire.wire.sockets import why
 
 SERVICE = "speed"

@@ -25,10 +25,10 @@ from typing import NamedTuple, TypeVar
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, BreachError, WireError, printable
+from thinwire.wire.door import Routes
 from thinwire.wire.frame import BytesLike
 from thinwire.wire.keys import Identity, dialing_context, fingerprint_of, proven_by, shown_key
-from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
-from thinwire.wire.routes import Routes
+from thinwire.wire.link import CLOSE_GRACE_S, Pipe
 from thinwire.wire.sockets import ListeningPort, hang_up
 
 T = TypeVar("T")
