@@ -36,7 +36,7 @@ def moved(settings, run):
     whole = run(settings)
     stopped = run(settings, prepare_worker=stop_in_the_second_step)
     states = [worker.state for worker in stopped.workers]
-    snapshots, prints = [snapshot(s) for s in states], [fingerprint(s) for s in states]
+    snapshots, prints = [snapshot(s, settings) for s in states], [fingerprint(s) for s in states]
 
     def restore(worker):
         assert fingerprint(worker.state) != prints[worker.index]
@@ -76,7 +76,7 @@ def test_steps_can_be_undone(done, chain):
     states = states_of(chain)
     for step in range(done):
         chain.train_step(step)
-    before, prints = [snapshot(s) for s in states], [fingerprint(s) for s in states]
+    before, prints = [snapshot(s, chain.settings) for s in states], [*map(fingerprint, states)]
     first = [chain.train_step(step) for step in range(done, 5)]
     assert all(fingerprint(s) != p for s, p in zip(states, prints, strict=True))
     for _ in range(2):  # a snapshot is not used up
@@ -96,7 +96,7 @@ def test_every_tensor_and_every_fact_counts(chain):
     chain.train_step(0)
     chain.train_step(1)
     for state in states_of(chain):
-        whole, print = snapshot(state), fingerprint(state)
+        whole, print = snapshot(state, chain.settings), fingerprint(state)
         names = whole.names()
         kinds = {name.split("/")[0] for name in names if "/" in name}
         assert kinds == {"optimizer", "space", "codec"}

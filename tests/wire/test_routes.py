@@ -61,7 +61,7 @@ class Ends:
 
     def wait_at(self, address):
         standby = self._held.enter_context(Standby(NAME, relayed(address), self.listener.take))
-        wait_until(lambda: standby.waiting == 2)
+        wait_until(lambda: len(standby.waiting) == 2)
         return standby
 
     def dial(self, routes, timeout=PATIENCE, tries_again=True):
@@ -133,10 +133,10 @@ def test_a_relayed_link_outlives_its_relay(ends):
     assert routes.in_use == relayed(relay.address)
     assert relay.traffic()[RUN].relayed_bytes > 400_000
     relay.close()
-    wait_until(lambda: standby.trouble and above.outages())
+    wait_until(lambda: not standby.waiting and above.outages())
     ends.door(relay.port)
     exchange(below, above)
-    wait_until(lambda: standby.trouble == "")
+    wait_until(lambda: standby.waiting)
 
 
 def test_a_link_goes_from_relayed_to_direct_and_back(ends):
@@ -247,7 +247,7 @@ def test_only_the_holder_of_its_key_waits_in_the_hosts_place(service, thief, rea
         relay.admit_any(TOKEN)
         route = Route(relay.address, "relayed", TOKEN)
         with Standby(name, route, service.take, prover=HOST.prove) as standby:
-            wait_until(lambda: standby.waiting == 2)
+            wait_until(lambda: len(standby.waiting) == 2)
             caller = knock(relay)
             nonce = line(caller).split(" ")[2]
             token = "another" if thief == "the wrong token" else TOKEN

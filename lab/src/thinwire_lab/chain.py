@@ -154,7 +154,8 @@ class Chain(Joined):
         """End the step as the pipeline does; False where it was refused."""
         self._end.trace = StepTrace()
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
-        verdict = self._end.end(step, lr, lambda step, commit: (False, False), lambda *_: None)
+        self._end.gather(step, lambda step, commit: (False, False))
+        verdict = self._end.conclude(step, lr, lambda step, number: None)
         return verdict.commit
 
     def evaluate(self, compressed: bool = True) -> float:

@@ -189,9 +189,8 @@ class Trainer:
         self._others.asks_to_stop = self.stop_requested
         self._step_end.trace.spans.clear()
         # Ranks do not score a move of the basis.
-        verdict = self._step_end.end(
-            step, lr, lambda step, commit: (False, False), lambda step, number: None
-        )
+        self._step_end.gather(step, lambda step, commit: (False, False))
+        verdict = self._step_end.conclude(step, lr, lambda step, number: None)
         for held in self.held if verdict.commit else ():
             held.update.check(step)
         return verdict

@@ -236,8 +236,7 @@ def model_weights(settings: Settings) -> Weights:
     return Weights.of(p for stage in stages for p in stage.owned_parameters().values())
 
 
-Told = Callable[[int, int], None]
-"""Called after every batch of a validation: how many are done, of how many."""
+Told = Callable[[int, int], None]  # batches of a validation that are done, and in all
 
 
 class Joined:

@@ -45,8 +45,7 @@ FORMAT = 2
 SEAL = "manifest_sha256"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-IMPORTED = "imported_from"
-"""The key by which a manifest says that it is of an import."""
+IMPORTED = "imported_from"  # the key by which a manifest says that it is of an import
 Count = Annotated[int, msgspec.Meta(ge=0)]
 BASIS, COVARIANCE = "space/basis", "space/covariance"
 NEXT_BASIS, NEXT_MEASURES = "space/next_basis", "space/next_measures"
@@ -231,21 +230,12 @@ def step_of(checkpoint: Path) -> int:
 class Checkpoint(Source):
     """A complete checkpoint on disk, opened for reading."""
 
-    def __init__(
-        self,
-        folder: Path,
-        manifest: dict[str, Any],
-        shards: list[Shard],
-        allow_plugins: bool = False,
-        trusted_plugins: Iterable[str] = (),
-    ):
-        versions = Versions(manifest["weight_version"], manifest["basis_version"])
-        super().__init__(manifest["step"], versions)
+    def __init__(self, folder: Path, allow_plugins: bool, trusted_plugins: Iterable[str]):
         self.folder = folder
-        self.manifest = manifest
-        self.shards = shards
-        self._allow_plugins = allow_plugins
-        self._trusted_plugins = set(trusted_plugins)
+        self.manifest, self.shards = _read_manifest(folder / MANIFEST)
+        versions = Versions(self.manifest["weight_version"], self.manifest["basis_version"])
+        super().__init__(self.manifest["step"], versions)
+        self._allow_plugins, self._trusted_plugins = allow_plugins, set(trusted_plugins)
 
     @classmethod
     def open(
@@ -262,15 +252,18 @@ class Checkpoint(Source):
                 what = f"no {MANIFEST}, nor those of a run" if place.exists() else "no such folder"
                 raise CheckpointError(f"there is no checkpoint at {place}: {what}")
             folder = found[-1]
-        manifest, shards = _read_manifest(folder / MANIFEST)
-        return cls(folder, manifest, shards, allow_plugins, trusted_plugins)
+        return cls(folder, allow_plugins, trusted_plugins)
 
     @functools.cached_property
     def settings(self) -> Settings:  # type: ignore[override]  # others have it at once
         """The settings of the run that wrote this, as this thinwire understands them."""
         self._check_plugins()
         try:
-            return Settings.from_plain(_as_meant(self.manifest["settings"]))
+            values, optim = self.manifest["settings"], self.manifest["settings"].get("optim", {})
+            if isinstance(optim, dict) and optim.get("name") == "muon":
+                before = {key: {**rest, **values.get(key, {})} for key, rest in MUON_BEFORE.items()}
+                values = values | before
+            return Settings.from_plain(values)
         except GoneError as error:
             raise CheckpointError(f"{self.folder} cannot be opened: {error}") from error
         except PluginError as error:
@@ -397,11 +390,3 @@ def sha256_of(path: Path) -> str:
         raise CheckpointError(
             f"cannot read {path}: {error.strerror}; give this user permission to read it"
         ) from error
-
-
-def _as_meant(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a manifest, with what those that came later would have been."""
-    optim = values.get("optim", {})
-    if not isinstance(optim, dict) or optim.get("name") != "muon":
-        return values
-    return {**values, **{key: {**rest, **values.get(key, {})} for key, rest in MUON_BEFORE.items()}}

@@ -19,8 +19,7 @@ from thinwire.errors import CheckpointError
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind
 
-MEMORY = "codec/"
-"""What codecs remember is in a checkpoint as codec/BLOCK/LEG/send or receive/NAME."""
+MEMORY = "codec/"  # in a checkpoint as codec/BLOCK/LEG/send or receive/NAME
 
 LEGS = {
     FrameKind.FORWARD: Leg.FORWARD,
@@ -30,8 +29,7 @@ LEGS = {
 }
 TRAINING = (FrameKind.FORWARD, FrameKind.BACKWARD)  # of the others no codec remembers anything
 
-Examples = Callable[[int, int], tuple[int, ...]]
-"""(step, microbatch) -> the training examples that its rows are."""
+Examples = Callable[[int, int], tuple[int, ...]]  # (step, microbatch) -> the rows' examples
 
 
 @dataclass(eq=False)
@@ -190,8 +188,25 @@ def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
     """Refuse a resume in which a cut with a memory is gone; returns what begins without one. Who
     resumes with codecs that remember nothing has chosen that: it is only said.
     """
-    notes = [note for leg in Leg for note in _check_gone(settings, checkpoint, leg)]
-    for cut, (block, codecs) in enumerate(codecs_of(settings).items()):
+    saved, here, notes = codecs_of(checkpoint.settings), codecs_of(settings), list[str]()
+    # A run without cuts still says which codecs it would use.
+    used = here.values() or [build_codecs(*settings.codec.names(0))]
+    for leg in Leg:
+        gone = [block for block in saved if block not in here and saved[block][leg].remembers]
+        if not gone:
+            continue
+        names = ", ".join(sorted({saved[block][leg].name for block in gone}))
+        where = f"leg of the cut before block {', '.join(map(str, gone))}"
+        lost = f"the memory of {names} on the {leg.value} {where}"
+        if any(codecs[leg].remembers for codecs in used):
+            split = [len(blocks) for blocks in checkpoint.settings.split()]
+            raise CheckpointError(
+                f"{checkpoint.folder} holds {lost}, but this run has no cut there: resume with "
+                f"pipeline.split = {split} as before, with a finer one, or with codecs without "
+                f"memory; or start a new run from its weights: --init-from {checkpoint.folder}"
+            )
+        notes.append(f"{lost} is dropped: this run has no cut there")
+    for cut, (block, codecs) in enumerate(here.items()):
         for leg, codec in codecs.items():
             if codec.remembers and not remembered(checkpoint, block, leg, codec):
                 notes.append(
@@ -199,27 +214,6 @@ def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
                     "empty memory"
                 )
     return notes
-
-
-def _check_gone(settings: Settings, checkpoint: Checkpoint, leg: Leg) -> list[str]:
-    """What is lost on one leg with the cuts that this run no longer has."""
-    saved, here = codecs_of(checkpoint.settings), codecs_of(settings)
-    gone = [block for block in saved if block not in here and saved[block][leg].remembers]
-    if not gone:
-        return []
-    names = ", ".join(sorted({saved[block][leg].name for block in gone}))
-    where = f"leg of the cut before block {', '.join(map(str, gone))}"
-    lost = f"the memory of {names} on the {leg.value} {where}"
-    # A run without cuts still says which codecs it would use.
-    used = here.values() or [build_codecs(*settings.codec.names(0))]
-    if not any(codecs[leg].remembers for codecs in used):
-        return [f"{lost} is dropped: this run has no cut there"]
-    split = [len(blocks) for blocks in checkpoint.settings.split()]
-    raise CheckpointError(
-        f"{checkpoint.folder} holds {lost}, but this run has no cut there: resume with "
-        f"pipeline.split = {split} as before, with a finer one, or with codecs without memory; or "
-        f"start a new run from its weights: --init-from {checkpoint.folder}"
-    )
 
 
 def codecs_of(settings: Settings) -> dict[int, dict[Leg, Codec]]:

@@ -18,8 +18,7 @@ from thinwire.model import Stage
 from thinwire.settings import Settings
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-At = tuple[int, int] | int
-"""Step and microbatch of a training, or the number of a validation's microbatch."""
+At = tuple[int, int] | int  # step and microbatch of a training, or number in a validation
 
 
 class TokenSource(ABC):

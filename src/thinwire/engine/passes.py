@@ -6,15 +6,13 @@ writes stays where it was, so each microbatch in flight has a pair of graphs, wi
 """
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from thinwire.engine.feed import DeviceBatch, Loss
+from thinwire.engine.feed import DeviceBatch
 from thinwire.errors import StageError
 from thinwire.model import Stage
 
@@ -24,14 +22,16 @@ _WARM_UPS = 3  # before a capture: libraries choose kernels then, and compilers 
 _CAPTURING = threading.Lock()  # stages of one process capture one after the other
 
 
-class Pass(ABC):
+class Pass:
     """A microbatch between its forward and its backward. `output` is the loss on the last stage."""
 
-    output: Tensor
+    def __init__(self, received: Tensor | None, output: Tensor):
+        self._received, self.output = received, output
 
-    @abstractmethod
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         """Add to the gradients of the weights; returns that of what the stage received, if any."""
+        torch.autograd.backward(self.output, gradient)
+        return None if self._received is None else self._received.grad
 
 
 class Passes:
@@ -47,7 +47,7 @@ class Passes:
             output = self.run_layers(received, self.ids_read(received, batch))
             if self.stage.outgoing is None:
                 output = batch.loss(self.stage, output, microbatches)
-        return _Launched(received, output)
+        return Pass(received, output)
 
     def ids_read(self, received: Tensor | None, batch: DeviceBatch) -> Tensor | None:
         """The token ids of a batch, where this stage reads them."""
@@ -60,15 +60,6 @@ class Passes:
         return self.stage(x, ids if self.stage.needs_ids else None)
 
 
-class _Launched(Pass):
-    def __init__(self, received: Tensor | None, output: Tensor):
-        self._received, self.output = received, output
-
-    def backward(self, gradient: Tensor | None) -> Tensor | None:
-        torch.autograd.backward(self.output, gradient)
-        return None if self._received is None else self._received.grad
-
-
 class GraphPasses(Passes):
     """The same, replayed: the same kernels in the same order, so the same bits.
 
@@ -78,14 +69,14 @@ class GraphPasses(Passes):
 
     def __init__(self, stage: Stage, autocast: Autocast):
         super().__init__(stage, autocast)
-        self._graphs: list[_Graphs] = []
+        self.graphs: list[_Graphs] = []
         self._trained = [p for p in stage.parameters() if p.requires_grad]
         self._sums: list[Tensor | None] = []  # of their gradients in the step under way
         self.device = next(stage.parameters()).device
         self.stream = torch.cuda.Stream(self.device)  # on which all are captured
 
     def forward(self, received: Tensor | None, batch: DeviceBatch, microbatches: int) -> Pass:
-        free = next((graphs for graphs in self._graphs if graphs.is_free), None)
+        free = next((graphs for graphs in self.graphs if graphs.is_free), None)
         if free is None:
             try:
                 with _CAPTURING:
@@ -95,17 +86,9 @@ class GraphPasses(Passes):
                     f"a microbatch cannot be captured as CUDA graphs ({error}): set "
                     "run.graphs = false"
                 ) from error
-            self._graphs.append(free)
+            self.graphs.append(free)
         free.replay(received, batch, microbatches)
         return free
-
-    def compute(
-        self, received: Tensor | None, ids: Tensor | None, targets: Tensor | None, loss: Loss
-    ) -> Tensor:
-        """What is sent on, or on the last stage the loss before it is divided."""
-        with self.autocast():
-            output = self.run_layers(received, ids)
-            return output if targets is None else loss(output, targets)
 
     def differentiate(
         self, output: Tensor, gradient: Tensor, received: Tensor | None
@@ -123,11 +106,6 @@ class GraphPasses(Passes):
         for total, gradient in zip(self._sums, found, strict=False):
             if total is not None and gradient is not None:
                 total.add_(gradient)
-
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing has been captured yet."""
-        return not self._graphs
 
     def forget_rounded(self) -> None:
         """Before the first capture: a graph could not round again what is rounded already."""
@@ -155,11 +133,17 @@ class _Graphs(Pass):
         self._targets = batch.targets.clone() if self._is_last else None
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         loss, _ = batch.loss_of(passes.stage, 1)
-        forward = partial(passes.compute, self._received, self._ids, self._targets, loss)
+
+        def forward() -> Tensor:
+            """What is sent on, or on the last stage the loss before it is divided."""
+            with passes.autocast():
+                output = passes.run_layers(self._received, self._ids)
+                return output if self._targets is None else loss(output, self._targets)
+
         current = torch.cuda.current_stream(passes.device)
         passes.stream.wait_stream(current)
         with torch.cuda.stream(passes.stream):
-            if passes.is_new:
+            if not passes.graphs:
                 for _ in range(_WARM_UPS):
                     made = forward()
                     passes.differentiate(made, torch.ones_like(made), self._received)

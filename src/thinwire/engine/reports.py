@@ -16,16 +16,18 @@ from thinwire.engine.checkpoint import Shard, Versions, is_finite
 from thinwire.typed import Finite
 from thinwire.wire import Link
 
-Cost = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-"""Seconds of a piece of work: the simulator plays a run's end with them."""
-Span = tuple[str, str, Finite, Finite]
-"""Lane, label, start and end, in this machine's monotonic seconds."""
-Agreements = dict[str, dict[str, str]]
-"""Fingerprints of what codecs remember, by cut and leg."""
+Cost = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # seconds: the simulator plays with them
+Span = tuple[str, str, Finite, Finite]  # lane, label, start, end by this machine's clock
+Agreements = dict[str, dict[str, str]]  # fingerprints of what codecs remember, by cut and leg
+Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]  # more than any link counts
 
-
-Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""What a meter can have counted: far more than any link carries."""
+# Where values that are not finite may be seen.
+INPUT = "input"  # the activations that the stage below sent
+FORWARD = "forward"  # this stage's own forward pass
+GRADIENT = "gradient"  # what the stage above sent back
+BACKWARD = "backward"  # this stage's own backward pass
+NORMS = "norms"  # the tally that the stage above sent
+PLACES = (INPUT, FORWARD, GRADIENT, BACKWARD, NORMS)  # each leads to the next
 
 
 class Counts(TypedDict):
@@ -43,10 +45,8 @@ class Moved(TypedDict):
     received: dict[str, Counts]
 
 
-Named = Literal["", "activation", "gradient", "tally", "basis", "rows"]
-"""What a stage sends that is audited."""
-Meters = dict[str, Moved]
-"""What each link of a stage has moved, by the link's name."""
+Named = Literal["", "activation", "gradient", "tally", "basis", "rows"]  # what is audited
+Meters = dict[str, Moved]  # of each link of a stage, by its name
 
 
 def meters_of(links: Iterable[Link]) -> Meters:
@@ -129,15 +129,6 @@ class ShardFailed:
 
 
 Report = Step | Evaluation | ShardWritten | ShardFailed
-
-
-INPUT = "input"  # the activations that the stage below sent
-FORWARD = "forward"  # this stage's own forward pass
-GRADIENT = "gradient"  # what the stage above sent back
-BACKWARD = "backward"  # this stage's own backward pass
-NORMS = "norms"  # the tally that the stage above sent
-PLACES = (INPUT, FORWARD, GRADIENT, BACKWARD, NORMS)
-"""Where values that are not finite may be seen, in the order in which one leads to the next."""
 
 
 class Progress:

@@ -25,8 +25,7 @@ from thinwire.model import Stage, StageOptimizer
 from thinwire.schedule import ROW_FRAME_BYTES
 from thinwire.settings import Settings
 
-ROWS = "rows/"
-"""Gradients of rows that are not due yet are in a checkpoint as rows/FIRST LAYER OF A STAGE."""
+ROWS = "rows/"  # gradients that are not due yet are in a checkpoint as rows/FIRST LAYER OF A STAGE
 SEEN = ROWS + "seen"
 FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways of rows in a step
 _DOWN, _UP = 1, 2  # salts of the rounding, which is stochastic both ways

@@ -44,10 +44,8 @@ from thinwire.settings import Settings
 from thinwire.settings.crossing import wire_shape
 from thinwire.settings.precision import WEIGHT_TYPES
 
-OPTIMIZER = "optimizer/"
-"""The optimizer's state is in a checkpoint as optimizer/PARAMETER/NAME."""
-BEFORE = "before/"
-"""With delayed updates, weights without the last update are in a checkpoint as before/PARAMETER."""
+OPTIMIZER = "optimizer/"  # in a checkpoint as optimizer/PARAMETER/NAME
+BEFORE = "before/"  # with delayed updates: weights without the last one, as before/PARAMETER
 _HEADER_BYTES = 4096  # for a tensor's name, type and place in its file, and more than that
 
 

@@ -1,9 +1,9 @@
 """The end of a step: one decision for all stages, and what becomes of the gradients.
 
-    begin, forwards and backwards; then `StepEnd.end`: project, norms, verdict, commit or withdraw
+    begin, forwards and backwards; then `StepEnd`: project, norms, verdict, commit or withdraw
 
-With delayed updates there is work between its halves: norms go down with `gather` while the next
-step is already under way, and the verdict is waited for with `conclude`, before the step after it.
+Norms go down with `gather`, and `conclude` waits for the verdict: with delayed updates the next
+step is under way between them.
 
 A basis that moves, rows of a shared embedding and tallies of squared gradient norms ride down
 behind the last gradients, and the verdict rides up ahead of the next step's first activation, with
@@ -37,10 +37,8 @@ TALLY_BYTES = 8 << 14  # of all stages together: more tensors than any model of 
 
 Decide = Callable[[int, bool], tuple[bool, bool]]
 """On the first stage: (step, commit) -> (checkpoint?, stop?)."""
+# (step, 0 just before a move of the basis or 1 just after) -> the loss of the same batches then
 LossProbe = Callable[[int, int], float | None]
-"""(step, 0 just before a move of the basis or 1 just after) -> the loss of the same batches then,
-where it is known.
-"""
 
 
 @dataclass(frozen=True)
@@ -300,13 +298,8 @@ class StepEnd:
         self._new_basis_DK: Tensor | None = None
         self._decided: dict[int, Verdict] = {}  # on the first stage, of steps to be concluded
 
-    def end(self, step: int, lr: float, decide: Decide, probe: LossProbe) -> Verdict:
-        """Agree with all stages, and change the weights or leave them as they were."""
-        self.gather(step, decide)
-        return self.conclude(step, lr, probe)
-
     def gather(self, step: int, decide: Decide) -> None:
-        """Behind the last backward: what goes down; on the first stage what follows from it."""
+        """Behind the last backward: what goes down to the first stage, which decides at once."""
         for update in self._of_step(step):
             update.add_gradients_of_twin()
         if self._keepers:
@@ -327,7 +320,18 @@ class StepEnd:
                 if not all(map(math.isfinite, squares)):
                     sightings.note(step, BACKWARD)
         with self.trace.span("wait", "U"):
-            self._pass_tally_down(step, tally, decide)
+            parts = pack_tally(tally)
+            if self._above is not None:
+                message = self._above.take_message(FrameKind.TALLY, step)
+                parts += message
+                tally += unpack_tally(message)
+            if self._below is not None:
+                self._below.send_message(FrameKind.TALLY, step, parts)
+                return
+            norm = global_norm(tally)
+            is_good = math.isfinite(norm)
+            decided = Verdict(norm, is_good, *decide(step, is_good))
+            self._decided[step] = self.pass_up(FrameKind.VERDICT, step, decided)
 
     def conclude(self, step: int, lr: float, probe: LossProbe) -> Verdict:
         """Take the verdict, and change the weights or leave them as they were."""
@@ -368,21 +372,6 @@ class StepEnd:
         """On a GPU wait until the queued work is done: what follows hands its result over."""
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-    def _pass_tally_down(self, step: int, tally: list[float], decide: Decide) -> None:
-        """Those of all stages meet at the first, which sends its verdict up at once."""
-        parts = pack_tally(tally)
-        if self._above is not None:
-            message = self._above.take_message(FrameKind.TALLY, step)
-            parts += message
-            tally += unpack_tally(message)
-        if self._below is not None:
-            self._below.send_message(FrameKind.TALLY, step, parts)
-        else:
-            norm = global_norm(tally)
-            is_good = math.isfinite(norm)
-            decided = Verdict(norm, is_good, *decide(step, is_good))
-            self._decided[step] = self.pass_up(FrameKind.VERDICT, step, decided)
 
     def _pass_basis_down(self, step: int) -> Tensor:
         """The basis that the last stage proposes, handed on to the stage below."""

@@ -79,19 +79,6 @@ def scratch(run_folder: Path) -> Iterator[None]:
         shutil.rmtree(scratch_folder(run_folder), ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """What a stage is told to be."""
-
-    settings: Settings
-    stage: int
-    corpus: Path
-    run_folder: Path
-    resume: Path | None = None
-    began: int | None = None
-    """Where the run began, if this stage takes the place of one that was lost."""
-
-
 @dataclass
 class Running:
     """A step under way, with what its update will change. With delayed updates steps overlap: one
@@ -112,35 +99,40 @@ class Worker:
 
     def __init__(
         self,
-        assignment: Assignment,
+        settings: Settings,
+        stage: int,
+        corpus: Path,
+        run_folder: Path,
+        resume: Path | None = None,
+        began: int | None = None,
         progress: Progress | None = None,
         far: TokenSource | None = None,
     ):
-        """`far` stands for the corpus where it is on another machine."""
-        self.assignment = assignment
+        """`began`: where the run began, if this stage takes the place of one that was lost. `far`
+        stands for the corpus where it is on another machine.
+        """
+        self.settings, self.index, self.run_folder = settings, stage, run_folder
         self.progress = progress or Progress()
-        self.settings = settings = assignment.settings
-        self.index = assignment.stage
         self.last = settings.pipeline.stages - 1
         shutil.rmtree(self._scratch, ignore_errors=True)  # of a lost process in whose place it is
         self.stop_requested = threading.Event()
         self.decided, self.stops = 0, False  # the last known decision of a first stage that is lost
         self.device = choose_device(settings.run.device, self.index)
-        self.data = far or Corpus.open(assignment.corpus)
+        self.data = far or Corpus.open(corpus)
         self.feed = Feed(self.data, settings, self.device)
         self.mailbox = Mailbox()
         prepare_torch(settings, self.device)
         self.builder = StageBuilder(settings, self.device)
         self.stage = self.builder.build(self.index)
-        if assignment.resume is None:
+        if resume is None:
             self.builder.initialise(self.stage)
         self.update = StageUpdate(self.builder, self.stage, self.index)
         spec = self.builder.wire_spec
         self.below, self.above = ends_of(settings, self.index, spec, self.feed, self._scratch)
         self.state = StageState(self.update, (self.below, self.above))
-        if assignment.resume is not None:
+        if resume is not None:
             # Whoever started the run has been asked about plugins before any stage was.
-            self.state.restore(Checkpoint.open(assignment.resume, allow_plugins=True))
+            self.state.restore(Checkpoint.open(resume, allow_plugins=True))
         self._schedule = settings.schedule()
         self._saves_after = checkpoint_steps(settings)
         self._misses, self._is_stopping = 0, False
@@ -149,7 +141,7 @@ class Worker:
         self._sent: list[Span] = []  # of steps that are not over
         self._sightings = Sightings()
         self._ports: list[Port] = []
-        self._first_step = self.state.step if assignment.began is None else assignment.began
+        self._first_step = self.state.step if began is None else began
 
     def describe(self) -> dict[str, str]:
         """What the display shows of this stage."""
@@ -193,7 +185,7 @@ class Worker:
 
     @property
     def _scratch(self) -> Path:
-        return scratch_folder(self.assignment.run_folder) / f"stage-{self.index}"
+        return scratch_folder(self.run_folder) / f"stage-{self.index}"
 
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
@@ -520,7 +512,7 @@ class Worker:
 
     def _checkpoint(self, done: int) -> None:
         self.progress.begin(f"saves the checkpoint of step {done}")
-        self._tell(self.state.save(self.assignment.run_folder, self.index))
+        self._tell(self.state.save(self.run_folder, self.index))
 
 
 def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, float]]:

@@ -35,7 +35,7 @@ import thinwire
 from thinwire.background import on_daemon_thread
 from thinwire.engine.audit import Audit
 from thinwire.engine.reports import Progress, Report, ShardFailed, ShardWritten, meters_of
-from thinwire.engine.worker import Assignment, Worker, remedy
+from thinwire.engine.worker import Worker, remedy
 from thinwire.errors import BreachError, ThinwireError, WireError, outward
 from thinwire.run import protocol as msg
 from thinwire.run.channel import Channel, SocketPipe
@@ -128,8 +128,8 @@ class Peer:
         corpus, run_folder = Path(self.order.corpus), Path(self.order.run_folder)
         resume = Path(self.order.resume) if self.order.resume else None
         began = self.order.began if self._is_new else None
-        assignment = Assignment(settings, self.stage, corpus, run_folder, resume, began)
-        worker = Worker(assignment, self._progress, self._far_corpus(settings))
+        place = settings, self.stage, corpus, run_folder, resume, began
+        worker = Worker(*place, self._progress, self._far_corpus(settings))
         self._link(worker, self._introduce(worker))
         may_leave = threading.Event()
         threading.Thread(target=self._obey, args=(worker, may_leave), daemon=True).start()

@@ -147,24 +147,18 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
 
     def __init__(self, name: str, route: Route, take: Take, prover: Prover | None = None) -> None:
         self.name, self.route = check_name(name), route
-        self.trouble = ""  # why the last attempt to wait there failed; empty if it did not
         self._take, self._prover = take, prover
         self._is_over = threading.Event()
         self._lock = threading.Lock()
-        self._waiting: set[socket.socket] = set()
+        self.waiting: set[socket.socket] = set()  # at the door now
         for _ in range(_READY):
             on_daemon_thread("thinwire standby", self._stand_by)
-
-    @property
-    def waiting(self) -> int:
-        """How many connections wait at the door now."""
-        return len(self._waiting)
 
     def close(self) -> None:
         """Wait no more; what was taken goes on."""
         with self._lock:
             self._is_over.set()
-            for connection in self._waiting:
+            for connection in self.waiting:
                 hang_up(connection)
 
     def __exit__(self, *error: object) -> None:
@@ -174,16 +168,13 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
         pause = _FIRST_PAUSE_S
         while not self._is_over.is_set():
             begin = time.monotonic()
-            try:
+            with contextlib.suppress(WireError):
                 connection, _ = call(self.route, "wait", self.name, ROUTE_S, self._prover)
-                self.trouble = ""
                 if (home := self._wait_for_call(connection)) is not None:
                     self._take(connection, home)
                     pause = _FIRST_PAUSE_S
                     continue
                 connection.close()
-            except WireError as error:
-                self.trouble = str(error)
             if time.monotonic() - begin > _LONGEST_PAUSE_S:
                 pause = _FIRST_PAUSE_S
             self._is_over.wait(pause)
@@ -194,18 +185,16 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
         with self._lock:
             if self._is_over.is_set():
                 return None
-            self._waiting.add(connection)
-        try:
+            self.waiting.add(connection)
+        caller = None
+        with contextlib.suppress(OSError, WireError):
             word, _, home = hear(connection, time.monotonic() + LONGEST_WAIT_S).partition(" ")
             if word == "call":
                 connection.sendall(HERE)
-                return home
-        except (OSError, WireError):
-            pass
-        finally:
-            with self._lock:
-                self._waiting.discard(connection)
-        return None
+                caller = home
+        with self._lock:
+            self.waiting.discard(connection)
+        return caller
 
 
 def call(
@@ -276,12 +265,11 @@ def to_sign(nonce: str, name: str, proof: str) -> str:
     return f"{MAGIC} {VERSION} {nonce} wait {name} {proof}"
 
 
-def hear(connection: socket.socket, deadline: float | None) -> str:
+def hear(connection: socket.socket, deadline: float) -> str:
     """One line. It is read byte by byte: what follows it is not ours."""
     line = bytearray()
     while True:
-        left = None if deadline is None else max(0.001, deadline - time.monotonic())
-        connection.settimeout(left)
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         byte = connection.recv(1)
         if byte == b"\n":
             return printable(line.decode("ascii", errors="replace"))

@@ -56,8 +56,7 @@ class Nic:
                 f"hour ({LONGEST_DELAY_MS:g} ms)"
             )
         self._up, self._down = Occupancy(mbps_up), Occupancy(mbps_down)
-        self._latency_s = latency_ms / 1e3
-        self._jitter_s = jitter_ms / 1e3
+        self._latency_s, self._jitter_s = latency_ms / 1e3, jitter_ms / 1e3
         self._seed = seed % 2**64
         self._sent = 0
         self._last_arrival = -math.inf
@@ -67,7 +66,10 @@ class Nic:
         """Queue a message of `size` bytes for the uplink at time `now`."""
         with self._lock:
             start, end = self._up.carry(size, now, now)
-            arrival = end + self._latency_s + self._jitter()
+            # A hash of (seed, counter): the n-th message is delayed alike in every run.
+            self._sent += 1
+            drawn = zlib.crc32(struct.pack("<QQ", self._seed, self._sent)) / 2**32
+            arrival = end + self._latency_s + self._jitter_s * drawn
             # Jitter delays, it never reorders: TCP would not let it be seen either.
             self._last_arrival = max(arrival, self._last_arrival)
             return Passage(start, end, self._last_arrival)
@@ -78,12 +80,6 @@ class Nic:
         """
         with self._lock:
             return self._down.carry(size, arrived - self._up.seconds(size), arrived)[1]
-
-    def _jitter(self) -> float:
-        # A hash of (seed, counter): the n-th message is delayed alike in every run.
-        self._sent += 1
-        digest = zlib.crc32(struct.pack("<QQ", self._seed, self._sent))
-        return self._jitter_s * digest / 2**32
 
 
 def stamp(message: bytes, arrival: float) -> bytes:

@@ -27,8 +27,7 @@ LEAST_COUNTED = 1 << 16  # what a message counts for at least
 _ATTEMPT_S = 10.0  # for one attempt to open a connection
 _PAUSE_S = 0.1  # between two of them
 
-Reopen = Callable[[float], Pipe]
-"""Opens another connection to the same end, within so many seconds; WireError if it cannot."""
+Reopen = Callable[[float], Pipe]  # another connection, within so many seconds; or WireError
 
 
 class LastingPipe(Pipe):

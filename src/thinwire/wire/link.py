@@ -34,11 +34,9 @@ from thinwire.wire.frame import HEADER_BYTES, BytesLike, Frame, FrameKind, Meter
 CLOSE_GRACE_S = 5.0
 Span = tuple[str, int, int, float, float]
 
-Remedy = Callable[[str, Any, Any], str]
-"""(key, ours, theirs) -> what to do about this difference, or nothing."""
+Remedy = Callable[[str, Any, Any], str]  # (key, ours, theirs) -> what to do about it, or nothing
 
-Arrival = Frame | WireError | None
-"""What came: a frame, the reason why no more can come, or the end of the stream."""
+Arrival = Frame | WireError | None  # what came, why no more can, or the end of the stream
 
 MAX_SPANS = 65536
 _MOST_UNTAKEN = 8  # frames that are due, and read while the receiver is not done with one

@@ -363,7 +363,9 @@ class LoggedPipe(Pipe):
                 if pipe is not self._pipe:
                     continue  # of a process that was replaced meanwhile
                 if message is not None:
-                    if self._is_witness(message):
+                    if self.state.follows and kind_and_step(message)[0] == FrameKind.WITNESS:
+                        if self.audit is not None:
+                            self.audit(decode(message, len(message)))
                         continue
                     self._receive(message)
                     return message
@@ -371,19 +373,11 @@ class LoggedPipe(Pipe):
                     return None
                 if self.state.follows:
                     raise failure or WireError("the other end feeds this follower no more")
-                if not self._awaits:
-                    if failure is None:
-                        return None
+                if not self._awaits and failure is not None:
                     raise failure
+                if not self._awaits:
+                    return None
                 self._pipe = None
-
-    def _is_witness(self, message: BytesLike) -> bool:
-        """Whether this is for the audit; it has it then."""
-        if not self.state.follows or kind_and_step(message)[0] != FrameKind.WITNESS:
-            return False
-        if self.audit is not None:
-            self.audit(decode(message, len(message)))
-        return True
 
     def _receive(self, message: BytesLike) -> None:
         frame = memoryview(message)[STAMP_BYTES if self._nic is not None else 0 :]
@@ -487,8 +481,14 @@ class LoggedPipe(Pipe):
         """Say where this end stands, and hear where the other does; with a `check`, it is said only
         to one that passes: the other end can rely on that.
         """
+
+        def say() -> None:
+            with self._changed:
+                mine = self.state.position()
+            pipe.write(msgspec.msgpack.encode(mine))
+
         if check is None:
-            self._say_position(pipe)
+            say()
         raw = pipe.read_within(_ANSWER_S)
         if raw is None or len(raw) > MOST_SAID:
             raise WireError("the other end did not say where it stands")
@@ -500,20 +500,15 @@ class LoggedPipe(Pipe):
             raise BreachError(f"the other end says that it stands at step {theirs.start}")
         if check is not None:
             check(theirs)
-            self._say_position(pipe)
+            say()
         return theirs
-
-    def _say_position(self, pipe: Pipe) -> None:
-        with self._changed:
-            mine = self.state.position()
-        pipe.write(msgspec.msgpack.encode(mine))
 
     def round_trip(self) -> float:
         pipe = self._pipe
         return pipe.round_trip() if pipe else 0.0
 
     def trim(self, step: int) -> None:
-        """A state of this step is safe everywhere: earlier frames are needed no more."""
+        """As `LinkState.trim`."""
         with self._changed:
             self.state.trim(step)
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import socket
 import sys
 import time
@@ -120,10 +121,6 @@ def raise_descriptor_limit() -> int:
     """Allow this process and its children as many open files as the system lets it; how many. The
     usual soft limit of 1,024 is meant for programs that use select, and is soon used up.
     """
-    if sys.platform == "win32":
-        return 0
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
