@@ -42,7 +42,7 @@ class Audit:
     ):
         self._ends, self._is_exact, self._tell = ends, is_exact, tell
         self._lock = threading.Lock()
-        self._computed, self._witnessed = _Waiting(), _Waiting()
+        self._waiting = _Waiting(), _Waiting()  # what was computed, and witnesses
         self._compared = self._step = 0
         self._largest = 0.0
         self._beyond: Counter[FrameKind] = Counter()  # in a row
@@ -58,13 +58,10 @@ class Audit:
             return
         key = FrameKind(kind), frame.step, frame.microbatch
         item = bool(frame.shape), bytes(frame.payload)
-        own, others = self._computed, self._witnessed
-        if is_witness:
-            own, others = others, own
         with self._lock:
-            other = others.take(key)
+            other = self._waiting[not is_witness].take(key)
             if other is None:
-                own.put(key, item)
+                self._waiting[is_witness].put(key, item)
                 return
             (_, ours), (is_whole, theirs) = (other, item) if is_witness else (item, other)
             found = self._compare(key, ours, theirs, is_whole)

@@ -115,7 +115,18 @@ class StageBuilder:
         self.device = device
         self.dtype = WEIGHT_TYPES[settings.run.precision]
         self.architecture = architecture(settings.model)
-        self.space = self._space()
+        self.space: Space | None = None
+        boundary, model, is_meta = settings.boundary, settings.model, device.type == "meta"
+        if boundary.mode != "dense":
+            if is_meta:  # deriving a basis takes seconds
+                basis_DK = torch.empty(model.dim, boundary.rank, device=device)
+            else:
+                basis_DK = random_basis(model.dim, boundary.rank, boundary.basis_seed)
+            table_VD = None
+            if boundary.anchor == "fixed" and not is_meta:
+                seed = boundary.basis_seed
+                table_VD = fixed_table(model.vocab, model.dim, seed, model.embed_std).to(device)
+            self.space = Space(basis_DK.to(device, self.dtype), table_VD)
 
     def build(self, index: int) -> Stage:
         """A stage with empty weights: initialise it or load it."""
@@ -172,21 +183,6 @@ class StageBuilder:
         """The contract of a cut: what a frame's tensor must be."""
         return TensorSpec(wire_shape(self.settings), self.dtype, self.device)
 
-    def _space(self) -> Space | None:
-        boundary, model = self.settings.boundary, self.settings.model
-        if boundary.mode == "dense":
-            return None
-        table_VD = None
-        if boundary.anchor == "fixed" and self.device.type != "meta":
-            table_VD = fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std).to(
-                self.device
-            )
-        if self.device.type == "meta":  # deriving a basis takes seconds
-            basis_DK = torch.empty(model.dim, boundary.rank, device=self.device)
-        else:
-            basis_DK = random_basis(model.dim, boundary.rank, boundary.basis_seed)
-        return Space(basis_DK.to(self.device, self.dtype), table_VD)
-
     def boundary(self, receives: bool) -> Boundary:
         """One end of a cut."""
         config, space = self.settings.boundary, self.space
@@ -206,10 +202,8 @@ class Weights:
     """The parameters of a stage, or of a part of it."""
 
     count: int = 0
-    trained: int = 0
-    """Those with a gradient and moments: the others are frozen."""
-    bytes: int = 0
-    """Of all of them, without gradients and moments."""
+    trained: int = 0  # with a gradient and moments: the others are frozen
+    bytes: int = 0  # of all of them, without gradients and moments
 
     @classmethod
     def of(cls, parameters: Iterable[Tensor]) -> "Weights":

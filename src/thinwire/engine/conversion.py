@@ -1,21 +1,18 @@
 """A trained model's weights in other forms: merged, folded, or as the start of another run.
 
 *Merged*: adapters (LoRA) have become part of the matrices that they stood beside, W + (alpha /
-rank) B A, in whatever form the matrix has: for a reparametrised one W and B are coordinates in the
-same basis, and so is their sum.
+rank) B A, in whatever form the matrix has.
 
 *Folded*: the plain weights that export and other programs read. A model whose blocks write into a
 subspace is an ordinary Llama in another form: its embedding is T_fixed + T_S, and a reparametrised
-matrix is U A. Cuts then lose nothing, so the folded weights compute what the trained model
-computes, up to rounding (codecs are not part of a model). Between free weights a narrow cut drops
-what lies outside its basis, and a token table adds something in the middle of the model. No plain
-weights do that: such models do not fold.
+matrix is U A. So the folded weights compute what the trained model computes, up to rounding (codecs
+are no part of it). Between free weights a narrow cut drops what lies outside its basis, and a token
+table adds something in the middle of the model: such models do not fold.
 
 *Transferred*: into a run of any split, precision or boundary. What both models hold in the same
-form is copied, bit for bit. What they hold in different forms goes through the folded weights: of a
-subspace model to free weights nothing is lost; into a subspace only the part that lies in it is
-taken, and how much is lost is counted. A vocabulary may grow: rows of tokens that the source does
-not know keep their starting values.
+form is copied, bit for bit; the rest goes through the folded weights. Into a subspace only the part
+that lies in it is taken, and how much is lost is counted. A vocabulary may grow: rows of new tokens
+keep their starting values.
 """
 
 import dataclasses

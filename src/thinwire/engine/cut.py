@@ -1,9 +1,8 @@
 """The cuts of a run as codecs see them: where a tensor is packed, and what ends remember.
 
-What a codec remembers belongs to the cut, named by the block above it, so it is saved and found
-again whatever the stages are called. Both ends see the same tensors in the same order, also in a
-step that is refused: such a step changes no weight, but its tensors have crossed, and both ends
-remember them alike.
+What a codec remembers belongs to the cut, named by the block above it, so it is found again
+whatever the stages are called. Both ends see the same tensors in the same order, also in a step
+that is refused: its tensors have crossed, and both ends remember them alike.
 """
 
 from collections.abc import Callable

@@ -3,11 +3,10 @@
 With `boundary.anchor = "embedding"` the stream at a cut is the embedding of its token plus what
 blocks have written into the subspace, so every stage must know the embedding, and all of them find
 gradients for it. A row is due once its token was seen `boundary.row_tokens` times since its last
-update, and after `boundary.row_steps` steps if it was seen at all; which rows these are follows
-from the token ids, which all stages have. At the end of a step the gradients of due rows ride down
-the pipeline ahead of the tallies, and each stage adds its own. The first stage turns the sum into
-changes (`RowAdamW`), which ride up behind the verdict. Everybody adds what arrives there, the
-first stage too, so copies stay equal to the bit, and the model is a plain one at every moment.
+update, and after `boundary.row_steps` steps if it was seen at all: all stages know the ids. At the
+end of a step the gradients of due rows ride down the pipeline ahead of the tallies, and each stage
+adds its own. The first one turns the sum into changes (`RowAdamW`), which ride up behind the
+verdict. Everybody adds what arrives there, the first stage too, so copies stay equal to the bit.
 
 Shapes: V vocabulary, D model width, R rows that are due.
 """

@@ -1,12 +1,9 @@
 """What a stage is between two steps, as one object: for disk, another machine, or to undo a step.
 
 Names are global, so a state restores from a checkpoint of any number of stages, or from another
-stage's tensors in memory.
-
-A checkpoint is only as good as what is in it. So a file that comes from another machine is opened
-before it counts: it must hold the tensors that a stage of these settings saves and no others, of
-these shapes and types, all of them finite, and codec memories that a stage can restore and that
-are those it reported.
+stage's tensors in memory. A file that comes from another machine is opened before it counts: it
+must hold the tensors that a stage of these settings saves and no others, of these shapes and types,
+all of them finite, and codec memories that a stage can restore and that are those it reported.
 """
 
 import math
@@ -65,12 +62,8 @@ class StageState:
             **{BEFORE + name: p for name, p in update.before().items()},
             **{OPTIMIZER + name: t for name, t in update.optimizer.state_tensors().items()},
         }
-        if update.keeper is not None:
-            tensors |= update.keeper.state_tensors()
-        if update.rows is not None:
-            tensors |= update.rows.state_tensors()
-        for end in self.ends:
-            tensors |= end.state_tensors()
+        for part in (update.keeper, update.rows, *self.ends):
+            tensors |= part.state_tensors() if part is not None else {}
         return tensors
 
     def shard(self) -> dict[str, Tensor]:
@@ -93,15 +86,11 @@ class StageState:
     def restore(self, source: Source) -> None:
         """Become what the source holds; CheckpointError says what of it is missing or unfit."""
         update = self._update.of_step(source.step + 1)  # the latest of two, or the only one
-        optimizer, keeper = update.optimizer, update.keeper
-        restore_weights(update.stage, keeper.space if keeper is not None else None, source)
-        optimizer.load_state_tensors(_moments(source, update.stage.trained_parameters()))
-        if keeper is not None:
-            keeper.load(source)
-        if self._update.rows is not None:
-            self._update.rows.load(source)
-        for end in self.ends:
-            end.load(source)
+        restore_weights(update.stage, update.keeper.space if update.keeper else None, source)
+        update.optimizer.load_state_tensors(_moments(source, update.stage.trained_parameters()))
+        for part in (update.keeper, update.rows, *self.ends):
+            if part is not None:
+                part.load(source)
         update.version = source.versions.weight_version
         if update.twin is not None:
             # Nothing where the weights before the last update are the same, or had no delay.

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError, printable
@@ -100,8 +100,7 @@ class Routes:
         raise refusal or WireError("; ".join(problems) or "no route is known")
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """What a door answered to a ping: how it sees the caller, and how far off clocks are."""
 
     address: str  # the caller's, as the door sees it
@@ -317,8 +316,7 @@ class Grant:
 GrantOf = Callable[[str], Grant | None]  # of the one whose token it is; None: not known
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What a run has at a door at this moment, and the bytes that passed between two others."""
 
     connections: int

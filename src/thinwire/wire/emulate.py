@@ -13,8 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from thinwire.errors import ConfigError
 from thinwire.occupancy import Occupancy
@@ -28,8 +27,7 @@ _STAMP = struct.Struct("<d")
 _LONGEST_SLEEP_S = 60.0
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """When one message occupies the uplink, and when its last byte reaches the other host."""
 
     start: float

@@ -1,8 +1,8 @@
 """A pipe that outlives its connections: when one is lost, it is opened anew and nothing is missing.
 
-Each message has a number. An end keeps what it has sent until the other acknowledges it. When a
-connection is lost, both ends open another, tell each other how many messages they have, and send
-the rest again; what came twice is dropped. So a home router may restart in the middle of a step.
+Each message has a number, and an end keeps what it has sent until the other acknowledges it. On a
+new connection both ends tell each other how many messages they have, and send the rest again; what
+came twice is dropped. So a home router may restart in the middle of a step.
 """
 
 import collections

@@ -1,14 +1,14 @@
 """A link: frames between two neighbouring stages, sent without making compute wait.
 
-A pipe is what a link needs of a transport; here is the one that stays in memory. Before the
-first frame each end says who it is and what it runs (`handshake`). Then `send` only
-queues. Packing, checksumming and writing happen on the link's own threads:
+A pipe is what a link needs of a transport; the one that stays in memory is here. Before the first
+frame each end says who it is and what it runs (`handshake`). Then `send` only queues. Packing,
+checksumming and writing happen on the link's own threads:
 
     send() -> queue -> packing thread -> [waits for the uplink] -> pipe   (in brackets: only when
     pipe -> reading thread -> [waits for its arrival] -> on_frame          emulating a slow network)
 
-A link ends in one of two ways. In good order: one end sends BYE after everything it had
-queued. Broken: anything else, reported once to `on_broken` with the reason.
+A link ends in good order, when one end sends BYE after everything it had queued, or it is broken,
+which is reported once to `on_broken` with the reason.
 """
 
 import collections
@@ -338,9 +338,8 @@ class Link:
             self.meter.count_sent(frame.kind, len(message) - HEADER_BYTES)
             start = time.monotonic()
             if self._nic is not None and self._out_line is not None:
-                passage = self._nic.reserve_up(len(message), start)
-                start, end = passage.start, passage.end
-                self._out_line.put(start, stamp(message, passage.arrival))
+                start, end, arrival = self._nic.reserve_up(len(message), start)
+                self._out_line.put(start, stamp(message, arrival))
             else:
                 self._write(message)
                 end = time.monotonic()

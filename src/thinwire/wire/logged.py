@@ -1,11 +1,10 @@
 """A pipe that outlives the process at its other end: what was sent since a state is kept in a log.
 
 A stage that is lost is built again elsewhere from its last saved state, and computes the steps
-since then anew. All that it needs for that are the frames that its neighbours sent to it. So each
-end of a cut keeps what it has sent, by step. When another process takes the place of the one
-at the other end, both say where they stand (`Position`): this end sends its log again from the step
-of that state on, and of what the other computes anew it drops what has arrived here before. Frames
-follow from the state and from each other, so nobody else notices.
+since then anew, of the frames that its neighbours sent to it. So each end of a cut keeps what it
+has sent, by step. When another process takes the place of the one at the other end, both say where
+they stand (`Position`): this end sends its log again from the step of that state on, and of what
+the other computes anew it drops what has arrived here before. Nobody else notices.
 """
 
 import contextlib

@@ -7,9 +7,8 @@ The host serves this behind its door as `RUN/speed`. Each connection asks for on
     host     go              once nobody else measures; then down: it sends for so long, and ends;
                              up: the caller sends for so long, and the host says how fast it came
 
-Whoever receives takes the time, so buffers on the way do not flatter. One burst goes at a time, for
-two would measure each other. Seconds, bytes and callers are bounded, and a run's door admits only
-its own peers.
+Whoever receives takes the time, so buffers on the way do not flatter. Seconds, bytes and callers
+are bounded, and a run's door admits only its own peers.
 """
 
 import contextlib
