@@ -8,7 +8,7 @@ other, and what is far from all before is no rounding.
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from thinwire.engine.cut import LEGS, CutEnd
 from thinwire.engine.reports import Audited, Named
@@ -32,15 +32,19 @@ _NAMES: dict[FrameKind, Named] = {
 
 
 class Audit:
-    """What one process has computed in a stage's place, and what the neighbours got from it. `ends`
-    are the stage's ends of its cuts, by the kind of frame that it sends there. The first difference
-    is told.
+    """What one process has computed in a stage's place, and what the neighbours got from it.
+    `above` and `below` are its ends of its cuts. The first difference is told.
     """
 
     def __init__(
-        self, ends: Mapping[FrameKind, CutEnd], is_exact: bool, tell: Callable[[Audited], None]
+        self,
+        above: CutEnd | None,
+        below: CutEnd | None,
+        is_exact: bool,
+        tell: Callable[[Audited], None],
     ):
-        self._ends, self._is_exact, self._tell = ends, is_exact, tell
+        self._ends = {FrameKind.FORWARD: above, FrameKind.BACKWARD: below}
+        self._is_exact, self._tell = is_exact, tell
         self._lock = threading.Lock()
         self._waiting = _Waiting(), _Waiting()  # what was computed, and witnesses
         self._compared = self._step = 0
@@ -101,9 +105,10 @@ class Audit:
     def _difference(self, key: "Key", ours: bytes, theirs: bytes) -> float:
         """Of two payloads, relative to the norm of ours; -1 where they cannot be compared."""
         kind, step, microbatch = key
-        if kind not in self._ends:
+        end = self._ends.get(kind)
+        if end is None:
             return -1.0
-        end, leg = self._ends[kind], LEGS[kind]
+        leg = LEGS[kind]
         # Not as in training: then the codec would remember them.
         place = end.place(leg, step, microbatch, training=False)
         try:

@@ -28,8 +28,6 @@ LEGS = {
 }
 TRAINING = (FrameKind.FORWARD, FrameKind.BACKWARD)  # of the others no codec remembers anything
 
-Examples = Callable[[int, int], tuple[int, ...]]  # (step, microbatch) -> the rows' examples
-
 
 @dataclass(eq=False)
 class CutEnd:
@@ -42,7 +40,8 @@ class CutEnd:
     block: int = 0  # above the cut
     seed: int = 0
     microbatches: int = 1
-    examples: Examples | None = None  # for codecs that remember them
+    # For codecs that remember them: (step, microbatch) -> the training examples of its rows.
+    examples: Callable[[int, int], tuple[int, ...]] | None = None
 
     @classmethod
     def build(
@@ -65,7 +64,7 @@ class CutEnd:
         for leg, codec in codecs.items():
             folder = None
             if scratch is not None and codec.remembers_examples:
-                folder = scratch / f"cut-{cut}-{leg.value}-{_role(leg, is_lower)}"
+                folder = scratch / memory_prefix(block, leg, is_lower)
                 folder.mkdir(parents=True, exist_ok=True)
             codec.prepare(spec, Surroundings(count, settings.codec.memory_mb << 20, folder))
         return end
@@ -115,7 +114,7 @@ class CutEnd:
     def state_tensors(self) -> dict[str, Tensor]:
         """What this end remembers, by the names that it has in a checkpoint."""
         return {
-            self._prefix(leg) + name: tensor
+            memory_prefix(self.block, leg, self.is_lower) + name: tensor
             for leg, codec in self.codecs.items()
             for name, tensor in codec.state_tensors().items()
         }
@@ -125,17 +124,15 @@ class CutEnd:
         for leg, codec in self.codecs.items():
             if not codec.remembers or not remembered(source, self.block, leg, codec):
                 continue
+            prefix = memory_prefix(self.block, leg, self.is_lower)
             try:
-                codec.load_state_tensors(source.tensors_under(self._prefix(leg)))
+                codec.load_state_tensors(source.tensors_under(prefix))
             except ValueError as error:
                 raise CheckpointError(
                     f"the memory of {codec.name} on the {leg.value} leg of cut {self.cut} in "
                     f"{source} does not fit this run: {error}. Resume with the same batch and "
                     "microbatches, or with codecs without memory"
                 ) from error
-
-    def _prefix(self, leg: Leg) -> str:
-        return memory_prefix(self.block, leg, self.is_lower)
 
 
 def cuts_of(settings: Settings, stage: int) -> list[tuple[int, bool]]:
@@ -161,11 +158,8 @@ def ends_of(
 
 def memory_prefix(block: int, leg: Leg, is_lower: bool) -> str:
     """How the names begin that one end of the cut before a block gives what it remembers."""
-    return f"{MEMORY}{block}/{leg.value}/{_role(leg, is_lower)}/"
-
-
-def _role(leg: Leg, is_lower: bool) -> str:
-    return "send" if (leg is Leg.FORWARD) == is_lower else "receive"
+    role = "send" if (leg is Leg.FORWARD) == is_lower else "receive"
+    return f"{MEMORY}{block}/{leg.value}/{role}/"
 
 
 def remembered(source: Source, block: int, leg: Leg, codec: Codec) -> bool:

@@ -54,11 +54,6 @@ class Due:
     basis_bytes: int = 0  # of one that moves
     rows: tuple[int, int] = (0, 0)  # frames in a step and bytes of one, at most; 0 = none cross
 
-    @property
-    def sender(self) -> int:
-        """The stage that sends."""
-        return self.stage + (-1 if self.is_from_below else 1)
-
     @cached_property
     def kinds(self) -> dict[FrameKind, int]:
         """The kinds of frames, with the most bytes of those that no codec packs."""
@@ -72,11 +67,6 @@ class Due:
             tensors, messages = {FrameKind.BACKWARD}, {FrameKind.TALLY: TALLY_BYTES} | basis | rows
         return {kind: most for kind, most in messages.items() if most} | dict.fromkeys(tensors, 0)
 
-    @property
-    def steps_behind(self) -> int:
-        """Steps that are still under way when the next one is opened."""
-        return min(self.schedule.delay, 1) if self.schedule else 0
-
     @cached_property
     def answers_before(self) -> tuple[int, ...]:
         """For each forward from below, gradients sent back before: by the schedule it keeps a
@@ -84,17 +74,10 @@ class Due:
         """
         if self.schedule is None or not self.is_from_below:
             return ()
-        held = self.schedule.held[self.sender]
+        held = self.schedule.held[self.stage - 1]
         count, delay = self.schedule.microbatches, self.schedule.delay
         least = [0 if number >= delay else -count for number in range(count)]
         return tuple(max(number - held + 1, least[number]) for number in range(count))
-
-    def has_number(self, kind: FrameKind, number: int) -> bool:
-        """Whether there is a message of this kind and number, of those that no codec packs."""
-        if kind is not FrameKind.ROWS:
-            return number == 0
-        way = FROM_BELOW if self.is_from_below else FROM_ABOVE
-        return number in (row_number(frame, way) for frame in range(self.rows[0]))
 
 
 class Mailbox:
@@ -201,6 +184,11 @@ class Port:
         self._end = end
         self._mailbox = mailbox
         self._due = due
+        self._sender = due.stage + (-1 if due.is_from_below else 1)
+        # Steps that are still under way when the next one is opened.
+        self._steps_behind = min(due.schedule.delay, 1) if due.schedule else 0
+        way = FROM_BELOW if due.is_from_below else FROM_ABOVE
+        self._row_numbers = {row_number(frame, way) for frame in range(due.rows[0])}
         self._sightings = sightings or Sightings()
         self._gate = threading.Lock()
         self._open_step = due.first_step - 1  # a validation may come before the first step
@@ -265,7 +253,7 @@ class Port:
     def open_step(self, step: int) -> None:
         """Let training tensors of this step in: what codecs remember may move on to it."""
         with self._gate:
-            self._open_step, oldest = step, step - self._due.steps_behind
+            self._open_step, oldest = step, step - self._steps_behind
             self._seen = {what for what in self._seen if what[1] >= oldest}
             for past in [at for at in [*self._sent] if at < oldest]:  # others add to it meanwhile
                 del self._sent[past]
@@ -294,9 +282,9 @@ class Port:
         kind = frame.kind
         if kind not in self._due.kinds:
             raise WireError(f"it is an unexpected {kind.name} frame")
-        if frame.sender != self._due.sender:
+        if frame.sender != self._sender:
             raise WireError(
-                f"it bears the name of stage {frame.sender}, but stage {self._due.sender} is the "
+                f"it bears the name of stage {frame.sender}, but stage {self._sender} is the "
                 "neighbour"
             )
         codec = self._check_contract(frame) if kind in LEGS else None
@@ -327,7 +315,7 @@ class Port:
         if frame.kind is FrameKind.FORWARD and number < len(before):
             # Gradients that were sent, less those that are missing of the step before.
             answers = len(self._sent.get(frame.step, ()))
-            if self._due.steps_behind and frame.step > self._due.first_step:
+            if self._steps_behind and frame.step > self._due.first_step:
                 answers -= self._end.microbatches - len(self._sent.get(frame.step - 1, ()))
             if answers < (wanted := before[number]):
                 due = f"it is due after {wanted} gradients, and {answers} were sent"
@@ -338,13 +326,12 @@ class Port:
         return f"it belongs neither to the current step, {self._open_step}, nor to the next"
 
     def _check_due(self, frame: Frame) -> None:
-        is_late = frame.step < self._open_step - self._due.steps_behind
+        is_late = frame.step < self._open_step - self._steps_behind
         if why := self._not_now() if is_late else self._too_early(frame):
             raise WireError(why)
-        if frame.kind not in LEGS and not (
-            self._due.has_number(frame.kind, frame.microbatch)
-            and (frame.kind is not FrameKind.VALIDATED or frame.step == self._open_step + 1)
-        ):
+        numbers = self._row_numbers if frame.kind is FrameKind.ROWS else {0}
+        is_early = frame.kind is FrameKind.VALIDATED and frame.step != self._open_step + 1
+        if frame.kind not in LEGS and (frame.microbatch not in numbers or is_early):
             raise WireError("it does not exist")
 
     def _on_message(self, frame: Frame) -> None:

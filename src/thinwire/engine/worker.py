@@ -174,11 +174,6 @@ class Worker:
             terms |= {"token_table": self.update.rows.fingerprint()} if self.update.rows else {}
         return terms
 
-    def sent_over(self) -> dict[FrameKind, CutEnd]:
-        """The ends of cuts over which this stage sends tensors in training, by their kind."""
-        ends = {FrameKind.FORWARD: self.above, FrameKind.BACKWARD: self.below}
-        return {kind: end for kind, end in ends.items() if end is not None}
-
     def log_folder(self, cut: int) -> Path:
         """Where what is sent over a cut is logged."""
         return self._scratch / f"sent-{cut}"

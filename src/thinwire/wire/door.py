@@ -35,6 +35,7 @@ from typing import Literal, NamedTuple
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError, printable
+from thinwire.occupancy import Occupancy
 from thinwire.wire.keys import RUN_DIGITS, fingerprint_of, proven_by
 from thinwire.wire.sockets import ListeningPort, address_text, connect, hang_up, why
 
@@ -556,25 +557,21 @@ class Door(contextlib.AbstractContextManager["Door"]):
             caller.is_over.wait()
 
 
-class Allowance:
+class Allowance(Occupancy):
     """Spreads bytes over time so that they stay below a rate; 0 Mbit/s is no bound."""
 
     def __init__(self, mbps: float, burst_s: float = 0.25) -> None:
-        self.mbps = mbps
+        super().__init__(mbps)
         self.passed = 0  # bytes, since it exists
-        self._burst_s, self._paid_until = burst_s, 0.0
+        self._burst_s = burst_s
         self._lock = threading.Lock()
 
     def book(self, count: int, now: float) -> float:
         """Account for bytes that are to be passed on; the seconds to wait before that."""
-        mbps = self.mbps  # which may change at any time
         with self._lock:
             self.passed += count
-            if mbps <= 0:
-                return 0.0
-            self._paid_until = max(self._paid_until, now - self._burst_s)
-            self._paid_until += count * 8 / (mbps * 1e6)
-            return max(0.0, self._paid_until - now)
+            earliest = now - self._burst_s  # what was not used until then is lost
+            return max(0.0, self.carry(count, earliest, earliest)[1] - now)
 
 
 class _Caller:

@@ -74,7 +74,7 @@ class FrameLog:
         self._number, self.bytes = 0, 0  # of the file that grows, and of all frames
         self._dropped = 0  # entries before the first that is there
         self.latest = 0  # the last step of which it has a frame
-        self._from = 0  # it has all frames of this step and later ones
+        self.reach = 0  # it has all frames of this step and later ones
         self.trouble = ""
         with contextlib.suppress(OSError):
             for old in folder.glob("*.frames"):
@@ -89,7 +89,7 @@ class FrameLog:
                     raise OSError(f"it would be larger than {self._limit >> 20} MB")
                 self._entries.append(Entry(step, kind, *self._store(message), len(message)))
             except OSError as error:
-                self.trouble, self._from = str(error), self.latest + 1
+                self.trouble, self.reach = str(error), self.latest + 1
                 self._drop(lambda entry: True)
                 return
             self.bytes += len(message)
@@ -103,10 +103,6 @@ class FrameLog:
         if offset + len(message) >= SEGMENT_BYTES:
             self._number += 1
         return file, offset
-
-    def reaches(self, step: int) -> bool:
-        """Whether it has all frames of this step and later ones."""
-        return step >= self._from
 
     def after(self, count: int | None) -> tuple[int, list[Entry]]:
         """The frames that came after so many, or all that are there, in order; and how many there
@@ -141,7 +137,7 @@ class FrameLog:
         files = {entry.file for entry in self._entries}
         while self._entries and is_old(self._entries[0]):
             entry = self._entries.popleft()
-            self._from = max(self._from, entry.step + 1)
+            self.reach = max(self.reach, entry.step + 1)
             self.bytes -= entry.length
             self._dropped += 1
         current = self._folder / f"{self._number:06d}.frames"
@@ -192,17 +188,16 @@ class LinkState:
         self.log, self.start, self.is_new, self.follows = log, start, is_new, follows
         self._first = start
         self.theirs: Position | None = None  # once either end was replaced
+        # The last step whose frames may come before they are due: the other end has sent them
+        # before, or has all that it needs to send them.
         self.sent_again = sys.maxsize if follows else -1
-        """The last step whose frames may come before they are due: the other end has sent them
-        before, or has all that it needs to send them."""
         self.decided, self.stops = 0, False  # as of a Position
         self.said_bye = self.heard_bye = False
         self._lacks = Lacking()  # what the other end does
         self._received: Counter[tuple[int, int]] = Counter()  # by step and kind
         self._unwritten = 0  # that were logged, and not written yet
+        # Called with each frame that arrives, before it counts: a position says what follows.
         self.note: Callable[[BytesLike], None] = lambda message: None
-        """Called with each frame that arrives, before it counts: a position says what follows from
-        what it has received."""
 
     @property
     def holds_goodbye(self) -> bool:
@@ -247,10 +242,10 @@ class LinkState:
 
     def check_reach(self, theirs: Position) -> None:
         """WireError unless the log has all frames of the step that another end is at."""
-        if theirs.start < self._first or not self.log.reaches(theirs.start):
+        if theirs.start < max(self._first, self.log.reach):
+            why = f": {self.log.trouble}" if self.log.trouble else ""
             raise WireError(
-                f"the log of what was sent does not reach back to step {theirs.start}"
-                + (f": {self.log.trouble}" if self.log.trouble else "")
+                f"the log of what was sent does not reach back to step {theirs.start}{why}"
             )
 
     def go_on(self, theirs: Position) -> list[Entry]:
@@ -312,8 +307,8 @@ class LoggedPipe(Pipe):
         """
         self._nic, self._count = nic, count
         self.fed_bytes = 0  # to followers, beside the link
-        self.audit: Callable[[Frame], None] | None = None  # while this end follows: hears what it
-        # would send, and witnesses of what the other has sent
+        # While this end follows: hears what it would send, and witnesses of what the other sends.
+        self.audit: Callable[[Frame], None] | None = None
         self._unwitnessed: list[deque[BytesLike]] = []  # by follower that audits: what has arrived
         self._writing = threading.Lock()
         self._changed = threading.Condition()  # guards all that follows
