@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from settings_values import narrow
 from thinwire.engine import worker
-from thinwire.engine.build import StageBuilder, autocast_for, weights_rounded_once
-from thinwire.engine.passes import GraphPasses
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.passes import GraphPasses, autocast_for, weights_rounded_once
 from thinwire.errors import ConfigError
 from whole_state import are_equal
 

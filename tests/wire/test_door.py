@@ -11,8 +11,8 @@ from knocking import RUN, TOKEN, ask, knock, line
 
 from proxy import Proxy
 from thinwire.errors import AdmissionError, WireError
-from thinwire.wire import Door, Limits, Route, Standby, Traffic, ping
-from thinwire.wire.door import LONGEST_LINE, home_of, proof_of
+from thinwire.wire import Door, Route, Standby, Traffic, ping
+from thinwire.wire.door import LONGEST_LINE, Limits, home_of, proof_of
 from thinwire.wire.sockets import split_address
 from waiting import PATIENCE, wait_until
 

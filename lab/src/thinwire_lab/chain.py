@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from thinwire.codec import Leg, cross, spec_of
-from thinwire.engine.build import Joined, choose_device, prepare_torch, weights_rounded_once
+from thinwire.engine.build import Joined, choose_device, prepare_torch
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import Keeper
-from thinwire.engine.reports import StepTrace
+from thinwire.engine.passes import weights_rounded_once
 from thinwire.engine.step_end import StageUpdate, StepEnd
+from thinwire.engine.trace import StepTrace
 from thinwire.model import Score, learning_rate
 from thinwire.settings import Settings
 

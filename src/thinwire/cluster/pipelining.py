@@ -26,7 +26,7 @@ from thinwire.cluster.grid import check_size
 from thinwire.codec import Leg, Part
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import DeviceBatch, Feed
-from thinwire.engine.reports import BACKWARD, FORWARD, GRADIENT, INPUT, Sightings, StepTrace
+from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, Sightings, StepTrace
 from thinwire.errors import WireError
 from thinwire.model import Score, Stage
 

@@ -17,22 +17,15 @@ from thinwire.cluster.pipelining import CARRIER, Chunk, Crossing, ThinStage
 from thinwire.cluster.world import World
 from thinwire.codec import Leg
 from thinwire.data import Corpus
-from thinwire.engine.build import StageBuilder, autocast_for, prepare_torch, weights_rounded_once
+from thinwire.engine.build import StageBuilder, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import CutEnd, ends_of
 from thinwire.engine.feed import Feed
-from thinwire.engine.reports import (
-    FORWARD,
-    Evaluation,
-    Meters,
-    ShardFailed,
-    ShardWritten,
-    Sightings,
-    StageCosts,
-    Step,
-)
+from thinwire.engine.passes import autocast_for, weights_rounded_once
+from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
+from thinwire.engine.trace import FORWARD, Sightings
 from thinwire.engine.worker import PATIENCE, scratch_folder
 from thinwire.model import learning_rate
 from thinwire.settings import Settings

@@ -2,9 +2,7 @@
 weights it has; and all stages of a model in one process.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,24 +11,12 @@ from torch import Tensor
 from thinwire.codec import Leg, TensorSpec, cross
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
+from thinwire.engine.passes import autocast_for
 from thinwire.errors import ConfigError
-from thinwire.model import (
-    Boundary,
-    Constraint,
-    DenseBoundary,
-    EmbeddedBoundary,
-    Narrow,
-    Past,
-    ProjectedBoundary,
-    Score,
-    Space,
-    Stage,
-    SubspaceBoundary,
-    architecture,
-    fixed_table,
-    random_basis,
-)
+from thinwire.model import Boundary, Narrow, Past, Score, Stage, SubspaceBoundary, architecture
 from thinwire.model.adapter import attach_adapters, round_frozen
+from thinwire.model.boundary import DenseBoundary, EmbeddedBoundary, ProjectedBoundary
+from thinwire.model.subspace import Constraint, Space, fixed_table, random_basis
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.crossing import wire_shape
 from thinwire.settings.precision import WEIGHT_TYPES
@@ -82,29 +68,6 @@ def is_emulated(precision: str, device: torch.device) -> bool:
 def _check_precision(precision: str, device: torch.device) -> None:
     if device.type == "mps" and precision == "fp64":
         raise ConfigError('run.precision = "fp64" does not exist on mps: use run.device = "cpu"')
-
-
-def autocast_for(
-    precision: str, device: torch.device
-) -> Callable[[], AbstractContextManager[None]]:
-    """The context in which a stage computes."""
-    if precision == "bf16":
-        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
-    return contextlib.nullcontext
-
-
-@contextlib.contextmanager
-def weights_rounded_once() -> Iterator[None]:
-    """While this lasts, autocast rounds each weight once and not for every microbatch. Weights must
-    not change meanwhile. Autocast forgets its copies when its outermost block ends: this is one
-    more.
-    """
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
 
 
 class StageBuilder:

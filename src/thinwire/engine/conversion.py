@@ -25,17 +25,9 @@ from torch import Tensor
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import BASIS, Source
 from thinwire.errors import CheckpointError
-from thinwire.model import (
-    BoundaryConfig,
-    LoraConfig,
-    Space,
-    Stage,
-    architecture,
-    fixed_table,
-    project,
-    random_basis,
-)
+from thinwire.model import BoundaryConfig, LoraConfig, Space, Stage, architecture
 from thinwire.model.adapter import DOWN, UP, is_adapter
+from thinwire.model.subspace import fixed_table, project, random_basis
 from thinwire.settings import Settings
 from thinwire.settings.precision import WEIGHT_TYPES
 

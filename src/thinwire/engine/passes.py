@@ -5,8 +5,9 @@ With small microbatches on a fast GPU launching takes longer than computing. Wha
 writes stays where it was, so each microbatch in flight has a pair of graphs, with own tensors.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,6 +21,27 @@ Autocast = Callable[[], AbstractContextManager[None]]
 
 _WARM_UPS = 3  # before a capture: libraries choose kernels then, and compilers compile
 _CAPTURING = threading.Lock()  # stages of one process capture one after the other
+
+
+def autocast_for(precision: str, device: torch.device) -> Autocast:
+    """The context in which a stage computes."""
+    if precision == "bf16":
+        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext
+
+
+@contextlib.contextmanager
+def weights_rounded_once() -> Iterator[None]:
+    """While this lasts, autocast rounds each weight once and not for every microbatch. Weights must
+    not change meanwhile. Autocast forgets its copies when its outermost block ends: this is one
+    more.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 class Pass:

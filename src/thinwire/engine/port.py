@@ -17,9 +17,9 @@ from torch import Tensor
 from thinwire.codec import Codec
 from thinwire.engine.checkpoint import Versions
 from thinwire.engine.cut import LEGS, TRAINING, CutEnd
-from thinwire.engine.reports import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
 from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack_tally
+from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.errors import ThinwireError, WireError
 from thinwire.schedule import Schedule
 from thinwire.wire import Frame, FrameKind, Link

@@ -1,18 +1,15 @@
-"""What a stage notes of its work, and reports to whoever leads the run.
+"""What a stage reports of its work, to whoever leads the run.
 
 Annotations say all that is checked when a report arrives from another process.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated, Literal, TypedDict, cast
 
 import msgspec
-from torch import Tensor
 
-from thinwire.engine.checkpoint import Shard, Versions, is_finite
+from thinwire.engine.checkpoint import Shard, Versions
 from thinwire.typed import Finite
 from thinwire.wire import Link
 
@@ -20,14 +17,6 @@ Cost = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # seconds: the simulator pl
 Span = tuple[str, str, Finite, Finite]  # lane, label, start, end by this machine's clock
 Agreements = dict[str, dict[str, str]]  # fingerprints of what codecs remember, by cut and leg
 Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]  # more than any link counts
-
-# Where values that are not finite may be seen.
-INPUT = "input"  # the activations that the stage below sent
-FORWARD = "forward"  # this stage's own forward pass
-GRADIENT = "gradient"  # what the stage above sent back
-BACKWARD = "backward"  # this stage's own backward pass
-NORMS = "norms"  # the tally that the stage above sent
-PLACES = (INPUT, FORWARD, GRADIENT, BACKWARD, NORMS)  # each leads to the next
 
 
 class Counts(TypedDict):
@@ -129,64 +118,3 @@ class ShardFailed:
 
 
 Report = Step | Evaluation | ShardWritten | ShardFailed
-
-
-class Progress:
-    """What one stage is doing, so that no wait is silent; read by the thread that sends pulses."""
-
-    def __init__(self) -> None:
-        self.begun = 0
-        self.doing = "starts"
-
-    def begin(self, doing: str) -> None:
-        """The stage begins another piece of work, or another wait."""
-        self.doing = doing
-        self.begun += 1
-
-
-@dataclass
-class StepTrace:
-    """Spans of one step as (lane, label, start, end), in this machine's monotonic seconds."""
-
-    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
-    on_begin: Callable[[str, str], None] = lambda lane, label: None
-
-    @contextmanager
-    def span(self, lane: str, label: str) -> Iterator[None]:
-        """Record how long the body takes."""
-        self.on_begin(lane, label)
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.spans.append((lane, label, start, time.monotonic()))
-
-    def seconds(self, lane: str, prefix: str = "") -> float:
-        """Total time in a lane, of the labels that start with `prefix`."""
-        return sum(
-            end - start
-            for where, label, start, end in self.spans
-            if where == lane and label.startswith(prefix)
-        )
-
-
-class Sightings:
-    """Where a stage has seen values that are not finite: step by step, so that the first is named.
-    Within a step microbatches do not depend on each other: the place decides which came first.
-    """
-
-    def __init__(self) -> None:
-        self._places: dict[int, set[str]] = {}
-
-    def note(self, step: int, place: str) -> None:
-        """Values that are not finite were seen here."""
-        self._places.setdefault(step, set()).add(place)
-
-    def look(self, step: int, place: str, tensor: Tensor) -> None:
-        """Note the place if this tensor is not finite."""
-        if not is_finite(tensor):
-            self.note(step, place)
-
-    def take_first(self, step: int) -> str:
-        """The first place of a step that is over, or nothing; it is forgotten."""
-        return min(self._places.pop(step, set()), key=PLACES.index, default="")

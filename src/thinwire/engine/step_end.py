@@ -25,8 +25,8 @@ from thinwire.codec import Leg
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import Versions, is_finite
 from thinwire.engine.keeper import Keeper
-from thinwire.engine.reports import BACKWARD, GRADIENT, Sightings, StepTrace
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, SharedRows, row_number
+from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer
 from thinwire.wire import HEADER_BYTES, FrameKind

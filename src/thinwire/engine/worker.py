@@ -26,31 +26,16 @@ from torch import Tensor
 
 import thinwire
 from thinwire.data import Corpus
-from thinwire.engine.build import (
-    StageBuilder,
-    autocast_for,
-    choose_device,
-    prepare_torch,
-    weights_rounded_once,
-)
+from thinwire.engine.build import StageBuilder, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import CutEnd, ends_of
 from thinwire.engine.feed import DeviceBatch, Feed, TokenSource
-from thinwire.engine.passes import GraphPasses, Pass, Passes
+from thinwire.engine.passes import GraphPasses, Pass, Passes, autocast_for, weights_rounded_once
 from thinwire.engine.port import Due, Mailbox, Port, decision_number
-from thinwire.engine.reports import (
-    FORWARD,
-    Evaluation,
-    Progress,
-    Report,
-    Sightings,
-    StageCosts,
-    Step,
-    StepTrace,
-    meters_of,
-)
+from thinwire.engine.reports import Evaluation, Report, StageCosts, Step, meters_of
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict
+from thinwire.engine.trace import FORWARD, Progress, Sightings, StepTrace
 from thinwire.model import Score, learning_rate
 from thinwire.schedule import Kind
 from thinwire.settings import Settings

@@ -3,7 +3,8 @@
 import signal
 from collections.abc import Sequence
 
-from thinwire.engine.reports import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Step
+from thinwire.engine.reports import Step
+from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS
 from thinwire.run.events import Exited, Lost, Said, Suspect
 from thinwire.run.protocol import Failed
 

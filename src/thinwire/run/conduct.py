@@ -3,18 +3,8 @@
 from collections.abc import Iterator
 from typing import NoReturn
 
-from thinwire.engine.reports import (
-    GRADIENT,
-    INPUT,
-    NORMS,
-    PLACES,
-    Evaluation,
-    Meters,
-    Report,
-    ShardFailed,
-    ShardWritten,
-    Step,
-)
+from thinwire.engine.reports import Evaluation, Meters, Report, ShardFailed, ShardWritten, Step
+from thinwire.engine.trace import GRADIENT, INPUT, NORMS, PLACES
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import WireError, printable
 from thinwire.run.protocol import Failed, Finished, LinkDown, LinkUp, OfStage

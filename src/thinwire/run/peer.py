@@ -34,7 +34,8 @@ import torch
 import thinwire
 from thinwire.background import on_daemon_thread
 from thinwire.engine.audit import Audit
-from thinwire.engine.reports import Progress, Report, ShardFailed, ShardWritten, meters_of
+from thinwire.engine.reports import Report, ShardFailed, ShardWritten, meters_of
+from thinwire.engine.trace import Progress
 from thinwire.engine.worker import Worker, remedy
 from thinwire.errors import BreachError, ThinwireError, WireError, outward
 from thinwire.run import protocol as msg

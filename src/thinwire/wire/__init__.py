@@ -3,18 +3,7 @@
 See docs/wire.md for the format and the model of the emulated network.
 """
 
-from thinwire.wire.door import (
-    Door,
-    Grant,
-    Limits,
-    Route,
-    Routes,
-    Seen,
-    Standby,
-    Traffic,
-    ping,
-    ping_all,
-)
+from thinwire.wire.door import Door, Grant, Route, Routes, Seen, Standby, Traffic, ping, ping_all
 from thinwire.wire.emulate import Nic
 from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, Meter, Unmetered, decode, encode
 from thinwire.wire.keys import Identity

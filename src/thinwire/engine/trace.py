@@ -1,0 +1,79 @@
+"""What a stage notes of its own work: what it does, how long it takes, where values go bad."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from thinwire.engine.checkpoint import is_finite
+
+# Where values that are not finite may be seen.
+INPUT = "input"  # the activations that the stage below sent
+FORWARD = "forward"  # this stage's own forward pass
+GRADIENT = "gradient"  # what the stage above sent back
+BACKWARD = "backward"  # this stage's own backward pass
+NORMS = "norms"  # the tally that the stage above sent
+PLACES = (INPUT, FORWARD, GRADIENT, BACKWARD, NORMS)  # each leads to the next
+
+
+class Progress:
+    """What one stage is doing, so that no wait is silent; read by the thread that sends pulses."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.doing = "starts"
+
+    def begin(self, doing: str) -> None:
+        """The stage begins another piece of work, or another wait."""
+        self.doing = doing
+        self.begun += 1
+
+
+@dataclass
+class StepTrace:
+    """Spans of one step as (lane, label, start, end), in this machine's monotonic seconds."""
+
+    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
+    on_begin: Callable[[str, str], None] = lambda lane, label: None
+
+    @contextmanager
+    def span(self, lane: str, label: str) -> Iterator[None]:
+        """Record how long the body takes."""
+        self.on_begin(lane, label)
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spans.append((lane, label, start, time.monotonic()))
+
+    def seconds(self, lane: str, prefix: str = "") -> float:
+        """Total time in a lane, of the labels that start with `prefix`."""
+        return sum(
+            end - start
+            for where, label, start, end in self.spans
+            if where == lane and label.startswith(prefix)
+        )
+
+
+class Sightings:
+    """Where a stage has seen values that are not finite: step by step, so that the first is named.
+    Within a step microbatches do not depend on each other: the place decides which came first.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, set[str]] = {}
+
+    def note(self, step: int, place: str) -> None:
+        """Values that are not finite were seen here."""
+        self._places.setdefault(step, set()).add(place)
+
+    def look(self, step: int, place: str, tensor: Tensor) -> None:
+        """Note the place if this tensor is not finite."""
+        if not is_finite(tensor):
+            self.note(step, place)
+
+    def take_first(self, step: int) -> str:
+        """The first place of a step that is over, or nothing; it is forgotten."""
+        return min(self._places.pop(step, set()), key=PLACES.index, default="")
