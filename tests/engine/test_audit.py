@@ -45,7 +45,7 @@ class Audition:
     def __init__(self, codec="bf16", is_exact=True):
         self.end = CutEnd(build_codecs(codec, codec), SPEC, microbatches=MICROBATCHES)
         self.told: list[Audited] = []
-        self.audit = Audit(None, self.end, is_exact, self.told.append)
+        self.audit = Audit((self.end, None), is_exact, self.told.append)
 
     def frame(self, tensor, step, microbatch):
         place = self.end.place(Leg.BACKWARD, step, microbatch, training=False)

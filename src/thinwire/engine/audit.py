@@ -10,7 +10,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-from thinwire.engine.cut import LEGS, CutEnd
+from thinwire.engine.cut import LEGS, Ends
 from thinwire.engine.reports import Audited, Named
 from thinwire.errors import WireError
 from thinwire.wire import Frame, FrameKind
@@ -33,17 +33,11 @@ _NAMES: dict[FrameKind, Named] = {
 
 class Audit:
     """What one process has computed in a stage's place, and what the neighbours got from it.
-    `above` and `below` are its ends of its cuts. The first difference is told.
+    `ends` are its ends of its cuts. The first difference is told.
     """
 
-    def __init__(
-        self,
-        above: CutEnd | None,
-        below: CutEnd | None,
-        is_exact: bool,
-        tell: Callable[[Audited], None],
-    ):
-        self._ends = {FrameKind.FORWARD: above, FrameKind.BACKWARD: below}
+    def __init__(self, ends: Ends, is_exact: bool, tell: Callable[[Audited], None]):
+        self._ends = dict(zip((FrameKind.BACKWARD, FrameKind.FORWARD), ends, strict=True))
         self._is_exact, self._tell = is_exact, tell
         self._lock = threading.Lock()
         self._waiting = _Waiting(), _Waiting()  # what was computed, and witnesses
@@ -54,9 +48,7 @@ class Audit:
         self._has_told = False
 
     def hear(self, frame: Frame) -> None:
-        """A frame that this process would send, were it the stage; or a neighbour's witness of one
-        that the stage has sent.
-        """
+        """A frame that this process would send, were it the stage; or a witness of what that sent."""
         is_witness = frame.kind is FrameKind.WITNESS
         if (kind := frame.sender if is_witness else frame.kind) not in _NAMES:
             return
@@ -98,9 +90,8 @@ class Audit:
         if self._has_told or (not self._is_exact and self._beyond[kind] < IN_A_ROW):
             return None
         self._has_told = True
-        return Audited(
-            step, self._compared, max(0.0, difference), self._tolerance, _NAMES[kind], microbatch
-        )
+        how = self._compared, max(0.0, difference), self._tolerance
+        return Audited(step, *how, _NAMES[kind], microbatch)
 
     def _difference(self, key: "Key", ours: bytes, theirs: bytes) -> float:
         """Of two payloads, relative to the norm of ours; -1 where they cannot be compared."""

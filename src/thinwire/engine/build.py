@@ -58,9 +58,7 @@ def prepare_torch(settings: Settings, device: torch.device) -> None:
 
 
 def is_emulated(precision: str, device: torch.device) -> bool:
-    """Whether this machine only emulates a precision, a hundred times slower than fp32 or worse: a
-    CPU without instructions for bf16.
-    """
+    """Whether a CPU only emulates a precision, a hundred times slower than fp32 or worse."""
     has_bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     return precision == "bf16" and device.type == "cpu" and not has_bf16()
 
@@ -206,9 +204,7 @@ class Joined:
         feed: Feed | None = None,
         devices: Sequence[torch.device] = (),
     ):
-        """`device` has what goes in and what comes out, and all stages unless `devices` says where
-        each of them is.
-        """
+        """Inputs and outputs are on `device`, and so is each stage that `devices` does not place."""
         self.settings = settings
         self.device = device
         self.devices = devices

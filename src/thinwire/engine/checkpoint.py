@@ -69,9 +69,7 @@ class Versions:
 
 
 class Source(ABC):
-    """Tensors by their global names, after `step` steps of the run that has these settings; `str`
-    of it names it in errors.
-    """
+    """Tensors by global names, after `step` steps of the run of these settings; `str` names it."""
 
     settings: Settings
 

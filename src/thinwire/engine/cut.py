@@ -135,19 +135,16 @@ class CutEnd:
                 ) from error
 
 
+Ends = tuple[CutEnd | None, CutEnd | None]  # of the cut below a stage and of the one above
+
+
 def cuts_of(settings: Settings, stage: int) -> list[tuple[int, bool]]:
     """The cuts that a stage is at, the one below it first, and whether it is their lower end."""
     both = (stage - 1, False), (stage, True)
     return [(cut, is_lower) for cut, is_lower in both if 0 <= cut < settings.pipeline.stages - 1]
 
 
-def ends_of(
-    settings: Settings,
-    stage: int,
-    spec: TensorSpec,
-    feed: Feed | None = None,
-    scratch: Path | None = None,
-) -> tuple[CutEnd | None, CutEnd | None]:
+def ends_of(settings: Settings, stage: int, spec: TensorSpec, feed: Feed, scratch: Path) -> Ends:
     """A stage's ends of the cut below it and of the one above, where there are such cuts."""
     found = {
         is_lower: CutEnd.build(settings, cut, is_lower, spec, feed, scratch)

@@ -86,23 +86,18 @@ class DeviceBatch:
 
 class Feed:
     """Batches of the data: every stage computes what it needs of one itself, or gets just that from
-    where the data is. `eval_batches` are the microbatches of a validation; 0 = as the settings say.
+    where the data is. `batches` are the microbatches of a validation; 0 = as the settings say.
     """
 
     def __init__(
-        self,
-        data: Corpus | TokenSource,
-        settings: Settings,
-        device: torch.device,
-        eval_batches: int = 0,
+        self, data: Corpus | TokenSource, settings: Settings, device: torch.device, batches: int = 0
     ):
-        limit = eval_batches or settings.train.eval_batches
-        self._source: TokenSource = (
-            data if isinstance(data, TokenSource) else CorpusTokens(data, settings, limit)
-        )
+        limit = batches or settings.train.eval_batches
+        source = data if isinstance(data, TokenSource) else CorpusTokens(data, settings, limit)
+        self._source: TokenSource = source
         self._device = device
-        self.example_count = self._source.example_count  # to train on, the same in every epoch
-        self.validation_count = self._source.validation_count  # microbatches
+        self.example_count = source.example_count  # to train on, the same in every epoch
+        self.validation_count = source.validation_count  # microbatches
         batch, pipeline = settings.train.batch, settings.pipeline
         self._order = Shuffled(self.example_count, batch, pipeline.microbatches, settings.run.seed)
         self._check_memory(settings)

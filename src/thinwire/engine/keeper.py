@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES, Source
-from thinwire.model import Constraint, Stage, StageOptimizer, project
+from thinwire.model import Stage, StageOptimizer, project
 from thinwire.model.subspace import BasisMove, grassmann_step, orthonormality_error
 
 GATHER_SHARE = 200  # a covariance is gathered in the last 1/200 of the steps between two moves
@@ -26,18 +26,13 @@ MEASURE_EVERY = 10  # steps between measurements of the drift
 class Keeper:
     """The space's side of a stage's training step."""
 
-    def __init__(
-        self,
-        builder: StageBuilder,
-        stage: Stage,
-        optimizer: StageOptimizer,
-        constraint: Constraint | None,
-    ):
+    def __init__(self, builder: StageBuilder, stage: Stage, optimizer: StageOptimizer):
         assert builder.space is not None, "there is a space to keep to"
         self.space = builder.space
         self._config = builder.settings.boundary
         self._steps = builder.settings.train.steps
-        self._stage, self._optimizer, self._constraint = stage, optimizer, constraint
+        self._stage, self._optimizer = stage, optimizer
+        self._constraint = builder.constraint(stage, in_training=True)
         self._is_last = stage.outgoing is None
         self._covariance_DD: Tensor | None = None  # of the window's committed steps
         self._of_step_DD: Tensor | None = None  # of the step under way

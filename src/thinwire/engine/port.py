@@ -135,9 +135,7 @@ class Mailbox:
             return self._failure is None
 
     def close_step(self, step: int) -> None:
-        """Frames of this step and of earlier ones are late from now on; what nobody took is
-        dropped.
-        """
+        """Frames up to this step are late from now on; what nobody took is dropped."""
         with self._changed:
             self._done_step = step
             kept = {key: item for key, item in self._items.items() if item[0] > step}
@@ -171,14 +169,7 @@ class Port:
     notes it.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        end: CutEnd,
-        mailbox: Mailbox,
-        due: Due,
-        sightings: Sightings | None = None,
-    ):
+    def __init__(self, link: Link, end: CutEnd, mailbox: Mailbox, due: Due, sightings: Sightings):
         self.link = link
         self.stage = due.stage
         self._end = end
@@ -189,7 +180,7 @@ class Port:
         self._steps_behind = min(due.schedule.delay, 1) if due.schedule else 0
         way = FROM_BELOW if due.is_from_below else FROM_ABOVE
         self._row_numbers = {row_number(frame, way) for frame in range(due.rows[0])}
-        self._sightings = sightings or Sightings()
+        self._sightings = sightings
         self._gate = threading.Lock()
         self._open_step = due.first_step - 1  # a validation may come before the first step
         self._evaluated = (due.first_step, -1)  # step and number of the last validation frame
@@ -242,9 +233,7 @@ class Port:
 
     def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
         """Hand over a message as it travels: a tally, a verdict, a basis."""
-        self.link.send(
-            Frame(kind=kind, sender=self.stage, step=step, microbatch=number, payload=payload)
-        )
+        self.link.send(Frame(kind, self.stage, step, number, payload=payload))
 
     def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
         """The neighbour's message of this step, waiting for it."""
@@ -369,9 +358,7 @@ class Port:
         self._mailbox.wait_until(lambda: self._mailbox.count(frame.kind) < EVALUATION_WINDOW)
 
     def _admit(self, frame: Frame) -> None:
-        """Receive a frame of a step that was opened; what is remembered may not move on to the
-        next.
-        """
+        """Receive a frame of a step that was opened, and hold one of the next."""
         if frame.step <= self._open_step:
             self._receive(frame)
         else:

@@ -69,9 +69,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one stage; the loss is known on the last stage alone. `not_finite` is the first
-    of PLACES where it saw such values.
-    """
+    """One step of one stage; its loss on the last one, and the first of PLACES that was not finite."""
 
     step: int
     loss: float | None

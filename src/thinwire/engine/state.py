@@ -223,9 +223,7 @@ class ShardCheck:
 def shard_like(
     settings: Settings, stage: int, versions: Versions
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a stage saves, codec memories aside: all that it must, and what it may beside that, as
-    tensors without memory.
-    """
+    """What a stage must save, codec memories aside, and what it may beside; without memory."""
     builder = StageBuilder(settings, torch.device("meta"))
     built = builder.build(stage)
     update = StageUpdate(builder, built, stage).latest

@@ -74,9 +74,7 @@ def pack_tally(squares: Sequence[float]) -> bytes:
 
 
 def unpack_tally(payload: bytes) -> list[float]:
-    """The inverse of `pack_tally`; WireError when the payload is not a tally. A norm may be
-    infinite or NaN, which refuses the step.
-    """
+    """The inverse of `pack_tally`; WireError if it is none. A norm may be infinite or NaN."""
     if len(payload) % 8:
         raise WireError(f"a tally has 8 bytes for each parameter, but {len(payload)} arrived")
     squares = list(struct.unpack(f"<{len(payload) // 8}d", payload))
@@ -120,7 +118,7 @@ class StageUpdate:
         )
         self.rows = SharedRows(settings, index, stage, optimizer) if by_rows else None
         has_space = builder.space is not None
-        self.keeper = Keeper(builder, stage, optimizer, constraint) if has_space else None
+        self.keeper = Keeper(builder, stage, optimizer) if has_space else None
         self.twin = twin
         self._is_latest = True
         self._clip = settings.optim.clip
@@ -196,9 +194,7 @@ class StageUpdate:
             self.keeper.begin_step(step)
 
     def squared_norms(self) -> list[float]:
-        """The squared gradient norm of each parameter, in float64; rows of a shared embedding only
-        count where they are not finite.
-        """
+        """The squared gradient norm of each parameter, in float64; of rows whether they are finite."""
         gradients = [p.grad for p in self.stage.owned_parameters().values() if p.grad is not None]
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
         squares = [norm * norm for norm in torch.stack(norms).tolist()] if norms else []

@@ -224,8 +224,9 @@ class Worker:
             return Port(link, end, self.mailbox, due, self._sightings)
 
         self._tell = tell
-        self._from_below, self._from_above = port(below, self.below), port(above, self.above)
-        both = self._from_below, self._from_above
+        # To the stages below and above, where there are such.
+        self._down, self._up = port(below, self.below), port(above, self.above)
+        both = self._down, self._up
         self._ports = [one for one in both if one is not None]
         sightings = [self._sightings]
         self._end = StepEnd([self.update], self.index, *both, self.device, sightings)
@@ -287,6 +288,7 @@ class Worker:
     def _forward(self, step: int, microbatch: int) -> None:
         running = self._running[step]
         update, trace = self.update.of_microbatch(step, microbatch), running.trace
+        versions = update.versions
         batch = self.feed.training(step, microbatch)
         if batch.wait is not None:
             with trace.span("wait", f"ids{microbatch}"):
@@ -294,38 +296,35 @@ class Worker:
         if update.rows is not None:
             update.rows.see(batch.inputs)
         received = None
-        if self._from_below is not None:
+        if self._down is not None:
             with trace.span("wait", f"F{microbatch}"):
-                received = self._from_below.take_tensor(
-                    FrameKind.FORWARD, step, microbatch, update.versions
-                )
+                received = self._down.take_tensor(FrameKind.FORWARD, step, microbatch, versions)
         with trace.span("compute", f"F{microbatch}"):
             passes = self._passes[update.stage]
             passed = passes.forward(received, batch, self._schedule.microbatches)
-            if self._from_above is None:
+            if self._up is None:
                 running.losses.append(passed.output.detach())
             self._end.sync()
         running.in_flight[microbatch] = passed
-        if self._from_above is not None:
+        if self._up is not None:
             sent = passed.output.detach()
-            self._from_above.send_tensor(FrameKind.FORWARD, sent, step, microbatch, update.versions)
+            self._up.send_tensor(FrameKind.FORWARD, sent, step, microbatch, versions)
 
     def _backward(self, step: int, microbatch: int) -> None:
         running = self._running[step]
         versions, trace = self.update.of_microbatch(step, microbatch).versions, running.trace
         passed = running.in_flight.pop(microbatch)
         gradient = None
-        if self._from_above is not None:
+        if self._up is not None:
             with trace.span("wait", f"B{microbatch}"):
-                gradient = self._from_above.take_tensor(
-                    FrameKind.BACKWARD, step, microbatch, versions
-                ).to(passed.output.dtype)
+                gradient = self._up.take_tensor(FrameKind.BACKWARD, step, microbatch, versions)
+                gradient = gradient.to(passed.output.dtype)
         with trace.span("compute", f"B{microbatch}"):
             sent_back = passed.backward(gradient)
             self._end.sync()
-        if self._from_below is not None:
+        if self._down is not None:
             assert sent_back is not None, "a stage with one below received something"
-            self._from_below.send_tensor(FrameKind.BACKWARD, sent_back, step, microbatch, versions)
+            self._down.send_tensor(FrameKind.BACKWARD, sent_back, step, microbatch, versions)
 
     def _gather(self, step: int) -> None:
         self._end.trace = self._running[step].trace
@@ -425,11 +424,9 @@ class Worker:
         latest.stage.eval()
         for number in range(batches):
             received = None
-            if self._from_below is not None:
+            if self._down is not None:
                 self.progress.begin(f"waits for validation batch {number} after step {done}")
-                received = self._from_below.take_tensor(
-                    FrameKind.EVALUATE, done, number, latest.versions
-                )
+                received = self._down.take_tensor(FrameKind.EVALUATE, done, number, latest.versions)
                 if received is None:
                     break
             if not leaves():
@@ -438,40 +435,36 @@ class Worker:
                     self.progress.begin(f"waits for ids of validation batch {number}")
                     batch.wait()
                 self.progress.begin(f"validates with batch {number} after step {done}")
-                self._score(FrameKind.EVALUATE, done, number, batch, received, score)
+                loss = self._score(FrameKind.EVALUATE, done, number, batch, received)
+                if loss is not None:
+                    score.add(loss, batch.targets)
                 computed += 1
-            elif self._from_below is None:
+            elif self._down is None:
                 break
         latest.stage.train()
         decided = None
-        if self._from_below is not None:
+        if self._down is not None:
             self.progress.begin(f"waits for the end of the validation after step {done}")
         else:
             decided = Verdict(0.0, commit=False, checkpoint=False, stop=leaves())
         stop = self._end.pass_up(FrameKind.VALIDATED, done, decided).stop
-        if self._from_above is None and computed == batches:
+        if self._up is None and computed == batches:
             self._tell(Evaluation(done, score.loss, time.monotonic() - start, score.count))
         return stop
 
     def _score(
-        self,
-        kind: FrameKind,
-        step: int,
-        number: int,
-        batch: DeviceBatch,
-        received: Tensor | None,
-        score: Score,
-    ) -> None:
-        """One forward without gradients: to the stage above, or into the score."""
+        self, kind: FrameKind, step: int, number: int, batch: DeviceBatch, received: Tensor | None
+    ) -> Tensor | None:
+        """One forward without gradients: to the stage above, or its loss."""
         latest = self.update.latest
         passes = self._passes[latest.stage]
         with passes.autocast():
             output = passes.run_layers(received, passes.ids_read(received, batch))
-            if self._from_above is None:
-                score.add(latest.stage.loss(output, batch.targets), batch.targets)
-        if self._from_above is not None:
-            self._end.sync()
-            self._from_above.send_tensor(kind, output, step, number, latest.versions)
+            if self._up is None:
+                return latest.stage.loss(output, batch.targets)
+        self._end.sync()
+        self._up.send_tensor(kind, output, step, number, latest.versions)
+        return None
 
     @torch.no_grad()
     def _probe(self, step: int, number: int) -> float | None:
@@ -479,16 +472,17 @@ class Worker:
         for each move of the basis cost two forwards; no answer has to come back.
         """
         received, score, update = None, Score(), self.update
-        if self._from_below is not None:
+        if self._down is not None:
             with self._end.trace.span("wait", "basis"):
-                received = self._from_below.take_tensor(
-                    FrameKind.PROBE, step, number, update.versions
-                )
+                received = self._down.take_tensor(FrameKind.PROBE, step, number, update.versions)
         with self._end.trace.span("compute", "U"):
             update.stage.eval()
-            self._score(FrameKind.PROBE, step, number, self.feed.validation(0), received, score)
+            batch = self.feed.validation(0)
+            loss = self._score(FrameKind.PROBE, step, number, batch, received)
+            if loss is not None:
+                score.add(loss, batch.targets)
             update.stage.train()
-            return score.loss if self._from_above is None else None
+            return score.loss if loss is not None else None
 
     def _checkpoint(self, done: int) -> None:
         self.progress.begin(f"saves the checkpoint of step {done}")

@@ -167,7 +167,7 @@ class Peer:
         start = self.receive(msg.Start)
         self._decide(worker, start)
         if self._follows and worker.settings.train.audit:
-            self._audit = Audit(worker.above, worker.below, start.is_alike, self._say)
+            self._audit = Audit((worker.below, worker.above), start.is_alike, self._say)
             for logged in self._logged.values():
                 logged.audit = self._audit.hear
 

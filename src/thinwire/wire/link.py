@@ -298,7 +298,7 @@ class Link:
                 self._queue(Frame(FrameKind.BYE))
             self._closing = True
             self._state.wait_for(
-                lambda: not self._started or not self.unsent or self._lost(), timeout
+                lambda: not (self._started and self.unsent) or self._lost(), timeout
             )
         self._stop_threads()
         self.pipe.close(None if timeout is None else CLOSE_GRACE_S)

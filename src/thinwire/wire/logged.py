@@ -426,9 +426,7 @@ class LoggedPipe(Pipe):
     def _meet(
         self, pipe: Pipe, is_wanted: Callable[[], bool], follows: bool = False
     ) -> list[Entry]:
-        """Both ends say where they stand, and this pipe counts from then on; what is to be sent
-        again.
-        """
+        """Both ends say where they stand, and this pipe counts from then on; what to send again."""
         with self._changed:
             self._coming = pipe
             is_due = is_wanted()  # whoever is given up from here on is hung up on

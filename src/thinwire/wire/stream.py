@@ -299,11 +299,7 @@ class Listener:
         return on_daemon_thread("thinwire stream", lambda: self._receive(connection, comes_from))
 
     def accept(
-        self,
-        name: str,
-        timeout: float | None,
-        dialer: str | None = None,
-        is_replaceable: bool = False,
+        self, name: str, timeout: float | None, dialer: str = "", is_replaceable: bool = False
     ) -> Pipe:
         """Wait for the peer that dials as `name`; dials by any other name are refused, and with
         `dialer` so is the holder of the key of another (`who`).
@@ -394,7 +390,7 @@ class Listener:
             expected = self._expected.get(name)
             if expected is None:
                 return f"no {name!r} is not expected there"
-            is_right, has_come = expected.dialer in (None, dialer), expected.arrival.done()
+            is_right, has_come = expected.dialer in ("", dialer), expected.arrival.done()
             if is_right and not has_come:
                 stream.write(b"ok")  # fails if the dialer has given up: its next attempt counts
                 stream.opened(self._max_message)
@@ -403,7 +399,7 @@ class Listener:
                     del self._expected[name]
                 return ""
         if not has_come:
-            wanted = str(expected.dialer)[:63]
+            wanted = expected.dialer[:63]
             return f"no {name!r} is expected from {wanted}, not from {dialer[:63]}"
         if is_right:
             expected.arrival.result().cut()  # its holder accepts again, and the dialer tries again
@@ -414,7 +410,7 @@ class _Expected(NamedTuple):
     """A dial that is waited for, and whose it must be, if not anyone's."""
 
     arrival: "futures.Future[Stream]"
-    dialer: str | None
+    dialer: str
     is_replaceable: bool
 
 
