@@ -48,7 +48,7 @@ class Audit:
         self._has_told = False
 
     def hear(self, frame: Frame) -> None:
-        """A frame that this process would send, were it the stage; or a witness of what that sent."""
+        """A frame that this process would send as the stage, or a witness of what that sent."""
         is_witness = frame.kind is FrameKind.WITNESS
         if (kind := frame.sender if is_witness else frame.kind) not in _NAMES:
             return

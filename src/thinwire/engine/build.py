@@ -204,7 +204,7 @@ class Joined:
         feed: Feed | None = None,
         devices: Sequence[torch.device] = (),
     ):
-        """Inputs and outputs are on `device`, and so is each stage that `devices` does not place."""
+        """Inputs and outputs are on `device`, and so are all stages without `devices`."""
         self.settings = settings
         self.device = device
         self.devices = devices

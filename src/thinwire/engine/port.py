@@ -163,10 +163,8 @@ class Port:
     twice, or one that is not due: that would change what it remembers for good.
 
     A stage that takes the place of a lost one gets what its neighbours have sent since its state as
-    fast as it can take it: such frames wait here until they are due, and are no error.
-
-    Tensors that are not finite are let through, for all stages refuse such a step; `sightings`
-    notes it.
+    fast as it can take it: such frames wait here until they are due, and are no error. Nor are
+    tensors that are not finite, for all stages refuse such a step: `sightings` notes them.
     """
 
     def __init__(self, link: Link, end: CutEnd, mailbox: Mailbox, due: Due, sightings: Sightings):

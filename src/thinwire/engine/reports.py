@@ -45,9 +45,9 @@ def meters_of(links: Iterable[Link]) -> Meters:
 
 @dataclass(frozen=True)
 class Audited:
-    """How what a stage sent stands against what the process that follows it computes, up to this
-    step. With a `tensor` it is the first that differs by more than rounding; a difference of 0 is
-    then not known.
+    """How what a stage sent stands against what the process that follows it computes. With a
+    `tensor` it is the first that differs by more than rounding; a difference of 0 is then not
+    known.
     """
 
     step: int
@@ -69,7 +69,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one stage; its loss on the last one, and the first of PLACES that was not finite."""
+    """One step of one stage; the loss is known on the last stage alone."""
 
     step: int
     loss: float | None
@@ -84,7 +84,7 @@ class Step:
     measures: dict[str, float]
     meters: Meters
     dropped: int
-    not_finite: str = ""
+    not_finite: str = ""  # the first of PLACES where it saw such values
 
 
 @dataclass(frozen=True)

@@ -98,11 +98,10 @@ def global_norm(squares: Sequence[float]) -> float:
 class StageUpdate:
     """One stage's weights, with all that changes them or takes the change back.
 
-    With delayed updates there are two of a stage, each other's `twin`, for even and for odd steps,
-    as the weights of two steps are in use at once. The first microbatches of a step are computed
-    here, with all updates but the last, the others in the twin, which has that one already. Their
-    gradients are added up here, for the weights and moments in the twin: then this is the latest of
-    the two.
+    With delayed updates there are two of a stage, each other's `twin`, for even and for odd steps.
+    The first microbatches of a step are computed here, with all updates but the last, the others in
+    the twin, which has that one already. Their gradients are added up here, for the weights and
+    moments in the twin: then this is the latest of the two.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class StageUpdate:
             self.keeper.begin_step(step)
 
     def squared_norms(self) -> list[float]:
-        """The squared gradient norm of each parameter, in float64; of rows whether they are finite."""
+        """The squared gradient norm of each parameter; rows count only if they are not finite."""
         gradients = [p.grad for p in self.stage.owned_parameters().values() if p.grad is not None]
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
         squares = [norm * norm for norm in torch.stack(norms).tolist()] if norms else []

@@ -67,8 +67,7 @@ def scratch(run_folder: Path) -> Iterator[None]:
 @dataclass
 class Running:
     """A step under way, with what its update will change. With delayed updates steps overlap: one
-    lasts from the last backward of the step before to its own, the last before a pause to its
-    update.
+    lasts from the last backward of the step before to its own, or before a pause to its update.
     """
 
     update: StageUpdate
@@ -415,8 +414,7 @@ class Worker:
         """Validate and report the score; whether all stages leave now, as was asked meanwhile.
 
         A stage that hears so computes no more of it. The first then sends no more either, and its
-        verdict behind the last frame tells the others. A validation that was cut short has no
-        score.
+        verdict behind the last frame tells the others. One that was cut short has no score.
         """
         start, batches = time.monotonic(), self.feed.validation_count
         score, computed, latest = Score(), 0, self.update.latest

@@ -172,11 +172,9 @@ def handshake(
     meter: Meter | None = None,
     remedy: Remedy = lambda key, mine, theirs: "",
 ) -> dict[str, Any]:
-    """Exchange one HELLO each way and return what the other end said of itself.
-
-    Runs on a bare pipe, before its link starts. Every key of `expect` must have the same value at
-    the other end; else one WireError names all differences and what mends them, and the pipe is
-    closed.
+    """Exchange one HELLO each way on a bare pipe; returns what the other end said of itself. Every
+    key of `expect` must have the same value at the other end; else one WireError names all
+    differences and what mends them, and the pipe is closed.
     """
     meter = meter or Meter()
     try:
@@ -249,9 +247,9 @@ class Link:
     ) -> None:
         """Begin to move frames; all callbacks run on the link's threads.
 
-        `on_frame` gets every frame except BYE, in order. If it raises, the link is broken; a
-        WireError says that the frame is not what was agreed, and `on_broken` gets a BreachError.
-        `on_end`: at a goodbye.
+        `on_frame` gets every frame except BYE, for which there is `on_end`. If it raises, the link
+        is broken; a WireError says that the frame is not what was agreed, and `on_broken` gets a
+        BreachError.
         """
         self._started = True
         self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end

@@ -290,9 +290,9 @@ def digest(payload: BytesLike) -> bytes:
 
 
 class LoggedPipe(Pipe):
-    """Joins successive processes at the other end into one pipe. When one is lost, reading waits
-    once `await_another` was called, until `go_on` has a pipe to whoever took the place; without
-    that, the loss is the end.
+    """Joins successive processes at the other end into one pipe. When one is lost after
+    `await_another` was called, reading waits until `go_on` has a pipe to another; else the loss is
+    the end.
     """
 
     def __init__(
@@ -392,9 +392,8 @@ class LoggedPipe(Pipe):
 
     def go_on(self, pipe: Pipe, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Continue with another process at the other end, or as one; both say where they stand.
-
-        WireError where the log does not reach back to its state, or the new one is lost too, and so
-        `is_wanted` no more.
+        WireError where the log does not reach back to its state, or it is lost too, and `is_wanted`
+        no more.
         """
         rest: Future[None] | None = None
         with self._writing:
@@ -441,10 +440,9 @@ class LoggedPipe(Pipe):
             return entries
 
     def feed(self, pipe: Pipe, is_audited: bool = False) -> None:
-        """Send the log to a process that follows the one at the other end, for as long as it reads;
-        and witnesses of what comes from there, if that is audited. On a thread of its own: nobody
-        waits for a follower. WireError once it is lost, or has fallen back behind what the log
-        holds.
+        """On a thread of its own: send the log to a process that follows the one at the other end,
+        for as long as it reads; and witnesses of what comes from there, if that is audited.
+        WireError once it is lost, or has fallen back behind what the log holds.
         """
         theirs = self._exchange(pipe, self.state.check_reach)
         lacks, count = Lacking(theirs), None
