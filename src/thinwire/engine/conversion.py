@@ -126,9 +126,8 @@ class Folded(Source):
         model, boundary = self.settings.model, self._source.settings.boundary
         is_anchored = boundary.is_constrained and not boundary.shares_embedding
         if is_anchored and name == f"{architecture(model).layers()[0].name}.weight":
-            return tensor + fixed_table(
-                model.vocab, model.dim, boundary.basis_seed, model.embed_std
-            )
+            seed, std = boundary.basis_seed, model.embed_std
+            tensor = tensor + fixed_table(model.vocab, model.dim, seed, std)
         return tensor
 
     def in_full(self, name: str, coordinates: Tensor) -> Tensor:

@@ -116,8 +116,7 @@ class StageUpdate:
             stage.trained_parameters(), stage.roles(), settings.optim, constraint, by_rows
         )
         self.rows = SharedRows(settings, index, stage, optimizer) if by_rows else None
-        has_space = builder.space is not None
-        self.keeper = Keeper(builder, stage, optimizer) if has_space else None
+        self.keeper = Keeper(builder, stage, optimizer) if builder.space else None
         self.twin = twin
         self._is_latest = True
         self._clip = settings.optim.clip

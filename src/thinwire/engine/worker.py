@@ -179,12 +179,12 @@ class Worker:
         validation short, and none begins after it.
         """
         self._begin(below, above, tell)
-        done = self.state.step
+        done, settings = self.state.step, self.settings
         # One that begins after the last step of the run has nothing to do.
         stop = self.stops and self.decided < decision_number(FrameKind.VALIDATED, done)
         unsaved = False
-        while done < self.settings.train.steps and not stop:
-            if done == self._first_step or self.settings.is_evaluation_step(done):
+        while done < settings.train.steps and not stop:
+            if done == self._first_step or settings.is_evaluation_step(done):
                 stop = self._evaluate(done)
                 if stop and unsaved:
                     self._checkpoint(done)
@@ -193,7 +193,10 @@ class Worker:
                     port.link.flush()  # the next step's clock must not pay for this traffic
                 if stop:
                     break
-            self._pause = self._next_pause(done)
+            # All stages pause after a step, or with delayed updates where nothing may be under way.
+            ends, has_delay = range(done + 1, settings.train.steps + 1), settings.pipeline.delay > 0
+            saves, validates = self._saves_after, settings.is_evaluation_step
+            self._pause = next(n for n in ends if not has_delay or validates(n) or saves(n))
             verdict = self._train(done, self._pause)
             done = self.state.step
             stop = verdict.stop
@@ -233,15 +236,6 @@ class Worker:
         autocast = autocast_for(run.precision, self.device)
         updates = [one for one in (self.update, self.update.twin) if one is not None]
         self._passes = {one.stage: kind(one.stage, autocast) for one in updates}
-
-    def _next_pause(self, done: int) -> int:
-        """Where all stages pause next, with nothing under way: after a step, or with delayed
-        updates before a validation or a checkpoint.
-        """
-        ends = range(done + 1, self.settings.train.steps + 1)
-        if not self.settings.pipeline.delay:
-            return ends[0]
-        return next(n for n in ends if self.settings.is_evaluation_step(n) or self._saves_after(n))
 
     def _train(self, first: int, until: int) -> Verdict:
         """This stage's actions from step `first` to the one before `until`; the last verdict. It

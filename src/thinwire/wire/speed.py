@@ -96,7 +96,9 @@ def _send(connection: socket.socket, seconds: float) -> None:
 
 
 def _receive(connection: socket.socket, seconds: float) -> float:
-    """The rate of what arrives within so long of its first byte, or until its end."""
+    """The rate of what arrives within so long of its first byte, once the connection has found it;
+    0 if it cannot be told.
+    """
     arrived: list[tuple[float, int]] = []  # when, and how many bytes by then
     space, total, end = bytearray(_CHUNK), 0, time.monotonic() + _GRACE_S + seconds
     with contextlib.suppress(TimeoutError):
@@ -108,11 +110,6 @@ def _receive(connection: socket.socket, seconds: float) -> float:
             total += size
             arrived.append((time.monotonic(), total))
             end = arrived[0][0] + seconds
-    return steady_mbps(arrived)
-
-
-def steady_mbps(arrived: Sequence[tuple[float, int]]) -> float:
-    """The rate of (time, bytes by then) once a connection has found it; 0 if it cannot be told."""
     if len(arrived) < 2:
         return 0.0
     first, (last, total) = arrived[0], arrived[-1]
