@@ -213,11 +213,9 @@ class Joined:
         self.builder = builders[device]
         self.stages = [builders[one].build(i) for i, one in enumerate(places)]
         self.spaces = [builders[one].space for one in places]
+        spec = self.builder.wire_spec
         self.ends = [
-            tuple(
-                CutEnd.build(settings, cut, is_lower, self.builder.wire_spec, feed)
-                for is_lower in (True, False)
-            )
+            tuple(CutEnd.build(settings, cut, is_lower, spec, feed) for is_lower in (True, False))
             for cut in range(len(self.stages) - 1)
         ]
         self._at = 0, 0

@@ -203,8 +203,7 @@ class Transfer:
     @torch.no_grad()
     def fill(self, builder: StageBuilder, stage: Stage) -> None:
         """Lay the source's weights over the starting weights of a stage."""
-        state = stage.owned_parameters()
-        for name, tensor in state.items():
+        for name, tensor in stage.owned_parameters().items():
             form = self._now.get(name)
             if name.startswith("boundary.") or is_adapter(name):
                 self._take_own(name, tensor)

@@ -20,12 +20,8 @@ from thinwire.wire import Frame, FrameKind
 
 MEMORY = "codec/"  # in a checkpoint as codec/BLOCK/LEG/send or receive/NAME
 
-LEGS = {
-    FrameKind.FORWARD: Leg.FORWARD,
-    FrameKind.EVALUATE: Leg.FORWARD,
-    FrameKind.PROBE: Leg.FORWARD,
-    FrameKind.BACKWARD: Leg.BACKWARD,
-}
+_ACTIVATIONS = FrameKind.FORWARD, FrameKind.EVALUATE, FrameKind.PROBE
+LEGS = {FrameKind.BACKWARD: Leg.BACKWARD} | dict.fromkeys(_ACTIVATIONS, Leg.FORWARD)
 TRAINING = (FrameKind.FORWARD, FrameKind.BACKWARD)  # of the others no codec remembers anything
 
 
@@ -81,17 +77,10 @@ class CutEnd:
     ) -> Frame:
         """The frame that takes a tensor of this stage to its neighbour."""
         codec = self.codecs[LEGS[kind]]
-        return Frame(
-            kind=kind,
-            sender=self.cut if self.is_lower else self.cut + 1,
-            step=step,
-            microbatch=number,
-            weight_version=made_with.weight_version,
-            basis_version=made_with.basis_version,
-            codec=codec.tag,
-            shape=tuple(tensor.shape),
-            payload=codec.pack(tensor.to(self.spec.dtype), self._place_of(kind, step, number)),
-        )
+        sender = self.cut if self.is_lower else self.cut + 1
+        versions = made_with.weight_version, made_with.basis_version
+        payload = codec.pack(tensor.to(self.spec.dtype), self._place_of(kind, step, number))
+        return Frame(kind, sender, step, number, *versions, codec.tag, tuple(tensor.shape), payload)
 
     def unpack(self, frame: Frame) -> Tensor:
         """The tensor in a frame of the neighbour."""

@@ -212,11 +212,8 @@ class Worker:
     def _begin(self, below: Link | None, above: Link | None, tell: Tell) -> None:
         """Attach the links."""
         keeper, rows, run = self.update.keeper, self.update.rows, self.settings.run
-        traffic = (
-            self.feed.validation_count,
-            keeper.most_basis_bytes if keeper else 0,
-            rows.limits() if rows else (0, 0),
-        )
+        basis = keeper.most_basis_bytes if keeper else 0
+        traffic = self.feed.validation_count, basis, rows.limits() if rows else (0, 0)
 
         def port(link: Link | None, end: CutEnd | None) -> Port | None:
             if link is None or end is None:
