@@ -66,16 +66,14 @@ class Frame:
     payload: BytesLike = b""
 
 
-# The numbers of a frame in the order of the header.
-_NUMBERS = ("sender", "step", "microbatch", "weight_version", "basis_version", "codec")
-
-
 def encode(frame: Frame) -> bytes:
     """The message of a frame; copies the payload once, behind its header."""
     payload, ndim = memoryview(frame.payload), len(frame.shape)
-    numbers = (FrameKind(frame.kind), *(getattr(frame, name) for name in _NUMBERS), ndim)
+    place = FrameKind(frame.kind), frame.sender, frame.step, frame.microbatch
+    made_with = frame.weight_version, frame.basis_version, frame.codec
     dims = (*frame.shape, *(0,) * (MAX_DIMS - ndim))
-    head = _HEAD.pack(MAGIC, WIRE_VERSION, *numbers, _RESERVED, *dims, payload.nbytes)
+    rest = ndim, _RESERVED, *dims, payload.nbytes
+    head = _HEAD.pack(MAGIC, WIRE_VERSION, *place, *made_with, *rest)
     checksum = zlib.crc32(payload, zlib.crc32(head))
     return b"".join((head, _CHECKSUM.pack(checksum), payload))
 
@@ -97,9 +95,8 @@ def decode(message: BytesLike, max_payload: int) -> Frame:
     checks come first, so that a stranger's bytes cost next to nothing, and the checksum last.
     """
     view = memoryview(message).cast("B")
-    magic, version, kind, *others = _head_of(view)
-    numbers = dict(zip(_NUMBERS, others[: len(_NUMBERS)], strict=True))
-    ndim, reserved, *dims, length = others[len(_NUMBERS) :]
+    magic, version, kind, *numbers = _head_of(view)
+    numbers, (ndim, reserved, *dims, length) = numbers[:6], numbers[6:]
     if magic != MAGIC:
         raise _malformed("magic", f"{magic!r} instead of {MAGIC!r}: not a thinwire frame")
     if version != WIRE_VERSION:
@@ -125,7 +122,7 @@ def decode(message: BytesLike, max_payload: int) -> Frame:
     computed = zlib.crc32(payload, zlib.crc32(view[: _HEAD.size]))
     if announced != computed:
         raise _malformed("checksum", f"announced {announced:08x}, computed {computed:08x}")
-    return Frame(_KINDS[kind], **numbers, shape=tuple(dims[:ndim]), payload=payload)
+    return Frame(_KINDS[kind], *numbers, shape=tuple(dims[:ndim]), payload=payload)
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
