@@ -49,11 +49,9 @@ IMPORTED = "imported_from"  # the key by which a manifest says that it is of an 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 BASIS, COVARIANCE = "space/basis", "space/covariance"
 NEXT_BASIS, NEXT_MEASURES = "space/next_basis", "space/next_measures"
-MUON_BEFORE = {
-    "model": {"embed_std": 0.02},
-    "optim": {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0},
-}
-"""What runs with Muon meant before these settings existed."""
+# What runs with Muon meant before these settings existed.
+_RATES_BEFORE = dict.fromkeys(("matrix_lr", "table_lr", "head_lr"), 1.0)
+MUON_BEFORE = {"model": {"embed_std": 0.02}, "optim": _RATES_BEFORE}
 _PIECE = 1 << 22  # numbers that are looked at in one go
 
 

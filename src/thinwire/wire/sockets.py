@@ -12,7 +12,7 @@ from collections.abc import Callable
 from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError, printable
 
-_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
+_KEEPALIVE = 15, 5, 3  # seconds of silence, seconds between probes, probes
 _DESCRIPTORS = 65536
 
 
@@ -52,11 +52,7 @@ def prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
-    for name, value in (
-        (idle, _KEEPALIVE_IDLE_S),
-        ("TCP_KEEPINTVL", _KEEPALIVE_INTERVAL_S),
-        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
-    ):
+    for name, value in zip((idle, "TCP_KEEPINTVL", "TCP_KEEPCNT"), _KEEPALIVE, strict=True):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     with contextlib.suppress(OSError, AttributeError):  # Linux alone has it, and may not allow it

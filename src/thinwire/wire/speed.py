@@ -11,13 +11,13 @@ Whoever receives takes the time, so buffers on the way do not flatter. Seconds, 
 are bounded, and a run's door admits only its own peers.
 """
 
-import contextlib
 import os
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from thinwire.background import on_daemon_thread
@@ -57,11 +57,7 @@ class SpeedService:
         return on_daemon_thread("thinwire speed", lambda: self._serve(caller))
 
     def _serve(self, caller: socket.socket) -> None:
-        with (
-            caller,
-            contextlib.suppress(OSError, WireError, ValueError),
-            contextlib.ExitStack() as held,
-        ):
+        with caller, suppress(OSError, WireError, ValueError), ExitStack() as held:
             if not self._places.acquire(blocking=False):
                 return
             held.callback(self._places.release)
@@ -88,7 +84,7 @@ def _burst(caller: socket.socket, wish: str, seconds: float) -> None:
 def _send(connection: socket.socket, seconds: float) -> None:
     """Random bytes, which nothing on the way can compress, for so long; then the end."""
     chunk, sent, end = os.urandom(_CHUNK), 0, time.monotonic() + seconds
-    with contextlib.suppress(TimeoutError):
+    with suppress(TimeoutError):
         while sent < MOST_BYTES and (left := end - time.monotonic()) > 0:
             connection.settimeout(left)
             sent += connection.send(chunk)
@@ -101,7 +97,7 @@ def _receive(connection: socket.socket, seconds: float) -> float:
     """
     arrived: list[tuple[float, int]] = []  # when, and how many bytes by then
     space, total, end = bytearray(_CHUNK), 0, time.monotonic() + _GRACE_S + seconds
-    with contextlib.suppress(TimeoutError):
+    with suppress(TimeoutError):
         while (left := end - time.monotonic()) > 0:
             connection.settimeout(left)
             size = connection.recv_into(space)
