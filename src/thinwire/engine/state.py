@@ -196,7 +196,8 @@ class ShardCheck:
                 f"{min(unknown)}"
             )
         for name in sorted(names):
-            found, wanted = _described(file.get_tensor(name)), _described(like[name])
+            both = file.get_tensor(name), like[name]
+            found, wanted = (f"{one.dtype} of shape {tuple(one.shape)}" for one in both)
             if found != wanted:
                 raise CheckpointError(f"{name} is {found}, its stage has {wanted}")
         if (name := not_finite_in(file)) is not None:
@@ -240,7 +241,3 @@ def shard_like(
         NEXT_MEASURES: torch.empty(3, dtype=torch.float64, device="meta"),
     }
     return needed, allowed
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
