@@ -95,8 +95,8 @@ def decode(message: BytesLike, max_payload: int) -> Frame:
     checks come first, so that a stranger's bytes cost next to nothing, and the checksum last.
     """
     view = memoryview(message).cast("B")
-    magic, version, kind, *numbers = _head_of(view)
-    numbers, (ndim, reserved, *dims, length) = numbers[:6], numbers[6:]
+    magic, version, kind, sender, step, number, weights, basis, codec, *others = _head_of(view)
+    ndim, reserved, *dims, length = others
     if magic != MAGIC:
         raise _malformed("magic", f"{magic!r} instead of {MAGIC!r}: not a thinwire frame")
     if version != WIRE_VERSION:
@@ -122,7 +122,8 @@ def decode(message: BytesLike, max_payload: int) -> Frame:
     computed = zlib.crc32(payload, zlib.crc32(view[: _HEAD.size]))
     if announced != computed:
         raise _malformed("checksum", f"announced {announced:08x}, computed {computed:08x}")
-    return Frame(_KINDS[kind], *numbers, shape=tuple(dims[:ndim]), payload=payload)
+    place = sender, step, number, weights, basis, codec
+    return Frame(_KINDS[kind], *place, tuple(dims[:ndim]), payload)
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
