@@ -18,7 +18,7 @@ from settings_values import TINY_MODEL, tiny_settings, write_texts
 from thinwire.cli import main
 from thinwire.data import DataConfig, prepare
 from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
-from thinwire.engine.worker import Assignment, Worker
+from thinwire.engine.worker import Worker
 from thinwire.run import peers
 from thinwire.run.checkpoints import commit
 from thinwire.run.processes import Forker, start_processes
@@ -169,8 +169,7 @@ def run_in_threads(corpus, tmp_path):
     def run(settings, resume=None, prepare_worker=None, folder=usual, data=corpus.folder, far=near):
         count = settings.pipeline.stages
         workers = [
-            Worker(Assignment(settings, stage, data, folder, resume), far=far(stage))
-            for stage in range(count)
+            Worker(settings, stage, data, folder, resume, far=far(stage)) for stage in range(count)
         ]
         if prepare_worker:
             for worker in workers:

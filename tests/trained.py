@@ -22,7 +22,7 @@ def saved_chain(chain, folder, tokenizer=None, corpus=""):
     """The checkpoint of a chain; of the corpus that it was trained on, its fingerprint."""
     shards = []
     for index, update in enumerate(chain.updates):
-        state = StageState(chain.settings, update)
+        state = StageState(update)
         shards.append(write_shard(partial_folder(folder, chain.done), index, state.shard()))
     facts = {"settings": chain.settings.to_plain(), "corpus": corpus,
              "weight_version": chain.done, "basis_version": 0}  # fmt: skip

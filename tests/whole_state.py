@@ -4,13 +4,13 @@ import hashlib
 
 import torch
 
-from thinwire.engine.source import Snapshot
+from thinwire.engine.checkpoint import Snapshot
 
 
-def snapshot(state):
+def snapshot(state, settings):
     """A copy that later steps do not change."""
     tensors = {name: tensor.detach().clone() for name, tensor in state.tensors().items()}
-    return Snapshot(tensors, state._settings, state.step, state._update.latest.versions)
+    return Snapshot(tensors, settings, state.step, state._update.latest.versions)
 
 
 def fingerprint(state):

@@ -16,14 +16,8 @@ from pathlib import Path
 
 import torch
 
-from thinwire.engine.build import (
-    StageBuilder,
-    autocast_for,
-    choose_device,
-    prepare_torch,
-    weights_rounded_once,
-)
-from thinwire.engine.passes import GraphPasses, Passes
+from thinwire.engine.build import StageBuilder, choose_device, prepare_torch
+from thinwire.engine.passes import GraphPasses, Passes, autocast_for, weights_rounded_once
 from thinwire.model.config import BoundaryConfig
 from thinwire.settings import Settings, load_settings
 

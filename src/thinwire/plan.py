@@ -12,14 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.engine.build import (
-    Weights,
-    autocast_for,
-    choose_device,
-    is_emulated,
-    model_weights,
-    stage_weights,
-)
+from thinwire.engine.build import Weights, choose_device, is_emulated, model_weights, stage_weights
+from thinwire.engine.passes import autocast_for
 from thinwire.model import LoraConfig, architecture
 from thinwire.model.optim import Role, StageOptimizer, orthogonalising_flops
 from thinwire.model.stage import WEIGHT_TYPES

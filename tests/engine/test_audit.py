@@ -45,7 +45,7 @@ class Audition:
     def __init__(self, codec="bf16", is_exact=True):
         self.end = CutEnd(build_codecs(codec, codec), SPEC, microbatches=MICROBATCHES)
         self.told: list[Audited] = []
-        self.audit = Audit({FrameKind.BACKWARD: self.end}, is_exact, self.told.append)
+        self.audit = Audit((self.end, None), is_exact, self.told.append)
 
     def frame(self, tensor, step, microbatch):
         place = self.end.place(Leg.BACKWARD, step, microbatch, training=False)
@@ -60,7 +60,7 @@ class Audition:
                 tensor = torch.randn(SPEC.shape)
                 mine = self.frame(follower(tensor, step), step, microbatch)
                 theirs = self.frame(stage(tensor, step), step, microbatch)
-                halves = [(self.audit.computed, mine), (self.witness, theirs)]
+                halves = [(self.audit.hear, mine), (self.witness, theirs)]
                 for half, frame in halves if microbatch % 2 else halves[::-1]:
                     half(frame)
 
@@ -68,7 +68,7 @@ class Audition:
         """What a neighbour says that the stage has sent."""
         witness = wire.witness_of(encode(frame))
         assert witness is not None
-        self.audit.witnessed(decode(witness, 1 << 20))
+        self.audit.hear(decode(witness, 1 << 20))
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int4(group=64)", "topk(0.1)+ef21"])
@@ -123,9 +123,9 @@ def test_payloads_that_cannot_be_compared_say_nothing_to_those_who_round():
     one = Audition("topk(0.1)+aqsgd", is_exact=False)
     for step in range(STEPS):
         frame = Frame(FrameKind.BACKWARD, 1, step, 0, shape=SPEC.shape, payload=b"short")
-        one.audit.computed(frame)
+        one.audit.hear(frame)
         other = dataclasses.replace(frame, kind=FrameKind.WITNESS, sender=3, payload=b"other")
-        one.audit.witnessed(other)
+        one.audit.hear(other)
     assert not one.told and one.audit.standing().compared == 0
 
 
@@ -135,7 +135,7 @@ def test_what_waits_for_its_counterpart_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "MOST_WAITING", 10 * (size + 64))
     tensor = torch.ones(SPEC.shape)
     for step in range(100):
-        one.audit.computed(one.frame(tensor, step, 0))
+        one.audit.hear(one.frame(tensor, step, 0))
     for step in range(100):
         one.witness(one.frame(2 * tensor, step, 0))
     (told,) = one.told

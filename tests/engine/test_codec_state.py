@@ -12,7 +12,7 @@ from thinwire.codec import Leg
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import check_memory
 from thinwire.engine.port import Port
-from thinwire.engine.worker import Assignment, Worker
+from thinwire.engine.worker import Worker
 from thinwire.errors import CheckpointError
 from thinwire.run.coordinator import disagreement
 from thinwire.wire import FrameKind
@@ -46,10 +46,10 @@ def neighbour_first(monkeypatch):
         if frame.kind is FrameKind.FORWARD:
             event(port.stage, frame.step).set()
 
-    def late(worker, done, report):
+    def late(worker, done):
         if worker.index > 0 and done < worker.settings.train.steps:
             assert event(worker.index, done).wait(PATIENCE), "the neighbour does not go ahead"
-        save(worker, done, report)
+        save(worker, done)
 
     monkeypatch.setattr(Port, "_on_frame", seen)
     monkeypatch.setattr(Worker, "_checkpoint", late)
@@ -146,8 +146,7 @@ def test_ends_that_differ_after_a_load_do_not_shake_hands(
     settings = settings_with(pipeline__stages=3)
     middle = saved_run(settings)[1][3]
     workers = [
-        Worker(Assignment(settings, stage, corpus.folder, tmp_path / "other", middle))
-        for stage in range(3)
+        Worker(settings, stage, corpus.folder, tmp_path / "other", middle) for stage in range(3)
     ]
     lower, upper = workers[1].contract(1), workers[2].contract(1)
     assert refusal(lower, upper) == refusal(upper, lower) == ""

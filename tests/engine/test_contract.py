@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import thinwire
-from thinwire.engine.worker import Assignment, Worker, remedy
+from thinwire.engine.worker import Worker, remedy
 from thinwire.errors import WireError
 from thinwire.wire import handshake, memory_pair
 
@@ -28,7 +28,7 @@ def contract(corpus, tmp_path):
     """That of cut 0 in the third epoch."""
 
     def of(settings):
-        worker = Worker(Assignment(settings, 0, corpus.folder, tmp_path / "run"))
+        worker = Worker(settings, 0, corpus.folder, tmp_path / "run")
         return worker.contract(0, epoch=3)
 
     return of

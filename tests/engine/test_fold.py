@@ -5,10 +5,9 @@ import torch
 from engine_runs import CPU
 
 from settings_values import narrow
+from thinwire.engine.build import Joined
+from thinwire.engine.checkpoint import BASIS, Snapshot, Versions
 from thinwire.engine.conversion import Folded, why_not_folded
-from thinwire.engine.joined import Joined
-from thinwire.engine.keeper import BASIS
-from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError
 from trained import trained_chain

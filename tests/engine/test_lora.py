@@ -7,10 +7,10 @@ from test_chain import assert_same, trained
 from test_narrow import MODES
 
 from settings_values import EXACT
+from thinwire.engine.build import Joined
+from thinwire.engine.checkpoint import Snapshot, Versions
 from thinwire.engine.conversion import merged
 from thinwire.engine.feed import Feed
-from thinwire.engine.joined import Joined
-from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
 from thinwire.engine.step_end import StageUpdate
 from thinwire.model.layers import is_adapter
@@ -92,7 +92,7 @@ def test_a_step_at_full_rank_is_a_step_of_the_matrix_itself(frozen, make_setting
         if not frozen:
             for index, stage in enumerate(chain.stages):
                 stage.requires_grad_(True)
-                built = StageUpdate.build(chain.builder, stage, index)
+                built = StageUpdate(chain.builder, stage, index)
                 chain.updates[index].optimizer = built.optimizer
         chain.train_step(0)
         weights.append(found)

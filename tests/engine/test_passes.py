@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from settings_values import narrow
-from thinwire.engine import runner
-from thinwire.engine.build import StageBuilder, autocast_for, weights_rounded_once
-from thinwire.engine.passes import GraphPasses
+from thinwire.engine import worker
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.passes import GraphPasses, autocast_for, weights_rounded_once
 from thinwire.errors import ConfigError
 from whole_state import are_equal
 
@@ -86,7 +86,7 @@ def trained(make_settings, run_in_threads, monkeypatch):
         settings = make_settings(**{**BF16, "train__steps": 4, **changes}, run__graphs=graphs)
         with monkeypatch.context() as patch:
             if graphs and not HAS_CUDA:
-                patch.setattr(runner, "Passes", GraphPasses)
+                patch.setattr(worker, "Passes", GraphPasses)
             return run_in_threads(settings, **how)
 
     return train

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from thinwire.codec import Leg, Place, TensorSpec, build_codecs, parse_codec
+from thinwire.engine.checkpoint import Versions
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port, decision_number
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
-from thinwire.engine.source import Versions
 from thinwire.engine.step_end import Verdict, pack_tally
+from thinwire.engine.trace import Sightings
 from thinwire.errors import BreachError, WireError
 from thinwire.schedule import build
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, encode, memory_pair
@@ -49,7 +50,7 @@ class Pair:
         codecs = {Leg.FORWARD: parse_codec(codec), Leg.BACKWARD: parse_codec(codec)}
         spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"))
         end = CutEnd(codecs, spec, is_lower=stage == 0, microbatches=MICROBATCHES)
-        return Port(link, end, mailbox, due)
+        return Port(link, end, mailbox, due, Sightings())
 
     def forward(self, step, microbatch):
         tensor = torch.randn(SHAPE)
@@ -143,7 +144,7 @@ def test_a_repeated_stage_unpacks_no_answer_before_what_it_answers_is_packed():
     lower, upper = end(True), end(False)
     lower.pack = lambda *frame: (packs.wait(PATIENCE), CutEnd.pack(lower, *frame))[1]
     link = Link(ours, Meter(), None, "cut-0", 1 << 16)
-    port = Port(link, lower, mailbox, Due(0, False, 0))
+    port = Port(link, lower, mailbox, Due(0, False, 0), Sightings())
     port._too_early = lambda frame: (arrives.set(), Port._too_early(port, frame))[1]
     port.open_step(0)
     other = Link(theirs, Meter(), None, "cut-0", 1 << 16)

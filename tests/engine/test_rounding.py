@@ -9,7 +9,7 @@ from engine_runs import CPU, built
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from settings_values import EXACT
-from thinwire.engine.build import autocast_for, weights_rounded_once
+from thinwire.engine.passes import autocast_for, weights_rounded_once
 from trained import trained_chain
 
 MICROBATCHES = 4

@@ -15,9 +15,9 @@ from settings_values import EXACT, narrow
 from thinwire.codec import Leg
 from thinwire.engine import rows
 from thinwire.engine.build import StageBuilder
+from thinwire.engine.checkpoint import Snapshot
 from thinwire.engine.conversion import Folded
 from thinwire.engine.rows import SharedRows
-from thinwire.engine.source import Snapshot
 from thinwire.model import fixed_table, token_loss
 from thinwire.settings import Settings
 from thinwire.settings.crossing import row_bytes

@@ -5,7 +5,7 @@ import torch
 from test_narrow import EMBEDDING, MODES
 
 from settings_values import EXACT
-from thinwire.engine.source import Snapshot
+from thinwire.engine.checkpoint import Snapshot
 from thinwire.engine.state import StageState
 from trained import trained_chain
 from whole_state import fingerprint, snapshot
@@ -36,7 +36,7 @@ def moved(settings, run):
     whole = run(settings)
     stopped = run(settings, prepare_worker=stop_in_the_second_step)
     states = [worker.state for worker in stopped.workers]
-    snapshots, prints = [snapshot(s) for s in states], [fingerprint(s) for s in states]
+    snapshots, prints = [snapshot(s, settings) for s in states], [fingerprint(s) for s in states]
 
     def restore(worker):
         assert fingerprint(worker.state) != prints[worker.index]
@@ -67,7 +67,7 @@ def states_of(chain):
     lower = [[cut.lower] for cut in chain.cuts] + [[]]
     upper = [[], *([cut.upper] for cut in chain.cuts)]
     parts = zip(chain.updates, lower, upper, strict=True)
-    return [StageState(chain.settings, u, [*below, *above]) for u, below, above in parts]
+    return [StageState(u, [*below, *above]) for u, below, above in parts]
 
 
 @pytest.mark.parametrize("done", [0, 2])
@@ -76,7 +76,7 @@ def test_steps_can_be_undone(done, chain):
     states = states_of(chain)
     for step in range(done):
         chain.train_step(step)
-    before, prints = [snapshot(s) for s in states], [fingerprint(s) for s in states]
+    before, prints = [snapshot(s, chain.settings) for s in states], [*map(fingerprint, states)]
     first = [chain.train_step(step) for step in range(done, 5)]
     assert all(fingerprint(s) != p for s, p in zip(states, prints, strict=True))
     for _ in range(2):  # a snapshot is not used up
@@ -96,7 +96,7 @@ def test_every_tensor_and_every_fact_counts(chain):
     chain.train_step(0)
     chain.train_step(1)
     for state in states_of(chain):
-        whole, print = snapshot(state), fingerprint(state)
+        whole, print = snapshot(state, chain.settings), fingerprint(state)
         names = whole.names()
         kinds = {name.split("/")[0] for name in names if "/" in name}
         assert kinds == {"optimizer", "space", "codec"}

@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from settings_values import narrow
 from thinwire.cli import main
-from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint, Snapshot, Versions
 from thinwire.engine.conversion import Folded
-from thinwire.engine.source import Snapshot, Versions
 from thinwire.hf.shape import config_of
 from thinwire.inference import Model
 from thinwire.model import LoraConfig

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from settings_values import narrow
 from test_train import silent
+from thinwire.engine.build import Joined
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.joined import Joined
 from thinwire.errors import ConfigError
 from thinwire.inference import Model, Sampling
 from thinwire.report.metrics import without_nan

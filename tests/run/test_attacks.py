@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from thinwire.engine.worker import Assignment, Worker
+from thinwire.engine.worker import Worker
 from thinwire.errors import BreachError, WireError
 from thinwire.run.formation import Formation
 from thinwire.run.peer import Peer
@@ -126,8 +126,8 @@ def test_a_process_of_another_run_is_refused_before_a_frame_is_sent_again(
     """As at the start, but for what changes from step to step; and so is one of another epoch."""
 
     def contract(epoch=3, **changes):
-        assignment = Assignment(make_settings(**changes), 0, corpus.folder, tmp_path / "run")
-        return Worker(assignment).contract(0, epoch, at_start=False)
+        worker = Worker(make_settings(**changes), 0, corpus.folder, tmp_path / "run")
+        return worker.contract(0, epoch, at_start=False)
 
     mine = contract()
     for theirs in (contract(**change), contract(epoch=2), {**mine, "corpus": "another"}):

@@ -95,7 +95,7 @@ def test_a_way_that_does_not_answer_is_a_note_where_another_works(host, doctor, 
     with socket.create_server(("127.0.0.1", 0)) as silent, Door("127.0.0.1", 0) as other:
         address = "{}:{}".format(*silent.getsockname())
         monkeypatch.setattr(
-            "thinwire.wire.routes.ping",
+            "thinwire.wire.door.ping",
             lambda route, name: ping(route, name, 0.5 if route.address == address else PATIENCE),
         )
         found = doctor(host.invite(address, other.address, "no-such-host.invalid:7000"))

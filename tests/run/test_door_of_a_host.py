@@ -8,7 +8,7 @@ from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
 from thinwire.run.admission import AuthorityBook
 from thinwire.wire import Door, Identity, Route, Traffic
-from thinwire.wire.routes import call
+from thinwire.wire.door import call
 from waiting import PATIENCE, wait_until
 
 

@@ -14,9 +14,8 @@ from hosting import House
 
 from proxy import Proxy
 from thinwire.data import Tokenizer, prepare
-from thinwire.engine.checkpoint import partial_folder
+from thinwire.engine.checkpoint import Versions, partial_folder
 from thinwire.engine.reports import ShardFailed, ShardWritten
-from thinwire.engine.source import Versions
 from thinwire.engine.worker import scratch_folder
 from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, outward
 from thinwire.report import EvaluationRecord, PlainDisplay, StepRecord

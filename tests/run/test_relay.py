@@ -12,7 +12,7 @@ from thinwire.background import on_daemon_thread
 from thinwire.errors import ConfigError
 from thinwire.run.relay import parse_relay, run_relay
 from thinwire.wire import Standby, ping
-from thinwire.wire.routes import call
+from thinwire.wire.door import call
 from waiting import wait_until
 
 NAME = "0123456789abcdef/cut-0@1"

@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from thinwire.background import on_daemon_thread
-from thinwire.engine.checkpoint import Shard, partial_folder, sha256_of
+from thinwire.engine.checkpoint import Shard, Versions, partial_folder, sha256_of
 from thinwire.engine.reports import ShardWritten
-from thinwire.engine.source import Versions
 from thinwire.errors import WireError
 from thinwire.run import transfer as tr
 from thinwire.wire import FrameKind, memory_pair

@@ -687,7 +687,7 @@ class Stage:
     def _meters(self):
         return {end.name: {"sent": {}, "received": {}} for end in self.ends.values()}
 
-    # As engine/worker.py, runner.py and step_end.py
+    # As engine/worker.py and step_end.py
 
     def train(self):
         done, unsaved = self.state.step, False
@@ -817,7 +817,7 @@ class Stage:
             given = Toy(number)
             if self.below is not None:
                 yield from self._await(FrameKind.EVALUATE, step, number, FrameKind.VALIDATED)
-                given = self.below.take_evaluated(step, number, versions)
+                given = self.below.take_tensor(FrameKind.EVALUATE, step, number, versions)
                 self.pump()
             if given is None or self._stops_at(FrameKind.VALIDATED, step):
                 break

@@ -4,7 +4,7 @@ import queue
 import socket
 
 from thinwire.background import on_daemon_thread
-from thinwire.wire.routes import proof_of, who_of
+from thinwire.wire.door import proof_of, who_of
 from thinwire.wire.sockets import ListeningPort
 from waiting import PATIENCE, wait_until
 

@@ -11,9 +11,8 @@ from knocking import RUN, TOKEN, ask, knock, line
 
 from proxy import Proxy
 from thinwire.errors import AdmissionError, WireError
-from thinwire.wire import Door, Limits, Route, Standby, Traffic, ping
-from thinwire.wire.door import home_of
-from thinwire.wire.routes import LONGEST_LINE, proof_of
+from thinwire.wire import Door, Route, Standby, Traffic, ping
+from thinwire.wire.door import LONGEST_LINE, Limits, home_of, proof_of
 from thinwire.wire.sockets import split_address
 from waiting import PATIENCE, wait_until
 
@@ -61,7 +60,7 @@ def test_services_and_who_waits_are_reached_and_each_direction_ends_by_itself(wa
         if waits:
             standby = Standby(f"{RUN}/cut-x", Route(door.address, token=TOKEN), service.take)
             held.enter_context(standby)
-            wait_until(lambda: standby.waiting == 2)
+            wait_until(lambda: len(standby.waiting) == 2)
         else:
             door.serve(f"{RUN}/cut-x", service.take)
         caller, served = ok(reach(door, "cut-x")), service.accept()
@@ -293,7 +292,7 @@ def test_what_passes_between_others_stays_below_the_bound(service, mbps, link_mb
     with relaying(mbps, link_mbps=link_mbps) as relay:
         route = Route(relay.address, token="pass")
         with Standby(f"{RUN}/cut-a", route, service.take) as standby:
-            wait_until(lambda: standby.waiting == 2)
+            wait_until(lambda: len(standby.waiting) == 2)
             caller, served = ok(ask(relay, "reach", f"{RUN}/cut-a", "pass")), service.accept()
             begin = time.monotonic()
             threading.Thread(
@@ -350,7 +349,7 @@ def test_closing_cuts_all_and_ends_every_thread(service):
     door.serve(f"{RUN}/control", service.take)
     ends = knock(door), ok(reach(door, "control")), ok(ask(door, "wait", f"{RUN}/cut-a"))
     standby = Standby(f"{RUN}/cut-b", Route(door.address, token=TOKEN), service.take)
-    wait_until(lambda: standby.waiting == 2)
+    wait_until(lambda: len(standby.waiting) == 2)
     door.close()
     for end in ends:
         with contextlib.suppress(ConnectionResetError):

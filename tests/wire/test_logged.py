@@ -244,10 +244,10 @@ def test_a_log_gives_back_what_it_was_given_and_forgets_what_is_safe(tmp_path, m
     for step in range(50):
         log.add(step, wire.FrameKind.FORWARD, message(step))
     log.add(wire.logged.GOODBYE, wire.FrameKind.BYE, message(0, wire.FrameKind.BYE, 0))
-    assert log.latest == 49 and log.reaches(0)
+    assert log.latest == 49 and log.reach == 0
     held = len(list(tmp_path.iterdir()))
     log.trim(40)
-    assert log.reaches(40) and not log.reaches(39)
+    assert log.reach == 40
     wanted = [*(message(step) for step in range(40, 50)), message(0, wire.FrameKind.BYE, 0)]
     assert [log.read(entry) for entry in log.after(None)[1]] == wanted
     later = wire.LinkState(log, 45).go_on(wire.Position(45, 0, []))
@@ -268,7 +268,7 @@ def test_a_log_without_room_costs_no_training_and_helps_again_after_a_state(reas
         full.write_text("a file where the folder should be")
     for step in range(10):
         log.add(step, wire.FrameKind.FORWARD, message(step))
-    assert not log.reaches(0) and log.trouble
+    assert log.reach > 0 and log.trouble
     state = wire.LinkState(log)
     with pytest.raises(WireError, match="does not reach back to step 0: ") as caught:
         state.go_on(wire.Position(0, 0, {}))
@@ -277,7 +277,7 @@ def test_a_log_without_room_costs_no_training_and_helps_again_after_a_state(reas
         full.unlink()
     log.trim(10)
     log.add(10, wire.FrameKind.FORWARD, message(10))
-    assert log.reaches(10)
+    assert log.reach <= 10
     assert [log.read(entry) for entry in state.go_on(wire.Position(10, 0, {}))] == [message(10)]
 
 
@@ -421,5 +421,5 @@ def test_what_waits_on_the_uplink_is_not_sent_twice_when_the_log_was_lost(tmp_pa
     state = wire.LinkState(log)
     for step in (0, 0, 0, 1, 1):  # the third finds no room, and the log begins anew
         state.keep(message(step))
-    assert log.reaches(1) and not log.reaches(0)
+    assert log.reach == 1
     assert state.go_on(wire.Position(start=1, latest=0, received=[])) == []

@@ -14,8 +14,8 @@ from proxy import Proxy
 from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
 from thinwire.wire import Door, Identity, LastingPipe, Route, Routes, Standby, dial, stream
-from thinwire.wire import routes as routes_room
-from thinwire.wire.routes import proof_of, to_sign
+from thinwire.wire import door as door_room
+from thinwire.wire.door import proof_of, to_sign
 from waiting import PATIENCE, wait_until
 
 NAME = f"{RUN}/cut-0@1"
@@ -61,7 +61,7 @@ class Ends:
 
     def wait_at(self, address):
         standby = self._held.enter_context(Standby(NAME, relayed(address), self.listener.take))
-        wait_until(lambda: standby.waiting == 2)
+        wait_until(lambda: len(standby.waiting) == 2)
         return standby
 
     def dial(self, routes, timeout=PATIENCE, tries_again=True):
@@ -133,10 +133,10 @@ def test_a_relayed_link_outlives_its_relay(ends):
     assert routes.in_use == relayed(relay.address)
     assert relay.traffic()[RUN].relayed_bytes > 400_000
     relay.close()
-    wait_until(lambda: standby.trouble and above.outages())
+    wait_until(lambda: not standby.waiting and above.outages())
     ends.door(relay.port)
     exchange(below, above)
-    wait_until(lambda: standby.trouble == "")
+    wait_until(lambda: standby.waiting)
 
 
 def test_a_link_goes_from_relayed_to_direct_and_back(ends):
@@ -158,7 +158,7 @@ def test_a_link_goes_from_relayed_to_direct_and_back(ends):
 
 
 def test_a_route_that_swallows_dials_does_not_hold_up_the_next(ends, monkeypatch):
-    monkeypatch.setattr(routes_room, "ROUTE_S", 1)
+    monkeypatch.setattr(door_room, "ROUTE_S", 1)
     door = ends.door()
     door.serve(NAME, ends.listener.take)
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # connects, and never says a word
@@ -247,7 +247,7 @@ def test_only_the_holder_of_its_key_waits_in_the_hosts_place(service, thief, rea
         relay.admit_any(TOKEN)
         route = Route(relay.address, "relayed", TOKEN)
         with Standby(name, route, service.take, prover=HOST.prove) as standby:
-            wait_until(lambda: standby.waiting == 2)
+            wait_until(lambda: len(standby.waiting) == 2)
             caller = knock(relay)
             nonce = line(caller).split(" ")[2]
             token = "another" if thief == "the wrong token" else TOKEN
@@ -275,8 +275,8 @@ def test_only_the_holder_of_its_key_waits_in_the_hosts_place(service, thief, rea
 
 def test_who_waits_comes_again_also_if_the_end_of_a_connection_was_never_heard(monkeypatch):
     """The door has ended it; what is between lost that, and keeps the rest alive."""
-    monkeypatch.setattr(routes_room, "LONGEST_WAIT_S", 0.2, raising=False)
-    monkeypatch.setattr(routes_room, "_READY", 1)
+    monkeypatch.setattr(door_room, "LONGEST_WAIT_S", 0.2, raising=False)
+    monkeypatch.setattr(door_room, "_READY", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent, ExitStack() as held:
         silent.settimeout(PATIENCE)
         route = Route("{}:{}".format(*silent.getsockname()), "relayed", TOKEN)

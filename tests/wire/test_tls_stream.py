@@ -55,7 +55,7 @@ def refusal(address, *others, **named):
 
 
 @contextlib.contextmanager
-def awaited(listener, name="peer", dialer=None):
+def awaited(listener, name="peer", dialer=""):
     """A stream of this name is expected, and must come in the end."""
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, name, PATIENCE, dialer)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from thinwire.codec import Leg, cross, spec_of
-from thinwire.engine.build import choose_device, prepare_torch, weights_rounded_once
+from thinwire.engine.build import Joined, choose_device, prepare_torch
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
-from thinwire.engine.joined import Joined
 from thinwire.engine.keeper import Keeper
+from thinwire.engine.passes import weights_rounded_once
 from thinwire.engine.step_end import StageUpdate, StepEnd
 from thinwire.engine.trace import StepTrace
 from thinwire.model import Score, learning_rate
@@ -108,7 +108,7 @@ class Chain(Joined):
         for stage in self.stages:
             self.builder.initialise(stage)
         self.updates = [
-            StageUpdate.build(self.builder, stage, index) for index, stage in enumerate(self.stages)
+            StageUpdate(self.builder, stage, index) for index, stage in enumerate(self.stages)
         ]
         self._end = StepEnd(self.updates, device=device)
         self.row_bytes = self._end.row_bytes  # that crossed all cuts for a shared embedding
@@ -155,7 +155,8 @@ class Chain(Joined):
         """End the step as the pipeline does; False where it was refused."""
         self._end.trace = StepTrace()
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
-        verdict = self._end.end(step, lr, lambda step, commit: (False, False), lambda *_: None)
+        self._end.gather(step, lambda step, commit: (False, False))
+        verdict = self._end.conclude(step, lr, lambda step, number: None)
         return verdict.commit
 
     def evaluate(self, compressed: bool = True) -> float:

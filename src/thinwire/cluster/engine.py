@@ -31,16 +31,11 @@ from thinwire.cluster.grid import SCHEDULES, SINGLE, Grid, Seat
 from thinwire.cluster.pipelining import CARRIER, Crossing, ThinStage
 from thinwire.codec import Leg
 from thinwire.data import Corpus
-from thinwire.engine.build import (
-    StageBuilder,
-    autocast_for,
-    choose_device,
-    prepare_torch,
-    weights_rounded_once,
-)
+from thinwire.engine.build import StageBuilder, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.engine.cut import ends_of
 from thinwire.engine.feed import Feed
+from thinwire.engine.passes import autocast_for, weights_rounded_once
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
@@ -340,14 +335,14 @@ class HeldStage(nn.Module):
         super().__init__()
         settings, self.index = builder.settings, index
         self.stage = builder.build(index)
-        self.update = StageUpdate.build(builder, self.stage, index)
+        self.update = StageUpdate(builder, self.stage, index)
         self.sightings = Sightings()
         scratch = scratch_folder(folder) / f"stage-{index}"
         ends = ends_of(settings, index, builder.wire_spec, feed, scratch)
         self.below, self.above = (
             Crossing(end, world.carriers, self.sightings) if end else None for end in ends
         )
-        self.state = StageState(settings, self.update, ends)
+        self.state = StageState(self.update, ends)
         self._autocast = autocast_for(settings.run.precision, world.device)
         self._feed, self._microbatches = feed, settings.pipeline.microbatches
         place = self.below, self.above, world.carriers, world.pipeline
@@ -454,7 +449,8 @@ class Trainer:
         self._losses = [float(loss) for loss in losses]
         self._step_end.trace.spans.clear()
         # The verdict comes by `take_message`, and nobody scores a move of the basis.
-        verdict = self._step_end.end(step, lr, lambda *_: (False, False), lambda *_: None)
+        self._step_end.gather(step, lambda *_: (False, False))
+        verdict = self._step_end.conclude(step, lr, lambda *_: None)
         self.done = step + 1
         for held in self.held:
             if verdict.commit:

@@ -2,16 +2,15 @@
 
 The neighbours of the stage send a witness of each tensor that came from it: a digest, and of some,
 which nobody can foresee, the payload itself. A machine of the same kind computes the same bits.
-Another one rounds otherwise, by little, and drifts away step by step: there the payloads are held
-against each other, and what is far from all before is no rounding.
+Another one rounds otherwise and drifts away step by step: there payloads are held against each
+other, and what is far from all before is no rounding.
 """
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from thinwire.engine.cut import LEGS, CutEnd
+from thinwire.engine.cut import LEGS, Ends
 from thinwire.engine.reports import Audited, Named
 from thinwire.errors import WireError
 from thinwire.wire import Frame, FrameKind
@@ -34,53 +33,41 @@ _NAMES: dict[FrameKind, Named] = {
 
 class Audit:
     """What one process has computed in a stage's place, and what the neighbours got from it.
-
-    `ends` are the stage's ends of its cuts, by the kind of frame that it sends there. The first
-    difference is told; `Audited` says how it stands.
+    `ends` are its ends of its cuts. The first difference is told.
     """
 
-    def __init__(
-        self, ends: Mapping[FrameKind, CutEnd], is_exact: bool, tell: Callable[[Audited], None]
-    ):
-        self._ends, self._is_exact, self._tell = ends, is_exact, tell
+    def __init__(self, ends: Ends, is_exact: bool, tell: Callable[[Audited], None]):
+        self._ends = dict(zip((FrameKind.BACKWARD, FrameKind.FORWARD), ends, strict=True))
+        self._is_exact, self._tell = is_exact, tell
         self._lock = threading.Lock()
-        self._computed, self._witnessed = _Waiting(), _Waiting()
+        self._waiting = _Waiting(), _Waiting()  # what was computed, and witnesses
         self._compared = self._step = 0
         self._largest = 0.0
         self._beyond: Counter[FrameKind] = Counter()  # in a row
         self._tolerance = 0.0 if is_exact else MOST_ROUNDING
         self._has_told = False
 
-    def computed(self, frame: Frame) -> None:
-        """A frame that this process would send, were it the stage."""
-        if frame.kind in _NAMES:
-            key = frame.kind, frame.step, frame.microbatch
-            self._match(key, self._computed, bytes(frame.payload), self._witnessed)
-
-    def witnessed(self, frame: Frame) -> None:
-        """A witness of a frame that the stage has sent, as a neighbour got it."""
-        try:
-            key = FrameKind(frame.sender), frame.step, frame.microbatch
-        except ValueError:
+    def hear(self, frame: Frame) -> None:
+        """A frame that this process would send as the stage, or a witness of what that sent."""
+        is_witness = frame.kind is FrameKind.WITNESS
+        if (kind := frame.sender if is_witness else frame.kind) not in _NAMES:
             return
-        is_whole, payload = bool(frame.shape), bytes(frame.payload)
-        self._match(key, self._witnessed, (is_whole, payload), self._computed)
+        key = FrameKind(kind), frame.step, frame.microbatch
+        item = bool(frame.shape), bytes(frame.payload)
+        with self._lock:
+            other = self._waiting[not is_witness].take(key)
+            if other is None:
+                self._waiting[is_witness].put(key, item)
+                return
+            (_, ours), (is_whole, theirs) = (other, item) if is_witness else (item, other)
+            found = self._compare(key, ours, theirs, is_whole)
+        if found is not None:
+            self._tell(found)
 
     def standing(self) -> Audited:
         """How many tensors were compared, up to which step, and how they differed."""
         with self._lock:
             return Audited(self._step, self._compared, self._largest, self._tolerance)
-
-    def _match(self, key: "Key", own: "_Waiting", item: Any, others: "_Waiting") -> None:
-        with self._lock:
-            other = others.take(key)
-            if other is None:
-                own.put(key, item)
-                return
-            ours, (is_whole, theirs) = (item, other) if own is self._computed else (other, item)
-            found = self._compare(key, ours, theirs, is_whole)
-        if found is not None:
-            self._tell(found)
 
     def _compare(self, key: "Key", ours: bytes, theirs: bytes, is_whole: bool) -> Audited | None:
         """What is to be told, if anything."""
@@ -103,16 +90,16 @@ class Audit:
         if self._has_told or (not self._is_exact and self._beyond[kind] < IN_A_ROW):
             return None
         self._has_told = True
-        return Audited(
-            step, self._compared, max(0.0, difference), self._tolerance, _NAMES[kind], microbatch
-        )
+        how = self._compared, max(0.0, difference), self._tolerance
+        return Audited(step, *how, _NAMES[kind], microbatch)
 
     def _difference(self, key: "Key", ours: bytes, theirs: bytes) -> float:
         """Of two payloads, relative to the norm of ours; -1 where they cannot be compared."""
         kind, step, microbatch = key
-        if kind not in self._ends:
+        end = self._ends.get(kind)
+        if end is None:
             return -1.0
-        end, leg = self._ends[kind], LEGS[kind]
+        leg = LEGS[kind]
         # Not as in training: then the codec would remember them.
         place = end.place(leg, step, microbatch, training=False)
         try:
@@ -123,26 +110,27 @@ class Audit:
 
 
 Key = tuple[FrameKind, int, int]
+Item = tuple[bool, bytes]  # a payload, whole or a digest of it
 
 
 class _Waiting:
     """Payloads whose counterpart has not come yet; the oldest are dropped where they are many."""
 
     def __init__(self) -> None:
-        self._items: OrderedDict[Key, Any] = OrderedDict()
+        self._items: OrderedDict[Key, Item] = OrderedDict()
         self._bytes = 0
 
-    def put(self, key: Key, item: Any) -> None:
+    def put(self, key: Key, item: Item) -> None:
         self._items[key] = item
         self._bytes += _size(item)
         while self._bytes > MOST_WAITING:
             self._bytes -= _size(self._items.popitem(last=False)[1])
 
-    def take(self, key: Key) -> Any:
+    def take(self, key: Key) -> Item | None:
         item = self._items.pop(key, None)
         self._bytes -= _size(item) if item is not None else 0
         return item
 
 
-def _size(item: Any) -> int:
-    return 64 + len(item if isinstance(item, bytes) else item[1])
+def _size(item: Item) -> int:
+    return 64 + len(item[1])

@@ -1,32 +1,23 @@
-"""From settings to a stage: device, space, layers with their boundaries, starting weights; and how
-many weights it has.
+"""From settings to a stage: device, space, layers with their boundaries, starting weights; how many
+weights it has; and all stages of a model in one process.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from thinwire.codec import TensorSpec
+from thinwire.codec import Leg, TensorSpec, cross
+from thinwire.engine.cut import CutEnd
+from thinwire.engine.feed import Feed
+from thinwire.engine.passes import autocast_for
 from thinwire.errors import ConfigError
-from thinwire.model import (
-    Boundary,
-    Constraint,
-    DenseBoundary,
-    Narrow,
-    ProjectedBoundary,
-    Space,
-    Stage,
-    SubspaceBoundary,
-    architecture,
-    fixed_table,
-    random_basis,
-)
+from thinwire.model import Boundary, Narrow, Past, Score, Stage, SubspaceBoundary, architecture
+from thinwire.model.boundary import DenseBoundary, ProjectedBoundary
 from thinwire.model.layers import attach_adapters, round_frozen
 from thinwire.model.stage import WEIGHT_TYPES
+from thinwire.model.subspace import Constraint, Space, fixed_table, random_basis
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.crossing import wire_shape
 
@@ -67,10 +58,7 @@ def prepare_torch(settings: Settings, device: torch.device) -> None:
 
 
 def is_emulated(precision: str, device: torch.device) -> bool:
-    """Whether this machine only emulates a precision: a CPU without instructions for bf16.
-
-    Matrix products then take a hundred times as long as in fp32, or longer.
-    """
+    """Whether a CPU only emulates a precision, a hundred times slower than fp32 or worse."""
     has_bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     return precision == "bf16" and device.type == "cpu" and not has_bf16()
 
@@ -78,30 +66,6 @@ def is_emulated(precision: str, device: torch.device) -> bool:
 def _check_precision(precision: str, device: torch.device) -> None:
     if device.type == "mps" and precision == "fp64":
         raise ConfigError('run.precision = "fp64" does not exist on mps: use run.device = "cpu"')
-
-
-def autocast_for(
-    precision: str, device: torch.device
-) -> Callable[[], AbstractContextManager[None]]:
-    """The context in which a stage computes."""
-    if precision == "bf16":
-        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
-    return contextlib.nullcontext
-
-
-@contextlib.contextmanager
-def weights_rounded_once() -> Iterator[None]:
-    """While this lasts, autocast rounds each weight once and not for every microbatch.
-
-    All microbatches in flight then share one rounded copy. Weights must not change meanwhile.
-    Autocast forgets its copies when its outermost block ends: this stands around them as one more.
-    """
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
 
 
 class StageBuilder:
@@ -112,7 +76,18 @@ class StageBuilder:
         self.device = device
         self.dtype = WEIGHT_TYPES[settings.run.precision]
         self.architecture = architecture(settings.model)
-        self.space = self._space()
+        self.space: Space | None = None
+        boundary, model, is_meta = settings.boundary, settings.model, device.type == "meta"
+        if boundary.mode != "dense":
+            if is_meta:  # deriving a basis takes seconds
+                basis_DK = torch.empty(model.dim, boundary.rank, device=device)
+            else:
+                basis_DK = random_basis(model.dim, boundary.rank, boundary.basis_seed)
+            table_VD = None
+            if boundary.anchor == "fixed" and not is_meta:
+                seed = boundary.basis_seed
+                table_VD = fixed_table(model.vocab, model.dim, seed, model.embed_std).to(device)
+            self.space = Space(basis_DK.to(device, self.dtype), table_VD)
 
     def build(self, index: int) -> Stage:
         """A stage with empty weights: initialise it or load it."""
@@ -158,9 +133,7 @@ class StageBuilder:
             constraint.project_weights()
 
     def constraint(self, stage: Stage, in_training: bool = False) -> Constraint | None:
-        """What holds the stage's weights in the space, in subspace mode; in training those that
-        are frozen stay where they are anyway.
-        """
+        """What holds the stage's weights in the space; in training those that are not frozen."""
         if self.space is None or self.settings.boundary.mode != "subspace":
             return None
         held = [h for h in stage.held_parameters() if h.parameter.requires_grad or not in_training]
@@ -170,21 +143,6 @@ class StageBuilder:
     def wire_spec(self) -> TensorSpec:
         """The contract of a cut: what a frame's tensor must be."""
         return TensorSpec(wire_shape(self.settings), self.dtype, self.device)
-
-    def _space(self) -> Space | None:
-        boundary, model = self.settings.boundary, self.settings.model
-        if boundary.mode == "dense":
-            return None
-        table_VD = None
-        if boundary.anchor == "fixed" and self.device.type != "meta":
-            table_VD = fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std).to(
-                self.device
-            )
-        if self.device.type == "meta":  # deriving a basis takes seconds
-            basis_DK = torch.empty(model.dim, boundary.rank, device=self.device)
-        else:
-            basis_DK = random_basis(model.dim, boundary.rank, boundary.basis_seed)
-        return Space(basis_DK.to(self.device, self.dtype), table_VD)
 
     def boundary(self, receives: bool) -> Boundary:
         """One end of a cut."""
@@ -203,10 +161,8 @@ class Weights:
     """The parameters of a stage, or of a part of it."""
 
     count: int = 0
-    trained: int = 0
-    """Those with a gradient and moments: the others are frozen."""
-    bytes: int = 0
-    """Of all of them, without gradients and moments."""
+    trained: int = 0  # with a gradient and moments: the others are frozen
+    bytes: int = 0  # of all of them, without gradients and moments
 
     @classmethod
     def of(cls, parameters: Iterable[Tensor]) -> "Weights":
@@ -231,3 +187,79 @@ def model_weights(settings: Settings) -> Weights:
     builder = StageBuilder(settings, torch.device("meta"))
     stages = [builder.build(index) for index in range(settings.pipeline.stages)]
     return Weights.of(p for stage in stages for p in stage.owned_parameters().values())
+
+
+Told = Callable[[int, int], None]  # batches of a validation that are done, and in all
+
+
+class Joined:
+    """All stages of a model and both ends of its cuts; weights are still empty."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        device: torch.device,
+        feed: Feed | None = None,
+        devices: Sequence[torch.device] = (),
+    ):
+        """Inputs and outputs are on `device`, and so are all stages without `devices`."""
+        self.settings = settings
+        self.device = device
+        self.devices = devices
+        places = devices or [device] * settings.pipeline.stages
+        builders = {one: StageBuilder(settings, one) for one in {device, *places}}
+        self.builder = builders[device]
+        self.stages = [builders[one].build(i) for i, one in enumerate(places)]
+        self.spaces = [builders[one].space for one in places]
+        spec = self.builder.wire_spec
+        self.ends = [
+            tuple(CutEnd.build(settings, cut, is_lower, spec, feed) for is_lower in (True, False))
+            for cut in range(len(self.stages) - 1)
+        ]
+        self._at = 0, 0
+        self._autocast = autocast_for(settings.run.precision, device)
+
+    def logits(
+        self, inputs: Tensor, compressed: bool = True, pasts: list[Past] | None = None
+    ) -> Tensor:
+        """The model's output, across all cuts; codecs may be left out, narrow boundaries not. With
+        the past of each stage, of the positions that follow those in it.
+        """
+        x = ids = inputs
+        for index, stage in enumerate(self.stages):
+            if compressed and index > 0:
+                x = self.crossed(x, index - 1)
+            if self.devices:
+                x, ids = x.to(self.devices[index]), ids.to(self.devices[index])
+            with self._autocast():
+                x = stage(x, ids, pasts[index] if pasts is not None else None)
+        return x.to(self.device) if self.devices else x
+
+    def crossed(self, z: Tensor, cut: int) -> Tensor:
+        """An activation as the stage above the cut unpacks it."""
+        lower, upper = self.ends[cut]
+        place = lower.place(Leg.FORWARD, *self._at, training=False)
+        z = z.detach().to(lower.spec.dtype)
+        return cross(lower.codecs[Leg.FORWARD], upper.codecs[Leg.FORWARD], z, place)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a microbatch."""
+        with self._autocast():
+            return self.stages[-1].loss(logits, targets)
+
+    def go_to(self, step: int, microbatch: int) -> None:
+        """Say where in the run the tensors are that cross next."""
+        self._at = step, microbatch
+
+    @torch.no_grad()
+    def validate(self, feed: Feed, step: int, compressed: bool, told: Told | None = None) -> Score:
+        """The loss of the validation after `step` updates, as the pipeline makes it."""
+        score = Score()
+        for number in range(feed.validation_count):
+            batch = feed.validation(number)
+            self.go_to(step, number)
+            logits = self.logits(batch.inputs, compressed)
+            score.add(self.loss(logits, batch.targets), batch.targets)
+            if told is not None:
+                told(number + 1, feed.validation_count)
+        return score

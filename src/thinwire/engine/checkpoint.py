@@ -11,7 +11,8 @@
 
 Stages write into a hidden `.partial-` folder; the coordinator adds the manifest and renames the
 folder once all stages have written. A crash or a full disk on the way leaves the previous
-checkpoint as it was. Names are global, so any number of stages can load what others wrote.
+checkpoint as it was. Names are global, so any number of stages can load what others wrote: a
+`Source` is a state by names, on disk, in memory or in another form.
 
 What is removed is first renamed to a hidden name, so a folder called `step-` is always whole.
 """
@@ -21,21 +22,20 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import safetensors
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.codec import PluginError
 from thinwire.data.chat import CONFIG
-from thinwire.engine.keeper import COVARIANCE, NEXT_MEASURES
-from thinwire.engine.source import Source, Versions
-from thinwire.engine.trace import is_finite
 from thinwire.errors import CheckpointError, ConfigError, GoneError
 from thinwire.folders import flush
 from thinwire.settings import Settings
@@ -45,16 +45,84 @@ FORMAT = 2
 SEAL = "manifest_sha256"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-IMPORTED = "imported_from"
-"""The key by which a manifest says that it is of an import."""
+IMPORTED = "imported_from"  # the key by which a manifest says that it is of an import
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Hash = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-MUON_BEFORE = {
-    "model": {"embed_std": 0.02},
-    "optim": {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0},
-}
-"""What runs with Muon meant before these settings existed."""
+BASIS, COVARIANCE = "space/basis", "space/covariance"
+NEXT_BASIS, NEXT_MEASURES = "space/next_basis", "space/next_measures"
+# What runs with Muon meant before these settings existed.
+_RATES_BEFORE = dict.fromkeys(("matrix_lr", "table_lr", "head_lr"), 1.0)
+MUON_BEFORE = {"model": {"embed_std": 0.02}, "optim": _RATES_BEFORE}
 _PIECE = 1 << 22  # numbers that are looked at in one go
+
+
+@dataclass(frozen=True)
+class Versions:
+    """How often weights were updated, and the shared basis moved."""
+
+    weight_version: int
+    basis_version: int
+
+    def __str__(self) -> str:
+        return f"weight version {self.weight_version} and basis version {self.basis_version}"
+
+
+class Source(ABC):
+    """Tensors by global names, after `step` steps of the run of these settings; `str` names it."""
+
+    settings: Settings
+
+    def __init__(self, step: int, versions: Versions):
+        self.step = step
+        self.versions = versions
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+
+    @abstractmethod
+    def _read(self, names: set[str]) -> dict[str, Tensor]:
+        """Tensors that are there; they become the taker's own."""
+
+    def tensors(self, wanted: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors of these names; CheckpointError says which is missing."""
+        wanted = set(wanted)
+        missing = wanted - self.names()
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} tensors are missing from {self}, such as {min(missing)}: it was "
+                "written by a model of another shape"
+            )
+        return self._read(wanted)
+
+    def tensor(self, name: str) -> Tensor:
+        """One of them."""
+        return self.tensors([name])[name]
+
+    def tensors_under(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors whose names begin so, by the rest of their names."""
+        found = self._read({name for name in self.names() if name.startswith(prefix)})
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
+
+class Snapshot(Source):
+    """A state in memory: of a stage, or of all stages together."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], settings: Settings, step: int, versions: Versions
+    ):
+        super().__init__(step, versions)
+        self._tensors = tensors
+        self.settings = settings
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def _read(self, names: set[str]) -> dict[str, Tensor]:
+        return {name: self._tensors[name].detach().clone() for name in names}
+
+    def __str__(self) -> str:
+        return f"the state of step {self.step} in memory"
 
 
 @dataclass(frozen=True)
@@ -109,11 +177,17 @@ def write_shard(folder: Path, stage: int, tensors: dict[str, Tensor]) -> Shard:
         ) from error
 
 
-def not_finite_in(file: Any) -> str | None:
-    """The first tensor of an open safetensors file with an entry that is not finite, if any.
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all entries are finite. A sum reads a tensor only once, and is not finite if any of
+    its terms is not; as finite terms may overflow too, such a sum is looked into.
+    """
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
-    Piece by piece: the file may be larger than the memory. What was gathered for the next move of
-    a basis does not count, for no move is made of it unless it is finite.
+
+def not_finite_in(file: Any) -> str | None:
+    """The first tensor of an open safetensors file with an entry that is not finite, if any. Piece
+    by piece, for it may be larger than the memory. What was gathered for the next move of a basis
+    does not count, for no move is made of it unless it is finite.
     """
     for name in sorted(set(file.keys()) - {COVARIANCE, NEXT_MEASURES}):
         tensor = file.get_tensor(name)
@@ -153,30 +227,20 @@ def step_of(checkpoint: Path) -> int:
 class Checkpoint(Source):
     """A complete checkpoint on disk, opened for reading."""
 
-    def __init__(
-        self,
-        folder: Path,
-        manifest: dict[str, Any],
-        shards: list[Shard],
-        allow_plugins: bool = False,
-        trusted_plugins: Iterable[str] = (),
-    ):
-        versions = Versions(manifest["weight_version"], manifest["basis_version"])
-        super().__init__(manifest["step"], versions)
+    def __init__(self, folder: Path, allow_plugins: bool, trusted_plugins: Iterable[str]):
         self.folder = folder
-        self.manifest = manifest
-        self.shards = shards
-        self._allow_plugins = allow_plugins
-        self._trusted_plugins = set(trusted_plugins)
+        self.manifest, self.shards = _read_manifest(folder / MANIFEST)
+        versions = Versions(self.manifest["weight_version"], self.manifest["basis_version"])
+        super().__init__(self.manifest["step"], versions)
+        self._allow_plugins, self._trusted_plugins = allow_plugins, set(trusted_plugins)
 
     @classmethod
     def open(
         cls, place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
     ) -> "Checkpoint":
-        """Open a checkpoint folder, or the newest checkpoint of a run's folder.
-
-        Plugins are code. Those that the manifest names are imported only if whoever opens it
-        allows all of them, or trusts these by name (they stand in a run.toml of one's own).
+        """Open a checkpoint folder, or the newest checkpoint of a run's folder. Plugins are code:
+        those that the manifest names are imported only if whoever opens it allows all of them, or
+        trusts these by name (they stand in a run.toml of one's own).
         """
         folder = place
         if not (place / MANIFEST).is_file():
@@ -185,15 +249,18 @@ class Checkpoint(Source):
                 what = f"no {MANIFEST}, nor those of a run" if place.exists() else "no such folder"
                 raise CheckpointError(f"there is no checkpoint at {place}: {what}")
             folder = found[-1]
-        manifest, shards = _read_manifest(folder / MANIFEST)
-        return cls(folder, manifest, shards, allow_plugins, trusted_plugins)
+        return cls(folder, allow_plugins, trusted_plugins)
 
     @functools.cached_property
     def settings(self) -> Settings:  # type: ignore[override]  # others have it at once
         """The settings of the run that wrote this, as this thinwire understands them."""
         self._check_plugins()
         try:
-            return Settings.from_plain(_as_meant(self.manifest["settings"]))
+            values, optim = self.manifest["settings"], self.manifest["settings"].get("optim", {})
+            if isinstance(optim, dict) and optim.get("name") == "muon":
+                before = {key: {**rest, **values.get(key, {})} for key, rest in MUON_BEFORE.items()}
+                values = values | before
+            return Settings.from_plain(values)
         except GoneError as error:
             raise CheckpointError(f"{self.folder} cannot be opened: {error}") from error
         except PluginError as error:
@@ -220,10 +287,7 @@ class Checkpoint(Source):
         )
 
     def verify(self) -> None:
-        """Check every file against its hash, and that all in it is finite.
-
-        CheckpointError names what differs.
-        """
+        """Check each file against its hash, and that all is finite; CheckpointError if not."""
         altered = "is altered or missing: use an earlier checkpoint"
         for shard in self.shards:
             path = self.folder / shard.file
@@ -320,11 +384,3 @@ def sha256_of(path: Path) -> str:
         raise CheckpointError(
             f"cannot read {path}: {error.strerror}; give this user permission to read it"
         ) from error
-
-
-def _as_meant(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a manifest, with what those that came later would have been."""
-    optim = values.get("optim", {})
-    if not isinstance(optim, dict) or optim.get("name") != "muon":
-        return values
-    return {**values, **{key: {**rest, **values.get(key, {})} for key, rest in MUON_BEFORE.items()}}

@@ -1,21 +1,18 @@
 """A trained model's weights in other forms: merged, folded, or as the start of another run.
 
 *Merged*: adapters (LoRA) have become part of the matrices that they stood beside, W + (alpha /
-rank) B A, in whatever form the matrix has: for a reparametrised one W and B are coordinates in the
-same basis, and so is their sum.
+rank) B A, in whatever form the matrix has.
 
 *Folded*: the plain weights that export and other programs read. A model whose blocks write into a
 subspace is an ordinary Llama in another form: its embedding is T_fixed + T_S, and a reparametrised
-matrix is U A. Cuts then lose nothing, so the folded weights compute what the trained model
-computes, up to rounding (codecs are not part of a model). Between free weights a narrow cut drops
-what lies outside its basis, and a token table adds something in the middle of the model. No plain
-weights do that: such models do not fold.
+matrix is U A. So the folded weights compute what the trained model computes, up to rounding (codecs
+are no part of it). Between free weights a narrow cut drops what lies outside its basis, and a token
+table adds something in the middle of the model: such models do not fold.
 
 *Transferred*: into a run of any split, precision or boundary. What both models hold in the same
-form is copied, bit for bit. What they hold in different forms goes through the folded weights: of a
-subspace model to free weights nothing is lost; into a subspace only the part that lies in it is
-taken, and how much is lost is counted. A vocabulary may grow: rows of tokens that the source does
-not know keep their starting values.
+form is copied, bit for bit; the rest goes through the folded weights. Into a subspace only the part
+that lies in it is taken, and how much is lost is counted. A vocabulary may grow: rows of new tokens
+keep their starting values.
 """
 
 import dataclasses
@@ -26,21 +23,12 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.keeper import BASIS
-from thinwire.engine.source import Source
+from thinwire.engine.checkpoint import BASIS, Source
 from thinwire.errors import CheckpointError
-from thinwire.model import (
-    BoundaryConfig,
-    LoraConfig,
-    Space,
-    Stage,
-    architecture,
-    fixed_table,
-    project,
-    random_basis,
-)
+from thinwire.model import BoundaryConfig, LoraConfig, Space, Stage, architecture
 from thinwire.model.layers import DOWN, UP, is_adapter
 from thinwire.model.stage import WEIGHT_TYPES
+from thinwire.model.subspace import fixed_table, project, random_basis
 from thinwire.settings import Settings
 
 ROWS = 8192  # of a table that are computed at a time
@@ -57,9 +45,8 @@ def merged(source: Source) -> Source:
 
 
 class Merged(Source):
-    """The tensors of a state with adapters, as of a model without any.
-
-    Matrices are merged when they are asked for. Moments of adapters are left out with them.
+    """The tensors of a state with adapters, as of a model without any: matrices are merged when
+    they are asked for, and moments of adapters are left out.
     """
 
     def __init__(self, source: Source):
@@ -73,15 +60,13 @@ class Merged(Source):
 
     def _read(self, names: set[str]) -> dict[str, Tensor]:
         adapted = {name for name in names if self._beside(name, UP) in self._source.names()}
-        plain = self._source.tensors(names - adapted)
-        return plain | {name: self._merge(name) for name in sorted(adapted)}
-
-    def _merge(self, name: str) -> Tensor:
-        """Added up in float64, rounded once."""
-        ways = [name, self._beside(name, DOWN), self._beside(name, UP)]
-        found = self._source.tensors(ways)
-        base, down, up = (found[way].double() for way in ways)
-        return (base + self._scale * (up @ down)).to(found[ways[-1]].dtype)
+        found = self._source.tensors(names - adapted)
+        for name in sorted(adapted):  # added up in float64, rounded once
+            ways = [name, self._beside(name, DOWN), self._beside(name, UP)]
+            base, down, up = map(self._source.tensor, ways)
+            merged = base.double() + self._scale * (up.double() @ down.double())
+            found[name] = merged.to(up.dtype)
+        return found
 
     def _beside(self, name: str, part: str) -> str:
         """The name of a part of the adapter of this matrix, if it has one."""
@@ -106,10 +91,8 @@ def why_not_folded(settings: Settings) -> str:
 
 
 class Folded(Source):
-    """The plain weights of a state, by the names of a Hugging Face Llama.
-
-    Tensors are read and folded when they are asked for: ask for one at a time, and memory holds
-    one at a time. `settings` are those of the plain model: its cuts are dense.
+    """The plain weights of a state, by the names of a Hugging Face Llama; `settings` are those of
+    the plain model, whose cuts are dense. Ask for one at a time, and memory holds one at a time.
     """
 
     def __init__(self, source: Source):
@@ -134,21 +117,22 @@ class Folded(Source):
         return {name: self._fold(name) for name in sorted(names)}
 
     def _fold(self, name: str) -> Tensor:
-        tensor = self._source.tensor(name)
-        tensor = self.in_full(name, tensor)
+        tensor = self.in_full(name, self._source.tensor(name))
         if tuple(tensor.shape) != self.shapes[name]:
             raise CheckpointError(
                 f"{name} folds to shape {tuple(tensor.shape)} in {self._source}, the model needs "
                 f"{self.shapes[name]}"
             )
-        if name == self._anchored:
-            tensor = tensor + self._table()
+        model, boundary = self.settings.model, self._source.settings.boundary
+        is_anchored = boundary.is_constrained and not boundary.shares_embedding
+        if is_anchored and name == f"{architecture(model).layers()[0].name}.weight":
+            seed, std = boundary.basis_seed, model.embed_std
+            tensor = tensor + fixed_table(model.vocab, model.dim, seed, std)
         return tensor
 
     def in_full(self, name: str, coordinates: Tensor) -> Tensor:
-        """What the form of this matrix makes of a tensor in its place.
-
-        U A for a writer, E U^T for a table: added up in float64, rounded once.
+        """What the form of this matrix makes of a tensor in its place: U A for a writer, E U^T for
+        a table. Added up in float64, rounded once.
         """
         axis = self._axes.get(name)
         if axis is None:
@@ -162,18 +146,6 @@ class Folded(Source):
     @functools.cached_property
     def _basis_DK(self) -> Tensor:
         return basis_of(self._source)
-
-    @property
-    def _anchored(self) -> str:
-        """The embedding to which a fixed table belongs, if one does."""
-        boundary = self._source.settings.boundary
-        if not boundary.is_constrained or boundary.shares_embedding:
-            return ""
-        return f"{architecture(self.settings.model).layers()[0].name}.weight"
-
-    def _table(self) -> Tensor:
-        model, boundary = self.settings.model, self._source.settings.boundary
-        return fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std)
 
     def __str__(self) -> str:
         return f"{self._source}, folded into plain weights"
@@ -203,7 +175,12 @@ class Transfer:
     def __init__(self, source: Source, settings: Settings):
         self.fresh: list[str] = []  # what the source does not have, and starts anew
         self._saved, self._now = saved, now = _forms(source.settings), _forms(settings)
-        self._keeps_space = _same_space(source.settings, settings)
+        before, after = (
+            (s.boundary.is_constrained, s.boundary.rank, s.boundary.basis_seed, s.model.embed_std)
+            for s in (source.settings, settings)
+        )
+        # Whether both hold one shared basis, and the same fixed token table.
+        self._keeps_space = source.settings.boundary.mode != "dense" and before == after
         # Adapters go along where the new run has the same ones; else they are merged.
         is_alike = saved == now and (not now or self._keeps_space)
         keeps_adapters = is_alike and source.settings.lora == settings.lora
@@ -226,34 +203,28 @@ class Transfer:
     @torch.no_grad()
     def fill(self, builder: StageBuilder, stage: Stage) -> None:
         """Lay the source's weights over the starting weights of a stage."""
-        state = stage.owned_parameters()
-        for name, tensor in state.items():
-            if _is_of_a_cut(name) or is_adapter(name):
+        for name, tensor in stage.owned_parameters().items():
+            form = self._now.get(name)
+            if name.startswith("boundary.") or is_adapter(name):
                 self._take_own(name, tensor)
-            elif self._is_alike(name):
+            elif self._saved.get(name) == form and (form is None or self._keeps_space):
                 self._put(tensor, self._source.tensor(name), name)
             else:
                 self._take_folded(name, builder, stage)
 
     def _take_own(self, name: str, tensor: Tensor) -> None:
-        """Of a cut or an adapter: the source's if it has the same one, else it starts anew."""
-        if name in self._names and (not _is_of_a_cut(name) or self._keeps_cut(name)):
-            saved = self._source.tensor(name)
-            if self._fits(saved, tensor):
-                self._put(tensor, saved, name)
-                return
-        self.fresh.append(name)
-
-    def _keeps_cut(self, name: str) -> bool:
-        """A table goes along only with the basis that it was trained beside."""
+        """Of a cut or an adapter: the source's if it has the same one, else it starts anew. A table
+        goes along only with the basis that it was trained beside.
+        """
         saved, now = self._source.settings, self._settings
         before, after = (projected_cuts(s).get(name.rpartition(".")[0]) for s in (saved, now))
-        return before == after and saved.boundary.basis_seed == now.boundary.basis_seed
-
-    def _is_alike(self, name: str) -> bool:
-        """Whether a tensor means here what it meant there; else plain weights go between them."""
-        saved, now = self._saved.get(name), self._now.get(name)
-        return saved == now and (now is None or self._keeps_space)
+        has_basis = before == after and saved.boundary.basis_seed == now.boundary.basis_seed
+        if name in self._names and (is_adapter(name) or has_basis):
+            value = self._source.tensor(name)
+            if self._fits(value, tensor):
+                self._put(tensor, value, name)
+                return
+        self.fresh.append(name)
 
     def _take_folded(self, name: str, builder: StageBuilder, stage: Stage) -> None:
         self._folded = self._folded or Folded(self._source)
@@ -291,24 +262,11 @@ class Transfer:
         (target[: len(value)] if value.dim() else target).copy_(value)
 
 
-def _is_of_a_cut(name: str) -> bool:
-    return name.startswith("boundary.")
-
-
 def projected_cuts(settings: Settings) -> dict[str, tuple[int, int]]:
     """The block above each projected cut and its rank, by the name that its parameters have."""
     name_of, boundary = architecture(settings.model).block_name, settings.boundary
     above = settings.split()[1:] if boundary.mode == "projected" else []
     return {f"boundary.{name_of(blocks.start)}": (blocks.start, boundary.rank) for blocks in above}
-
-
-def _same_space(saved: Settings, now: Settings) -> bool:
-    """Whether both hold one shared basis, and the same fixed token table."""
-    before, after = (
-        (s.boundary.is_constrained, s.boundary.rank, s.boundary.basis_seed, s.model.embed_std)
-        for s in (saved, now)
-    )
-    return saved.boundary.mode != "dense" and before == after
 
 
 def _forms(settings: Settings) -> dict[str, str]:

@@ -1,62 +1,43 @@
 """The cuts of a run as codecs see them: where a tensor is packed, and what ends remember.
 
-What a codec remembers belongs to the cut, named by the block above it, so it is saved and found
-again whatever the stages are called. Both ends see the same tensors in the same order, also in a
-step that is refused: such a step changes no weight, but its tensors have crossed, and both ends
-remember them alike.
+What a codec remembers belongs to the cut, named by the block above it, so it is found again
+whatever the stages are called. Both ends see the same tensors in the same order, also in a step
+that is refused: its tensors have crossed, and both ends remember them alike.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from thinwire.codec import Codec, Leg, Place, Surroundings, TensorSpec, build_codecs
-from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint, Source, Versions
 from thinwire.engine.feed import Feed
-from thinwire.engine.source import Source, Versions
 from thinwire.errors import CheckpointError
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind
 
-MEMORY = "codec/"
-"""What codecs remember is in a checkpoint as codec/BLOCK/LEG/send or receive/NAME."""
+MEMORY = "codec/"  # in a checkpoint as codec/BLOCK/LEG/send or receive/NAME
 
-LEGS = {
-    FrameKind.FORWARD: Leg.FORWARD,
-    FrameKind.EVALUATE: Leg.FORWARD,
-    FrameKind.PROBE: Leg.FORWARD,
-    FrameKind.BACKWARD: Leg.BACKWARD,
-}
+_ACTIVATIONS = FrameKind.FORWARD, FrameKind.EVALUATE, FrameKind.PROBE
+LEGS = {FrameKind.BACKWARD: Leg.BACKWARD} | dict.fromkeys(_ACTIVATIONS, Leg.FORWARD)
 TRAINING = (FrameKind.FORWARD, FrameKind.BACKWARD)  # of the others no codec remembers anything
 
-Examples = Callable[[int, int], tuple[int, ...]]
-"""(step, microbatch) -> the training examples that its rows are."""
 
-
+@dataclass(eq=False)
 class CutEnd:
     """One stage's end of one cut: the codec that sends, the one that receives, their memory."""
 
-    def __init__(
-        self,
-        codecs: dict[Leg, Codec],
-        spec: TensorSpec,
-        is_lower: bool = True,
-        cut: int = 0,
-        block: int = 0,
-        seed: int = 0,
-        microbatches: int = 1,
-        examples: Examples | None = None,
-    ):
-        self.codecs = codecs
-        self.spec = spec
-        self.cut = cut
-        self.microbatches = microbatches
-        self._is_lower = is_lower
-        self._block = block
-        self._seed = seed
-        by_example = any(codec.remembers_examples for codec in codecs.values())
-        self._examples = examples if by_example else None
+    codecs: dict[Leg, Codec]
+    spec: TensorSpec
+    is_lower: bool = True
+    cut: int = 0
+    block: int = 0  # above the cut
+    seed: int = 0
+    microbatches: int = 1
+    # For codecs that remember them: (step, microbatch) -> the training examples of its rows.
+    examples: Callable[[int, int], tuple[int, ...]] | None = None
 
     @classmethod
     def build(
@@ -68,51 +49,38 @@ class CutEnd:
         feed: Feed | None = None,
         scratch: Path | None = None,
     ) -> "CutEnd":
-        """The end of a run's cut, with no memory yet; `scratch` is where it may keep much.
-
-        Without a feed nothing is known of training examples: for validation and text.
+        """The end of a run's cut, with no memory yet; `scratch` is where it may keep much. Without
+        a feed nothing is known of training examples: for validation and text.
         """
-        codecs = build_codecs(*settings.codec.names(cut))
-        end = cls(
-            codecs,
-            spec,
-            is_lower,
-            cut,
-            settings.split()[cut].stop,
-            settings.run.seed,
-            settings.pipeline.microbatches,
-            feed.examples if feed is not None else None,
-        )
+        codecs, block = build_codecs(*settings.codec.names(cut)), settings.split()[cut].stop
+        examples = feed.examples if feed is not None else None
+        seed, microbatches = settings.run.seed, settings.pipeline.microbatches
+        end = cls(codecs, spec, is_lower, cut, block, seed, microbatches, examples)
         count = feed.example_count if feed is not None else 0
         for leg, codec in codecs.items():
             folder = None
             if scratch is not None and codec.remembers_examples:
-                folder = scratch / f"cut-{cut}-{leg.value}-{_role(leg, is_lower)}"
+                folder = scratch / memory_prefix(block, leg, is_lower)
                 folder.mkdir(parents=True, exist_ok=True)
             codec.prepare(spec, Surroundings(count, settings.codec.memory_mb << 20, folder))
         return end
 
     def place(self, leg: Leg, step: int, microbatch: int, training: bool) -> Place:
         """Where in the run a tensor of this cut is packed."""
-        examples = self._examples(step, microbatch) if training and self._examples else None
-        return Place(leg, step, microbatch, self.cut, self._seed, training, examples)
+        examples = None
+        if training and self.examples and any(c.remembers_examples for c in self.codecs.values()):
+            examples = self.examples(step, microbatch)
+        return Place(leg, step, microbatch, self.cut, self.seed, training, examples)
 
     def pack(
         self, kind: FrameKind, tensor: Tensor, step: int, number: int, made_with: Versions
     ) -> Frame:
         """The frame that takes a tensor of this stage to its neighbour."""
         codec = self.codecs[LEGS[kind]]
-        return Frame(
-            kind=kind,
-            sender=self.cut if self._is_lower else self.cut + 1,
-            step=step,
-            microbatch=number,
-            weight_version=made_with.weight_version,
-            basis_version=made_with.basis_version,
-            codec=codec.tag,
-            shape=tuple(tensor.shape),
-            payload=codec.pack(tensor.to(self.spec.dtype), self._place_of(kind, step, number)),
-        )
+        sender = self.cut if self.is_lower else self.cut + 1
+        versions = made_with.weight_version, made_with.basis_version
+        payload = codec.pack(tensor.to(self.spec.dtype), self._place_of(kind, step, number))
+        return Frame(kind, sender, step, number, *versions, codec.tag, tuple(tensor.shape), payload)
 
     def unpack(self, frame: Frame) -> Tensor:
         """The tensor in a frame of the neighbour."""
@@ -135,7 +103,7 @@ class CutEnd:
     def state_tensors(self) -> dict[str, Tensor]:
         """What this end remembers, by the names that it has in a checkpoint."""
         return {
-            self._prefix(leg) + name: tensor
+            memory_prefix(self.block, leg, self.is_lower) + name: tensor
             for leg, codec in self.codecs.items()
             for name, tensor in codec.state_tensors().items()
         }
@@ -143,10 +111,11 @@ class CutEnd:
     def load(self, source: Source) -> None:
         """Remember what the source's run did at this cut; CheckpointError when it cannot."""
         for leg, codec in self.codecs.items():
-            if not codec.remembers or not remembered(source, self._block, leg, codec):
+            if not codec.remembers or not remembered(source, self.block, leg, codec):
                 continue
+            prefix = memory_prefix(self.block, leg, self.is_lower)
             try:
-                codec.load_state_tensors(source.tensors_under(self._prefix(leg)))
+                codec.load_state_tensors(source.tensors_under(prefix))
             except ValueError as error:
                 raise CheckpointError(
                     f"the memory of {codec.name} on the {leg.value} leg of cut {self.cut} in "
@@ -154,8 +123,8 @@ class CutEnd:
                     "microbatches, or with codecs without memory"
                 ) from error
 
-    def _prefix(self, leg: Leg) -> str:
-        return memory_prefix(self._block, leg, self._is_lower)
+
+Ends = tuple[CutEnd | None, CutEnd | None]  # of the cut below a stage and of the one above
 
 
 def cuts_of(settings: Settings, stage: int) -> list[tuple[int, bool]]:
@@ -164,13 +133,7 @@ def cuts_of(settings: Settings, stage: int) -> list[tuple[int, bool]]:
     return [(cut, is_lower) for cut, is_lower in both if 0 <= cut < settings.pipeline.stages - 1]
 
 
-def ends_of(
-    settings: Settings,
-    stage: int,
-    spec: TensorSpec,
-    feed: Feed | None = None,
-    scratch: Path | None = None,
-) -> tuple[CutEnd | None, CutEnd | None]:
+def ends_of(settings: Settings, stage: int, spec: TensorSpec, feed: Feed, scratch: Path) -> Ends:
     """A stage's ends of the cut below it and of the one above, where there are such cuts."""
     found = {
         is_lower: CutEnd.build(settings, cut, is_lower, spec, feed, scratch)
@@ -181,17 +144,13 @@ def ends_of(
 
 def memory_prefix(block: int, leg: Leg, is_lower: bool) -> str:
     """How the names begin that one end of the cut before a block gives what it remembers."""
-    return f"{MEMORY}{block}/{leg.value}/{_role(leg, is_lower)}/"
-
-
-def _role(leg: Leg, is_lower: bool) -> str:
-    return "send" if (leg is Leg.FORWARD) == is_lower else "receive"
+    role = "send" if (leg is Leg.FORWARD) == is_lower else "receive"
+    return f"{MEMORY}{block}/{leg.value}/{role}/"
 
 
 def remembered(source: Source, block: int, leg: Leg, codec: Codec) -> bool:
-    """Whether a source holds this codec's memory of the cut before a block.
-
-    Not when another codec was there, or no cut: then it begins anew, on both ends.
+    """Whether a source holds this codec's memory of the cut before a block: not when another codec
+    was there, or no cut. Then it begins anew, on both ends.
     """
     saved = codecs_of(source.settings)
     return block in saved and saved[block][leg].name == codec.name
@@ -205,12 +164,28 @@ def are_cuts_learned(settings: Settings) -> bool:
 
 
 def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
-    """Refuse a resume in which a cut with a memory is gone; returns what begins without one.
-
-    Who resumes with codecs that remember nothing has chosen to go on without: that is only said.
+    """Refuse a resume in which a cut with a memory is gone; returns what begins without one. Who
+    resumes with codecs that remember nothing has chosen that: it is only said.
     """
-    notes = [note for leg in Leg for note in _check_gone(settings, checkpoint, leg)]
-    for cut, (block, codecs) in enumerate(codecs_of(settings).items()):
+    saved, here, notes = codecs_of(checkpoint.settings), codecs_of(settings), list[str]()
+    # A run without cuts still says which codecs it would use.
+    used = here.values() or [build_codecs(*settings.codec.names(0))]
+    for leg in Leg:
+        gone = [block for block in saved if block not in here and saved[block][leg].remembers]
+        if not gone:
+            continue
+        names = ", ".join(sorted({saved[block][leg].name for block in gone}))
+        where = f"leg of the cut before block {', '.join(map(str, gone))}"
+        lost = f"the memory of {names} on the {leg.value} {where}"
+        if any(codecs[leg].remembers for codecs in used):
+            split = [len(blocks) for blocks in checkpoint.settings.split()]
+            raise CheckpointError(
+                f"{checkpoint.folder} holds {lost}, but this run has no cut there: resume with "
+                f"pipeline.split = {split} as before, with a finer one, or with codecs without "
+                f"memory; or start a new run from its weights: --init-from {checkpoint.folder}"
+            )
+        notes.append(f"{lost} is dropped: this run has no cut there")
+    for cut, (block, codecs) in enumerate(here.items()):
         for leg, codec in codecs.items():
             if codec.remembers and not remembered(checkpoint, block, leg, codec):
                 notes.append(
@@ -218,27 +193,6 @@ def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
                     "empty memory"
                 )
     return notes
-
-
-def _check_gone(settings: Settings, checkpoint: Checkpoint, leg: Leg) -> list[str]:
-    """What is lost on one leg with the cuts that this run no longer has."""
-    saved, here = codecs_of(checkpoint.settings), codecs_of(settings)
-    gone = [block for block in saved if block not in here and saved[block][leg].remembers]
-    if not gone:
-        return []
-    names = ", ".join(sorted({saved[block][leg].name for block in gone}))
-    where = f"leg of the cut before block {', '.join(map(str, gone))}"
-    lost = f"the memory of {names} on the {leg.value} {where}"
-    # A run without cuts still says which codecs it would use.
-    used = here.values() or [build_codecs(*settings.codec.names(0))]
-    if not any(codecs[leg].remembers for codecs in used):
-        return [f"{lost} is dropped: this run has no cut there"]
-    split = [len(blocks) for blocks in checkpoint.settings.split()]
-    raise CheckpointError(
-        f"{checkpoint.folder} holds {lost}, but this run has no cut there: resume with "
-        f"pipeline.split = {split} as before, with a finer one, or with codecs without memory; or "
-        f"start a new run from its weights: --init-from {checkpoint.folder}"
-    )
 
 
 def codecs_of(settings: Settings) -> dict[int, dict[Leg, Codec]]:

@@ -18,15 +18,12 @@ from thinwire.model import Stage
 from thinwire.settings import Settings
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-At = tuple[int, int] | int
-"""Step and microbatch of a training, or the number of a validation's microbatch."""
+At = tuple[int, int] | int  # step and microbatch of a training, or number in a validation
 
 
 class TokenSource(ABC):
-    """Where a stage gets the token ids that it reads: a corpus here, or one on another machine.
-
-    Which examples a microbatch has is computed in the feed. A corpus on another machine has been
-    found fit for the settings there.
+    """Where a stage gets the token ids that it reads: a corpus here, or one on another machine,
+    which has been found fit for the settings there.
     """
 
     fingerprint: str
@@ -55,10 +52,8 @@ class TokenSource(ABC):
 
 
 class DeviceBatch:
-    """A microbatch on the stage's device: what a model reads, and what it should say.
-
-    Each is computed when it is asked for: inputs by the first stage, targets by the last.
-    `wait` is there if something has to come from another machine first.
+    """A microbatch on the stage's device: what a model reads, and what it should say, each computed
+    when it is asked for. `wait` is there if something has to come from another machine first.
     """
 
     def __init__(self, source: TokenSource, at: At, device: torch.device):
@@ -76,17 +71,13 @@ class DeviceBatch:
         return self._source.targets(self._at).to(self._device)
 
     def loss(self, stage: Stage, output: Tensor, microbatches: int) -> Tensor:
-        """What this microbatch adds to the loss of its step, which is the mean over all tokens
-        that are learned in it.
-        """
+        """What this microbatch adds to the loss of its step, the mean over its learned tokens."""
         loss, parts = self.loss_of(stage, microbatches)
         return loss(output, self.targets) / parts
 
     def loss_of(self, stage: Stage, microbatches: int) -> tuple[Loss, int]:
-        """The same as a function of logits and targets, and what its result is divided by.
-
-        Each microbatch learns as many tokens, unless some are masked: then the mean over the step
-        is not the mean of the means of its microbatches.
+        """The same as a function of logits and targets, and what its result is divided by. If
+        tokens are masked, the mean over the step is not the mean of the means of its microbatches.
         """
         assert not isinstance(self._at, int), "a validation has scores"
         count = self._source.learned_count(self._at)
@@ -94,26 +85,19 @@ class DeviceBatch:
 
 
 class Feed:
-    """Every stage opens the same memory-mapped data and computes what it needs of a batch itself,
-    or gets just that from where the data is.
-
-    `eval_batches` are the microbatches of a validation; 0 = as the settings say.
+    """Batches of the data: every stage computes what it needs of one itself, or gets just that from
+    where the data is. `batches` are the microbatches of a validation; 0 = as the settings say.
     """
 
     def __init__(
-        self,
-        data: Corpus | TokenSource,
-        settings: Settings,
-        device: torch.device,
-        eval_batches: int = 0,
+        self, data: Corpus | TokenSource, settings: Settings, device: torch.device, batches: int = 0
     ):
-        limit = eval_batches or settings.train.eval_batches
-        self._source: TokenSource = (
-            data if isinstance(data, TokenSource) else CorpusTokens(data, settings, limit)
-        )
+        limit = batches or settings.train.eval_batches
+        source = data if isinstance(data, TokenSource) else CorpusTokens(data, settings, limit)
+        self._source: TokenSource = source
         self._device = device
-        self.example_count = self._source.example_count  # to train on, the same in every epoch
-        self.validation_count = self._source.validation_count  # microbatches
+        self.example_count = source.example_count  # to train on, the same in every epoch
+        self.validation_count = source.validation_count  # microbatches
         batch, pipeline = settings.train.batch, settings.pipeline
         self._order = Shuffled(self.example_count, batch, pipeline.microbatches, settings.run.seed)
         self._check_memory(settings)
@@ -124,11 +108,7 @@ class Feed:
 
     @property
     def validation_text(self) -> tuple[int, int]:
-        """How many tokens the validation microbatches predict, and their UTF-8 bytes.
-
-        Just those that a validation scores, so that a loss and its bits per byte belong
-        together. Both are 0 for token shards, whose text is not known.
-        """
+        """Tokens that the validation microbatches predict, and their bytes; 0 if not known."""
         return self._source.validation_text
 
     def training(self, step: int, microbatch: int) -> DeviceBatch:

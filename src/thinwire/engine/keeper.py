@@ -1,12 +1,10 @@
 """Keeps one stage true to the shared space: projections, moves of the basis, and their measures.
 
 A move is proposed by the last stage, which alone sees the whole gradient of the stream. It rides
-down the pipeline ahead of the tallies, so that every stage has it when the verdict comes, and all
-stages switch after the same update.
+down the pipeline ahead of the tallies, and all stages switch after the same update.
 
-A run that ends where a move is due leaves its weights as they were trained: nothing would be left
-to learn the new coordinates. The move is saved instead, and a run that continues from there makes
-it. That run is then the same, bit for bit, as one that never stopped.
+A run that ends where a move is due leaves its weights as they were trained, and saves the move: a
+run that continues from there makes it, and is the same, bit for bit, as one that never stopped.
 """
 
 import functools
@@ -15,14 +13,11 @@ import math
 import torch
 from torch import Tensor
 
-from thinwire.engine.source import Source
-from thinwire.model import BoundaryConfig, Constraint, Space, Stage, StageOptimizer, project
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.checkpoint import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES, Source
+from thinwire.model import Stage, StageOptimizer, project
 from thinwire.model.subspace import BasisMove, grassmann_step, orthonormality_error
 
-BASIS = "space/basis"
-COVARIANCE = "space/covariance"
-NEXT_BASIS = "space/next_basis"
-NEXT_MEASURES = "space/next_measures"
 GATHER_SHARE = 200  # a covariance is gathered in the last 1/200 of the steps between two moves
 REPROJECT_EVERY = 50  # steps between projections of weights against the drift of rounding
 MEASURE_EVERY = 10  # steps between measurements of the drift
@@ -31,21 +26,13 @@ MEASURE_EVERY = 10  # steps between measurements of the drift
 class Keeper:
     """The space's side of a stage's training step."""
 
-    def __init__(
-        self,
-        config: BoundaryConfig,
-        stage: Stage,
-        optimizer: StageOptimizer,
-        space: Space,
-        constraint: Constraint | None,
-        steps: int,
-    ):
-        self.space = space
-        self._config = config
-        self._stage = stage
-        self._optimizer = optimizer
-        self._constraint = constraint
-        self._steps = steps
+    def __init__(self, builder: StageBuilder, stage: Stage, optimizer: StageOptimizer):
+        assert builder.space is not None, "there is a space to keep to"
+        self.space = builder.space
+        self._config = builder.settings.boundary
+        self._steps = builder.settings.train.steps
+        self._stage, self._optimizer = stage, optimizer
+        self._constraint = builder.constraint(stage, in_training=True)
         self._is_last = stage.outgoing is None
         self._covariance_DD: Tensor | None = None  # of the window's committed steps
         self._of_step_DD: Tensor | None = None  # of the step under way
@@ -54,7 +41,7 @@ class Keeper:
         self._postponed_DK: Tensor | None = None  # the basis of a move left to the next run
         self._move: BasisMove | None = None
         self.loss_jump: float | None = None  # of the move, where its loss was measured
-        if self._is_last and config.basis_update_every:
+        if self._is_last and self._config.basis_update_every:
             stage.watch_gradient(stage.first_free_layer(), self._gather)
 
     def begin_step(self, step: int) -> None:
@@ -65,10 +52,7 @@ class Keeper:
         self._of_step_DD = None
 
     def moves_after(self, step: int) -> bool:
-        """Whether the basis moves after this step, on all stages.
-
-        Not after the last one: nothing would be left to learn the new coordinates.
-        """
+        """Whether the basis moves after this step, on all stages; not after the last one."""
         return self._ends_window(step) and step + 1 < self._steps
 
     def _ends_window(self, step: int) -> bool:
@@ -108,10 +92,7 @@ class Keeper:
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
-        """Weights back into S now and then.
-
-        What the step gathered counts from now on, or a window ends with it.
-        """
+        """Weights back into S now and then. What the step gathered counts, or a window ends."""
         if self._constraint is not None and (step + 1) % REPROJECT_EVERY == 0:
             self._constraint.project_weights()
         if self._is_last and self._ends_window(step) and not self.moves_after(step):
@@ -132,9 +113,7 @@ class Keeper:
         return self.space.basis_DK.nbytes if self._config.basis_update_every else 0
 
     def measures(self, step: int) -> dict[str, float]:
-        """Drift now and then; when the basis has moved: energy, angle, orthonormality, and how
-        the loss of one batch changed.
-        """
+        """Drift now and then; after a move of the basis what it did, and to the loss of a batch."""
         found: dict[str, float] = {}
         if self._constraint is not None and step % MEASURE_EVERY == 0:
             found["drift"] = self._constraint.drift()

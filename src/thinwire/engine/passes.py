@@ -1,21 +1,19 @@
 """The forward and the backward of one microbatch on one stage: as torch launches them, kernel by
-kernel, or replayed as CUDA graphs.
+kernel, or replayed as CUDA graphs, which launch all kernels of a pass at once.
 
-With small microbatches on a fast GPU launching takes longer than computing. A graph launches all
-kernels of a pass at once. What it reads and writes stays where it was when it was captured, so each
-microbatch in flight has a pair of graphs, with tensors of its own.
+With small microbatches on a fast GPU launching takes longer than computing. What a graph reads and
+writes stays where it was, so each microbatch in flight has a pair of graphs, with own tensors.
 """
 
+import contextlib
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from thinwire.engine.feed import DeviceBatch, Loss
+from thinwire.engine.feed import DeviceBatch
 from thinwire.errors import StageError
 from thinwire.model import Stage
 
@@ -25,14 +23,36 @@ _WARM_UPS = 3  # before a capture: libraries choose kernels then, and compilers 
 _CAPTURING = threading.Lock()  # stages of one process capture one after the other
 
 
-class Pass(ABC):
+def autocast_for(precision: str, device: torch.device) -> Autocast:
+    """The context in which a stage computes."""
+    if precision == "bf16":
+        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext
+
+
+@contextlib.contextmanager
+def weights_rounded_once() -> Iterator[None]:
+    """While this lasts, autocast rounds each weight once and not for every microbatch; weights must
+    not change. It forgets its copies when its outermost block ends: this is one more.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+class Pass:
     """A microbatch between its forward and its backward. `output` is the loss on the last stage."""
 
-    output: Tensor
+    def __init__(self, received: Tensor | None, output: Tensor):
+        self._received, self.output = received, output
 
-    @abstractmethod
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         """Add to the gradients of the weights; returns that of what the stage received, if any."""
+        torch.autograd.backward(self.output, gradient)
+        return None if self._received is None else self._received.grad
 
 
 class Passes:
@@ -48,7 +68,7 @@ class Passes:
             output = self.run_layers(received, self.ids_read(received, batch))
             if self.stage.outgoing is None:
                 output = batch.loss(self.stage, output, microbatches)
-        return _Launched(received, output)
+        return Pass(received, output)
 
     def ids_read(self, received: Tensor | None, batch: DeviceBatch) -> Tensor | None:
         """The token ids of a batch, where this stage reads them."""
@@ -61,33 +81,23 @@ class Passes:
         return self.stage(x, ids if self.stage.needs_ids else None)
 
 
-class _Launched(Pass):
-    def __init__(self, received: Tensor | None, output: Tensor):
-        self._received, self.output = received, output
-
-    def backward(self, gradient: Tensor | None) -> Tensor | None:
-        torch.autograd.backward(self.output, gradient)
-        return None if self._received is None else self._received.grad
-
-
 class GraphPasses(Passes):
     """The same, replayed: the same kernels in the same order, so the same bits.
 
     Weights that autocast rounds are rounded by the first graphs, for all others. Those go first
     whenever weights have changed: nothing is in flight then, and the first free ones are taken.
-    Where autocast has forgotten its copies, graphs round for themselves: more time and memory.
     """
 
     def __init__(self, stage: Stage, autocast: Autocast):
         super().__init__(stage, autocast)
-        self._graphs: list[_Graphs] = []
+        self.graphs: list[_Graphs] = []
         self._trained = [p for p in stage.parameters() if p.requires_grad]
         self._sums: list[Tensor | None] = []  # of their gradients in the step under way
         self.device = next(stage.parameters()).device
         self.stream = torch.cuda.Stream(self.device)  # on which all are captured
 
     def forward(self, received: Tensor | None, batch: DeviceBatch, microbatches: int) -> Pass:
-        free = next((graphs for graphs in self._graphs if graphs.is_free), None)
+        free = next((graphs for graphs in self.graphs if graphs.is_free), None)
         if free is None:
             try:
                 with _CAPTURING:
@@ -97,17 +107,9 @@ class GraphPasses(Passes):
                     f"a microbatch cannot be captured as CUDA graphs ({error}): set "
                     "run.graphs = false"
                 ) from error
-            self._graphs.append(free)
+            self.graphs.append(free)
         free.replay(received, batch, microbatches)
         return free
-
-    def compute(
-        self, received: Tensor | None, ids: Tensor | None, targets: Tensor | None, loss: Loss
-    ) -> Tensor:
-        """What is sent on, or on the last stage the loss before it is divided."""
-        with self.autocast():
-            output = self.run_layers(received, ids)
-            return output if targets is None else loss(output, targets)
 
     def differentiate(
         self, output: Tensor, gradient: Tensor, received: Tensor | None
@@ -125,11 +127,6 @@ class GraphPasses(Passes):
         for total, gradient in zip(self._sums, found, strict=False):
             if total is not None and gradient is not None:
                 total.add_(gradient)
-
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing has been captured yet."""
-        return not self._graphs
 
     def forget_rounded(self) -> None:
         """Before the first capture: a graph could not round again what is rounded already."""
@@ -157,11 +154,17 @@ class _Graphs(Pass):
         self._targets = batch.targets.clone() if self._is_last else None
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         loss, _ = batch.loss_of(passes.stage, 1)
-        forward = partial(passes.compute, self._received, self._ids, self._targets, loss)
+
+        def forward() -> Tensor:
+            """What is sent on, or on the last stage the loss before it is divided."""
+            with passes.autocast():
+                output = passes.run_layers(self._received, self._ids)
+                return output if self._targets is None else loss(output, self._targets)
+
         current = torch.cuda.current_stream(passes.device)
         passes.stream.wait_stream(current)
         with torch.cuda.stream(passes.stream):
-            if passes.is_new:
+            if not passes.graphs:
                 for _ in range(_WARM_UPS):
                     made = forward()
                     passes.differentiate(made, torch.ones_like(made), self._received)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from thinwire.codec import Codec
+from thinwire.engine.checkpoint import Versions
 from thinwire.engine.cut import LEGS, TRAINING, CutEnd
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
-from thinwire.engine.source import Versions
 from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack_tally
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.errors import ThinwireError, WireError
@@ -42,10 +42,8 @@ EVALUATION_WINDOW = 4
 
 @dataclass(frozen=True)
 class Due:
-    """What a neighbour sends: which kinds, and how much of each.
-
-    A stage below may be a step ahead, while this one still saves the step before; the stage above
-    cannot be, for it needs this stage's activations.
+    """What a neighbour sends: which kinds, and how much of each. One below may be a step ahead,
+    while this stage still saves the step before; one above needs this stage's activations.
     """
 
     stage: int  # this one
@@ -56,18 +54,9 @@ class Due:
     basis_bytes: int = 0  # of one that moves
     rows: tuple[int, int] = (0, 0)  # frames in a step and bytes of one, at most; 0 = none cross
 
-    @property
-    def sender(self) -> int:
-        """The stage that sends."""
-        return self.stage + (-1 if self.is_from_below else 1)
-
     @cached_property
     def kinds(self) -> dict[FrameKind, int]:
-        """The kinds of frames, with the most bytes of those that no codec packs.
-
-        From below activations, of validations too, and verdicts; from above gradients, tallies,
-        to which each stage adds its own, and the basis as the last stage moves it.
-        """
+        """The kinds of frames, with the most bytes of those that no codec packs."""
         rows, basis = {FrameKind.ROWS: self.rows[1]}, {FrameKind.BASIS: self.basis_bytes}
         if self.is_from_below:
             tensors = {FrameKind.FORWARD, FrameKind.EVALUATE}
@@ -78,11 +67,6 @@ class Due:
             tensors, messages = {FrameKind.BACKWARD}, {FrameKind.TALLY: TALLY_BYTES} | basis | rows
         return {kind: most for kind, most in messages.items() if most} | dict.fromkeys(tensors, 0)
 
-    @property
-    def steps_behind(self) -> int:
-        """Steps that are still under way when the next one is opened."""
-        return min(self.schedule.delay, 1) if self.schedule else 0
-
     @cached_property
     def answers_before(self) -> tuple[int, ...]:
         """For each forward from below, gradients sent back before: by the schedule it keeps a
@@ -90,27 +74,18 @@ class Due:
         """
         if self.schedule is None or not self.is_from_below:
             return ()
-        held = self.schedule.held[self.sender]
+        held = self.schedule.held[self.stage - 1]
         count, delay = self.schedule.microbatches, self.schedule.delay
         least = [0 if number >= delay else -count for number in range(count)]
         return tuple(max(number - held + 1, least[number]) for number in range(count))
 
-    def has_number(self, kind: FrameKind, number: int) -> bool:
-        """Whether there is a message of this kind and number, of those that no codec packs."""
-        if kind is not FrameKind.ROWS:
-            return number == 0
-        way = FROM_BELOW if self.is_from_below else FROM_ABOVE
-        return number in (row_number(frame, way) for frame in range(self.rows[0]))
-
 
 class Mailbox:
-    """Items by key, put by link threads as they arrive and taken once by the runner.
+    """Items by key, put by link threads as they arrive and taken once by the worker; ports bound
+    them.
 
-    What may be put is bounded by ports, which know what is due.
-
-    A failure of any link is put here too, so that a stage which waits for a frame that can no
-    longer come stops at once instead of waiting forever. A link may be as slow as it likes:
-    unless a `timeout` is given, waiting ends with the item or with a failure only.
+    A failure of any link is put here too, so that a stage which waits for what can no longer come
+    stops at once. Unless a `timeout` is given, waiting ends with the item or with a failure only.
     """
 
     def __init__(self, timeout: float | None = None):
@@ -131,9 +106,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def take(self, key: Key, unless: Key | None = None) -> Any:
-        """The item of this key, waiting for it if need be; None if `unless` is there before it,
-        which stays.
-        """
+        """The item of this key, waiting for it; None if `unless` is there before, which stays."""
         with self._changed:
             self._changed.wait_for(
                 lambda: key in self._items or unless in self._items or self._failure, self._timeout
@@ -162,10 +135,7 @@ class Mailbox:
             return self._failure is None
 
     def close_step(self, step: int) -> None:
-        """Frames of this step and of earlier ones are late from now on.
-
-        What nobody took is dropped: nobody will, and it would pile up step by step.
-        """
+        """Frames up to this step are late from now on; what nobody took is dropped."""
         with self._changed:
             self._done_step = step
             kept = {key: item for key, item in self._items.items() if item[0] > step}
@@ -185,38 +155,30 @@ def decision_number(kind: FrameKind, step: int) -> int:
 
 
 class Port:
-    """Sends tensors to one neighbour and receives the neighbour's.
+    """Sends tensors to one neighbour and receives the neighbour's, packed and unpacked by threads
+    of the link. Every frame is held against the contract before memory is allocated for it.
 
-    Packing runs on the link's sending thread and unpacking on its receiving one, so neither
-    costs the compute thread anything. Every received frame is held against the contract
-    (kind, step, shape, codec, size) before memory is allocated for it, so that what waits in the
-    mailbox is bounded; a frame beyond is the sender's error.
-
-    A neighbour may be a step ahead while this stage still saves the step before. A codec that
-    remembers must not have seen that step yet, so its frames are held until `open_step`. Nor may it
-    see a tensor twice, or one that is not due: that would change what it remembers for good.
+    A neighbour may be a step ahead while this stage still saves. A codec that remembers must not
+    have seen that step yet, so its frames are held until `open_step`. Nor may it see a tensor
+    twice, or one that is not due: that would change what it remembers for good.
 
     A stage that takes the place of a lost one gets what its neighbours have sent since its state as
-    fast as it can take it: such frames wait here until they are due, and are no error.
-
-    Tensors that are not finite are let through, for all stages refuse such a step; `sightings`
-    notes on which side of the cut they were first seen.
+    fast as it can take it: such frames wait here until they are due, and are no error. Nor are
+    tensors that are not finite, for all stages refuse such a step: `sightings` notes them.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        end: CutEnd,
-        mailbox: Mailbox,
-        due: Due,
-        sightings: Sightings | None = None,
-    ):
+    def __init__(self, link: Link, end: CutEnd, mailbox: Mailbox, due: Due, sightings: Sightings):
         self.link = link
         self.stage = due.stage
         self._end = end
         self._mailbox = mailbox
         self._due = due
-        self._sightings = sightings or Sightings()
+        self._sender = due.stage + (-1 if due.is_from_below else 1)
+        # Steps that are still under way when the next one is opened.
+        self._steps_behind = min(due.schedule.delay, 1) if due.schedule else 0
+        way = FROM_BELOW if due.is_from_below else FROM_ABOVE
+        self._row_numbers = {row_number(frame, way) for frame in range(due.rows[0])}
+        self._sightings = sightings
         self._gate = threading.Lock()
         self._open_step = due.first_step - 1  # a validation may come before the first step
         self._evaluated = (due.first_step, -1)  # step and number of the last validation frame
@@ -232,9 +194,8 @@ class Port:
     def send_tensor(
         self, kind: FrameKind, tensor: Tensor, step: int, microbatch: int, made_with: Versions
     ) -> None:
-        """Hand a tensor over; it must not be changed afterwards.
-
-        Returns at once in training; in a validation it waits while enough frames wait to be sent.
+        """Hand a tensor over; it must not be changed afterwards. Returns at once in training; in a
+        validation it waits while enough frames wait to be sent.
         """
         if kind is FrameKind.EVALUATE:
             self.link.wait_for_room(EVALUATION_WINDOW)
@@ -252,22 +213,15 @@ class Port:
 
         self.link.send(packed)
 
-    def take_tensor(
-        self, kind: FrameKind, step: int, microbatch: int, expected: Versions
-    ) -> Tensor:
-        """The neighbour's tensor, waiting for it; it must come from the versions expected."""
-        return self._made_with(expected, (kind, step, microbatch), None)
-
-    def take_evaluated(self, step: int, microbatch: int, expected: Versions) -> Tensor | None:
-        """The neighbour's tensor of a validation, waiting for it; None if that is over."""
-        over = FrameKind.VALIDATED, step, 0
-        return self._made_with(expected, (FrameKind.EVALUATE, step, microbatch), over)
-
-    def _made_with(self, expected: Versions, key: Key, unless: Key | None) -> Any:
-        found = self._mailbox.take(key, unless)
+    def take_tensor(self, kind: FrameKind, step: int, microbatch: int, expected: Versions) -> Any:
+        """The neighbour's tensor, waiting for it, which must come from the versions expected; None
+        if it is of a validation that is over.
+        """
+        over = (FrameKind.VALIDATED, step, 0) if kind is FrameKind.EVALUATE else None
+        found = self._mailbox.take((kind, step, microbatch), over)
         if found is None:
             return None
-        (tensor, theirs), (kind, step, microbatch) = found, key
+        tensor, theirs = found
         if theirs != expected:
             raise WireError(
                 f"{self.link.name}: {kind.name} of step {step}, microbatch {microbatch} was made "
@@ -277,9 +231,7 @@ class Port:
 
     def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
         """Hand over a message as it travels: a tally, a verdict, a basis."""
-        self.link.send(
-            Frame(kind=kind, sender=self.stage, step=step, microbatch=number, payload=payload)
-        )
+        self.link.send(Frame(kind, self.stage, step, number, payload=payload))
 
     def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
         """The neighbour's message of this step, waiting for it."""
@@ -288,7 +240,7 @@ class Port:
     def open_step(self, step: int) -> None:
         """Let training tensors of this step in: what codecs remember may move on to it."""
         with self._gate:
-            self._open_step, oldest = step, step - self._due.steps_behind
+            self._open_step, oldest = step, step - self._steps_behind
             self._seen = {what for what in self._seen if what[1] >= oldest}
             for past in [at for at in [*self._sent] if at < oldest]:  # others add to it meanwhile
                 del self._sent[past]
@@ -298,9 +250,7 @@ class Port:
         self._mailbox.changed()
 
     def close_step(self, step: int) -> None:
-        """All that this step needed has come: whoever takes the neighbour's place need not send it
-        again, also while this stage saves or validates.
-        """
+        """All of this step has come: whoever takes the neighbour's place need not send it again."""
         if self._state is not None:
             self._state.start = step + 1
 
@@ -319,9 +269,9 @@ class Port:
         kind = frame.kind
         if kind not in self._due.kinds:
             raise WireError(f"it is an unexpected {kind.name} frame")
-        if frame.sender != self._due.sender:
+        if frame.sender != self._sender:
             raise WireError(
-                f"it bears the name of stage {frame.sender}, but stage {self._due.sender} is the "
+                f"it bears the name of stage {frame.sender}, but stage {self._sender} is the "
                 "neighbour"
             )
         codec = self._check_contract(frame) if kind in LEGS else None
@@ -350,8 +300,11 @@ class Port:
         if frame.kind is FrameKind.BACKWARD and number not in self._sent.get(frame.step, ()):
             return "it answers an activation that was not sent"
         if frame.kind is FrameKind.FORWARD and number < len(before):
-            answers, wanted = self._answers(frame.step), before[number]
-            if answers < wanted:
+            # Gradients that were sent, less those that are missing of the step before.
+            answers = len(self._sent.get(frame.step, ()))
+            if self._steps_behind and frame.step > self._due.first_step:
+                answers -= self._end.microbatches - len(self._sent.get(frame.step - 1, ()))
+            if answers < (wanted := before[number]):
                 due = f"it is due after {wanted} gradients, and {answers} were sent"
                 return f"it is beyond the window: {due}"
         return ""
@@ -359,21 +312,13 @@ class Port:
     def _not_now(self) -> str:
         return f"it belongs neither to the current step, {self._open_step}, nor to the next"
 
-    def _answers(self, step: int) -> int:
-        """Gradients of a step that were sent, less those that are missing of the step before."""
-        count = len(self._sent.get(step, ()))
-        if self._due.steps_behind and step > self._due.first_step:
-            count -= self._end.microbatches - len(self._sent.get(step - 1, ()))
-        return count
-
     def _check_due(self, frame: Frame) -> None:
-        is_late = frame.step < self._open_step - self._due.steps_behind
+        is_late = frame.step < self._open_step - self._steps_behind
         if why := self._not_now() if is_late else self._too_early(frame):
             raise WireError(why)
-        if frame.kind not in LEGS and not (
-            self._due.has_number(frame.kind, frame.microbatch)
-            and (frame.kind is not FrameKind.VALIDATED or frame.step == self._open_step + 1)
-        ):
+        numbers = self._row_numbers if frame.kind is FrameKind.ROWS else {0}
+        is_early = frame.kind is FrameKind.VALIDATED and frame.step != self._open_step + 1
+        if frame.kind not in LEGS and (frame.microbatch not in numbers or is_early):
             raise WireError("it does not exist")
 
     def _on_message(self, frame: Frame) -> None:
@@ -411,9 +356,7 @@ class Port:
         self._mailbox.wait_until(lambda: self._mailbox.count(frame.kind) < EVALUATION_WINDOW)
 
     def _admit(self, frame: Frame) -> None:
-        """Receive a frame of a step that was opened, and hold one of the next: what its codec
-        remembers may not move on to it yet.
-        """
+        """Receive a frame of a step that was opened, and hold one of the next."""
         if frame.step <= self._open_step:
             self._receive(frame)
         else:

@@ -1,6 +1,6 @@
 """What a stage reports of its work, to whoever leads the run.
 
-Their annotations say all that is checked when a report arrives from another process.
+Annotations say all that is checked when a report arrives from another process.
 """
 
 from collections.abc import Iterable
@@ -9,21 +9,15 @@ from typing import Annotated, Literal, TypedDict, cast
 
 import msgspec
 
-from thinwire.engine.checkpoint import Shard
-from thinwire.engine.source import Versions
+from thinwire.engine.checkpoint import Shard, Versions
 from thinwire.typed import Finite
 from thinwire.wire import Link
 
-Cost = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-"""Seconds of a piece of work: the simulator plays a run's end with them."""
-Span = tuple[str, Annotated[str, msgspec.Meta(max_length=24)], Finite, Finite]
-"""Lane, label, start and end, in this machine's monotonic seconds."""
-Agreements = dict[str, dict[str, str]]
-"""Fingerprints of what codecs remember, by cut and leg."""
-
-
-Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""What a meter can have counted: far more than any link carries."""
+Cost = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # seconds: the simulator plays with them
+Label = Annotated[str, msgspec.Meta(max_length=24)]
+Span = tuple[str, Label, Finite, Finite]  # lane, label, start, end by this machine's clock
+Agreements = dict[str, dict[str, str]]  # fingerprints of what codecs remember, by cut and leg
+Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]  # more than any link counts
 
 
 class Counts(TypedDict):
@@ -41,10 +35,8 @@ class Moved(TypedDict):
     received: dict[str, Counts]
 
 
-Named = Literal["", "activation", "gradient", "tally", "basis", "rows"]
-"""What a stage sends that is audited."""
-Meters = dict[str, Moved]
-"""What each link of a stage has moved, by the link's name."""
+Named = Literal["", "activation", "gradient", "tally", "basis", "rows"]  # what is audited
+Meters = dict[str, Moved]  # of each link of a stage, by its name
 
 
 def meters_of(links: Iterable[Link]) -> Meters:
@@ -54,10 +46,9 @@ def meters_of(links: Iterable[Link]) -> Meters:
 
 @dataclass(frozen=True)
 class Audited:
-    """How what a stage sent stands against what the process that follows it computes.
-
-    So many tensors were compared, up to this step. With a `tensor` it is the first that differs by
-    more than rounding; a difference of 0 is then not known, for there was only a digest.
+    """How what a stage sent stands against what the process that follows it computes. With a
+    `tensor` it is the first that differs by more than rounding; a difference of 0 is then not
+    known.
     """
 
     step: int
@@ -79,10 +70,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one stage; the loss is known on the last stage alone.
-
-    `not_finite` is the first place, of those in engine/trace.py, where it saw such values.
-    """
+    """One step of one stage; the loss is known on the last stage alone."""
 
     step: int
     loss: float | None
@@ -97,14 +85,12 @@ class Step:
     measures: Annotated[dict[str, float], msgspec.Meta(max_length=32)]
     meters: Meters
     dropped: int
-    not_finite: str = ""
+    not_finite: str = ""  # the first of PLACES where it saw such values
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A validation, scored by the last stage; `seconds` are those it took there, and `count` the
-    tokens behind the loss.
-    """
+    """A validation, scored by the last stage, its seconds there, the tokens behind the loss."""
 
     step: int
     loss: float

@@ -3,11 +3,10 @@
 With `boundary.anchor = "embedding"` the stream at a cut is the embedding of its token plus what
 blocks have written into the subspace, so every stage must know the embedding, and all of them find
 gradients for it. A row is due once its token was seen `boundary.row_tokens` times since its last
-update, and after `boundary.row_steps` steps if it was seen at all; which rows these are follows
-from the token ids, which all stages have. At the end of a step the gradients of due rows ride down
-the pipeline ahead of the tallies, and each stage adds its own. The first stage turns the sum into
-changes (`RowAdamW`), which ride up behind the verdict. Everybody adds what arrives there, the
-first stage too, so copies stay equal to the bit, and the model is a plain one at every moment.
+update, and after `boundary.row_steps` steps if it was seen at all: all stages know the ids. At the
+end of a step the gradients of due rows ride down the pipeline ahead of the tallies, and each stage
+adds its own. The first one turns the sum into changes (`RowAdamW`), which ride up behind the
+verdict. Everybody adds what arrives there, the first stage too, so copies stay equal to the bit.
 
 Shapes: V vocabulary, D model width, R rows that are due.
 """
@@ -19,15 +18,13 @@ import torch
 from torch import Tensor
 
 from thinwire.codec import Leg, Place, TensorSpec, parse_codec
-from thinwire.engine.source import Source
-from thinwire.engine.trace import is_finite
+from thinwire.engine.checkpoint import Source, is_finite
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer
 from thinwire.schedule import ROW_FRAME_BYTES
 from thinwire.settings import Settings
 
-ROWS = "rows/"
-"""Gradients of rows that are not due yet are in a checkpoint as rows/FIRST LAYER OF A STAGE."""
+ROWS = "rows/"  # gradients that are not due yet are in a checkpoint as rows/FIRST LAYER OF A STAGE
 SEEN = ROWS + "seen"
 FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways of rows in a step
 _DOWN, _UP = 1, 2  # salts of the rounding, which is stochastic both ways
@@ -68,9 +65,8 @@ class SharedRows:
 
     @torch.no_grad()
     def choose(self, step: int) -> None:
-        """Which rows are due at the end of this step; their gradient so far is this stage's.
-
-        The gradient of the step leaves the table: neither the norm nor clipping knows it.
+        """Which rows are due at the end of this step. Its gradient leaves the table, into what is
+        this stage's so far: neither the norm nor clipping knows it.
         """
         seen_V = self._seen_V + self._seen_now_V
         latest = self._boundary.row_steps

@@ -1,12 +1,9 @@
 """What a stage is between two steps, as one object: for disk, another machine, or to undo a step.
 
 Names are global, so a state restores from a checkpoint of any number of stages, or from another
-stage's tensors in memory.
-
-A checkpoint is only as good as what is in it. So a file that comes from another machine is opened
-before it counts: it must hold the tensors that a stage of these settings saves and no others, of
-these shapes and types, all of them finite, and codec memories that a stage can restore and that
-are those it reported.
+stage's tensors in memory. A file that comes from another machine is opened before it counts: it
+must hold the tensors that a stage of these settings saves and no others, of these shapes and types,
+all of them finite, and codec memories that a stage can restore and that are those it reported.
 """
 
 import math
@@ -21,13 +18,12 @@ from torch import Tensor
 from thinwire.codec import Leg, TensorSpec, build_codecs
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.checkpoint import not_finite_in, partial_folder, write_shard
+from thinwire.engine.checkpoint import Snapshot, Source, not_finite_in, partial_folder, write_shard
 from thinwire.engine.cut import MEMORY, CutEnd, cuts_of, ends_of, memory_prefix
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES
-from thinwire.engine.reports import ShardFailed, ShardWritten
+from thinwire.engine.reports import ShardFailed, ShardWritten, Versions
 from thinwire.engine.rows import ROWS, SEEN
-from thinwire.engine.source import Snapshot, Source, Versions
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, printable
 from thinwire.model import Space, Stage
@@ -35,46 +31,36 @@ from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.settings import Settings
 from thinwire.settings.crossing import wire_shape
 
-OPTIMIZER = "optimizer/"
-"""The optimizer's state is in a checkpoint as optimizer/PARAMETER/NAME."""
-BEFORE = "before/"
-"""With delayed updates, weights without the last update are in a checkpoint as before/PARAMETER."""
+OPTIMIZER = "optimizer/"  # in a checkpoint as optimizer/PARAMETER/NAME
+BEFORE = "before/"  # with delayed updates: weights without the last one, as before/PARAMETER
 _HEADER_BYTES = 4096  # for a tensor's name, type and place in its file, and more than that
 
 
 class StageState:
     """Weights, moments, the basis and its gradients, what codecs remember."""
 
-    def __init__(self, settings: Settings, update: StageUpdate, ends: Iterable[CutEnd | None] = ()):
+    def __init__(self, update: StageUpdate, ends: Iterable[CutEnd | None] = ()):
         self.step = 0  # steps done, refused ones included
         self.ends = [end for end in ends if end is not None]
-        self._settings = settings
-        self._stage = update.stage
         self._update = update
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it by global name, as it is: a later step changes these tensors.
-
-        Only what a run leaves to the next one, a move of the basis, is the last stage's alone.
-        """
+        """All of it by global name, as it is: a later step changes these tensors."""
         update = self._update.latest
         tensors: dict[str, Tensor] = {
             **update.stage.global_parameters(),
             **{BEFORE + name: p for name, p in update.before().items()},
             **{OPTIMIZER + name: t for name, t in update.optimizer.state_tensors().items()},
         }
-        if update.keeper is not None:
-            tensors |= update.keeper.state_tensors()
-        if update.rows is not None:
-            tensors |= update.rows.state_tensors()
-        for end in self.ends:
-            tensors |= end.state_tensors()
+        for part in (update.keeper, update.rows, *self.ends):
+            tensors |= part.state_tensors() if part is not None else {}
         return tensors
 
     def shard(self) -> dict[str, Tensor]:
         """What this stage saves: all but its copies of what the stage below saves."""
-        copies = self._stage.global_parameters().keys() - self._stage.owned_parameters().keys()
-        if self._stage.incoming is not None:
+        stage = self._update.stage
+        copies = stage.global_parameters().keys() - stage.owned_parameters().keys()
+        if stage.incoming is not None:
             copies |= {BASIS, SEEN}
         return {name: tensor for name, tensor in self.tensors().items() if name not in copies}
 
@@ -90,32 +76,24 @@ class StageState:
     def restore(self, source: Source) -> None:
         """Become what the source holds; CheckpointError says what of it is missing or unfit."""
         update = self._update.of_step(source.step + 1)  # the latest of two, or the only one
-        optimizer, keeper = update.optimizer, update.keeper
-        restore_weights(update.stage, keeper.space if keeper is not None else None, source)
-        optimizer.load_state_tensors(_moments(source, update.stage.trained_parameters()))
-        if keeper is not None:
-            keeper.load(source)
-        if self._update.rows is not None:
-            self._update.rows.load(source)
-        for end in self.ends:
-            end.load(source)
+        restore_weights(update.stage, update.keeper.space if update.keeper else None, source)
+        update.optimizer.load_state_tensors(_moments(source, update.stage.trained_parameters()))
+        for part in (update.keeper, update.rows, *self.ends):
+            if part is not None:
+                part.load(source)
         update.version = source.versions.weight_version
-        update.restore_twin(self._before(source))
+        if update.twin is not None:
+            # Nothing where the weights before the last update are the same, or had no delay.
+            saved = any(name.startswith(BEFORE) for name in source.names())
+            before = [BEFORE + name for name in update.stage.trained_parameters() if saved]
+            found = source.tensors(before)
+            update.restore_twin({name.removeprefix(BEFORE): t for name, t in found.items()})
         self.step = source.step
-
-    def _before(self, source: Source) -> dict[str, Tensor]:
-        """Weights without the last update; none where they are the same, or had no delay."""
-        is_there = any(name.startswith(BEFORE) for name in source.names())
-        if self._update.twin is None or not is_there:
-            return {}
-        found = source.tensors(BEFORE + name for name in self._stage.trained_parameters())
-        return {name.removeprefix(BEFORE): tensor for name, tensor in found.items()}
 
 
 def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set[str]:
-    """Those of a state's tensors that a stage of these settings restores from.
-
-    Beside what it would save itself: what stages below have learned for it, and the shared basis.
+    """Those of a state's tensors that a stage of these settings restores from: also what stages
+    below have learned for it, and the shared basis.
     """
     built = StageBuilder(settings, torch.device("meta")).build(stage)
     exact = {*built.global_parameters()}
@@ -147,9 +125,8 @@ def restore_weights(stage: Stage, space: Space | None, source: Source) -> None:
 
 
 def _moments(source: Source, parameters: Iterable[str]) -> dict[str, Tensor]:
-    """The optimizer's state for these parameters, by `parameter/state name`.
-
-    Once there was an update, each must have some: without it a run goes on differently.
+    """The optimizer's state for these parameters, by `parameter/state name`. Once there was an
+    update, each must have some: without it a run goes on differently.
     """
     owners = {
         name: name.removeprefix(OPTIMIZER).rpartition("/")[0]
@@ -192,10 +169,8 @@ class ShardCheck:
         self._scratch = scratch
 
     def objection(self, stage: int, part: ShardWritten, path: Path) -> str:
-        """Why this file is not the part that the stage reported; empty if it is.
-
-        OSError or ConfigError: it cannot be checked on this machine. The file is mapped and read
-        tensor by tensor, so a large one takes time, but little memory.
+        """Why this file is not the part that the stage reported; empty if it is. OSError or
+        ConfigError: it cannot be checked on this machine. It is mapped and read tensor by tensor.
         """
         try:
             with safetensors.safe_open(path, framework="pt") as file:
@@ -221,7 +196,8 @@ class ShardCheck:
                 f"{min(unknown)}"
             )
         for name in sorted(names):
-            found, wanted = _described(file.get_tensor(name)), _described(like[name])
+            both = file.get_tensor(name), like[name]
+            found, wanted = (f"{one.dtype} of shape {tuple(one.shape)}" for one in both)
             if found != wanted:
                 raise CheckpointError(f"{name} is {found}, its stage has {wanted}")
         if (name := not_finite_in(file)) is not None:
@@ -248,15 +224,12 @@ class ShardCheck:
 def shard_like(
     settings: Settings, stage: int, versions: Versions
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a stage saves, codec memories aside: all that it must, and what it may beside that.
-
-    As tensors without memory.
-    """
+    """What a stage must save, codec memories aside, and what it may beside; without memory."""
     builder = StageBuilder(settings, torch.device("meta"))
     built = builder.build(stage)
-    update = StageUpdate.build(builder, built, stage).latest
+    update = StageUpdate(builder, built, stage).latest
     update.version = versions.weight_version
-    needed = StageState(settings, update).shard()
+    needed = StageState(update).shard()
     if versions.weight_version > 0:
         needed |= {OPTIMIZER + name: t for name, t in update.optimizer.state_like().items()}
     if builder.space is None or built.outgoing is not None:
@@ -268,7 +241,3 @@ def shard_like(
         NEXT_MEASURES: torch.empty(3, dtype=torch.float64, device="meta"),
     }
     return needed, allowed
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

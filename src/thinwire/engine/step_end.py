@@ -1,20 +1,15 @@
 """The end of a step: one decision for all stages, and what becomes of the gradients.
 
-    begin, forwards and backwards; then `StepEnd.end`: project, norms, verdict, commit or withdraw
+    begin, forwards and backwards; then `StepEnd`: project, norms, verdict, commit or withdraw
 
-With delayed updates there is work between its halves: norms go down with `gather` while the next
-step is already under way, and the verdict is waited for with `conclude`, before the step after it.
+Norms go down with `gather`, and `conclude` waits for the verdict: with delayed updates the next
+step is under way between them.
 
 A basis that moves, rows of a shared embedding and tallies of squared gradient norms ride down
 behind the last gradients, and the verdict rides up ahead of the next step's first activation, with
-changes of rows behind it: no extra round trip (docs/architecture.md).
-
-A process holds one stage or several neighbouring ones: what passes between these stays here, and
-ports carry the rest. So the peers of a pipeline and the chain of all stages in one process end a
-step by the same lines, and train the same weights.
-
-What arrives is checked before anything is computed with it: a payload that is no tally or no
-verdict is the error of the stage that sent it.
+changes of rows behind it: no extra round trip. What passes between the stages of one process stays
+here, and ports carry the rest. So the peers of a pipeline and the chain of all stages in one
+process end a step by the same lines, and train the same weights.
 """
 
 import math
@@ -28,10 +23,10 @@ from torch import Tensor
 
 from thinwire.codec import Leg
 from thinwire.engine.build import StageBuilder
+from thinwire.engine.checkpoint import Versions, is_finite
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, SharedRows, row_number
-from thinwire.engine.source import Versions
-from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace, is_finite
+from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer
 from thinwire.wire import HEADER_BYTES, FrameKind
@@ -42,10 +37,8 @@ TALLY_BYTES = 8 << 14  # of all stages together: more tensors than any model of 
 
 Decide = Callable[[int, bool], tuple[bool, bool]]
 """On the first stage: (step, commit) -> (checkpoint?, stop?)."""
+# (step, 0 just before a move of the basis or 1 just after) -> the loss of the same batches then
 LossProbe = Callable[[int, int], float | None]
-"""(step, 0 just before a move of the basis or 1 just after) -> the loss of the same batches then,
-where it is known.
-"""
 
 
 @dataclass(frozen=True)
@@ -81,10 +74,7 @@ def pack_tally(squares: Sequence[float]) -> bytes:
 
 
 def unpack_tally(payload: bytes) -> list[float]:
-    """The inverse of `pack_tally`; WireError when the payload is not a tally.
-
-    A norm may be infinite or NaN, which refuses the step; a square cannot be below zero.
-    """
+    """The inverse of `pack_tally`; WireError if it is none. A norm may be infinite or NaN."""
     if len(payload) % 8:
         raise WireError(f"a tally has 8 bytes for each parameter, but {len(payload)} arrived")
     squares = list(struct.unpack(f"<{len(payload) // 8}d", payload))
@@ -94,10 +84,8 @@ def unpack_tally(payload: bytes) -> list[float]:
 
 
 def global_norm(squares: Sequence[float]) -> float:
-    """The norm of all gradients together; infinite if any is not finite, or the sum is not.
-
-    The sum is exactly rounded: the norm, and with it every weight, is the same bit for bit however
-    the layers are split into stages.
+    """The norm of all gradients together; infinite if any is not finite, or the sum is not. The sum
+    is exactly rounded, so the norm is the same however the layers are split into stages.
     """
     if not all(map(math.isfinite, squares)):
         return math.inf
@@ -110,60 +98,34 @@ def global_norm(squares: Sequence[float]) -> float:
 class StageUpdate:
     """One stage's weights, with all that changes them or takes the change back.
 
-    With delayed updates there are two of a stage, each other's `twin`: one for even steps and one
-    for odd steps, for the weights of two steps are in use at once. The first microbatches of a step
-    are computed here, with all updates but the last, and the others in the twin, which has that
-    one already. Their gradients are added up here. The step's own update is made of them and of the
-    weights and moments in the twin: then this is the latest of the two.
+    With delayed updates there are two of a stage, each other's `twin`, for even and for odd steps.
+    The first microbatches of a step are computed here, with all updates but the last, the others in
+    the twin, which has that one already. Their gradients are added up here, for the weights and
+    moments in the twin: then this is the latest of the two.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        optimizer: StageOptimizer,
-        clip: float,
-        keeper: Keeper | None = None,
-        rows: SharedRows | None = None,
+        self, builder: StageBuilder, stage: Stage, index: int, twin: "StageUpdate | None" = None
     ):
-        self.optimizer = optimizer
-        self.keeper = keeper
-        self.rows = rows
-        self.version = 0  # updates committed
-        self.stage = stage
-        self.twin: StageUpdate | None = None
-        self._is_latest = True
-        self._clip = clip
-        self._delay = self._microbatches = 0
-
-    @classmethod
-    def build(cls, builder: StageBuilder, stage: Stage, index: int) -> "StageUpdate":
-        """With the optimizer that the settings name, a keeper where stages share a space, and rows
-        where they share the embedding. With delayed updates it has a twin with the same weights.
-        """
-        update = cls._build_one(builder, stage, index)
-        if builder.settings.pipeline.delay:
-            other = builder.build(index)
-            other.share_frozen(stage)
-            update.twin = cls._build_one(builder, other, index)
-            update.twin.twin = update
-            for one in (update, update.twin):
-                one._delay = builder.settings.pipeline.delay
-                one._microbatches = builder.settings.pipeline.microbatches
-            update.twin.follow_twin()
-        return update
-
-    @classmethod
-    def _build_one(cls, builder: StageBuilder, stage: Stage, index: int) -> "StageUpdate":
+        """Without a `twin` it makes its own where updates are delayed, with the same weights."""
         settings, constraint = builder.settings, builder.constraint(stage, in_training=True)
         by_rows = settings.boundary.shares_embedding
-        optimizer = StageOptimizer(
+        self.stage = stage
+        self.version = 0  # updates committed
+        self.optimizer = optimizer = StageOptimizer(
             stage.trained_parameters(), stage.roles(), settings.optim, constraint, by_rows
         )
-        rows = SharedRows(settings, index, stage, optimizer) if by_rows else None
-        keeper, steps = None, settings.train.steps
-        if builder.space is not None:
-            keeper = Keeper(settings.boundary, stage, optimizer, builder.space, constraint, steps)
-        return cls(stage, optimizer, settings.optim.clip, keeper, rows)
+        self.rows = SharedRows(settings, index, stage, optimizer) if by_rows else None
+        self.keeper = Keeper(builder, stage, optimizer) if builder.space else None
+        self.twin = twin
+        self._is_latest = True
+        self._clip = settings.optim.clip
+        self._delay, self._microbatches = settings.pipeline.delay, settings.pipeline.microbatches
+        if self._delay and twin is None:
+            other = builder.build(index)
+            other.share_frozen(stage)
+            self.twin = StageUpdate(builder, other, index, twin=self)
+            self.twin.follow_twin()
 
     @property
     def versions(self) -> Versions:
@@ -230,9 +192,7 @@ class StageUpdate:
             self.keeper.begin_step(step)
 
     def squared_norms(self) -> list[float]:
-        """The squared gradient norm of each parameter, in float64; rows of a shared embedding only
-        count where they are not finite.
-        """
+        """The squared gradient norm of each parameter; rows count only if they are not finite."""
         gradients = [p.grad for p in self.stage.owned_parameters().values() if p.grad is not None]
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
         squares = [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
@@ -240,9 +200,8 @@ class StageUpdate:
         return [*squares, math.inf] if is_bad else squares
 
     def commit(self, step: int, lr: float, norm: float) -> None:
-        """Change the weights; `norm` is that of the gradients of all stages.
-
-        A move of the basis follows by itself (`Keeper.follow`): losses are measured in between.
+        """Change the weights; `norm` is that of the gradients of all stages. A move of the basis
+        follows by itself (`Keeper.follow`): losses are measured in between.
         """
         scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
         for parameter in self.stage.parameters() if self._clip > 0 and scale < 1 else ():
@@ -266,9 +225,8 @@ class StageUpdate:
 
     @torch.no_grad()
     def check(self, step: int) -> None:
-        """End the run before weights or moments that are not finite reach a checkpoint.
-
-        An infinite second moment does no visible harm: its weight just never changes again.
+        """End the run before weights or moments that are not finite reach a checkpoint. An infinite
+        second moment does no visible harm: its weight just never changes again.
         """
         name = not_finite(self.stage.trained_parameters())
         if name is not None:
@@ -308,11 +266,9 @@ class Messenger(Protocol):
 
 
 class StepEnd:
-    """Ends the steps of the neighbouring stages that one process holds.
-
-    `updates` are these stages, lowest first, each with its `sightings`; `below` and `above` lead to
-    the neighbours that other processes hold, and are None at the ends of the pipeline. `row_bytes`
-    counts what rows of a shared embedding would cost between stages that are both here.
+    """Ends the steps of the neighbouring stages that one process holds: `updates`, lowest first,
+    each with its `sightings`. `below` and `above` lead to the neighbours in other processes.
+    `row_bytes` counts what rows of a shared embedding would cost between stages that are both here.
     """
 
     def __init__(
@@ -336,13 +292,8 @@ class StepEnd:
         self._new_basis_DK: Tensor | None = None
         self._decided: dict[int, Verdict] = {}  # on the first stage, of steps to be concluded
 
-    def end(self, step: int, lr: float, decide: Decide, probe: LossProbe) -> Verdict:
-        """Agree with all stages, and change the weights or leave them as they were."""
-        self.gather(step, decide)
-        return self.conclude(step, lr, probe)
-
     def gather(self, step: int, decide: Decide) -> None:
-        """Behind the last backward: what goes down; on the first stage what follows from it."""
+        """Behind the last backward: what goes down to the first stage, which decides at once."""
         for update in self._of_step(step):
             update.add_gradients_of_twin()
         if self._keepers:
@@ -363,7 +314,18 @@ class StepEnd:
                 if not all(map(math.isfinite, squares)):
                     sightings.note(step, BACKWARD)
         with self.trace.span("wait", "U"):
-            self._pass_tally_down(step, tally, decide)
+            parts = pack_tally(tally)
+            if self._above is not None:
+                message = self._above.take_message(FrameKind.TALLY, step)
+                parts += message
+                tally += unpack_tally(message)
+            if self._below is not None:
+                self._below.send_message(FrameKind.TALLY, step, parts)
+                return
+            norm = global_norm(tally)
+            is_good = math.isfinite(norm)
+            decided = Verdict(norm, is_good, *decide(step, is_good))
+            self._decided[step] = self.pass_up(FrameKind.VERDICT, step, decided)
 
     def conclude(self, step: int, lr: float, probe: LossProbe) -> Verdict:
         """Take the verdict, and change the weights or leave them as they were."""
@@ -405,21 +367,6 @@ class StepEnd:
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _pass_tally_down(self, step: int, tally: list[float], decide: Decide) -> None:
-        """Those of all stages meet at the first, which sends its verdict up at once."""
-        parts = pack_tally(tally)
-        if self._above is not None:
-            message = self._above.take_message(FrameKind.TALLY, step)
-            parts += message
-            tally += unpack_tally(message)
-        if self._below is not None:
-            self._below.send_message(FrameKind.TALLY, step, parts)
-        else:
-            norm = global_norm(tally)
-            is_good = math.isfinite(norm)
-            decided = Verdict(norm, is_good, *decide(step, is_good))
-            self._decided[step] = self.pass_up(FrameKind.VERDICT, step, decided)
-
     def _pass_basis_down(self, step: int) -> Tensor:
         """The basis that the last stage proposes, handed on to the stage below."""
         if self._above is None:
@@ -442,9 +389,8 @@ class StepEnd:
         return basis_DK
 
     def _move_basis(self, step: int, basis_DK: Tensor, probe: LossProbe) -> None:
-        """Switch, and score the same batches just before and just after.
-
-        All stages here share one space: it moves once, and every stage's weights follow.
+        """Switch, and score the same batches just before and just after. All stages here share one
+        space: it moves once, and every stage's weights follow.
         """
         before = probe(step, 0)
         with self.trace.span("compute", "U"):

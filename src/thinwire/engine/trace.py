@@ -5,22 +5,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
+from thinwire.engine.checkpoint import is_finite
+
+# Where values that are not finite may be seen.
 INPUT = "input"  # the activations that the stage below sent
 FORWARD = "forward"  # this stage's own forward pass
 GRADIENT = "gradient"  # what the stage above sent back
 BACKWARD = "backward"  # this stage's own backward pass
 NORMS = "norms"  # the tally that the stage above sent
-PLACES = (INPUT, FORWARD, GRADIENT, BACKWARD, NORMS)
-"""Where values that are not finite may be seen, in the order in which one leads to the next."""
+PLACES = (INPUT, FORWARD, GRADIENT, BACKWARD, NORMS)  # each leads to the next
 
 
 class Progress:
-    """What one stage is doing, so that no wait of a run is silent; written by its compute thread,
-    read by the one that sends pulses.
-    """
+    """What one stage is doing, so that no wait is silent; read by the thread that sends pulses."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -60,9 +59,7 @@ class StepTrace:
 
 class Sightings:
     """Where a stage has seen values that are not finite: step by step, so that the first is named.
-
-    Noted by its links' threads and by the compute thread. Within a step microbatches do not depend
-    on each other: the place decides which came first.
+    Within a step microbatches do not depend on each other: the place decides which came first.
     """
 
     def __init__(self) -> None:
@@ -80,12 +77,3 @@ class Sightings:
     def take_first(self, step: int) -> str:
         """The first place of a step that is over, or nothing; it is forgotten."""
         return min(self._places.pop(step, set()), key=PLACES.index, default="")
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all entries are finite.
-
-    A sum is not finite if any of its terms is not, and it reads a tensor only once. As finite
-    terms may overflow too, a sum that is not finite is looked into.
-    """
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())

@@ -1,48 +1,56 @@
 """One stage at work: built from an assignment, agreed with its neighbours, run to the end.
 
+Compute never waits for a send (links queue), receives are posted early (link threads fill the
+mailbox), and the only things the compute thread waits for are the tensors it needs next. With
+delayed updates two steps are under way at once: the second begins while the first still has
+backwards to come. A step ends in engine/step_end.py.
+
 The same worker runs in a peer process over TLS links and in a thread over in-memory ones.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import thinwire
 from thinwire.data import Corpus
-from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
+from thinwire.engine.build import StageBuilder, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import CutEnd, ends_of
-from thinwire.engine.feed import Feed, TokenSource
+from thinwire.engine.feed import DeviceBatch, Feed, TokenSource
+from thinwire.engine.passes import GraphPasses, Pass, Passes, autocast_for, weights_rounded_once
 from thinwire.engine.port import Due, Mailbox, Port, decision_number
-from thinwire.engine.reports import Evaluation, Report, Step, meters_of
-from thinwire.engine.runner import Runner, Running
+from thinwire.engine.reports import Evaluation, Report, StageCosts, Step, meters_of
 from thinwire.engine.state import StageState
-from thinwire.engine.step_end import StageUpdate, Verdict
-from thinwire.engine.trace import Progress, Sightings
-from thinwire.model import learning_rate
+from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict
+from thinwire.engine.trace import FORWARD, Progress, Sightings, StepTrace
+from thinwire.model import Score, learning_rate
+from thinwire.schedule import Kind
 from thinwire.settings import Settings
 from thinwire.settings.crossing import checkpoint_steps
 from thinwire.wire import FrameKind, Link, Span
 
 RELEASE, EPOCH, SECTIONS = "thinwire", "epoch", "settings"  # of a contract between machines
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
+_DOING = {"wait": "waits for", "compute": "computes"}
 
 Tell = Callable[[Report], None]
 
 
 def scratch_folder(run_folder: Path) -> Path:
-    """Where codecs keep what is too large for memory while a run lasts.
-
-    Checkpoints hold all of it too, so nothing is lost with this folder, and the run removes it.
-    """
+    """Where codecs keep what is too large for memory while a run lasts; checkpoints have it too."""
     return run_folder / "scratch"
 
 
@@ -56,17 +64,18 @@ def scratch(run_folder: Path) -> Iterator[None]:
         shutil.rmtree(scratch_folder(run_folder), ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """What a stage is told to be."""
+@dataclass
+class Running:
+    """A step under way, with what its update will change. With delayed updates steps overlap: one
+    lasts from the last backward of the step before to its own, or before a pause to its update.
+    """
 
-    settings: Settings
-    stage: int
-    corpus: Path
-    run_folder: Path
-    resume: Path | None = None
-    began: int | None = None
-    """Where the run began, if this stage takes the place of one that was lost."""
+    update: StageUpdate
+    trace: StepTrace
+    start: float
+    end: float | None = None
+    in_flight: dict[int, Pass] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
 
 
 class Worker:
@@ -74,79 +83,80 @@ class Worker:
 
     def __init__(
         self,
-        assignment: Assignment,
+        settings: Settings,
+        stage: int,
+        corpus: Path,
+        run_folder: Path,
+        resume: Path | None = None,
+        began: int | None = None,
         progress: Progress | None = None,
         far: TokenSource | None = None,
     ):
-        """`far` stands for the corpus where it is on another machine."""
-        self.assignment = assignment
+        """`began`: where the run began, if this stage takes the place of one that was lost. `far`
+        stands for the corpus where it is on another machine.
+        """
+        self.settings, self.index, self.run_folder = settings, stage, run_folder
         self.progress = progress or Progress()
-        self.settings = settings = assignment.settings
-        self.index = assignment.stage
         self.last = settings.pipeline.stages - 1
         shutil.rmtree(self._scratch, ignore_errors=True)  # of a lost process in whose place it is
         self.stop_requested = threading.Event()
         self.decided, self.stops = 0, False  # the last known decision of a first stage that is lost
         self.device = choose_device(settings.run.device, self.index)
-        self.data = far or Corpus.open(assignment.corpus)
+        self.data = far or Corpus.open(corpus)
         self.feed = Feed(self.data, settings, self.device)
         self.mailbox = Mailbox()
         prepare_torch(settings, self.device)
         self.builder = StageBuilder(settings, self.device)
         self.stage = self.builder.build(self.index)
-        if assignment.resume is None:
+        if resume is None:
             self.builder.initialise(self.stage)
-        self.update = StageUpdate.build(self.builder, self.stage, self.index)
+        self.update = StageUpdate(self.builder, self.stage, self.index)
         spec = self.builder.wire_spec
         self.below, self.above = ends_of(settings, self.index, spec, self.feed, self._scratch)
-        self.state = StageState(settings, self.update, (self.below, self.above))
-        if assignment.resume is not None:
+        self.state = StageState(self.update, (self.below, self.above))
+        if resume is not None:
             # Whoever started the run has been asked about plugins before any stage was.
-            self.state.restore(Checkpoint.open(assignment.resume, allow_plugins=True))
+            self.state.restore(Checkpoint.open(resume, allow_plugins=True))
+        self._schedule = settings.schedule()
         self._saves_after = checkpoint_steps(settings)
         self._misses, self._is_stopping = 0, False
         self._pause = self.state.step  # until where steps follow on each other
+        self._running: dict[int, Running] = {}
         self._sent: list[Span] = []  # of steps that are not over
         self._sightings = Sightings()
         self._ports: list[Port] = []
-        self._first_step = self.state.step if assignment.began is None else assignment.began
+        self._first_step = self.state.step if began is None else began
 
     def describe(self) -> dict[str, str]:
         """What the display shows of this stage."""
         return {"layers": self.stage.describe(), "device": str(self.device)}
 
     def contract(self, cut: int, epoch: int = 0, at_start: bool = True) -> dict[str, Any]:
-        """What both ends of a cut must agree on before the first frame.
-
-        On other machines, where a run has epochs, that is also the release of thinwire. A stage
-        that takes the place of a lost one is at another step than its neighbours: with `at_start`
-        False, what changes from step to step is left out.
+        """What both ends of a cut must agree on before the first frame; with an `epoch`, on other
+        machines, also the release of thinwire. A stage that takes the place of a lost one is at
+        another step than its neighbours: without `at_start` that is left out.
         """
         end = self.above if cut == self.index else self.below
         assert end is not None, f"stage {self.index} has no part in cut {cut}"
-        return {
-            **(terms_between_machines(self.settings, epoch) if epoch else {}),
-            "config_hash": self.settings.hash,
+        settings, space, terms = self.settings, self.builder.space, dict[str, Any]()
+        if epoch:
+            # Of the settings a hash of each section, so that a difference is named.
+            sections = settings.of_scope("result").items()
+            digests = {name: _digest(values) for name, values in sections if values}
+            terms = {RELEASE: thinwire.__version__, EPOCH: epoch, SECTIONS: digests}
+        terms |= {
+            "config_hash": settings.hash,
             "cut": cut,
             **{f"{leg.value}_codec": codec.name for leg, codec in end.codecs.items()},
             "wire_shape": list(end.spec.shape),
             "corpus": self.data.fingerprint,
-            **(self._state_terms(end) if at_start else {}),
         }
-
-    def _state_terms(self, end: CutEnd) -> dict[str, Any]:
-        """That part of a contract which follows from the step."""
-        return {
-            **{f"{leg}_codec_memory": seen for leg, seen in end.agreements().items()},
-            "first_step": self.state.step,
-            **(self.builder.space.fingerprints() if self.builder.space else {}),
-            **({"token_table": self.update.rows.fingerprint()} if self.update.rows else {}),
-        }
-
-    def sent_over(self) -> dict[FrameKind, CutEnd]:
-        """The ends of cuts over which this stage sends tensors in training, by their kind."""
-        ends = {FrameKind.FORWARD: self.above, FrameKind.BACKWARD: self.below}
-        return {kind: end for kind, end in ends.items() if end is not None}
+        if at_start:
+            memories = {f"{leg}_codec_memory": seen for leg, seen in end.agreements().items()}
+            terms |= {**memories, "first_step": self.state.step}
+            terms |= space.fingerprints() if space else {}
+            terms |= {"token_table": self.update.rows.fingerprint()} if self.update.rows else {}
+        return terms
 
     def log_folder(self, cut: int) -> Path:
         """Where what is sent over a cut is logged."""
@@ -154,7 +164,7 @@ class Worker:
 
     @property
     def _scratch(self) -> Path:
-        return scratch_folder(self.assignment.run_folder) / f"stage-{self.index}"
+        return scratch_folder(self.run_folder) / f"stage-{self.index}"
 
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
@@ -164,51 +174,174 @@ class Worker:
         return max(largest, basis, rows) + 65536
 
     def run(self, below: Link | None, above: Link | None, tell: Tell) -> None:
-        """Train from the first step to the last, reporting as it goes.
-
-        Validations come first, in between and last; what a step has won is saved before one. A
-        request to stop cuts a validation short, and none begins after it.
+        """Train from the first step to the last, reporting as it goes. Validations come first, in
+        between and last; what a step has won is saved before one. A request to stop cuts a
+        validation short, and none begins after it.
         """
-        runner = self._runner(below, above)
-        done = self.state.step
+        self._begin(below, above, tell)
+        done, settings = self.state.step, self.settings
         # One that begins after the last step of the run has nothing to do.
         stop = self.stops and self.decided < decision_number(FrameKind.VALIDATED, done)
         unsaved = False
-        while done < self.settings.train.steps and not stop:
-            if done == self._first_step or self.settings.is_evaluation_step(done):
-                stop = self._evaluate(runner, done, tell)
+        while done < settings.train.steps and not stop:
+            if done == self._first_step or settings.is_evaluation_step(done):
+                stop = self._evaluate(done)
                 if stop and unsaved:
-                    self._checkpoint(done, tell)
+                    self._checkpoint(done)
                 self.progress.begin("waits for its links to send what is queued")
                 for port in self._ports:
                     port.link.flush()  # the next step's clock must not pay for this traffic
                 if stop:
                     break
-            self._pause = self._next_pause(done)
-            lr = partial(learning_rate, self.settings.optim, steps=self.settings.train.steps)
-            verdict = runner.train(done, self._pause, lr, self._decide, partial(self._ended, tell))
+            # All stages pause after a step, or with delayed updates where nothing may be under way.
+            ends, has_delay = range(done + 1, settings.train.steps + 1), settings.pipeline.delay > 0
+            saves, validates = self._saves_after, settings.is_evaluation_step
+            self._pause = next(n for n in ends if not has_delay or validates(n) or saves(n))
+            verdict = self._train(done, self._pause)
             done = self.state.step
             stop = verdict.stop
             unsaved = verdict.commit and not verdict.checkpoint
             if verdict.checkpoint:
-                self._checkpoint(done, tell)
+                self._checkpoint(done)
         if not stop:
-            self._evaluate(runner, done, tell)
+            self._evaluate(done)
         self.progress.begin("waits for its links to send what is queued")
         for port in self._ports:
             port.link.close(None)
 
-    def _next_pause(self, done: int) -> int:
-        """Where all stages pause next, with nothing under way: after a step, or with delayed
-        updates before a validation or a checkpoint.
-        """
-        ends = range(done + 1, self.settings.train.steps + 1)
-        if not self.settings.pipeline.delay:
-            return ends[0]
-        return next(n for n in ends if self.settings.is_evaluation_step(n) or self._saves_after(n))
+    def _begin(self, below: Link | None, above: Link | None, tell: Tell) -> None:
+        """Attach the links."""
+        keeper, rows, run = self.update.keeper, self.update.rows, self.settings.run
+        basis = keeper.most_basis_bytes if keeper else 0
+        traffic = self.feed.validation_count, basis, rows.limits() if rows else (0, 0)
 
-    def _ended(
-        self, tell: Tell, step: int, verdict: Verdict, loss: float | None, running: Running
+        def port(link: Link | None, end: CutEnd | None) -> Port | None:
+            if link is None or end is None:
+                return None
+            step, is_from_below = self.state.step, end is self.below
+            due = Due(self.index, is_from_below, step, self._schedule, *traffic)
+            return Port(link, end, self.mailbox, due, self._sightings)
+
+        self._tell = tell
+        # To the stages below and above, where there are such.
+        self._down, self._up = port(below, self.below), port(above, self.above)
+        both = self._down, self._up
+        self._ports = [one for one in both if one is not None]
+        sightings = [self._sightings]
+        self._end = StepEnd([self.update], self.index, *both, self.device, sightings)
+        kind = GraphPasses if run.graphs and self.device.type == "cuda" else Passes
+        autocast = autocast_for(run.precision, self.device)
+        updates = [one for one in (self.update, self.update.twin) if one is not None]
+        self._passes = {one.stage: kind(one.stage, autocast) for one in updates}
+
+    def _train(self, first: int, until: int) -> Verdict:
+        """This stage's actions from step `first` to the one before `until`; the last verdict. It
+        may end them before: with delayed updates after the step that has begun on other stages.
+        """
+        last, microbatches = until - 1, self._schedule.microbatches
+        with contextlib.ExitStack() as unchanged:
+            unchanged.enter_context(weights_rounded_once())
+            for step, action in self._schedule.stream(self.index, first, until):
+                if step > last:
+                    continue
+                if action.kind is Kind.F:
+                    if action.microbatch == 0:
+                        self._begin_step(step)
+                    self._forward(step, action.microbatch)
+                elif action.kind is Kind.B:
+                    self._backward(step, action.microbatch)
+                    if action.microbatch == microbatches - 1:
+                        self._gather(step)
+                else:
+                    unchanged.close()
+                    verdict = self._conclude(step)
+                    if verdict.stop:
+                        last = min(last, step + min(self._schedule.delay, 1))
+                    if step == last:
+                        break
+                    unchanged.enter_context(weights_rounded_once())
+        return verdict
+
+    def _begin_step(self, step: int) -> None:
+        """Let the tensors of a step in, and note what it starts from."""
+
+        def on_begin(lane: str, label: str) -> None:
+            self.progress.begin(f"{_DOING[lane]} {label} of step {step + 1}")
+
+        start = time.monotonic()
+        for port in self._ports:
+            port.open_step(step)
+        update = self.update.of_step(step)
+        update.begin(step)
+        self._running[step] = Running(update, StepTrace(on_begin=on_begin), start)
+
+    def _forward(self, step: int, microbatch: int) -> None:
+        running = self._running[step]
+        update, trace = self.update.of_microbatch(step, microbatch), running.trace
+        versions = update.versions
+        batch = self.feed.training(step, microbatch)
+        if batch.wait is not None:
+            with trace.span("wait", f"ids{microbatch}"):
+                batch.wait()
+        if update.rows is not None:
+            update.rows.see(batch.inputs)
+        received = None
+        if self._down is not None:
+            with trace.span("wait", f"F{microbatch}"):
+                received = self._down.take_tensor(FrameKind.FORWARD, step, microbatch, versions)
+        with trace.span("compute", f"F{microbatch}"):
+            passes = self._passes[update.stage]
+            passed = passes.forward(received, batch, self._schedule.microbatches)
+            if self._up is None:
+                running.losses.append(passed.output.detach())
+            self._end.sync()
+        running.in_flight[microbatch] = passed
+        if self._up is not None:
+            sent = passed.output.detach()
+            self._up.send_tensor(FrameKind.FORWARD, sent, step, microbatch, versions)
+
+    def _backward(self, step: int, microbatch: int) -> None:
+        running = self._running[step]
+        versions, trace = self.update.of_microbatch(step, microbatch).versions, running.trace
+        passed = running.in_flight.pop(microbatch)
+        gradient = None
+        if self._up is not None:
+            with trace.span("wait", f"B{microbatch}"):
+                gradient = self._up.take_tensor(FrameKind.BACKWARD, step, microbatch, versions)
+                gradient = gradient.to(passed.output.dtype)
+        with trace.span("compute", f"B{microbatch}"):
+            sent_back = passed.backward(gradient)
+            self._end.sync()
+        if self._down is not None:
+            assert sent_back is not None, "a stage with one below received something"
+            self._down.send_tensor(FrameKind.BACKWARD, sent_back, step, microbatch, versions)
+
+    def _gather(self, step: int) -> None:
+        self._end.trace = self._running[step].trace
+        self._end.gather(step, self._decide)
+        if self._schedule.delay:
+            self._running[step].end = time.monotonic()
+            if following := self._running.get(step + 1):
+                following.start = time.monotonic()
+
+    def _conclude(self, step: int) -> Verdict:
+        running = self._running.pop(step)
+        self._end.trace = running.trace
+        lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
+        verdict = self._end.conclude(step, lr, self._probe)
+        if verdict.commit:
+            with running.trace.span("compute", "U"):
+                running.update.check(step)
+        loss = float(torch.stack(running.losses).sum()) if running.losses else None
+        if loss is not None and not math.isfinite(loss):
+            self._sightings.note(step, FORWARD)
+        if not self._running:
+            running.end = None  # it lasts until now
+        self._report(step, lr, verdict, loss, running)
+        return verdict
+
+    def _report(
+        self, step: int, lr: float, verdict: Verdict, loss: float | None, running: Running
     ) -> None:
         """Report a step that is over, and let nothing of it in any more."""
         for port in self._ports:
@@ -218,18 +351,21 @@ class Worker:
             self._sent += port.link.take_spans()
         spans = [*running.trace.spans, *sent_spans(self._sent, step)]
         self._sent = [span for span in self._sent if span[1] > step]
-        keeper = running.update.keeper
-        tell(
+        keeper, count = running.update.keeper, self._schedule.microbatches
+        seconds = partial(running.trace.seconds, "compute")
+        self._tell(
             Step(
                 step=step,
                 loss=loss,
-                lr=learning_rate(self.settings.optim, step, self.settings.train.steps),
+                lr=lr,
                 grad_norm=verdict.grad_norm,
                 committed=verdict.commit,
                 start=running.start,
                 end=running.end or time.monotonic(),
                 wait=running.trace.seconds("wait"),
-                costs=running.costs(self.settings.pipeline.microbatches),
+                costs=StageCosts(
+                    seconds("F") / count, seconds("B") / count, seconds("U") + seconds("norm")
+                ),
                 spans=spans,
                 measures=keeper.measures(step) if keeper else {},
                 meters=meters_of(port.link for port in self._ports),
@@ -243,11 +379,9 @@ class Worker:
         self.state.step = step + 1
 
     def _decide(self, step: int, commit: bool) -> tuple[bool, bool]:
-        """On the first stage: whether all stages checkpoint after this step, and stop.
-
-        Weights whose gradients are not finite may be lost already: they must not take the place
-        of an earlier checkpoint. With delayed updates the next step is under way: it is finished
-        before a stop, and saved.
+        """On the first stage: whether all stages checkpoint after this step, and stop. Gradients
+        that are not finite may have ruined the weights: they must not take the place of an earlier
+        checkpoint. With delayed updates the next step is under way: it is finished before a stop.
         """
         self._misses = 0 if commit else self._misses + 1
         self._is_stopping |= self._misses >= PATIENCE or self._stops_at(FrameKind.VERDICT, step)
@@ -258,7 +392,6 @@ class Worker:
 
     def _stops_at(self, kind: FrameKind, step: int) -> bool:
         """Whether to stop now: the first stage decides, as its lost self did where that is known.
-
         The others do what follows from its frames alone, so that each can be replaced.
         """
         number = decision_number(kind, step)
@@ -267,45 +400,82 @@ class Worker:
             self.decided, self.stops = number, True
         return self.stops and number == self.decided
 
-    def _evaluate(self, runner: Runner, done: int, tell: Tell) -> bool:
-        """Validate and report the score; whether all stages leave now, as was asked meanwhile."""
-        start = time.monotonic()
-        batches = self.feed.validation_count
+    @torch.no_grad()
+    def _evaluate(self, done: int) -> bool:
+        """Validate and report the score; whether all stages leave now, as was asked meanwhile.
+
+        A stage that hears so computes no more of it. The first then sends no more either, and its
+        verdict behind the last frame tells the others. One that was cut short has no score.
+        """
+        start, batches = time.monotonic(), self.feed.validation_count
+        score, computed, latest = Score(), 0, self.update.latest
         leaves = partial(self._stops_at, FrameKind.VALIDATED, done)
-        score, stop = runner.evaluate(done, batches, leaves)
-        if score is not None:
-            tell(Evaluation(done, score.loss, time.monotonic() - start, score.count))
+        latest.stage.eval()
+        for number in range(batches):
+            received = None
+            if self._down is not None:
+                self.progress.begin(f"waits for validation batch {number} after step {done}")
+                received = self._down.take_tensor(FrameKind.EVALUATE, done, number, latest.versions)
+                if received is None:
+                    break
+            if not leaves():
+                batch = self.feed.validation(number)
+                if batch.wait is not None:
+                    self.progress.begin(f"waits for ids of validation batch {number}")
+                    batch.wait()
+                self.progress.begin(f"validates with batch {number} after step {done}")
+                loss = self._score(FrameKind.EVALUATE, done, number, batch, received)
+                if loss is not None:
+                    score.add(loss, batch.targets)
+                computed += 1
+            elif self._down is None:
+                break
+        latest.stage.train()
+        decided = None
+        if self._down is not None:
+            self.progress.begin(f"waits for the end of the validation after step {done}")
+        else:
+            decided = Verdict(0.0, commit=False, checkpoint=False, stop=leaves())
+        stop = self._end.pass_up(FrameKind.VALIDATED, done, decided).stop
+        if self._up is None and computed == batches:
+            self._tell(Evaluation(done, score.loss, time.monotonic() - start, score.count))
         return stop
 
-    def _checkpoint(self, done: int, tell: Tell) -> None:
+    def _score(
+        self, kind: FrameKind, step: int, number: int, batch: DeviceBatch, received: Tensor | None
+    ) -> Tensor | None:
+        """One forward without gradients: to the stage above, or its loss."""
+        latest = self.update.latest
+        passes = self._passes[latest.stage]
+        with passes.autocast():
+            output = passes.run_layers(received, passes.ids_read(received, batch))
+            if self._up is None:
+                return latest.stage.loss(output, batch.targets)
+        self._end.sync()
+        self._up.send_tensor(kind, output, step, number, latest.versions)
+        return None
+
+    @torch.no_grad()
+    def _probe(self, step: int, number: int) -> float | None:
+        """The loss of the first validation microbatch as things are, on the last stage. Two of them
+        for each move of the basis cost two forwards; no answer has to come back.
+        """
+        received, score, update = None, Score(), self.update
+        if self._down is not None:
+            with self._end.trace.span("wait", "basis"):
+                received = self._down.take_tensor(FrameKind.PROBE, step, number, update.versions)
+        with self._end.trace.span("compute", "U"):
+            update.stage.eval()
+            batch = self.feed.validation(0)
+            loss = self._score(FrameKind.PROBE, step, number, batch, received)
+            if loss is not None:
+                score.add(loss, batch.targets)
+            update.stage.train()
+            return score.loss if loss is not None else None
+
+    def _checkpoint(self, done: int) -> None:
         self.progress.begin(f"saves the checkpoint of step {done}")
-        tell(self.state.save(self.assignment.run_folder, self.index))
-
-    def _runner(self, below: Link | None, above: Link | None) -> Runner:
-        keeper, batches = self.update.keeper, self.feed.validation_count
-        basis = keeper.most_basis_bytes if keeper else 0
-        rows = self.update.rows.limits() if self.update.rows else (0, 0)
-        step, schedule = self.state.step, self.settings.schedule()
-
-        def port(link: Link | None, end: CutEnd | None) -> Port | None:
-            if link is None or end is None:
-                return None
-            due = Due(self.index, end is self.below, step, schedule, batches, basis, rows)
-            return Port(link, end, self.mailbox, due, self._sightings)
-
-        ports = port(below, self.below), port(above, self.above)
-        self._ports = [port for port in ports if port is not None]
-        return Runner(
-            self.feed,
-            self.update,
-            *ports,
-            schedule,
-            self.index,
-            autocast=autocast_for(self.settings.run.precision, self.device),
-            progress=self.progress,
-            sightings=self._sightings,
-            graphs=self.settings.run.graphs,
-        )
+        self._tell(self.state.save(self.run_folder, self.index))
 
 
 def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, float]]:
@@ -319,30 +489,14 @@ def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, fl
     ]
 
 
-def terms_between_machines(settings: Settings, epoch: int) -> dict[str, Any]:
-    """What processes of one machine share anyway: the release of thinwire, the epoch of the run.
-
-    Beside the hash of all settings that decide the result there is one of each section, so that a
-    difference is named.
-    """
-    sections = settings.of_scope("result").items()
-    return {
-        RELEASE: thinwire.__version__,
-        EPOCH: epoch,
-        SECTIONS: {name: _digest(values) for name, values in sections if values},
-    }
-
-
 def remedy(key: str, mine: Any, theirs: Any) -> str:
     """What to do about a difference, mostly a command; nothing where it only follows from others.
-
     `theirs` may be anything: it comes from the other end.
     """
     if key == SECTIONS and isinstance(mine, dict) and isinstance(theirs, dict):
         names = [name for name, digest in mine.items() if theirs.get(name) != digest]
         return f"they differ in {', '.join(names)}"
-    ending = key.rpartition("_")[2]
-    return _REMEDIES.get(key) or _REMEDIES.get(ending, "")
+    return _REMEDIES.get(key) or _REMEDIES.get(key.rpartition("_")[2], "")
 
 
 _SAME_START = "start all stages from the same checkpoint: --resume on the host"

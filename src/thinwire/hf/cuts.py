@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.engine.build import Joined
+from thinwire.engine.checkpoint import Source
 from thinwire.engine.conversion import basis_of, merged
-from thinwire.engine.joined import Joined
-from thinwire.engine.source import Source
 from thinwire.model import ProjectedBoundary
 from thinwire.settings import Settings
 

@@ -23,10 +23,9 @@ import thinwire
 from thinwire.data import Corpus, Tokenizer
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
 from thinwire.data.chat import JINJA, Chat, ChatTemplate
-from thinwire.engine.build import choose_device, model_weights
+from thinwire.engine.build import Joined, choose_device, model_weights
 from thinwire.engine.checkpoint import IMPORTED, TOKENIZER, Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
-from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError, ConfigError, DataError, ThinwireError
 from thinwire.hf.cuts import WithCuts, config_with_cuts

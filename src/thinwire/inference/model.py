@@ -22,10 +22,9 @@ from thinwire.data import Tokenizer
 from thinwire.data.chat import Chat
 from thinwire.data.documents import Texts
 from thinwire.data.sources import read_records, text_files
-from thinwire.engine.build import choose_device
+from thinwire.engine.build import Joined, choose_device
 from thinwire.engine.checkpoint import IMPORTED, Checkpoint
 from thinwire.engine.feed import Feed
-from thinwire.engine.joined import Joined
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.model import Past, Score

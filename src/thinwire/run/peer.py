@@ -37,7 +37,7 @@ from thinwire.background import on_daemon_thread
 from thinwire.engine.audit import Audit
 from thinwire.engine.reports import Report, ShardFailed, ShardWritten, meters_of
 from thinwire.engine.trace import Progress
-from thinwire.engine.worker import Assignment, Worker, remedy
+from thinwire.engine.worker import Worker, remedy
 from thinwire.errors import BreachError, ThinwireError, WireError, outward
 from thinwire.run import protocol as msg
 from thinwire.run.channel import Channel, SocketPipe
@@ -112,8 +112,8 @@ class Peer:
         corpus, run_folder = Path(self.order.corpus), Path(self.order.run_folder)
         resume = Path(self.order.resume) if self.order.resume else None
         began = self.order.began if self._is_new else None
-        assignment = Assignment(settings, self.stage, corpus, run_folder, resume, began)
-        worker = Worker(assignment, self._progress, self._far_corpus(settings))
+        place = settings, self.stage, corpus, run_folder, resume, began
+        worker = Worker(*place, self._progress, self._far_corpus(settings))
         self._progress.begin("waits for the other stages to be built")
         if self.stage < worker.last and self.stage not in self._inner:
             most = worker.max_payload() + 64
@@ -127,9 +127,9 @@ class Peer:
         start = self._receive(msg.Start)
         self._decide(worker, start)
         if self._follows and settings.train.audit:
-            self._audit = Audit(worker.sent_over(), start.is_alike, self._say)
+            self._audit = Audit((worker.below, worker.above), start.is_alike, self._say)
             for logged in self._logged.values():
-                logged.audit = self._audit
+                logged.audit = self._audit.hear
         may_leave = threading.Event()
         threading.Thread(target=self._obey, args=(worker, may_leave), daemon=True).start()
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)

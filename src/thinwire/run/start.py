@@ -281,7 +281,7 @@ def make_start(
         stage = builder.build(index)
         builder.initialise(stage)
         transfer.fill(builder, stage)
-        state = StageState(eager, StageUpdate.build(builder, stage, index))
+        state = StageState(StageUpdate(builder, stage, index))
         shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
         display.progress("start", index + 1, stages, "stages from earlier weights")
     versions = {"weight_version": 0, "basis_version": 0}

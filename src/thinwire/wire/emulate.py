@@ -1,14 +1,9 @@
 """An emulated network card, so that one machine can behave like many hosts on slow links.
 
-The model has three parts (docs/wire.md gives the formulas). A host's uplink and downlink
-each carry one message after the other, at their rate; all links of the host share them.
-Latency is pure delay and occupies nothing. The emulation needs no privileges and no kernel
-support, and it bills exactly the bytes that the meter counts.
-
-A message enters the real transport as soon as it gets the uplink, stamped with the time at which
-its last byte would arrive, and the other end holds it until then. So the real transport's own time
-passes within the modelled one and is not added to it. The stamp is a time of the machine's clock:
-both ends must be on one machine.
+docs/wire.md has the model. A message enters the real transport as soon as it gets the uplink,
+stamped with the time at which its last byte would arrive, and the other end holds it until then. So
+the real transport's own time passes within the modelled one and is not added to it. The stamp is a
+time of the machine's clock: both ends must be on one machine.
 """
 
 import collections
@@ -18,8 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from thinwire.errors import ConfigError
 from thinwire.occupancy import Occupancy
@@ -33,8 +27,7 @@ _STAMP = struct.Struct("<d")
 _LONGEST_SLEEP_S = 60.0
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """When one message occupies the uplink, and when its last byte reaches the other host."""
 
     start: float
@@ -43,10 +36,8 @@ class Passage:
 
 
 class Nic:
-    """The network card of one host; share one instance among all links of a process.
-
-    Rates are in megabits (10^6) per second, 0 meaning unlimited. Times are seconds of
-    time.monotonic and are passed in, so that the model itself never looks at a clock.
+    """The network card of one host; share one instance among all links of a process. Rates are in
+    megabits (10^6) per second, 0 meaning unlimited; times are those of time.monotonic, passed in.
     """
 
     def __init__(
@@ -63,8 +54,7 @@ class Nic:
                 f"hour ({LONGEST_DELAY_MS:g} ms)"
             )
         self._up, self._down = Occupancy(mbps_up), Occupancy(mbps_down)
-        self._latency_s = latency_ms / 1e3
-        self._jitter_s = jitter_ms / 1e3
+        self._latency_s, self._jitter_s = latency_ms / 1e3, jitter_ms / 1e3
         self._seed = seed % 2**64
         self._sent = 0
         self._last_arrival = -math.inf
@@ -74,25 +64,20 @@ class Nic:
         """Queue a message of `size` bytes for the uplink at time `now`."""
         with self._lock:
             start, end = self._up.carry(size, now, now)
-            arrival = end + self._latency_s + self._jitter()
+            # A hash of (seed, counter): the n-th message is delayed alike in every run.
+            self._sent += 1
+            drawn = zlib.crc32(struct.pack("<QQ", self._seed, self._sent)) / 2**32
+            arrival = end + self._latency_s + self._jitter_s * drawn
             # Jitter delays, it never reorders: TCP would not let it be seen either.
             self._last_arrival = max(arrival, self._last_arrival)
             return Passage(start, end, self._last_arrival)
 
     def reserve_down(self, size: int, arrived: float) -> float:
-        """When a message whose last byte came at `arrived` has passed the downlink.
-
-        Its first byte came earlier by the time the sender's uplink took. The sender's rate is not
-        known here; this host's own uplink rate stands in for it.
+        """When a message whose last byte came at `arrived` has passed the downlink. Its first byte
+        came earlier by its time on the sender's uplink, for whose rate this host's own stands in.
         """
         with self._lock:
             return self._down.carry(size, arrived - self._up.seconds(size), arrived)[1]
-
-    def _jitter(self) -> float:
-        # A hash of (seed, counter): the n-th message is delayed alike in every run.
-        self._sent += 1
-        digest = zlib.crc32(struct.pack("<QQ", self._seed, self._sent))
-        return self._jitter_s * digest / 2**32
 
 
 def stamp(message: bytes, arrival: float) -> bytes:
@@ -106,10 +91,8 @@ def unstamp(stamped: BytesLike) -> tuple[float, memoryview]:
 
 
 class DelayLine(Generic[T]):
-    """Delivers items in the order they came, each not before its time, on its own thread.
-
-    Waiting here instead of in the sender keeps latency from serialising: many messages can
-    be under way at once. With `most`, whoever puts waits while so many items stand behind one that
+    """Delivers items in the order they came, each not before its time, on its own thread: many
+    messages can be under way at once. Whoever puts waits while `most` items stand behind one that
     is due and not taken: what the receiver does not want now must not pile up here.
     """
 

@@ -1,12 +1,10 @@
 """The frame: one message between two stages, a 64-byte header and a payload; and its meter.
 
-docs/wire.md describes the header byte by byte. Nothing here knows what the payload means;
-the codec tag and the shape travel with it so that the receiver can check both against its
-contract before it allocates anything.
+docs/wire.md describes the header byte by byte. Nothing here knows what the payload means; codec tag
+and shape travel with it so that the receiver can check both before it allocates anything.
 
-Each end of a link has a meter. It counts whole frames from the handshake to the goodbye, header
-and payload apart, so that a published number can be traced to what really crossed the link. What
-TLS and TCP add lies below (docs/wire.md).
+Each end of a link has a meter. It counts whole frames from the handshake to the goodbye, header and
+payload apart. What TLS and TCP add lies below (docs/wire.md).
 """
 
 import enum
@@ -68,16 +66,14 @@ class Frame:
     payload: BytesLike = b""
 
 
-# The numbers of a frame in the order of the header.
-_NUMBERS = ("sender", "step", "microbatch", "weight_version", "basis_version", "codec")
-
-
 def encode(frame: Frame) -> bytes:
     """The message of a frame; copies the payload once, behind its header."""
     payload, ndim = memoryview(frame.payload), len(frame.shape)
-    numbers = (FrameKind(frame.kind), *(getattr(frame, name) for name in _NUMBERS), ndim)
+    place = FrameKind(frame.kind), frame.sender, frame.step, frame.microbatch
+    made_with = frame.weight_version, frame.basis_version, frame.codec
     dims = (*frame.shape, *(0,) * (MAX_DIMS - ndim))
-    head = _HEAD.pack(MAGIC, WIRE_VERSION, *numbers, _RESERVED, *dims, payload.nbytes)
+    rest = ndim, _RESERVED, *dims, payload.nbytes
+    head = _HEAD.pack(MAGIC, WIRE_VERSION, *place, *made_with, *rest)
     checksum = zlib.crc32(payload, zlib.crc32(head))
     return b"".join((head, _CHECKSUM.pack(checksum), payload))
 
@@ -95,15 +91,12 @@ def _head_of(message: BytesLike) -> tuple[Any, ...]:
 
 
 def decode(message: BytesLike, max_payload: int) -> Frame:
-    """The frame of a message, its payload a view into it; WireError names what is malformed.
-
-    The cheap checks come first, so that a stranger's bytes cost next to nothing, and the
-    checksum over header and payload comes last.
+    """The frame of a message, its payload a view into it; WireError names what is malformed. Cheap
+    checks come first, so that a stranger's bytes cost next to nothing, and the checksum last.
     """
     view = memoryview(message).cast("B")
-    magic, version, kind, *others = _head_of(view)
-    numbers = dict(zip(_NUMBERS, others[: len(_NUMBERS)], strict=True))
-    ndim, reserved, *dims, length = others[len(_NUMBERS) :]
+    magic, version, kind, sender, step, number, weights, basis, codec, *others = _head_of(view)
+    ndim, reserved, *dims, length = others
     if magic != MAGIC:
         raise _malformed("magic", f"{magic!r} instead of {MAGIC!r}: not a thinwire frame")
     if version != WIRE_VERSION:
@@ -129,7 +122,8 @@ def decode(message: BytesLike, max_payload: int) -> Frame:
     computed = zlib.crc32(payload, zlib.crc32(view[: _HEAD.size]))
     if announced != computed:
         raise _malformed("checksum", f"announced {announced:08x}, computed {computed:08x}")
-    return Frame(_KINDS[kind], **numbers, shape=tuple(dims[:ndim]), payload=payload)
+    place = sender, step, number, weights, basis, codec
+    return Frame(_KINDS[kind], *place, tuple(dims[:ndim]), payload)
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}

@@ -1,8 +1,8 @@
 """Identity is a key: whoever takes part in a run has a P-256 key pair, known by its fingerprint.
 
-There is no certificate authority. A listener shows a certificate that it signed itself, for TLS
-needs one; only the key in it counts, and the dialer knows its fingerprint beforehand. Who may
-connect is what the coordinator's list of members says at that moment (run/admission.py).
+There is no certificate authority. A listener signs a certificate itself, for TLS needs one; only
+the key in it counts, and the dialer knows its fingerprint beforehand. Who may connect is what the
+coordinator's list of members says at that moment (run/admission.py).
 """
 
 import base64
@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 from thinwire.errors import WireError
 
 RUN_DIGITS = 16  # of the fingerprint of a run's host: enough to address the run by
-_ALGORITHM = ec.ECDSA(hashes.SHA256())
+_ECDSA = ec.ECDSA(hashes.SHA256())
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -69,7 +69,7 @@ class Identity:
 
     def prove(self, text: str) -> str:
         """The public key and its signature of a text (`proven_by`)."""
-        return f"{self.public} {_base64(self._key.sign(text.encode(), _ALGORITHM))}"
+        return f"{self.public} {_base64(self._key.sign(text.encode(), _ECDSA))}"
 
     @property
     def door_token(self) -> str:
@@ -126,9 +126,7 @@ def proven_by(text: str, shown: str) -> str:
     """The public key that has signed the text, as `Identity.prove` does; WireError if none has."""
     public, _, signature = shown.partition(" ")
     try:
-        _key_of(public).verify(
-            base64.b64decode(signature, validate=True), text.encode(), _ALGORITHM
-        )
+        _key_of(public).verify(base64.b64decode(signature, validate=True), text.encode(), _ECDSA)
     except ValueError:
         raise WireError("the key or the signature shown cannot be read") from None
     except InvalidSignature:

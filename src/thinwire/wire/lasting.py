@@ -1,8 +1,8 @@
 """A pipe that outlives its connections: when one is lost, it is opened anew and nothing is missing.
 
-Each message has a number. An end keeps what it has sent until the other acknowledges it. When a
-connection is lost, both ends open another, tell each other how many messages they have, and send
-the rest again; what came twice is dropped. So a home router may restart in the middle of a step.
+Each message has a number, and an end keeps what it has sent until the other acknowledges it. On a
+new connection both ends tell each other how many messages they have, and send the rest again; what
+came twice is dropped. So a home router may restart in the middle of a step.
 """
 
 import collections
@@ -16,7 +16,7 @@ from enum import IntEnum
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, BreachError, WireError
 from thinwire.wire.frame import BytesLike
-from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
+from thinwire.wire.link import CLOSE_GRACE_S, Pipe
 
 HEAD = struct.Struct("<BQ")
 LASTING_BYTES = HEAD.size
@@ -27,18 +27,16 @@ LEAST_COUNTED = 1 << 16  # what a message counts for at least
 _ATTEMPT_S = 10.0  # for one attempt to open a connection
 _PAUSE_S = 0.1  # between two of them
 
-Reopen = Callable[[float], Pipe]
-"""Opens another connection to the same end, within so many seconds; WireError if it cannot."""
+Reopen = Callable[[float], Pipe]  # another connection, within so many seconds; or WireError
 
 
 class LastingPipe(Pipe):
     """Joins successive connections to one other end into one pipe; both ends must be lasting.
 
-    It begins with the connection `first`, and `reopen` makes the next ones. An outage of more than
-    `outage` seconds breaks it for good. A thread of its own opens connections and writes on them.
-    Acknowledgements, and most losses, are noticed by whoever reads: somebody should always do so.
-    `on_down` is told why a connection was lost, `on_up` after how many seconds there is another;
-    neither may wait, or raise.
+    It begins with `first`, and `reopen` makes the next connections, on a thread that also writes.
+    An outage of more than `outage` seconds breaks it for good. Acknowledgements, and most losses,
+    are noticed by whoever reads: somebody should always do so. `on_down` is told why a connection
+    was lost, `on_up` after how many seconds there is another; neither may wait, or raise.
     """
 
     def __init__(
@@ -234,10 +232,8 @@ class LastingPipe(Pipe):
         return self._closed and not self._kept
 
     def _wait_for_the_reader(self, connection: Pipe | None) -> None:
-        """Let whoever reads say first how a connection ended, if the other end has ended.
-
-        It may hang up while we still write. A writer sees that as a loss and would wait for another
-        connection; a reader knows the good order. There is one: it stays until the pipe stops.
+        """Let whoever reads say first how a connection ended, if the other end has ended: it may
+        hang up while we still write, which only a reader can tell from a loss.
         """
         with self._changed:
             if connection is not None and self._over:
@@ -246,9 +242,8 @@ class LastingPipe(Pipe):
     def _lose(
         self, connection: Pipe | None, error: WireError | None, for_good: bool = False
     ) -> None:
-        """A connection is lost, or cannot be had; without an error, the other end closed it.
-
-        What the other end may not do, and that this one may not connect, ends the pipe for good.
+        """A connection is lost, or cannot be had; without an error, the other end closed it. What
+        the other end may not do, and that this one may not connect, ends the pipe for good.
         """
         with self._changed:
             self._reason = str(error or "the other end closed the connection")

@@ -1,13 +1,14 @@
 """A link: frames between two neighbouring stages, sent without making compute wait.
 
-Before the first frame each end says who it is and what it runs (`handshake`). Then `send` only
-queues. Packing, checksumming and writing happen on the link's own threads:
+A pipe is what a link needs of a transport; the one that stays in memory is here. Before the first
+frame each end says who it is and what it runs (`handshake`). Then `send` only queues. Packing,
+checksumming and writing happen on the link's own threads:
 
     send() -> queue -> packing thread -> [waits for the uplink] -> pipe   (in brackets: only when
     pipe -> reading thread -> [waits for its arrival] -> on_frame          emulating a slow network)
 
-A link ends in one of two ways. In good order: one end sends BYE after everything it had
-queued. Broken: anything else, reported once to `on_broken` with the reason.
+A link ends in good order, when one end sends BYE after everything it had queued, or it is broken,
+which is reported once to `on_broken` with the reason.
 """
 
 import collections
@@ -15,7 +16,9 @@ import json
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,15 +30,13 @@ from thinwire.errors import BreachError, WireError, printable
 from thinwire.typed import option
 from thinwire.wire.emulate import DelayLine, Nic, stamp, unstamp
 from thinwire.wire.frame import HEADER_BYTES, BytesLike, Frame, FrameKind, Meter, decode, encode
-from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 
+CLOSE_GRACE_S = 5.0
 Span = tuple[str, int, int, float, float]
 
-Remedy = Callable[[str, Any, Any], str]
-"""(key, ours, theirs) -> what to do about this difference, or nothing."""
+Remedy = Callable[[str, Any, Any], str]  # (key, ours, theirs) -> what to do about it, or nothing
 
-Arrival = Frame | WireError | None
-"""What came: a frame, the reason why no more can come, or the end of the stream."""
+Arrival = Frame | WireError | None  # what came, why no more can, or the end of the stream
 
 MAX_SPANS = 65536
 _MOST_UNTAKEN = 8  # frames that are due, and read while the receiver is not done with one
@@ -46,6 +47,86 @@ _LAST_WORD_S = 2.0
 MAX_HELLO = 1 << 16
 SLOWEST_MBPS = 1e-3  # below it no run ends
 _option = partial(option, scope="machine")
+
+
+class Pipe(ABC):
+    """Moves whole byte messages, none of them empty, both ways, in order, between two ends. Reading
+    and writing may happen on different threads at once. Closing is idempotent.
+    """
+
+    comes_from: str = ""  # the host of who dialed, where a listener accepted it
+    state: Any = None  # a LinkState, where another process may take the place of the other end
+
+    @abstractmethod
+    def write(self, message: BytesLike) -> None:
+        """Hand a message over; may block while the transport is full. WireError if it broke."""
+
+    def keep(self, message: BytesLike) -> bool:
+        """Called with each frame before it is written; False if it need not be."""
+        return True
+
+    @abstractmethod
+    def read(self) -> BytesLike | None:
+        """Wait for the next message; None once either end closed in good order."""
+
+    def read_within(self, seconds: float | None) -> BytesLike | None:
+        """The same with an end. After a WireError because of that, close it: a thread reads on."""
+        try:
+            return on_daemon_thread("thinwire reading", self.read).result(seconds)
+        except futures.TimeoutError:
+            raise WireError(f"the other end said nothing for {seconds:g} s") from None
+
+    @abstractmethod
+    def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
+        """End both directions; messages already written still reach the other end, which has
+        `grace` seconds to read them; None waits for as long as the connection lives.
+        """
+
+    def round_trip(self) -> float:
+        """Seconds to the other end of its connection and back, at the moment; 0: not known."""
+        return 0.0
+
+
+class _MemoryPipe(Pipe):
+    """One end: a bound keeps a fast writer from filling memory, and closing wakes who waits."""
+
+    def __init__(self, limit: int, changed: threading.Condition) -> None:
+        self._limit, self._changed = limit, changed  # which both ends share
+        self._unread: collections.deque[BytesLike] = collections.deque()
+        self._is_closed = False
+        self.other = self
+
+    def write(self, message: BytesLike) -> None:
+        unread = self.other._unread
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended() or len(unread) < self._limit)
+            if self._has_ended():
+                raise WireError("the pipe is closed")
+            unread.append(message)
+            self._changed.notify_all()
+
+    def read(self) -> BytesLike | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended() or self._unread)
+            self._changed.notify_all()
+            return self._unread.popleft() if self._unread else None
+
+    def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._unread.clear()
+            self._changed.notify_all()
+
+    def _has_ended(self) -> bool:
+        return self._is_closed or self.other._is_closed
+
+
+def memory_pair(limit: int = 1024) -> tuple[Pipe, Pipe]:
+    """Two ends joined inside this process, each holding at most `limit` unread messages."""
+    changed = threading.Condition()
+    here, there = _MemoryPipe(limit, changed), _MemoryPipe(limit, changed)
+    here.other, there.other = there, here
+    return here, there
 
 
 @dataclass(frozen=True)
@@ -91,11 +172,9 @@ def handshake(
     meter: Meter | None = None,
     remedy: Remedy = lambda key, mine, theirs: "",
 ) -> dict[str, Any]:
-    """Exchange one HELLO each way and return what the other end said of itself.
-
-    Runs on a bare pipe, before its link starts. Every key of `expect` must have the same
-    value at the other end; a difference in any raises one WireError that names them all and what
-    mends them, and the pipe is closed, so that the other end does not wait for work.
+    """Exchange one HELLO each way on a bare pipe; returns what the other end said of itself. Every
+    key of `expect` must have the same value at the other end; else one WireError names all
+    differences and what mends them, and the pipe is closed.
     """
     meter = meter or Meter()
     try:
@@ -134,10 +213,8 @@ def handshake(
 
 
 class Link:
-    """Frames to and from one neighbour over a pipe, metered and, with a Nic, held back.
-
-    All links of a stage share its Nic; each has a meter of its own. `max_payload` bounds
-    what the other end may send in one frame.
+    """Frames to and from one neighbour over a pipe, metered and, with a Nic, held back. All links
+    of a stage share its Nic. `max_payload` bounds what the other end may send in one frame.
     """
 
     def __init__(
@@ -170,9 +247,9 @@ class Link:
     ) -> None:
         """Begin to move frames; all callbacks run on the link's threads.
 
-        `on_frame` gets every frame except BYE, in order; if it raises, the link is broken. A
-        WireError says that the frame is not what was agreed: then `on_broken` gets a BreachError.
-        `on_end` is called when the other end said goodbye.
+        `on_frame` gets every frame except BYE, for which there is `on_end`. If it raises, the link
+        is broken; a WireError says that the frame is not what was agreed, and `on_broken` gets a
+        BreachError.
         """
         self._started = True
         self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
@@ -184,8 +261,7 @@ class Link:
 
     def send(self, item: Frame | Callable[[], Frame]) -> None:
         """Queue a frame, or a function that packs one on the sending thread; never blocks.
-
-        Raises WireError if the link is closed, broken, or left by the other end.
+        WireError if the link is closed, broken, or left by the other end.
         """
         with self._state:
             if reason := self._why_stopped():
@@ -193,10 +269,7 @@ class Link:
             self._queue(item)
 
     def wait_for_room(self, frames: int) -> None:
-        """Wait until fewer than `frames` frames are still to leave, or the link is lost.
-
-        For whoever would send without end: a flow that nothing else bounds.
-        """
+        """Wait until fewer than `frames` frames are still to leave, or the link is lost."""
         with self._state:
             while self._to_leave() >= frames and not self._lost():
                 next_look = self._leaving[0] - time.monotonic() if self._leaving else None
@@ -212,10 +285,9 @@ class Link:
                 raise WireError(f"link {self.name}: {unsent} frames unsent: {self._why_stopped()}")
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Send what is queued and a BYE, then close the pipe; never raises.
-
-        What is not sent within `timeout` seconds is dropped. None drops nothing while the link
-        holds, however slow it is. From here on nothing is reported to `on_broken`.
+        """Send what is queued and a BYE, then close the pipe; never raises, and reports no loss.
+        What is not sent within `timeout` seconds is dropped; None drops nothing while the link
+        holds.
         """
         with self._state:
             if self._closing:
@@ -224,24 +296,21 @@ class Link:
                 self._queue(Frame(FrameKind.BYE))
             self._closing = True
             self._state.wait_for(
-                lambda: not self._started or not self.unsent or self._lost(), timeout
+                lambda: not (self._started and self.unsent) or self._lost(), timeout
             )
         self._stop_threads()
         self.pipe.close(None if timeout is None else CLOSE_GRACE_S)
 
     def settle(self) -> None:
-        """Wait until all that was handed to `send` is billed and has its span, or the link is lost.
-
-        Billing comes with packing: a thread's turn, not a passage over the link.
+        """Wait until all that was handed to `send` is billed and has its span, or the link is lost:
+        for packing, not for a passage over the link.
         """
         with self._state:
             self._state.wait_for(lambda: not self._unpacked or self._lost())
 
     def take_spans(self) -> list[Span]:
-        """(kind, step, microbatch, start, end) of each frame sent since the last call.
-
-        The times are when the frame occupied the emulated uplink or, without emulation, the
-        transport's write; in seconds of time.monotonic.
+        """(kind, step, microbatch, start, end) of each frame sent since the last call: when it
+        occupied the emulated uplink or, without emulation, the transport's write.
         """
         return [self._spans.popleft() for _ in range(len(self._spans))]
 
@@ -267,9 +336,8 @@ class Link:
             self.meter.count_sent(frame.kind, len(message) - HEADER_BYTES)
             start = time.monotonic()
             if self._nic is not None and self._out_line is not None:
-                passage = self._nic.reserve_up(len(message), start)
-                start, end = passage.start, passage.end
-                self._out_line.put(start, stamp(message, passage.arrival))
+                start, end, arrival = self._nic.reserve_up(len(message), start)
+                self._out_line.put(start, stamp(message, arrival))
             else:
                 self._write(message)
                 end = time.monotonic()

@@ -1,11 +1,10 @@
 """A pipe that outlives the process at its other end: what was sent since a state is kept in a log.
 
 A stage that is lost is built again elsewhere from its last saved state, and computes the steps
-since then anew. All that it needs for that are the frames that its neighbours sent to it. So each
-end of a cut keeps what it has sent, by step. When another process takes the place of the one
-at the other end, both say where they stand (`Position`): this end sends its log again from the step
-of that state on, and of what the other computes anew it drops what has arrived here before. Frames
-follow from the state and from each other, so nobody else notices.
+since then anew, of the frames that its neighbours sent to it. So each end of a cut keeps what it
+has sent, by step. When another process takes the place of the one at the other end, both say where
+they stand (`Position`): this end sends its log again from the step of that state on, and of what
+the other computes anew it drops what has arrived here before. Nobody else notices.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,7 +35,7 @@ from thinwire.wire.frame import (
     encode,
     kind_and_step,
 )
-from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
+from thinwire.wire.link import CLOSE_GRACE_S, Pipe
 
 SEGMENT_BYTES = 16 << 20  # of a file of the log: what is no longer needed goes file by file
 MOST_SAID = 1 << 20  # bytes of a position
@@ -61,10 +60,8 @@ class Entry(NamedTuple):
 
 
 class FrameLog:
-    """Frames in the order in which they were sent, in files of a folder; an index in memory.
-
-    A disk that is full costs the log, not the training: `reaches` then says that it is no use until
-    a later state is saved.
+    """Frames in the order in which they were sent, in files of a folder; an index in memory. A full
+    disk costs the log, not the training: it reaches back no more until a later state is saved.
     """
 
     def __init__(self, folder: Path, limit: int, keeps: int = 0):
@@ -77,7 +74,7 @@ class FrameLog:
         self._number, self.bytes = 0, 0  # of the file that grows, and of all frames
         self._dropped = 0  # entries before the first that is there
         self.latest = 0  # the last step of which it has a frame
-        self._from = 0  # it has all frames of this step and later ones
+        self.reach = 0  # it has all frames of this step and later ones
         self.trouble = ""
         with contextlib.suppress(OSError):
             for old in folder.glob("*.frames"):
@@ -92,7 +89,7 @@ class FrameLog:
                     raise OSError(f"it would be larger than {self._limit >> 20} MB")
                 self._entries.append(Entry(step, kind, *self._store(message), len(message)))
             except OSError as error:
-                self.trouble, self._from = str(error), self.latest + 1
+                self.trouble, self.reach = str(error), self.latest + 1
                 self._drop(lambda entry: True)
                 return
             self.bytes += len(message)
@@ -106,10 +103,6 @@ class FrameLog:
         if offset + len(message) >= SEGMENT_BYTES:
             self._number += 1
         return file, offset
-
-    def reaches(self, step: int) -> bool:
-        """Whether it has all frames of this step and later ones."""
-        return step >= self._from
 
     def after(self, count: int | None) -> tuple[int, list[Entry]]:
         """The frames that came after so many, or all that are there, in order; and how many there
@@ -144,7 +137,7 @@ class FrameLog:
         files = {entry.file for entry in self._entries}
         while self._entries and is_old(self._entries[0]):
             entry = self._entries.popleft()
-            self._from = max(self._from, entry.step + 1)
+            self.reach = max(self.reach, entry.step + 1)
             self.bytes -= entry.length
             self._dropped += 1
         current = self._folder / f"{self._number:06d}.frames"
@@ -186,33 +179,29 @@ class LinkState:
     """What one end of a link has sent and received, whoever was at the other end, and what follows
     from that when another takes its place: what is sent, sent again, and left out.
 
-    `start` is the step that this end is at; with `is_new` it takes the place of a process that was
-    lost. One that `follows` computes what another process computes, from the logs of that one's
-    neighbours, and sends nothing until it takes its place. It has no threads: `LoggedPipe` guards
-    it.
+    `start` is the step that this end is at; with `is_new` it takes the place of a lost process. One
+    that `follows` computes what another process does, from the logs of that one's neighbours, and
+    sends nothing until it takes its place. `LoggedPipe` guards it.
     """
 
     def __init__(self, log: FrameLog, start: int = 0, is_new: bool = False, follows: bool = False):
         self.log, self.start, self.is_new, self.follows = log, start, is_new, follows
         self._first = start
         self.theirs: Position | None = None  # once either end was replaced
+        # The last step whose frames may come before they are due: the other end has sent them
+        # before, or has all that it needs to send them.
         self.sent_again = sys.maxsize if follows else -1
-        """The last step whose frames may come before they are due: the other end has sent them
-        before, or has all that it needs to send them."""
         self.decided, self.stops = 0, False  # as of a Position
         self.said_bye = self.heard_bye = False
         self._lacks = Lacking()  # what the other end does
         self._received: Counter[tuple[int, int]] = Counter()  # by step and kind
         self._unwritten = 0  # that were logged, and not written yet
+        # Called with each frame that arrives, before it counts: a position says what follows.
         self.note: Callable[[BytesLike], None] = lambda message: None
-        """Called with each frame that arrives, before it counts: a position says what follows from
-        what it has received."""
 
     @property
     def holds_goodbye(self) -> bool:
-        """Whether a goodbye is to wait: in a log that is sent again it comes long before the end
-        of the work here.
-        """
+        """Whether a goodbye waits: in a log it comes long before the work here ends."""
         return self.heard_bye and self.theirs is not None and not self.said_bye
 
     def keep(self, message: BytesLike) -> bool:
@@ -253,10 +242,10 @@ class LinkState:
 
     def check_reach(self, theirs: Position) -> None:
         """WireError unless the log has all frames of the step that another end is at."""
-        if theirs.start < self._first or not self.log.reaches(theirs.start):
+        if theirs.start < max(self._first, self.log.reach):
+            why = f": {self.log.trouble}" if self.log.trouble else ""
             raise WireError(
-                f"the log of what was sent does not reach back to step {theirs.start}"
-                + (f": {self.log.trouble}" if self.log.trouble else "")
+                f"the log of what was sent does not reach back to step {theirs.start}{why}"
             )
 
     def go_on(self, theirs: Position) -> list[Entry]:
@@ -277,22 +266,10 @@ class LinkState:
         return [entry for entry in entries if self._lacks(entry.step, entry.kind)]
 
     def trim(self, step: int) -> None:
-        """A state of this step is safe everywhere: earlier frames are needed no more. One that
-        follows may not be there yet, and still knows what it has received.
-        """
+        """A state of this step is safe everywhere: earlier frames are needed no more."""
         self.log.trim(step)
         for old in [one for one in self._received if GOODBYE < one[0] < min(step, self.start)]:
             del self._received[old]
-
-
-class Auditor(Protocol):
-    """Holds what a stage sent against what the process that follows it computes."""
-
-    def computed(self, frame: Frame) -> None:
-        """A frame that this process would send, were it the stage."""
-
-    def witnessed(self, frame: Frame) -> None:
-        """A witness of a frame that the stage has sent."""
 
 
 def witness_of(message: BytesLike) -> bytes | None:
@@ -313,10 +290,9 @@ def digest(payload: BytesLike) -> bytes:
 
 
 class LoggedPipe(Pipe):
-    """Joins successive processes at the other end into one pipe.
-
-    It begins with `pipe`. When that is lost, reading waits once `await_another` was called, and
-    `go_on` continues with the pipe to whoever took the place; without that, the loss is the end.
+    """Joins successive processes at the other end into one pipe. When one is lost after
+    `await_another` was called, reading waits until `go_on` has a pipe to another; else the loss is
+    the end.
     """
 
     def __init__(
@@ -331,7 +307,8 @@ class LoggedPipe(Pipe):
         """
         self._nic, self._count = nic, count
         self.fed_bytes = 0  # to followers, beside the link
-        self.audit: Auditor | None = None  # while this end follows
+        # While this end follows: hears what it would send, and witnesses of what the other sends.
+        self.audit: Callable[[Frame], None] | None = None
         self._unwitnessed: list[deque[BytesLike]] = []  # by follower that audits: what has arrived
         self._writing = threading.Lock()
         self._changed = threading.Condition()  # guards all that follows
@@ -345,7 +322,7 @@ class LoggedPipe(Pipe):
             is_needed = self.state.keep(message)
             self._changed.notify_all()
         if self.audit is not None:
-            self.audit.computed(decode(message, len(message)))
+            self.audit(decode(message, len(message)))
         return is_needed
 
     def write(self, message: BytesLike) -> None:
@@ -380,7 +357,9 @@ class LoggedPipe(Pipe):
                 if pipe is not self._pipe:
                     continue  # of a process that was replaced meanwhile
                 if message is not None:
-                    if self._is_witness(message):
+                    if self.state.follows and kind_and_step(message)[0] == FrameKind.WITNESS:
+                        if self.audit is not None:
+                            self.audit(decode(message, len(message)))
                         continue
                     self._receive(message)
                     return message
@@ -388,19 +367,11 @@ class LoggedPipe(Pipe):
                     return None
                 if self.state.follows:
                     raise failure or WireError("the other end feeds this follower no more")
-                if not self._awaits:
-                    if failure is None:
-                        return None
+                if not self._awaits and failure is not None:
                     raise failure
+                if not self._awaits:
+                    return None
                 self._pipe = None
-
-    def _is_witness(self, message: BytesLike) -> bool:
-        """Whether this is for the audit; it has it then."""
-        if not self.state.follows or kind_and_step(message)[0] != FrameKind.WITNESS:
-            return False
-        if self.audit is not None:
-            self.audit.witnessed(decode(message, len(message)))
-        return True
 
     def _receive(self, message: BytesLike) -> None:
         frame = memoryview(message)[STAMP_BYTES if self._nic is not None else 0 :]
@@ -421,15 +392,12 @@ class LoggedPipe(Pipe):
 
     def go_on(self, pipe: Pipe, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Continue with another process at the other end, or as one; both say where they stand.
-
-        WireError where the log does not reach back to its state, or the new one is lost too, and so
-        `is_wanted` no more.
+        WireError where the log does not reach back to its state, or it is lost too, and `is_wanted`
+        no more.
         """
-        entries: list[Entry] = []
         rest: Future[None] | None = None
         with self._writing:
-            agree = lambda theirs: entries.extend(self.state.go_on(theirs))  # noqa: E731
-            self._meet(pipe, False, agree, is_wanted)
+            entries = self._meet(pipe, is_wanted)
             if self._closed:  # nobody else hears it, and a pipe may wait to be heard
                 rest = on_daemon_thread("thinwire rest", partial(_read_out, pipe))
             for entry in entries:
@@ -450,19 +418,14 @@ class LoggedPipe(Pipe):
 
     def follow(self, pipe: Pipe, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Read what another process gets, and compute the same: until `go_on` takes its place.
-
         Whoever feeds it may be replaced too: what it has read it does not get again.
         """
-        self._meet(pipe, True, lambda theirs: None, is_wanted)
+        self._meet(pipe, is_wanted, follows=True)
 
     def _meet(
-        self,
-        pipe: Pipe,
-        awaits: bool,
-        agree: Callable[[Position], None],
-        is_wanted: Callable[[], bool],
-    ) -> None:
-        """Both ends say where they stand, and this pipe counts from then on."""
+        self, pipe: Pipe, is_wanted: Callable[[], bool], follows: bool = False
+    ) -> list[Entry]:
+        """Both ends say where they stand, and this pipe counts from then on; what to send again."""
         with self._changed:
             self._coming = pipe
             is_due = is_wanted()  # whoever is given up from here on is hung up on
@@ -471,16 +434,15 @@ class LoggedPipe(Pipe):
             if self._coming is not pipe or not is_wanted():
                 on_daemon_thread("thinwire close", partial(pipe.close, 0))
                 raise WireError("whoever was to come is lost too")
-            agree(theirs)
-            self._pipe, self._coming, self._awaits = pipe, None, awaits
+            entries = [] if follows else self.state.go_on(theirs)
+            self._pipe, self._coming, self._awaits = pipe, None, follows
             self._changed.notify_all()
+            return entries
 
     def feed(self, pipe: Pipe, is_audited: bool = False) -> None:
-        """Send the log to a process that follows the one at the other end, for as long as it reads;
-        and witnesses of what comes from there, if that is audited.
-
-        On a thread of its own, which reads the log: nobody waits for a follower. WireError once it
-        is lost, or has fallen back behind what the log holds.
+        """On a thread of its own: send the log to a process that follows the one at the other end,
+        for as long as it reads; and witnesses of what comes from there, if that is audited.
+        WireError once it is lost, or has fallen back behind what the log holds.
         """
         theirs = self._exchange(pipe, self.state.check_reach)
         lacks, count = Lacking(theirs), None
@@ -509,8 +471,14 @@ class LoggedPipe(Pipe):
         """Say where this end stands, and hear where the other does; with a `check`, it is said only
         to one that passes: the other end can rely on that.
         """
+
+        def say() -> None:
+            with self._changed:
+                mine = self.state.position()
+            pipe.write(msgspec.msgpack.encode(mine))
+
         if check is None:
-            self._say_position(pipe)
+            say()
         raw = pipe.read_within(_ANSWER_S)
         if raw is None or len(raw) > MOST_SAID:
             raise WireError("the other end did not say where it stands")
@@ -522,20 +490,15 @@ class LoggedPipe(Pipe):
             raise BreachError(f"the other end says that it stands at step {theirs.start}")
         if check is not None:
             check(theirs)
-            self._say_position(pipe)
+            say()
         return theirs
-
-    def _say_position(self, pipe: Pipe) -> None:
-        with self._changed:
-            mine = self.state.position()
-        pipe.write(msgspec.msgpack.encode(mine))
 
     def round_trip(self) -> float:
         pipe = self._pipe
         return pipe.round_trip() if pipe else 0.0
 
     def trim(self, step: int) -> None:
-        """A state of this step is safe everywhere: earlier frames are needed no more."""
+        """As `LinkState.trim`."""
         with self._changed:
             self.state.trim(step)
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import socket
 import sys
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError, printable
 
-_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
+_KEEPALIVE = 15, 5, 3  # seconds of silence, seconds between probes, probes
 _DESCRIPTORS = 65536
 
 
@@ -45,19 +46,13 @@ def connect(address: str, timeout: float) -> socket.socket:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Small messages at once, and silence noticed: what every connection of ours is set to.
-
-    A stage sends in bursts. After a quiet quarter of a second the usual congestion control of TCP
-    starts again from 14 kB for each round trip. BBR does not, where the system offers it.
+    """Small messages at once, and silence noticed: what every connection of ours is set to. After a
+    quiet moment TCP's usual congestion control starts slowly again; BBR does not.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
-    for name, value in (
-        (idle, _KEEPALIVE_IDLE_S),
-        ("TCP_KEEPINTVL", _KEEPALIVE_INTERVAL_S),
-        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
-    ):
+    for name, value in zip((idle, "TCP_KEEPINTVL", "TCP_KEEPCNT"), _KEEPALIVE, strict=True):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     with contextlib.suppress(OSError, AttributeError):  # Linux alone has it, and may not allow it
@@ -72,10 +67,7 @@ def why(error: OSError) -> str:
 
 
 class ListeningPort:
-    """Listens on a port, and passes each connection on with the host that it comes from.
-
-    A WireError says why it cannot listen there, and what to change.
-    """
+    """Listens on a port, and passes each connection on with the host that it comes from."""
 
     def __init__(
         self, host: str, port: int, receive: Callable[[socket.socket, str], object]
@@ -122,14 +114,9 @@ def hang_up(connection: socket.socket) -> None:
 
 
 def raise_descriptor_limit() -> int:
-    """Allow this process and its children as many open files as the system lets it; how many.
-
-    The usual soft limit of 1,024 is meant for programs that use select, and is soon used up.
+    """Allow this process and its children as many open files as the system lets it; how many. The
+    usual soft limit of 1,024 is meant for programs that use select, and is soon used up.
     """
-    if sys.platform == "win32":
-        return 0
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

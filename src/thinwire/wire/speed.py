@@ -7,23 +7,22 @@ The host serves this behind its door as `RUN/speed`. Each connection asks for on
     host     go              once nobody else measures; then down: it sends for so long, and ends;
                              up: the caller sends for so long, and the host says how fast it came
 
-Whoever receives takes the time, so buffers on the way do not flatter. One burst goes at a time, for
-two would measure each other. Seconds, bytes and callers are bounded, and a run's door admits only
-its own peers.
+Whoever receives takes the time, so buffers on the way do not flatter. Seconds, bytes and callers
+are bounded, and a run's door admits only its own peers.
 """
 
-import contextlib
 import os
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
-from thinwire.wire.routes import ROUTE_S, Route, call, hear, say
+from thinwire.wire.door import ROUTE_S, Route, call, hear, say
 from thinwire.wire.sockets import why
 
 SERVICE = "speed"
@@ -58,11 +57,7 @@ class SpeedService:
         return on_daemon_thread("thinwire speed", lambda: self._serve(caller))
 
     def _serve(self, caller: socket.socket) -> None:
-        with (
-            caller,
-            contextlib.suppress(OSError, WireError, ValueError),
-            contextlib.ExitStack() as held,
-        ):
+        with caller, suppress(OSError, WireError, ValueError), ExitStack() as held:
             if not self._places.acquire(blocking=False):
                 return
             held.callback(self._places.release)
@@ -89,7 +84,7 @@ def _burst(caller: socket.socket, wish: str, seconds: float) -> None:
 def _send(connection: socket.socket, seconds: float) -> None:
     """Random bytes, which nothing on the way can compress, for so long; then the end."""
     chunk, sent, end = os.urandom(_CHUNK), 0, time.monotonic() + seconds
-    with contextlib.suppress(TimeoutError):
+    with suppress(TimeoutError):
         while sent < MOST_BYTES and (left := end - time.monotonic()) > 0:
             connection.settimeout(left)
             sent += connection.send(chunk)
@@ -97,10 +92,12 @@ def _send(connection: socket.socket, seconds: float) -> None:
 
 
 def _receive(connection: socket.socket, seconds: float) -> float:
-    """The rate of what arrives within so long of its first byte, or until its end."""
+    """The rate of what arrives within so long of its first byte, once the connection has found it;
+    0 if it cannot be told.
+    """
     arrived: list[tuple[float, int]] = []  # when, and how many bytes by then
     space, total, end = bytearray(_CHUNK), 0, time.monotonic() + _GRACE_S + seconds
-    with contextlib.suppress(TimeoutError):
+    with suppress(TimeoutError):
         while (left := end - time.monotonic()) > 0:
             connection.settimeout(left)
             size = connection.recv_into(space)
@@ -109,11 +106,6 @@ def _receive(connection: socket.socket, seconds: float) -> float:
             total += size
             arrived.append((time.monotonic(), total))
             end = arrived[0][0] + seconds
-    return steady_mbps(arrived)
-
-
-def steady_mbps(arrived: Sequence[tuple[float, int]]) -> float:
-    """The rate of (time, bytes by then) once a connection has found it; 0 if it cannot be told."""
     if len(arrived) < 2:
         return 0.0
     first, (last, total) = arrived[0], arrived[-1]
@@ -124,9 +116,8 @@ def steady_mbps(arrived: Sequence[tuple[float, int]]) -> float:
 
 
 def measure_link(routes: Sequence[Route], run: str, seconds: float = 1.0) -> LinkRates:
-    """Rates and round trip between here and the host of a run, by the first route that works.
-
-    It takes twice `seconds`, longer where the way is long, once nobody else measures, and at most
+    """Rates and round trip between here and the host of a run, by the first route that works. It
+    takes twice `seconds`, longer where the way is long, once nobody else measures, and at most
     MOST_BYTES each way. A WireError says why nothing could be measured.
     """
     problems = []

@@ -6,10 +6,9 @@ A connection begins with the TLS handshake, in which the listener proves its key
     dialer     KEY SIGNATURE, a line break, and the name of the stream
     listener   ok        or: no REASON, or: gone REASON to who is not on the list of members
 
-The signature covers the nonce, the fingerprint of the listener and the name, so it is worth nothing
-at another listener or a second time. Before a dialer says anything it has compared the listener's
-key with the one that it expects. Afterwards both ends are equal: a message is its length (4 bytes,
-little-endian) and its bytes; the length 0 ends a direction, and 2^32 - 1 says that one is alive.
+Before a dialer says anything it has compared the listener's key with the one that it expects. The
+signature covers nonce, listener and name, so it counts once. Afterwards a message is its length (4
+bytes, little-endian) and its bytes; the length 0 ends a direction, 2^32 - 1 says that one is alive.
 """
 
 import contextlib
@@ -26,10 +25,10 @@ from typing import NamedTuple, TypeVar
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, BreachError, WireError, printable
+from thinwire.wire.door import Routes
 from thinwire.wire.frame import BytesLike
 from thinwire.wire.keys import Identity, dialing_context, fingerprint_of, proven_by, shown_key
-from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
-from thinwire.wire.routes import Routes
+from thinwire.wire.link import CLOSE_GRACE_S, Pipe
 from thinwire.wire.sockets import ListeningPort, hang_up
 
 T = TypeVar("T")
@@ -48,9 +47,8 @@ SILENCE_S = 10.0  # after which an end is taken for lost: each says twice as oft
 
 
 class Stream(Pipe):
-    """One TLS connection as a pipe. `public` is the key that the other end has proven.
-
-    Who dials has no context of TLS of its own. All until it is `opened` has a deadline.
+    """One TLS connection as a pipe. `public` is the key that the other end has proven. Who dials
+    has no context of TLS of its own. All until it is `opened` has a deadline.
     """
 
     def __init__(
@@ -222,9 +220,9 @@ def dial(
 ) -> Stream:
     """Open a stream called `name` to a listener; tries again until `timeout`.
 
-    `whom` is the fingerprint of the key that the listener must prove to have. A listener at which
-    this identity is not welcome is not asked again: AdmissionError. With a single attempt, a
-    BreachError says that the key of who answers is another: then nothing was said to it.
+    `whom` is the fingerprint of the key that the listener must prove to have. AdmissionError: this
+    identity is not welcome there. With a single attempt, a BreachError says that the key of who
+    answers is another: then nothing was said to it.
     """
     routes = Routes("", to) if isinstance(to, str) else to
     deadline = time.monotonic() + timeout
@@ -271,11 +269,9 @@ def _greet(stream: Stream, name: str, identity: Identity, whom: str) -> None:
 
 
 class Listener:
-    """Accepts the streams of expected peers, on one port and over connections that it is given.
-
-    `max_message` is the largest message accepted. Closing the listener breaks streams that are
-    still open. `who` says whose key it is, by its fingerprint; None: its holder may open no streams
-    here. Without a host it has no port, and gets connections by `take` alone.
+    """Accepts the streams of expected peers, on one port (none without a host) and over connections
+    that it is given (`take`). Closing it breaks streams that are still open. `who` says whose key
+    it is, by its fingerprint; None: its holder may open no streams here.
     """
 
     def __init__(
@@ -303,17 +299,13 @@ class Listener:
         return on_daemon_thread("thinwire stream", lambda: self._receive(connection, comes_from))
 
     def accept(
-        self,
-        name: str,
-        timeout: float | None,
-        dialer: str | None = None,
-        is_replaceable: bool = False,
+        self, name: str, timeout: float | None, dialer: str = "", is_replaceable: bool = False
     ) -> Pipe:
-        """Wait for the peer that dials as `name`; dials by any other name are refused.
+        """Wait for the peer that dials as `name`; dials by any other name are refused, and with
+        `dialer` so is the holder of the key of another (`who`).
 
-        With `dialer`, so is the holder of the key of another (`who`). Without a `timeout` only
-        `close` ends the wait. A replaceable stream breaks when the same peer dials by its name
-        again: that end knows of a loss which this one may not have noticed yet.
+        A replaceable stream breaks when the same peer dials by its name again: that end knows of a
+        loss which this one may not have noticed yet.
         """
         arrival: futures.Future[Stream] = futures.Future()
         with self._lock:
@@ -336,7 +328,6 @@ class Listener:
 
     def serve(self, name: str, handle: Callable[[Stream], None]) -> None:
         """Handle each stream of this name, of whoever dials, on a thread of its own; then it ends.
-
         All of that has the time that strangers have, and messages are as short as theirs.
         """
         self._served[name] = handle
@@ -399,7 +390,7 @@ class Listener:
             expected = self._expected.get(name)
             if expected is None:
                 return f"no {name!r} is not expected there"
-            is_right, has_come = expected.dialer in (None, dialer), expected.arrival.done()
+            is_right, has_come = expected.dialer in ("", dialer), expected.arrival.done()
             if is_right and not has_come:
                 stream.write(b"ok")  # fails if the dialer has given up: its next attempt counts
                 stream.opened(self._max_message)
@@ -408,7 +399,7 @@ class Listener:
                     del self._expected[name]
                 return ""
         if not has_come:
-            wanted = str(expected.dialer)[:63]
+            wanted = expected.dialer[:63]
             return f"no {name!r} is expected from {wanted}, not from {dialer[:63]}"
         if is_right:
             expected.arrival.result().cut()  # its holder accepts again, and the dialer tries again
@@ -419,7 +410,7 @@ class _Expected(NamedTuple):
     """A dial that is waited for, and whose it must be, if not anyone's."""
 
     arrival: "futures.Future[Stream]"
-    dialer: str | None
+    dialer: str
     is_replaceable: bool
 
 
