@@ -12,15 +12,15 @@ from statistics import fmean
 from thinwire_lab.outcome import Row
 from thinwire_lab.pool import Trained
 
-CAST_NOISE = 0.008
-"""How far a loss after 400 steps moved when only the wire's cast changed: docs/results.md."""
+CAST_NOISE = 0.008  # of a loss after 400 steps, when only the wire's cast changed
+RATES = ("optim.lr", "optim.table_lr")  # that arms of one label may sweep
 
 
 def at_best_rate(runs: Iterable[Trained]) -> list[Trained]:
-    """Of runs of one label those at the learning rate whose mean loss over the seeds is least."""
-    by_rate: dict[float, list[Trained]] = {}
+    """Of runs of one label those at the learning rates whose mean loss over the seeds is least."""
+    by_rate: dict[object, list[Trained]] = {}
     for run in runs:
-        by_rate.setdefault(run.arm.get("optim.lr"), []).append(run)
+        by_rate.setdefault((*map(run.arm.get, RATES),), []).append(run)
     return min(by_rate.values(), key=lambda group: fmean(map(_finite, group)))
 
 
