@@ -91,7 +91,7 @@ def _settings(arm: str, overrides: list[str]) -> Settings:
 
 def _draw(summaries: Mapping[str, Summary]) -> Path | None:
     """The picture of one step of each; None without matplotlib, as the runs have said."""
-    with contextlib.suppress(ImportError, OSError):
+    with contextlib.suppress(ImportError, OSError, msgspec.MsgspecError):  # a full disk
         from thinwire.report.plots import steps_figure  # slow to import
 
         plots = [Path(summary["paths"]["plots"]) for summary in summaries.values()]

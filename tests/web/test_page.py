@@ -243,6 +243,8 @@ def test_the_address_of_a_page_is_printed_and_stays(tmp_path):
     assert kept.stat().st_mode & 0o077 == 0
     assert "?token=" in first and first.split("=")[1] == address("host").split("=")[1]
     assert address("host", "").split("=")[1] == first.split("=")[1]
+    kept.write_bytes(b'{"token": "\xff"}')
+    assert "?token=" in address("host"), "a damaged file costs the address, not the run"
     assert "token" in address("train", "0.0.0.0:0")
 
 

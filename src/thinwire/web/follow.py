@@ -101,7 +101,7 @@ class Followed(Display):
 
     def _serve(self) -> None:
         place, kept, is_host = self._folder / _KEPT, _Kept(), self._role == "host"
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, ValueError):  # also bytes that are no text
             kept = msgspec.json.decode(place.read_bytes(), type=_Kept) if is_host else kept
         try:
             if self._server is None:
