@@ -152,7 +152,7 @@ class Integer(Codec):
 
 
 class TensorInteger(Codec):
-    """`intN(tensor)`: whole numbers of N bits over the span from the least element to the most."""
+    """`intN(tensor)`: whole numbers of N bits over the span from least to greatest element."""
 
     def __init__(self, bits: int):
         self._bits = bits

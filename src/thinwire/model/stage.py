@@ -269,7 +269,7 @@ class Stage(nn.Module):
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy per token (B, T, V), in float32 at least; a target of -100 fills up."""
+    """Mean cross-entropy per token (B, T, V), in float32 at least; a target of -100 is none."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide.flatten(0, -2), targets.flatten())
 
