@@ -150,6 +150,20 @@ def test_stages_of_who_does_not_answer_are_given_to_who_does(leads, monkeypatch)
         assert not ben.again
 
 
+def test_who_takes_a_stage_is_not_asked_for_what_was_written_before(house, leads, monkeypatch):
+    """It would refuse, and the checkpoint would be given up."""
+    with leads("ana", "ben") as (led, *_):
+        base, collector, asked = led.peers._base, led.peers.collector, []
+        for stage in (0, 1):
+            collector.announce(stage, part(stage, 4))
+        job = lambda: collector._next_job(lambda: base.formation.held_by("ben"))  # noqa: E731
+        monkeypatch.setattr(hosted, "write_formation", lambda *kept: asked.append(job()))
+        house.members.kick("ana")
+        led.peers.replace([0])
+        led.gives("ben", [0, 1])
+        assert asked == [(1, part(1, 4))]
+
+
 def test_what_a_lost_process_said_is_not_of_the_next_on_the_same_machine(leads):
     with leads("ana", "ben") as (led, _, ben):
         led.peers.replace([1])  # the process ended, and its machine is there

@@ -150,6 +150,7 @@ def test_the_commands_on_a_host(said, tmp_path):
         assert "the peer comes first: thinwire kick ben runs/code" in words
         (tmp_path / "run.toml").write_text('[run]\nname = "code"\n')
         said(0, "status", "run.toml")
+    assert "no run is alive in runs/code/" in said(9, "status", "run.toml")
 
 
 def test_the_commands_on_a_peer(said, tmp_path):

@@ -173,7 +173,7 @@ def _heard(lines: BufferedIOBase) -> dict[str, Any]:
 
 def alive_reports(given: Path | None) -> list[StatusReport]:
     """How runs stand that are alive: the one in this folder, or all; NotAliveError if none is."""
-    places = [_RUNS, peers_folder()]
+    given, places = _named(given), [_RUNS, peers_folder()]
     if found := _at_work(given, *places):
         return [*map(_report, found)]
     raise _not_alive([given] if given else places)
@@ -193,6 +193,7 @@ def member_folder(given: Path | None) -> Path:
 
 def _one(given: Path | None, place: Path, other: Path, elsewhere: str) -> Path:
     """The one folder that answers, of those in a place; `elsewhere`: only one in the other does."""
+    given = _named(given)
     found = _at_work(given, place)
     able = [folder for folder in found if is_alive(folder)]
     if len(able) > 1:
@@ -214,12 +215,15 @@ def hosted_folders() -> list[Path]:
     return [folder for folder in _at_work(None, _RUNS) if is_alive(folder)]
 
 
+def _named(given: Path | None) -> Path | None:
+    """The folder that was named: a settings file stands for the run that it starts."""
+    return load_settings(given, []).run.folder if given and given.is_file() else given
+
+
 def _at_work(given: Path | None, *places: Path) -> list[Path]:
-    """Folders in which a process is at work, whether or not it answers: the one that was named (a
-    settings file stands for the run that it starts), or those in these places.
+    """Folders in which a process is at work, whether or not it answers: the one that was named, or
+    those in these places.
     """
-    if given is not None and given.is_file():
-        given = load_settings(given, []).run.folder
     found = [given] if given else [path for place in places for path in sorted(place.glob("*/"))]
     return [folder for folder in found if is_alive(folder) or is_claimed(folder)]
 

@@ -54,7 +54,7 @@ def origin_in(checkpoint: Checkpoint | None) -> dict[str, Any]:
 def claim_folder(
     folder: Path, checkpoint: Checkpoint | None, goes_on: bool = False
 ) -> Iterator[None]:
-    """Hold the run's folder: never over another run, unless this one `goes_on`, nor beside one."""
+    """Hold a run's folder: never beside a process, nor over another run; `goes_on`: it is this."""
     with claimed(folder, "wait for it, stop it, or choose another name (--set run.name=...)"):
         if not goes_on:
             _refuse_other_run(folder, checkpoint)
@@ -244,7 +244,7 @@ class Checkpoints:
         return None
 
     def way_back(self, after_best: bool = False) -> str:
-        """Where good weights are, if any: the last, or those before nothing got better any more."""
+        """Where good weights are, if any: the last; `after_best`, those of the best validation."""
         if after_best and (best := self.best()) is not None:
             return f"the weights of the best validation are in {best}. Resume from there"
         if (good := self.last_good()) is not None:

@@ -200,7 +200,7 @@ def check_outside(told: dict[str, Any]) -> Iterator[Finding]:
 def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -> Iterator[Finding]:
     """Try every way that the invite names, ask the host, and measure the best way.
 
-    `known`: who this machine is if it has joined before; `listen`: where it would, or nowhere.
+    `known`: who this machine is if it has joined before; `listen`: where it would accept others.
     """
     routes = invite.routes(known.door_token if known else "")
     answers = ping_all(routes, invite.service("probe"))

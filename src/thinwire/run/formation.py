@@ -195,7 +195,7 @@ class Placing:
 
     def follower(self, stages: list[int]) -> str | None:
         """Who is to stand by for stages, of those that hold nothing: with the memory for all that
-        it follows, and as fast as the slowest stage's holder.
+        it follows, and if it follows others, as fast as the slowest stage's holder with all.
         """
         settings, blocks = self.settings, self.settings.split()
         figures = StageFigures(settings, self.here)

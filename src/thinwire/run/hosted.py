@@ -412,6 +412,8 @@ class HostedPeers(Peers):
     def _take_seat(self, stages: list[int], name: str) -> None:
         """Note who holds stages from now on, and let go of whoever did."""
         before = self._base.formation.seats[stages[0]]
+        if before != name:  # first, for shards are fetched from who holds their stages
+            self.collector.retract(stages)
         try:
             self._base.keep(self._base.formation.given(stages, name))
         except ConfigError as error:  # a full disk: only a host that is started anew would read it
@@ -420,7 +422,6 @@ class HostedPeers(Peers):
         for stage in stages:
             self._ended.pop(stage, None)
         if before != name:
-            self.collector.retract(stages)
             reason = f"{name} holds {stage_names(stages)} now"
             self._tell(before, msg.Release(reason, stages))
         self._ways.clear()  # whoever follows the stage beside it is fed from elsewhere

@@ -116,7 +116,8 @@ class Members:
         self._changed = threading.Condition(threading.RLock())
         self._is_over = False
         self._farewell = msg.Dismiss("the host ended; join again when it is back", "over")
-        on_daemon_thread("thinwire members", self._look_for_members)
+        # No futures, here and below: what goes wrong on these threads is told with its traceback.
+        threading.Thread(target=self._look_for_members, daemon=True).start()
 
     def __enter__(self) -> "Members":
         return self
@@ -219,14 +220,14 @@ class Members:
                 if peer.name not in self._members and not peer.kicked:
                     with self._changed:
                         self._members[peer.name] = Member(peer.name)
-                    on_daemon_thread("thinwire member", partial(self._receive, peer.name))
+                    threading.Thread(target=self._receive, args=(peer.name,), daemon=True).start()
             time.sleep(LOOK_SECONDS)
 
     def _receive(self, name: str) -> None:
         with contextlib.suppress(WireError):  # the listener is closed
             while not self._is_over:
                 pipe = self._listener.accept(msg.peer_stream(name), None, name)
-                on_daemon_thread("thinwire member", partial(self._attend, name, pipe))
+                threading.Thread(target=self._attend, args=(name, pipe), daemon=True).start()
 
     def _attend(self, name: str, pipe: Pipe) -> None:
         """A connection goes on with the stream that its first words name, or begins another."""
