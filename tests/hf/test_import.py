@@ -182,6 +182,8 @@ BAD = {
     "one of two": (lambda f: as_shards(f, other="part-2.safetensors"),
                    "lacks 1 of the 2 files .* such as part-2.safetensors"),
     "file elsewhere": (lambda f: as_shards(f, a="../b"), "is not a file beside it"),
+    "in two files": (lambda f: (as_shards(f, x="0.safetensors"), save_file(
+        {n: torch.ones(32) for n in ("x", NORM)}, f / "0.safetensors")), f"where {NORM} is"),
     "truncated": (lambda f: truncate(f / "model.safetensors"), "it may be truncated"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
     "missing tensor": (lambda f: change_weights(f, {NORM: None}), f"lacks 1 tensors, .*{NORM}"),

@@ -113,14 +113,15 @@ class FolderWeights:
         self.listed: dict[str, Kept] = {}
         self._folder = folder
         self._files: dict[str, str] = {}
-        places = self._indexed()
+        places, found = self._indexed(), set[tuple[str, str]]()
         for file in sorted({*places.values()}) or [WHOLE]:
             with self._opened(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 -- it is no dictionary
                     part = opened.get_slice(name)
                     self.listed[name] = Kept(tuple(part.get_shape()), part.get_dtype())
                     self._files[name] = file
-        if places and (odd := {*places.items()} ^ {*self._files.items()}):
+                    found.add((name, file))  # one tensor may be in two files
+        if places and (odd := {*places.items()} ^ found):
             raise CheckpointError(
                 f"{folder}: {INDEX} and the files do not agree on where {min(odd)[0]} is: they are "
                 "not of one model"
@@ -145,7 +146,8 @@ class FolderWeights:
                 "download is not complete, or this is an adapter"
             )
         places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
+        is_map = isinstance(places, dict) and all(isinstance(f, str) for f in places.values())
+        if not (is_map and places):
             raise CheckpointError(f"{index} has no weight_map of tensors and their files")
         files = sorted({*places.values()})
         if odd := [file for file in files if Path(file).name != file]:

@@ -133,9 +133,11 @@ def _check_plain(config: Mapping[str, Any]) -> None:
 
 def _check_windows(config: Mapping[str, Any]) -> None:
     """Refuse attention that does not see all earlier positions."""
-    if others := {*(config.get("layer_types") or ())} - {"full_attention"}:
+    types = config.get("layer_types")
+    others = [each for each in types if each != "full_attention"] if isinstance(types, list) else []
+    if others:
         raise ConfigError(
-            f'config.json: layer_types names "{min(others)}": every layer must be full_attention'
+            f'config.json: layer_types names "{others[0]}": every layer must be full_attention'
         )
     # Qwen says whether the window is used. Mistral uses it, and has one where none is named.
     is_mistral = config.get("model_type") == "mistral"
