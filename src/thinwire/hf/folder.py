@@ -44,7 +44,7 @@ Read = Callable[[str], Tensor]
 def check_target(
     folder: Path, replace: bool, mark: str, key: str = "", what: str = "exported model"
 ) -> None:
-    """Refuse to write over what is there; by force only over a file `mark` that has the `key`."""
+    """Refuse to write over what is there; by force only a folder whose `mark` has the `key`."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     is_ours = False
