@@ -43,8 +43,9 @@ class WebServer:
     """Serves what `make_app` makes on the server's thread, from `start` to `close`.
 
     `listen`: HOST:PORT, port 0 for any free one; with `takes_next_port` the next free one, where
-    that is in use. `token`: what a request outside loopback has to show if it `needs_token`; one is drawn if
-    none is given. `patience`: seconds that answers under way get to end in when it is closed.
+    that is in use. `token`: what a request outside loopback has to show if it `needs_token`; one is
+    drawn if none is given. `patience`: seconds that answers under way get to end in when it is
+    closed.
     """
 
     def __init__(
