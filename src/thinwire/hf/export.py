@@ -286,7 +286,13 @@ def verify(
         ours = trained_model(checkpoint)
         ours_TV = ours.logits(ids, compressed=False)[0].float()
         ahead_TV = ours.logits(continued[:, :-1], compressed=False)[0].float()
-    difference, limit = _most(theirs_TV - ours_TV), TOLERANCE * max(1.0, _most(ours_TV))
+    largest = _most(ours_TV)
+    if not math.isfinite(largest):
+        raise CheckpointError(
+            f"the logits of {checkpoint.folder} are not finite: training has ruined its weights; "
+            "export an earlier checkpoint"
+        )
+    difference, limit = _most(theirs_TV - ours_TV), TOLERANCE * max(1.0, largest)
     if not difference <= limit:  # NaN is none
         raise CheckpointError(
             f"the exported model is not the trained one: logits differ by up to {difference:.3g}, "
