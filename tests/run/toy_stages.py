@@ -422,7 +422,7 @@ class LinkEnd:
 
 
 class Stage:
-    """A toy stage: stands for Peer, Worker and Runner, which have threads or tensors."""
+    """A toy stage: stands for Peer and Worker, which have threads or tensors."""
 
     def __init__(self, process, index, state):
         self.process, self.world, self.index, self.state = process, process.world, index, state

@@ -1,4 +1,4 @@
-"""One stage at work: built from an assignment, agreed with its neighbours, run to the end.
+"""One stage at work: built as it is told, agreed with its neighbours, run to the end.
 
 Compute never waits for a send (links queue), receives are posted early (link threads fill the
 mailbox), and the only things the compute thread waits for are the tensors it needs next. With
