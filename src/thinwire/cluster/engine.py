@@ -9,6 +9,7 @@ over gloo. Nothing is pickled.
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import math
 import secrets
@@ -101,6 +102,7 @@ class World:
     def close(self) -> None:
         """Leave in good order."""
         self.wait_for_all()
+        gc.collect()  # the stages of the run, in cycles, hold groups that would outlive this
         dist.destroy_process_group()
 
     def sum(self, values: Sequence[float]) -> list[float]:
