@@ -142,6 +142,14 @@ def dangers(source):
     return found
 
 
+def test_no_name_of_a_class_stands_for_two():
+    trees = [ast.parse(source) for source in modules().values()]
+    named = [
+        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    ]
+    assert {name for name in named if named.count(name) > 1} == set()
+
+
 def test_every_room_is_on_a_floor():
     assert {"thinwire", "thinwire.codec.quantize", "thinwire.engine"} <= modules().keys()
     rooms = {room for name in modules() if (room := room_of(name))}

@@ -12,7 +12,7 @@ from thinwire.engine.build import check_devices, choose_device, is_emulated
 from thinwire.engine.worker import scratch
 from thinwire.report import Display
 from thinwire.run.peers import LocalPeers, coordinator_of, lead, neighbours
-from thinwire.run.protocol import Order
+from thinwire.run.protocol import Assignment
 from thinwire.run.record import RunRecord
 from thinwire.run.signals import heeding, leave_at_once
 from thinwire.run.start import make_start, opened, prepare_data
@@ -53,7 +53,7 @@ def train(
         where = f"in {peers} processes" if peers else "as processes"
         display.phase("start", f"{stages} stages {where}, links under mutual TLS{source}")
         began = checkpoint.step if checkpoint else 0
-        order = Order(
+        order = Assignment(
             stages=[],
             identity={},
             settings=settings.to_plain(),

@@ -258,7 +258,7 @@ def test_states_and_logs_of_stages_that_others_hold_now_are_removed(
     kept = [scratch_folder(tmp_path / "run") / f"stage-{stage}" / "sent-0" for stage in (0, 1)]
     for folder in fetched + kept:
         folder.mkdir(parents=True)
-    peer._on_prepared(held, msg.Order([1], {}, {}, "", ""))
+    peer._on_prepared(held, msg.Assignment([1], {}, {}, "", ""))
     assert [folder.exists() for folder in fetched + kept] == [False, True, False, True]
 
 
@@ -266,7 +266,7 @@ def test_what_a_stage_writes_after_its_run_went_back_is_kept_for_the_host(
     tmp_path, make_settings, monkeypatch
 ):
     """The host wanted step 40, and has this peer hold a stage again, from step 20 on."""
-    monkeypatch.setattr(Holding, "prepare", lambda *_: msg.Order([0], {}, {}, "", ""))
+    monkeypatch.setattr(Holding, "prepare", lambda *_: msg.Assignment([0], {}, {}, "", ""))
     peer = joined_peer(tmp_path, Routes("", "127.0.0.1:1"))
     peer._serves_shards = True
     peer._shards._find(Want(40, 0, "ab", 1))
@@ -310,7 +310,7 @@ def test_whoever_nobody_asks_for_its_parts_offers_them_now_and_then(
     tmp_path, make_settings, monkeypatch
 ):
     """A host asks nothing of who stands by, and each attempt costs it a handshake."""
-    monkeypatch.setattr(Holding, "prepare", lambda *_: msg.Order([0], {}, {}, "", ""))
+    monkeypatch.setattr(Holding, "prepare", lambda *_: msg.Assignment([0], {}, {}, "", ""))
     monkeypatch.setattr(Holding, "begin", lambda held: None)
     monkeypatch.setattr("thinwire.run.transfer.REDIAL_S", PATIENCE)
     house = House(tmp_path)

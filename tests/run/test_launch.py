@@ -37,7 +37,7 @@ def make_peers(make_settings, corpus, tmp_path, monkeypatch):
 
     def make(resume="", peers=0, **changes):
         settings, folder = make_settings(**changes), tmp_path / "run"
-        order = msg.Order([], {}, settings.to_plain(), str(corpus.folder), str(folder), resume)
+        order = msg.Assignment([], {}, settings.to_plain(), str(corpus.folder), str(folder), resume)
         made.append(LocalPeers(settings, folder, order, peers))
         return made[-1]
 

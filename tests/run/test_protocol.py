@@ -41,7 +41,7 @@ CONNECT = pr.Connect(
     "127.0.0.1:1", [0, 1], seats=["ana", "ben"], reach=[Route("a:1", "direct", "t")]
 )
 SPAN = records.TraceSpan(0, "compute", "F0", 0.0, 0.1)
-PROGRESS = pr.Progress(
+PROGRESS = pr.RunProgress(
     step_seconds_median=0.5,
     timeline=records.Timeline("code", 3, 0.5, [], [SPAN]),
     time_shares=[{"stage": 0, "compute": 0.5}],
@@ -67,7 +67,7 @@ MESSAGES: list[Any] = [
     STEP, rp.Evaluation(3, 2.0, 1.5), WRITTEN, rp.ShardFailed(4, "disk full"), pr.Finished(METERS),
     FAILED, pr.Ended.by(-9, "killed"), pr.AskAlive(),
     pr.Hold([0, 1], {"run": {}}, True, "ab", "token"),
-    pr.Order([0], {"key": "k"}, {"run": {}}, "/c", "/r"), pr.Release("formed again"),
+    pr.Assignment([0], {"key": "k"}, {"run": {}}, "/c", "/r"), pr.Release("formed again"),
     pr.News("all is well"), records.StepRecord(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0, [], []),
     records.EvaluationRecord(1, 2.0, None), NEWS, pr.TryDoor(), pr.Dismiss("over", "failed"),
     CONNECT, pr.Start(), pr.Await(0), pr.Saved(8), pr.Stop(), pr.Leave(),

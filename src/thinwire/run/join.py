@@ -294,11 +294,11 @@ class Holding:
 
     def prepare(
         self, dial_host: Callable[[str], Pipe], identity: Identity, host: Routes, say: Say
-    ) -> msg.Order:
+    ) -> msg.Assignment:
         """Have all that the stages need on this machine, which takes time."""
         corpus = self._own_corpus(say)
         resume = self._fetch(dial_host, say) if self.hold.resumes else None
-        return msg.Order(
+        return msg.Assignment(
             stages=self.stages,
             identity=dataclasses.asdict(identity),
             settings=self.settings.to_plain(),
@@ -320,7 +320,7 @@ class Holding:
 
     def start(
         self,
-        order: msg.Order,
+        order: msg.Assignment,
         on_said: Callable[[int, Any], None],
         on_exit: Callable[[list[int], int], None],
     ) -> None:
@@ -663,7 +663,7 @@ class JoinedPeer:
                 said = time.monotonic()
                 self._due.put(partial(self._on_progress, holding, what, done, total))
 
-        result: msg.Order | ThinwireError
+        result: msg.Assignment | ThinwireError
         try:
             result = holding.prepare(self._dial, self.identity, self._host, say)
         except ThinwireError as error:
@@ -680,7 +680,7 @@ class JoinedPeer:
             for stage in held.stages:
                 self._say_of(held, stage, msg.Pulse(done, f"{what}: {done:,} of {total:,} bytes"))
 
-    def _on_prepared(self, held: Holding, result: msg.Order | ThinwireError) -> None:
+    def _on_prepared(self, held: Holding, result: msg.Assignment | ThinwireError) -> None:
         if held not in self._holdings:
             return  # it was taken away meanwhile
         if isinstance(result, ThinwireError):

@@ -24,7 +24,7 @@ from thinwire.report import (
 from thinwire.run.checkpoints import begin_proof
 from thinwire.run.conduct import first_not_finite
 from thinwire.run.events import Exploded, Recovered
-from thinwire.run.protocol import Progress, Ready
+from thinwire.run.protocol import Ready, RunProgress
 from thinwire.schedule import Costs, Links, Network, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import BF16_BYTES, network_of
@@ -246,10 +246,10 @@ class Ledger:
             spans=spans,
         )
 
-    def progress(self) -> Progress:
+    def progress(self) -> RunProgress:
         """How the run works at the moment; there must have been a step."""
         microbatches = self.settings.pipeline.microbatches
-        return Progress(
+        return RunProgress(
             statistics.median(self._timed.seconds),
             self.typical_step(),
             [self._timed.shares(stage, microbatches) for stage in self._stages],

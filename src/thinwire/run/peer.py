@@ -1,8 +1,8 @@
 """The process of stages: one of them, or several that are neighbours.
 
 Whoever started it, a coordinator or a joined machine, says over the socket on its standard input
-what it is to be (an Order), and hears there how its stages fare. Stages of one process are linked
-in memory: the cut between them is computed as any other, and nothing is sent.
+what it is to be (an Assignment), and hears there how its stages fare. Stages of one process are
+linked in memory: the cut between them is computed as any other, and nothing is sent.
 """
 
 import gc
@@ -83,7 +83,7 @@ class Peer:
     """The life of one stage: built, linked to the neighbours, trained, goodbye."""
 
     def __init__(
-        self, order: msg.Order, inner: Inner, stage: int, say: Callable[[msg.OfStage], None]
+        self, order: msg.Assignment, inner: Inner, stage: int, say: Callable[[msg.OfStage], None]
     ):
         self.order, self.identity, self._inner = order, wire.Identity(**order.identity), inner
         self.stage, self._say = stage, say
@@ -403,7 +403,7 @@ class Peer:
 
 def _live(pipe: wire.Pipe) -> int:
     """Be the stages of the order that comes first, to their end; returns the exit code."""
-    orders: queue.SimpleQueue[msg.Order] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[msg.Assignment] = queue.SimpleQueue()
     ended: queue.SimpleQueue[tuple[Peer, BaseException | None]] = queue.SimpleQueue()
     peers: dict[int, Peer] = {}
 

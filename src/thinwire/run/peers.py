@@ -22,7 +22,7 @@ from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.ledger import watch_losses
 from thinwire.run.processes import Forker, StageProcess, forks, start_processes
-from thinwire.run.protocol import FROM_PEER, Connect, Envelope, Failed, Order, ToStage
+from thinwire.run.protocol import FROM_PEER, Assignment, Connect, Envelope, Failed, ToStage
 from thinwire.run.record import RunRecord
 from thinwire.settings import Settings
 from thinwire.wire import Identity, raise_descriptor_limit
@@ -171,7 +171,7 @@ class StagesHere:
 
     def __init__(
         self,
-        order: Order,
+        order: Assignment,
         process: StageProcess,
         on_said: Callable[[int, Any], None],
         on_lost: Callable[[ThinwireError], None],
@@ -222,12 +222,17 @@ class LocalPeers(Peers):
     """Processes on this machine, each by the `order` with its own stages; no orphans are left."""
 
     def __init__(
-        self, settings: Settings, run_folder: Path, order: Order, peers: int = 0, began: int = 0
+        self,
+        settings: Settings,
+        run_folder: Path,
+        order: Assignment,
+        peers: int = 0,
+        began: int = 0,
     ):
         """`began`: the step from which the run goes on, for those who replace a lost process."""
         stages = settings.pipeline.stages
         super().__init__(stages)
-        self._orders: list[Order] = []
+        self._orders: list[Assignment] = []
         self._seats: list[str] = []
         for group in neighbours(stages, peers or stages):
             identity = Identity.create(f"stage-{group[0]}")
@@ -291,10 +296,10 @@ class LocalPeers(Peers):
     def _with(self, stage: int) -> StagesHere:
         return next(here for here in self._here if stage in here.stages)
 
-    def _log(self, order: Order) -> Path:
+    def _log(self, order: Assignment) -> Path:
         return self._logs / f"stage-{'-'.join(map(str, order.stages))}.log"
 
-    def _attended(self, order: Order, process: StageProcess) -> StagesHere:
+    def _attended(self, order: Assignment, process: StageProcess) -> StagesHere:
         def on_lost(error: ThinwireError) -> None:
             for stage in order.stages:
                 self.said.note(ev.Lost(stage, str(error), isinstance(error, BreachError)))

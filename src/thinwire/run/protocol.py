@@ -5,7 +5,7 @@ message is about the peer itself or about one of its stages, in one generation o
 
     peer                         coordinator
     Hello                 ->                       who it is, what it can do
-                          <-     Hold              these stages (a process gets an Order instead)
+                          <-     Hold              these stages (a process: Assignment)
     Pulse, Ready          ->                       builds them; each is ready
                           <-     Connect           where its neighbours are
     Linked                ->
@@ -121,7 +121,7 @@ class StatusReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How a run works: where its time goes, what crosses the cuts, what actions cost, its links."""
 
     step_seconds_median: float
@@ -298,7 +298,7 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Order:
+class Assignment:
     """What the process of stages is to be: said by whoever started it, on the same machine.
 
     Without a corpus, token ids come from the coordinator, by the routes in `host`. Streams bear the
@@ -338,7 +338,7 @@ class RunNews(msgspec.Struct, frozen=True):
 
     report: StatusReport
     step: StepRecord | None = None  # the last
-    progress: Progress | None = None  # seldom, for it is large
+    progress: RunProgress | None = None  # seldom, for it is large
 
 
 class TryDoor(msgspec.Struct, frozen=True):
@@ -412,7 +412,7 @@ OfLinks = Linked | LinkDown | LinkUp | LogLost
 OfStage = Pulse | Ready | OfLinks | Audited | Follows | Report | Finished | Failed | Ended
 # A step as all peers are told of it lacks what is of single stages and cuts.
 ForAll = News | StepRecord | EvaluationRecord | RunNews
-ToPeer = AskAlive | Hold | Order | Release | ForAll | TryDoor | Dismiss
+ToPeer = AskAlive | Hold | Assignment | Release | ForAll | TryDoor | Dismiss
 ToStage = Connect | Start | Await | Saved | Stop | Leave
 
 OF_NO_STAGE = -1

@@ -25,7 +25,7 @@ from thinwire.report.metrics import WandbLog, read_evaluations, without_nan
 from thinwire.run import events as ev
 from thinwire.run.checkpoints import Checkpoints, origin_in
 from thinwire.run.ledger import Ledger, bits_per_byte
-from thinwire.run.protocol import Finished, LinkUp, Progress
+from thinwire.run.protocol import Finished, LinkUp, RunProgress
 from thinwire.run.signals import Interrupted, heeding
 from thinwire.schedule import Links
 from thinwire.settings import Settings
@@ -302,13 +302,13 @@ class RunRecord:
             self._is_drawing = False
 
 
-def write_progress(folder: Path, progress: Progress) -> None:
+def write_progress(folder: Path, progress: RunProgress) -> None:
     """Keep how a run works in its folder."""
     replace_file(folder / PROGRESS_FILE, msgspec.json.encode(progress))
 
 
-def read_progress(folder: Path) -> Progress | None:
+def read_progress(folder: Path) -> RunProgress | None:
     """What was written there last; None where nothing was, or by another version."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode((folder / PROGRESS_FILE).read_bytes(), type=Progress)
+        return msgspec.json.decode((folder / PROGRESS_FILE).read_bytes(), type=RunProgress)
     return None

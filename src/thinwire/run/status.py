@@ -270,7 +270,7 @@ class HostConsole:
             due = time.monotonic() + PROGRESS_NEWS_SECONDS if progress else due
             self.tell_now(progress)
 
-    def tell_now(self, progress: msg.Progress | None = None) -> None:
+    def tell_now(self, progress: msg.RunProgress | None = None) -> None:
         """Tell members how the run stands; what is too large for a message they do without."""
         report = self._report(for_members=True)
         self.members.tell_all(msg.RunNews(report, self.standing.last_step, progress))

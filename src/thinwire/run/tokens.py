@@ -55,7 +55,7 @@ class Columns(enum.IntFlag):
         return range(first, context + 1 if self.TARGETS in self else context)
 
 
-class Facts(msgspec.Struct, frozen=True):
+class CorpusFacts(msgspec.Struct, frozen=True):
     """What is said of a corpus before any of its ids."""
 
     corpus: Annotated[str, msgspec.Meta(max_length=256)]  # its fingerprint
@@ -67,7 +67,7 @@ class Facts(msgspec.Struct, frozen=True):
     masked: bool  # whether only some tokens are learned
 
 
-learn_types(Facts)
+learn_types(CorpusFacts)
 
 
 def columns_read(settings: Settings, stage: int) -> Columns:
@@ -108,7 +108,7 @@ class TokenServer:
         self._type = data.train.dtype
         self._source = source = CorpusTokens(data, settings, settings.train.eval_batches)
         self._is_masked = source.learned_count((0, 0)) is not None
-        facts = Facts(
+        facts = CorpusFacts(
             source.fingerprint,
             source.example_count,
             source.validation_count,
@@ -165,7 +165,7 @@ class FetchedCorpus(TokenSource):
         said = {"config_hash": settings.hash}
         heard = handshake(pipe, said, said, _GREETING_S, self.meter)
         try:
-            facts = msgspec.convert(heard, Facts)
+            facts = msgspec.convert(heard, CorpusFacts)
         except msgspec.ValidationError as error:
             reason = printable(str(error), 200)
             raise WireError(f"what the host says of its corpus cannot be read: {reason}") from None

@@ -34,7 +34,7 @@ TICK_SECONDS = 1.0
 KEEPALIVE_TICKS = 15  # without news, before a stream shows that it is there
 
 
-class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+class _Action(msgspec.Struct, forbid_unknown_fields=True):
     """What an owner wants done: a peer removed, or another invite for so many machines."""
 
     peer: Annotated[str, msgspec.Meta(min_length=1, max_length=63)] | None = None
@@ -73,7 +73,7 @@ def make_page(folders: Sequence[Path], is_own: bool = False) -> "Starlette":
                 # Pages of other sites cannot send this type unasked.
                 if request.headers.get("content-type", "").partition(";")[0] != "application/json":
                     raise ValueError("the request must be application/json")
-                asked = msgspec.json.decode(await request.body(), type=_Asked)
+                asked = msgspec.json.decode(await request.body(), type=_Action)
             folder = views[number].folder
             return JSONResponse(await asyncio.to_thread(_act, folder, what, asked))
         except (ThinwireError, ValueError) as error:  # what msgspec raises is a ValueError
@@ -90,7 +90,7 @@ def make_page(folders: Sequence[Path], is_own: bool = False) -> "Starlette":
     )
 
 
-def _act(folder: Path, what: str, asked: _Asked | None) -> dict[str, Any]:
+def _act(folder: Path, what: str, asked: _Action | None) -> dict[str, Any]:
     import segno
 
     from thinwire.run.alive import ask

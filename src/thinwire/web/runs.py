@@ -27,7 +27,7 @@ from thinwire.report.metrics import EVENTS_FILE, FILE_NAME, Curves
 from thinwire.run.alive import FILE as CONTROL_SOCKET
 from thinwire.run.alive import ask
 from thinwire.run.formation import read_formation
-from thinwire.run.protocol import LinkStatus, PeerStatus, Progress, StatusReport
+from thinwire.run.protocol import LinkStatus, PeerStatus, RunProgress, StatusReport
 from thinwire.run.record import PROGRESS_FILE, read_progress
 from thinwire.run.status import status_from_plain
 from thinwire.schedule import simulate
@@ -206,7 +206,7 @@ class RunView:
         return "ended" if has_ended else doing
 
 
-def compared(settings: Settings, progress: Progress) -> dict[str, Any]:
+def compared(settings: Settings, progress: RunProgress) -> dict[str, Any]:
     """The plan of a run beside what was measured; and its schedule simulated with the measured
     costs, once with the bytes that were sent and once with those of dense cuts.
     """
