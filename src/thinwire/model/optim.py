@@ -44,9 +44,6 @@ class Optimizer(torch.optim.Optimizer):
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
-    update: Callable[[], None]
-    """What a step does, gradients given."""
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One update of all parameters, with the gradients of the closure if there is one."""
@@ -56,6 +53,10 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         self.update()
         return loss
+
+    def update(self) -> None:
+        """What a step does, gradients given."""
+        raise NotImplementedError
 
     def kept(self, weight: Tensor, group: dict[str, Any]) -> State:
         """What is kept of a parameter, by name; of most as by AdamW."""
