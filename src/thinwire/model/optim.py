@@ -4,6 +4,7 @@ position, but a run may be split anew.
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
@@ -36,7 +37,7 @@ class Role(Enum):
     HEAD = "head"
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(torch.optim.Optimizer, ABC):
     """Torch's own, without its compiler: to stay out of what that compiles, methods import it when
     they are first called, which takes two seconds of a core in every process.
     """
@@ -54,9 +55,9 @@ class Optimizer(torch.optim.Optimizer):
         self.update()
         return loss
 
+    @abstractmethod
     def update(self) -> None:
         """What a step does, gradients given."""
-        raise NotImplementedError
 
     def kept(self, weight: Tensor, group: dict[str, Any]) -> State:
         """What is kept of a parameter, by name; of most as by AdamW."""
@@ -78,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
 class AdamW(Optimizer, torch.optim.AdamW):
     """Torch's own, in the same way."""
 
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    update = inspect.unwrap(torch.optim.AdamW.step)
 
 
 class SubspaceAdamW(Optimizer):
