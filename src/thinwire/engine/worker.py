@@ -280,7 +280,7 @@ class Worker:
         update, trace = self.update.of_microbatch(step, microbatch), running.trace
         versions = update.versions
         batch = self.feed.training(step, microbatch)
-        if batch.wait is not None:
+        if batch.is_due:
             with trace.span("wait", f"ids{microbatch}"):
                 batch.wait()
         if update.rows is not None:
@@ -420,7 +420,7 @@ class Worker:
                     break
             if not leaves():
                 batch = self.feed.validation(number)
-                if batch.wait is not None:
+                if batch.is_due:
                     self.progress.begin(f"waits for ids of validation batch {number}")
                     batch.wait()
                 self.progress.begin(f"validates with batch {number} after step {done}")
