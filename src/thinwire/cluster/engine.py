@@ -105,28 +105,27 @@ class World:
         gc.collect()  # the stages of the run, in cycles, hold groups that would outlive this
         dist.destroy_process_group()
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, entry by entry; exact where one rank alone has an entry."""
-        totals = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(totals, group=self._all)
-        return totals.tolist()
-
     def gather(self, said: bytes) -> list[bytes]:
         """What every rank says, in their order, on every rank."""
-        mine = [len(said) * (rank == self.seat.rank) for rank in range(self.seat.world)]
-        sizes = [int(size) for size in self.sum(mine)]
-        rooms = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(rooms, _as_tensor(said.ljust(max(sizes))), group=self._all)
-        return [room.numpy().tobytes()[:size] for room, size in zip(rooms, sizes, strict=True)]
+        sizes = [int(size) for size in self._gathered(torch.tensor([len(said)]))]
+        room = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        room.numpy()[: len(said)] = np.frombuffer(said, np.uint8)
+        found = zip(self._gathered(room), sizes, strict=True)
+        return [room.numpy().tobytes()[:size] for room, size in found]
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        rooms = [torch.empty_like(own) for _ in range(self.seat.world)]
+        dist.all_gather(rooms, own, group=self._all)
+        return rooms
 
     def share(self, said: bytes, stage: int = 0) -> bytes:
         """What the rank that holds a stage, in the first pipeline, says: on every rank."""
         source = self.grid.holders[stage]
-        is_own = self.seat.rank == source
-        size = int(self.sum([len(said) * is_own])[0])
-        room = _as_tensor(said) if is_own else torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(room, source, group=self._all)
-        return room.numpy().tobytes()
+        return self.gather(said if self.seat.rank == source else b"")[source]
+
+    def any(self, is_so: bool) -> bool:
+        """Whether it is so on one rank at least."""
+        return any(self.gather(b"1" * is_so))
 
     def wait_for_all(self) -> None:
         """Until every rank has come to this point."""
@@ -142,10 +141,6 @@ class World:
         """The rank of this pipeline that holds a stage; None where this one does."""
         holder = self.grid.holders[stage]
         return holder if holder != self.place else None
-
-
-def _as_tensor(said: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(said, dtype=np.uint8).copy())
 
 
 def _name_of_attempt(store: dist.Store, seat: Seat) -> str:
@@ -175,7 +170,7 @@ def run(
     """
     started = time.monotonic()
     # Of any machine: torchrun counts on each one only the failures that it saw itself.
-    restarted = world.sum([world.seat.restarts])[0] > 0
+    restarted = world.any(world.seat.restarts > 0)
     link = dataclasses.replace(settings.link, emulate=False)  # PyTorch sends as the network does
     kept = dataclasses.replace(settings.train, log_mb=0)  # for no rank is replaced
     settings = dataclasses.replace(settings, link=link, train=kept)
@@ -492,18 +487,17 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> Evaluation | None:
         """The validation as things are, on every rank; None where one of them is asked to stop."""
-        start, found, last = time.monotonic(), [0.0, 0.0, 0.0], self.held[-1]
+        start, score = time.monotonic(), self.held[-1].score
         for held in self.held:
             held.begin(self.done, training=False)
         for number in range(self.feed.validation_count):
             # Asked seldom, since ranks wait for each other here.
-            if number % 8 == 0 and self.world.sum([self.stop_requested])[0] > 0:
+            if number % 8 == 0 and self.world.any(self.stop_requested):
                 return None
             self._forward(torch.tensor([number]))
-        if last.above is None and self.world.replica == 0:
-            found = [last.score.loss, time.monotonic() - start, last.score.count]
-        loss, seconds, count = self.world.sum(found)
-        return Evaluation(self.done, loss, seconds, int(count))
+        found = score.loss, time.monotonic() - start, score.count
+        said = self.world.share(msgspec.msgpack.encode(found), self._last)
+        return Evaluation(self.done, *msgspec.msgpack.decode(said))
 
     def _forward(self, number: Tensor) -> None:
         """A validation microbatch through the stages of this rank, in the order of all stages: not

@@ -21,7 +21,6 @@ from typing import Annotated, Literal, NamedTuple, TypeGuard
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
