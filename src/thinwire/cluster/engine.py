@@ -274,14 +274,14 @@ class Rank:
         stop = False
         while trainer.done < settings.train.steps and not stop:
             if trainer.done == trainer.first_step or settings.is_evaluation_step(trainer.done):
-                self._keep([(-1, trainer.evaluate())])
-            verdict, _, reports = trainer.train_step()
+                self._keep(self._gather(trainer.evaluate()))
+            verdict, reports = trainer.train_step()
             self._keep(self._gather(reports))
             stop = verdict.stop
             if verdict.checkpoint:
                 self._save()
         if not stop:
-            self._keep([(-1, trainer.evaluate())])
+            self._keep(self._gather(trainer.evaluate()))
         trainer.stop_requested = stop
 
     def _save(self) -> None:
@@ -298,10 +298,8 @@ class Rank:
         else:
             self.record.carry_out(Commit(step, parts))
 
-    def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished | None]]) -> None:
-        for stage, report in said:
-            if self.record is None or report is None:
-                continue
+    def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished]]) -> None:
+        for stage, report in said if self.record is not None else ():
             self.record.carry_out(Record(stage, report))
             for change in [] if isinstance(report, Finished) else self.losses.hear(report):
                 self.record.carry_out(change)
@@ -428,8 +426,8 @@ class Trainer:
         options = {"loss_fn": lambda output, _: output, "scale_grads": False}
         self._schedule = kind(own, world.grid.microbatches, **options)
 
-    def train_step(self) -> tuple[Verdict, float, list[tuple[int, Step]]]:
-        """One step: what all ranks decided, its loss, and what each stage of this rank reports."""
+    def train_step(self) -> tuple[Verdict, list[tuple[int, Step]]]:
+        """One step: what all ranks decided, and what each stage of this rank reports."""
         step, start = self.done, time.monotonic()
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
         for held in self.held:
@@ -454,7 +452,7 @@ class Trainer:
                 held.update.check(step)
             held.state.step = self.done
         reports = [(held.index, self._report(held, step, lr, verdict, start)) for held in self.held]
-        return verdict, self.loss, reports
+        return verdict, reports
 
     def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
         """Keep a tally until the verdict is due; hand a basis on where it was proposed."""
@@ -485,19 +483,22 @@ class Trainer:
         return Verdict(norm, commit, checkpoint, stop)
 
     @torch.no_grad()
-    def evaluate(self) -> Evaluation | None:
-        """The validation as things are, on every rank; None where one of them is asked to stop."""
-        start, score = time.monotonic(), self.held[-1].score
+    def evaluate(self) -> list[tuple[int, Evaluation]]:
+        """The validation as things are, on every rank: the report of the last stage, where it is
+        held. None where one rank is asked to stop.
+        """
+        start, last = time.monotonic(), self.held[-1]
         for held in self.held:
             held.begin(self.done, training=False)
         for number in range(self.feed.validation_count):
             # Asked seldom, since ranks wait for each other here.
             if number % 8 == 0 and self.world.any(self.stop_requested):
-                return None
+                return []
             self._forward(torch.tensor([number]))
-        found = score.loss, time.monotonic() - start, score.count
-        said = self.world.share(msgspec.msgpack.encode(found), self._last)
-        return Evaluation(self.done, *msgspec.msgpack.decode(said))
+        if last.above is not None:
+            return []
+        score, seconds = last.score, time.monotonic() - start
+        return [(last.index, Evaluation(self.done, score.loss, seconds, score.count))]
 
     def _forward(self, number: Tensor) -> None:
         """A validation microbatch through the stages of this rank, in the order of all stages: not
