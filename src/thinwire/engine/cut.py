@@ -35,7 +35,6 @@ class CutEnd:
     cut: int = 0
     block: int = 0  # above the cut
     seed: int = 0
-    microbatches: int = 1
     # For codecs that remember them: (step, microbatch) -> the training examples of its rows.
     examples: Callable[[int, int], tuple[int, ...]] | None = None
 
@@ -54,8 +53,7 @@ class CutEnd:
         """
         codecs, block = build_codecs(*settings.codec.names(cut)), settings.split()[cut].stop
         examples = feed.examples if feed is not None else None
-        seed, microbatches = settings.run.seed, settings.pipeline.microbatches
-        end = cls(codecs, spec, is_lower, cut, block, seed, microbatches, examples)
+        end = cls(codecs, spec, is_lower, cut, block, settings.run.seed, examples)
         count = feed.example_count if feed is not None else 0
         for leg, codec in codecs.items():
             folder = None
