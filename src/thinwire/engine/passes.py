@@ -6,6 +6,7 @@ writes stays where it was, so each microbatch in flight has a pair of graphs, wi
 """
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -65,20 +66,15 @@ class Passes:
         """Compute a microbatch: of what was received, or of its token ids on the first stage."""
         received = None if received is None else received.requires_grad_()
         with self.autocast():
-            output = self.run_layers(received, self.ids_read(received, batch))
+            output = self.run_layers(received, batch)
             if self.stage.outgoing is None:
                 output = batch.loss(self.stage, output, microbatches)
         return Pass(received, output)
 
-    def ids_read(self, received: Tensor | None, batch: DeviceBatch) -> Tensor | None:
-        """The token ids of a batch, where this stage reads them."""
-        return batch.inputs if received is None or self.stage.needs_ids else None
-
-    def run_layers(self, received: Tensor | None, ids: Tensor | None) -> Tensor:
+    def run_layers(self, received: Tensor | None, batch: DeviceBatch) -> Tensor:
         """What the stage makes of what it received, or of token ids."""
-        x = ids if received is None else received
-        assert x is not None, "a stage that receives nothing reads token ids"
-        return self.stage(x, ids if self.stage.needs_ids else None)
+        x = batch.inputs if received is None else received
+        return self.stage(x, batch.inputs if self.stage.needs_ids else None)
 
 
 class GraphPasses(Passes):
@@ -149,17 +145,20 @@ class _Graphs(Pass):
         self.is_free = True
         self._passes, self._is_last = passes, passes.stage.outgoing is None
         self._received = None if received is None else received.detach().clone().requires_grad_()
-        ids = passes.ids_read(received, batch)
-        self._ids = None if ids is None else ids.clone()
-        self._targets = batch.targets.clone() if self._is_last else None
+        self._batch = own = copy.copy(batch)
+        self._reads_ids = received is None or passes.stage.needs_ids
+        if self._reads_ids:
+            own.inputs = batch.inputs.clone()
+        if self._is_last:
+            own.targets = batch.targets.clone()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         loss, _ = batch.loss_of(passes.stage, 1)
 
         def forward() -> Tensor:
             """What is sent on, or on the last stage the loss before it is divided."""
             with passes.autocast():
-                output = passes.run_layers(self._received, self._ids)
-                return output if self._targets is None else loss(output, self._targets)
+                output = passes.run_layers(self._received, own)
+                return loss(output, own.targets) if self._is_last else output
 
         current = torch.cuda.current_stream(passes.device)
         passes.stream.wait_stream(current)
@@ -189,10 +188,10 @@ class _Graphs(Pass):
         self.is_free = False
         if self._received is not None and received is not None:
             self._received.copy_(received)
-        if self._ids is not None:
-            self._ids.copy_(batch.inputs)
-        if self._targets is not None:
-            self._targets.copy_(batch.targets)
+        if self._reads_ids:
+            self._batch.inputs.copy_(batch.inputs)
+        if self._is_last:
+            self._batch.targets.copy_(batch.targets)
         self._forward.replay()
         self.output = self._made.clone()  # a link packs it later, perhaps behind the next forward
         if self._is_last:

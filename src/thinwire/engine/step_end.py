@@ -228,31 +228,24 @@ class StageUpdate:
         """End the run before weights or moments that are not finite reach a checkpoint. An infinite
         second moment does no visible harm: its weight just never changes again.
         """
-        name = not_finite(self.stage.trained_parameters())
-        if name is not None:
+        now = f"not finite after step {step + 1}"
+        again = "No checkpoint contains it. Resume with a lower optim.lr"
+        if name := not_finite(self.stage.trained_parameters()):
+            raise StageError(f"weights of {name} are {now}: the update overflowed. {again}")
+        rows = self.rows.state_tensors() if self.rows is not None else {}
+        if name := not_finite({**self.optimizer.state_tensors(), **rows}):
             raise StageError(
-                f"weights of {name} are not finite after step {step + 1}: the update overflowed. "
-                "No checkpoint contains it. Resume with a lower optim.lr"
-            )
-        state = not_finite(self.optimizer.state_tensors())
-        if state is None and self.rows is not None:
-            state = not_finite(self.rows.state_tensors())
-        if state is not None:
-            raise StageError(
-                f"the optimizer's state {state} is not finite after step {step + 1}: a gradient "
-                "was too large, and its weights would stop learning. No checkpoint contains it. "
-                "Resume with a lower optim.lr, or with optim.clip"
+                f"the optimizer's state {name} is {now}: a gradient was too large, and its weights "
+                f"would stop learning. {again}, or with optim.clip"
             )
 
 
-def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+def not_finite(tensors: Mapping[str, Tensor]) -> str:
     """The first of these whose entries are not all finite: as `is_finite`, all sums at once."""
     named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
     sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
-    for (name, tensor), total in zip(named.items(), sums, strict=True):
-        if not math.isfinite(total) and not bool(torch.isfinite(tensor).all()):
-            return name
-    return None
+    suspects = (name for name, total in zip(named, sums, strict=True) if not math.isfinite(total))
+    return next((name for name in suspects if not is_finite(named[name])), "")
 
 
 class Messenger(Protocol):

@@ -44,7 +44,6 @@ from thinwire.wire import FrameKind, Link, Span
 
 RELEASE, EPOCH, SECTIONS = "thinwire", "epoch", "settings"  # of a contract between machines
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
-_DOING = {"wait": "waits for", "compute": "computes"}
 
 Tell = Callable[[Report], None]
 
@@ -168,7 +167,8 @@ class Worker:
 
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
-        largest = max((end.payload_limit() for end in self.state.ends), default=0)
+        cuts = ((c, end.spec) for end in self.state.ends for c in end.codecs.values())
+        largest = max((codec.payload_limit(spec.shape) for codec, spec in cuts), default=0)
         basis = self.update.keeper.most_basis_bytes if self.update.keeper else 0
         rows = self.update.rows.limits()[1] if self.update.rows else 0
         return max(largest, basis, rows) + 65536
@@ -264,16 +264,12 @@ class Worker:
 
     def _begin_step(self, step: int) -> None:
         """Let the tensors of a step in, and note what it starts from."""
-
-        def on_begin(lane: str, label: str) -> None:
-            self.progress.begin(f"{_DOING[lane]} {label} of step {step + 1}")
-
         start = time.monotonic()
         for port in self._ports:
             port.open_step(step)
         update = self.update.of_step(step)
         update.begin(step)
-        self._running[step] = Running(update, StepTrace(on_begin=on_begin), start)
+        self._running[step] = Running(update, StepTrace(step, self.progress), start)
 
     def _forward(self, step: int, microbatch: int) -> None:
         running = self._running[step]
@@ -418,18 +414,17 @@ class Worker:
                 received = self._down.take_tensor(FrameKind.EVALUATE, done, number, latest.versions)
                 if received is None:
                     break
-            if not leaves():
-                batch = self.feed.validation(number)
-                if batch.is_due:
-                    self.progress.begin(f"waits for ids of validation batch {number}")
-                    batch.wait()
-                self.progress.begin(f"validates with batch {number} after step {done}")
-                loss = self._score(FrameKind.EVALUATE, done, number, batch, received)
-                if loss is not None:
-                    score.add(loss, batch.targets)
-                computed += 1
-            elif self._down is None:
-                break
+            if leaves():
+                if self._down is None:
+                    break
+                continue
+            batch = self.feed.validation(number)
+            if batch.is_due:
+                self.progress.begin(f"waits for ids of validation batch {number}")
+                batch.wait()
+            self.progress.begin(f"validates with batch {number} after step {done}")
+            self._score(FrameKind.EVALUATE, done, number, batch, received, score)
+            computed += 1
         latest.stage.train()
         decided = None
         if self._down is not None:
@@ -442,18 +437,24 @@ class Worker:
         return stop
 
     def _score(
-        self, kind: FrameKind, step: int, number: int, batch: DeviceBatch, received: Tensor | None
-    ) -> Tensor | None:
-        """One forward without gradients: to the stage above, or its loss."""
+        self,
+        kind: FrameKind,
+        step: int,
+        number: int,
+        batch: DeviceBatch,
+        received: Tensor | None,
+        score: Score,
+    ) -> None:
+        """One forward without gradients: to the stage above, or into the score."""
         latest = self.update.latest
         passes = self._passes[latest.stage]
         with passes.autocast():
-            output = passes.run_layers(received, passes.ids_read(received, batch))
+            output = passes.run_layers(received, batch)
             if self._up is None:
-                return latest.stage.loss(output, batch.targets)
+                score.add(latest.stage.loss(output, batch.targets), batch.targets)
+                return
         self._end.sync()
         self._up.send_tensor(kind, output, step, number, latest.versions)
-        return None
 
     @torch.no_grad()
     def _probe(self, step: int, number: int) -> float | None:
@@ -467,11 +468,9 @@ class Worker:
         with self._end.trace.span("compute", "U"):
             update.stage.eval()
             batch = self.feed.validation(0)
-            loss = self._score(FrameKind.PROBE, step, number, batch, received)
-            if loss is not None:
-                score.add(loss, batch.targets)
+            self._score(FrameKind.PROBE, step, number, batch, received, score)
             update.stage.train()
-            return score.loss if loss is not None else None
+            return score.loss if self._up is None else None
 
     def _checkpoint(self, done: int) -> None:
         self.progress.begin(f"saves the checkpoint of step {done}")
