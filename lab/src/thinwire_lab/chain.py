@@ -110,7 +110,7 @@ class Chain(Joined):
         self.updates = [
             StageUpdate(self.builder, stage, index) for index, stage in enumerate(self.stages)
         ]
-        self._end = StepEnd(self.updates, device=device)
+        self._end = StepEnd(self.updates)
         self.row_bytes = self._end.row_bytes  # that crossed all cuts for a shared embedding
         self.done = 0
 

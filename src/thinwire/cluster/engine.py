@@ -40,7 +40,7 @@ from thinwire.engine.passes import autocast_for, weights_rounded_once
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
-from thinwire.engine.trace import FORWARD, Sightings
+from thinwire.engine.trace import FORWARD
 from thinwire.engine.worker import PATIENCE, scratch, scratch_folder
 from thinwire.errors import ConfigError, StageError
 from thinwire.model import Score, learning_rate
@@ -331,11 +331,10 @@ class HeldStage(nn.Module):
         settings, self.index = builder.settings, index
         self.stage = builder.build(index)
         self.update = StageUpdate(builder, self.stage, index)
-        self.sightings = Sightings()
         scratch = scratch_folder(folder) / f"stage-{index}"
         ends = ends_of(settings, index, builder.wire_spec, feed, scratch)
         self.below, self.above = (
-            Crossing(end, world.carriers, self.sightings) if end else None for end in ends
+            Crossing(end, world.carriers, self.update.sightings) if end else None for end in ends
         )
         self.state = StageState(self.update, ends)
         self._autocast = autocast_for(settings.run.precision, world.device)
@@ -416,9 +415,7 @@ class Trainer:
                 held.state.restore(Checkpoint.open(resume, allow_plugins=True))
         self.done = self.first_step = self.held[0].state.step
         above = self if self.held[-1].above else None
-        updates = [held.update for held in self.held]
-        sightings = [held.sightings for held in self.held]
-        self._step_end = StepEnd(updates, 0, self, above, world.device, sightings)
+        self._step_end = StepEnd([held.update for held in self.held], self, above)
         name, stages = world.grid.schedule, [held.pipelined for held in self.held]
         own: Any = stages[0] if name in SINGLE else stages
         kind: Any = get_schedule_class(SCHEDULES[name])
@@ -531,7 +528,7 @@ class Trainer:
         update = self._step_end.trace.seconds("compute", "U") / len(self.held)
         loss = self.loss if held.above is None else None
         if loss is not None and not math.isfinite(loss):
-            held.sightings.note(step, FORWARD)
+            held.update.sightings.note(step, FORWARD)
         return Step(
             step=step,
             loss=loss,
@@ -546,5 +543,5 @@ class Trainer:
             measures=keeper.measures(step) if keeper else {},
             meters=held.meters(),
             dropped=0,
-            not_finite=held.sightings.take_first(step),
+            not_finite=held.update.sightings.take_first(step),
         )

@@ -110,8 +110,9 @@ class StageUpdate:
         """Without a `twin` it makes its own where updates are delayed, with the same weights."""
         settings, constraint = builder.settings, builder.constraint(stage, in_training=True)
         by_rows = settings.boundary.shares_embedding
-        self.stage = stage
+        self.stage, self.index, self.device = stage, index, builder.device
         self.version = 0  # updates committed
+        self.sightings = Sightings() if twin is None else twin.sightings
         self.optimizer = optimizer = StageOptimizer(
             stage.trained_parameters(), stage.roles(), settings.optim, constraint, by_rows
         )
@@ -259,29 +260,23 @@ class Messenger(Protocol):
 
 
 class StepEnd:
-    """Ends the steps of the neighbouring stages that one process holds: `updates`, lowest first,
-    each with its `sightings`. `below` and `above` lead to the neighbours in other processes.
-    `row_bytes` counts what rows of a shared embedding would cost between stages that are both here.
+    """Ends the steps of the neighbouring stages that one process holds: `updates`, lowest first.
+    `below` and `above` lead to the neighbours in other processes. `row_bytes` counts what rows of a
+    shared embedding would cost between stages that are both here.
     """
 
     def __init__(
         self,
         updates: Sequence[StageUpdate],
-        first_stage: int = 0,
         below: Messenger | None = None,
         above: Messenger | None = None,
-        device: torch.device | None = None,
-        sightings: Sequence[Sightings] = (),
     ):
         self.trace = StepTrace()
         self.row_bytes = dict.fromkeys(Leg, 0)
         self._updates = updates
         self._keepers = [update.keeper for update in updates if update.keeper is not None]
         self._rows = [update.rows for update in updates if update.rows is not None]
-        self._stage_above = first_stage + len(updates)
         self._below, self._above = below, above
-        self._device = device
-        self._sightings = sightings or [Sightings() for _ in updates]
         self._new_basis_DK: Tensor | None = None
         self._decided: dict[int, Verdict] = {}  # on the first stage, of steps to be concluded
 
@@ -301,11 +296,11 @@ class StepEnd:
             self._pass_rows_down(step)
         with self.trace.span("compute", "norm"):
             tally: list[float] = []
-            for update, sightings in zip(self._of_step(step), self._sightings, strict=True):
+            for update in self._of_step(step):
                 squares = update.squared_norms()
                 tally += squares
                 if not all(map(math.isfinite, squares)):
-                    sightings.note(step, BACKWARD)
+                    update.sightings.note(step, BACKWARD)
         with self.trace.span("wait", "U"):
             parts = pack_tally(tally)
             if self._above is not None:
@@ -357,8 +352,8 @@ class StepEnd:
 
     def sync(self) -> None:
         """On a GPU wait until the queued work is done: what follows hands its result over."""
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if (device := self._updates[0].device).type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     def _pass_basis_down(self, step: int) -> Tensor:
         """The basis that the last stage proposes, handed on to the stage below."""
@@ -374,8 +369,8 @@ class StepEnd:
             basis_DK = flat.to(old_DK.device).view(old_DK.shape)
             if not is_finite(basis_DK):  # it would spoil the weights of this stage
                 raise WireError(
-                    f"stage {self._stage_above} sent a basis that is not finite after step "
-                    f"{step + 1}"
+                    f"stage {self._updates[-1].index + 1} sent a basis that is not finite after "
+                    f"step {step + 1}"
                 )
         if self._below is not None:
             self._below.send_message(FrameKind.BASIS, step, content)
@@ -407,9 +402,9 @@ class StepEnd:
             if self._above is not None:
                 with self.trace.span("wait", "rows"):
                     payload = self._above.take_message(FrameKind.ROWS, step, number)
-            for own, sightings in zip(reversed(self._rows), reversed(self._sightings), strict=True):
+            for own, update in zip(self._rows[::-1], self._updates[::-1], strict=True):
                 if payload is not None:
-                    sightings.look(step, GRADIENT, own.add(step, frame, payload))
+                    update.sightings.look(step, GRADIENT, own.add(step, frame, payload))
                 if self._below is not None or own is not self._rows[0]:
                     payload = own.gradients(step, frame)
                     self._count(Leg.BACKWARD, payload, own is not self._rows[0])

@@ -35,7 +35,7 @@ from thinwire.engine.port import Due, Mailbox, Port, decision_number
 from thinwire.engine.reports import Evaluation, Report, StageCosts, Step, meters_of
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict
-from thinwire.engine.trace import FORWARD, Progress, Sightings, StepTrace
+from thinwire.engine.trace import FORWARD, Progress, StepTrace
 from thinwire.model import Score, learning_rate
 from thinwire.schedule import Kind
 from thinwire.settings import Settings
@@ -122,7 +122,6 @@ class Worker:
         self._pause = self.state.step  # until where steps follow on each other
         self._running: dict[int, Running] = {}
         self._sent: list[Span] = []  # of steps that are not over
-        self._sightings = Sightings()
         self._ports: list[Port] = []
         self._first_step = self.state.step if began is None else began
 
@@ -220,15 +219,13 @@ class Worker:
                 return None
             step, is_from_below = self.state.step, end is self.below
             due = Due(self.index, is_from_below, step, self._schedule, *traffic)
-            return Port(link, end, self.mailbox, due, self._sightings)
+            return Port(link, end, self.mailbox, due, self.update.sightings)
 
         self._tell = tell
         # To the stages below and above, where there are such.
         self._down, self._up = port(below, self.below), port(above, self.above)
-        both = self._down, self._up
-        self._ports = [one for one in both if one is not None]
-        sightings = [self._sightings]
-        self._end = StepEnd([self.update], self.index, *both, self.device, sightings)
+        self._ports = [one for one in (self._down, self._up) if one is not None]
+        self._end = StepEnd([self.update], self._down, self._up)
         kind = GraphPasses if run.graphs and self.device.type == "cuda" else Passes
         autocast = autocast_for(run.precision, self.device)
         updates = [one for one in (self.update, self.update.twin) if one is not None]
@@ -330,7 +327,7 @@ class Worker:
                 running.update.check(step)
         loss = float(torch.stack(running.losses).sum()) if running.losses else None
         if loss is not None and not math.isfinite(loss):
-            self._sightings.note(step, FORWARD)
+            self.update.sightings.note(step, FORWARD)
         if not self._running:
             running.end = None  # it lasts until now
         self._report(step, lr, verdict, loss, running)
@@ -366,7 +363,7 @@ class Worker:
                 measures=keeper.measures(step) if keeper else {},
                 meters=meters_of(port.link for port in self._ports),
                 dropped=self.mailbox.dropped,
-                not_finite=self._sightings.take_first(step),
+                not_finite=self.update.sightings.take_first(step),
             )
         )
         self.mailbox.close_step(step)
