@@ -46,7 +46,7 @@ from thinwire.errors import ConfigError, StageError
 from thinwire.model import Score, learning_rate
 from thinwire.report import Display
 from thinwire.run.coordinator import disagreement
-from thinwire.run.events import Begin, Commit, Discard, Exploded, Record
+from thinwire.run.events import Begin, Command, Commit, Discard, Exploded, Record
 from thinwire.run.ledger import LossWatch, watch_losses
 from thinwire.run.peer import versions
 from thinwire.run.protocol import FROM_PEER, Envelope, Finished, Ready, pack, unpack
@@ -189,36 +189,30 @@ def run(
             settings, checkpoint, weights = stack.enter_context(beginning)
             stack.enter_context(scratch(folder))
             (folder / ENDED).unlink(missing_ok=True)
-        plain = world.share(json.dumps(settings.to_plain()).encode())
-        settings = Settings.from_plain(json.loads(plain))
-        weights = _shared_checkpoint(world, weights)
+        place = str(weights.folder.resolve()) if weights else ""
+        said = world.share(json.dumps([settings.to_plain(), place]).encode())
+        plain, place = json.loads(said)
+        settings = Settings.from_plain(plain)
+        if place and weights is None:
+            weights = Checkpoint.open(Path(place), allow_plugins=True)  # rank 0 has been asked
         prepare = functools.partial(prepare_data, settings, display, weights, checkpoint)
         data = _same_everywhere(world, prepare)
         if world.leads and checkpoint is None and weights is not None:
             checkpoint = make_start(weights, settings, folder, data, display)
-        checkpoint = _shared_checkpoint(world, checkpoint)
+        said = world.share(str(checkpoint.folder.resolve()).encode() if checkpoint else b"")
+        origin = Path(said.decode()) if said else None
         if not (folder / ".lock").exists():  # checkpoints have a part of each stage
             raise ConfigError(
                 f"rank {world.seat.rank} does not see the run's folder {folder}, which rank 0 has "
                 "made: put run.out on a file system that all machines share"
             )
-        origin = checkpoint.folder if checkpoint else None
-        trainer = Trainer(settings, world, data, folder, origin)
+        rank = Rank(Trainer(settings, world, data, folder, origin))
         source = f", from {origin}" if origin else ""
         display.phase("start", f"{world}; links are not emulated{source}")
-        record = None
         if world.leads:
-            record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
-        losses = watch_losses(settings, folder, checkpoint)
-        return Rank(trainer, record, losses).live(started)
-
-
-def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | None:
-    """The checkpoint that the first rank has opened, on every rank."""
-    place = world.share(str(opened.folder.resolve() if opened else "").encode()).decode()
-    if opened is not None or not place:
-        return opened
-    return Checkpoint.open(Path(place), allow_plugins=True)  # the first rank has been asked
+            rank.record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
+            rank.losses = watch_losses(settings, folder, checkpoint)
+        return rank.live(started)
 
 
 def _same_everywhere(world: World, prepare: Callable[[], Corpus]) -> Corpus:
@@ -240,27 +234,21 @@ class Rank:
     """The life of a rank once all is prepared; one of them keeps the record."""
 
     trainer: "Trainer"
-    record: RunRecord | None
-    losses: LossWatch
+    record: RunRecord | None = None
+    losses: LossWatch | None = None
 
     def live(self, started: float) -> dict[str, Any] | None:
         """Train to the end; the summary where the record is kept."""
         trainer, device = self.trainer, str(self.trainer.world.device)
-        ready = [
-            (held.index, Ready("", held.stage.describe(), device, versions()))
-            for held in trainer.held
-        ]
-        stages = [message for _, message in self._gather(ready)]
-        if self.record is not None:
-            self.record.carry_out(Begin(stages))
+        ready = [(h.index, Ready("", h.stage.describe(), device, versions())) for h in trainer.held]
+        self._do(Begin([message for _, message in self._gather(ready)]))
         with heeding(self._on_signal):
             try:
                 self._train()
             finally:
                 if self.record is not None:
                     self.record.close()
-        finished = [(held.index, Finished(held.meters())) for held in trainer.held]
-        self._keep(self._gather(finished))
+        self._keep([(held.index, Finished(held.meters())) for held in trainer.held])
         if self.record is None:
             return None
         try:
@@ -274,37 +262,40 @@ class Rank:
         stop = False
         while trainer.done < settings.train.steps and not stop:
             if trainer.done == trainer.first_step or settings.is_evaluation_step(trainer.done):
-                self._keep(self._gather(trainer.evaluate()))
+                self._keep(trainer.evaluate())
             verdict, reports = trainer.train_step()
-            self._keep(self._gather(reports))
+            self._keep(reports)
             stop = verdict.stop
             if verdict.checkpoint:
                 self._save()
         if not stop:
-            self._keep(self._gather(trainer.evaluate()))
+            self._keep(trainer.evaluate())
         trainer.stop_requested = stop
 
     def _save(self) -> None:
-        parts = [message for _, message in self._gather(self.trainer.save())]
-        if self.record is None:
-            return
-        step = self.trainer.done
+        step, parts = self.trainer.done, [part for _, part in self._gather(self.trainer.save())]
         failed = [part.error for part in parts if isinstance(part, ShardFailed)]
         if failed:
-            self.record.carry_out(Discard(step, failed[0]))
+            self._do(Discard(step, failed[0]))
         elif difference := disagreement(step, [part.agreements for part in parts]):
-            self.record.carry_out(Discard(step))
+            self._do(Discard(step))
             raise StageError(difference)
         else:
-            self.record.carry_out(Commit(step, parts))
+            self._do(Commit(step, parts))
+
+    def _do(self, command: Command) -> None:
+        if self.record is not None:
+            self.record.carry_out(command)
 
     def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished]]) -> None:
-        for stage, report in said if self.record is not None else ():
-            self.record.carry_out(Record(stage, report))
-            for change in [] if isinstance(report, Finished) else self.losses.hear(report):
-                self.record.carry_out(change)
-                if isinstance(change, Exploded) and self.losses.stops:
-                    self.trainer.stop_requested = True
+        """Record what all stages say."""
+        for stage, report in self._gather(said):
+            self._do(Record(stage, report))
+            if self.losses is not None and not isinstance(report, Finished):
+                for change in self.losses.hear(report):
+                    self._do(change)
+                    if isinstance(change, Exploded) and self.losses.stops:
+                        self.trainer.stop_requested = True
 
     def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
         """What all stages say, each with its number and in their order."""
@@ -384,8 +375,7 @@ class Trainer:
     """The stages of one rank, trained together with all other ranks.
 
     For the end of a step it is the way to both neighbours. The tally and the losses of a rank reach
-    every other one, and each makes of them the verdict of a first stage (engine/worker.py). The
-    rank of the last stage proposes how a basis moves.
+    every other one, and each makes of them the verdict of a first stage (engine/worker.py).
     """
 
     def __init__(
@@ -482,7 +472,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> list[tuple[int, Evaluation]]:
         """The validation as things are, on every rank: the report of the last stage, where it is
-        held. None where one rank is asked to stop.
+        held. It is left where one rank is asked to stop.
         """
         start, last = time.monotonic(), self.held[-1]
         for held in self.held:

@@ -2,8 +2,7 @@
 
 The neighbours of the stage send a witness of each tensor that came from it: a digest, and of some,
 which nobody can foresee, the payload itself. A machine of the same kind computes the same bits.
-Another one rounds otherwise and drifts away step by step: there payloads are held against each
-other, and what is far from all before is no rounding.
+Another one drifts away step by step: there what differs far more than all before is no rounding.
 """
 
 import threading

@@ -1,20 +1,16 @@
 """Checkpoints: one safetensors file per stage and a manifest with hashes, complete or absent.
 
     checkpoints/step-00000200/
-        manifest.json            written last: what is here, of which run, with sha256 of each file
-                                 and of itself
-        stage-0.safetensors      parameters, optimizer state, what codecs remember: all under
-                                 global names
+        manifest.json            written last: what is here, of which run, with sha256 of all
+        stage-0.safetensors      parameters, optimizer state, what codecs remember: by global names
         stage-1.safetensors
         tokenizer.json           when the corpus has one, so that a checkpoint stands on its own
         tokenizer_config.json    its chat template, when it has one (data/chat.py opens both)
 
-Stages write into a hidden `.partial-` folder; the coordinator adds the manifest and renames the
-folder once all stages have written. A crash or a full disk on the way leaves the previous
-checkpoint as it was. Names are global, so any number of stages can load what others wrote: a
-`Source` is a state by names, on disk, in memory or in another form.
-
-What is removed is first renamed to a hidden name, so a folder called `step-` is always whole.
+Stages write into a hidden `.partial-` folder, which the coordinator renames once all have written,
+and what is removed is first renamed to a hidden name: a folder called `step-` is always whole.
+Names are global, so any number of stages can load what others wrote: a `Source` is a state by
+names, on disk, in memory or in another form.
 """
 
 import contextlib
@@ -81,8 +77,8 @@ class Source(ABC):
         """The names of all tensors."""
 
     @abstractmethod
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        """Tensors that are there; they become the taker's own."""
+    def _read(self, name: str) -> Tensor:
+        """A tensor that is there; it becomes the taker's own."""
 
     def tensors(self, wanted: Iterable[str]) -> dict[str, Tensor]:
         """The tensors of these names; CheckpointError says which is missing."""
@@ -93,7 +89,7 @@ class Source(ABC):
                 f"{len(missing)} tensors are missing from {self}, such as {min(missing)}: it was "
                 "written by a model of another shape"
             )
-        return self._read(wanted)
+        return {name: self._read(name) for name in sorted(wanted)}
 
     def tensor(self, name: str) -> Tensor:
         """One of them."""
@@ -101,8 +97,8 @@ class Source(ABC):
 
     def tensors_under(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names begin so, by the rest of their names."""
-        found = self._read({name for name in self.names() if name.startswith(prefix)})
-        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+        found = (name for name in self.names() if name.startswith(prefix))
+        return {name.removeprefix(prefix): self._read(name) for name in found}
 
 
 class Snapshot(Source):
@@ -118,8 +114,8 @@ class Snapshot(Source):
     def names(self) -> set[str]:
         return set(self._tensors)
 
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        return {name: self._tensors[name].detach().clone() for name in names}
+    def _read(self, name: str) -> Tensor:
+        return self._tensors[name].detach().clone()
 
     def __str__(self) -> str:
         return f"the state of step {self.step} in memory"
@@ -178,19 +174,17 @@ def write_shard(folder: Path, stage: int, tensors: dict[str, Tensor]) -> Shard:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all entries are finite. A sum reads a tensor only once, and is not finite if any of
-    its terms is not; as finite terms may overflow too, such a sum is looked into.
-    """
+    """Whether all entries are finite: a sum reads a tensor once, and only it may overflow too."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def not_finite_in(file: Any) -> str | None:
-    """The first tensor of an open safetensors file with an entry that is not finite, if any. Piece
-    by piece, for it may be larger than the memory. What was gathered for the next move of a basis
-    does not count, for no move is made of it unless it is finite.
+    """The first tensor of an open safetensors file with an entry that is not finite, if any. What
+    was gathered for the next move of a basis does not count: none is made unless it is finite.
     """
     for name in sorted(set(file.keys()) - {COVARIANCE, NEXT_MEASURES}):
         tensor = file.get_tensor(name)
+        # Piece by piece, for it may be larger than the memory.
         pieces = tensor.flatten().split(_PIECE) if tensor.is_floating_point() else ()
         if not all(map(is_finite, pieces)):
             return str(name)
@@ -239,8 +233,7 @@ class Checkpoint(Source):
         cls, place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
     ) -> "Checkpoint":
         """Open a checkpoint folder, or the newest checkpoint of a run's folder. Plugins are code:
-        those that the manifest names are imported only if whoever opens it allows all of them, or
-        trusts these by name (they stand in a run.toml of one's own).
+        they are imported only if whoever opens it allows all, or trusts those by name.
         """
         folder = place
         if not (place / MANIFEST).is_file():
@@ -314,14 +307,10 @@ class Checkpoint(Source):
     def names(self) -> set[str]:
         return {name for shard in self.shards for name in shard.tensors}
 
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for shard in self.shards:
-            here = names.intersection(shard.tensors) - found.keys()
-            if here:
-                with self._opened(shard) as file:
-                    found.update({name: file.get_tensor(name) for name in sorted(here)})
-        return found
+    def _read(self, name: str) -> Tensor:
+        shard = next(shard for shard in self.shards if name in shard.tensors)
+        with self._opened(shard) as file:
+            return file.get_tensor(name)
 
     def __str__(self) -> str:
         return f"checkpoint {self.folder}"

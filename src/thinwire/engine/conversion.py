@@ -1,18 +1,16 @@
 """A trained model's weights in other forms: merged, folded, or as the start of another run.
 
-*Merged*: adapters (LoRA) have become part of the matrices that they stood beside, W + (alpha /
-rank) B A, in whatever form the matrix has.
+*Merged*: adapters (LoRA) have become part of the matrices that they stood beside: W + (alpha /
+rank) B A.
 
 *Folded*: the plain weights that export and other programs read. A model whose blocks write into a
 subspace is an ordinary Llama in another form: its embedding is T_fixed + T_S, and a reparametrised
-matrix is U A. So the folded weights compute what the trained model computes, up to rounding (codecs
-are no part of it). Between free weights a narrow cut drops what lies outside its basis, and a token
-table adds something in the middle of the model: such models do not fold.
+matrix is U A. So the folded weights compute the same, up to rounding. Between free weights a narrow
+cut drops what lies outside its basis, and a token table adds something: such models do not fold.
 
 *Transferred*: into a run of any split, precision or boundary. What both models hold in the same
-form is copied, bit for bit; the rest goes through the folded weights. Into a subspace only the part
-that lies in it is taken, and how much is lost is counted. A vocabulary may grow: rows of new tokens
-keep their starting values.
+form is copied, bit for bit; the rest goes through the folded weights. How much of it is lost, for
+it does not lie in a subspace, is counted. Rows of new tokens keep their starting values.
 """
 
 import dataclasses
@@ -45,9 +43,7 @@ def merged(source: Source) -> Source:
 
 
 class Merged(Source):
-    """The tensors of a state with adapters, as of a model without any: matrices are merged when
-    they are asked for, and moments of adapters are left out.
-    """
+    """The tensors of a state with adapters, as of a model without any; no moments of these."""
 
     def __init__(self, source: Source):
         super().__init__(source.step, source.versions)
@@ -58,15 +54,12 @@ class Merged(Source):
     def names(self) -> set[str]:
         return {name for name in self._source.names() if not is_adapter(name)}
 
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        adapted = {name for name in names if self._beside(name, UP) in self._source.names()}
-        found = self._source.tensors(names - adapted)
-        for name in sorted(adapted):  # added up in float64, rounded once
-            ways = [name, self._beside(name, DOWN), self._beside(name, UP)]
-            base, down, up = map(self._source.tensor, ways)
-            merged = base.double() + self._scale * (up.double() @ down.double())
-            found[name] = merged.to(up.dtype)
-        return found
+    def _read(self, name: str) -> Tensor:
+        ways = [name, self._beside(name, DOWN), self._beside(name, UP)]
+        if ways[-1] not in self._source.names():
+            return self._source.tensor(name)
+        base, down, up = map(self._source.tensor, ways)  # added up in float64, rounded once
+        return (base.double() + self._scale * (up.double() @ down.double())).to(up.dtype)
 
     def _beside(self, name: str, part: str) -> str:
         """The name of a part of the adapter of this matrix, if it has one."""
@@ -91,8 +84,8 @@ def why_not_folded(settings: Settings) -> str:
 
 
 class Folded(Source):
-    """The plain weights of a state, by the names of a Hugging Face Llama; `settings` are those of
-    the plain model, whose cuts are dense. Ask for one at a time, and memory holds one at a time.
+    """The plain weights of a state, by the names of a Hugging Face Llama, each computed when it is
+    asked for; `settings` are those of the plain model, whose cuts are dense.
     """
 
     def __init__(self, source: Source):
@@ -113,10 +106,7 @@ class Folded(Source):
     def names(self) -> set[str]:
         return set(self.shapes)
 
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        return {name: self._fold(name) for name in sorted(names)}
-
-    def _fold(self, name: str) -> Tensor:
+    def _read(self, name: str) -> Tensor:
         tensor = self.in_full(name, self._source.tensor(name))
         if tuple(tensor.shape) != self.shapes[name]:
             raise CheckpointError(
@@ -131,13 +121,11 @@ class Folded(Source):
         return tensor
 
     def in_full(self, name: str, coordinates: Tensor) -> Tensor:
-        """What the form of this matrix makes of a tensor in its place: U A for a writer, E U^T for
-        a table. Added up in float64, rounded once.
-        """
+        """What the form of a matrix makes of a tensor in its place: U A, or E U^T for a table."""
         axis = self._axes.get(name)
         if axis is None:
             return coordinates
-        basis_DK = self._basis_DK.double()
+        basis_DK = self._basis_DK.double()  # added up in float64, rounded once
         if axis == 0:
             return (basis_DK @ coordinates.double()).to(coordinates.dtype)
         rows = coordinates.split(ROWS)
@@ -213,11 +201,10 @@ class Transfer:
                 self._take_folded(name, builder, stage)
 
     def _take_own(self, name: str, tensor: Tensor) -> None:
-        """Of a cut or an adapter: the source's if it has the same one, else it starts anew. A table
-        goes along only with the basis that it was trained beside.
-        """
+        """Of a cut or an adapter: the source's if it has the same one, else it starts anew."""
         saved, now = self._source.settings, self._settings
         before, after = (projected_cuts(s).get(name.rpartition(".")[0]) for s in (saved, now))
+        # A table goes along only with the basis that it was trained beside.
         has_basis = before == after and saved.boundary.basis_seed == now.boundary.basis_seed
         if name in self._names and (is_adapter(name) or has_basis):
             value = self._source.tensor(name)

@@ -1,8 +1,7 @@
 """The cuts of a run as codecs see them: where a tensor is packed, and what ends remember.
 
 What a codec remembers belongs to the cut, named by the block above it, so it is found again
-whatever the stages are called. Both ends see the same tensors in the same order, also in a step
-that is refused: its tensors have crossed, and both ends remember them alike.
+whatever the stages are called. Both ends remember alike, also a step that is refused.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,8 @@
 """Keeps one stage true to the shared space: projections, moves of the basis, and their measures.
 
 A move is proposed by the last stage, which alone sees the whole gradient of the stream. It rides
-down the pipeline ahead of the tallies, and all stages switch after the same update.
-
-A run that ends where a move is due leaves its weights as they were trained, and saves the move: a
-run that continues from there makes it, and is the same, bit for bit, as one that never stopped.
+down ahead of the tallies, and all stages switch after the same update. A run that ends where a move
+is due saves it, and leaves its weights as they were trained: whoever goes on from there makes it.
 """
 
 import functools

@@ -33,8 +33,8 @@ def autocast_for(precision: str, device: torch.device) -> Autocast:
 
 @contextlib.contextmanager
 def weights_rounded_once() -> Iterator[None]:
-    """While this lasts, autocast rounds each weight once and not for every microbatch; weights must
-    not change. It forgets its copies when its outermost block ends: this is one more.
+    """While this lasts, autocast rounds each weight once: it forgets its copies when its outermost
+    block ends, and this is one more. Weights must not change.
     """
     torch.autocast_increment_nesting()
     try:

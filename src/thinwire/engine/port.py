@@ -159,8 +159,7 @@ class Port:
     of the link. Every frame is held against the contract before memory is allocated for it.
 
     A neighbour may be a step ahead while this stage still saves. A codec that remembers must not
-    have seen that step yet, so its frames are held until `open_step`. Nor may it see a tensor
-    twice, or one that is not due: that would change what it remembers for good.
+    have seen that step yet, nor a tensor twice, so its frames are held until `open_step`.
 
     A stage that takes the place of a lost one gets what its neighbours have sent since its state as
     fast as it can take it: such frames wait here until they are due, and are no error. Nor are
@@ -191,9 +190,7 @@ class Port:
     def send_tensor(
         self, kind: FrameKind, tensor: Tensor, step: int, microbatch: int, made_with: Versions
     ) -> None:
-        """Hand a tensor over; it must not be changed afterwards. Returns at once in training; in a
-        validation it waits while enough frames wait to be sent.
-        """
+        """Hand a tensor over, which must not be changed afterwards. A validation waits for room."""
         if kind is FrameKind.EVALUATE:
             self.link.wait_for_room(EVALUATION_WINDOW)
 
@@ -211,9 +208,7 @@ class Port:
         self.link.send(packed)
 
     def take_tensor(self, kind: FrameKind, step: int, microbatch: int, expected: Versions) -> Any:
-        """The neighbour's tensor, waiting for it, which must come from the versions expected; None
-        if it is of a validation that is over.
-        """
+        """The neighbour's tensor, once it is here; None if it is of a validation that is over."""
         over = (FrameKind.VALIDATED, step, 0) if kind is FrameKind.EVALUATE else None
         found = self._mailbox.take((kind, step, microbatch), over)
         if found is None:

@@ -1,12 +1,12 @@
 """The embedding as a table that every stage has a copy of, updated row by row.
 
 With `boundary.anchor = "embedding"` the stream at a cut is the embedding of its token plus what
-blocks have written into the subspace, so every stage must know the embedding, and all of them find
-gradients for it. A row is due once its token was seen `boundary.row_tokens` times since its last
-update, and after `boundary.row_steps` steps if it was seen at all: all stages know the ids. At the
-end of a step the gradients of due rows ride down the pipeline ahead of the tallies, and each stage
-adds its own. The first one turns the sum into changes (`RowAdamW`), which ride up behind the
-verdict. Everybody adds what arrives there, the first stage too, so copies stay equal to the bit.
+blocks have written into the subspace, so every stage has the embedding and finds gradients for it.
+A row is due once its token was seen `boundary.row_tokens` times since its last update, and after
+`boundary.row_steps` steps if it was seen at all: all stages know the ids. Gradients of due rows
+ride down the pipeline ahead of the tallies, and each stage adds its own. The first one turns the
+sum into changes (`RowAdamW`), which ride up behind the verdict. Everybody adds what arrives there,
+the first stage too, so copies stay equal to the bit.
 
 Shapes: V vocabulary, D model width, R rows that are due.
 """
@@ -65,8 +65,8 @@ class SharedRows:
 
     @torch.no_grad()
     def choose(self, step: int) -> None:
-        """Which rows are due at the end of this step. Its gradient leaves the table, into what is
-        this stage's so far: neither the norm nor clipping knows it.
+        """Which rows are due at the end of this step. Its gradient leaves the table, so neither the
+        norm nor clipping knows it.
         """
         seen_V = self._seen_V + self._seen_now_V
         latest = self._boundary.row_steps

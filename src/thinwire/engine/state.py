@@ -1,9 +1,8 @@
 """What a stage is between two steps, as one object: for disk, another machine, or to undo a step.
 
-Names are global, so a state restores from a checkpoint of any number of stages, or from another
-stage's tensors in memory. A file that comes from another machine is opened before it counts: it
-must hold the tensors that a stage of these settings saves and no others, of these shapes and types,
-all of them finite, and codec memories that a stage can restore and that are those it reported.
+Names are global, so a state restores from a checkpoint of any number of stages. A file that comes
+from another machine is opened before it counts: it must hold what a stage of these settings saves
+and nothing else, all of it finite, and codec memories that are those that its stage reported.
 """
 
 import math
@@ -187,14 +186,13 @@ class ShardCheck:
             raise CheckpointError("it holds other tensors than its stage listed")
         needed, allowed = shard_like(self._settings, stage, part.versions)
         needed |= self._memories(stage, part, file)
-        if missing := needed.keys() - names:
-            raise CheckpointError(f"{len(missing)} tensors are missing, such as {min(missing)}")
         like = {**needed, **allowed}
-        if unknown := names - like.keys():
-            raise CheckpointError(
-                f"it holds {len(unknown)} tensors that its stage does not save, such as "
-                f"{min(unknown)}"
-            )
+        for wrong, what in (
+            (needed.keys() - names, "are missing"),
+            (names - like.keys(), "that its stage does not save"),
+        ):
+            if wrong:
+                raise CheckpointError(f"{len(wrong)} tensors {what}, such as {min(wrong)}")
         for name in sorted(names):
             both = file.get_tensor(name), like[name]
             found, wanted = (f"{one.dtype} of shape {tuple(one.shape)}" for one in both)

@@ -1,15 +1,10 @@
 """The end of a step: one decision for all stages, and what becomes of the gradients.
 
-    begin, forwards and backwards; then `StepEnd`: project, norms, verdict, commit or withdraw
-
-Norms go down with `gather`, and `conclude` waits for the verdict: with delayed updates the next
-step is under way between them.
-
-A basis that moves, rows of a shared embedding and tallies of squared gradient norms ride down
-behind the last gradients, and the verdict rides up ahead of the next step's first activation, with
-changes of rows behind it: no extra round trip. What passes between the stages of one process stays
-here, and ports carry the rest. So the peers of a pipeline and the chain of all stages in one
-process end a step by the same lines, and train the same weights.
+Norms go down with `gather`, behind the last gradients, together with a basis that moves and rows of
+a shared embedding. `conclude` waits for the verdict, which rides up ahead of the next step's first
+activation, with changes of rows behind it: no extra round trip. With delayed updates the next step
+is under way between the two. What passes between the stages of one process stays here, and ports
+carry the rest: so a pipeline and a chain in one process end a step by the same lines.
 """
 
 import math
@@ -84,8 +79,8 @@ def unpack_tally(payload: bytes) -> list[float]:
 
 
 def global_norm(squares: Sequence[float]) -> float:
-    """The norm of all gradients together; infinite if any is not finite, or the sum is not. The sum
-    is exactly rounded, so the norm is the same however the layers are split into stages.
+    """The norm of all gradients together, however they are split into stages: the sum is exactly
+    rounded. Infinite if any is not finite, or the sum is not.
     """
     if not all(map(math.isfinite, squares)):
         return math.inf
@@ -201,9 +196,7 @@ class StageUpdate:
         return [*squares, math.inf] if is_bad else squares
 
     def commit(self, step: int, lr: float, norm: float) -> None:
-        """Change the weights; `norm` is that of the gradients of all stages. A move of the basis
-        follows by itself (`Keeper.follow`): losses are measured in between.
-        """
+        """Change the weights; `norm` is that of the gradients of all stages."""
         scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
         for parameter in self.stage.parameters() if self._clip > 0 and scale < 1 else ():
             if parameter.grad is not None:
@@ -226,9 +219,7 @@ class StageUpdate:
 
     @torch.no_grad()
     def check(self, step: int) -> None:
-        """End the run before weights or moments that are not finite reach a checkpoint. An infinite
-        second moment does no visible harm: its weight just never changes again.
-        """
+        """End the run before weights or moments that are not finite reach a checkpoint."""
         now = f"not finite after step {step + 1}"
         again = "No checkpoint contains it. Resume with a lower optim.lr"
         if name := not_finite(self.stage.trained_parameters()):
@@ -378,7 +369,7 @@ class StepEnd:
 
     def _move_basis(self, step: int, basis_DK: Tensor, probe: LossProbe) -> None:
         """Switch, and score the same batches just before and just after. All stages here share one
-        space: it moves once, and every stage's weights follow.
+        space, which moves once.
         """
         before = probe(step, 0)
         with self.trace.span("compute", "U"):

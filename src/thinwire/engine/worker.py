@@ -1,11 +1,9 @@
 """One stage at work: built as it is told, agreed with its neighbours, run to the end.
 
-Compute never waits for a send (links queue), receives are posted early (link threads fill the
-mailbox), and the only things the compute thread waits for are the tensors it needs next. With
-delayed updates two steps are under way at once: the second begins while the first still has
-backwards to come. A step ends in engine/step_end.py.
-
-The same worker runs in a peer process over TLS links and in a thread over in-memory ones.
+Compute waits for nothing but the tensors that it needs next: links queue what is sent, and their
+threads fill the mailbox. With delayed updates two steps are under way at once. A step ends in
+engine/step_end.py. The same worker runs in a peer process over TLS links and in a thread over
+in-memory ones.
 """
 
 import contextlib
@@ -168,9 +166,13 @@ class Worker:
         """The largest payload that a neighbour may send."""
         cuts = ((c, end.spec) for end in self.state.ends for c in end.codecs.values())
         largest = max((codec.payload_limit(spec.shape) for codec, spec in cuts), default=0)
-        basis = self.update.keeper.most_basis_bytes if self.update.keeper else 0
-        rows = self.update.rows.limits()[1] if self.update.rows else 0
+        basis, (_, rows) = self._shared_limits()
         return max(largest, basis, rows) + 65536
+
+    def _shared_limits(self) -> tuple[int, tuple[int, int]]:
+        """The bytes of a basis that moves, and the most frames and bytes of an embedding's rows."""
+        keeper, rows = self.update.keeper, self.update.rows
+        return keeper.most_basis_bytes if keeper else 0, rows.limits() if rows else (0, 0)
 
     def run(self, below: Link | None, above: Link | None, tell: Tell) -> None:
         """Train from the first step to the last, reporting as it goes. Validations come first, in
@@ -210,15 +212,13 @@ class Worker:
 
     def _begin(self, below: Link | None, above: Link | None, tell: Tell) -> None:
         """Attach the links."""
-        keeper, rows, run = self.update.keeper, self.update.rows, self.settings.run
-        basis = keeper.most_basis_bytes if keeper else 0
-        traffic = self.feed.validation_count, basis, rows.limits() if rows else (0, 0)
+        run, limits = self.settings.run, self._shared_limits()
 
         def port(link: Link | None, end: CutEnd | None) -> Port | None:
             if link is None or end is None:
                 return None
-            step, is_from_below = self.state.step, end is self.below
-            due = Due(self.index, is_from_below, step, self._schedule, *traffic)
+            at = self.index, end is self.below, self.state.step
+            due = Due(*at, self._schedule, self.feed.validation_count, *limits)
             return Port(link, end, self.mailbox, due, self.update.sightings)
 
         self._tell = tell
@@ -232,7 +232,7 @@ class Worker:
         self._passes = {one.stage: kind(one.stage, autocast) for one in updates}
 
     def _train(self, first: int, until: int) -> Verdict:
-        """This stage's actions from step `first` to the one before `until`; the last verdict. It
+        """This stage's actions from step `first` to the one before `until`; the last verdict, which
         may end them before: with delayed updates after the step that has begun on other stages.
         """
         last, microbatches = until - 1, self._schedule.microbatches
@@ -455,9 +455,7 @@ class Worker:
 
     @torch.no_grad()
     def _probe(self, step: int, number: int) -> float | None:
-        """The loss of the first validation microbatch as things are, on the last stage. Two of them
-        for each move of the basis cost two forwards; no answer has to come back.
-        """
+        """The loss of the first validation microbatch as things are, on the last stage."""
         received, score, update = None, Score(), self.update
         if self._down is not None:
             with self._end.trace.span("wait", "basis"):

@@ -80,11 +80,8 @@ class WithCuts(Source):
     def names(self) -> set[str]:
         return set(self.shapes)
 
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        return {
-            name: basis_of(self._source) if name in self._bases else self._source.tensor(name)
-            for name in sorted(names)
-        }
+    def _read(self, name: str) -> Tensor:
+        return basis_of(self._source) if name in self._bases else self._source.tensor(name)
 
     def __str__(self) -> str:
         return f"{self._source} with its cuts"
