@@ -23,7 +23,7 @@ from torch import Tensor
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import BASIS, Source
 from thinwire.errors import CheckpointError
-from thinwire.model import BoundaryConfig, LoraConfig, Space, Stage, architecture
+from thinwire.model import BoundaryConfig, LoraConfig, Stage, architecture
 from thinwire.model.layers import DOWN, UP, is_adapter
 from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.model.subspace import fixed_table, project, random_basis
@@ -160,7 +160,8 @@ def _whole(settings: Settings) -> Stage:
 class Transfer:
     """Fills the stages of a new run from a source, one after the other."""
 
-    def __init__(self, source: Source, settings: Settings):
+    def __init__(self, source: Source, builder: StageBuilder):
+        settings, self._space = builder.settings, builder.space
         self.fresh: list[str] = []  # what the source does not have, and starts anew
         self._saved, self._now = saved, now = _forms(source.settings), _forms(settings)
         before, after = (
@@ -175,6 +176,9 @@ class Transfer:
         self._source = source if keeps_adapters else merged(source)
         self._settings = settings
         self._names = self._source.names()
+        # It goes on with the source's basis where both runs share one.
+        if self._space is not None and self._keeps_space and BASIS in self._names:
+            self._space.basis_DK.copy_(self._source.tensor(BASIS))
         self._folded: Folded | None = None
         self._lost = self._size = 0.0  # squares, of what was to lie in the subspace
 
@@ -183,13 +187,8 @@ class Transfer:
         """The relative size of what did not fit into the subspace."""
         return math.sqrt(self._lost / self._size) if self._size else 0.0
 
-    def take_space(self, space: Space | None) -> None:
-        """Go on with the source's basis where both runs share one."""
-        if space is not None and self._keeps_space and BASIS in self._names:
-            space.basis_DK.copy_(self._source.tensor(BASIS))
-
     @torch.no_grad()
-    def fill(self, builder: StageBuilder, stage: Stage) -> None:
+    def fill(self, stage: Stage) -> None:
         """Lay the source's weights over the starting weights of a stage."""
         for name, tensor in stage.owned_parameters().items():
             form = self._now.get(name)
@@ -198,7 +197,7 @@ class Transfer:
             elif self._saved.get(name) == form and (form is None or self._keeps_space):
                 self._put(tensor, self._source.tensor(name), name)
             else:
-                self._take_folded(name, builder, stage)
+                self._take_folded(name, stage)
 
     def _take_own(self, name: str, tensor: Tensor) -> None:
         """Of a cut or an adapter: the source's if it has the same one, else it starts anew."""
@@ -213,7 +212,7 @@ class Transfer:
                 return
         self.fresh.append(name)
 
-    def _take_folded(self, name: str, builder: StageBuilder, stage: Stage) -> None:
+    def _take_folded(self, name: str, stage: Stage) -> None:
         self._folded = self._folded or Folded(self._source)
         full = self._folded.tensor(name)
         parameter = stage.global_parameters()[name]
@@ -221,11 +220,12 @@ class Transfer:
         if name not in layers and name not in held:
             self._put(parameter, full, name)
             return
-        assert builder.space is not None, "only a model with a space holds weights in it"
+        space = self._space
+        assert space is not None, "only a model with a space holds weights in it"
         axis = layers[name].axis if name in layers else held[name].axis
-        if axis == 1 and builder.space.table_VD is not None:  # the embedding
-            full = full - builder.space.table_VD[: len(full)].to(full)
-        basis_DK = builder.space.basis_DK.to(full)
+        if axis == 1 and space.table_VD is not None:  # the embedding
+            full = full - space.table_VD[: len(full)].to(full)
+        basis_DK = space.basis_DK.to(full)
         inside = project(full, basis_DK, axis)
         self._size += float(full.double().square().sum())
         self._lost += float((full - inside).double().square().sum())
