@@ -57,11 +57,6 @@ class Keeper:
         every = self._config.basis_update_every
         return every > 0 and (step + 1) % every == 0
 
-    def project_gradients(self) -> None:
-        """Before clipping and before the moments: only what stays in S counts."""
-        if self._constraint is not None:
-            self._constraint.project_gradients()
-
     def propose(self) -> Tensor:
         """On the last stage: the next basis, from the gradients gathered."""
         covariance_DD = _sum(self._covariance_DD, self._of_step_DD)

@@ -103,7 +103,8 @@ class StageUpdate:
         self, builder: StageBuilder, stage: Stage, index: int, twin: "StageUpdate | None" = None
     ):
         """Without a `twin` it makes its own where updates are delayed, with the same weights."""
-        settings, constraint = builder.settings, builder.constraint(stage, in_training=True)
+        settings = builder.settings
+        self._constraint = constraint = builder.constraint(stage, in_training=True)
         by_rows = settings.boundary.shares_embedding
         self.stage, self.index, self.device = stage, index, builder.device
         self.version = 0  # updates committed
@@ -187,8 +188,14 @@ class StageUpdate:
         if self.keeper is not None:
             self.keeper.begin_step(step)
 
+    def project_gradients(self) -> None:
+        """Before clipping and before the moments: only what stays in the space counts."""
+        if self._constraint is not None:
+            self._constraint.project_gradients()
+
     def squared_norms(self) -> list[float]:
         """The squared gradient norm of each parameter; rows count only if they are not finite."""
+        self.project_gradients()
         gradients = [p.grad for p in self.stage.owned_parameters().values() if p.grad is not None]
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
         squares = [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
@@ -275,14 +282,8 @@ class StepEnd:
         """Behind the last backward: what goes down to the first stage, which decides at once."""
         for update in self._of_step(step):
             update.add_gradients_of_twin()
-        if self._keepers:
-            with self.trace.span("compute", "norm"):
-                for update in self._of_step(step):
-                    if update.keeper is not None:
-                        update.keeper.project_gradients()
-                self.sync()
-            if self._keepers[-1].moves_after(step):
-                self._new_basis_DK = self._pass_basis_down(step)
+        if self._keepers and self._keepers[-1].moves_after(step):
+            self._new_basis_DK = self._pass_basis_down(step)
         if self._rows:
             self._pass_rows_down(step)
         with self.trace.span("compute", "norm"):

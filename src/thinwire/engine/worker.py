@@ -41,6 +41,9 @@ from thinwire.settings.crossing import checkpoint_steps
 from thinwire.wire import FrameKind, Link, Span
 
 RELEASE, EPOCH, SECTIONS = "thinwire", "epoch", "settings"  # of a contract between machines
+# What is sent in a training step, and its label in the trace.
+_SENT = {"FORWARD": "F{}>", "BACKWARD": "<B{}"}
+_SENT |= {kind: kind.lower() for kind in ("TALLY", "VERDICT", "BASIS", "PROBE", "ROWS")}
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
 
 Tell = Callable[[Report], None]
@@ -119,7 +122,6 @@ class Worker:
         self._misses, self._is_stopping = 0, False
         self._pause = self.state.step  # until where steps follow on each other
         self._running: dict[int, Running] = {}
-        self._sent: list[Span] = []  # of steps that are not over
         self._ports: list[Port] = []
         self._first_step = self.state.step if began is None else began
 
@@ -318,34 +320,26 @@ class Worker:
                 following.start = time.monotonic()
 
     def _conclude(self, step: int) -> Verdict:
-        running = self._running.pop(step)
-        self._end.trace = running.trace
+        """End a step, report it, and let nothing of it in any more."""
+        running = self._running[step]
+        trace = self._end.trace = running.trace
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
         verdict = self._end.conclude(step, lr, self._probe)
         if verdict.commit:
-            with running.trace.span("compute", "U"):
+            with trace.span("compute", "U"):
                 running.update.check(step)
         loss = float(torch.stack(running.losses).sum()) if running.losses else None
         if loss is not None and not math.isfinite(loss):
             self.update.sightings.note(step, FORWARD)
-        if not self._running:
-            running.end = None  # it lasts until now
-        self._report(step, lr, verdict, loss, running)
-        return verdict
-
-    def _report(
-        self, step: int, lr: float, verdict: Verdict, loss: float | None, running: Running
-    ) -> None:
-        """Report a step that is over, and let nothing of it in any more."""
         for port in self._ports:
             # The tensors of this step have arrived, or it would not be over; a verdict or a basis
             # may still be on its way to the uplink, and belongs to this step too.
             port.link.settle()
-            self._sent += port.link.take_spans()
-        spans = [*running.trace.spans, *sent_spans(self._sent, step)]
-        self._sent = [span for span in self._sent if span[1] > step]
+            self._trace_sent(port.link.take_spans())
+        del self._running[step]
         keeper, count = running.update.keeper, self._schedule.microbatches
-        seconds = partial(running.trace.seconds, "compute")
+        seconds = partial(trace.seconds, "compute")
+        is_alone = not self._running  # then it lasts until now
         self._tell(
             Step(
                 step=step,
@@ -354,12 +348,12 @@ class Worker:
                 grad_norm=verdict.grad_norm,
                 committed=verdict.commit,
                 start=running.start,
-                end=running.end or time.monotonic(),
-                wait=running.trace.seconds("wait"),
+                end=time.monotonic() if is_alone or running.end is None else running.end,
+                wait=trace.seconds("wait"),
                 costs=StageCosts(
                     seconds("F") / count, seconds("B") / count, seconds("U") + seconds("norm")
                 ),
-                spans=spans,
+                spans=trace.spans,
                 measures=keeper.measures(step) if keeper else {},
                 meters=meters_of(port.link for port in self._ports),
                 dropped=self.mailbox.dropped,
@@ -370,6 +364,14 @@ class Worker:
         for port in self._ports:
             port.close_step(step)
         self.state.step = step + 1
+        return verdict
+
+    def _trace_sent(self, sent: list[Span]) -> None:
+        """Note what links have sent with the steps that it was of."""
+        for kind, step, microbatch, start, end in sent:
+            if step in self._running and kind in _SENT:
+                label = _SENT[kind].format(microbatch)
+                self._running[step].trace.spans.append(("send", label, start, end))
 
     def _decide(self, step: int, commit: bool) -> tuple[bool, bool]:
         """On the first stage: whether all stages checkpoint after this step, and stop. Gradients
@@ -470,17 +472,6 @@ class Worker:
     def _checkpoint(self, done: int) -> None:
         self.progress.begin(f"saves the checkpoint of step {done}")
         self._tell(self.state.save(self.run_folder, self.index))
-
-
-def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, float]]:
-    """What a training step sent, as spans of its trace; validations and goodbyes are left out."""
-    others = ("TALLY", "VERDICT", "BASIS", "PROBE", "ROWS")
-    labels = {"FORWARD": "F{}>", "BACKWARD": "<B{}", **{kind: kind.lower() for kind in others}}
-    return [
-        ("send", labels[kind].format(microbatch), start, end)
-        for kind, step, microbatch, start, end in sent
-        if step == of_step and kind in labels
-    ]
 
 
 def remedy(key: str, mine: Any, theirs: Any) -> str:
