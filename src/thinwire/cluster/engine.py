@@ -131,12 +131,6 @@ class World:
         """Until every rank has come to this point."""
         dist.barrier(group=self._all)
 
-    def add_twins(self, tensors: Sequence[Tensor]) -> None:
-        """Add up, in place, what the replicas of this rank have in its stead."""
-        if self.grid.replicas > 1:
-            for work in [dist.all_reduce(t, group=self.twins, async_op=True) for t in tensors]:
-                work.wait()
-
     def elsewhere(self, stage: int) -> int | None:
         """The rank of this pipeline that holds a stage; None where this one does."""
         holder = self.grid.holders[stage]
@@ -206,7 +200,7 @@ def run(
                 f"rank {world.seat.rank} does not see the run's folder {folder}, which rank 0 has "
                 "made: put run.out on a file system that all machines share"
             )
-        rank = Rank(Trainer(settings, world, data, folder, origin))
+        rank = Rank(settings, world, data, folder, origin)
         source = f", from {origin}" if origin else ""
         display.phase("start", f"{world}; links are not emulated{source}")
         if world.leads:
@@ -227,88 +221,6 @@ def _same_everywhere(world: World, prepare: Callable[[], Corpus]) -> Corpus:
             f"{data.fingerprint} instead of {wanted}): give every machine the same files"
         )
     return data
-
-
-@dataclasses.dataclass
-class Rank:
-    """The life of a rank once all is prepared; one of them keeps the record."""
-
-    trainer: "Trainer"
-    record: RunRecord | None = None
-    losses: LossWatch | None = None
-
-    def live(self, started: float) -> dict[str, Any] | None:
-        """Train to the end; the summary where the record is kept."""
-        trainer, device = self.trainer, str(self.trainer.world.device)
-        ready = [(h.index, Ready("", h.stage.describe(), device, versions())) for h in trainer.held]
-        self._do(Begin([message for _, message in self._gather(ready)]))
-        with heeding(self._on_signal):
-            try:
-                self._train()
-            finally:
-                if self.record is not None:
-                    self.record.close()
-        self._keep([(held.index, Finished(held.meters())) for held in trainer.held])
-        if self.record is None:
-            return None
-        try:
-            return self.record.finish(0, trainer.stop_requested, started)
-        except StageError as error:  # no torchrun that starts all ranks again shall go on
-            (trainer.folder / ENDED).write_text(str(error), encoding="utf-8")
-            raise
-
-    def _train(self) -> None:
-        trainer, settings = self.trainer, self.trainer.settings
-        stop = False
-        while trainer.done < settings.train.steps and not stop:
-            if trainer.done == trainer.first_step or settings.is_evaluation_step(trainer.done):
-                self._keep(trainer.evaluate())
-            verdict, reports = trainer.train_step()
-            self._keep(reports)
-            stop = verdict.stop
-            if verdict.checkpoint:
-                self._save()
-        if not stop:
-            self._keep(trainer.evaluate())
-        trainer.stop_requested = stop
-
-    def _save(self) -> None:
-        step, parts = self.trainer.done, [part for _, part in self._gather(self.trainer.save())]
-        failed = [part.error for part in parts if isinstance(part, ShardFailed)]
-        if failed:
-            self._do(Discard(step, failed[0]))
-        elif difference := disagreement(step, [part.agreements for part in parts]):
-            self._do(Discard(step))
-            raise StageError(difference)
-        else:
-            self._do(Commit(step, parts))
-
-    def _do(self, command: Command) -> None:
-        if self.record is not None:
-            self.record.carry_out(command)
-
-    def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished]]) -> None:
-        """Record what all stages say."""
-        for stage, report in self._gather(said):
-            self._do(Record(stage, report))
-            if self.losses is not None and not isinstance(report, Finished):
-                for change in self.losses.hear(report):
-                    self._do(change)
-                    if isinstance(change, Exploded) and self.losses.stops:
-                        self.trainer.stop_requested = True
-
-    def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        """What all stages say, each with its number and in their order."""
-        is_twin = self.trainer.world.replica > 0  # its stages are told of by the first replica
-        own = [] if is_twin else [pack(Envelope(message, stage)) for stage, message in said]
-        heard = self.trainer.world.gather(msgspec.msgpack.encode(own))
-        lines = [line for text in heard for line in msgspec.msgpack.decode(text, type=list[bytes])]
-        found = [unpack(line, FROM_PEER) for line in lines]
-        return sorted(((one.stage, one.message) for one in found), key=lambda pair: pair[0])
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The step under way is finished and saved; torchrun ends whoever takes too long."""
-        self.trainer.stop_requested = True
 
 
 class HeldStage(nn.Module):
@@ -426,8 +338,12 @@ class Trainer:
             count = self.world.grid.microbatches
             at = torch.arange(count) + self.world.replica * count
             self._schedule.step(at, number=at, target=at, losses=losses, return_outputs=False)
-        for held in self.held:
-            self.world.add_twins([p.grad for p in held.stage.parameters() if p.grad is not None])
+        if self.world.grid.replicas > 1:
+            parameters = (p for held in self.held for p in held.stage.parameters())
+            gradients = (p.grad for p in parameters if p.grad is not None)
+            added = [dist.all_reduce(g, group=self.world.twins, async_op=True) for g in gradients]
+            for work in added:
+                work.wait()
         self._losses = [float(loss) for loss in losses]
         self._step_end.trace.spans.clear()
         # The verdict comes by `take_message`, and nobody scores a move of the basis.
@@ -535,3 +451,83 @@ class Trainer:
             dropped=0,
             not_finite=held.update.sightings.take_first(step),
         )
+
+
+class Rank(Trainer):
+    """The life of a rank once all is prepared; one of them keeps the record."""
+
+    record: RunRecord | None = None
+    losses: LossWatch | None = None
+
+    def live(self, started: float) -> dict[str, Any] | None:
+        """Train to the end; the summary where the record is kept."""
+        device = str(self.world.device)
+        ready = [(h.index, Ready("", h.stage.describe(), device, versions())) for h in self.held]
+        self._do(Begin([message for _, message in self._gather(ready)]))
+        with heeding(self._on_signal):
+            try:
+                self._train()
+            finally:
+                if self.record is not None:
+                    self.record.close()
+        self._keep([(held.index, Finished(held.meters())) for held in self.held])
+        if self.record is None:
+            return None
+        try:
+            return self.record.finish(0, self.stop_requested, started)
+        except StageError as error:  # no torchrun that starts all ranks again shall go on
+            (self.folder / ENDED).write_text(str(error), encoding="utf-8")
+            raise
+
+    def _train(self) -> None:
+        settings = self.settings
+        stop = False
+        while self.done < settings.train.steps and not stop:
+            if self.done == self.first_step or settings.is_evaluation_step(self.done):
+                self._keep(self.evaluate())
+            verdict, reports = self.train_step()
+            self._keep(reports)
+            stop = verdict.stop
+            if verdict.checkpoint:
+                self._save()
+        if not stop:
+            self._keep(self.evaluate())
+        self.stop_requested = stop
+
+    def _save(self) -> None:
+        step, parts = self.done, [part for _, part in self._gather(self.save())]
+        failed = [part.error for part in parts if isinstance(part, ShardFailed)]
+        if failed:
+            self._do(Discard(step, failed[0]))
+        elif difference := disagreement(step, [part.agreements for part in parts]):
+            self._do(Discard(step))
+            raise StageError(difference)
+        else:
+            self._do(Commit(step, parts))
+
+    def _do(self, command: Command) -> None:
+        if self.record is not None:
+            self.record.carry_out(command)
+
+    def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished]]) -> None:
+        """Record what all stages say."""
+        for stage, report in self._gather(said):
+            self._do(Record(stage, report))
+            if self.losses is not None and not isinstance(report, Finished):
+                for change in self.losses.hear(report):
+                    self._do(change)
+                    if isinstance(change, Exploded) and self.losses.stops:
+                        self.stop_requested = True
+
+    def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """What all stages say, each with its number and in their order."""
+        is_twin = self.world.replica > 0  # its stages are told of by the first replica
+        own = [] if is_twin else [pack(Envelope(message, stage)) for stage, message in said]
+        heard = self.world.gather(msgspec.msgpack.encode(own))
+        lines = [line for text in heard for line in msgspec.msgpack.decode(text, type=list[bytes])]
+        found = [unpack(line, FROM_PEER) for line in lines]
+        return sorted(((one.stage, one.message) for one in found), key=lambda pair: pair[0])
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The step under way is finished and saved; torchrun ends whoever takes too long."""
+        self.stop_requested = True

@@ -95,6 +95,12 @@ class Source(ABC):
         """One of them."""
         return self.tensors([name])[name]
 
+    def check_shape(self, name: str, tensor: Tensor, wanted: Tensor) -> None:
+        """CheckpointError if a tensor of this source has another shape than is wanted."""
+        if tensor.shape != wanted.shape:
+            shapes = f"{tuple(tensor.shape)} in {self}, the model needs {tuple(wanted.shape)}"
+            raise CheckpointError(f"{name} has shape {shapes}")
+
     def tensors_under(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names begin so, by the rest of their names."""
         found = (name for name in self.names() if name.startswith(prefix))

@@ -98,8 +98,8 @@ class Folded(Source):
         self.settings = dataclasses.replace(
             trained, boundary=BoundaryConfig().resolved(trained.model.dim, trained.split())
         )
-        whole = _whole(self.settings).global_parameters()
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        self._like = _whole(self.settings).global_parameters()
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._like.items()}
         """Of every folded tensor, in the model's order: known without reading any."""
         self._axes = {n: layer.axis for n, layer in _whole(trained).reparametrised().items()}
 
@@ -108,11 +108,7 @@ class Folded(Source):
 
     def _read(self, name: str) -> Tensor:
         tensor = self.in_full(name, self._source.tensor(name))
-        if tuple(tensor.shape) != self.shapes[name]:
-            raise CheckpointError(
-                f"{name} folds to shape {tuple(tensor.shape)} in {self._source}, the model needs "
-                f"{self.shapes[name]}"
-            )
+        self.check_shape(name, tensor, self._like[name])
         model, boundary = self.settings.model, self._source.settings.boundary
         is_anchored = boundary.is_constrained and not boundary.shares_embedding
         if is_anchored and name == f"{architecture(model).layers()[0].name}.weight":
@@ -242,10 +238,7 @@ class Transfer:
 
     def _put(self, target: Tensor, value: Tensor, name: str) -> None:
         if not self._fits(value, target):
-            raise CheckpointError(
-                f"{name} has shape {tuple(value.shape)} in {self._source}, the model needs "
-                f"{tuple(target.shape)}"
-            )
+            self._source.check_shape(name, value, target)
         (target[: len(value)] if value.dim() else target).copy_(value)
 
 

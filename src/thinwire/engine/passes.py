@@ -88,7 +88,6 @@ class GraphPasses(Passes):
         super().__init__(stage, autocast)
         self.graphs: list[_Graphs] = []
         self._trained = [p for p in stage.parameters() if p.requires_grad]
-        self._sums: list[Tensor | None] = []  # of their gradients in the step under way
         self.device = next(stage.parameters()).device
         self.stream = torch.cuda.Stream(self.device)  # on which all are captured
 
@@ -112,30 +111,20 @@ class GraphPasses(Passes):
     ) -> list[Tensor | None]:
         """The gradients of the weights, and behind them that of what was received."""
         wanted = [*self._trained, *([] if received is None else [received])]
-        found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-        if not self._sums:
-            pairs = zip(self._trained, found, strict=False)
-            self._sums = [None if one is None else torch.zeros_like(p) for p, one in pairs]
-        return [*found]
+        return [*torch.autograd.grad(output, wanted, gradient, allow_unused=True)]
 
     def add(self, found: list[Tensor | None]) -> None:
-        """Add the gradients of a microbatch to those of its step."""
-        for total, gradient in zip(self._sums, found, strict=False):
-            if total is not None and gradient is not None:
-                total.add_(gradient)
+        """Add the gradients of a microbatch to those of its step, all at once."""
+        pairs = zip(self._trained, found, strict=False)
+        computed = {p: gradient for p, gradient in pairs if gradient is not None}
+        for parameter in computed:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        torch._foreach_add_([p.grad for p in computed], [*computed.values()])
 
     def forget_rounded(self) -> None:
         """Before the first capture: a graph could not round again what is rounded already."""
         torch.clear_autocast_cache()
-
-    def begin_sums(self) -> None:
-        """Where an update has cleared gradients, have the sums take their place, from zero."""
-        pairs = zip(self._trained, self._sums, strict=True)
-        cleared = [(p, total) for p, total in pairs if total is not None and p.grad is None]
-        if cleared:
-            torch._foreach_zero_([total for _, total in cleared])
-        for parameter, total in cleared:
-            parameter.grad = total
 
 
 class _Graphs(Pass):
@@ -175,12 +164,10 @@ class _Graphs(Pass):
             self._forward.capture_end()
             self._gradient = torch.empty_like(self._made)
             self._backward.capture_begin(self._forward.pool(), capture_error_mode="thread_local")
-            found = passes.differentiate(self._made, self._gradient, self._received)
-            passes.add(found)
+            self._found = passes.differentiate(self._made, self._gradient, self._received)
             self._backward.capture_end()
         current.wait_stream(passes.stream)
         self._made = self._made.detach()
-        self._sent_back = found[-1] if self._received is not None else None
 
     @torch.no_grad()
     def replay(self, received: Tensor | None, batch: DeviceBatch, microbatches: int) -> None:
@@ -202,7 +189,8 @@ class _Graphs(Pass):
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         if gradient is not None:
             self._gradient.copy_(gradient)
-        self._passes.begin_sums()
         self._backward.replay()
+        self._passes.add(self._found)
         self.is_free = True
-        return None if self._sent_back is None else self._sent_back.clone()  # packed later too
+        sent_back = self._found[-1] if self._received is not None else None
+        return None if sent_back is None else sent_back.clone()  # packed later too

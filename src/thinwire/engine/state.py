@@ -112,11 +112,7 @@ def restore_weights(stage: Stage, space: Space | None, source: Source) -> None:
     state = stage.global_parameters()
     loaded = source.tensors(state)
     for name, tensor in state.items():
-        if loaded[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{name} has shape {tuple(loaded[name].shape)} in {source}, the model needs "
-                f"{tuple(tensor.shape)}"
-            )
+        source.check_shape(name, loaded[name], tensor)
         tensor.copy_(loaded[name])
     if space is not None and BASIS in source.names():
         space.basis_DK.copy_(source.tensor(BASIS))
