@@ -72,7 +72,9 @@ class Replay:
 
     def __init__(self, outcome):
         stages = range(len(outcome.workers))
-        ready = [Ready("", **worker.describe()) for worker in outcome.workers]
+        ready = [
+            Ready("", worker.stage.describe(), str(worker.device)) for worker in outcome.workers
+        ]
         linked = [Linked() for _ in stages]
         self.first = [Said(s, said[s]) for said in (ready, linked) for s in stages]
         self.script: list[tuple[int, Report]] = [

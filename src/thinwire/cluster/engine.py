@@ -173,8 +173,8 @@ def run(
         checkpoint = weights = None
         if world.leads:
             if settings.pipeline.window and world.grid.schedule != "gpipe":
-                said = "note: pipeline.window is not used: PyTorch's schedule has its own"
-                display.phase("config", said)
+                note = "note: pipeline.window is not used: PyTorch's schedule has its own"
+                display.phase("config", note)
             if restarted and list_checkpoints(folder):
                 resume = folder  # else it starts again as it was told to
             if restarted and (folder / ENDED).exists():

@@ -45,8 +45,9 @@ class Seat:
                 "--nproc-per-node 4 -m thinwire.cluster run.toml. For a run without it: thinwire "
                 "train run.toml"
             )
+        rank, world, local_rank, local_world = (int(os.environ[name]) for name in names)
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return cls(*(int(os.environ[name]) for name in names), restarts)
+        return cls(rank, world, local_rank, local_world, restarts)
 
 
 @dataclass(frozen=True)

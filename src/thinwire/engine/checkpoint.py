@@ -17,6 +17,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +50,6 @@ NEXT_BASIS, NEXT_MEASURES = "space/next_basis", "space/next_measures"
 # What runs with Muon meant before these settings existed.
 _RATES_BEFORE = dict.fromkeys(("matrix_lr", "table_lr", "head_lr"), 1.0)
 MUON_BEFORE = {"model": {"embed_std": 0.02}, "optim": _RATES_BEFORE}
-_PIECE = 1 << 22  # numbers that are looked at in one go
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class Source(ABC):
 
     settings: Settings
 
-    def __init__(self, step: int, versions: Versions):
-        self.step = step
-        self.versions = versions
+    def __init__(self, step: int, versions: Versions, names: Iterable[str]):
+        self.step, self.versions = step, versions
+        self._names = set(names)
 
-    @abstractmethod
     def names(self) -> set[str]:
         """The names of all tensors."""
+        return self._names
 
     @abstractmethod
     def _read(self, name: str) -> Tensor:
@@ -83,7 +83,7 @@ class Source(ABC):
     def tensors(self, wanted: Iterable[str]) -> dict[str, Tensor]:
         """The tensors of these names; CheckpointError says which is missing."""
         wanted = set(wanted)
-        missing = wanted - self.names()
+        missing = wanted - self._names
         if missing:
             raise CheckpointError(
                 f"{len(missing)} tensors are missing from {self}, such as {min(missing)}: it was "
@@ -103,7 +103,7 @@ class Source(ABC):
 
     def tensors_under(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names begin so, by the rest of their names."""
-        found = (name for name in self.names() if name.startswith(prefix))
+        found = (name for name in self._names if name.startswith(prefix))
         return {name.removeprefix(prefix): self._read(name) for name in found}
 
 
@@ -113,12 +113,8 @@ class Snapshot(Source):
     def __init__(
         self, tensors: Mapping[str, Tensor], settings: Settings, step: int, versions: Versions
     ):
-        super().__init__(step, versions)
-        self._tensors = tensors
-        self.settings = settings
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
+        super().__init__(step, versions, tensors)
+        self._tensors, self.settings = tensors, settings
 
     def _read(self, name: str) -> Tensor:
         return self._tensors[name].detach().clone()
@@ -184,17 +180,20 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def not_finite_in(file: Any) -> str | None:
-    """The first tensor of an open safetensors file with an entry that is not finite, if any. What
-    was gathered for the next move of a basis does not count: none is made unless it is finite.
+def not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """The first of these whose entries are not all finite, if any: as `is_finite`, all at once."""
+    named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
+    sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
+    suspects = (name for name, total in zip(named, sums, strict=True) if not math.isfinite(total))
+    return next((name for name in suspects if not is_finite(named[name])), "")
+
+
+def not_finite_in(file: Any) -> str:
+    """The same of the tensors of an open safetensors file, which are mapped. What was gathered for
+    the next move of a basis does not count: none is made unless it is finite.
     """
-    for name in sorted(set(file.keys()) - {COVARIANCE, NEXT_MEASURES}):
-        tensor = file.get_tensor(name)
-        # Piece by piece, for it may be larger than the memory.
-        pieces = tensor.flatten().split(_PIECE) if tensor.is_floating_point() else ()
-        if not all(map(is_finite, pieces)):
-            return str(name)
-    return None
+    names = sorted(set(file.keys()) - {COVARIANCE, NEXT_MEASURES})
+    return not_finite({name: file.get_tensor(name).flatten() for name in names})
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -231,7 +230,8 @@ class Checkpoint(Source):
         self.folder = folder
         self.manifest, self.shards = _read_manifest(folder / MANIFEST)
         versions = Versions(self.manifest["weight_version"], self.manifest["basis_version"])
-        super().__init__(self.manifest["step"], versions)
+        names = (name for shard in self.shards for name in shard.tensors)
+        super().__init__(self.manifest["step"], versions, names)
         self._allow_plugins, self._trusted_plugins = allow_plugins, set(trusted_plugins)
 
     @classmethod
@@ -295,7 +295,7 @@ class Checkpoint(Source):
             with self._opened(shard) as file:
                 if set(file.keys()) != set(shard.tensors):
                     raise CheckpointError(f"{path} holds other tensors than the manifest lists")
-                if (name := not_finite_in(file)) is not None:
+                if name := not_finite_in(file):
                     raise CheckpointError(
                         f"{name} in {path} is not finite: use an earlier checkpoint"
                     )
@@ -309,9 +309,6 @@ class Checkpoint(Source):
         """The tokenizer that the run used, if it had one."""
         path = self.folder / TOKENIZER
         return path if path.is_file() else None
-
-    def names(self) -> set[str]:
-        return {name for shard in self.shards for name in shard.tensors}
 
     def _read(self, name: str) -> Tensor:
         shard = next(shard for shard in self.shards if name in shard.tensors)

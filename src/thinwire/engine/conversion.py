@@ -46,13 +46,11 @@ class Merged(Source):
     """The tensors of a state with adapters, as of a model without any; no moments of these."""
 
     def __init__(self, source: Source):
-        super().__init__(source.step, source.versions)
+        names = (name for name in source.names() if not is_adapter(name))
+        super().__init__(source.step, source.versions, names)
         self.settings = dataclasses.replace(source.settings, lora=LoraConfig())
         self._source = source
         self._scale = source.settings.lora.scale
-
-    def names(self) -> set[str]:
-        return {name for name in self._source.names() if not is_adapter(name)}
 
     def _read(self, name: str) -> Tensor:
         ways = [name, self._beside(name, DOWN), self._beside(name, UP)]
@@ -89,22 +87,18 @@ class Folded(Source):
     """
 
     def __init__(self, source: Source):
-        source = merged(source)
-        super().__init__(source.step, source.versions)
+        self._source = source = merged(source)
         trained = source.settings
         if why := why_not_folded(trained):
             raise CheckpointError(f"{source} does not fold into plain weights: {why}")
-        self._source = source
         self.settings = dataclasses.replace(
             trained, boundary=BoundaryConfig().resolved(trained.model.dim, trained.split())
         )
         self._like = _whole(self.settings).global_parameters()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._like.items()}
         """Of every folded tensor, in the model's order: known without reading any."""
+        super().__init__(source.step, source.versions, self.shapes)
         self._axes = {n: layer.axis for n, layer in _whole(trained).reparametrised().items()}
-
-    def names(self) -> set[str]:
-        return set(self.shapes)
 
     def _read(self, name: str) -> Tensor:
         tensor = self.in_full(name, self._source.tensor(name))

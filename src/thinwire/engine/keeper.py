@@ -111,9 +111,7 @@ class Keeper:
         if self._constraint is not None and step % MEASURE_EVERY == 0:
             found["drift"] = self._constraint.drift()
         if self._move is not None:
-            found["energy_before"] = self._move.energy_before
-            found["energy_after"] = self._move.energy_after
-            found["largest_angle"] = self._move.largest_angle
+            found |= dict(zip(BasisMove._fields[1:], self._move[1:], strict=True))
             found["orthonormality_error"] = orthonormality_error(self.space.basis_DK.double())
             if self.loss_jump is not None:
                 found["loss_jump"] = self.loss_jump

@@ -115,12 +115,16 @@ class GraphPasses(Passes):
 
     def add(self, found: list[Tensor | None]) -> None:
         """Add the gradients of a microbatch to those of its step, all at once."""
-        pairs = zip(self._trained, found, strict=False)
-        computed = {p: gradient for p, gradient in pairs if gradient is not None}
-        for parameter in computed:
+        pairs = [
+            (p, gradient)
+            for p, gradient in zip(self._trained, found, strict=False)
+            if gradient is not None
+        ]
+        for parameter, gradient in pairs:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        torch._foreach_add_([p.grad for p in computed], [*computed.values()])
+                parameter.grad = torch.zeros_like(gradient)
+        sums = [p.grad for p, _ in pairs if p.grad is not None]
+        torch._foreach_add_(sums, [gradient for _, gradient in pairs])
 
     def forget_rounded(self) -> None:
         """Before the first capture: a graph could not round again what is rounded already."""

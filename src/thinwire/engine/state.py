@@ -194,7 +194,7 @@ class ShardCheck:
             found, wanted = (f"{one.dtype} of shape {tuple(one.shape)}" for one in both)
             if found != wanted:
                 raise CheckpointError(f"{name} is {found}, its stage has {wanted}")
-        if (name := not_finite_in(file)) is not None:
+        if name := not_finite_in(file):
             raise CheckpointError(f"{name} has values that are not finite")
 
     def _memories(self, stage: int, part: ShardWritten, file: Any) -> dict[str, Tensor]:

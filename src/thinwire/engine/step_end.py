@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thinwire.codec import Leg
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.checkpoint import Versions, is_finite
+from thinwire.engine.checkpoint import Versions, is_finite, not_finite
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, SharedRows, row_number
 from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace
@@ -108,7 +108,7 @@ class StageUpdate:
         by_rows = settings.boundary.shares_embedding
         self.stage, self.index, self.device = stage, index, builder.device
         self.version = 0  # updates committed
-        self.sightings = Sightings() if twin is None else twin.sightings
+        self.sightings: Sightings = Sightings() if twin is None else twin.sightings
         self.optimizer = optimizer = StageOptimizer(
             stage.trained_parameters(), stage.roles(), settings.optim, constraint, by_rows
         )
@@ -237,14 +237,6 @@ class StageUpdate:
                 f"the optimizer's state {name} is {now}: a gradient was too large, and its weights "
                 f"would stop learning. {again}, or with optim.clip"
             )
-
-
-def not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """The first of these whose entries are not all finite: as `is_finite`, all sums at once."""
-    named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
-    sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
-    suspects = (name for name, total in zip(named, sums, strict=True) if not math.isfinite(total))
-    return next((name for name in suspects if not is_finite(named[name])), "")
 
 
 class Messenger(Protocol):

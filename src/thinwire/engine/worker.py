@@ -7,8 +7,6 @@ in-memory ones.
 """
 
 import contextlib
-import hashlib
-import json
 import math
 import shutil
 import threading
@@ -25,7 +23,7 @@ from torch import Tensor
 import thinwire
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, choose_device, prepare_torch
-from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint, content_hash
 from thinwire.engine.cut import CutEnd, ends_of
 from thinwire.engine.feed import DeviceBatch, Feed, TokenSource
 from thinwire.engine.passes import GraphPasses, Pass, Passes, autocast_for, weights_rounded_once
@@ -125,10 +123,6 @@ class Worker:
         self._ports: list[Port] = []
         self._first_step = self.state.step if began is None else began
 
-    def describe(self) -> dict[str, str]:
-        """What the display shows of this stage."""
-        return {"layers": self.stage.describe(), "device": str(self.device)}
-
     def contract(self, cut: int, epoch: int = 0, at_start: bool = True) -> dict[str, Any]:
         """What both ends of a cut must agree on before the first frame; with an `epoch`, on other
         machines, also the release of thinwire. A stage that takes the place of a lost one is at
@@ -140,7 +134,7 @@ class Worker:
         if epoch:
             # Of the settings a hash of each section, so that a difference is named.
             sections = settings.of_scope("result").items()
-            digests = {name: _digest(values) for name, values in sections if values}
+            digests = {name: content_hash(values)[:12] for name, values in sections if values}
             terms = {RELEASE: thinwire.__version__, EPOCH: epoch, SECTIONS: digests}
         terms |= {
             "config_hash": settings.hash,
@@ -497,7 +491,3 @@ _REMEDIES = {
     "memory": _SAME_START,  # of a codec
     "codec": "give both the same codec settings, and the same plugins where they name one",
 }
-
-
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -119,7 +119,7 @@ class Peer:
             most = worker.max_payload() + 64
             self._listener = wire.Listener(self.identity, settings.link.listen, 0, most)
         address = self._listener.address if self._listener else ""
-        self.say(msg.Ready(address, **worker.describe(), versions=versions()))
+        self.say(msg.Ready(address, worker.stage.describe(), str(worker.device), versions()))
         connect = self._receive(msg.Connect)
         self._progress.begin("waits for its neighbours to link")
         self._join(worker, connect)
