@@ -206,13 +206,14 @@ class Transfer:
         self._folded = self._folded or Folded(self._source)
         full = self._folded.tensor(name)
         parameter = stage.global_parameters()[name]
-        layers, held = stage.reparametrised(), {h.name: h for h in stage.held_parameters()}
-        if name not in layers and name not in held:
+        layers = stage.reparametrised()
+        axes = {held.name: held.axis for held in stage.held_parameters()}
+        axis = axes.get(name) if name not in layers else layers[name].axis
+        if axis is None:
             self._put(parameter, full, name)
             return
         space = self._space
         assert space is not None, "only a model with a space holds weights in it"
-        axis = layers[name].axis if name in layers else held[name].axis
         if axis == 1 and space.table_VD is not None:  # the embedding
             full = full - space.table_VD[: len(full)].to(full)
         basis_DK = space.basis_DK.to(full)

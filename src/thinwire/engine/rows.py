@@ -48,16 +48,13 @@ class SharedRows:
         self.codec = parse_codec(settings.codec.rows)
         row = self.codec.payload_limit((1, table_VD.shape[1]))
         self._rows_per_frame = max(1, ROW_FRAME_BYTES // row)
-        self._seed = settings.run.seed
-        self._boundary = settings.boundary
-        self._name = ROWS + stage.names[0]
-        self._optimizer = optimizer
-        size = table_VD.shape[0]
-        self._seen_V = torch.zeros(size, dtype=torch.int64, device=table_VD.device)
+        self._seed, self._boundary = settings.run.seed, settings.boundary
+        self._name, self._optimizer = ROWS + stage.names[0], optimizer
+        self._seen_V = torch.zeros(len(table_VD), dtype=torch.int64, device=table_VD.device)
         self._pending_VD = torch.zeros_like(table_VD)
         self._seen_now_V = torch.zeros_like(self._seen_V)  # in the step under way
-        self._found_VD: Tensor | None = None  # the gradient of the step under way
-        self._sum_RD: Tensor | None = None  # of the due rows' gradients, here and above
+        self._found_VD = torch.zeros(0)  # the gradient of the step under way
+        self._sum_RD = torch.zeros(0)  # of the due rows' gradients, here and above
 
     def see(self, ids: Tensor) -> None:
         """Count the tokens of a microbatch."""
@@ -73,11 +70,9 @@ class SharedRows:
         turn_V = (torch.arange(len(seen_V), device=seen_V.device) + step + 1) % latest == 0
         due_V = (seen_V >= self._boundary.row_tokens) | (turn_V & (seen_V > 0))
         self.rows_R = due_V.nonzero()[:, 0]
-        self._found_VD = self.table_VD.grad
-        self.table_VD.grad = None
-        self._sum_RD = self._pending_VD[self.rows_R]
-        if self._found_VD is not None:
-            self._sum_RD += self._found_VD[self.rows_R]
+        gradient_VD, self.table_VD.grad = self.table_VD.grad, None
+        self._found_VD = torch.zeros_like(self.table_VD) if gradient_VD is None else gradient_VD
+        self._sum_RD = self._pending_VD[self.rows_R] + self._found_VD[self.rows_R]
 
     def fingerprint(self) -> str:
         """Of the copy: neighbours compare theirs before the first step."""
@@ -108,12 +103,10 @@ class SharedRows:
 
     def is_finite(self) -> bool:
         """Whether what this step found and the sum are; if not, all stages refuse the step."""
-        found = (self._found_VD, self._sum_RD)
-        return all(tensor is None or is_finite(tensor) for tensor in found)
+        return is_finite(self._found_VD) and is_finite(self._sum_RD)
 
     def changes(self, step: int, update: int) -> list[bytes]:
         """On the first stage, once the step is committed: what goes up to all, frame by frame."""
-        assert self._sum_RD is not None, "rows are chosen first"
         change_RD = self._optimizer.row_changes(self.table_VD, self.rows_R, self._sum_RD, update)
         if not is_finite(change_RD):
             raise StageError(
@@ -140,8 +133,7 @@ class SharedRows:
     @torch.no_grad()
     def commit(self) -> None:
         """The step counts: what is not due yet waits, what was due begins anew."""
-        if self._found_VD is not None:
-            self._pending_VD += self._found_VD
+        self._pending_VD += self._found_VD
         self._seen_V += self._seen_now_V
         self._pending_VD[self.rows_R] = 0
         self._seen_V[self.rows_R] = 0
@@ -154,7 +146,7 @@ class SharedRows:
 
     def _end(self) -> None:
         self._seen_now_V.zero_()
-        self._found_VD = self._sum_RD = None
+        self._found_VD = self._sum_RD = torch.zeros(0)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What waits between two steps; the counts are the same on all stages."""
@@ -167,7 +159,6 @@ class SharedRows:
 
     def _sum(self, frame: int) -> Tensor:
         """A view of the rows of one frame."""
-        assert self._sum_RD is not None, "rows are chosen first"
         return self._sum_RD[self._of(frame)]
 
     def _of(self, frame: int) -> slice:
