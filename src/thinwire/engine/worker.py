@@ -12,7 +12,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,18 +61,16 @@ def scratch(run_folder: Path) -> Iterator[None]:
         shutil.rmtree(scratch_folder(run_folder), ignore_errors=True)
 
 
-@dataclass
-class Running:
-    """A step under way, with what its update will change. With delayed updates steps overlap: one
-    lasts from the last backward of the step before to its own, or before a pause to its update.
+class Running(StepTrace):
+    """A step under way, and what is in flight of it. With delayed updates steps overlap: one lasts
+    from the last backward of the step before to its own, or before a pause to its update.
     """
 
-    update: StageUpdate
-    trace: StepTrace
-    start: float
-    end: float | None = None
-    in_flight: dict[int, Pass] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
+    def __init__(self, step: int, progress: Progress):
+        super().__init__(step, progress)
+        self.start, self.end = time.monotonic(), math.inf  # or until it is over
+        self.in_flight: dict[int, Pass] = {}
+        self.losses: list[Tensor] = []
 
 
 class Worker:
@@ -257,28 +254,24 @@ class Worker:
 
     def _begin_step(self, step: int) -> None:
         """Let the tensors of a step in, and note what it starts from."""
-        start = time.monotonic()
+        self._running[step] = Running(step, self.progress)
         for port in self._ports:
             port.open_step(step)
-        update = self.update.of_step(step)
-        update.begin(step)
-        self._running[step] = Running(update, StepTrace(step, self.progress), start)
+        self.update.of_step(step).begin(step)
 
     def _forward(self, step: int, microbatch: int) -> None:
-        running = self._running[step]
-        update, trace = self.update.of_microbatch(step, microbatch), running.trace
-        versions = update.versions
-        batch = self.feed.training(step, microbatch)
+        running, update = self._running[step], self.update.of_microbatch(step, microbatch)
+        versions, batch = update.versions, self.feed.training(step, microbatch)
         if batch.is_due:
-            with trace.span("wait", f"ids{microbatch}"):
+            with running.span("wait", f"ids{microbatch}"):
                 batch.wait()
         if update.rows is not None:
             update.rows.see(batch.inputs)
         received = None
         if self._down is not None:
-            with trace.span("wait", f"F{microbatch}"):
+            with running.span("wait", f"F{microbatch}"):
                 received = self._down.take_tensor(FrameKind.FORWARD, step, microbatch, versions)
-        with trace.span("compute", f"F{microbatch}"):
+        with running.span("compute", f"F{microbatch}"):
             passes = self._passes[update.stage]
             passed = passes.forward(received, batch, self._schedule.microbatches)
             if self._up is None:
@@ -291,14 +284,14 @@ class Worker:
 
     def _backward(self, step: int, microbatch: int) -> None:
         running = self._running[step]
-        versions, trace = self.update.of_microbatch(step, microbatch).versions, running.trace
+        versions = self.update.of_microbatch(step, microbatch).versions
         passed = running.in_flight.pop(microbatch)
         gradient = None
         if self._up is not None:
-            with trace.span("wait", f"B{microbatch}"):
+            with running.span("wait", f"B{microbatch}"):
                 gradient = self._up.take_tensor(FrameKind.BACKWARD, step, microbatch, versions)
                 gradient = gradient.to(passed.output.dtype)
-        with trace.span("compute", f"B{microbatch}"):
+        with running.span("compute", f"B{microbatch}"):
             sent_back = passed.backward(gradient)
             self._end.sync()
         if self._down is not None:
@@ -306,7 +299,7 @@ class Worker:
             self._down.send_tensor(FrameKind.BACKWARD, sent_back, step, microbatch, versions)
 
     def _gather(self, step: int) -> None:
-        self._end.trace = self._running[step].trace
+        self._end.trace = self._running[step]
         self._end.gather(step, self._decide)
         if self._schedule.delay:
             self._running[step].end = time.monotonic()
@@ -315,13 +308,13 @@ class Worker:
 
     def _conclude(self, step: int) -> Verdict:
         """End a step, report it, and let nothing of it in any more."""
-        running = self._running[step]
-        trace = self._end.trace = running.trace
+        running = self._end.trace = self._running[step]
+        update = self.update.of_step(step)
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
         verdict = self._end.conclude(step, lr, self._probe)
         if verdict.commit:
-            with trace.span("compute", "U"):
-                running.update.check(step)
+            with running.span("compute", "U"):
+                update.check(step)
         loss = float(torch.stack(running.losses).sum()) if running.losses else None
         if loss is not None and not math.isfinite(loss):
             self.update.sightings.note(step, FORWARD)
@@ -331,9 +324,8 @@ class Worker:
             port.link.settle()
             self._trace_sent(port.link.take_spans())
         del self._running[step]
-        keeper, count = running.update.keeper, self._schedule.microbatches
-        seconds = partial(trace.seconds, "compute")
-        is_alone = not self._running  # then it lasts until now
+        count, seconds = self._schedule.microbatches, partial(running.seconds, "compute")
+        now = time.monotonic()
         self._tell(
             Step(
                 step=step,
@@ -342,13 +334,13 @@ class Worker:
                 grad_norm=verdict.grad_norm,
                 committed=verdict.commit,
                 start=running.start,
-                end=time.monotonic() if is_alone or running.end is None else running.end,
-                wait=trace.seconds("wait"),
+                end=min(now, running.end) if self._running else now,
+                wait=running.seconds("wait"),
                 costs=StageCosts(
                     seconds("F") / count, seconds("B") / count, seconds("U") + seconds("norm")
                 ),
-                spans=trace.spans,
-                measures=keeper.measures(step) if keeper else {},
+                spans=running.spans,
+                measures=update.keeper.measures(step) if update.keeper else {},
                 meters=meters_of(port.link for port in self._ports),
                 dropped=self.mailbox.dropped,
                 not_finite=self.update.sightings.take_first(step),
@@ -365,7 +357,7 @@ class Worker:
         for kind, step, microbatch, start, end in sent:
             if step in self._running and kind in _SENT:
                 label = _SENT[kind].format(microbatch)
-                self._running[step].trace.spans.append(("send", label, start, end))
+                self._running[step].spans.append(("send", label, start, end))
 
     def _decide(self, step: int, commit: bool) -> tuple[bool, bool]:
         """On the first stage: whether all stages checkpoint after this step, and stop. Gradients
