@@ -201,21 +201,13 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**manifest, SEAL: content_hash(manifest)}
 
 
-def list_checkpoints(run_folder: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first; copies under other names do not count."""
-    return sorted(
-        path
-        for path in checkpoints_folder(run_folder).glob("step-*")
-        if re.fullmatch(r"step-\d{8}", path.name) and (path / MANIFEST).is_file()
-    )
-
-
-def list_checkpoints_at(place: Path) -> list[Path]:
-    """Complete checkpoints of a run, given its folder or the one of its checkpoints."""
-    found = list_checkpoints(place)
-    if not found and place.name == checkpoints_folder(place).name:
-        found = list_checkpoints(place.parent)
-    return found
+def list_checkpoints(place: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first, given its folder or the one of its checkpoints;
+    copies under other names do not count.
+    """
+    found = [*checkpoints_folder(place).glob("step-*"), *place.glob("step-*")]
+    is_step = re.compile(r"step-\d{8}").fullmatch
+    return sorted(path for path in found if is_step(path.name) and (path / MANIFEST).is_file())
 
 
 def step_of(checkpoint: Path) -> int:
@@ -241,14 +233,11 @@ class Checkpoint(Source):
         """Open a checkpoint folder, or the newest checkpoint of a run's folder. Plugins are code:
         they are imported only if whoever opens it allows all, or trusts those by name.
         """
-        folder = place
-        if not (place / MANIFEST).is_file():
-            found = list_checkpoints_at(place)
-            if not found:
-                what = f"no {MANIFEST}, nor those of a run" if place.exists() else "no such folder"
-                raise CheckpointError(f"there is no checkpoint at {place}: {what}")
-            folder = found[-1]
-        return cls(folder, allow_plugins, trusted_plugins)
+        found = [place] if (place / MANIFEST).is_file() else list_checkpoints(place)
+        if not found:
+            what = f"no {MANIFEST}, nor those of a run" if place.exists() else "no such folder"
+            raise CheckpointError(f"there is no checkpoint at {place}: {what}")
+        return cls(found[-1], allow_plugins, trusted_plugins)
 
     @functools.cached_property
     def settings(self) -> Settings:  # type: ignore[override]  # others have it at once

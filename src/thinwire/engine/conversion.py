@@ -142,8 +142,7 @@ def basis_of(source: Source) -> Tensor:
 def _whole(settings: Settings) -> Stage:
     """The model of these settings in one stage, without memory."""
     pipeline = dataclasses.replace(settings.pipeline, stages=1, split=[])
-    run = dataclasses.replace(settings.run, compile=False)
-    one = dataclasses.replace(settings, pipeline=pipeline, run=run)
+    one = dataclasses.replace(settings, pipeline=pipeline)
     return StageBuilder(one, torch.device("meta")).build(0)
 
 

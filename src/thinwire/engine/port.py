@@ -56,9 +56,7 @@ class Due:
 
     @cached_property
     def kinds(self) -> dict[FrameKind, tuple[Collection[int], int]]:
-        """The kinds of frames, with the numbers that they have in a step, and the most bytes of
-        those that no codec packs.
-        """
+        """By kind of frame: its numbers in a step, and its most bytes where no codec packs it."""
         count, (row_frames, row_bytes) = self.schedule.microbatches, self.rows
         way = FROM_BELOW if self.is_from_below else FROM_ABOVE
         rows = {row_number(frame, way) for frame in range(row_frames)}
@@ -88,11 +86,8 @@ class Due:
 
 
 class Mailbox:
-    """Items by key (kind, step, number), put by link threads as they arrive and taken once by the
-    worker; ports bound them.
-
-    A failure of any link is put here too, so that a stage which waits for what can no longer come
-    stops at once. Waiting ends with the item or with a failure only.
+    """Items by key, put by link threads as they arrive and taken once by the worker. A failure of
+    any link is put here too: a stage that waits for what can no longer come stops at once.
     """
 
     def __init__(self) -> None:
