@@ -13,7 +13,7 @@ from thinwire.codec import Leg, Place, TensorSpec, build_codecs, parse_codec
 from thinwire.engine.checkpoint import Versions
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port, decision_number
-from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
+from thinwire.engine.shared import FROM_ABOVE, FROM_BELOW, row_number
 from thinwire.engine.step_end import Verdict, pack_tally
 from thinwire.engine.trace import Sightings
 from thinwire.errors import BreachError, WireError

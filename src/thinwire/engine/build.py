@@ -204,7 +204,8 @@ class Joined:
     ):
         """Inputs and outputs are on `device`, and so are all stages without `devices`."""
         self.settings, self.device = settings, device
-        self.devices = places = devices or [device] * settings.pipeline.stages
+        self.devices = devices  # without any, stages may be moved later: transformers does
+        places = devices or [device] * settings.pipeline.stages
         builders = {one: StageBuilder(settings, one) for one in {device, *places}}
         self.builder = builders[device]
         self.stages = [builders[one].build(i) for i, one in enumerate(places)]
@@ -227,10 +228,11 @@ class Joined:
         for index, stage in enumerate(self.stages):
             if compressed and index > 0:
                 x = self.crossed(x, index - 1)
-            x, ids = x.to(self.devices[index]), ids.to(self.devices[index])
+            if self.devices:
+                x, ids = x.to(self.devices[index]), ids.to(self.devices[index])
             with self._autocast():
                 x = stage(x, ids, pasts[index] if pasts is not None else None)
-        return x.to(self.device)
+        return x.to(self.device) if self.devices else x
 
     def crossed(self, z: Tensor, cut: int) -> Tensor:
         """An activation as the stage above the cut unpacks it."""

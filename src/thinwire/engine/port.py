@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.codec import Codec
 from thinwire.engine.checkpoint import Versions
 from thinwire.engine.cut import LEGS, TRAINING, CutEnd
-from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
+from thinwire.engine.shared import FROM_ABOVE, FROM_BELOW, row_number
 from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack_tally
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.errors import ThinwireError, WireError
@@ -71,18 +71,6 @@ class Due:
             kinds[FrameKind.TALLY] = range(1), TALLY_BYTES
             kinds[FrameKind.BASIS] = range(1 if self.basis_bytes else 0), self.basis_bytes
         return {kind: due for kind, due in kinds.items() if due[0]}
-
-    @cached_property
-    def answers_before(self) -> tuple[int, ...]:
-        """For each forward from below, gradients sent back before: by the schedule it keeps a
-        window. Negative: it may begin while so many less one of the step before are missing.
-        """
-        if not self.is_from_below:
-            return ()
-        held = self.schedule.held[self.stage - 1]
-        count, delay = self.schedule.microbatches, self.schedule.delay
-        least = [0 if number >= delay else -count for number in range(count)]
-        return tuple(max(number - held + 1, least[number]) for number in range(count))
 
 
 class Mailbox:
@@ -280,17 +268,22 @@ class Port:
 
     def _too_early(self, frame: Frame) -> str:
         """Why the neighbour's schedule cannot have made a frame yet: it would pile up here."""
-        before, number = self._due.answers_before, frame.microbatch
+        number, schedule = frame.microbatch, self._due.schedule
         if frame.step - self._open_step > self._due.is_from_below:
             return self._not_now()
         if frame.kind is FrameKind.BACKWARD and number not in self._sent.get(frame.step, ()):
             return "it answers an activation that was not sent"
-        if frame.kind is FrameKind.FORWARD and number < len(before):
-            # Gradients that were sent, less those that are missing of the step before.
+        is_forward = frame.kind is FrameKind.FORWARD and self._due.is_from_below
+        if is_forward and number < schedule.microbatches:
+            # By the schedule its sender keeps a window: it comes behind so many gradients that were
+            # sent, less those that are missing of the step before.
             answers = len(self._sent.get(frame.step, ()))
             if self._steps_behind and frame.step > self._due.first_step:
-                answers -= self._due.schedule.microbatches - len(self._sent.get(frame.step - 1, ()))
-            if answers < (wanted := before[number]):
+                answers -= schedule.microbatches - len(self._sent.get(frame.step - 1, ()))
+            wanted = number - schedule.held[self._due.stage - 1] + 1
+            if number >= schedule.delay:  # the step before is over
+                wanted = max(0, wanted)
+            if answers < wanted:
                 due = f"it is due after {wanted} gradients, and {answers} were sent"
                 return f"it is beyond the window: {due}"
         return ""

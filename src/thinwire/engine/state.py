@@ -20,9 +20,8 @@ from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import Snapshot, Source, not_finite_in, partial_folder, write_shard
 from thinwire.engine.cut import MEMORY, CutEnd, cuts_of, ends_of, memory_prefix
 from thinwire.engine.feed import Feed
-from thinwire.engine.keeper import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES
 from thinwire.engine.reports import ShardFailed, ShardWritten, Versions
-from thinwire.engine.rows import ROWS, SEEN
+from thinwire.engine.shared import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES, ROWS, SEEN
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, printable
 from thinwire.model import Space, Stage

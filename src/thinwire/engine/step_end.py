@@ -19,8 +19,7 @@ from torch import Tensor
 from thinwire.codec import Leg
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import Versions, is_finite, not_finite
-from thinwire.engine.keeper import Keeper
-from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, SharedRows, row_number
+from thinwire.engine.shared import FROM_ABOVE, FROM_BELOW, Keeper, SharedRows, row_number
 from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer
