@@ -13,6 +13,7 @@ from plain import learning_rate, moments_of, order_of, update_by_hand
 
 from settings_values import EXACT, narrow
 from thinwire.codec import Leg
+from thinwire.engine import shared
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import Snapshot
 from thinwire.engine.conversion import Folded
