@@ -55,7 +55,7 @@ class DeviceBatch:
     """
 
     def __init__(self, source: TokenSource, at: At, device: torch.device):
-        self._at, self._device = at, device
+        self._device = device
         self._read = cache(partial(source.read, at))
         self.is_due = source.is_due(at)
 
@@ -86,7 +86,6 @@ class DeviceBatch:
         """The same as a function of logits and targets, and what its result is divided by. If
         tokens are masked, the mean over the step is not the mean of the means of its microbatches.
         """
-        assert not isinstance(self._at, int), "a validation has scores"
         count = self._read().learned_count
         return (stage.loss, microbatches) if count is None else (stage.summed_loss, count)
 

@@ -408,7 +408,9 @@ class Worker:
                 self.progress.begin(f"waits for ids of validation batch {number}")
                 batch.wait()
             self.progress.begin(f"validates with batch {number} after step {done}")
-            self._score(FrameKind.EVALUATE, done, number, batch, received, score)
+            loss = self._score(FrameKind.EVALUATE, (done, number), batch, received)
+            if loss is not None:
+                score.add(loss, batch.targets)
             computed += 1
         latest.stage.train()
         decided = None
@@ -422,38 +424,32 @@ class Worker:
         return stop
 
     def _score(
-        self,
-        kind: FrameKind,
-        step: int,
-        number: int,
-        batch: DeviceBatch,
-        received: Tensor | None,
-        score: Score,
-    ) -> None:
-        """One forward without gradients: to the stage above, or into the score."""
+        self, kind: FrameKind, at: tuple[int, int], batch: DeviceBatch, received: Tensor | None
+    ) -> Tensor | None:
+        """One forward without gradients: to the stage above, or its loss."""
         latest = self.update.latest
         passes = self._passes[latest.stage]
         with passes.autocast():
             output = passes.run_layers(received, batch)
             if self._up is None:
-                score.add(latest.stage.loss(output, batch.targets), batch.targets)
-                return
+                return latest.stage.loss(output, batch.targets)
         self._end.sync()
-        self._up.send_tensor(kind, output, step, number, latest.versions)
+        self._up.send_tensor(kind, output, *at, latest.versions)
+        return None
 
     @torch.no_grad()
     def _probe(self, step: int, number: int) -> float | None:
         """The loss of the first validation microbatch as things are, on the last stage."""
-        received, score, update = None, Score(), self.update
+        received, update = None, self.update
         if self._down is not None:
             with self._end.trace.span("wait", "basis"):
                 received = self._down.take_tensor(FrameKind.PROBE, step, number, update.versions)
         with self._end.trace.span("compute", "U"):
             update.stage.eval()
             batch = self.feed.validation(0)
-            self._score(FrameKind.PROBE, step, number, batch, received, score)
+            loss = self._score(FrameKind.PROBE, (step, number), batch, received)
             update.stage.train()
-            return score.loss if self._up is None else None
+        return None if loss is None else float(loss)
 
     def _checkpoint(self, done: int) -> None:
         self.progress.begin(f"saves the checkpoint of step {done}")
