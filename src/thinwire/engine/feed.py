@@ -91,9 +91,7 @@ class DeviceBatch:
 
 
 class Feed:
-    """Batches of the data: every stage computes what it needs of one itself, or gets just that from
-    where the data is. `batches` are the microbatches of a validation; 0 = as the settings say.
-    """
+    """Batches of the data. `batches` are the microbatches of a validation; 0 = as settings say."""
 
     def __init__(
         self, data: Corpus | TokenSource, settings: Settings, device: torch.device, batches: int = 0

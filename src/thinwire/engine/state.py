@@ -90,9 +90,7 @@ class StageState:
 
 
 def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set[str]:
-    """Those of a state's tensors that a stage of these settings restores from: also what stages
-    below have learned for it, and the shared basis.
-    """
+    """Those of a state's tensors that a stage of these settings restores from."""
     built = StageBuilder(settings, torch.device("meta")).build(stage)
     exact = {*built.global_parameters()}
     exact |= {BEFORE + name for name in built.trained_parameters()}
@@ -119,20 +117,14 @@ def restore_weights(stage: Stage, space: Space | None, source: Source) -> None:
 
 
 def _moments(source: Source, parameters: Iterable[str]) -> dict[str, Tensor]:
-    """The optimizer's state for these parameters, by `parameter/state name`. Once there was an
-    update, each must have some: without it a run goes on differently.
-    """
-    owners = {
-        name: name.removeprefix(OPTIMIZER).rpartition("/")[0]
-        for name in source.names()
-        if name.startswith(OPTIMIZER)
-    }
-    wanted = set(parameters)
+    """The optimizer's state for these parameters. Once there was an update, each has some."""
+    wanted = {OPTIMIZER + name for name in parameters}
+    owners = {name: name.rpartition("/")[0] for name in source.names()}
     missing = wanted - set(owners.values())
     if source.versions.weight_version > 0 and missing:
         raise CheckpointError(
             f"{source} has no optimizer state for {len(missing)} parameters, such as "
-            f"{min(missing)}: training cannot continue exactly"
+            f"{min(missing).removeprefix(OPTIMIZER)}: training cannot continue exactly"
         )
     found = source.tensors(name for name, owner in owners.items() if owner in wanted)
     return {name.removeprefix(OPTIMIZER): tensor for name, tensor in found.items()}

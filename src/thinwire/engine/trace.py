@@ -59,9 +59,7 @@ class StepTrace:
 
 
 class Sightings:
-    """Where a stage has seen values that are not finite: step by step, so that the first is named.
-    Within a step microbatches do not depend on each other: the place decides which came first.
-    """
+    """Where a stage has seen values that are not finite, by step: the first place is named."""
 
     def __init__(self) -> None:
         self._places: dict[int, set[str]] = {}
