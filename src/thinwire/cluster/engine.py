@@ -101,12 +101,12 @@ class World:
 
     def close(self) -> None:
         """Leave in good order."""
-        self.wait_for_all()
+        dist.barrier(group=self._all)
         gc.collect()  # the stages of the run, in cycles, hold groups that would outlive this
         dist.destroy_process_group()
 
     def gather(self, said: bytes) -> list[bytes]:
-        """What every rank says, in their order, on every rank."""
+        """What every rank says, in their order, on every rank; all wait for it."""
         sizes = [int(size) for size in self._gathered(torch.tensor([len(said)]))]
         room = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         room.numpy()[: len(said)] = np.frombuffer(said, np.uint8)
@@ -126,10 +126,6 @@ class World:
     def any(self, is_so: bool) -> bool:
         """Whether it is so on one rank at least."""
         return any(self.gather(b"1" * is_so))
-
-    def wait_for_all(self) -> None:
-        """Until every rank has come to this point."""
-        dist.barrier(group=self._all)
 
     def elsewhere(self, stage: int) -> int | None:
         """The rank of this pipeline that holds a stage; None where this one does."""
@@ -212,7 +208,7 @@ def run(
 def _same_everywhere(world: World, prepare: Callable[[], Corpus]) -> Corpus:
     """The run's data: prepared by one rank of each machine, then opened by the others."""
     data = prepare() if world.seat.local_rank == 0 else None
-    world.wait_for_all()
+    world.gather(b"")  # until they have
     data = data or prepare()
     wanted = world.share(data.fingerprint.encode()).decode()
     if data.fingerprint != wanted:

@@ -263,11 +263,10 @@ class Checkpoint(Source):
         """Refuse to run code that nobody but the manifest asked for."""
         codec = self.manifest["settings"].get("codec")
         named = codec.get("plugins") if isinstance(codec, dict) else None
-        if not named or self._allow_plugins:
+        plugins = named if isinstance(named, list) else [named] if named else []
+        if self._allow_plugins or all(plugin in self._trusted_plugins for plugin in plugins):
             return
-        if isinstance(named, list) and all(n in self._trusted_plugins for n in named):
-            return
-        listed = ", ".join(map(str, named)) if isinstance(named, list) else named
+        listed = ", ".join(map(str, plugins))
         raise CheckpointError(
             f"{self.folder} names plugins, which are code that opening it would run: {listed}. "
             "If you trust them, add --allow-plugins; to train, codec.plugins of your own run.toml "

@@ -186,7 +186,7 @@ class Transfer:
             elif self._saved.get(name) == form and (form is None or self._keeps_space):
                 self._put(tensor, self._source.tensor(name), name)
             else:
-                self._take_folded(name, stage)
+                self._take_folded(name, tensor, stage)
 
     def _take_own(self, name: str, tensor: Tensor) -> None:
         """Of a cut or an adapter: the source's if it has the same one, else it starts anew."""
@@ -201,15 +201,14 @@ class Transfer:
                 return
         self.fresh.append(name)
 
-    def _take_folded(self, name: str, stage: Stage) -> None:
+    def _take_folded(self, name: str, tensor: Tensor, stage: Stage) -> None:
         self._folded = self._folded or Folded(self._source)
         full = self._folded.tensor(name)
-        parameter = stage.global_parameters()[name]
         layers = stage.reparametrised()
         axes = {held.name: held.axis for held in stage.held_parameters()}
         axis = axes.get(name) if name not in layers else layers[name].axis
         if axis is None:
-            self._put(parameter, full, name)
+            self._put(tensor, full, name)
             return
         space = self._space
         assert space is not None, "only a model with a space holds weights in it"
@@ -222,7 +221,7 @@ class Transfer:
         if name in layers:
             layers[name].set_full(full)
         else:
-            self._put(parameter, inside, name)
+            self._put(tensor, inside, name)
 
     def _fits(self, value: Tensor, target: Tensor) -> bool:
         """Whether a tensor has the shape that is needed, or its first rows: one for each token."""

@@ -20,7 +20,7 @@ from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import Snapshot, Source, not_finite_in, partial_folder, write_shard
 from thinwire.engine.cut import MEMORY, CutEnd, cuts_of, ends_of, memory_prefix
 from thinwire.engine.feed import Feed
-from thinwire.engine.reports import ShardFailed, ShardWritten, Versions
+from thinwire.engine.reports import Agreements, ShardFailed, ShardWritten, Versions
 from thinwire.engine.shared import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES, ROWS, SEEN
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, printable
@@ -68,8 +68,7 @@ class StageState:
             shard = write_shard(partial_folder(run_folder, self.step), index, self.shard())
         except CheckpointError as error:
             return ShardFailed(self.step, str(error))
-        agreements = {str(end.cut): end.agreements() for end in self.ends}
-        return ShardWritten(self.step, self._update.latest.versions, shard, agreements)
+        return ShardWritten(self.step, self._update.latest.versions, shard, agreements(self.ends))
 
     def restore(self, source: Source) -> None:
         """Become what the source holds; CheckpointError says what of it is missing or unfit."""
@@ -87,6 +86,11 @@ class StageState:
             found = source.tensors(before)
             update.restore_twin({name.removeprefix(BEFORE): t for name, t in found.items()})
         self.step = source.step
+
+
+def agreements(ends: Iterable[CutEnd | None]) -> Agreements:
+    """What the other ends of these cuts must remember alike, as it is reported."""
+    return {str(end.cut): end.agreements() for end in ends if end is not None}
 
 
 def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set[str]:
@@ -172,7 +176,17 @@ class ShardCheck:
         if names != set(part.shard.tensors):
             raise CheckpointError("it holds other tensors than its stage listed")
         needed, allowed = shard_like(self._settings, stage, part.versions)
-        needed |= self._memories(stage, part, file)
+        # What codecs remember is mapped, and each is read as it is restored.
+        saved = {name: file.get_tensor(name) for name in names if name.startswith(MEMORY)}
+        source = Snapshot(saved, self._settings, part.step, part.versions)
+        dtype = WEIGHT_TYPES[self._settings.run.precision]
+        spec = TensorSpec(wire_shape(self._settings), dtype, torch.device("cpu"))
+        ends = ends_of(self._settings, stage, spec, self._feed, self._scratch)
+        for end in filter(None, ends):
+            end.load(source)
+            needed |= end.state_tensors()
+        if agreements(ends) != part.agreements:
+            raise CheckpointError("its codecs do not remember what its stage reported")
         like = {**needed, **allowed}
         for wrong, what in (
             (needed.keys() - names, "are missing"),
@@ -187,23 +201,6 @@ class ShardCheck:
                 raise CheckpointError(f"{name} is {found}, its stage has {wanted}")
         if name := not_finite_in(file):
             raise CheckpointError(f"{name} has values that are not finite")
-
-    def _memories(self, stage: int, part: ShardWritten, file: Any) -> dict[str, Tensor]:
-        """What the codecs at the cuts of a stage remember when they are restored from the file."""
-        # They are mapped, and each is read as it is restored.
-        saved = {name: file.get_tensor(name) for name in file.keys() if name.startswith(MEMORY)}  # noqa: SIM118
-        source, agreements = Snapshot(saved, self._settings, part.step, part.versions), {}
-        found: dict[str, Tensor] = {}
-        dtype = WEIGHT_TYPES[self._settings.run.precision]
-        spec = TensorSpec(wire_shape(self._settings), dtype, torch.device("cpu"))
-        for end in ends_of(self._settings, stage, spec, self._feed, self._scratch):
-            if end is not None:
-                end.load(source)
-                agreements[str(end.cut)] = end.agreements()
-                found |= end.state_tensors()
-        if agreements != part.agreements:
-            raise CheckpointError("its codecs do not remember what its stage reported")
-        return found
 
 
 def shard_like(
