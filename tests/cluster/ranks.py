@@ -43,18 +43,15 @@ def go_through(cases):
         trainer.stop_requested = seat.rank == 1
         assert trainer.evaluate() == [], "all ranks leave it if one is asked to"
         if world.leads:
-            sent = report.meters["cut-0"]["sent"]
-            results = {"losses": losses, "valid": valid, "sent": sent}
+            results = {"losses": losses, "valid": valid, "sent": report.meters["cut-0"]["sent"]}
             (folder / "results.json").write_text(json.dumps(results))
     dist.barrier()
 
 
 def evaluated(trainer):
     """The loss of a validation, which the rank of the last stage knows, on every rank."""
-    said = [report.loss for _, report in trainer.evaluate()]
-    return json.loads(
-        trainer.world.share(json.dumps(said).encode(), trainer.settings.pipeline.stages - 1)
-    )[0]
+    said, world = [report.loss for _, report in trainer.evaluate()], trainer.world
+    return json.loads(world.share(json.dumps(said).encode(), world.grid.stages - 1))[0]
 
 
 def become(ranks, work):
