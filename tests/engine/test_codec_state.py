@@ -145,9 +145,7 @@ def test_ends_that_differ_after_a_load_do_not_shake_hands(
 ):
     settings = settings_with(pipeline__stages=3)
     middle = saved_run(settings)[1][3]
-    workers = [
-        Worker(settings, stage, corpus.folder, tmp_path / "other", middle) for stage in range(3)
-    ]
+    workers = [Worker(settings, stage, corpus, tmp_path / "other", middle) for stage in range(3)]
     lower, upper = workers[1].contract(1), workers[2].contract(1)
     assert refusal(lower, upper) == refusal(upper, lower) == ""
     assert lower["forward_codec"] == "delta"

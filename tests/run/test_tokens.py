@@ -82,7 +82,7 @@ def test_a_run_without_the_corpus_trains_to_the_same_bits(
     settings = make_settings(pipeline__stages=3, run__precision=precision, **changes)
     assert [columns_read(settings, stage) for stage in range(3)] == reads
     data = request.getfixturevalue(learned)
-    near = run_in_threads(settings, data=data.folder)
+    near = run_in_threads(settings, data=data)
     pairs = [joined(data, settings, stage) for stage in range(3)]
     needs = [columns != Columns(0) for columns in reads]
     assert [far.is_due((0, 0)) for _, far in pairs] == needs

@@ -80,16 +80,13 @@ class Worker:
         self,
         settings: Settings,
         stage: int,
-        corpus: Path,
+        data: Corpus | TokenSource,
         run_folder: Path,
         resume: Path | None = None,
         began: int | None = None,
         progress: Progress | None = None,
-        far: TokenSource | None = None,
     ):
-        """`began`: where the run began, if this stage takes the place of one that was lost. `far`
-        stands for the corpus where it is on another machine.
-        """
+        """`began`: where the run began, if this stage takes the place of one that was lost."""
         self.settings, self.index, self.run_folder = settings, stage, run_folder
         self.progress = progress or Progress()
         self.last = settings.pipeline.stages - 1
@@ -97,8 +94,7 @@ class Worker:
         self.stop_requested = threading.Event()
         self.decided, self.stops = 0, False  # the last known decision of a first stage that is lost
         self.device = choose_device(settings.run.device, self.index)
-        self.data = far or Corpus.open(corpus)
-        self.feed = Feed(self.data, settings, self.device)
+        self.data, self.feed = data, Feed(data, settings, self.device)
         self.mailbox = Mailbox()
         prepare_torch(settings, self.device)
         self.builder = StageBuilder(settings, self.device)
