@@ -115,16 +115,13 @@ class GraphPasses(Passes):
 
     def add(self, found: list[Tensor | None]) -> None:
         """Add the gradients of a microbatch to those of its step, all at once."""
-        pairs = [
-            (p, gradient)
-            for p, gradient in zip(self._trained, found, strict=False)
-            if gradient is not None
-        ]
+        pairs = [(p, g) for p, g in zip(self._trained, found, strict=False) if g is not None]
         for parameter, gradient in pairs:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(gradient)
-        sums = [p.grad for p, _ in pairs if p.grad is not None]
-        torch._foreach_add_(sums, [gradient for _, gradient in pairs])
+        sums = [parameter.grad for parameter, _ in pairs if parameter.grad is not None]
+        if sums:
+            torch._foreach_add_(sums, [gradient for _, gradient in pairs])
 
     def forget_rounded(self) -> None:
         """Before the first capture: a graph could not round again what is rounded already."""
