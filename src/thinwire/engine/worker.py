@@ -90,7 +90,8 @@ class Worker:
         self.settings, self.index, self.run_folder = settings, stage, run_folder
         self.progress = progress or Progress()
         self.last = settings.pipeline.stages - 1
-        shutil.rmtree(self._scratch, ignore_errors=True)  # of a lost process in whose place it is
+        self.scratch = scratch_folder(run_folder) / f"stage-{stage}"  # of codecs and logs
+        shutil.rmtree(self.scratch, ignore_errors=True)  # of a lost process in whose place it is
         self.stop_requested = threading.Event()
         self.decided, self.stops = 0, False  # the last known decision of a first stage that is lost
         self.device = choose_device(settings.run.device, self.index)
@@ -103,7 +104,7 @@ class Worker:
             self.builder.initialise(self.stage)
         self.update = StageUpdate(self.builder, self.stage, self.index)
         spec = self.builder.wire_spec
-        self.below, self.above = ends_of(settings, self.index, spec, self.feed, self._scratch)
+        self.below, self.above = ends_of(settings, self.index, spec, self.feed, self.scratch)
         self.state = StageState(self.update, (self.below, self.above))
         if resume is not None:
             # Whoever started the run has been asked about plugins before any stage was.
@@ -142,14 +143,6 @@ class Worker:
             terms |= space.fingerprints() if space else {}
             terms |= {"token_table": self.update.rows.fingerprint()} if self.update.rows else {}
         return terms
-
-    def log_folder(self, cut: int) -> Path:
-        """Where what is sent over a cut is logged."""
-        return self._scratch / f"sent-{cut}"
-
-    @property
-    def _scratch(self) -> Path:
-        return scratch_folder(self.run_folder) / f"stage-{self.index}"
 
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""

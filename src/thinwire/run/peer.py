@@ -257,7 +257,7 @@ class Peer:
         if not most or not worker.settings.link.outage:
             return pipe
         keeps = FOR_FOLLOWERS if self.order.host else 0  # of a run on one machine nobody follows
-        log = wire.FrameLog(worker.log_folder(cut), most + keeps, keeps)
+        log = wire.FrameLog(worker.scratch / f"sent-{cut}", most + keeps, keeps)
         state = wire.LinkState(log, worker.state.step, self._is_new, self._follows)
         logged = wire.LoggedPipe(None if self._is_new else pipe, state, nic, meter.count_sent)
         self._logged[cut] = logged
