@@ -166,10 +166,10 @@ def run_in_threads(corpus, tmp_path):
     """Run all stages of a run as threads joined by in-memory links."""
     usual, near = tmp_path / "run", lambda stage: None
 
-    def run(settings, resume=None, prepare_worker=None, folder=usual, data=corpus.folder, far=near):
+    def run(settings, resume=None, prepare_worker=None, folder=usual, data=corpus, far=near):
         count = settings.pipeline.stages
         workers = [
-            Worker(settings, stage, data, folder, resume, far=far(stage)) for stage in range(count)
+            Worker(settings, stage, far(stage) or data, folder, resume) for stage in range(count)
         ]
         if prepare_worker:
             for worker in workers:

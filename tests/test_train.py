@@ -71,8 +71,8 @@ class Replay:
     """Peers that are done already: they say again what real stages reported."""
 
     def __init__(self, outcome):
-        stages = range(len(outcome.workers))
-        ready = [Ready("", **worker.describe()) for worker in outcome.workers]
+        workers, stages = outcome.workers, range(len(outcome.workers))
+        ready = [Ready("", one.stage.describe(), str(one.device)) for one in workers]
         linked = [Linked() for _ in stages]
         self.first = [Said(s, said[s]) for said in (ready, linked) for s in stages]
         self.script: list[tuple[int, Report]] = [

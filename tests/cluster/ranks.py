@@ -34,21 +34,24 @@ def go_through(cases):
         grid = lay_out(settings, seat.world, case["schedule"], case["replicas"])
         world = World(seat, grid, settings.run.device)
         trainer = Trainer(settings, world, Corpus.open(Path(case["data"])), folder, None)
-        valid = [trainer.evaluate().loss]
-        steps = [trainer.train_step() for _ in range(settings.train.steps)]
-        valid.append(trainer.evaluate().loss)
+        valid, losses = [evaluated(trainer)], []
+        for _ in range(settings.train.steps):
+            _, [(_, report), *_] = trainer.train_step()
+            losses.append(trainer.loss)
+        valid.append(evaluated(trainer))
         trainer.save()
         trainer.stop_requested = seat.rank == 1
-        assert trainer.evaluate() is None, "all ranks leave it if one is asked to"
+        assert trainer.evaluate() == [], "all ranks leave it if one is asked to"
         if world.leads:
-            _, _, [(_, report), *_] = steps[-1]
-            results = {
-                "losses": [loss for _, loss, _ in steps],
-                "valid": valid,
-                "sent": report.meters["cut-0"]["sent"],
-            }
+            results = {"losses": losses, "valid": valid, "sent": report.meters["cut-0"]["sent"]}
             (folder / "results.json").write_text(json.dumps(results))
     dist.barrier()
+
+
+def evaluated(trainer):
+    """The loss of a validation, which the rank of the last stage knows, on every rank."""
+    said, world = [report.loss for _, report in trainer.evaluate()], trainer.world
+    return json.loads(world.share(json.dumps(said).encode(), world.grid.stages - 1))[0]
 
 
 def become(ranks, work):

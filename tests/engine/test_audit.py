@@ -43,7 +43,7 @@ class Audition:
     """A follower of a stage that sends gradients by this codec."""
 
     def __init__(self, codec="bf16", is_exact=True):
-        self.end = CutEnd(build_codecs(codec, codec), SPEC, microbatches=MICROBATCHES)
+        self.end = CutEnd(build_codecs(codec, codec), SPEC)
         self.told: list[Audited] = []
         self.audit = Audit((self.end, None), is_exact, self.told.append)
 

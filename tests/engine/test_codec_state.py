@@ -145,9 +145,7 @@ def test_ends_that_differ_after_a_load_do_not_shake_hands(
 ):
     settings = settings_with(pipeline__stages=3)
     middle = saved_run(settings)[1][3]
-    workers = [
-        Worker(settings, stage, corpus.folder, tmp_path / "other", middle) for stage in range(3)
-    ]
+    workers = [Worker(settings, stage, corpus, tmp_path / "other", middle) for stage in range(3)]
     lower, upper = workers[1].contract(1), workers[2].contract(1)
     assert refusal(lower, upper) == refusal(upper, lower) == ""
     assert lower["forward_codec"] == "delta"
@@ -184,7 +182,7 @@ def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(saved, setti
     finer = settings_with(**split)
     notes = check_memory(finer, Checkpoint.open(saved))
     assert [note.partition(" and ")[0] for note in notes] == [
-        f"delta is new on the {leg.value} leg of cut 0" for leg in Leg
+        f"delta is new on the {leg.value} leg of the cut before block 1" for leg in Leg
     ]
 
     def look(worker):
@@ -210,6 +208,5 @@ def test_fewer_stages_do_not_drop_a_memory_in_silence(stages, settings_with, sav
     before = settings_with(pipeline__stages=4, train__steps=1, optim__warmup=1, **codecs)
     folder = saved_run(before)[1][1]
     fewer = settings_with(pipeline__stages=stages, **codecs)
-    gone = "1, 3" if stages == 2 else "1, 2, 3"
-    with pytest.raises(CheckpointError, match=f"ef21 on .* leg .* before block {gone}, but this"):
+    with pytest.raises(CheckpointError, match=r"ef21 on .* leg .* before block 1, but this"):
         check_memory(fewer, Checkpoint.open(folder))

@@ -28,7 +28,7 @@ def contract(corpus, tmp_path):
     """That of cut 0 in the third epoch."""
 
     def of(settings):
-        worker = Worker(settings, 0, corpus.folder, tmp_path / "run")
+        worker = Worker(settings, 0, corpus, tmp_path / "run")
         return worker.contract(0, epoch=3)
 
     return of

@@ -54,7 +54,7 @@ def test_the_first_stage_with_non_finite_values_is_named(
         if worker.index == stage:
             spoil(worker)
             if lies:
-                worker._sightings.note = lambda *_: None
+                worker.update.sightings.note = lambda *_: None
 
     settings = make_settings(pipeline__stages=3, train__steps=3)
     outcome = run_in_threads(settings, prepare_worker=prepare)

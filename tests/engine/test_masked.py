@@ -18,7 +18,7 @@ from trained import trained_chain
 def test_a_masked_run_equals_a_plain_loop(stages, schedule, make_settings, run_in_threads, masked):
     settings = make_settings(pipeline__stages=stages, pipeline__schedule=schedule)
     losses, weights = plain_loop(settings, masked)
-    outcome = run_in_threads(settings, data=masked.folder)
+    outcome = run_in_threads(settings, data=masked)
     assert outcome.losses() == pytest.approx(losses, abs=TOLERANCE)
     assert furthest(outcome.weights(), weights) < TOLERANCE
     if stages == 2:

@@ -133,7 +133,7 @@ def test_graphs_train_the_same_weights(changes, trained):
 
 
 def test_targets_that_are_not_learned(trained, masked):
-    plain, replayed = (trained(graphs, {}, data=masked.folder) for graphs in (False, True))
+    plain, replayed = (trained(graphs, {}, data=masked) for graphs in (False, True))
     assert are_equal(weights(plain), weights(replayed))
 
 

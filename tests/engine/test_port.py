@@ -13,7 +13,7 @@ from thinwire.codec import Leg, Place, TensorSpec, build_codecs, parse_codec
 from thinwire.engine.checkpoint import Versions
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.port import EVALUATION_WINDOW, Due, Mailbox, Port, decision_number
-from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
+from thinwire.engine.shared import FROM_ABOVE, FROM_BELOW, row_number
 from thinwire.engine.step_end import Verdict, pack_tally
 from thinwire.engine.trace import Sightings
 from thinwire.errors import BreachError, WireError
@@ -29,17 +29,18 @@ VALIDATION_BATCHES = 40
 BASIS_BYTES = 24
 ROW_BYTES = 40
 MADE_WITH = Versions(weight_version=7, basis_version=1)
+FREE = build("gpipe", 2, MICROBATCHES)  # nothing waits for an answer
 
 
 class Pair:
     """A sending port, a receiving port, and the raw link beneath the sender."""
 
-    def __init__(self, codecs=("bf16", "bf16"), first_step=0, nic=lambda: None, schedule=None):
+    def __init__(self, codecs=("bf16", "bf16"), first_step=0, nic=lambda: None, schedule=FREE):
         ours, theirs = memory_pair()
-        self.mailbox = Mailbox(timeout=PATIENCE)
+        self.mailbox = Mailbox()
         self.raw = Link(ours, Meter(), nic(), "cut-0", 1 << 16)
-        from_above = Due(0, False, first_step, None, 0, BASIS_BYTES, (3, ROW_BYTES))
-        self.sender = self.port(0, self.raw, Mailbox(timeout=PATIENCE), codecs[0], from_above)
+        from_above = Due(0, False, first_step, FREE, 0, BASIS_BYTES, (3, ROW_BYTES))
+        self.sender = self.port(0, self.raw, Mailbox(), codecs[0], from_above)
         self.other = Link(theirs, Meter(), nic(), "cut-0", 1 << 16)
         rest = VALIDATION_BATCHES, BASIS_BYTES, (3, ROW_BYTES)
         from_below = Due(1, True, first_step, schedule, *rest)
@@ -49,7 +50,7 @@ class Pair:
     def port(stage, link, mailbox, codec, due):
         codecs = {Leg.FORWARD: parse_codec(codec), Leg.BACKWARD: parse_codec(codec)}
         spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"))
-        end = CutEnd(codecs, spec, is_lower=stage == 0, microbatches=MICROBATCHES)
+        end = CutEnd(codecs, spec, is_lower=stage == 0)
         return Port(link, end, mailbox, due, Sightings())
 
     def forward(self, step, microbatch):
@@ -133,18 +134,18 @@ def test_a_neighbour_that_leaves_wakes_who_waits():
 def test_a_repeated_stage_unpacks_no_answer_before_what_it_answers_is_packed():
     """Its neighbour's answers are in a log, and may be here first."""
     spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"))
-    mailbox, sent, arrives, packs = Mailbox(PATIENCE), [], threading.Event(), threading.Event()
+    mailbox, sent, arrives, packs = Mailbox(), [], threading.Event(), threading.Event()
 
     def end(is_lower):
         codecs = build_codecs("randk(0.5)", "topk(shared)")
-        return CutEnd(codecs, spec, is_lower, microbatches=MICROBATCHES)
+        return CutEnd(codecs, spec, is_lower)
 
     ours, theirs = memory_pair()
     ours.state = SimpleNamespace(sent_again=5)  # as in the log of whoever was at the other end
     lower, upper = end(True), end(False)
     lower.pack = lambda *frame: (packs.wait(PATIENCE), CutEnd.pack(lower, *frame))[1]
     link = Link(ours, Meter(), None, "cut-0", 1 << 16)
-    port = Port(link, lower, mailbox, Due(0, False, 0), Sightings())
+    port = Port(link, lower, mailbox, Due(0, False, 0, FREE), Sightings())
     port._too_early = lambda frame: (arrives.set(), Port._too_early(port, frame))[1]
     port.open_step(0)
     other = Link(theirs, Meter(), None, "cut-0", 1 << 16)
@@ -166,7 +167,7 @@ def test_a_decision_that_was_received_is_known_long_before_it_is_due(kind, tmp_p
     ours, theirs = memory_pair()
     nic = Nic(0, 0, latency_ms=1e6)
     link = Link(LoggedPipe(ours, state, nic), Meter(), nic, "cut-0", 1 << 16)
-    Pair.port(1, link, Mailbox(PATIENCE), "bf16", Due(1, True, 5))
+    Pair.port(1, link, Mailbox(), "bf16", Due(1, True, 5, FREE))
     frame = encode(verdict_frame(5, kind, stop=True))
     theirs.write(stamp(frame, nic.reserve_up(len(frame), time.monotonic()).arrival))
     wait_until(lambda: state.position().received)
@@ -423,14 +424,11 @@ def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(ni
     assert not thread.is_alive()
 
 
-def test_waiting_ends_with_the_item_or_a_timeout():
-    mailbox = Mailbox(timeout=0.05)
-    with pytest.raises(WireError, match="arrived within"):
-        mailbox.take(("F", 0, 0))
+def test_waiting_ends_with_the_item_or_a_failure():
     mailbox = Mailbox()
     threading.Timer(0.05, mailbox.fail, (WireError("the link broke"),)).start()
     with pytest.raises(WireError, match="the link broke"):
         mailbox.take(("F", 0, 0))
     mailbox = Mailbox()
-    threading.Timer(0.05, mailbox.put, (("F", 0, 0), 0, "item")).start()
+    threading.Timer(0.05, mailbox.put, (("F", 0, 0), "item")).start()
     assert mailbox.take(("F", 0, 0)) == "item"

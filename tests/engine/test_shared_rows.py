@@ -13,11 +13,11 @@ from plain import learning_rate, moments_of, order_of, update_by_hand
 
 from settings_values import EXACT, narrow
 from thinwire.codec import Leg
-from thinwire.engine import rows
+from thinwire.engine import shared
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import Snapshot
 from thinwire.engine.conversion import Folded
-from thinwire.engine.rows import SharedRows
+from thinwire.engine.shared import SharedRows
 from thinwire.model import fixed_table, token_loss
 from thinwire.settings import Settings
 from thinwire.settings.crossing import row_bytes
@@ -105,7 +105,7 @@ def settings_of_one_stage(settings):
 def frames(request, monkeypatch):
     """Rows travel in frames of so many: one by one, in several, all together."""
     bytes_of_a_row = 8 * 32  # float64
-    monkeypatch.setattr(rows, "ROW_FRAME_BYTES", request.param * bytes_of_a_row)
+    monkeypatch.setattr(shared, "ROW_FRAME_BYTES", request.param * bytes_of_a_row)
 
 
 @pytest.mark.usefixtures("frames")

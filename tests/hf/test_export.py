@@ -70,7 +70,7 @@ def test_a_model_with_cuts_opens_with_the_registered_class(changes, trained):
 def test_weights_copied_without_folding_are_refused(trained, monkeypatch):
     place = trained(**SUBSPACE)
     folder, _ = exported(place)
-    monkeypatch.setattr(Folded, "_fold", lambda self, name: self._source.tensor(name))
+    monkeypatch.setattr(Folded, "_read", lambda self, name: self._source.tensor(name))
     checkpoint = Checkpoint.open(place)
     weights = Folded(checkpoint)
     write_model(folder, weights.shapes, torch.float32, weights.tensor, 10**9)

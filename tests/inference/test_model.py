@@ -68,13 +68,13 @@ def test_a_cache_changes_no_logit_and_no_token(changes, trained, monkeypatch):
 def test_a_stage_reads_its_own_tensors_only(trained, monkeypatch):
     folder, _ = trained(codec__forward="fp64")
     read: list[set[str]] = []
-    whole = Checkpoint._read
+    whole = Checkpoint.tensors
 
     def noted(self, names):
-        read.append(names)
+        read.append({*names})
         return whole(self, names)
 
-    monkeypatch.setattr(Checkpoint, "_read", noted)
+    monkeypatch.setattr(Checkpoint, "tensors", noted)
     Model(folder, "cpu")
     ends = [("model.embed_tokens.weight" in n, "lm_head.weight" in n) for n in read]
     assert ends == [(True, False), (False, False), (False, True)]

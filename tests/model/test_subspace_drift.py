@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.engine.keeper import REPROJECT_EVERY
+from thinwire.engine.shared import REPROJECT_EVERY
 from thinwire.model import Constraint, Held, SubspaceAdamW, random_basis
 
 STAYS, LEAVES = 1e-6, 1e-2

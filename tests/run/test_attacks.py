@@ -126,7 +126,7 @@ def test_a_process_of_another_run_is_refused_before_a_frame_is_sent_again(
     """As at the start, but for what changes from step to step; and so is one of another epoch."""
 
     def contract(epoch=3, **changes):
-        worker = Worker(make_settings(**changes), 0, corpus.folder, tmp_path / "run")
+        worker = Worker(make_settings(**changes), 0, corpus, tmp_path / "run")
         return worker.contract(0, epoch, at_start=False)
 
     mine = contract()

@@ -123,7 +123,7 @@ def test_codecs_that_remember_are_not_split_anew(make_settings, tmp_path):
     open_resume(saved, make_settings(codec__forward="int8", pipeline__split=[1, 3]), silent())
     open_resume(saved, make_settings(**remembering, pipeline__stages=4), silent())  # finer
     said = said_of(saved, make_settings(codec__forward="int4+ef21"))
-    assert "int4+ef21 is new on the forward leg of cut 0" in said
+    assert "int4+ef21 is new on the forward leg of the cut before block 2" in said
     assert "the learning rate was" not in said
     changed = make_settings(codec__forward="int8", optim__lr=1e-4)
     assert "the learning rate was" in said_of(saved, changed)

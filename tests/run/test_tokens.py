@@ -82,7 +82,7 @@ def test_a_run_without_the_corpus_trains_to_the_same_bits(
     settings = make_settings(pipeline__stages=3, run__precision=precision, **changes)
     assert [columns_read(settings, stage) for stage in range(3)] == reads
     data = request.getfixturevalue(learned)
-    near = run_in_threads(settings, data=data.folder)
+    near = run_in_threads(settings, data=data)
     pairs = [joined(data, settings, stage) for stage in range(3)]
     needs = [columns != Columns(0) for columns in reads]
     assert [far.is_due((0, 0)) for _, far in pairs] == needs
@@ -112,14 +112,14 @@ def test_a_run_without_the_corpus_trains_to_the_same_bits(
 def test_a_wait_ends_when_the_host_goes(make_settings, corpus):
     settings = make_settings(train__steps=50)
     server, far = joined(corpus, settings, 0)
-    far.inputs((0, 0))
+    far.read((0, 0))
     server.link.close()
     with pytest.raises(WireError, match=r"token ids of microbatch 2 of step 41 cannot be had: "):
-        far.inputs((40, 2))
+        far.read((40, 2))
     here, far = greeted(settings)
     threading.Timer(0.1, here.close).start()
     with pytest.raises(WireError, match=r"validation batch 0 cannot be had: .*without a goodbye"):
-        far.inputs(0)
+        far.read(0)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_ids_and_masks_that_do_not_fit_are_refused(frame, words, make_settings):
     right = {"kind": FrameKind.TOKENS, "codec": 1, "shape": (2, 16), "payload": bytes(64)}
     here.write(encode(Frame(**{**right, **frame})))
     with pytest.raises(WireError, match=words):
-        (far.targets if has_mask else far.inputs)((0, 0))
+        far.read((0, 0))
 
 
 @pytest.mark.parametrize("frame", [

@@ -170,10 +170,10 @@ class ToyCodec:
 class ToyEnd(CutEnd):
     """An end of a cut whose codecs are toys."""
 
-    def __init__(self, state, cut, is_lower, microbatches):
+    def __init__(self, state, cut, is_lower):
         codecs = {leg: ToyCodec(state.memory, cut, leg) for leg in Leg}
         spec = SimpleNamespace(shape=(), dtype=None)
-        super().__init__(codecs, spec, is_lower, cut, microbatches=microbatches)
+        super().__init__(codecs, spec, is_lower, cut)
 
 
 class ToyMailbox(Mailbox):
@@ -677,7 +677,7 @@ class Stage:
             return None
         end, step = self.ends[neighbour], self.state.step
         due = Due(self.index, neighbour < self.index, step, self.world.schedule, VALIDATION)
-        toy = ToyEnd(self.state, end.cut, neighbour > self.index, self.plan.microbatches)
+        toy = ToyEnd(self.state, end.cut, neighbour > self.index)
         blind = SimpleNamespace(look=lambda *_: None, note=lambda *_: None)
         return Port(end, toy, self.mailbox, due, blind)
 

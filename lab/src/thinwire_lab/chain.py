@@ -15,8 +15,8 @@ from thinwire.codec import Leg, cross, spec_of
 from thinwire.engine.build import Joined, choose_device, prepare_torch
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
-from thinwire.engine.keeper import Keeper
 from thinwire.engine.passes import weights_rounded_once
+from thinwire.engine.shared import Keeper
 from thinwire.engine.step_end import StageUpdate, StepEnd
 from thinwire.engine.trace import StepTrace
 from thinwire.model import Score, learning_rate
@@ -110,7 +110,7 @@ class Chain(Joined):
         self.updates = [
             StageUpdate(self.builder, stage, index) for index, stage in enumerate(self.stages)
         ]
-        self._end = StepEnd(self.updates, device=device)
+        self._end = StepEnd(self.updates)
         self.row_bytes = self._end.row_bytes  # that crossed all cuts for a shared embedding
         self.done = 0
 

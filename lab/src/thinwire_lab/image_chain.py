@@ -153,7 +153,7 @@ class ImageChain:
             for codec in codecs.values():
                 codec.prepare(spec, room)
             seed, examples = settings.run.seed, self.feed.examples
-            return CutEnd(codecs, spec, is_lower, index, block, seed, 1, examples)
+            return CutEnd(codecs, spec, is_lower, index, block, seed, examples)
 
         return Cut(end(True), end(False), settings.train.batch)
 

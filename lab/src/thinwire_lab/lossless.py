@@ -148,8 +148,8 @@ def trace(chain: Chain, draw: int) -> Trace:
     for handle in handles:
         handle.remove()
     found = {"loss": {"": loss.detach()}, "activation": activations, "raw gradient": gradients()}
-    for keeper in chain.keepers:
-        keeper.project_gradients()
+    for update in chain.updates:
+        update.project_gradients()
     found["gradient"] = gradients()
     for stage in chain.stages:
         stage.zero_grad()

@@ -40,13 +40,13 @@ from thinwire.engine.passes import autocast_for, weights_rounded_once
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
-from thinwire.engine.trace import FORWARD, Sightings
+from thinwire.engine.trace import FORWARD
 from thinwire.engine.worker import PATIENCE, scratch, scratch_folder
 from thinwire.errors import ConfigError, StageError
 from thinwire.model import Score, learning_rate
 from thinwire.report import Display
 from thinwire.run.coordinator import disagreement
-from thinwire.run.events import Begin, Commit, Discard, Exploded, Record
+from thinwire.run.events import Begin, Command, Commit, Discard, Exploded, Record
 from thinwire.run.ledger import LossWatch, watch_losses
 from thinwire.run.peer import versions
 from thinwire.run.protocol import FROM_PEER, Envelope, Finished, Ready, pack, unpack
@@ -101,51 +101,36 @@ class World:
 
     def close(self) -> None:
         """Leave in good order."""
-        self.wait_for_all()
+        dist.barrier(group=self._all)
         gc.collect()  # the stages of the run, in cycles, hold groups that would outlive this
         dist.destroy_process_group()
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, entry by entry; exact where one rank alone has an entry."""
-        totals = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(totals, group=self._all)
-        return totals.tolist()
-
     def gather(self, said: bytes) -> list[bytes]:
-        """What every rank says, in their order, on every rank."""
-        mine = [len(said) * (rank == self.seat.rank) for rank in range(self.seat.world)]
-        sizes = [int(size) for size in self.sum(mine)]
-        rooms = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(rooms, _as_tensor(said.ljust(max(sizes))), group=self._all)
-        return [room.numpy().tobytes()[:size] for room, size in zip(rooms, sizes, strict=True)]
+        """What every rank says, in their order, on every rank; all wait for it."""
+        sizes = [int(size) for size in self._gathered(torch.tensor([len(said)]))]
+        room = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        room.numpy()[: len(said)] = np.frombuffer(said, np.uint8)
+        found = zip(self._gathered(room), sizes, strict=True)
+        return [room.numpy().tobytes()[:size] for room, size in found]
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        rooms = [torch.empty_like(own) for _ in range(self.seat.world)]
+        dist.all_gather(rooms, own, group=self._all)
+        return rooms
 
     def share(self, said: bytes, stage: int = 0) -> bytes:
         """What the rank that holds a stage, in the first pipeline, says: on every rank."""
         source = self.grid.holders[stage]
-        is_own = self.seat.rank == source
-        size = int(self.sum([len(said) * is_own])[0])
-        room = _as_tensor(said) if is_own else torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(room, source, group=self._all)
-        return room.numpy().tobytes()
+        return self.gather(said if self.seat.rank == source else b"")[source]
 
-    def wait_for_all(self) -> None:
-        """Until every rank has come to this point."""
-        dist.barrier(group=self._all)
-
-    def add_twins(self, tensors: Sequence[Tensor]) -> None:
-        """Add up, in place, what the replicas of this rank have in its stead."""
-        if self.grid.replicas > 1:
-            for work in [dist.all_reduce(t, group=self.twins, async_op=True) for t in tensors]:
-                work.wait()
+    def any(self, is_so: bool) -> bool:
+        """Whether it is so on one rank at least."""
+        return any(self.gather(b"1" * is_so))
 
     def elsewhere(self, stage: int) -> int | None:
         """The rank of this pipeline that holds a stage; None where this one does."""
         holder = self.grid.holders[stage]
         return holder if holder != self.place else None
-
-
-def _as_tensor(said: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(said, dtype=np.uint8).copy())
 
 
 def _name_of_attempt(store: dist.Store, seat: Seat) -> str:
@@ -175,7 +160,7 @@ def run(
     """
     started = time.monotonic()
     # Of any machine: torchrun counts on each one only the failures that it saw itself.
-    restarted = world.sum([world.seat.restarts])[0] > 0
+    restarted = world.any(world.seat.restarts > 0)
     link = dataclasses.replace(settings.link, emulate=False)  # PyTorch sends as the network does
     kept = dataclasses.replace(settings.train, log_mb=0)  # for no rank is replaced
     settings = dataclasses.replace(settings, link=link, train=kept)
@@ -184,8 +169,8 @@ def run(
         checkpoint = weights = None
         if world.leads:
             if settings.pipeline.window and world.grid.schedule != "gpipe":
-                said = "note: pipeline.window is not used: PyTorch's schedule has its own"
-                display.phase("config", said)
+                note = "note: pipeline.window is not used: PyTorch's schedule has its own"
+                display.phase("config", note)
             if restarted and list_checkpoints(folder):
                 resume = folder  # else it starts again as it was told to
             if restarted and (folder / ENDED).exists():
@@ -194,42 +179,36 @@ def run(
             settings, checkpoint, weights = stack.enter_context(beginning)
             stack.enter_context(scratch(folder))
             (folder / ENDED).unlink(missing_ok=True)
-        plain = world.share(json.dumps(settings.to_plain()).encode())
-        settings = Settings.from_plain(json.loads(plain))
-        weights = _shared_checkpoint(world, weights)
+        place = str(weights.folder.resolve()) if weights else ""
+        said = world.share(json.dumps([settings.to_plain(), place]).encode())
+        plain, place = json.loads(said)
+        settings = Settings.from_plain(plain)
+        if place and weights is None:
+            weights = Checkpoint.open(Path(place), allow_plugins=True)  # rank 0 has been asked
         prepare = functools.partial(prepare_data, settings, display, weights, checkpoint)
         data = _same_everywhere(world, prepare)
         if world.leads and checkpoint is None and weights is not None:
             checkpoint = make_start(weights, settings, folder, data, display)
-        checkpoint = _shared_checkpoint(world, checkpoint)
+        said = world.share(str(checkpoint.folder.resolve()).encode() if checkpoint else b"")
+        origin = Path(said.decode()) if said else None
         if not (folder / ".lock").exists():  # checkpoints have a part of each stage
             raise ConfigError(
                 f"rank {world.seat.rank} does not see the run's folder {folder}, which rank 0 has "
                 "made: put run.out on a file system that all machines share"
             )
-        origin = checkpoint.folder if checkpoint else None
-        trainer = Trainer(settings, world, data, folder, origin)
+        rank = Rank(settings, world, data, folder, origin)
         source = f", from {origin}" if origin else ""
         display.phase("start", f"{world}; links are not emulated{source}")
-        record = None
         if world.leads:
-            record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
-        losses = watch_losses(settings, folder, checkpoint)
-        return Rank(trainer, record, losses).live(started)
-
-
-def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | None:
-    """The checkpoint that the first rank has opened, on every rank."""
-    place = world.share(str(opened.folder.resolve() if opened else "").encode()).decode()
-    if opened is not None or not place:
-        return opened
-    return Checkpoint.open(Path(place), allow_plugins=True)  # the first rank has been asked
+            rank.record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
+            rank.losses = watch_losses(settings, folder, checkpoint)
+        return rank.live(started)
 
 
 def _same_everywhere(world: World, prepare: Callable[[], Corpus]) -> Corpus:
     """The run's data: prepared by one rank of each machine, then opened by the others."""
     data = prepare() if world.seat.local_rank == 0 else None
-    world.wait_for_all()
+    world.gather(b"")  # until they have
     data = data or prepare()
     wanted = world.share(data.fingerprint.encode()).decode()
     if data.fingerprint != wanted:
@@ -238,93 +217,6 @@ def _same_everywhere(world: World, prepare: Callable[[], Corpus]) -> Corpus:
             f"{data.fingerprint} instead of {wanted}): give every machine the same files"
         )
     return data
-
-
-@dataclasses.dataclass
-class Rank:
-    """The life of a rank once all is prepared; one of them keeps the record."""
-
-    trainer: "Trainer"
-    record: RunRecord | None
-    losses: LossWatch
-
-    def live(self, started: float) -> dict[str, Any] | None:
-        """Train to the end; the summary where the record is kept."""
-        trainer, device = self.trainer, str(self.trainer.world.device)
-        ready = [
-            (held.index, Ready("", held.stage.describe(), device, versions()))
-            for held in trainer.held
-        ]
-        stages = [message for _, message in self._gather(ready)]
-        if self.record is not None:
-            self.record.carry_out(Begin(stages))
-        with heeding(self._on_signal):
-            try:
-                self._train()
-            finally:
-                if self.record is not None:
-                    self.record.close()
-        finished = [(held.index, Finished(held.meters())) for held in trainer.held]
-        self._keep(self._gather(finished))
-        if self.record is None:
-            return None
-        try:
-            return self.record.finish(0, trainer.stop_requested, started)
-        except StageError as error:  # no torchrun that starts all ranks again shall go on
-            (trainer.folder / ENDED).write_text(str(error), encoding="utf-8")
-            raise
-
-    def _train(self) -> None:
-        trainer, settings = self.trainer, self.trainer.settings
-        stop = False
-        while trainer.done < settings.train.steps and not stop:
-            if trainer.done == trainer.first_step or settings.is_evaluation_step(trainer.done):
-                self._keep([(-1, trainer.evaluate())])
-            verdict, _, reports = trainer.train_step()
-            self._keep(self._gather(reports))
-            stop = verdict.stop
-            if verdict.checkpoint:
-                self._save()
-        if not stop:
-            self._keep([(-1, trainer.evaluate())])
-        trainer.stop_requested = stop
-
-    def _save(self) -> None:
-        parts = [message for _, message in self._gather(self.trainer.save())]
-        if self.record is None:
-            return
-        step = self.trainer.done
-        failed = [part.error for part in parts if isinstance(part, ShardFailed)]
-        if failed:
-            self.record.carry_out(Discard(step, failed[0]))
-        elif difference := disagreement(step, [part.agreements for part in parts]):
-            self.record.carry_out(Discard(step))
-            raise StageError(difference)
-        else:
-            self.record.carry_out(Commit(step, parts))
-
-    def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished | None]]) -> None:
-        for stage, report in said:
-            if self.record is None or report is None:
-                continue
-            self.record.carry_out(Record(stage, report))
-            for change in [] if isinstance(report, Finished) else self.losses.hear(report):
-                self.record.carry_out(change)
-                if isinstance(change, Exploded) and self.losses.stops:
-                    self.trainer.stop_requested = True
-
-    def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        """What all stages say, each with its number and in their order."""
-        is_twin = self.trainer.world.replica > 0  # its stages are told of by the first replica
-        own = [] if is_twin else [pack(Envelope(message, stage)) for stage, message in said]
-        heard = self.trainer.world.gather(msgspec.msgpack.encode(own))
-        lines = [line for text in heard for line in msgspec.msgpack.decode(text, type=list[bytes])]
-        found = [unpack(line, FROM_PEER) for line in lines]
-        return sorted(((one.stage, one.message) for one in found), key=lambda pair: pair[0])
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The step under way is finished and saved; torchrun ends whoever takes too long."""
-        self.trainer.stop_requested = True
 
 
 class HeldStage(nn.Module):
@@ -338,11 +230,10 @@ class HeldStage(nn.Module):
         settings, self.index = builder.settings, index
         self.stage = builder.build(index)
         self.update = StageUpdate(builder, self.stage, index)
-        self.sightings = Sightings()
         scratch = scratch_folder(folder) / f"stage-{index}"
         ends = ends_of(settings, index, builder.wire_spec, feed, scratch)
         self.below, self.above = (
-            Crossing(end, world.carriers, self.sightings) if end else None for end in ends
+            Crossing(end, world.carriers, self.update.sightings) if end else None for end in ends
         )
         self.state = StageState(self.update, ends)
         self._autocast = autocast_for(settings.run.precision, world.device)
@@ -392,8 +283,7 @@ class Trainer:
     """The stages of one rank, trained together with all other ranks.
 
     For the end of a step it is the way to both neighbours. The tally and the losses of a rank reach
-    every other one, and each makes of them the verdict of a first stage (engine/worker.py). The
-    rank of the last stage proposes how a basis moves.
+    every other one, and each makes of them the verdict of a first stage (engine/worker.py).
     """
 
     def __init__(
@@ -423,9 +313,7 @@ class Trainer:
                 held.state.restore(Checkpoint.open(resume, allow_plugins=True))
         self.done = self.first_step = self.held[0].state.step
         above = self if self.held[-1].above else None
-        updates = [held.update for held in self.held]
-        sightings = [held.sightings for held in self.held]
-        self._step_end = StepEnd(updates, 0, self, above, world.device, sightings)
+        self._step_end = StepEnd([held.update for held in self.held], self, above)
         name, stages = world.grid.schedule, [held.pipelined for held in self.held]
         own: Any = stages[0] if name in SINGLE else stages
         kind: Any = get_schedule_class(SCHEDULES[name])
@@ -433,8 +321,8 @@ class Trainer:
         options = {"loss_fn": lambda output, _: output, "scale_grads": False}
         self._schedule = kind(own, world.grid.microbatches, **options)
 
-    def train_step(self) -> tuple[Verdict, float, list[tuple[int, Step]]]:
-        """One step: what all ranks decided, its loss, and what each stage of this rank reports."""
+    def train_step(self) -> tuple[Verdict, list[tuple[int, Step]]]:
+        """One step: what all ranks decided, and what each stage of this rank reports."""
         step, start = self.done, time.monotonic()
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
         for held in self.held:
@@ -446,8 +334,12 @@ class Trainer:
             count = self.world.grid.microbatches
             at = torch.arange(count) + self.world.replica * count
             self._schedule.step(at, number=at, target=at, losses=losses, return_outputs=False)
-        for held in self.held:
-            self.world.add_twins([p.grad for p in held.stage.parameters() if p.grad is not None])
+        if self.world.grid.replicas > 1:
+            parameters = (p for held in self.held for p in held.stage.parameters())
+            gradients = (p.grad for p in parameters if p.grad is not None)
+            added = [dist.all_reduce(g, group=self.world.twins, async_op=True) for g in gradients]
+            for work in added:
+                work.wait()
         self._losses = [float(loss) for loss in losses]
         self._step_end.trace.spans.clear()
         # The verdict comes by `take_message`, and nobody scores a move of the basis.
@@ -459,7 +351,7 @@ class Trainer:
                 held.update.check(step)
             held.state.step = self.done
         reports = [(held.index, self._report(held, step, lr, verdict, start)) for held in self.held]
-        return verdict, self.loss, reports
+        return verdict, reports
 
     def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
         """Keep a tally until the verdict is due; hand a basis on where it was proposed."""
@@ -490,20 +382,22 @@ class Trainer:
         return Verdict(norm, commit, checkpoint, stop)
 
     @torch.no_grad()
-    def evaluate(self) -> Evaluation | None:
-        """The validation as things are, on every rank; None where one of them is asked to stop."""
-        start, found, last = time.monotonic(), [0.0, 0.0, 0.0], self.held[-1]
+    def evaluate(self) -> list[tuple[int, Evaluation]]:
+        """The validation as things are, on every rank: the report of the last stage, where it is
+        held. It is left where one rank is asked to stop.
+        """
+        start, last = time.monotonic(), self.held[-1]
         for held in self.held:
             held.begin(self.done, training=False)
         for number in range(self.feed.validation_count):
             # Asked seldom, since ranks wait for each other here.
-            if number % 8 == 0 and self.world.sum([self.stop_requested])[0] > 0:
-                return None
+            if number % 8 == 0 and self.world.any(self.stop_requested):
+                return []
             self._forward(torch.tensor([number]))
-        if last.above is None and self.world.replica == 0:
-            found = [last.score.loss, time.monotonic() - start, last.score.count]
-        loss, seconds, count = self.world.sum(found)
-        return Evaluation(self.done, loss, seconds, int(count))
+        if last.above is not None:
+            return []
+        score, seconds = last.score, time.monotonic() - start
+        return [(last.index, Evaluation(self.done, score.loss, seconds, score.count))]
 
     def _forward(self, number: Tensor) -> None:
         """A validation microbatch through the stages of this rank, in the order of all stages: not
@@ -536,7 +430,7 @@ class Trainer:
         update = self._step_end.trace.seconds("compute", "U") / len(self.held)
         loss = self.loss if held.above is None else None
         if loss is not None and not math.isfinite(loss):
-            held.sightings.note(step, FORWARD)
+            held.update.sightings.note(step, FORWARD)
         return Step(
             step=step,
             loss=loss,
@@ -551,5 +445,85 @@ class Trainer:
             measures=keeper.measures(step) if keeper else {},
             meters=held.meters(),
             dropped=0,
-            not_finite=held.sightings.take_first(step),
+            not_finite=held.update.sightings.take_first(step),
         )
+
+
+class Rank(Trainer):
+    """The life of a rank once all is prepared; one of them keeps the record."""
+
+    record: RunRecord | None = None
+    losses: LossWatch | None = None
+
+    def live(self, started: float) -> dict[str, Any] | None:
+        """Train to the end; the summary where the record is kept."""
+        device = str(self.world.device)
+        ready = [(h.index, Ready("", h.stage.describe(), device, versions())) for h in self.held]
+        self._do(Begin([message for _, message in self._gather(ready)]))
+        with heeding(self._on_signal):
+            try:
+                self._train()
+            finally:
+                if self.record is not None:
+                    self.record.close()
+        self._keep([(held.index, Finished(held.meters())) for held in self.held])
+        if self.record is None:
+            return None
+        try:
+            return self.record.finish(0, self.stop_requested, started)
+        except StageError as error:  # no torchrun that starts all ranks again shall go on
+            (self.folder / ENDED).write_text(str(error), encoding="utf-8")
+            raise
+
+    def _train(self) -> None:
+        settings = self.settings
+        stop = False
+        while self.done < settings.train.steps and not stop:
+            if self.done == self.first_step or settings.is_evaluation_step(self.done):
+                self._keep(self.evaluate())
+            verdict, reports = self.train_step()
+            self._keep(reports)
+            stop = verdict.stop
+            if verdict.checkpoint:
+                self._save()
+        if not stop:
+            self._keep(self.evaluate())
+        self.stop_requested = stop
+
+    def _save(self) -> None:
+        step, parts = self.done, [part for _, part in self._gather(self.save())]
+        failed = [part.error for part in parts if isinstance(part, ShardFailed)]
+        if failed:
+            self._do(Discard(step, failed[0]))
+        elif difference := disagreement(step, [part.agreements for part in parts]):
+            self._do(Discard(step))
+            raise StageError(difference)
+        else:
+            self._do(Commit(step, parts))
+
+    def _do(self, command: Command) -> None:
+        if self.record is not None:
+            self.record.carry_out(command)
+
+    def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished]]) -> None:
+        """Record what all stages say."""
+        for stage, report in self._gather(said):
+            self._do(Record(stage, report))
+            if self.losses is not None and not isinstance(report, Finished):
+                for change in self.losses.hear(report):
+                    self._do(change)
+                    if isinstance(change, Exploded) and self.losses.stops:
+                        self.stop_requested = True
+
+    def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """What all stages say, each with its number and in their order."""
+        is_twin = self.world.replica > 0  # its stages are told of by the first replica
+        own = [] if is_twin else [pack(Envelope(message, stage)) for stage, message in said]
+        heard = self.world.gather(msgspec.msgpack.encode(own))
+        lines = [line for text in heard for line in msgspec.msgpack.decode(text, type=list[bytes])]
+        found = [unpack(line, FROM_PEER) for line in lines]
+        return sorted(((one.stage, one.message) for one in found), key=lambda pair: pair[0])
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The step under way is finished and saved; torchrun ends whoever takes too long."""
+        self.stop_requested = True

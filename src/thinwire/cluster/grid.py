@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from thinwire.codec.config import PLAIN
 from thinwire.errors import ConfigError
 from thinwire.settings import Settings
 
@@ -133,9 +132,6 @@ def _check_settings(settings: Settings, grid: Grid) -> None:
     ):
         if is_on:
             raise ConfigError(f"{what} does not work {why}")
-    names = {name for cut in range(grid.stages - 1) for name in settings.codec.names(cut)}
-    if names <= set(PLAIN):
-        return
     from thinwire.engine.cut import codecs_of  # slow to import
 
     for codecs in codecs_of(settings).values():

@@ -1,10 +1,10 @@
 """The parts of a pipeline of torch.distributed.pipelining: what crosses a cut, and a stage.
 
-PyTorch sends the output of one module to the next, and the gradient of that output back: tensors
-of floats, of one shape. So a module ends by packing: its output is a *carrier*, a flat tensor of
-float32 whose bits are the bytes of the codec, with which nobody computes. The next module unpacks
-it. The gradient of a carrier is a carrier too. There is room in it for the longer of both legs, of
-which `ThinStage` sends what a leg needs. Each rank reads its part of the batch by itself.
+PyTorch sends the output of one module to the next, and its gradient back: tensors of floats, of one
+shape. So a module ends by packing: its output is a *carrier*, a flat tensor of float32 whose bits
+are the bytes of the codec, with which nobody computes. The next module unpacks it. The gradient of
+a carrier is a carrier too. There is room in it for the longer of both legs; `ThinStage` sends what
+a leg needs.
 """
 
 from collections import Counter

@@ -2,12 +2,11 @@
 
 The neighbours of the stage send a witness of each tensor that came from it: a digest, and of some,
 which nobody can foresee, the payload itself. A machine of the same kind computes the same bits.
-Another one rounds otherwise and drifts away step by step: there payloads are held against each
-other, and what is far from all before is no rounding.
+Another one drifts away step by step: there what differs far more than all before is no rounding.
 """
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 
 from thinwire.engine.cut import LEGS, Ends
@@ -22,6 +21,7 @@ FACTOR = 10.0  # times the largest difference so far may be rounding too
 IN_A_ROW = 3  # tensors of a kind differ by more where a machine lies; one alone may be chance
 DRIFTED = MOST_ROUNDING / 4  # whoever is so far away may soon be further: it is to begin anew
 MOST_WAITING = 64 << 20  # bytes of payloads whose counterpart has not come yet
+ITEM_BYTES = 64  # of one of them beside its payload
 _NAMES: dict[FrameKind, Named] = {
     FrameKind.FORWARD: "activation",
     FrameKind.BACKWARD: "gradient",
@@ -117,20 +117,17 @@ class _Waiting:
     """Payloads whose counterpart has not come yet; the oldest are dropped where they are many."""
 
     def __init__(self) -> None:
-        self._items: OrderedDict[Key, Item] = OrderedDict()
+        self._items: dict[Key, Item] = {}
         self._bytes = 0
 
     def put(self, key: Key, item: Item) -> None:
         self._items[key] = item
-        self._bytes += _size(item)
+        self._bytes += ITEM_BYTES + len(item[1])
         while self._bytes > MOST_WAITING:
-            self._bytes -= _size(self._items.popitem(last=False)[1])
+            self.take(next(iter(self._items)))
 
     def take(self, key: Key) -> Item | None:
         item = self._items.pop(key, None)
-        self._bytes -= _size(item) if item is not None else 0
+        if item is not None:
+            self._bytes -= ITEM_BYTES + len(item[1])
         return item
-
-
-def _size(item: Item) -> int:
-    return 64 + len(item[1])

@@ -24,11 +24,11 @@ from thinwire.settings.crossing import wire_shape
 
 def choose_device(wanted: str, stage: int) -> torch.device:
     """The device of a stage; several GPUs are dealt out in turn."""
-    has_cuda = torch.cuda.is_available()
-    has_mps = torch.backends.mps.is_available()
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    is_here = {"cuda": cuda, "mps": mps, "cpu": True}
     if wanted == "auto":
-        wanted = "cuda" if has_cuda else "mps" if has_mps else "cpu"
-    if (wanted == "cuda" and not has_cuda) or (wanted == "mps" and not has_mps):
+        wanted = next(device for device in is_here if is_here[device])
+    if not is_here.get(wanted, True):
         raise ConfigError(f'run.device = "{wanted}", but torch finds none on this machine')
     if wanted == "cuda":
         return torch.device("cuda", stage % torch.cuda.device_count())
@@ -110,7 +110,7 @@ class StageBuilder:
             )
             if settings.lora.rank:
                 attach_adapters(stage.layers, settings.lora)
-        if settings.run.compile:
+        if settings.run.compile and self.device.type != "meta":
             stage.compile_layers()
         stage.to(device=self.device, dtype=self.dtype)
         if settings.lora.rank and settings.run.precision == "bf16":
@@ -203,9 +203,8 @@ class Joined:
         devices: Sequence[torch.device] = (),
     ):
         """Inputs and outputs are on `device`, and so are all stages without `devices`."""
-        self.settings = settings
-        self.device = device
-        self.devices = devices
+        self.settings, self.device = settings, device
+        self.devices = devices  # without any, stages may be moved later: transformers does
         places = devices or [device] * settings.pipeline.stages
         builders = {one: StageBuilder(settings, one) for one in {device, *places}}
         self.builder = builders[device]

@@ -1,26 +1,23 @@
 """Checkpoints: one safetensors file per stage and a manifest with hashes, complete or absent.
 
     checkpoints/step-00000200/
-        manifest.json            written last: what is here, of which run, with sha256 of each file
-                                 and of itself
-        stage-0.safetensors      parameters, optimizer state, what codecs remember: all under
-                                 global names
+        manifest.json            written last: what is here, of which run, with sha256 of all
+        stage-0.safetensors      parameters, optimizer state, what codecs remember: by global names
         stage-1.safetensors
         tokenizer.json           when the corpus has one, so that a checkpoint stands on its own
         tokenizer_config.json    its chat template, when it has one (data/chat.py opens both)
 
-Stages write into a hidden `.partial-` folder; the coordinator adds the manifest and renames the
-folder once all stages have written. A crash or a full disk on the way leaves the previous
-checkpoint as it was. Names are global, so any number of stages can load what others wrote: a
-`Source` is a state by names, on disk, in memory or in another form.
-
-What is removed is first renamed to a hidden name, so a folder called `step-` is always whole.
+Stages write into a hidden `.partial-` folder, which the coordinator renames once all have written,
+and what is removed is first renamed to a hidden name: a folder called `step-` is always whole.
+Names are global, so any number of stages can load what others wrote: a `Source` is a state by
+names, on disk, in memory or in another form.
 """
 
 import contextlib
 import functools
 import hashlib
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,7 +50,6 @@ NEXT_BASIS, NEXT_MEASURES = "space/next_basis", "space/next_measures"
 # What runs with Muon meant before these settings existed.
 _RATES_BEFORE = dict.fromkeys(("matrix_lr", "table_lr", "head_lr"), 1.0)
 MUON_BEFORE = {"model": {"embed_std": 0.02}, "optim": _RATES_BEFORE}
-_PIECE = 1 << 22  # numbers that are looked at in one go
 
 
 @dataclass(frozen=True)
@@ -72,37 +68,43 @@ class Source(ABC):
 
     settings: Settings
 
-    def __init__(self, step: int, versions: Versions):
-        self.step = step
-        self.versions = versions
+    def __init__(self, step: int, versions: Versions, names: Iterable[str]):
+        self.step, self.versions = step, versions
+        self._names = set(names)
 
-    @abstractmethod
     def names(self) -> set[str]:
         """The names of all tensors."""
+        return self._names
 
     @abstractmethod
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        """Tensors that are there; they become the taker's own."""
+    def _read(self, name: str) -> Tensor:
+        """A tensor that is there; it becomes the taker's own."""
 
     def tensors(self, wanted: Iterable[str]) -> dict[str, Tensor]:
         """The tensors of these names; CheckpointError says which is missing."""
         wanted = set(wanted)
-        missing = wanted - self.names()
+        missing = wanted - self._names
         if missing:
             raise CheckpointError(
                 f"{len(missing)} tensors are missing from {self}, such as {min(missing)}: it was "
                 "written by a model of another shape"
             )
-        return self._read(wanted)
+        return {name: self._read(name) for name in sorted(wanted)}
 
     def tensor(self, name: str) -> Tensor:
         """One of them."""
         return self.tensors([name])[name]
 
+    def check_shape(self, name: str, tensor: Tensor, wanted: Tensor) -> None:
+        """CheckpointError if a tensor of this source has another shape than is wanted."""
+        if tensor.shape != wanted.shape:
+            shapes = f"{tuple(tensor.shape)} in {self}, the model needs {tuple(wanted.shape)}"
+            raise CheckpointError(f"{name} has shape {shapes}")
+
     def tensors_under(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names begin so, by the rest of their names."""
-        found = self._read({name for name in self.names() if name.startswith(prefix)})
-        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+        found = (name for name in self._names if name.startswith(prefix))
+        return {name.removeprefix(prefix): self._read(name) for name in found}
 
 
 class Snapshot(Source):
@@ -111,15 +113,11 @@ class Snapshot(Source):
     def __init__(
         self, tensors: Mapping[str, Tensor], settings: Settings, step: int, versions: Versions
     ):
-        super().__init__(step, versions)
-        self._tensors = tensors
-        self.settings = settings
+        super().__init__(step, versions, tensors)
+        self._tensors, self.settings = tensors, settings
 
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        return {name: self._tensors[name].detach().clone() for name in names}
+    def _read(self, name: str) -> Tensor:
+        return self._tensors[name].detach().clone()
 
     def __str__(self) -> str:
         return f"the state of step {self.step} in memory"
@@ -178,23 +176,24 @@ def write_shard(folder: Path, stage: int, tensors: dict[str, Tensor]) -> Shard:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all entries are finite. A sum reads a tensor only once, and is not finite if any of
-    its terms is not; as finite terms may overflow too, such a sum is looked into.
-    """
+    """Whether all entries are finite: a sum reads a tensor once, and only it may overflow too."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def not_finite_in(file: Any) -> str | None:
-    """The first tensor of an open safetensors file with an entry that is not finite, if any. Piece
-    by piece, for it may be larger than the memory. What was gathered for the next move of a basis
-    does not count, for no move is made of it unless it is finite.
+def not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """The first of these whose entries are not all finite, if any: as `is_finite`, all at once."""
+    named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
+    sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
+    suspects = (name for name, total in zip(named, sums, strict=True) if not math.isfinite(total))
+    return next((name for name in suspects if not is_finite(named[name])), "")
+
+
+def not_finite_in(file: Any) -> str:
+    """The same of the tensors of an open safetensors file, which are mapped. What was gathered for
+    the next move of a basis does not count: none is made unless it is finite.
     """
-    for name in sorted(set(file.keys()) - {COVARIANCE, NEXT_MEASURES}):
-        tensor = file.get_tensor(name)
-        pieces = tensor.flatten().split(_PIECE) if tensor.is_floating_point() else ()
-        if not all(map(is_finite, pieces)):
-            return str(name)
-    return None
+    names = sorted(set(file.keys()) - {COVARIANCE, NEXT_MEASURES})
+    return not_finite({name: file.get_tensor(name).flatten() for name in names})
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -202,21 +201,13 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**manifest, SEAL: content_hash(manifest)}
 
 
-def list_checkpoints(run_folder: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first; copies under other names do not count."""
-    return sorted(
-        path
-        for path in checkpoints_folder(run_folder).glob("step-*")
-        if re.fullmatch(r"step-\d{8}", path.name) and (path / MANIFEST).is_file()
-    )
-
-
-def list_checkpoints_at(place: Path) -> list[Path]:
-    """Complete checkpoints of a run, given its folder or the one of its checkpoints."""
-    found = list_checkpoints(place)
-    if not found and place.name == checkpoints_folder(place).name:
-        found = list_checkpoints(place.parent)
-    return found
+def list_checkpoints(place: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first, given its folder or the one of its checkpoints;
+    copies under other names do not count.
+    """
+    found = [*checkpoints_folder(place).glob("step-*"), *place.glob("step-*")]
+    is_step = re.compile(r"step-\d{8}").fullmatch
+    return sorted(path for path in found if is_step(path.name) and (path / MANIFEST).is_file())
 
 
 def step_of(checkpoint: Path) -> int:
@@ -231,7 +222,8 @@ class Checkpoint(Source):
         self.folder = folder
         self.manifest, self.shards = _read_manifest(folder / MANIFEST)
         versions = Versions(self.manifest["weight_version"], self.manifest["basis_version"])
-        super().__init__(self.manifest["step"], versions)
+        names = (name for shard in self.shards for name in shard.tensors)
+        super().__init__(self.manifest["step"], versions, names)
         self._allow_plugins, self._trusted_plugins = allow_plugins, set(trusted_plugins)
 
     @classmethod
@@ -239,17 +231,13 @@ class Checkpoint(Source):
         cls, place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
     ) -> "Checkpoint":
         """Open a checkpoint folder, or the newest checkpoint of a run's folder. Plugins are code:
-        those that the manifest names are imported only if whoever opens it allows all of them, or
-        trusts these by name (they stand in a run.toml of one's own).
+        they are imported only if whoever opens it allows all, or trusts those by name.
         """
-        folder = place
-        if not (place / MANIFEST).is_file():
-            found = list_checkpoints_at(place)
-            if not found:
-                what = f"no {MANIFEST}, nor those of a run" if place.exists() else "no such folder"
-                raise CheckpointError(f"there is no checkpoint at {place}: {what}")
-            folder = found[-1]
-        return cls(folder, allow_plugins, trusted_plugins)
+        found = [place] if (place / MANIFEST).is_file() else list_checkpoints(place)
+        if not found:
+            what = f"no {MANIFEST}, nor those of a run" if place.exists() else "no such folder"
+            raise CheckpointError(f"there is no checkpoint at {place}: {what}")
+        return cls(found[-1], allow_plugins, trusted_plugins)
 
     @functools.cached_property
     def settings(self) -> Settings:  # type: ignore[override]  # others have it at once
@@ -275,11 +263,10 @@ class Checkpoint(Source):
         """Refuse to run code that nobody but the manifest asked for."""
         codec = self.manifest["settings"].get("codec")
         named = codec.get("plugins") if isinstance(codec, dict) else None
-        if not named or self._allow_plugins:
+        plugins = named if isinstance(named, list) else [named] if named else []
+        if self._allow_plugins or all(plugin in self._trusted_plugins for plugin in plugins):
             return
-        if isinstance(named, list) and all(n in self._trusted_plugins for n in named):
-            return
-        listed = ", ".join(map(str, named)) if isinstance(named, list) else named
+        listed = ", ".join(map(str, plugins))
         raise CheckpointError(
             f"{self.folder} names plugins, which are code that opening it would run: {listed}. "
             "If you trust them, add --allow-plugins; to train, codec.plugins of your own run.toml "
@@ -296,7 +283,7 @@ class Checkpoint(Source):
             with self._opened(shard) as file:
                 if set(file.keys()) != set(shard.tensors):
                     raise CheckpointError(f"{path} holds other tensors than the manifest lists")
-                if (name := not_finite_in(file)) is not None:
+                if name := not_finite_in(file):
                     raise CheckpointError(
                         f"{name} in {path} is not finite: use an earlier checkpoint"
                     )
@@ -311,17 +298,10 @@ class Checkpoint(Source):
         path = self.folder / TOKENIZER
         return path if path.is_file() else None
 
-    def names(self) -> set[str]:
-        return {name for shard in self.shards for name in shard.tensors}
-
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for shard in self.shards:
-            here = names.intersection(shard.tensors) - found.keys()
-            if here:
-                with self._opened(shard) as file:
-                    found.update({name: file.get_tensor(name) for name in sorted(here)})
-        return found
+    def _read(self, name: str) -> Tensor:
+        shard = next(shard for shard in self.shards if name in shard.tensors)
+        with self._opened(shard) as file:
+            return file.get_tensor(name)
 
     def __str__(self) -> str:
         return f"checkpoint {self.folder}"

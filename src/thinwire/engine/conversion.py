@@ -1,18 +1,16 @@
 """A trained model's weights in other forms: merged, folded, or as the start of another run.
 
-*Merged*: adapters (LoRA) have become part of the matrices that they stood beside, W + (alpha /
-rank) B A, in whatever form the matrix has.
+*Merged*: adapters (LoRA) have become part of the matrices that they stood beside: W + (alpha /
+rank) B A.
 
 *Folded*: the plain weights that export and other programs read. A model whose blocks write into a
 subspace is an ordinary Llama in another form: its embedding is T_fixed + T_S, and a reparametrised
-matrix is U A. So the folded weights compute what the trained model computes, up to rounding (codecs
-are no part of it). Between free weights a narrow cut drops what lies outside its basis, and a token
-table adds something in the middle of the model: such models do not fold.
+matrix is U A. So the folded weights compute the same, up to rounding. Between free weights a narrow
+cut drops what lies outside its basis, and a token table adds something: such models do not fold.
 
 *Transferred*: into a run of any split, precision or boundary. What both models hold in the same
-form is copied, bit for bit; the rest goes through the folded weights. Into a subspace only the part
-that lies in it is taken, and how much is lost is counted. A vocabulary may grow: rows of new tokens
-keep their starting values.
+form is copied, bit for bit; the rest goes through the folded weights. How much of it is lost, for
+it does not lie in a subspace, is counted. Rows of new tokens keep their starting values.
 """
 
 import dataclasses
@@ -25,7 +23,7 @@ from torch import Tensor
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import BASIS, Source
 from thinwire.errors import CheckpointError
-from thinwire.model import BoundaryConfig, LoraConfig, Space, Stage, architecture
+from thinwire.model import BoundaryConfig, LoraConfig, Stage, architecture
 from thinwire.model.layers import DOWN, UP, is_adapter
 from thinwire.model.stage import WEIGHT_TYPES
 from thinwire.model.subspace import fixed_table, project, random_basis
@@ -45,28 +43,21 @@ def merged(source: Source) -> Source:
 
 
 class Merged(Source):
-    """The tensors of a state with adapters, as of a model without any: matrices are merged when
-    they are asked for, and moments of adapters are left out.
-    """
+    """The tensors of a state with adapters, as of a model without any; no moments of these."""
 
     def __init__(self, source: Source):
-        super().__init__(source.step, source.versions)
+        names = (name for name in source.names() if not is_adapter(name))
+        super().__init__(source.step, source.versions, names)
         self.settings = dataclasses.replace(source.settings, lora=LoraConfig())
         self._source = source
         self._scale = source.settings.lora.scale
 
-    def names(self) -> set[str]:
-        return {name for name in self._source.names() if not is_adapter(name)}
-
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        adapted = {name for name in names if self._beside(name, UP) in self._source.names()}
-        found = self._source.tensors(names - adapted)
-        for name in sorted(adapted):  # added up in float64, rounded once
-            ways = [name, self._beside(name, DOWN), self._beside(name, UP)]
-            base, down, up = map(self._source.tensor, ways)
-            merged = base.double() + self._scale * (up.double() @ down.double())
-            found[name] = merged.to(up.dtype)
-        return found
+    def _read(self, name: str) -> Tensor:
+        ways = [name, self._beside(name, DOWN), self._beside(name, UP)]
+        if ways[-1] not in self._source.names():
+            return self._source.tensor(name)
+        base, down, up = map(self._source.tensor, ways)  # added up in float64, rounded once
+        return (base.double() + self._scale * (up.double() @ down.double())).to(up.dtype)
 
     def _beside(self, name: str, part: str) -> str:
         """The name of a part of the adapter of this matrix, if it has one."""
@@ -91,38 +82,27 @@ def why_not_folded(settings: Settings) -> str:
 
 
 class Folded(Source):
-    """The plain weights of a state, by the names of a Hugging Face Llama; `settings` are those of
-    the plain model, whose cuts are dense. Ask for one at a time, and memory holds one at a time.
+    """The plain weights of a state, by the names of a Hugging Face Llama, each computed when it is
+    asked for; `settings` are those of the plain model, whose cuts are dense.
     """
 
     def __init__(self, source: Source):
-        source = merged(source)
-        super().__init__(source.step, source.versions)
+        self._source = source = merged(source)
         trained = source.settings
         if why := why_not_folded(trained):
             raise CheckpointError(f"{source} does not fold into plain weights: {why}")
-        self._source = source
         self.settings = dataclasses.replace(
             trained, boundary=BoundaryConfig().resolved(trained.model.dim, trained.split())
         )
-        whole = _whole(self.settings).global_parameters()
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        self._like = _whole(self.settings).global_parameters()
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._like.items()}
         """Of every folded tensor, in the model's order: known without reading any."""
+        super().__init__(source.step, source.versions, self.shapes)
         self._axes = {n: layer.axis for n, layer in _whole(trained).reparametrised().items()}
 
-    def names(self) -> set[str]:
-        return set(self.shapes)
-
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        return {name: self._fold(name) for name in sorted(names)}
-
-    def _fold(self, name: str) -> Tensor:
+    def _read(self, name: str) -> Tensor:
         tensor = self.in_full(name, self._source.tensor(name))
-        if tuple(tensor.shape) != self.shapes[name]:
-            raise CheckpointError(
-                f"{name} folds to shape {tuple(tensor.shape)} in {self._source}, the model needs "
-                f"{self.shapes[name]}"
-            )
+        self.check_shape(name, tensor, self._like[name])
         model, boundary = self.settings.model, self._source.settings.boundary
         is_anchored = boundary.is_constrained and not boundary.shares_embedding
         if is_anchored and name == f"{architecture(model).layers()[0].name}.weight":
@@ -131,13 +111,11 @@ class Folded(Source):
         return tensor
 
     def in_full(self, name: str, coordinates: Tensor) -> Tensor:
-        """What the form of this matrix makes of a tensor in its place: U A for a writer, E U^T for
-        a table. Added up in float64, rounded once.
-        """
+        """What the form of a matrix makes of a tensor in its place: U A, or E U^T for a table."""
         axis = self._axes.get(name)
         if axis is None:
             return coordinates
-        basis_DK = self._basis_DK.double()
+        basis_DK = self._basis_DK.double()  # added up in float64, rounded once
         if axis == 0:
             return (basis_DK @ coordinates.double()).to(coordinates.dtype)
         rows = coordinates.split(ROWS)
@@ -164,15 +142,15 @@ def basis_of(source: Source) -> Tensor:
 def _whole(settings: Settings) -> Stage:
     """The model of these settings in one stage, without memory."""
     pipeline = dataclasses.replace(settings.pipeline, stages=1, split=[])
-    run = dataclasses.replace(settings.run, compile=False)
-    one = dataclasses.replace(settings, pipeline=pipeline, run=run)
+    one = dataclasses.replace(settings, pipeline=pipeline)
     return StageBuilder(one, torch.device("meta")).build(0)
 
 
 class Transfer:
     """Fills the stages of a new run from a source, one after the other."""
 
-    def __init__(self, source: Source, settings: Settings):
+    def __init__(self, source: Source, builder: StageBuilder):
+        settings, self._space = builder.settings, builder.space
         self.fresh: list[str] = []  # what the source does not have, and starts anew
         self._saved, self._now = saved, now = _forms(source.settings), _forms(settings)
         before, after = (
@@ -187,6 +165,9 @@ class Transfer:
         self._source = source if keeps_adapters else merged(source)
         self._settings = settings
         self._names = self._source.names()
+        # It goes on with the source's basis where both runs share one.
+        if self._space is not None and self._keeps_space and BASIS in self._names:
+            self._space.basis_DK.copy_(self._source.tensor(BASIS))
         self._folded: Folded | None = None
         self._lost = self._size = 0.0  # squares, of what was to lie in the subspace
 
@@ -195,13 +176,8 @@ class Transfer:
         """The relative size of what did not fit into the subspace."""
         return math.sqrt(self._lost / self._size) if self._size else 0.0
 
-    def take_space(self, space: Space | None) -> None:
-        """Go on with the source's basis where both runs share one."""
-        if space is not None and self._keeps_space and BASIS in self._names:
-            space.basis_DK.copy_(self._source.tensor(BASIS))
-
     @torch.no_grad()
-    def fill(self, builder: StageBuilder, stage: Stage) -> None:
+    def fill(self, stage: Stage) -> None:
         """Lay the source's weights over the starting weights of a stage."""
         for name, tensor in stage.owned_parameters().items():
             form = self._now.get(name)
@@ -210,14 +186,13 @@ class Transfer:
             elif self._saved.get(name) == form and (form is None or self._keeps_space):
                 self._put(tensor, self._source.tensor(name), name)
             else:
-                self._take_folded(name, builder, stage)
+                self._take_folded(name, tensor, stage)
 
     def _take_own(self, name: str, tensor: Tensor) -> None:
-        """Of a cut or an adapter: the source's if it has the same one, else it starts anew. A table
-        goes along only with the basis that it was trained beside.
-        """
+        """Of a cut or an adapter: the source's if it has the same one, else it starts anew."""
         saved, now = self._source.settings, self._settings
         before, after = (projected_cuts(s).get(name.rpartition(".")[0]) for s in (saved, now))
+        # A table goes along only with the basis that it was trained beside.
         has_basis = before == after and saved.boundary.basis_seed == now.boundary.basis_seed
         if name in self._names and (is_adapter(name) or has_basis):
             value = self._source.tensor(name)
@@ -226,26 +201,27 @@ class Transfer:
                 return
         self.fresh.append(name)
 
-    def _take_folded(self, name: str, builder: StageBuilder, stage: Stage) -> None:
+    def _take_folded(self, name: str, tensor: Tensor, stage: Stage) -> None:
         self._folded = self._folded or Folded(self._source)
         full = self._folded.tensor(name)
-        parameter = stage.global_parameters()[name]
-        layers, held = stage.reparametrised(), {h.name: h for h in stage.held_parameters()}
-        if name not in layers and name not in held:
-            self._put(parameter, full, name)
+        layers = stage.reparametrised()
+        axes = {held.name: held.axis for held in stage.held_parameters()}
+        axis = axes.get(name) if name not in layers else layers[name].axis
+        if axis is None:
+            self._put(tensor, full, name)
             return
-        assert builder.space is not None, "only a model with a space holds weights in it"
-        axis = layers[name].axis if name in layers else held[name].axis
-        if axis == 1 and builder.space.table_VD is not None:  # the embedding
-            full = full - builder.space.table_VD[: len(full)].to(full)
-        basis_DK = builder.space.basis_DK.to(full)
+        space = self._space
+        assert space is not None, "only a model with a space holds weights in it"
+        if axis == 1 and space.table_VD is not None:  # the embedding
+            full = full - space.table_VD[: len(full)].to(full)
+        basis_DK = space.basis_DK.to(full)
         inside = project(full, basis_DK, axis)
         self._size += float(full.double().square().sum())
         self._lost += float((full - inside).double().square().sum())
         if name in layers:
             layers[name].set_full(full)
         else:
-            self._put(parameter, inside, name)
+            self._put(tensor, inside, name)
 
     def _fits(self, value: Tensor, target: Tensor) -> bool:
         """Whether a tensor has the shape that is needed, or its first rows: one for each token."""
@@ -255,10 +231,7 @@ class Transfer:
 
     def _put(self, target: Tensor, value: Tensor, name: str) -> None:
         if not self._fits(value, target):
-            raise CheckpointError(
-                f"{name} has shape {tuple(value.shape)} in {self._source}, the model needs "
-                f"{tuple(target.shape)}"
-            )
+            self._source.check_shape(name, value, target)
         (target[: len(value)] if value.dim() else target).copy_(value)
 
 

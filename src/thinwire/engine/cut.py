@@ -1,8 +1,7 @@
 """The cuts of a run as codecs see them: where a tensor is packed, and what ends remember.
 
 What a codec remembers belongs to the cut, named by the block above it, so it is found again
-whatever the stages are called. Both ends see the same tensors in the same order, also in a step
-that is refused: its tensors have crossed, and both ends remember them alike.
+whatever the stages are called. Both ends remember alike, also a step that is refused.
 """
 
 from collections.abc import Callable
@@ -35,7 +34,6 @@ class CutEnd:
     cut: int = 0
     block: int = 0  # above the cut
     seed: int = 0
-    microbatches: int = 1
     # For codecs that remember them: (step, microbatch) -> the training examples of its rows.
     examples: Callable[[int, int], tuple[int, ...]] | None = None
 
@@ -54,8 +52,7 @@ class CutEnd:
         """
         codecs, block = build_codecs(*settings.codec.names(cut)), settings.split()[cut].stop
         examples = feed.examples if feed is not None else None
-        seed, microbatches = settings.run.seed, settings.pipeline.microbatches
-        end = cls(codecs, spec, is_lower, cut, block, seed, microbatches, examples)
+        end = cls(codecs, spec, is_lower, cut, block, settings.run.seed, examples)
         count = feed.example_count if feed is not None else 0
         for leg, codec in codecs.items():
             folder = None
@@ -92,10 +89,6 @@ class CutEnd:
         microbatch = 0 if kind is FrameKind.PROBE else number
         return self.place(LEGS[kind], step, microbatch, kind in TRAINING)
 
-    def payload_limit(self) -> int:
-        """The largest payload that may cross this cut, either way."""
-        return max(codec.payload_limit(self.spec.shape) for codec in self.codecs.values())
-
     def agreements(self) -> dict[str, str]:
         """Fingerprints, by leg, of what both ends of this cut must remember alike."""
         return {leg.value: codec.agreement() for leg, codec in self.codecs.items()}
@@ -110,8 +103,10 @@ class CutEnd:
 
     def load(self, source: Source) -> None:
         """Remember what the source's run did at this cut; CheckpointError when it cannot."""
+        saved = memories(source.settings)
         for leg, codec in self.codecs.items():
-            if not codec.remembers or not remembered(source, self.block, leg, codec):
+            # Where another codec was there, or no cut, it begins anew, on both ends.
+            if not codec.remembers or saved.get((self.block, leg)) != codec.name:
                 continue
             prefix = memory_prefix(self.block, leg, self.is_lower)
             try:
@@ -148,35 +143,39 @@ def memory_prefix(block: int, leg: Leg, is_lower: bool) -> str:
     return f"{MEMORY}{block}/{leg.value}/{role}/"
 
 
-def remembered(source: Source, block: int, leg: Leg, codec: Codec) -> bool:
-    """Whether a source holds this codec's memory of the cut before a block: not when another codec
-    was there, or no cut. Then it begins anew, on both ends.
-    """
-    saved = codecs_of(source.settings)
-    return block in saved and saved[block][leg].name == codec.name
+def codecs_of(settings: Settings) -> dict[int, dict[Leg, Codec]]:
+    """The codecs of each cut, from the first on, by the block above it."""
+    cuts = enumerate(settings.split()[:-1])
+    return {blocks.stop: build_codecs(*settings.codec.names(cut)) for cut, blocks in cuts}
+
+
+def memories(settings: Settings) -> dict[tuple[int, Leg], str]:
+    """The codecs that remember something, by the block above their cut and by leg."""
+    cuts = codecs_of(settings).items()
+    return {
+        (block, leg): codec.name
+        for block, codecs in cuts
+        for leg, codec in codecs.items()
+        if codec.remembers
+    }
 
 
 def are_cuts_learned(settings: Settings) -> bool:
     """Whether a run that moved its cuts would lose what it learned: narrow cuts, and memories."""
-    if settings.boundary.mode != "dense":
-        return True
-    return any(c.remembers for codecs in codecs_of(settings).values() for c in codecs.values())
+    return settings.boundary.mode != "dense" or bool(memories(settings))
 
 
 def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
     """Refuse a resume in which a cut with a memory is gone; returns what begins without one. Who
     resumes with codecs that remember nothing has chosen that: it is only said.
     """
-    saved, here, notes = codecs_of(checkpoint.settings), codecs_of(settings), list[str]()
+    saved, now, cuts = memories(checkpoint.settings), memories(settings), codecs_of(settings)
     # A run without cuts still says which codecs it would use.
-    used = here.values() or [build_codecs(*settings.codec.names(0))]
-    for leg in Leg:
-        gone = [block for block in saved if block not in here and saved[block][leg].remembers]
-        if not gone:
+    used, notes = [*cuts.values()] or [build_codecs(*settings.codec.names(0))], list[str]()
+    for (block, leg), name in saved.items():
+        if block in cuts:
             continue
-        names = ", ".join(sorted({saved[block][leg].name for block in gone}))
-        where = f"leg of the cut before block {', '.join(map(str, gone))}"
-        lost = f"the memory of {names} on the {leg.value} {where}"
+        lost = f"the memory of {name} on the {leg.value} leg of the cut before block {block}"
         if any(codecs[leg].remembers for codecs in used):
             split = [len(blocks) for blocks in checkpoint.settings.split()]
             raise CheckpointError(
@@ -185,17 +184,9 @@ def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
                 f"memory; or start a new run from its weights: --init-from {checkpoint.folder}"
             )
         notes.append(f"{lost} is dropped: this run has no cut there")
-    for cut, (block, codecs) in enumerate(here.items()):
-        for leg, codec in codecs.items():
-            if codec.remembers and not remembered(checkpoint, block, leg, codec):
-                notes.append(
-                    f"{codec.name} is new on the {leg.value} leg of cut {cut} and starts with an "
-                    "empty memory"
-                )
-    return notes
-
-
-def codecs_of(settings: Settings) -> dict[int, dict[Leg, Codec]]:
-    """The codecs of each cut, from the first on, by the block above it."""
-    cuts = enumerate(settings.split()[:-1])
-    return {blocks.stop: build_codecs(*settings.codec.names(cut)) for cut, blocks in cuts}
+    return notes + [
+        f"{name} is new on the {leg.value} leg of the cut before block {block} and starts with an "
+        "empty memory"
+        for (block, leg), name in now.items()
+        if saved.get((block, leg)) != name
+    ]

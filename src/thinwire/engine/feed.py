@@ -5,13 +5,14 @@ Shapes: B sequences of a microbatch, T tokens of context.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.codec import build_codecs
-from thinwire.data import Batch, Corpus, Order, Validation
+from thinwire.data import Corpus, Order, Validation
 from thinwire.data.order import Shuffled
 from thinwire.errors import ConfigError, DataError
 from thinwire.model import Stage
@@ -19,6 +20,14 @@ from thinwire.settings import Settings
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 At = tuple[int, int] | int  # step and microbatch of a training, or number in a validation
+
+
+class Tokens(NamedTuple):
+    """What is read of a microbatch."""
+
+    inputs: Tensor | None  # token ids (B, T); None where they are not read
+    targets: Tensor | None  # the token after each of these (B, T), or -100 where it is not learned
+    learned_count: int | None  # tokens that are learned in its step; None where all are
 
 
 class TokenSource(ABC):
@@ -35,40 +44,38 @@ class TokenSource(ABC):
         """Whether something that this stage reads of a microbatch is still to come."""
         return False
 
-    def wait(self, at: At) -> None:  # noqa: B027 -- nothing to wait for here
-        """Wait until all that this stage reads of a microbatch is here."""
-
     @abstractmethod
-    def inputs(self, at: At) -> Tensor:
-        """Token ids (B, T) of a microbatch."""
-
-    @abstractmethod
-    def targets(self, at: At) -> Tensor:
-        """The token after each of these (B, T), or -100 where it is not learned."""
-
-    @abstractmethod
-    def learned_count(self, at: tuple[int, int]) -> int | None:
-        """Tokens that are learned in the step of a microbatch; None where all are."""
+    def read(self, at: At) -> Tokens:
+        """All that this stage reads of a microbatch, once it is here."""
 
 
 class DeviceBatch:
     """A microbatch on the stage's device: what a model reads, and what it should say, each computed
-    when it is asked for. `wait` is there if something has to come from another machine first.
+    when it is asked for. If it `is_due`, that takes until it has come from another machine.
     """
 
     def __init__(self, source: TokenSource, at: At, device: torch.device):
-        self._source, self._at, self._device = source, at, device
-        self.wait = (lambda: source.wait(at)) if source.is_due(at) else None
+        self._device = device
+        self._read = cache(partial(source.read, at))
+        self.is_due = source.is_due(at)
+
+    def wait(self) -> None:
+        """Until all that this stage reads of it is here."""
+        self._read()
 
     @cached_property
     def inputs(self) -> Tensor:
         """Token ids (B, T)."""
-        return self._source.inputs(self._at).to(self._device)
+        return self._on_device(self._read().inputs)
 
     @cached_property
     def targets(self) -> Tensor:
         """The next token of each position (B, T); one of -100 is not learned."""
-        return self._source.targets(self._at).to(self._device)
+        return self._on_device(self._read().targets)
+
+    def _on_device(self, ids_BT: Tensor | None) -> Tensor:
+        assert ids_BT is not None, "a stage was not to read this"
+        return ids_BT.to(self._device)
 
     def loss(self, stage: Stage, output: Tensor, microbatches: int) -> Tensor:
         """What this microbatch adds to the loss of its step, the mean over its learned tokens."""
@@ -79,15 +86,12 @@ class DeviceBatch:
         """The same as a function of logits and targets, and what its result is divided by. If
         tokens are masked, the mean over the step is not the mean of the means of its microbatches.
         """
-        assert not isinstance(self._at, int), "a validation has scores"
-        count = self._source.learned_count(self._at)
+        count = self._read().learned_count
         return (stage.loss, microbatches) if count is None else (stage.summed_loss, count)
 
 
 class Feed:
-    """Batches of the data: every stage computes what it needs of one itself, or gets just that from
-    where the data is. `batches` are the microbatches of a validation; 0 = as the settings say.
-    """
+    """Batches of the data. `batches` are the microbatches of a validation; 0 = as settings say."""
 
     def __init__(
         self, data: Corpus | TokenSource, settings: Settings, device: torch.device, batches: int = 0
@@ -145,7 +149,6 @@ class CorpusTokens(TokenSource):
         )
         self._validation = Validation(corpus.valid, context, size, limit, corpus.valid_learned)
         self._valid_sizes = corpus.valid_sizes
-        self._last: tuple[At, Batch] | None = None
         self.fingerprint = corpus.fingerprint
         self.example_count = self._order.count
         self.validation_count = len(self._validation)
@@ -156,14 +159,13 @@ class CorpusTokens(TokenSource):
                 "train.batch"
             )
 
-    def inputs(self, at: At) -> Tensor:
-        return torch.from_numpy(self._read(at).inputs_BT)
-
-    def targets(self, at: At) -> Tensor:
-        return torch.from_numpy(self._read(at).targets_BT)
-
-    def learned_count(self, at: tuple[int, int]) -> int | None:
-        return self._order.learned_count(at[0]) if self._order.is_masked else None
+    def read(self, at: At) -> Tokens:
+        if isinstance(at, int):
+            batch, count = self._validation.microbatch(at), None
+        else:
+            batch = self._order.microbatch(*at)
+            count = self._order.learned_count(at[0]) if self._order.is_masked else None
+        return Tokens(torch.from_numpy(batch.inputs_BT), torch.from_numpy(batch.targets_BT), count)
 
     @cached_property
     def validation_text(self) -> tuple[int, int]:  # type: ignore[override]
@@ -172,10 +174,3 @@ class CorpusTokens(TokenSource):
             return 0, 0
         validation = self._validation
         return validation.target_count, validation.total_of_targets(self._valid_sizes)
-
-    def _read(self, at: At) -> Batch:
-        """Both sides of it, kept for whoever asks for the other one next."""
-        if self._last is None or self._last[0] != at:
-            side = self._validation if isinstance(at, int) else self._order
-            self._last = at, side.microbatch(*((at,) if isinstance(at, int) else at))
-        return self._last[1]

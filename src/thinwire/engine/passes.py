@@ -6,6 +6,7 @@ writes stays where it was, so each microbatch in flight has a pair of graphs, wi
 """
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -32,8 +33,8 @@ def autocast_for(precision: str, device: torch.device) -> Autocast:
 
 @contextlib.contextmanager
 def weights_rounded_once() -> Iterator[None]:
-    """While this lasts, autocast rounds each weight once and not for every microbatch; weights must
-    not change. It forgets its copies when its outermost block ends: this is one more.
+    """While this lasts, autocast rounds each weight once: it forgets its copies when its outermost
+    block ends, and this is one more. Weights must not change.
     """
     torch.autocast_increment_nesting()
     try:
@@ -65,20 +66,15 @@ class Passes:
         """Compute a microbatch: of what was received, or of its token ids on the first stage."""
         received = None if received is None else received.requires_grad_()
         with self.autocast():
-            output = self.run_layers(received, self.ids_read(received, batch))
+            output = self.run_layers(received, batch)
             if self.stage.outgoing is None:
                 output = batch.loss(self.stage, output, microbatches)
         return Pass(received, output)
 
-    def ids_read(self, received: Tensor | None, batch: DeviceBatch) -> Tensor | None:
-        """The token ids of a batch, where this stage reads them."""
-        return batch.inputs if received is None or self.stage.needs_ids else None
-
-    def run_layers(self, received: Tensor | None, ids: Tensor | None) -> Tensor:
+    def run_layers(self, received: Tensor | None, batch: DeviceBatch) -> Tensor:
         """What the stage makes of what it received, or of token ids."""
-        x = ids if received is None else received
-        assert x is not None, "a stage that receives nothing reads token ids"
-        return self.stage(x, ids if self.stage.needs_ids else None)
+        x = batch.inputs if received is None else received
+        return self.stage(x, batch.inputs if self.stage.needs_ids else None)
 
 
 class GraphPasses(Passes):
@@ -92,7 +88,6 @@ class GraphPasses(Passes):
         super().__init__(stage, autocast)
         self.graphs: list[_Graphs] = []
         self._trained = [p for p in stage.parameters() if p.requires_grad]
-        self._sums: list[Tensor | None] = []  # of their gradients in the step under way
         self.device = next(stage.parameters()).device
         self.stream = torch.cuda.Stream(self.device)  # on which all are captured
 
@@ -116,30 +111,21 @@ class GraphPasses(Passes):
     ) -> list[Tensor | None]:
         """The gradients of the weights, and behind them that of what was received."""
         wanted = [*self._trained, *([] if received is None else [received])]
-        found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-        if not self._sums:
-            pairs = zip(self._trained, found, strict=False)
-            self._sums = [None if one is None else torch.zeros_like(p) for p, one in pairs]
-        return [*found]
+        return [*torch.autograd.grad(output, wanted, gradient, allow_unused=True)]
 
     def add(self, found: list[Tensor | None]) -> None:
-        """Add the gradients of a microbatch to those of its step."""
-        for total, gradient in zip(self._sums, found, strict=False):
-            if total is not None and gradient is not None:
-                total.add_(gradient)
+        """Add the gradients of a microbatch to those of its step, all at once."""
+        pairs = [(p, g) for p, g in zip(self._trained, found, strict=False) if g is not None]
+        for parameter, gradient in pairs:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(gradient)
+        sums = [parameter.grad for parameter, _ in pairs if parameter.grad is not None]
+        if sums:
+            torch._foreach_add_(sums, [gradient for _, gradient in pairs])
 
     def forget_rounded(self) -> None:
         """Before the first capture: a graph could not round again what is rounded already."""
         torch.clear_autocast_cache()
-
-    def begin_sums(self) -> None:
-        """Where an update has cleared gradients, have the sums take their place, from zero."""
-        pairs = zip(self._trained, self._sums, strict=True)
-        cleared = [(p, total) for p, total in pairs if total is not None and p.grad is None]
-        if cleared:
-            torch._foreach_zero_([total for _, total in cleared])
-        for parameter, total in cleared:
-            parameter.grad = total
 
 
 class _Graphs(Pass):
@@ -149,17 +135,20 @@ class _Graphs(Pass):
         self.is_free = True
         self._passes, self._is_last = passes, passes.stage.outgoing is None
         self._received = None if received is None else received.detach().clone().requires_grad_()
-        ids = passes.ids_read(received, batch)
-        self._ids = None if ids is None else ids.clone()
-        self._targets = batch.targets.clone() if self._is_last else None
+        self._batch = own = copy.copy(batch)
+        self._reads_ids = received is None or passes.stage.needs_ids
+        if self._reads_ids:
+            own.inputs = batch.inputs.clone()
+        if self._is_last:
+            own.targets = batch.targets.clone()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         loss, _ = batch.loss_of(passes.stage, 1)
 
         def forward() -> Tensor:
             """What is sent on, or on the last stage the loss before it is divided."""
             with passes.autocast():
-                output = passes.run_layers(self._received, self._ids)
-                return output if self._targets is None else loss(output, self._targets)
+                output = passes.run_layers(self._received, own)
+                return loss(output, own.targets) if self._is_last else output
 
         current = torch.cuda.current_stream(passes.device)
         passes.stream.wait_stream(current)
@@ -176,12 +165,10 @@ class _Graphs(Pass):
             self._forward.capture_end()
             self._gradient = torch.empty_like(self._made)
             self._backward.capture_begin(self._forward.pool(), capture_error_mode="thread_local")
-            found = passes.differentiate(self._made, self._gradient, self._received)
-            passes.add(found)
+            self._found = passes.differentiate(self._made, self._gradient, self._received)
             self._backward.capture_end()
         current.wait_stream(passes.stream)
         self._made = self._made.detach()
-        self._sent_back = found[-1] if self._received is not None else None
 
     @torch.no_grad()
     def replay(self, received: Tensor | None, batch: DeviceBatch, microbatches: int) -> None:
@@ -189,10 +176,10 @@ class _Graphs(Pass):
         self.is_free = False
         if self._received is not None and received is not None:
             self._received.copy_(received)
-        if self._ids is not None:
-            self._ids.copy_(batch.inputs)
-        if self._targets is not None:
-            self._targets.copy_(batch.targets)
+        if self._reads_ids:
+            self._batch.inputs.copy_(batch.inputs)
+        if self._is_last:
+            self._batch.targets.copy_(batch.targets)
         self._forward.replay()
         self.output = self._made.clone()  # a link packs it later, perhaps behind the next forward
         if self._is_last:
@@ -203,7 +190,8 @@ class _Graphs(Pass):
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         if gradient is not None:
             self._gradient.copy_(gradient)
-        self._passes.begin_sums()
         self._backward.replay()
+        self._passes.add(self._found)
         self.is_free = True
-        return None if self._sent_back is None else self._sent_back.clone()  # packed later too
+        sent_back = self._found[-1] if self._received is not None else None
+        return None if sent_back is None else sent_back.clone()  # packed later too

@@ -6,7 +6,7 @@ Everything that is not due is the neighbour's error, before memory is allocated 
 import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.codec import Codec
 from thinwire.engine.checkpoint import Versions
 from thinwire.engine.cut import LEGS, TRAINING, CutEnd
-from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, row_number
+from thinwire.engine.shared import FROM_ABOVE, FROM_BELOW, row_number
 from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack_tally
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.errors import ThinwireError, WireError
@@ -25,7 +25,7 @@ from thinwire.schedule import Schedule
 from thinwire.wire import Frame, FrameKind, Link
 from thinwire.wire.frame import HEADER_BYTES, BytesLike, kind_and_step
 
-Key = tuple[Any, ...]
+Key = tuple[FrameKind, int, int]  # kind, step and number of a frame
 
 _MADE = {FrameKind.FORWARD: FORWARD, FrameKind.BACKWARD: BACKWARD}
 _ARRIVED = {FrameKind.FORWARD: INPUT, FrameKind.BACKWARD: GRADIENT}
@@ -49,75 +49,59 @@ class Due:
     stage: int  # this one
     is_from_below: bool
     first_step: int
-    schedule: Schedule | None = None
+    schedule: Schedule
     validation_batches: int = 0
     basis_bytes: int = 0  # of one that moves
     rows: tuple[int, int] = (0, 0)  # frames in a step and bytes of one, at most; 0 = none cross
 
     @cached_property
-    def kinds(self) -> dict[FrameKind, int]:
-        """The kinds of frames, with the most bytes of those that no codec packs."""
-        rows, basis = {FrameKind.ROWS: self.rows[1]}, {FrameKind.BASIS: self.basis_bytes}
+    def kinds(self) -> dict[FrameKind, tuple[Collection[int], int]]:
+        """By kind of frame: its numbers in a step, and its most bytes where no codec packs it."""
+        count, (row_frames, row_bytes) = self.schedule.microbatches, self.rows
+        way = FROM_BELOW if self.is_from_below else FROM_ABOVE
+        rows = {row_number(frame, way) for frame in range(row_frames)}
+        kinds: dict[FrameKind, tuple[Collection[int], int]] = {FrameKind.ROWS: (rows, row_bytes)}
         if self.is_from_below:
-            tensors = {FrameKind.FORWARD, FrameKind.EVALUATE}
-            tensors |= {FrameKind.PROBE} if self.basis_bytes else set()
-            verdicts = dict.fromkeys((FrameKind.VERDICT, FrameKind.VALIDATED), VERDICT_BYTES)
-            messages = verdicts | rows
+            kinds[FrameKind.FORWARD] = range(count), 0
+            kinds[FrameKind.EVALUATE] = range(self.validation_batches), 0
+            kinds[FrameKind.PROBE] = range(PROBES if self.basis_bytes else 0), 0
+            kinds[FrameKind.VERDICT] = kinds[FrameKind.VALIDATED] = range(1), VERDICT_BYTES
         else:
-            tensors, messages = {FrameKind.BACKWARD}, {FrameKind.TALLY: TALLY_BYTES} | basis | rows
-        return {kind: most for kind, most in messages.items() if most} | dict.fromkeys(tensors, 0)
-
-    @cached_property
-    def answers_before(self) -> tuple[int, ...]:
-        """For each forward from below, gradients sent back before: by the schedule it keeps a
-        window. Negative: it may begin while so many less one of the step before are missing.
-        """
-        if self.schedule is None or not self.is_from_below:
-            return ()
-        held = self.schedule.held[self.stage - 1]
-        count, delay = self.schedule.microbatches, self.schedule.delay
-        least = [0 if number >= delay else -count for number in range(count)]
-        return tuple(max(number - held + 1, least[number]) for number in range(count))
+            kinds[FrameKind.BACKWARD] = range(count), 0
+            kinds[FrameKind.TALLY] = range(1), TALLY_BYTES
+            kinds[FrameKind.BASIS] = range(1 if self.basis_bytes else 0), self.basis_bytes
+        return {kind: due for kind, due in kinds.items() if due[0]}
 
 
 class Mailbox:
-    """Items by key, put by link threads as they arrive and taken once by the worker; ports bound
-    them.
-
-    A failure of any link is put here too, so that a stage which waits for what can no longer come
-    stops at once. Unless a `timeout` is given, waiting ends with the item or with a failure only.
+    """Items by key, put by link threads as they arrive and taken once by the worker. A failure of
+    any link is put here too: a stage that waits for what can no longer come stops at once.
     """
 
-    def __init__(self, timeout: float | None = None):
-        self._items: dict[Key, tuple[int, Any]] = {}  # with their steps
+    def __init__(self) -> None:
+        self._items: dict[Key, Any] = {}
         self._changed = threading.Condition()
         self._failure: ThinwireError | None = None
-        self._timeout = timeout
-        self._done_step = -1
         self.dropped = 0
 
-    def put(self, key: Key, step: int, item: Any) -> None:
-        """Keep an item until it is taken; late and repeated ones are dropped and counted."""
+    def put(self, key: Key, item: Any) -> None:
+        """Keep an item until it is taken, or its step is closed."""
         with self._changed:
-            if step <= self._done_step or key in self._items:
-                self.dropped += 1
-                return
-            self._items[key] = step, item
+            self._items[key] = item
             self._changed.notify_all()
 
     def take(self, key: Key, unless: Key | None = None) -> Any:
         """The item of this key, waiting for it; None if `unless` is there before, which stays."""
         with self._changed:
             self._changed.wait_for(
-                lambda: key in self._items or unless in self._items or self._failure, self._timeout
+                lambda: key in self._items or unless in self._items or self._failure
             )
             if key in self._items:
-                _, item = self._items.pop(key)
                 self._changed.notify_all()
-                return item
-            if unless in self._items:
-                return None
-            raise self._failure or WireError(f"no {key} arrived within {self._timeout} s")
+                return self._items.pop(key)
+            if self._failure is not None and unless not in self._items:
+                raise self._failure
+            return None
 
     def count(self, kind: Any) -> int:
         """How many items wait whose key begins so."""
@@ -135,10 +119,9 @@ class Mailbox:
             return self._failure is None
 
     def close_step(self, step: int) -> None:
-        """Frames up to this step are late from now on; what nobody took is dropped."""
+        """What nobody took of the steps up to this one is dropped, and counted."""
         with self._changed:
-            self._done_step = step
-            kept = {key: item for key, item in self._items.items() if item[0] > step}
+            kept = {key: item for key, item in self._items.items() if key[1] > step}
             self.dropped += len(self._items) - len(kept)
             self._items = kept
 
@@ -159,8 +142,7 @@ class Port:
     of the link. Every frame is held against the contract before memory is allocated for it.
 
     A neighbour may be a step ahead while this stage still saves. A codec that remembers must not
-    have seen that step yet, so its frames are held until `open_step`. Nor may it see a tensor
-    twice, or one that is not due: that would change what it remembers for good.
+    have seen that step yet, nor a tensor twice, so its frames are held until `open_step`.
 
     A stage that takes the place of a lost one gets what its neighbours have sent since its state as
     fast as it can take it: such frames wait here until they are due, and are no error. Nor are
@@ -175,15 +157,12 @@ class Port:
         self._due = due
         self._sender = due.stage + (-1 if due.is_from_below else 1)
         # Steps that are still under way when the next one is opened.
-        self._steps_behind = min(due.schedule.delay, 1) if due.schedule else 0
-        way = FROM_BELOW if due.is_from_below else FROM_ABOVE
-        self._row_numbers = {row_number(frame, way) for frame in range(due.rows[0])}
+        self._steps_behind = min(due.schedule.delay, 1)
         self._sightings = sightings
         self._gate = threading.Lock()
         self._open_step = due.first_step - 1  # a validation may come before the first step
-        self._evaluated = (due.first_step, -1)  # step and number of the last validation frame
         # Of the open step and later: what came, and the microbatches that were sent, by step.
-        self._seen: set[tuple[FrameKind, int, int]] = set()
+        self._seen: set[Key] = set()
         self._sent: dict[int, set[int]] = {}
         self._held: list[Frame] = []
         self._state = link.pipe.state  # where the neighbour may be replaced
@@ -194,9 +173,7 @@ class Port:
     def send_tensor(
         self, kind: FrameKind, tensor: Tensor, step: int, microbatch: int, made_with: Versions
     ) -> None:
-        """Hand a tensor over; it must not be changed afterwards. Returns at once in training; in a
-        validation it waits while enough frames wait to be sent.
-        """
+        """Hand a tensor over, which must not be changed afterwards. A validation waits for room."""
         if kind is FrameKind.EVALUATE:
             self.link.wait_for_room(EVALUATION_WINDOW)
 
@@ -214,9 +191,7 @@ class Port:
         self.link.send(packed)
 
     def take_tensor(self, kind: FrameKind, step: int, microbatch: int, expected: Versions) -> Any:
-        """The neighbour's tensor, waiting for it, which must come from the versions expected; None
-        if it is of a validation that is over.
-        """
+        """The neighbour's tensor, once it is here; None if it is of a validation that is over."""
         over = (FrameKind.VALIDATED, step, 0) if kind is FrameKind.EVALUATE else None
         found = self._mailbox.take((kind, step, microbatch), over)
         if found is None:
@@ -275,36 +250,40 @@ class Port:
                 "neighbour"
             )
         codec = self._check_contract(frame) if kind in LEGS else None
+        numbers, most = self._due.kinds[kind]
+        if frame.microbatch not in numbers:
+            raise WireError(f"it does not exist: there are {len(numbers)} of them")
+        with self._gate:
+            self._check_due(frame)
+            if codec is not None and codec.remembers and kind in TRAINING:
+                self._admit(frame)
+                return
         if kind is FrameKind.EVALUATE:
-            self._check_evaluated(frame)
-        else:
-            with self._gate:
-                self._check_due(frame)
-                what = kind, frame.step, frame.microbatch
-                if what in self._seen:
-                    raise WireError("it arrived twice")
-                self._seen.add(what)
-                if codec is not None and codec.remembers and kind in TRAINING:
-                    self._admit(frame)
-                    return
+            # Meanwhile the link reads nothing, so that its sender is held back too.
+            self._mailbox.wait_until(lambda: self._mailbox.count(kind) < EVALUATION_WINDOW)
         if codec is not None:
             self._receive(frame)
         else:
-            self._on_message(frame)
+            self._on_message(frame, most)
 
     def _too_early(self, frame: Frame) -> str:
         """Why the neighbour's schedule cannot have made a frame yet: it would pile up here."""
-        before, number = self._due.answers_before, frame.microbatch
+        number, schedule = frame.microbatch, self._due.schedule
         if frame.step - self._open_step > self._due.is_from_below:
             return self._not_now()
         if frame.kind is FrameKind.BACKWARD and number not in self._sent.get(frame.step, ()):
             return "it answers an activation that was not sent"
-        if frame.kind is FrameKind.FORWARD and number < len(before):
-            # Gradients that were sent, less those that are missing of the step before.
+        is_forward = frame.kind is FrameKind.FORWARD and self._due.is_from_below
+        if is_forward and number < schedule.microbatches:
+            # By the schedule its sender keeps a window: it comes behind so many gradients that were
+            # sent, less those that are missing of the step before.
             answers = len(self._sent.get(frame.step, ()))
             if self._steps_behind and frame.step > self._due.first_step:
-                answers -= self._end.microbatches - len(self._sent.get(frame.step - 1, ()))
-            if answers < (wanted := before[number]):
+                answers -= schedule.microbatches - len(self._sent.get(frame.step - 1, ()))
+            wanted = number - schedule.held[self._due.stage - 1] + 1
+            if number >= schedule.delay:  # the step before is over
+                wanted = max(0, wanted)
+            if answers < wanted:
                 due = f"it is due after {wanted} gradients, and {answers} were sent"
                 return f"it is beyond the window: {due}"
         return ""
@@ -313,25 +292,28 @@ class Port:
         return f"it belongs neither to the current step, {self._open_step}, nor to the next"
 
     def _check_due(self, frame: Frame) -> None:
-        is_late = frame.step < self._open_step - self._steps_behind
+        kind, step, number = what = frame.kind, frame.step, frame.microbatch
+        is_late = step < self._open_step - self._steps_behind
         if why := self._not_now() if is_late else self._too_early(frame):
             raise WireError(why)
-        numbers = self._row_numbers if frame.kind is FrameKind.ROWS else {0}
-        is_early = frame.kind is FrameKind.VALIDATED and frame.step != self._open_step + 1
-        if frame.kind not in LEGS and (frame.microbatch not in numbers or is_early):
-            raise WireError("it does not exist")
+        if kind in (FrameKind.EVALUATE, FrameKind.VALIDATED) and step != self._open_step + 1:
+            raise WireError("it is of no validation that is due")
+        if what in self._seen:
+            raise WireError("it arrived twice")
+        # Those of a validation come in order, so waiting for room cannot block.
+        if kind is FrameKind.EVALUATE and number and (kind, step, number - 1) not in self._seen:
+            raise WireError("it is not the validation frame that is due")
+        self._seen.add(what)
 
-    def _on_message(self, frame: Frame) -> None:
+    def _on_message(self, frame: Frame, most: int) -> None:
         kind, step, content = frame.kind, frame.step, bytes(frame.payload)
-        if len(content) > (most := self._due.kinds[kind]):
+        if len(content) > most or (kind is FrameKind.BASIS and len(content) != most):
             raise WireError(f"it has {len(content)} bytes, but at most {most} were agreed")
-        if kind is FrameKind.BASIS and len(content) != most:
-            raise WireError(f"it has {len(content)} bytes, but {most} were agreed")
         if kind in _MESSAGE_CHECKS:  # the size of rows the stage knows at the step's end
             said = _MESSAGE_CHECKS[kind](content)
             if isinstance(said, list) and not all(map(math.isfinite, said)):
                 self._sightings.note(step, NORMS)
-        self._mailbox.put((kind, step, frame.microbatch), step, content)
+        self._mailbox.put((kind, step, frame.microbatch), content)
 
     def _note_decision(self, message: BytesLike) -> None:
         """A decision counts once it is here, and not when it is due on an emulated link: whoever
@@ -342,18 +324,6 @@ class Port:
             with contextlib.suppress(WireError):  # which shows when it is taken in
                 said = Verdict.from_bytes(bytes(message[HEADER_BYTES:]))
                 self._state.decide(decision_number(FrameKind(kind), step), said.stop)
-
-    def _check_evaluated(self, frame: Frame) -> None:
-        """The frames of a validation come in order, so waiting for room cannot block."""
-        step, number = self._evaluated
-        expected = number + 1 if frame.step == step else 0
-        if frame.step != self._open_step + 1 or frame.microbatch != expected:
-            raise WireError("it is not the validation frame that is due")
-        if frame.microbatch >= (batches := self._due.validation_batches):
-            raise WireError(f"it does not exist: a validation has {batches} of them")
-        self._evaluated = frame.step, frame.microbatch
-        # Meanwhile the link reads nothing, so that its sender is held back too.
-        self._mailbox.wait_until(lambda: self._mailbox.count(frame.kind) < EVALUATION_WINDOW)
 
     def _admit(self, frame: Frame) -> None:
         """Receive a frame of a step that was opened, and hold one of the next."""
@@ -370,14 +340,10 @@ class Port:
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
         versions = Versions(frame.weight_version, frame.basis_version)
-        key = (frame.kind, frame.step, frame.microbatch)
-        self._mailbox.put(key, frame.step, (tensor, versions))
+        self._mailbox.put((frame.kind, frame.step, frame.microbatch), (tensor, versions))
 
     def _check_contract(self, frame: Frame) -> Codec:
         codec, shape = self._end.codecs[LEGS[frame.kind]], self._end.spec.shape
-        most = PROBES if frame.kind is FrameKind.PROBE else self._end.microbatches
-        if frame.kind is not FrameKind.EVALUATE and frame.microbatch >= most:
-            raise WireError(f"it does not exist: a step has {most} of them")
         if frame.codec != codec.tag:
             raise WireError(f"it was not packed by {codec.name}: the ends' codecs differ")
         if frame.shape != shape:

@@ -1,9 +1,8 @@
 """What a stage is between two steps, as one object: for disk, another machine, or to undo a step.
 
-Names are global, so a state restores from a checkpoint of any number of stages, or from another
-stage's tensors in memory. A file that comes from another machine is opened before it counts: it
-must hold the tensors that a stage of these settings saves and no others, of these shapes and types,
-all of them finite, and codec memories that a stage can restore and that are those it reported.
+Names are global, so a state restores from a checkpoint of any number of stages. A file that comes
+from another machine is opened before it counts: it must hold what a stage of these settings saves
+and nothing else, all of it finite, and codec memories that are those that its stage reported.
 """
 
 import math
@@ -21,9 +20,8 @@ from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import Snapshot, Source, not_finite_in, partial_folder, write_shard
 from thinwire.engine.cut import MEMORY, CutEnd, cuts_of, ends_of, memory_prefix
 from thinwire.engine.feed import Feed
-from thinwire.engine.keeper import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES
-from thinwire.engine.reports import ShardFailed, ShardWritten, Versions
-from thinwire.engine.rows import ROWS, SEEN
+from thinwire.engine.reports import Agreements, ShardFailed, ShardWritten, Versions
+from thinwire.engine.shared import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES, ROWS, SEEN
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, printable
 from thinwire.model import Space, Stage
@@ -70,8 +68,7 @@ class StageState:
             shard = write_shard(partial_folder(run_folder, self.step), index, self.shard())
         except CheckpointError as error:
             return ShardFailed(self.step, str(error))
-        agreements = {str(end.cut): end.agreements() for end in self.ends}
-        return ShardWritten(self.step, self._update.latest.versions, shard, agreements)
+        return ShardWritten(self.step, self._update.latest.versions, shard, agreements(self.ends))
 
     def restore(self, source: Source) -> None:
         """Become what the source holds; CheckpointError says what of it is missing or unfit."""
@@ -91,10 +88,13 @@ class StageState:
         self.step = source.step
 
 
+def agreements(ends: Iterable[CutEnd | None]) -> Agreements:
+    """What the other ends of these cuts must remember alike, as it is reported."""
+    return {str(end.cut): end.agreements() for end in ends if end is not None}
+
+
 def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set[str]:
-    """Those of a state's tensors that a stage of these settings restores from: also what stages
-    below have learned for it, and the shared basis.
-    """
+    """Those of a state's tensors that a stage of these settings restores from."""
     built = StageBuilder(settings, torch.device("meta")).build(stage)
     exact = {*built.global_parameters()}
     exact |= {BEFORE + name for name in built.trained_parameters()}
@@ -113,11 +113,7 @@ def restore_weights(stage: Stage, space: Space | None, source: Source) -> None:
     state = stage.global_parameters()
     loaded = source.tensors(state)
     for name, tensor in state.items():
-        if loaded[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{name} has shape {tuple(loaded[name].shape)} in {source}, the model needs "
-                f"{tuple(tensor.shape)}"
-            )
+        source.check_shape(name, loaded[name], tensor)
         tensor.copy_(loaded[name])
     if space is not None and BASIS in source.names():
         space.basis_DK.copy_(source.tensor(BASIS))
@@ -125,20 +121,14 @@ def restore_weights(stage: Stage, space: Space | None, source: Source) -> None:
 
 
 def _moments(source: Source, parameters: Iterable[str]) -> dict[str, Tensor]:
-    """The optimizer's state for these parameters, by `parameter/state name`. Once there was an
-    update, each must have some: without it a run goes on differently.
-    """
-    owners = {
-        name: name.removeprefix(OPTIMIZER).rpartition("/")[0]
-        for name in source.names()
-        if name.startswith(OPTIMIZER)
-    }
-    wanted = set(parameters)
+    """The optimizer's state for these parameters. Once there was an update, each has some."""
+    wanted = {OPTIMIZER + name for name in parameters}
+    owners = {name: name.rpartition("/")[0] for name in source.names()}
     missing = wanted - set(owners.values())
     if source.versions.weight_version > 0 and missing:
         raise CheckpointError(
             f"{source} has no optimizer state for {len(missing)} parameters, such as "
-            f"{min(missing)}: training cannot continue exactly"
+            f"{min(missing).removeprefix(OPTIMIZER)}: training cannot continue exactly"
         )
     found = source.tensors(name for name, owner in owners.items() if owner in wanted)
     return {name.removeprefix(OPTIMIZER): tensor for name, tensor in found.items()}
@@ -186,39 +176,31 @@ class ShardCheck:
         if names != set(part.shard.tensors):
             raise CheckpointError("it holds other tensors than its stage listed")
         needed, allowed = shard_like(self._settings, stage, part.versions)
-        needed |= self._memories(stage, part, file)
-        if missing := needed.keys() - names:
-            raise CheckpointError(f"{len(missing)} tensors are missing, such as {min(missing)}")
+        # What codecs remember is mapped, and each is read as it is restored.
+        saved = {name: file.get_tensor(name) for name in names if name.startswith(MEMORY)}
+        source = Snapshot(saved, self._settings, part.step, part.versions)
+        dtype = WEIGHT_TYPES[self._settings.run.precision]
+        spec = TensorSpec(wire_shape(self._settings), dtype, torch.device("cpu"))
+        ends = ends_of(self._settings, stage, spec, self._feed, self._scratch)
+        for end in filter(None, ends):
+            end.load(source)
+            needed |= end.state_tensors()
+        if agreements(ends) != part.agreements:
+            raise CheckpointError("its codecs do not remember what its stage reported")
         like = {**needed, **allowed}
-        if unknown := names - like.keys():
-            raise CheckpointError(
-                f"it holds {len(unknown)} tensors that its stage does not save, such as "
-                f"{min(unknown)}"
-            )
+        for wrong, what in (
+            (needed.keys() - names, "are missing"),
+            (names - like.keys(), "that its stage does not save"),
+        ):
+            if wrong:
+                raise CheckpointError(f"{len(wrong)} tensors {what}, such as {min(wrong)}")
         for name in sorted(names):
             both = file.get_tensor(name), like[name]
             found, wanted = (f"{one.dtype} of shape {tuple(one.shape)}" for one in both)
             if found != wanted:
                 raise CheckpointError(f"{name} is {found}, its stage has {wanted}")
-        if (name := not_finite_in(file)) is not None:
+        if name := not_finite_in(file):
             raise CheckpointError(f"{name} has values that are not finite")
-
-    def _memories(self, stage: int, part: ShardWritten, file: Any) -> dict[str, Tensor]:
-        """What the codecs at the cuts of a stage remember when they are restored from the file."""
-        # They are mapped, and each is read as it is restored.
-        saved = {name: file.get_tensor(name) for name in file.keys() if name.startswith(MEMORY)}  # noqa: SIM118
-        source, agreements = Snapshot(saved, self._settings, part.step, part.versions), {}
-        found: dict[str, Tensor] = {}
-        dtype = WEIGHT_TYPES[self._settings.run.precision]
-        spec = TensorSpec(wire_shape(self._settings), dtype, torch.device("cpu"))
-        for end in ends_of(self._settings, stage, spec, self._feed, self._scratch):
-            if end is not None:
-                end.load(source)
-                agreements[str(end.cut)] = end.agreements()
-                found |= end.state_tensors()
-        if agreements != part.agreements:
-            raise CheckpointError("its codecs do not remember what its stage reported")
-        return found
 
 
 def shard_like(

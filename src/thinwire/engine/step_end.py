@@ -1,15 +1,10 @@
 """The end of a step: one decision for all stages, and what becomes of the gradients.
 
-    begin, forwards and backwards; then `StepEnd`: project, norms, verdict, commit or withdraw
-
-Norms go down with `gather`, and `conclude` waits for the verdict: with delayed updates the next
-step is under way between them.
-
-A basis that moves, rows of a shared embedding and tallies of squared gradient norms ride down
-behind the last gradients, and the verdict rides up ahead of the next step's first activation, with
-changes of rows behind it: no extra round trip. What passes between the stages of one process stays
-here, and ports carry the rest. So the peers of a pipeline and the chain of all stages in one
-process end a step by the same lines, and train the same weights.
+Norms go down with `gather`, behind the last gradients, together with a basis that moves and rows of
+a shared embedding. `conclude` waits for the verdict, which rides up ahead of the next step's first
+activation, with changes of rows behind it: no extra round trip. With delayed updates the next step
+is under way between the two. What passes between the stages of one process stays here, and ports
+carry the rest: so a pipeline and a chain in one process end a step by the same lines.
 """
 
 import math
@@ -23,9 +18,8 @@ from torch import Tensor
 
 from thinwire.codec import Leg
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.checkpoint import Versions, is_finite
-from thinwire.engine.keeper import Keeper
-from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, SharedRows, row_number
+from thinwire.engine.checkpoint import Versions, is_finite, not_finite
+from thinwire.engine.shared import FROM_ABOVE, FROM_BELOW, Keeper, SharedRows, row_number
 from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer
@@ -84,8 +78,8 @@ def unpack_tally(payload: bytes) -> list[float]:
 
 
 def global_norm(squares: Sequence[float]) -> float:
-    """The norm of all gradients together; infinite if any is not finite, or the sum is not. The sum
-    is exactly rounded, so the norm is the same however the layers are split into stages.
+    """The norm of all gradients together, however they are split into stages: the sum is exactly
+    rounded. Infinite if any is not finite, or the sum is not.
     """
     if not all(map(math.isfinite, squares)):
         return math.inf
@@ -108,10 +102,12 @@ class StageUpdate:
         self, builder: StageBuilder, stage: Stage, index: int, twin: "StageUpdate | None" = None
     ):
         """Without a `twin` it makes its own where updates are delayed, with the same weights."""
-        settings, constraint = builder.settings, builder.constraint(stage, in_training=True)
+        settings = builder.settings
+        self._constraint = constraint = builder.constraint(stage, in_training=True)
         by_rows = settings.boundary.shares_embedding
-        self.stage = stage
+        self.stage, self.index, self.device = stage, index, builder.device
         self.version = 0  # updates committed
+        self.sightings: Sightings = Sightings() if twin is None else twin.sightings
         self.optimizer = optimizer = StageOptimizer(
             stage.trained_parameters(), stage.roles(), settings.optim, constraint, by_rows
         )
@@ -191,8 +187,14 @@ class StageUpdate:
         if self.keeper is not None:
             self.keeper.begin_step(step)
 
+    def project_gradients(self) -> None:
+        """Before clipping and before the moments: only what stays in the space counts."""
+        if self._constraint is not None:
+            self._constraint.project_gradients()
+
     def squared_norms(self) -> list[float]:
         """The squared gradient norm of each parameter; rows count only if they are not finite."""
+        self.project_gradients()
         gradients = [p.grad for p in self.stage.owned_parameters().values() if p.grad is not None]
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
         squares = [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
@@ -200,9 +202,7 @@ class StageUpdate:
         return [*squares, math.inf] if is_bad else squares
 
     def commit(self, step: int, lr: float, norm: float) -> None:
-        """Change the weights; `norm` is that of the gradients of all stages. A move of the basis
-        follows by itself (`Keeper.follow`): losses are measured in between.
-        """
+        """Change the weights; `norm` is that of the gradients of all stages."""
         scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
         for parameter in self.stage.parameters() if self._clip > 0 and scale < 1 else ():
             if parameter.grad is not None:
@@ -225,34 +225,17 @@ class StageUpdate:
 
     @torch.no_grad()
     def check(self, step: int) -> None:
-        """End the run before weights or moments that are not finite reach a checkpoint. An infinite
-        second moment does no visible harm: its weight just never changes again.
-        """
-        name = not_finite(self.stage.trained_parameters())
-        if name is not None:
+        """End the run before weights or moments that are not finite reach a checkpoint."""
+        now = f"not finite after step {step + 1}"
+        again = "No checkpoint contains it. Resume with a lower optim.lr"
+        if name := not_finite(self.stage.trained_parameters()):
+            raise StageError(f"weights of {name} are {now}: the update overflowed. {again}")
+        rows = self.rows.state_tensors() if self.rows is not None else {}
+        if name := not_finite({**self.optimizer.state_tensors(), **rows}):
             raise StageError(
-                f"weights of {name} are not finite after step {step + 1}: the update overflowed. "
-                "No checkpoint contains it. Resume with a lower optim.lr"
+                f"the optimizer's state {name} is {now}: a gradient was too large, and its weights "
+                f"would stop learning. {again}, or with optim.clip"
             )
-        state = not_finite(self.optimizer.state_tensors())
-        if state is None and self.rows is not None:
-            state = not_finite(self.rows.state_tensors())
-        if state is not None:
-            raise StageError(
-                f"the optimizer's state {state} is not finite after step {step + 1}: a gradient "
-                "was too large, and its weights would stop learning. No checkpoint contains it. "
-                "Resume with a lower optim.lr, or with optim.clip"
-            )
-
-
-def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The first of these whose entries are not all finite: as `is_finite`, all sums at once."""
-    named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
-    sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
-    for (name, tensor), total in zip(named.items(), sums, strict=True):
-        if not math.isfinite(total) and not bool(torch.isfinite(tensor).all()):
-            return name
-    return None
 
 
 class Messenger(Protocol):
@@ -266,29 +249,23 @@ class Messenger(Protocol):
 
 
 class StepEnd:
-    """Ends the steps of the neighbouring stages that one process holds: `updates`, lowest first,
-    each with its `sightings`. `below` and `above` lead to the neighbours in other processes.
-    `row_bytes` counts what rows of a shared embedding would cost between stages that are both here.
+    """Ends the steps of the neighbouring stages that one process holds: `updates`, lowest first.
+    `below` and `above` lead to the neighbours in other processes. `row_bytes` counts what rows of a
+    shared embedding would cost between stages that are both here.
     """
 
     def __init__(
         self,
         updates: Sequence[StageUpdate],
-        first_stage: int = 0,
         below: Messenger | None = None,
         above: Messenger | None = None,
-        device: torch.device | None = None,
-        sightings: Sequence[Sightings] = (),
     ):
         self.trace = StepTrace()
         self.row_bytes = dict.fromkeys(Leg, 0)
         self._updates = updates
         self._keepers = [update.keeper for update in updates if update.keeper is not None]
         self._rows = [update.rows for update in updates if update.rows is not None]
-        self._stage_above = first_stage + len(updates)
         self._below, self._above = below, above
-        self._device = device
-        self._sightings = sightings or [Sightings() for _ in updates]
         self._new_basis_DK: Tensor | None = None
         self._decided: dict[int, Verdict] = {}  # on the first stage, of steps to be concluded
 
@@ -296,23 +273,17 @@ class StepEnd:
         """Behind the last backward: what goes down to the first stage, which decides at once."""
         for update in self._of_step(step):
             update.add_gradients_of_twin()
-        if self._keepers:
-            with self.trace.span("compute", "norm"):
-                for update in self._of_step(step):
-                    if update.keeper is not None:
-                        update.keeper.project_gradients()
-                self.sync()
-            if self._keepers[-1].moves_after(step):
-                self._new_basis_DK = self._pass_basis_down(step)
+        if self._keepers and self._keepers[-1].moves_after(step):
+            self._new_basis_DK = self._pass_basis_down(step)
         if self._rows:
             self._pass_rows_down(step)
         with self.trace.span("compute", "norm"):
             tally: list[float] = []
-            for update, sightings in zip(self._of_step(step), self._sightings, strict=True):
+            for update in self._of_step(step):
                 squares = update.squared_norms()
                 tally += squares
                 if not all(map(math.isfinite, squares)):
-                    sightings.note(step, BACKWARD)
+                    update.sightings.note(step, BACKWARD)
         with self.trace.span("wait", "U"):
             parts = pack_tally(tally)
             if self._above is not None:
@@ -364,8 +335,8 @@ class StepEnd:
 
     def sync(self) -> None:
         """On a GPU wait until the queued work is done: what follows hands its result over."""
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if (device := self._updates[0].device).type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     def _pass_basis_down(self, step: int) -> Tensor:
         """The basis that the last stage proposes, handed on to the stage below."""
@@ -381,8 +352,8 @@ class StepEnd:
             basis_DK = flat.to(old_DK.device).view(old_DK.shape)
             if not is_finite(basis_DK):  # it would spoil the weights of this stage
                 raise WireError(
-                    f"stage {self._stage_above} sent a basis that is not finite after step "
-                    f"{step + 1}"
+                    f"stage {self._updates[-1].index + 1} sent a basis that is not finite after "
+                    f"step {step + 1}"
                 )
         if self._below is not None:
             self._below.send_message(FrameKind.BASIS, step, content)
@@ -390,7 +361,7 @@ class StepEnd:
 
     def _move_basis(self, step: int, basis_DK: Tensor, probe: LossProbe) -> None:
         """Switch, and score the same batches just before and just after. All stages here share one
-        space: it moves once, and every stage's weights follow.
+        space, which moves once.
         """
         before = probe(step, 0)
         with self.trace.span("compute", "U"):
@@ -414,9 +385,9 @@ class StepEnd:
             if self._above is not None:
                 with self.trace.span("wait", "rows"):
                     payload = self._above.take_message(FrameKind.ROWS, step, number)
-            for own, sightings in zip(reversed(self._rows), reversed(self._sightings), strict=True):
+            for own, update in zip(self._rows[::-1], self._updates[::-1], strict=True):
                 if payload is not None:
-                    sightings.look(step, GRADIENT, own.add(step, frame, payload))
+                    update.sightings.look(step, GRADIENT, own.add(step, frame, payload))
                 if self._below is not None or own is not self._rows[0]:
                     payload = own.gradients(step, frame)
                     self._count(Leg.BACKWARD, payload, own is not self._rows[0])

@@ -1,9 +1,8 @@
 """What a stage notes of its own work: what it does, how long it takes, where values go bad."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -16,6 +15,7 @@ GRADIENT = "gradient"  # what the stage above sent back
 BACKWARD = "backward"  # this stage's own backward pass
 NORMS = "norms"  # the tally that the stage above sent
 PLACES = (INPUT, FORWARD, GRADIENT, BACKWARD, NORMS)  # each leads to the next
+_DOING = {"wait": "waits for", "compute": "computes"}  # in the lanes of a trace
 
 
 class Progress:
@@ -31,17 +31,18 @@ class Progress:
         self.begun += 1
 
 
-@dataclass
 class StepTrace:
     """Spans of one step as (lane, label, start, end), in this machine's monotonic seconds."""
 
-    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
-    on_begin: Callable[[str, str], None] = lambda lane, label: None
+    def __init__(self, step: int = 0, progress: Progress | None = None):
+        """`progress` is told of each span as it begins."""
+        self.spans: list[tuple[str, str, float, float]] = []
+        self._step, self._progress = step, progress or Progress()
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
         """Record how long the body takes."""
-        self.on_begin(lane, label)
+        self._progress.begin(f"{_DOING[lane]} {label} of step {self._step + 1}")
         start = time.monotonic()
         try:
             yield
@@ -58,9 +59,7 @@ class StepTrace:
 
 
 class Sightings:
-    """Where a stage has seen values that are not finite: step by step, so that the first is named.
-    Within a step microbatches do not depend on each other: the place decides which came first.
-    """
+    """Where a stage has seen values that are not finite, by step: the first place is named."""
 
     def __init__(self) -> None:
         self._places: dict[int, set[str]] = {}

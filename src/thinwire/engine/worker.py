@@ -1,22 +1,17 @@
 """One stage at work: built as it is told, agreed with its neighbours, run to the end.
 
-Compute never waits for a send (links queue), receives are posted early (link threads fill the
-mailbox), and the only things the compute thread waits for are the tensors it needs next. With
-delayed updates two steps are under way at once: the second begins while the first still has
-backwards to come. A step ends in engine/step_end.py.
-
-The same worker runs in a peer process over TLS links and in a thread over in-memory ones.
+Compute waits for nothing but the tensors that it needs next: links queue what is sent, and their
+threads fill the mailbox. With delayed updates two steps are under way at once. A step ends in
+engine/step_end.py. The same worker runs in a peer process over TLS links and in a thread over
+in-memory ones.
 """
 
 import contextlib
-import hashlib
-import json
 import math
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +22,7 @@ from torch import Tensor
 import thinwire
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, choose_device, prepare_torch
-from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.checkpoint import Checkpoint, content_hash
 from thinwire.engine.cut import CutEnd, ends_of
 from thinwire.engine.feed import DeviceBatch, Feed, TokenSource
 from thinwire.engine.passes import GraphPasses, Pass, Passes, autocast_for, weights_rounded_once
@@ -35,7 +30,7 @@ from thinwire.engine.port import Due, Mailbox, Port, decision_number
 from thinwire.engine.reports import Evaluation, Report, StageCosts, Step, meters_of
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict
-from thinwire.engine.trace import FORWARD, Progress, Sightings, StepTrace
+from thinwire.engine.trace import FORWARD, Progress, StepTrace
 from thinwire.model import Score, learning_rate
 from thinwire.schedule import Kind
 from thinwire.settings import Settings
@@ -43,8 +38,10 @@ from thinwire.settings.crossing import checkpoint_steps
 from thinwire.wire import FrameKind, Link, Span
 
 RELEASE, EPOCH, SECTIONS = "thinwire", "epoch", "settings"  # of a contract between machines
+# What is sent in a training step, and its label in the trace.
+_SENT = {"FORWARD": "F{}>", "BACKWARD": "<B{}"}
+_SENT |= {kind: kind.lower() for kind in ("TALLY", "VERDICT", "BASIS", "PROBE", "ROWS")}
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
-_DOING = {"wait": "waits for", "compute": "computes"}
 
 Tell = Callable[[Report], None]
 
@@ -64,18 +61,16 @@ def scratch(run_folder: Path) -> Iterator[None]:
         shutil.rmtree(scratch_folder(run_folder), ignore_errors=True)
 
 
-@dataclass
-class Running:
-    """A step under way, with what its update will change. With delayed updates steps overlap: one
-    lasts from the last backward of the step before to its own, or before a pause to its update.
+class Running(StepTrace):
+    """A step under way, and what is in flight of it. With delayed updates steps overlap: one lasts
+    from the last backward of the step before to its own, or before a pause to its update.
     """
 
-    update: StageUpdate
-    trace: StepTrace
-    start: float
-    end: float | None = None
-    in_flight: dict[int, Pass] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
+    def __init__(self, step: int, progress: Progress):
+        super().__init__(step, progress)
+        self.start, self.end = time.monotonic(), math.inf  # or until it is over
+        self.in_flight: dict[int, Pass] = {}
+        self.losses: list[Tensor] = []
 
 
 class Worker:
@@ -85,25 +80,22 @@ class Worker:
         self,
         settings: Settings,
         stage: int,
-        corpus: Path,
+        data: Corpus | TokenSource,
         run_folder: Path,
         resume: Path | None = None,
         began: int | None = None,
         progress: Progress | None = None,
-        far: TokenSource | None = None,
     ):
-        """`began`: where the run began, if this stage takes the place of one that was lost. `far`
-        stands for the corpus where it is on another machine.
-        """
+        """`began`: where the run began, if this stage takes the place of one that was lost."""
         self.settings, self.index, self.run_folder = settings, stage, run_folder
         self.progress = progress or Progress()
         self.last = settings.pipeline.stages - 1
-        shutil.rmtree(self._scratch, ignore_errors=True)  # of a lost process in whose place it is
+        self.scratch = scratch_folder(run_folder) / f"stage-{stage}"  # of codecs and logs
+        shutil.rmtree(self.scratch, ignore_errors=True)  # of a lost process in whose place it is
         self.stop_requested = threading.Event()
         self.decided, self.stops = 0, False  # the last known decision of a first stage that is lost
         self.device = choose_device(settings.run.device, self.index)
-        self.data = far or Corpus.open(corpus)
-        self.feed = Feed(self.data, settings, self.device)
+        self.data, self.feed = data, Feed(data, settings, self.device)
         self.mailbox = Mailbox()
         prepare_torch(settings, self.device)
         self.builder = StageBuilder(settings, self.device)
@@ -112,7 +104,7 @@ class Worker:
             self.builder.initialise(self.stage)
         self.update = StageUpdate(self.builder, self.stage, self.index)
         spec = self.builder.wire_spec
-        self.below, self.above = ends_of(settings, self.index, spec, self.feed, self._scratch)
+        self.below, self.above = ends_of(settings, self.index, spec, self.feed, self.scratch)
         self.state = StageState(self.update, (self.below, self.above))
         if resume is not None:
             # Whoever started the run has been asked about plugins before any stage was.
@@ -122,14 +114,8 @@ class Worker:
         self._misses, self._is_stopping = 0, False
         self._pause = self.state.step  # until where steps follow on each other
         self._running: dict[int, Running] = {}
-        self._sent: list[Span] = []  # of steps that are not over
-        self._sightings = Sightings()
         self._ports: list[Port] = []
         self._first_step = self.state.step if began is None else began
-
-    def describe(self) -> dict[str, str]:
-        """What the display shows of this stage."""
-        return {"layers": self.stage.describe(), "device": str(self.device)}
 
     def contract(self, cut: int, epoch: int = 0, at_start: bool = True) -> dict[str, Any]:
         """What both ends of a cut must agree on before the first frame; with an `epoch`, on other
@@ -142,7 +128,7 @@ class Worker:
         if epoch:
             # Of the settings a hash of each section, so that a difference is named.
             sections = settings.of_scope("result").items()
-            digests = {name: _digest(values) for name, values in sections if values}
+            digests = {name: content_hash(values)[:12] for name, values in sections if values}
             terms = {RELEASE: thinwire.__version__, EPOCH: epoch, SECTIONS: digests}
         terms |= {
             "config_hash": settings.hash,
@@ -158,20 +144,17 @@ class Worker:
             terms |= {"token_table": self.update.rows.fingerprint()} if self.update.rows else {}
         return terms
 
-    def log_folder(self, cut: int) -> Path:
-        """Where what is sent over a cut is logged."""
-        return self._scratch / f"sent-{cut}"
-
-    @property
-    def _scratch(self) -> Path:
-        return scratch_folder(self.run_folder) / f"stage-{self.index}"
-
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
-        largest = max((end.payload_limit() for end in self.state.ends), default=0)
-        basis = self.update.keeper.most_basis_bytes if self.update.keeper else 0
-        rows = self.update.rows.limits()[1] if self.update.rows else 0
+        cuts = ((c, end.spec) for end in self.state.ends for c in end.codecs.values())
+        largest = max((codec.payload_limit(spec.shape) for codec, spec in cuts), default=0)
+        basis, (_, rows) = self._shared_limits()
         return max(largest, basis, rows) + 65536
+
+    def _shared_limits(self) -> tuple[int, tuple[int, int]]:
+        """The bytes of a basis that moves, and the most frames and bytes of an embedding's rows."""
+        keeper, rows = self.update.keeper, self.update.rows
+        return keeper.most_basis_bytes if keeper else 0, rows.limits() if rows else (0, 0)
 
     def run(self, below: Link | None, above: Link | None, tell: Tell) -> None:
         """Train from the first step to the last, reporting as it goes. Validations come first, in
@@ -211,31 +194,27 @@ class Worker:
 
     def _begin(self, below: Link | None, above: Link | None, tell: Tell) -> None:
         """Attach the links."""
-        keeper, rows, run = self.update.keeper, self.update.rows, self.settings.run
-        basis = keeper.most_basis_bytes if keeper else 0
-        traffic = self.feed.validation_count, basis, rows.limits() if rows else (0, 0)
+        run, limits = self.settings.run, self._shared_limits()
 
         def port(link: Link | None, end: CutEnd | None) -> Port | None:
             if link is None or end is None:
                 return None
-            step, is_from_below = self.state.step, end is self.below
-            due = Due(self.index, is_from_below, step, self._schedule, *traffic)
-            return Port(link, end, self.mailbox, due, self._sightings)
+            at = self.index, end is self.below, self.state.step
+            due = Due(*at, self._schedule, self.feed.validation_count, *limits)
+            return Port(link, end, self.mailbox, due, self.update.sightings)
 
         self._tell = tell
         # To the stages below and above, where there are such.
         self._down, self._up = port(below, self.below), port(above, self.above)
-        both = self._down, self._up
-        self._ports = [one for one in both if one is not None]
-        sightings = [self._sightings]
-        self._end = StepEnd([self.update], self.index, *both, self.device, sightings)
+        self._ports = [one for one in (self._down, self._up) if one is not None]
+        self._end = StepEnd([self.update], self._down, self._up)
         kind = GraphPasses if run.graphs and self.device.type == "cuda" else Passes
         autocast = autocast_for(run.precision, self.device)
         updates = [one for one in (self.update, self.update.twin) if one is not None]
         self._passes = {one.stage: kind(one.stage, autocast) for one in updates}
 
     def _train(self, first: int, until: int) -> Verdict:
-        """This stage's actions from step `first` to the one before `until`; the last verdict. It
+        """This stage's actions from step `first` to the one before `until`; the last verdict, which
         may end them before: with delayed updates after the step that has begun on other stages.
         """
         last, microbatches = until - 1, self._schedule.microbatches
@@ -264,32 +243,24 @@ class Worker:
 
     def _begin_step(self, step: int) -> None:
         """Let the tensors of a step in, and note what it starts from."""
-
-        def on_begin(lane: str, label: str) -> None:
-            self.progress.begin(f"{_DOING[lane]} {label} of step {step + 1}")
-
-        start = time.monotonic()
+        self._running[step] = Running(step, self.progress)
         for port in self._ports:
             port.open_step(step)
-        update = self.update.of_step(step)
-        update.begin(step)
-        self._running[step] = Running(update, StepTrace(on_begin=on_begin), start)
+        self.update.of_step(step).begin(step)
 
     def _forward(self, step: int, microbatch: int) -> None:
-        running = self._running[step]
-        update, trace = self.update.of_microbatch(step, microbatch), running.trace
-        versions = update.versions
-        batch = self.feed.training(step, microbatch)
-        if batch.wait is not None:
-            with trace.span("wait", f"ids{microbatch}"):
+        running, update = self._running[step], self.update.of_microbatch(step, microbatch)
+        versions, batch = update.versions, self.feed.training(step, microbatch)
+        if batch.is_due:
+            with running.span("wait", f"ids{microbatch}"):
                 batch.wait()
         if update.rows is not None:
             update.rows.see(batch.inputs)
         received = None
         if self._down is not None:
-            with trace.span("wait", f"F{microbatch}"):
+            with running.span("wait", f"F{microbatch}"):
                 received = self._down.take_tensor(FrameKind.FORWARD, step, microbatch, versions)
-        with trace.span("compute", f"F{microbatch}"):
+        with running.span("compute", f"F{microbatch}"):
             passes = self._passes[update.stage]
             passed = passes.forward(received, batch, self._schedule.microbatches)
             if self._up is None:
@@ -302,14 +273,14 @@ class Worker:
 
     def _backward(self, step: int, microbatch: int) -> None:
         running = self._running[step]
-        versions, trace = self.update.of_microbatch(step, microbatch).versions, running.trace
+        versions = self.update.of_microbatch(step, microbatch).versions
         passed = running.in_flight.pop(microbatch)
         gradient = None
         if self._up is not None:
-            with trace.span("wait", f"B{microbatch}"):
+            with running.span("wait", f"B{microbatch}"):
                 gradient = self._up.take_tensor(FrameKind.BACKWARD, step, microbatch, versions)
                 gradient = gradient.to(passed.output.dtype)
-        with trace.span("compute", f"B{microbatch}"):
+        with running.span("compute", f"B{microbatch}"):
             sent_back = passed.backward(gradient)
             self._end.sync()
         if self._down is not None:
@@ -317,7 +288,7 @@ class Worker:
             self._down.send_tensor(FrameKind.BACKWARD, sent_back, step, microbatch, versions)
 
     def _gather(self, step: int) -> None:
-        self._end.trace = self._running[step].trace
+        self._end.trace = self._running[step]
         self._end.gather(step, self._decide)
         if self._schedule.delay:
             self._running[step].end = time.monotonic()
@@ -325,34 +296,25 @@ class Worker:
                 following.start = time.monotonic()
 
     def _conclude(self, step: int) -> Verdict:
-        running = self._running.pop(step)
-        self._end.trace = running.trace
+        """End a step, report it, and let nothing of it in any more."""
+        running = self._end.trace = self._running[step]
+        update = self.update.of_step(step)
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
         verdict = self._end.conclude(step, lr, self._probe)
         if verdict.commit:
-            with running.trace.span("compute", "U"):
-                running.update.check(step)
+            with running.span("compute", "U"):
+                update.check(step)
         loss = float(torch.stack(running.losses).sum()) if running.losses else None
         if loss is not None and not math.isfinite(loss):
-            self._sightings.note(step, FORWARD)
-        if not self._running:
-            running.end = None  # it lasts until now
-        self._report(step, lr, verdict, loss, running)
-        return verdict
-
-    def _report(
-        self, step: int, lr: float, verdict: Verdict, loss: float | None, running: Running
-    ) -> None:
-        """Report a step that is over, and let nothing of it in any more."""
+            self.update.sightings.note(step, FORWARD)
         for port in self._ports:
             # The tensors of this step have arrived, or it would not be over; a verdict or a basis
             # may still be on its way to the uplink, and belongs to this step too.
             port.link.settle()
-            self._sent += port.link.take_spans()
-        spans = [*running.trace.spans, *sent_spans(self._sent, step)]
-        self._sent = [span for span in self._sent if span[1] > step]
-        keeper, count = running.update.keeper, self._schedule.microbatches
-        seconds = partial(running.trace.seconds, "compute")
+            self._trace_sent(port.link.take_spans())
+        del self._running[step]
+        count, seconds = self._schedule.microbatches, partial(running.seconds, "compute")
+        now = time.monotonic()
         self._tell(
             Step(
                 step=step,
@@ -361,22 +323,30 @@ class Worker:
                 grad_norm=verdict.grad_norm,
                 committed=verdict.commit,
                 start=running.start,
-                end=running.end or time.monotonic(),
-                wait=running.trace.seconds("wait"),
+                end=min(now, running.end) if self._running else now,
+                wait=running.seconds("wait"),
                 costs=StageCosts(
                     seconds("F") / count, seconds("B") / count, seconds("U") + seconds("norm")
                 ),
-                spans=spans,
-                measures=keeper.measures(step) if keeper else {},
+                spans=running.spans,
+                measures=update.keeper.measures(step) if update.keeper else {},
                 meters=meters_of(port.link for port in self._ports),
                 dropped=self.mailbox.dropped,
-                not_finite=self._sightings.take_first(step),
+                not_finite=self.update.sightings.take_first(step),
             )
         )
         self.mailbox.close_step(step)
         for port in self._ports:
             port.close_step(step)
         self.state.step = step + 1
+        return verdict
+
+    def _trace_sent(self, sent: list[Span]) -> None:
+        """Note what links have sent with the steps that it was of."""
+        for kind, step, microbatch, start, end in sent:
+            if step in self._running and kind in _SENT:
+                label = _SENT[kind].format(microbatch)
+                self._running[step].spans.append(("send", label, start, end))
 
     def _decide(self, step: int, commit: bool) -> tuple[bool, bool]:
         """On the first stage: whether all stages checkpoint after this step, and stop. Gradients
@@ -418,18 +388,19 @@ class Worker:
                 received = self._down.take_tensor(FrameKind.EVALUATE, done, number, latest.versions)
                 if received is None:
                     break
-            if not leaves():
-                batch = self.feed.validation(number)
-                if batch.wait is not None:
-                    self.progress.begin(f"waits for ids of validation batch {number}")
-                    batch.wait()
-                self.progress.begin(f"validates with batch {number} after step {done}")
-                loss = self._score(FrameKind.EVALUATE, done, number, batch, received)
-                if loss is not None:
-                    score.add(loss, batch.targets)
-                computed += 1
-            elif self._down is None:
-                break
+            if leaves():
+                if self._down is None:
+                    break
+                continue
+            batch = self.feed.validation(number)
+            if batch.is_due:
+                self.progress.begin(f"waits for ids of validation batch {number}")
+                batch.wait()
+            self.progress.begin(f"validates with batch {number} after step {done}")
+            loss = self._score(FrameKind.EVALUATE, (done, number), batch, received)
+            if loss is not None:
+                score.add(loss, batch.targets)
+            computed += 1
         latest.stage.train()
         decided = None
         if self._down is not None:
@@ -442,51 +413,36 @@ class Worker:
         return stop
 
     def _score(
-        self, kind: FrameKind, step: int, number: int, batch: DeviceBatch, received: Tensor | None
+        self, kind: FrameKind, at: tuple[int, int], batch: DeviceBatch, received: Tensor | None
     ) -> Tensor | None:
         """One forward without gradients: to the stage above, or its loss."""
         latest = self.update.latest
         passes = self._passes[latest.stage]
         with passes.autocast():
-            output = passes.run_layers(received, passes.ids_read(received, batch))
+            output = passes.run_layers(received, batch)
             if self._up is None:
                 return latest.stage.loss(output, batch.targets)
         self._end.sync()
-        self._up.send_tensor(kind, output, step, number, latest.versions)
+        self._up.send_tensor(kind, output, *at, latest.versions)
         return None
 
     @torch.no_grad()
     def _probe(self, step: int, number: int) -> float | None:
-        """The loss of the first validation microbatch as things are, on the last stage. Two of them
-        for each move of the basis cost two forwards; no answer has to come back.
-        """
-        received, score, update = None, Score(), self.update
+        """The loss of the first validation microbatch as things are, on the last stage."""
+        received, update = None, self.update
         if self._down is not None:
             with self._end.trace.span("wait", "basis"):
                 received = self._down.take_tensor(FrameKind.PROBE, step, number, update.versions)
         with self._end.trace.span("compute", "U"):
             update.stage.eval()
             batch = self.feed.validation(0)
-            loss = self._score(FrameKind.PROBE, step, number, batch, received)
-            if loss is not None:
-                score.add(loss, batch.targets)
+            loss = self._score(FrameKind.PROBE, (step, number), batch, received)
             update.stage.train()
-            return score.loss if loss is not None else None
+        return None if loss is None else float(loss)
 
     def _checkpoint(self, done: int) -> None:
         self.progress.begin(f"saves the checkpoint of step {done}")
         self._tell(self.state.save(self.run_folder, self.index))
-
-
-def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, float]]:
-    """What a training step sent, as spans of its trace; validations and goodbyes are left out."""
-    others = ("TALLY", "VERDICT", "BASIS", "PROBE", "ROWS")
-    labels = {"FORWARD": "F{}>", "BACKWARD": "<B{}", **{kind: kind.lower() for kind in others}}
-    return [
-        ("send", labels[kind].format(microbatch), start, end)
-        for kind, step, microbatch, start, end in sent
-        if step == of_step and kind in labels
-    ]
 
 
 def remedy(key: str, mine: Any, theirs: Any) -> str:
@@ -512,7 +468,3 @@ _REMEDIES = {
     "memory": _SAME_START,  # of a codec
     "codec": "give both the same codec settings, and the same plugins where they name one",
 }
-
-
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -68,23 +68,16 @@ class WithCuts(Source):
     """The weights of a model whose narrow cuts stay, with each cut's basis; adapters are merged."""
 
     def __init__(self, source: Source):
-        source = merged(source)
-        super().__init__(source.step, source.versions)
-        self._source = source
+        self._source = source = merged(source)
         self.settings, root = source.settings, nn.Module()
         Whole(self.settings, torch.device("meta"), root)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in root.state_dict().items()}
         """Of every tensor, in the model's order: known without reading any."""
+        super().__init__(source.step, source.versions, self.shapes)
         self._bases = {n for n in self.shapes if n.startswith(ENDS) and n.endswith(".basis")}
 
-    def names(self) -> set[str]:
-        return set(self.shapes)
-
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        return {
-            name: basis_of(self._source) if name in self._bases else self._source.tensor(name)
-            for name in sorted(names)
-        }
+    def _read(self, name: str) -> Tensor:
+        return basis_of(self._source) if name in self._bases else self._source.tensor(name)
 
     def __str__(self) -> str:
         return f"{self._source} with its cuts"

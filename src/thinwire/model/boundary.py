@@ -110,7 +110,7 @@ class ProjectedBoundary(SubspaceBoundary):
 
     With `own_tables` every stage has a trainable token table, taken off again where it sends;
     `table`, of (vocab, width), gives the receiver its own, widened by a matrix where it is narrower
-    than the stream. With `shared` tables are copies of the model's own embedding (engine/rows.py
+    than the stream. With `shared` tables are copies of the model's own embedding (engine/shared.py
     keeps them equal), and nothing is lost where blocks write into the subspace.
     """
 

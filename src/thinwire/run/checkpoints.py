@@ -28,7 +28,6 @@ from thinwire.engine.checkpoint import (
     Shard,
     checkpoints_folder,
     list_checkpoints,
-    list_checkpoints_at,
     partial_folder,
     sealed,
     sha256_of,
@@ -135,7 +134,7 @@ def open_newest(
     """The checkpoint to continue from, opened and verified, and notes: the one that is named, or of
     a run the newest that is known to be good and opens.
     """
-    found = [] if (place / MANIFEST).is_file() else list_checkpoints_at(place)
+    found = [] if (place / MANIFEST).is_file() else list_checkpoints(place)
     good, notes = [path for path in found if is_proven(path)], []
     chosen = (good or found or [place])[-1]
     if found and found[-1] not in good:

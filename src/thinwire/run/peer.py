@@ -34,6 +34,7 @@ import torch
 import thinwire
 from thinwire import wire
 from thinwire.background import on_daemon_thread
+from thinwire.data import Corpus
 from thinwire.engine.audit import Audit
 from thinwire.engine.reports import Report, ShardFailed, ShardWritten, meters_of
 from thinwire.engine.trace import Progress
@@ -109,17 +110,17 @@ class Peer:
         settings = Settings.from_plain(self.order.settings)
         threading.Thread(target=self._pulse, args=(settings.run.patience,), daemon=True).start()
         self._progress.begin("builds its layers")
-        corpus, run_folder = Path(self.order.corpus), Path(self.order.run_folder)
+        data, run_folder = self._data(settings), Path(self.order.run_folder)
         resume = Path(self.order.resume) if self.order.resume else None
         began = self.order.began if self._is_new else None
-        place = settings, self.stage, corpus, run_folder, resume, began
-        worker = Worker(*place, self._progress, self._far_corpus(settings))
+        place = settings, self.stage, data, run_folder, resume, began
+        worker = Worker(*place, self._progress)
         self._progress.begin("waits for the other stages to be built")
         if self.stage < worker.last and self.stage not in self._inner:
             most = worker.max_payload() + 64
             self._listener = wire.Listener(self.identity, settings.link.listen, 0, most)
         address = self._listener.address if self._listener else ""
-        self.say(msg.Ready(address, **worker.describe(), versions=versions()))
+        self.say(msg.Ready(address, worker.stage.describe(), str(worker.device), versions()))
         connect = self._receive(msg.Connect)
         self._progress.begin("waits for its neighbours to link")
         self._join(worker, connect)
@@ -179,10 +180,10 @@ class Peer:
         with suppress(ThinwireError):  # whoever started this sees the exit code and the log
             self.say(msg.Failed(type(error).__name__, known, told, accused, convicted))
 
-    def _far_corpus(self, settings: Settings) -> FetchedCorpus | None:
-        """The corpus on the coordinator's machine, where there is none on this one."""
+    def _data(self, settings: Settings) -> Corpus | FetchedCorpus:
+        """The corpus: that on the coordinator's machine, where there is none on this one."""
         if self.order.corpus:
-            return None
+            return Corpus.open(Path(self.order.corpus))
         name = msg.stream_name("tokens", self.stage, self.order.generation, self.order.again)
         routes = wire.Routes(self.order.service, self.order.host)
         host = fingerprint_of(self.identity.host)
@@ -256,7 +257,7 @@ class Peer:
         if not most or not worker.settings.link.outage:
             return pipe
         keeps = FOR_FOLLOWERS if self.order.host else 0  # of a run on one machine nobody follows
-        log = wire.FrameLog(worker.log_folder(cut), most + keeps, keeps)
+        log = wire.FrameLog(worker.scratch / f"sent-{cut}", most + keeps, keeps)
         state = wire.LinkState(log, worker.state.step, self._is_new, self._follows)
         logged = wire.LoggedPipe(None if self._is_new else pipe, state, nic, meter.count_sent)
         self._logged[cut] = logged

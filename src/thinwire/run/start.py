@@ -274,13 +274,12 @@ def make_start(
     """The checkpoint of step 0 of a new run, with the weights of its origin, stage by stage."""
     eager = dataclasses.replace(settings, run=dataclasses.replace(settings.run, compile=False))
     builder = StageBuilder(eager, torch.device("cpu"))
-    transfer = Transfer(origin, settings)
-    transfer.take_space(builder.space)
+    transfer = Transfer(origin, builder)
     shards, stages = [], settings.pipeline.stages
     for index in range(stages):
         stage = builder.build(index)
         builder.initialise(stage)
-        transfer.fill(builder, stage)
+        transfer.fill(stage)
         state = StageState(StageUpdate(builder, stage, index))
         shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
         display.progress("start", index + 1, stages, "stages from earlier weights")

@@ -21,13 +21,12 @@ from typing import Annotated, Literal, NamedTuple, TypeGuard
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
 from thinwire.data.order import MASKED
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.feed import At, CorpusTokens, TokenSource
+from thinwire.engine.feed import At, CorpusTokens, Tokens, TokenSource
 from thinwire.errors import WireError, printable
 from thinwire.settings import Settings
 from thinwire.typed import learn_types
@@ -48,11 +47,6 @@ class Columns(enum.IntFlag):
 
     INPUTS = 1
     TARGETS = 2
-
-    def span(self, context: int) -> range:
-        """The places of a window of `context` + 1 tokens."""
-        first = 0 if self.INPUTS in self else 1
-        return range(first, context + 1 if self.TARGETS in self else context)
 
 
 class CorpusFacts(msgspec.Struct, frozen=True):
@@ -107,7 +101,7 @@ class TokenServer:
         self._steps, self._microbatches = settings.train.steps, settings.pipeline.microbatches
         self._type = data.train.dtype
         self._source = source = CorpusTokens(data, settings, settings.train.eval_batches)
-        self._is_masked = source.learned_count((0, 0)) is not None
+        self._is_masked = data.train_learned is not None
         facts = CorpusFacts(
             source.fingerprint,
             source.example_count,
@@ -142,7 +136,9 @@ class TokenServer:
 
     def _answer(self, at: At, columns: Columns) -> tuple[tuple[int, ...], bytes]:
         """The shape of what is read of a microbatch, and all that is sent of it."""
-        inputs_BT, targets_BT = self._source.inputs(at).numpy(), self._source.targets(at).numpy()
+        inputs, targets, of_step = self._source.read(at)
+        assert inputs is not None and targets is not None, "a corpus has both"
+        inputs_BT, targets_BT = inputs.numpy(), targets.numpy()
         learned_BT = targets_BT != MASKED
         # A stage that reads no inputs gets no token either that it does not learn from.
         shown_BT = np.maximum(targets_BT, 0)
@@ -151,7 +147,6 @@ class TokenServer:
         ids_BW = np.concatenate(parts, axis=1)
         packed = ids_BW.astype(self._type.newbyteorder("<")).tobytes()
         if Columns.TARGETS in columns and self._is_masked:
-            of_step = None if isinstance(at, int) else self._source.learned_count(at)
             count = of_step or int(learned_BT.sum())
             packed += np.packbits(learned_BT).tobytes() + _COUNT.pack(count)
         return ids_BW.shape, packed
@@ -176,7 +171,8 @@ class FetchedCorpus(TokenSource):
         self._steps, self._vocab = settings.train.steps, settings.model.vocab
         self._microbatches = settings.pipeline.microbatches
         self._columns, self._context = columns_read(settings, stage), settings.model.context
-        self._shape = (settings.microbatch_size, len(self._columns.span(self._context)))
+        # With both columns one more id: the target of the last position.
+        self._shape = settings.microbatch_size, self._context + len(self._columns) - 1
         is_masked = facts.masked and Columns.TARGETS in self._columns
         self._targets = settings.microbatch_size * self._context if is_masked else 0
         self._most_learned = settings.train.batch * self._context
@@ -197,27 +193,18 @@ class FetchedCorpus(TokenSource):
         with self._changed:
             return bool(self._columns) and at not in self._answers
 
-    def wait(self, at: At) -> None:
-        self._obtain(at)
-
-    def inputs(self, at: At) -> Tensor:
-        return self._read(at, Columns.INPUTS)
-
-    def targets(self, at: At) -> Tensor:
-        targets_BT = self._read(at, Columns.TARGETS)
-        learned_BT = self._obtain(at).learned_BT
-        if learned_BT is not None:
+    def read(self, at: At) -> Tokens:
+        ids_BW, learned_BT, count = self._obtain(at)
+        inputs_BT, targets_BT = (
+            torch.from_numpy(part.astype(np.int64)) if columns in self._columns else None
+            for columns, part in (
+                (Columns.INPUTS, ids_BW[:, : self._context]),
+                (Columns.TARGETS, ids_BW[:, -self._context :]),
+            )
+        )
+        if targets_BT is not None and learned_BT is not None:
             targets_BT[torch.from_numpy(~learned_BT)] = MASKED
-        return targets_BT
-
-    def learned_count(self, at: tuple[int, int]) -> int | None:
-        return self._obtain(at).learned_count
-
-    def _read(self, at: At, columns: Columns) -> Tensor:
-        assert columns in self._columns, f"this stage was not to read {columns!r}"
-        first, wanted = self._columns.span(self._context).start, columns.span(self._context)
-        ids_BT = self._obtain(at).ids_BW[:, wanted.start - first : wanted.stop - first]
-        return torch.from_numpy(np.ascontiguousarray(ids_BT.astype(np.int64)))
+        return Tokens(inputs_BT, targets_BT, count)
 
     def _obtain(self, at: At) -> TokenIds:
         """Ids of a microbatch, once they are here; those that follow are asked for meanwhile."""
