@@ -88,6 +88,7 @@ class GraphPasses(Passes):
         super().__init__(stage, autocast)
         self.graphs: list[_Graphs] = []
         self._trained = [p for p in stage.parameters() if p.requires_grad]
+        self._sums: list[Tensor | None] = []  # of their gradients in the step under way
         self.device = next(stage.parameters()).device
         self.stream = torch.cuda.Stream(self.device)  # on which all are captured
 
@@ -111,21 +112,30 @@ class GraphPasses(Passes):
     ) -> list[Tensor | None]:
         """The gradients of the weights, and behind them that of what was received."""
         wanted = [*self._trained, *([] if received is None else [received])]
-        return [*torch.autograd.grad(output, wanted, gradient, allow_unused=True)]
+        found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+        if not self._sums:
+            pairs = zip(self._trained, found, strict=False)
+            self._sums = [None if one is None else torch.zeros_like(p) for p, one in pairs]
+        return [*found]
 
     def add(self, found: list[Tensor | None]) -> None:
-        """Add the gradients of a microbatch to those of its step, all at once."""
-        pairs = [(p, g) for p, g in zip(self._trained, found, strict=False) if g is not None]
-        for parameter, gradient in pairs:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(gradient)
-        sums = [parameter.grad for parameter, _ in pairs if parameter.grad is not None]
-        if sums:
-            torch._foreach_add_(sums, [gradient for _, gradient in pairs])
+        """Add the gradients of a microbatch to those of its step."""
+        for total, gradient in zip(self._sums, found, strict=False):
+            if total is not None and gradient is not None:
+                total.add_(gradient)
 
     def forget_rounded(self) -> None:
         """Before the first capture: a graph could not round again what is rounded already."""
         torch.clear_autocast_cache()
+
+    def begin_sums(self) -> None:
+        """Where an update has cleared gradients, have the sums take their place, from zero."""
+        pairs = zip(self._trained, self._sums, strict=True)
+        cleared = [(p, total) for p, total in pairs if total is not None and p.grad is None]
+        if cleared:
+            torch._foreach_zero_([total for _, total in cleared])
+        for parameter, total in cleared:
+            parameter.grad = total
 
 
 class _Graphs(Pass):
@@ -165,10 +175,12 @@ class _Graphs(Pass):
             self._forward.capture_end()
             self._gradient = torch.empty_like(self._made)
             self._backward.capture_begin(self._forward.pool(), capture_error_mode="thread_local")
-            self._found = passes.differentiate(self._made, self._gradient, self._received)
+            found = passes.differentiate(self._made, self._gradient, self._received)
+            passes.add(found)
             self._backward.capture_end()
         current.wait_stream(passes.stream)
         self._made = self._made.detach()
+        self._sent_back = found[-1] if self._received is not None else None
 
     @torch.no_grad()
     def replay(self, received: Tensor | None, batch: DeviceBatch, microbatches: int) -> None:
@@ -190,8 +202,7 @@ class _Graphs(Pass):
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         if gradient is not None:
             self._gradient.copy_(gradient)
+        self._passes.begin_sums()
         self._backward.replay()
-        self._passes.add(self._found)
         self.is_free = True
-        sent_back = self._found[-1] if self._received is not None else None
-        return None if sent_back is None else sent_back.clone()  # packed later too
+        return None if self._sent_back is None else self._sent_back.clone()  # packed later too
