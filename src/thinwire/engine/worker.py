@@ -347,7 +347,6 @@ class Worker:
         for port in self._ports:
             # The tensors of this step have arrived, or it would not be over; a verdict or a basis
             # may still be on its way to the uplink, and belongs to this step too.
-            port.link.settle()
             self._sent += port.link.take_spans()
         spans = [*running.trace.spans, *sent_spans(self._sent, step)]
         self._sent = [span for span in self._sent if span[1] > step]

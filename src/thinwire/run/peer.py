@@ -201,13 +201,13 @@ class Peer:
             cut, is_above = min(self.stage, neighbour), neighbour > self.stage
             meter = wire.Unmetered() if cut in self._inner else wire.Meter()
             if cut in self._inner:
-                pipe, card = self._inner[cut][not is_above], None
+                pipe = self._inner[cut][not is_above]
             else:
-                pipe, card = self._open(worker, neighbour, connect), nic
+                pipe = self._open(worker, neighbour, connect)
                 self._agree(worker, pipe, cut, meter)
                 pipe = self._logged_pipe(worker, pipe, cut, nic, meter)
             most = worker.max_payload()
-            self._links[neighbour] = wire.Link(pipe, meter, card, f"cut-{cut}", most)
+            self._links[neighbour] = wire.Link(pipe, meter, f"cut-{cut}", most)
 
     def _open(self, worker: Worker, neighbour: int, connect: msg.Connect) -> wire.Pipe:
         """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
@@ -254,7 +254,7 @@ class Peer:
         """
         most = worker.settings.train.log_mb << 20
         if not most or not worker.settings.link.outage:
-            return pipe
+            return wire.emulated(pipe, nic)
         keeps = FOR_FOLLOWERS if self.order.host else 0  # of a run on one machine nobody follows
         log = wire.FrameLog(worker.log_folder(cut), most + keeps, keeps)
         state = wire.LinkState(log, worker.state.step, self._is_new, self._follows)

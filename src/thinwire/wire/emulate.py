@@ -12,12 +12,14 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from concurrent import futures
 from typing import Generic, NamedTuple, TypeVar
 
-from thinwire.errors import ConfigError
+from thinwire.background import on_daemon_thread
+from thinwire.errors import ConfigError, WireError
 from thinwire.occupancy import Occupancy
 from thinwire.wire.frame import BytesLike
+from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 
 T = TypeVar("T")
 
@@ -25,6 +27,7 @@ LONGEST_DELAY_MS = 3_600_000.0  # an hour: nothing that is called a link is slow
 STAMP_BYTES = 8  # below the frame, so the meter does not see them
 _STAMP = struct.Struct("<d")
 _LONGEST_SLEEP_S = 60.0
+_MOST_UNTAKEN = 8  # messages that wait although they are due
 
 
 class Passage(NamedTuple):
@@ -80,56 +83,108 @@ class Nic:
             return self._down.carry(size, arrived - self._up.seconds(size), arrived)[1]
 
 
-def stamp(message: bytes, arrival: float) -> bytes:
-    """A message as it travels on an emulated link: when it arrives, then the message."""
-    return b"".join((_STAMP.pack(arrival), message))
-
-
-def unstamp(stamped: BytesLike) -> tuple[float, memoryview]:
-    """When a message arrives, and the message: both ends are this user's own processes."""
-    return _STAMP.unpack_from(stamped)[0], memoryview(stamped)[STAMP_BYTES:]
-
-
-class DelayLine(Generic[T]):
-    """Delivers items in the order they came, each not before its time, on its own thread: many
-    messages can be under way at once. Whoever puts waits while `most` items stand behind one that
-    is due and not taken: what the receiver does not want now must not pile up here.
+class _DelayLine(Generic[T]):
+    """Items in the order they came, each to be taken not before its time. Whoever puts waits while
+    many stand behind one that is due and not taken: what the receiver does not want now must not
+    pile up here.
     """
 
-    def __init__(self, deliver: Callable[[T], None], name: str, most: float = math.inf) -> None:
-        self._deliver, self._most = deliver, most
+    def __init__(self) -> None:
         self._waiting: collections.deque[tuple[float, T]] = collections.deque()
         self._changed = threading.Condition()  # guards what waits
-        self._is_stopped = False
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._is_closed = False
 
     def put(self, due: float, item: T) -> None:
-        """Deliver `item` at time `due`, or right after its predecessor if that is later."""
+        """To be taken at the time `due`, or right after its predecessor if that is later."""
         with self._changed:
-            while len(self._waiting) >= self._most and self._seconds_left() <= 0:
-                self._changed.wait()
-            self._waiting.append((due, item))
-            if len(self._waiting) == 1:  # else the thread waits for the first, or delivers one
+            self._changed.wait_for(
+                lambda: (
+                    len(self._waiting) < _MOST_UNTAKEN
+                    or self._seconds_left() > 0
+                    or self._is_closed
+                )
+            )
+            if not self._is_closed:
+                self._waiting.append((due, item))
                 self._changed.notify_all()
 
-    def stop(self) -> None:
-        """Forget what is still waiting and end the thread."""
+    def take(self) -> T | None:
+        """Wait for the first in line, and for its time; None if there is none any more."""
         with self._changed:
-            self._is_stopped = True
-            self._waiting.clear()
+            while not self._is_closed and (left := self._seconds_left()) > 0:
+                self._changed.wait(min(left, _LONGEST_SLEEP_S))
+            self._changed.notify_all()
+            return self._waiting.popleft()[1] if self._waiting else None
+
+    def close(self) -> None:
+        """Take nothing more in, and forget what is not due yet."""
+        with self._changed:
+            self._is_closed, now = True, time.monotonic()
+            self._waiting = collections.deque(one for one in self._waiting if one[0] <= now)
             self._changed.notify_all()
 
     def _seconds_left(self) -> float:
         """Until the first in line is due."""
-        return self._waiting[0][0] - time.monotonic() if self._waiting else _LONGEST_SLEEP_S
+        return self._waiting[0][0] - time.monotonic() if self._waiting else math.inf
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while (wait := self._seconds_left()) > 0 and not self._is_stopped:
-                    self._changed.wait(min(wait, _LONGEST_SLEEP_S))
-                if self._is_stopped:
-                    return
-                _, item = self._waiting.popleft()
-                self._changed.notify_all()
-            self._deliver(item)
+
+class _EmulatedPipe(Pipe):
+    """A pipe over a link of two such network cards; at its other end is another of these."""
+
+    def __init__(self, pipe: Pipe, nic: Nic) -> None:
+        self._pipe, self._nic = pipe, nic
+        self._leaving = _DelayLine[bytes]()
+        self._arriving = _DelayLine[BytesLike | WireError | None]()
+        self._has_left = on_daemon_thread("thinwire uplink", self._write)
+        on_daemon_thread("thinwire downlink", self._read)
+
+    def write(self, message: BytesLike) -> None:
+        start, _ = self.send(message)
+        futures.wait([self._has_left], max(0.0, start - time.monotonic()))
+
+    def send(self, message: BytesLike) -> tuple[float, float]:
+        """Have it written as soon as the uplink is free."""
+        if self._has_left.done():
+            raise WireError("the pipe is closed")
+        passage = self._nic.reserve_up(len(message), time.monotonic())
+        self._leaving.put(passage.start, stamp(message, passage.arrival))
+        return passage.start, passage.end
+
+    def read(self) -> BytesLike | None:
+        arrived = self._arriving.take()
+        if isinstance(arrived, WireError):
+            raise arrived
+        return arrived
+
+    def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
+        self._leaving.close()
+        self._arriving.close()
+        futures.wait([self._has_left], grace)
+        self._pipe.close(grace)
+
+    def round_trip(self) -> float:
+        return self._pipe.round_trip()
+
+    def _write(self) -> None:
+        while (message := self._leaving.take()) is not None:
+            self._pipe.write(message)  # whoever reads hears of a loss, and its reason
+
+    def _read(self) -> None:
+        end = None
+        try:
+            while (message := self._pipe.read()) is not None:
+                (arrival,), frame = _STAMP.unpack_from(message), memoryview(message)[STAMP_BYTES:]
+                self._arriving.put(self._nic.reserve_down(len(frame), arrival), frame)
+        except WireError as error:
+            end = error
+        self._arriving.put(time.monotonic(), end)
+
+
+def stamp(message: BytesLike, arrival: float) -> bytes:
+    """A message as it travels on an emulated link: when it arrives, then the message."""
+    return _STAMP.pack(arrival) + message
+
+
+def emulated(pipe: Pipe, nic: Nic | None) -> Pipe:
+    """The pipe with the delays of a network card, if there is one."""
+    return _EmulatedPipe(pipe, nic) if nic else pipe

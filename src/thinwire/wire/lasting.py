@@ -16,7 +16,7 @@ from enum import IntEnum
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, BreachError, WireError
 from thinwire.wire.frame import BytesLike
-from thinwire.wire.link import CLOSE_GRACE_S, Pipe
+from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 
 HEAD = struct.Struct("<BQ")
 LASTING_BYTES = HEAD.size

@@ -25,7 +25,7 @@ import msgspec
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import BreachError, WireError
-from thinwire.wire.emulate import STAMP_BYTES, Nic, stamp
+from thinwire.wire.emulate import Nic, emulated
 from thinwire.wire.frame import (
     HEADER_BYTES,
     BytesLike,
@@ -35,7 +35,7 @@ from thinwire.wire.frame import (
     encode,
     kind_and_step,
 )
-from thinwire.wire.link import CLOSE_GRACE_S, Pipe
+from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 
 SEGMENT_BYTES = 16 << 20  # of a file of the log: what is no longer needed goes file by file
 MOST_SAID = 1 << 20  # bytes of a position
@@ -195,7 +195,6 @@ class LinkState:
         self.said_bye = self.heard_bye = False
         self._lacks = Lacking()  # what the other end does
         self._received: Counter[tuple[int, int]] = Counter()  # by step and kind
-        self._unwritten = 0  # that were logged, and not written yet
         # Called with each frame that arrives, before it counts: a position says what follows.
         self.note: Callable[[BytesLike], None] = lambda message: None
 
@@ -210,14 +209,7 @@ class LinkState:
         if kind == FrameKind.BYE:
             step, self.said_bye = GOODBYE, True
         self.log.add(step, kind, message)
-        if self.follows or not self._lacks(step, kind):
-            return False
-        self._unwritten += 1
-        return True
-
-    def written(self) -> None:
-        """A frame that was kept is written now, or dropped because nobody is at the other end."""
-        self._unwritten -= 1
+        return not self.follows and self._lacks(step, kind)
 
     def receive(self, message: BytesLike) -> None:
         """Note a frame that has arrived."""
@@ -261,8 +253,6 @@ class LinkState:
             last = max((step for step, _, _ in theirs.received), default=-1)
             self.sent_again = max(self.sent_again, theirs.latest, theirs.start, last + 1)
         _, entries = self.log.after(None)
-        # What waits for its time on an emulated uplink will be written by itself.
-        entries = entries[: max(0, len(entries) - self._unwritten)]
         return [entry for entry in entries if self._lacks(entry.step, entry.kind)]
 
     def trim(self, step: int) -> None:
@@ -310,35 +300,34 @@ class LoggedPipe(Pipe):
         # While this end follows: hears what it would send, and witnesses of what the other sends.
         self.audit: Callable[[Frame], None] | None = None
         self._unwitnessed: list[deque[BytesLike]] = []  # by follower that audits: what has arrived
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # frames leave in the order of the log
         self._changed = threading.Condition()  # guards all that follows
         self.state: LinkState = state
-        self._pipe = pipe
+        self._pipe = emulated(pipe, nic) if pipe else None
         self._coming: Pipe | None = None  # while both ends say where they stand
         self._awaits = self._closed = False
 
-    def keep(self, message: BytesLike) -> bool:
-        with self._changed:
-            is_needed = self.state.keep(message)
-            self._changed.notify_all()
+    def write(self, message: BytesLike) -> None:
+        self.send(message)
+
+    def send(self, message: BytesLike) -> tuple[float, float] | None:
+        """Log a frame, and write it unless the other end has it, or nobody is there."""
         if self.audit is not None:
             self.audit(decode(message, len(message)))
-        return is_needed
-
-    def write(self, message: BytesLike) -> None:
+        now = time.monotonic()
         with self._writing:
             with self._changed:
-                self.state.written()
-                pipe = self._pipe
-            if pipe is None:
-                return
+                is_needed, pipe = self.state.keep(message), self._pipe
+                self._changed.notify_all()
             try:
-                pipe.write(message)
+                if is_needed and pipe is not None:
+                    return pipe.send(message)
             except WireError:
                 with self._changed:
                     # Whoever reads sees the loss too, and knows its reason.
                     if not self._awaits and pipe is self._pipe:
                         raise
+        return (now, now) if is_needed else None
 
     def read(self) -> BytesLike | None:
         while True:
@@ -374,10 +363,9 @@ class LoggedPipe(Pipe):
                 self._pipe = None
 
     def _receive(self, message: BytesLike) -> None:
-        frame = memoryview(message)[STAMP_BYTES if self._nic is not None else 0 :]
-        self.state.receive(frame)
+        self.state.receive(message)
         for waiting in self._unwitnessed:
-            waiting.append(frame)
+            waiting.append(message)
         self._changed.wait_for(lambda: not self.state.holds_goodbye or self._closed)
 
     def await_another(self) -> None:
@@ -397,15 +385,12 @@ class LoggedPipe(Pipe):
         """
         rest: Future[None] | None = None
         with self._writing:
-            entries = self._meet(pipe, is_wanted)
+            pipe, entries = self._meet(pipe, is_wanted)
             if self._closed:  # nobody else hears it, and a pipe may wait to be heard
                 rest = on_daemon_thread("thinwire rest", partial(_read_out, pipe))
             for entry in entries:
                 message = self.state.log.read(entry)
                 self._count(FrameKind(kind_and_step(message)[0]), len(message) - HEADER_BYTES)
-                if self._nic is not None:
-                    passage = self._nic.reserve_up(len(message), time.monotonic())
-                    message = stamp(message, passage.arrival)
                 try:
                     pipe.write(message)
                 except WireError:
@@ -424,8 +409,10 @@ class LoggedPipe(Pipe):
 
     def _meet(
         self, pipe: Pipe, is_wanted: Callable[[], bool], follows: bool = False
-    ) -> list[Entry]:
-        """Both ends say where they stand, and this pipe counts from then on; what to send again."""
+    ) -> tuple[Pipe, list[Entry]]:
+        """Both ends say where they stand, and this pipe counts from then on, with the delays of an
+        emulated link; and what to send again.
+        """
         with self._changed:
             self._coming = pipe
             is_due = is_wanted()  # whoever is given up from here on is hung up on
@@ -435,9 +422,10 @@ class LoggedPipe(Pipe):
                 on_daemon_thread("thinwire close", partial(pipe.close, 0))
                 raise WireError("whoever was to come is lost too")
             entries = [] if follows else self.state.go_on(theirs)
-            self._pipe, self._coming, self._awaits = pipe, None, follows
+            self._pipe = pipe = emulated(pipe, self._nic)
+            self._coming, self._awaits = None, follows
             self._changed.notify_all()
-            return entries
+            return pipe, entries
 
     def feed(self, pipe: Pipe, is_audited: bool = False) -> None:
         """On a thread of its own: send the log to a process that follows the one at the other end,

@@ -28,7 +28,7 @@ from thinwire.errors import AdmissionError, BreachError, WireError, printable
 from thinwire.wire.door import Routes
 from thinwire.wire.frame import BytesLike
 from thinwire.wire.keys import Identity, dialing_context, fingerprint_of, proven_by, shown_key
-from thinwire.wire.link import CLOSE_GRACE_S, Pipe
+from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 from thinwire.wire.sockets import ListeningPort, hang_up
 
 T = TypeVar("T")
