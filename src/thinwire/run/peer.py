@@ -222,7 +222,7 @@ class Peer:
             if neighbour < self.stage:
                 return wire.dial(routes or connect.below, name, self.identity, key, timeout, limit)
             assert listener is not None, "it is opened where there is a stage above elsewhere"
-            return listener.accept(name, timeout, key, is_replaceable=True)
+            return listener.accept(name, timeout, key)
 
         told: tuple[Callable[..., None], ...] = ()
         if neighbour > self.stage:  # it dials, and so knows best when there is a connection

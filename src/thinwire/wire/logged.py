@@ -16,7 +16,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -186,7 +185,7 @@ class LinkState:
 
     def __init__(self, log: FrameLog, start: int = 0, is_new: bool = False, follows: bool = False):
         self.log, self.start, self.is_new, self.follows = log, start, is_new, follows
-        self._first = start
+        log.reach = max(log.reach, start)
         self.theirs: Position | None = None  # once either end was replaced
         # The last step whose frames may come before they are due: the other end has sent them
         # before, or has all that it needs to send them.
@@ -234,7 +233,7 @@ class LinkState:
 
     def check_reach(self, theirs: Position) -> None:
         """WireError unless the log has all frames of the step that another end is at."""
-        if theirs.start < max(self._first, self.log.reach):
+        if theirs.start < self.log.reach:
             why = f": {self.log.trouble}" if self.log.trouble else ""
             raise WireError(
                 f"the log of what was sent does not reach back to step {theirs.start}{why}"
@@ -350,23 +349,21 @@ class LoggedPipe(Pipe):
                         if self.audit is not None:
                             self.audit(decode(message, len(message)))
                         continue
-                    self._receive(message)
+                    self.state.receive(message)
+                    for waiting in self._unwitnessed:
+                        waiting.append(message)
+                    self._changed.wait_for(lambda: not self.state.holds_goodbye or self._closed)
                     return message
                 if self.state.heard_bye or self._closed:
                     return None
-                if self.state.follows:
-                    raise failure or WireError("the other end feeds this follower no more")
-                if not self._awaits and failure is not None:
+                if self._awaits:
+                    self._pipe = None
+                elif failure is not None:
                     raise failure
-                if not self._awaits:
+                elif self.state.follows:
+                    raise WireError("the other end feeds this follower no more")
+                else:
                     return None
-                self._pipe = None
-
-    def _receive(self, message: BytesLike) -> None:
-        self.state.receive(message)
-        for waiting in self._unwitnessed:
-            waiting.append(message)
-        self._changed.wait_for(lambda: not self.state.holds_goodbye or self._closed)
 
     def await_another(self) -> None:
         """The process at the other end is gone, and another will come in its place."""
@@ -383,23 +380,19 @@ class LoggedPipe(Pipe):
         WireError where the log does not reach back to its state, or it is lost too, and `is_wanted`
         no more.
         """
-        rest: Future[None] | None = None
         with self._writing:
             pipe, entries = self._meet(pipe, is_wanted)
-            if self._closed:  # nobody else hears it, and a pipe may wait to be heard
-                rest = on_daemon_thread("thinwire rest", partial(_read_out, pipe))
+            if is_over := self._closed:  # nobody else hears it, and a pipe may wait to be heard
+                on_daemon_thread("thinwire rest", partial(_hear_out, pipe))
             for entry in entries:
                 message = self.state.log.read(entry)
                 self._count(FrameKind(kind_and_step(message)[0]), len(message) - HEADER_BYTES)
                 try:
                     pipe.write(message)
                 except WireError:
-                    if rest is None or rest.exception() is not None:
-                        raise
-                    break  # it ended well without the rest
-        if rest is not None:
-            close = partial(on_daemon_thread, "thinwire close", partial(pipe.close, None))
-            rest.add_done_callback(lambda _: close())
+                    if is_over:
+                        break  # it may end without the rest; its loss shows elsewhere
+                    raise
 
     def follow(self, pipe: Pipe, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Read what another process gets, and compute the same: until `go_on` takes its place.
@@ -423,7 +416,7 @@ class LoggedPipe(Pipe):
                 raise WireError("whoever was to come is lost too")
             entries = [] if follows else self.state.go_on(theirs)
             self._pipe = pipe = emulated(pipe, self._nic)
-            self._coming, self._awaits = None, follows
+            self._coming, self._awaits = None, False
             self._changed.notify_all()
             return pipe, entries
 
@@ -435,7 +428,7 @@ class LoggedPipe(Pipe):
         theirs = self._exchange(pipe, self.state.check_reach)
         lacks, count = Lacking(theirs), None
         # It says nothing, but a pipe hears what arrived there only while it is read.
-        on_daemon_thread("thinwire fed", partial(_read_out, pipe))
+        on_daemon_thread("thinwire fed", partial(_hear_out, pipe))
         came: deque[BytesLike] = deque(maxlen=MOST_UNWITNESSED)
         if is_audited:
             with self._changed:
@@ -499,7 +492,10 @@ class LoggedPipe(Pipe):
             pipe.close(grace)
 
 
-def _read_out(pipe: Pipe) -> None:
+def _hear_out(pipe: Pipe) -> None:
     """Hear what nobody needs, to the end."""
-    while pipe.read() is not None:
-        pass
+    try:
+        while pipe.read() is not None:
+            pass
+    finally:
+        pipe.close(None)

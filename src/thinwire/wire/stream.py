@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, BreachError, WireError, printable
@@ -48,7 +48,7 @@ SILENCE_S = 10.0  # after which an end is taken for lost: each says twice as oft
 
 class Stream(Pipe):
     """One TLS connection as a pipe. `public` is the key that the other end has proven. Who dials
-    has no context of TLS of its own. All until it is `opened` has a deadline.
+    has no context of TLS of its own. All until it is open has a deadline.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Stream(Pipe):
     ) -> None:
         self.public = ""
         self.deadline: float | None = deadline  # until it is open
+        self.opened_as = "", ""  # where a listener accepted it: its name, and who dialed
         self._limit = _GREETING_BYTES
         self._in_tls = threading.Lock()  # Python's TLS is not for two threads at once
         self._reading, self._writing = threading.Lock(), threading.Lock()
@@ -81,9 +82,9 @@ class Stream(Pipe):
             if not self._tls.server_side:
                 self.public = shown_key(self._tls.getpeercert(binary_form=True))
 
-    def opened(self, limit: int) -> None:
+    def open(self, limit: int, who: tuple[str, str] = ("", "")) -> None:
         """Both ends are known: from now on messages may have `limit` bytes, and silence counts."""
-        self._limit, self.deadline = limit, None
+        self._limit, self.deadline, self.opened_as = limit, None, who
 
     def write(self, message: BytesLike) -> None:
         if not len(message):
@@ -237,7 +238,7 @@ def dial(
             except WireError:
                 stream.cut()
                 raise
-            stream.opened(max_message)
+            stream.open(max_message)
             on_daemon_thread("thinwire stream", stream.keep_alive)
             return stream
         except WireError as error:
@@ -286,7 +287,7 @@ class Listener:
         self._context = identity.listening_context()
         self._served: dict[str, Callable[[Stream], None]] = {}
         self._lock = threading.Lock()  # guards all that follows
-        self._expected: dict[str, _Expected] = {}  # and those that came and may be replaced
+        self._expected: dict[str, tuple[futures.Future[Stream], str]] = {}  # and whose it must be
         self._streams: set[Stream] = set()
         self._is_closed = False
         self.address, self._port = "", None
@@ -298,22 +299,19 @@ class Listener:
         """Receive who dials over this connection; the result is there when the stream is over."""
         return on_daemon_thread("thinwire stream", lambda: self._receive(connection, comes_from))
 
-    def accept(
-        self, name: str, timeout: float | None, dialer: str = "", is_replaceable: bool = False
-    ) -> Pipe:
+    def accept(self, name: str, timeout: float | None, dialer: str = "") -> Pipe:
         """Wait for the peer that dials as `name`; dials by any other name are refused, and with
-        `dialer` so is the holder of the key of another (`who`).
-
-        A replaceable stream breaks when the same peer dials by its name again: that end knows of a
-        loss which this one may not have noticed yet.
+        `dialer` so is the holder of the key of another (`who`). The stream breaks when the same
+        peer dials by its name again, and nobody waits for that: it knows of a loss which this end
+        may not have noticed yet.
         """
         arrival: futures.Future[Stream] = futures.Future()
         with self._lock:
             if self._is_closed:
                 raise WireError(f"{self.address or 'the listener'} is closed")
-            if name in self._expected and not self._expected[name].arrival.done():
+            if name in self._expected:
                 raise WireError(f"{self.address} is already waiting for {name!r}")
-            self._expected[name] = _Expected(arrival, dialer, is_replaceable)
+            self._expected[name] = arrival, dialer
         try:
             return arrival.result(timeout)
         except futures.TimeoutError:
@@ -339,10 +337,9 @@ class Listener:
         with self._lock:
             self._is_closed = True
             streams = [*self._streams]
-            for name, expected in self._expected.items():
-                if not expected.arrival.done():
-                    reason = f"{self.address} was closed before {name!r} dialed it"
-                    expected.arrival.set_exception(WireError(reason))
+            for name, (arrival, _) in self._expected.items():
+                reason = f"{self.address} was closed before {name!r} dialed it"
+                arrival.set_exception(WireError(reason))
             self._expected = {}
         for stream in streams:
             stream.cut()
@@ -387,31 +384,20 @@ class Listener:
         if dialer is None:
             return f"gone the key {fingerprint[:16]} is not welcome there"
         with self._lock:
-            expected = self._expected.get(name)
-            if expected is None:
-                return f"no {name!r} is not expected there"
-            is_right, has_come = expected.dialer in ("", dialer), expected.arrival.done()
-            if is_right and not has_come:
+            if name not in self._expected:
+                before = [one for one in self._streams if one.opened_as == (name, dialer)]
+            else:
+                arrival, wanted = self._expected[name]
+                if wanted not in ("", dialer):
+                    return f"no {name!r} is expected from {wanted[:63]}, not from {dialer[:63]}"
                 stream.write(b"ok")  # fails if the dialer has given up: its next attempt counts
-                stream.opened(self._max_message)
-                expected.arrival.set_result(stream)
-                if not expected.is_replaceable:
-                    del self._expected[name]
+                stream.open(self._max_message, (name, dialer))
+                del self._expected[name]
+                arrival.set_result(stream)
                 return ""
-        if not has_come:
-            wanted = expected.dialer[:63]
-            return f"no {name!r} is expected from {wanted}, not from {dialer[:63]}"
-        if is_right:
-            expected.arrival.result().cut()  # its holder accepts again, and the dialer tries again
+        for one in before:
+            one.cut()  # its holder accepts again, and the dialer tries again
         return f"no {name!r} is not expected there"
-
-
-class _Expected(NamedTuple):
-    """A dial that is waited for, and whose it must be, if not anyone's."""
-
-    arrival: "futures.Future[Stream]"
-    dialer: str
-    is_replaceable: bool
 
 
 def _to_sign(nonce: str, listener: str, name: str) -> str:
