@@ -304,10 +304,10 @@ def test_what_passes_between_others_stays_below_the_bound(service, mbps, link_mb
             served.close()
 
 
-def test_a_ping_tells_our_address_and_the_clocks(door):
+def test_a_ping_tells_our_address(door):
     seen = ping(Route(door.address, token=TOKEN), f"{RUN}/door")
     assert seen.address.startswith("127.0.0.1:")
-    assert abs(seen.ahead_s) <= seen.round_trip_s * 2 + 0.01
+    assert 0 < seen.round_trip_s < PATIENCE
     assert ping(Route(door.address, token=TOKEN), f"{RUN}/door").address != seen.address
 
 
