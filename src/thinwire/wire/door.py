@@ -598,34 +598,20 @@ def home_of(host: str) -> str:
 def splice(
     one: socket.socket, other: socket.socket, book: Callable[[int], float], idle_s: float
 ) -> None:
-    """Pass bytes both ways until both directions have ended, or for one an error or `idle_s`
-    without a byte; nothing is raised. `book` is told how many bytes are to pass, and says how long
-    they wait.
+    """Pass bytes both ways until both directions have ended, or one by an error or `idle_s` without
+    a byte; nothing is raised. `book` is told how many bytes are to pass, and says how long they
+    wait.
     """
-    moved_at = time.monotonic()
 
     def passing(source: socket.socket, target: socket.socket) -> None:
-        nonlocal moved_at
-        space = memoryview(bytearray(CHUNK))
         try:
-            while size := patiently(source.recv_into, space):
-                time.sleep(book(size))
-                left = space[:size]
-                while left:
-                    left = left[patiently(target.send, left) :]
-                moved_at = time.monotonic()
+            while data := source.recv(CHUNK):
+                time.sleep(book(len(data)))
+                target.sendall(data)
             target.shutdown(socket.SHUT_WR)
         except OSError:
             hang_up(one)
             hang_up(other)
-
-    def patiently(move: Callable[[memoryview], int], space: memoryview) -> int:
-        while True:
-            try:
-                return move(space)
-            except TimeoutError:
-                if time.monotonic() - moved_at >= idle_s:
-                    raise
 
     one.settimeout(idle_s)
     other.settimeout(idle_s)
