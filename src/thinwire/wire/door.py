@@ -48,7 +48,7 @@ LINK_MBPS = 200.0
 CHUNK = 1 << 16  # bytes that a direction holds at most, between reading and writing
 _LINK = "cut-"  # how the service of a link between two stages begins
 _FULL = b"no there are too many connections at this door: try again later\n"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+_PAUSE_S = 2.0  # before one who waits comes again
 _READY = 2  # connections that wait at a door
 LONGEST_WAIT_S = 300.0  # on one of them: a door ends it before that, and that word may be lost
 _NAME = re.compile(r"[0-9a-f]{16}/[a-z0-9][a-z0-9@._-]{0,79}")
@@ -134,7 +134,7 @@ def ping_all(routes: Sequence[Route], name: str) -> dict[Route, Seen | WireError
 
 class Standby(contextlib.AbstractContextManager["Standby"]):
     """The acceptor's end at a door elsewhere: waits there, and has who calls served by `take`.
-    While the door is away it comes back by itself, with growing pauses. A host that waits for those
+    While the door is away it tries again and again. A host that waits for those
     who want its services needs its prover; the ends of links need none.
     """
 
@@ -158,20 +158,14 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
         self.close()
 
     def _stand_by(self) -> None:
-        pause = _FIRST_PAUSE_S
         while not self._is_over.is_set():
-            begin = time.monotonic()
             with contextlib.suppress(WireError):
                 connection, _ = call(self.route, "wait", self.name, ROUTE_S, self._prover)
                 if (home := self._wait_for_call(connection)) is not None:
                     self._take(connection, home)
-                    pause = _FIRST_PAUSE_S
                     continue
                 connection.close()
-            if time.monotonic() - begin > _LONGEST_PAUSE_S:
-                pause = _FIRST_PAUSE_S
-            self._is_over.wait(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            self._is_over.wait(_PAUSE_S)
 
     def _wait_for_call(self, connection: socket.socket) -> str | None:
         """Wait for a call, and answer it; from which host it came, None if the wait has ended."""
@@ -179,15 +173,17 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
             if self._is_over.is_set():
                 return None
             self.waiting.add(connection)
-        caller = None
-        with contextlib.suppress(OSError, WireError):
+        try:
             word, _, home = hear(connection, time.monotonic() + LONGEST_WAIT_S).partition(" ")
             if word == "call":
                 connection.sendall(HERE)
-                caller = home
-        with self._lock:
-            self.waiting.discard(connection)
-        return caller
+                return home
+        except (OSError, WireError):
+            pass
+        finally:
+            with self._lock:
+                self.waiting.discard(connection)
+        return None
 
 
 def call(
