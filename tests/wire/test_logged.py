@@ -25,7 +25,7 @@ class Side:
     def __init__(self, folder, pipe, start=0, nic=None):
         self.state = wire.LinkState(wire.FrameLog(folder, 1 << 20), start, is_new=pipe is None)
         meter, self.heard = wire.Meter(), Recorder()
-        self.pipe = wire.LoggedPipe(pipe, self.state, nic, meter.count_sent)
+        self.pipe = wire.LoggedPipe(pipe, self.state, nic, meter)
         self.link = wire.Link(self.pipe, meter, folder.name, MAX_PAYLOAD)
         self.kind = wire.FrameKind.FORWARD if "below" in folder.name else wire.FrameKind.BACKWARD
         if pipe is not None:

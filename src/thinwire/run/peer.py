@@ -258,7 +258,7 @@ class Peer:
         keeps = FOR_FOLLOWERS if self.order.host else 0  # of a run on one machine nobody follows
         log = wire.FrameLog(worker.log_folder(cut), most + keeps, keeps)
         state = wire.LinkState(log, worker.state.step, self._is_new, self._follows)
-        logged = wire.LoggedPipe(None if self._is_new else pipe, state, nic, meter.count_sent)
+        logged = wire.LoggedPipe(None if self._is_new else pipe, state, nic, meter)
         self._logged[cut] = logged
         if self._follows:
             logged.follow(pipe)

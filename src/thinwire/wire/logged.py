@@ -30,6 +30,7 @@ from thinwire.wire.frame import (
     BytesLike,
     Frame,
     FrameKind,
+    Meter,
     decode,
     encode,
     kind_and_step,
@@ -87,11 +88,10 @@ class FrameLog:
                 if self.bytes + len(message) > self._limit:
                     raise OSError(f"it would be larger than {self._limit >> 20} MB")
                 self._entries.append(Entry(step, kind, *self._store(message), len(message)))
+                self.bytes += len(message)
             except OSError as error:
                 self.trouble, self.reach = str(error), self.latest + 1
                 self._drop(lambda entry: True)
-                return
-            self.bytes += len(message)
 
     def _store(self, message: BytesLike) -> tuple[Path, int]:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -104,16 +104,15 @@ class FrameLog:
         return file, offset
 
     def after(self, count: int | None) -> tuple[int, list[Entry]]:
-        """The frames that came after so many, or all that are there, in order; and how many there
-        were in all. WireError if some of them are there no more.
+        """How many frames there were in all; and in order those that came after so many, or all
+        that are there. WireError if some of them are there no more.
         """
         with self._lock:
-            count = self._dropped if count is None else count
-            if count < self._dropped:
-                raise WireError("the log has dropped what the follower has not read")
             ends = self._dropped + len(self._entries)
-            newest = itertools.islice(reversed(self._entries), ends - count)
-            return ends, [*newest][::-1]
+            wanted = len(self._entries) if count is None else ends - count
+            if wanted > len(self._entries):
+                raise WireError("the log has dropped what the follower has not read")
+            return ends, [*itertools.islice(reversed(self._entries), wanted)][::-1]
 
     def read(self, entry: Entry) -> bytes:
         """A frame as it was sent; WireError if the disk does not give it back."""
@@ -289,12 +288,12 @@ class LoggedPipe(Pipe):
         pipe: Pipe | None,
         state: LinkState,
         nic: Nic | None = None,
-        count: Callable[[FrameKind, int], None] = lambda kind, payload_bytes: None,
+        meter: Meter | None = None,
     ):
-        """Without a pipe, this end is the one that was replaced: `go_on` gives it one. `count` is
-        called with each frame that is sent again, and the bytes of its payload.
+        """Without a pipe, this end is the one that was replaced: `go_on` gives it one. The meter
+        counts what is sent again.
         """
-        self._nic, self._count = nic, count
+        self._nic, self._meter = nic, meter or Meter()
         self.fed_bytes = 0  # to followers, beside the link
         # While this end follows: hears what it would send, and witnesses of what the other sends.
         self.audit: Callable[[Frame], None] | None = None
@@ -304,7 +303,7 @@ class LoggedPipe(Pipe):
         self.state: LinkState = state
         self._pipe = emulated(pipe, nic) if pipe else None
         self._coming: Pipe | None = None  # while both ends say where they stand
-        self._awaits = self._closed = False
+        self._closed = False
 
     def write(self, message: BytesLike) -> None:
         self.send(message)
@@ -323,8 +322,7 @@ class LoggedPipe(Pipe):
                     return pipe.send(message)
             except WireError:
                 with self._changed:
-                    # Whoever reads sees the loss too, and knows its reason.
-                    if not self._awaits and pipe is self._pipe:
+                    if pipe is self._pipe:  # else another is awaited
                         raise
         return (now, now) if is_needed else None
 
@@ -335,40 +333,35 @@ class LoggedPipe(Pipe):
                 pipe = self._pipe
             if pipe is None:
                 return None
-            message: BytesLike | None = None
-            failure: WireError | None = None
+            message, loss = None, None
             try:
                 message = pipe.read()
             except WireError as error:
-                failure = error
+                loss = error
             with self._changed:
                 if pipe is not self._pipe:
                     continue  # of a process that was replaced meanwhile
-                if message is not None:
-                    if self.state.follows and kind_and_step(message)[0] == FrameKind.WITNESS:
-                        if self.audit is not None:
-                            self.audit(decode(message, len(message)))
-                        continue
-                    self.state.receive(message)
-                    for waiting in self._unwitnessed:
-                        waiting.append(message)
-                    self._changed.wait_for(lambda: not self.state.holds_goodbye or self._closed)
-                    return message
-                if self.state.heard_bye or self._closed:
+                if message is None:
+                    if self.state.heard_bye or self._closed:
+                        return None
+                    if self.state.follows:
+                        loss = loss or WireError("the other end feeds this follower no more")
+                    if loss is not None:
+                        raise loss
                     return None
-                if self._awaits:
-                    self._pipe = None
-                elif failure is not None:
-                    raise failure
-                elif self.state.follows:
-                    raise WireError("the other end feeds this follower no more")
-                else:
-                    return None
+                if self.state.follows and kind_and_step(message)[0] == FrameKind.WITNESS:
+                    if self.audit is not None:
+                        self.audit(decode(message, len(message)))
+                    continue
+                self.state.receive(message)
+                for waiting in self._unwitnessed:
+                    waiting.append(message)
+                self._changed.wait_for(lambda: not self.state.holds_goodbye or self._closed)
+                return message
 
     def await_another(self) -> None:
         """The process at the other end is gone, and another will come in its place."""
         with self._changed:
-            self._awaits = True
             gone = [pipe for pipe in (self._pipe, self._coming) if pipe is not None]
             self._pipe = self._coming = None
             self._changed.notify_all()
@@ -386,7 +379,7 @@ class LoggedPipe(Pipe):
                 on_daemon_thread("thinwire rest", partial(_hear_out, pipe))
             for entry in entries:
                 message = self.state.log.read(entry)
-                self._count(FrameKind(kind_and_step(message)[0]), len(message) - HEADER_BYTES)
+                self._meter.count_sent(FrameKind(entry.kind), len(message) - HEADER_BYTES)
                 try:
                     pipe.write(message)
                 except WireError:
@@ -416,7 +409,7 @@ class LoggedPipe(Pipe):
                 raise WireError("whoever was to come is lost too")
             entries = [] if follows else self.state.go_on(theirs)
             self._pipe = pipe = emulated(pipe, self._nic)
-            self._coming, self._awaits = None, False
+            self._coming = None
             self._changed.notify_all()
             return pipe, entries
 
