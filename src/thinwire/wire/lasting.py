@@ -80,15 +80,20 @@ class LastingPipe(Pipe):
 
     def read(self) -> BytesLike | None:
         with self._reading:
-            while (connection := self._wait_for_connection()) is not None:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._connection or self._stopped)
+                    connection = self._connection
+                if connection is None or self._stopped:
+                    break
                 try:
                     raw = connection.read()
                     if raw is None:
-                        self._lose(connection, None)
+                        self._lose(connection, None, has_read=True)
                     elif (message := self._receive(raw)) is not None:
                         return message
                 except WireError as error:
-                    self._lose(connection, error)
+                    self._lose(connection, error, has_read=True)
         if self._stopped and not self._over and not self._closed:
             raise self._stopped
         return None
@@ -101,7 +106,8 @@ class LastingPipe(Pipe):
                 # Somebody must read to the end, and from here on it may be nobody else.
                 on_daemon_thread("thinwire close", self.read)
             self._changed.wait_for(lambda: self._stopped, grace)
-            connection = self._stop(WireError("the pipe is closed"))
+            self._stop(WireError("the pipe is closed"))
+            connection = self._connection
         if connection is not None:
             connection.close(grace)
 
@@ -129,12 +135,6 @@ class LastingPipe(Pipe):
             self._first += 1
             self._written = max(0, self._written - 1)
 
-    def _wait_for_connection(self) -> Pipe | None:
-        """The connection to read from; None once there will be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._connection or self._stopped)
-            return None if self._stopped else self._connection
-
     def _receive(self, raw: BytesLike) -> BytesLike | None:
         """What one message of a connection says; its content if it is new, and wanted."""
         kind, number = head_of(raw)
@@ -158,23 +158,22 @@ class LastingPipe(Pipe):
     def _carry(self, first: Pipe) -> None:
         """On a thread of its own: write on one connection after the other, until the pipe ends."""
         connection: Pipe | None = first
-        while self._stopped is None and (left := self._time_left()) > 0:
-            try:
-                connection = connection or self._reopen(min(_ATTEMPT_S, left))
-                self._agree(connection)
-                while (message := self._next_due(connection)) is not None:
-                    connection.write(message)
-            except WireError as error:
-                self._wait_for_the_reader(connection)
-                self._lose(connection, error)
-            except Exception as error:  # it must not die with this thread
-                self._lose(connection, WireError(f"a connection failed: {error!r}"), for_good=True)
-            connection = None
-            time.sleep(_PAUSE_S)
+        try:
+            while self._stopped is None and (left := self._time_left()) > 0:
+                try:
+                    connection = connection or self._reopen(min(_ATTEMPT_S, left))
+                    self._agree(connection)
+                    while (message := self._next_due(connection)) is not None:
+                        connection.write(message)
+                except WireError as error:
+                    self._lose(connection, error, has_read=False)
+                connection = None
+                time.sleep(_PAUSE_S)
+            why = f"the connection was down for {self._outage:g} s: {self._reason}"
+        except Exception as error:  # it must not die with this thread
+            why = f"a connection failed: {error!r}"
         with self._changed:
-            if self._stopped is None:  # else whoever closes it hangs up
-                why = f"the connection was down for {self._outage:g} s: {self._reason}"
-                self._stop(WireError(why))
+            self._stop(WireError(why))
 
     def _time_left(self) -> float:
         """Seconds until an outage has lasted too long."""
@@ -208,21 +207,20 @@ class LastingPipe(Pipe):
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    self._connection is not connection
+                    self._has_ended(connection)
                     or self._unsaid >= ACKNOWLEDGE_BYTES
                     or self._written < len(self._kept)
                     or self._is_done()
                 )
             )
             self._changed.notify_all()
-            if self._connection is not connection:
+            if self._has_ended(connection):
                 return None
             if self._unsaid >= ACKNOWLEDGE_BYTES:
                 self._unsaid = 0
                 return HEAD.pack(LastingKind.HAVE, self._received)
-            if self._is_done():  # whoever closes it hangs up
-                self._stopped = self._stopped or WireError("the pipe is closed")
-            if self._stopped:
+            if self._is_done():
+                self._stop(WireError("the pipe is closed"))
                 return None
             self._written += 1
             return self._kept[self._written - 1]
@@ -231,25 +229,22 @@ class LastingPipe(Pipe):
         """Whether the other end has all that we had to say, our last word included."""
         return self._closed and not self._kept
 
-    def _wait_for_the_reader(self, connection: Pipe | None) -> None:
-        """Let whoever reads say first how a connection ended, if the other end has ended: it may
-        hang up while we still write, which only a reader can tell from a loss.
-        """
-        with self._changed:
-            if connection is not None and self._over:
-                self._changed.wait_for(lambda: self._connection is not connection, CLOSE_GRACE_S)
+    def _has_ended(self, connection: Pipe | None) -> bool:
+        """Whether nothing more is moved on this connection."""
+        return self._connection is not connection or self._stopped is not None
 
-    def _lose(
-        self, connection: Pipe | None, error: WireError | None, for_good: bool = False
-    ) -> None:
+    def _lose(self, connection: Pipe | None, error: WireError | None, has_read: bool) -> None:
         """A connection is lost, or cannot be had; without an error, the other end closed it. What
         the other end may not do, and that this one may not connect, ends the pipe for good.
         """
         with self._changed:
+            if connection is not None and self._over and not has_read:
+                # It may hang up while we still write, which only a reader can tell from a loss.
+                self._changed.wait_for(lambda: self._has_ended(connection), CLOSE_GRACE_S)
             self._reason = str(error or "the other end closed the connection")
-            if error and (for_good or isinstance(error, BreachError | AdmissionError)):
-                connection = self._stop(error) or connection
-            elif connection is not None and self._connection is connection:
+            if isinstance(error, BreachError | AdmissionError):
+                self._stop(error)
+            elif connection is not None and not self._has_ended(connection):
                 if self._is_done() or (error is None and self._over):
                     self._stop(WireError("the other end is gone"))
                 else:
@@ -260,12 +255,10 @@ class LastingPipe(Pipe):
         if connection is not None:
             on_daemon_thread("thinwire close", connection.close)
 
-    def _stop(self, reason: WireError) -> Pipe | None:
-        """Move nothing more, for this reason or an earlier one; the connection that there was."""
-        connection, self._connection = self._connection, None
+    def _stop(self, reason: WireError) -> None:
+        """Move nothing more, for this reason or an earlier one; whoever closes it hangs up."""
         self._stopped = self._stopped or reason
         self._changed.notify_all()
-        return connection
 
 
 class LastingKind(IntEnum):
