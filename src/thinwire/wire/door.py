@@ -3,18 +3,8 @@
 A door is one public TCP port. Who asks to `reach` a name is handed to the service of that name in
 the door's process, or is joined to somebody elsewhere who `wait`s for it at this door. So every
 door is also a relay, which joins bytes below TLS: it can only count them and bound their rate.
-What the token of a caller grants is asked anew at every connection. That begins with a few short
-lines, before any byte of TLS:
-
-    door     thinwire-door 3 NONCE
-    caller   reach RUN/SERVICE WHO PROOF    or wait, or ping
-    door     ok ...                         or: no REASON, or: gone PROOF REASON
-
-docs/wire.md says what they mean. A token is WHO.SECRET: each peer and each invite has its own. A
-relay has one pass without a WHO, and the line a hyphen there. Many know that, such as peers that
-were removed from the run. So who waits for a service of the host, which is any name but that of a
-link, shows after the proof also the host's public key and a signature: RUN is the beginning of
-that key's fingerprint.
+A connection begins with a few short lines (docs/wire.md), and what the token of its caller grants
+is asked anew each time.
 """
 
 import contextlib
@@ -27,6 +17,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -119,17 +110,10 @@ def ping(route: Route, name: str, timeout: float = ROUTE_S) -> Seen:
     return Seen(said.partition(" ")[0], (time.monotonic() - begin) / 2)
 
 
-def ping_all(routes: Sequence[Route], name: str) -> dict[Route, Seen | WireError]:
+def ping_all(routes: Sequence[Route], name: str) -> dict[Route, Seen | BaseException]:
     """What each door answers to a ping, or why it does not; all are asked at once."""
-
-    def outcome(route: Route) -> Seen | WireError:
-        try:
-            return ping(route, name)
-        except WireError as error:
-            return error
-
-    with futures.ThreadPoolExecutor(len(routes) or 1) as pool:
-        return dict(zip(routes, pool.map(outcome, routes), strict=True))
+    asked = {one: on_daemon_thread("thinwire ping", partial(ping, one, name)) for one in routes}
+    return {route: answer.exception() or answer.result() for route, answer in asked.items()}
 
 
 class Standby(contextlib.AbstractContextManager["Standby"]):
@@ -359,13 +343,13 @@ class Door(contextlib.AbstractContextManager["Door"]):
 
     def traffic(self) -> dict[str, Traffic]:
         """What each run has here, by run."""
-        found = {}
         with self._lock:
-            for name, run in self._runs.items():
-                own = [caller for caller in self._callers if caller.run == name]
-                waiting = sum(bool(caller.waits_for) for caller in own)
-                found[name] = Traffic(len(own), waiting, run.allowance.passed)
-        return found
+            held = Counter(caller.run for caller in self._callers)
+            waiting = Counter(caller.run for caller in self._callers if caller.waits_for)
+            return {
+                name: Traffic(held[name], waiting[name], run.allowance.passed)
+                for name, run in self._runs.items()
+            }
 
     def strangers(self) -> int:
         """Connections that have not yet said what they want."""
@@ -487,14 +471,12 @@ class Door(contextlib.AbstractContextManager["Door"]):
         return wish, run
 
     def _new_guest(self, name: str, like: "_Run") -> "_Run":
-        """Make room for a run that is new to a relay, at the cost of counts of earlier ones."""
-        held, most = {caller.run for caller in self._callers}, self._limits.runs
-        guests = [name for name, run in self._runs.items() if run.grant_of is like.grant_of]
-        idle = [guest for guest in guests if guest not in held]
-        for other in idle[: max(0, len(self._runs) - most + 1)]:
-            del self._runs[other]
-        if len(self._runs) >= most:
-            raise WireError(f"{len(self._runs)} runs meet at this door already, the most")
+        """Make room for a run that is new to a relay, at the cost of counts of an earlier one."""
+        if len(self._runs) >= self._limits.runs:
+            idle = self._runs.keys() - {caller.run for caller in self._callers}
+            if not idle:
+                raise WireError(f"{len(self._runs)} runs meet at this door already, the most")
+            del self._runs[idle.pop()]
         self._runs[name] = run = _Run(like.grant_of, Allowance(like.allowance.mbps))
         return run
 
@@ -532,8 +514,6 @@ class Door(contextlib.AbstractContextManager["Door"]):
             caller.waits_for = caller.name
             if len(same) >= limits.waiting_per_name:  # the oldest is the likeliest to be lost
                 hang_up(same[0].connection)
-                same[0].waits_for = ""
-                same[0].is_over.set()
         # Not all at once: while one comes again, another of the same name still waits.
         connection.settimeout(limits.wait_s * random.uniform(0.5, 1.0))
         answer = b""
