@@ -407,7 +407,7 @@ def test_validation_frames_wait_for_a_slow_uplink_and_for_a_slow_stage():
 )
 def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(nic):
     pair = Pair(nic=nic)
-    pair.transport._limit = 2  # as little as a transport holds
+    pair.transport._going.most = 2  # as little as a transport holds
     sent: list[int] = []
     thread = pair.send_validation(sent.append)
     wait_until(lambda: len(pair.mailbox._items) >= EVALUATION_WINDOW)

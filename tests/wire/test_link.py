@@ -7,7 +7,7 @@ from wiring import MAX_PAYLOAD, Passed, Recorder
 
 from thinwire.errors import BreachError, WireError
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, Pipe, emulated, encode, memory_pair
-from thinwire.wire.emulate import STAMP_BYTES
+from thinwire.wire.pipe import STAMP_BYTES
 from waiting import PATIENCE
 
 NICS = {"direct": lambda: None, "emulated": lambda: Nic(800, 800, latency_ms=2, jitter_ms=1)}

@@ -25,9 +25,8 @@ import msgspec
 from thinwire.background import on_daemon_thread
 from thinwire.errors import BreachError, WireError, printable
 from thinwire.typed import option
-from thinwire.wire.emulate import Nic
 from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, Meter, decode, encode
-from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
+from thinwire.wire.pipe import CLOSE_GRACE_S, Nic, Pipe
 
 Span = tuple[str, int, int, float, float]
 

@@ -24,7 +24,6 @@ import msgspec
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import BreachError, WireError
-from thinwire.wire.emulate import Nic, emulated
 from thinwire.wire.frame import (
     HEADER_BYTES,
     BytesLike,
@@ -35,7 +34,7 @@ from thinwire.wire.frame import (
     encode,
     kind_and_step,
 )
-from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
+from thinwire.wire.pipe import CLOSE_GRACE_S, Nic, Pipe, emulated
 
 SEGMENT_BYTES = 16 << 20  # of a file of the log: what is no longer needed goes file by file
 MOST_SAID = 1 << 20  # bytes of a position
