@@ -222,8 +222,8 @@ def _bytes_sent() -> int:
 def _other_end() -> None:
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     identity, limit = Identity(**order["identity"]), _MAX_PAYLOAD + HEADER_BYTES
-    pipe = dial(order["address"], "there", identity, order["whom"], 30, limit)
-    pipe = emulated(pipe, LinkConfig(**order["config"]).nic())
+    dialed = dial(order["address"], "there", identity, order["whom"], 30, limit)
+    pipe = emulated(dialed, LinkConfig(**order["config"]).nic())
     with contextlib.closing(Link(pipe, Meter(), "there to here", _MAX_PAYLOAD)) as link:
         end = _End(link)
         found = end.stream(**order["work"])

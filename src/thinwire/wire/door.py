@@ -47,8 +47,8 @@ _NAME = re.compile(r"[0-9a-f]{16}/[a-z0-9][a-z0-9@._-]{0,79}")
 Wish = Literal["reach", "wait", "ping"]
 Kind = Literal["direct", "relayed"]
 Prover = Callable[[str], str]  # `Identity.prove` of the host
-Take = Callable[[socket.socket, str], "futures.Future[None]"]
-"""Serves a connection from a host; the result is there when it is over (`Listener.take`)."""
+Take = Callable[[socket.socket, str], None]
+"""Serves a connection from a host to its end (`Listener.take`)."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
             with contextlib.suppress(WireError):
                 connection, _ = call(self.route, "wait", self.name, ROUTE_S, self._prover)
                 if (home := self._wait_for_call(connection)) is not None:
-                    self._take(connection, home)
+                    on_daemon_thread("thinwire taken", partial(self._take, connection, home))
                     continue
                 connection.close()
             self._is_over.wait(_PAUSE_S)
@@ -372,7 +372,9 @@ class Door(contextlib.AbstractContextManager["Door"]):
                 hang_up(caller.connection)
 
     def _receive(self, connection: socket.socket, host: str) -> None:
-        """One connection that was opened: strangers are few, and have their time."""
+        """The life of a connection, from its first byte to its last. Strangers are few, and have
+        their time.
+        """
         limits, caller = self._limits, _Caller(connection, host)
         with self._lock:
             at_home = [other for other in self._callers if other.home == caller.home]
@@ -390,11 +392,6 @@ class Door(contextlib.AbstractContextManager["Door"]):
                 connection.setblocking(False)
                 connection.send(_FULL)
             return
-        on_daemon_thread("thinwire door", partial(self._attend, caller))
-
-    def _attend(self, caller: "_Caller") -> None:
-        """The life of a connection, from its first byte to its last."""
-        connection = caller.connection
         with connection, contextlib.suppress(OSError):
             try:
                 wish, run = self._admit(caller)
@@ -409,7 +406,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
                     self._keep_waiting(caller)
                 elif take := self._served.get(caller.name):
                     say(connection, "ok")
-                    futures.wait([take(connection.dup(), caller.host)])
+                    take(connection.dup(), caller.host)
                 else:
                     self._join_waiting(caller, run)
             except WireError as error:

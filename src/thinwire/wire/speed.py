@@ -16,11 +16,9 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from concurrent import futures
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
 from thinwire.wire.door import ROUTE_S, Route, call, hear, say
 from thinwire.wire.sockets import why
@@ -52,11 +50,8 @@ class SpeedService:
         self._places = threading.BoundedSemaphore(_CALLERS)
         self._turn = threading.Lock()
 
-    def take(self, caller: socket.socket, comes_from: str) -> futures.Future[None]:
-        """Serve one connection; the result is there when it is over."""
-        return on_daemon_thread("thinwire speed", lambda: self._serve(caller))
-
-    def _serve(self, caller: socket.socket) -> None:
+    def take(self, caller: socket.socket, comes_from: str) -> None:
+        """Serve one connection to its end."""
         with caller, suppress(OSError, WireError, ValueError), ExitStack() as held:
             if not self._places.acquire(blocking=False):
                 return
