@@ -18,11 +18,11 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError, printable
@@ -44,6 +44,7 @@ _READY = 2  # connections that wait at a door
 LONGEST_WAIT_S = 300.0  # on one of them: a door ends it before that, and that word may be lost
 _NAME = re.compile(r"[0-9a-f]{16}/[a-z0-9][a-z0-9@._-]{0,79}")
 
+T = TypeVar("T")
 Wish = Literal["reach", "wait", "ping"]
 Kind = Literal["direct", "relayed"]
 Prover = Callable[[str], str]  # `Identity.prove` of the host
@@ -74,22 +75,31 @@ class Routes:
         return " or ".join(route.address for route in self.routes) or "nowhere"
 
     def connect(self, timeout: float) -> socket.socket:
-        """A connection to the other end; a WireError says for each route why it does not work, an
-        AdmissionError that a door has struck off our token.
-        """
+        """A connection to the other end."""
         if not self.name:
             return connect(self.routes[0].address, timeout)
-        problems, refusal, deadline = [], None, time.monotonic() + timeout
-        for route in self.routes:
-            try:
-                left = max(0.1, min(ROUTE_S, deadline - time.monotonic()))
-                connection, _ = call(route, "reach", self.name, left)
-                self.in_use = route
-                return connection
-            except WireError as error:
-                refusal = refusal or (error if isinstance(error, AdmissionError) else None)
-                problems.append(f"{route.kind} by {error}")
-        raise refusal or WireError("; ".join(problems) or "no route is known")
+        deadline = time.monotonic() + timeout
+
+        def reach(route: Route) -> socket.socket:
+            left = max(0.1, min(ROUTE_S, deadline - time.monotonic()))
+            return call(route, "reach", self.name, left)[0]
+
+        self.in_use, connection = first_that_works(self.routes, reach)
+        return connection
+
+
+def first_that_works(routes: Sequence[Route], attempt: Callable[[Route], T]) -> tuple[Route, T]:
+    """The first route on which an attempt succeeds, and what came of it; else a WireError says of
+    each why not, or an AdmissionError that a door has struck off our token.
+    """
+    problems, refusal = [], None
+    for route in routes:
+        try:
+            return route, attempt(route)
+        except WireError as error:
+            refusal = refusal or (error if isinstance(error, AdmissionError) else None)
+            problems.append(f"{route.kind} by {error}")
+    raise refusal or WireError("; ".join(problems) or "no route is known")
 
 
 class Seen(NamedTuple):
@@ -328,10 +338,8 @@ class Door(contextlib.AbstractContextManager["Door"]):
         """Let those meet here whom `grant_of` grants it, which is asked at every connection. `mbps`
         bounds what passes between others of that run; with 0 each link has the door's own bound.
         """
-        check_name(f"{run}/any")
         with self._lock:
-            known = self._runs.setdefault(run, _Run(grant_of, Allowance(mbps)))
-            known.grant_of, known.allowance.mbps = grant_of, mbps
+            self._runs[run] = _Run(grant_of, Allowance(mbps))
 
     def admit_any(self, token: str, mbps: float = 0.0) -> None:
         """Let every run meet here whose peers know this pass, each within `mbps`."""
@@ -480,11 +488,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
     def _join_waiting(self, caller: "_Caller", run: "_Run") -> None:
         """Call those who wait, the latest first, until one answers."""
         limits = self._limits
-        own = Allowance(0 if run.allowance.mbps else limits.link_mbps)
-
-        def book(size: int) -> float:
-            return max(bound.book(size, time.monotonic()) for bound in (run.allowance, own))
-
+        bounds = run.allowance, Allowance(0 if run.allowance.mbps else limits.link_mbps)
         while True:
             with self._lock:
                 waiting = [other for other in self._callers if other.waits_for == caller.name]
@@ -497,7 +501,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
                     say(waiter.connection, f"call {caller.host}")
                     if waiter.answer.result(limits.answer_s) == HERE:
                         say(caller.connection, "ok")
-                        splice(caller.connection, waiter.connection, book, limits.idle_s)
+                        splice(caller.connection, waiter.connection, bounds, limits.idle_s)
                         return
             finally:
                 hang_up(waiter.connection)
@@ -552,8 +556,7 @@ class _Caller:
         self.is_over = threading.Event()  # what came of the call
 
 
-@dataclass
-class _Run:
+class _Run(NamedTuple):
     """A run at a door: who its peers are, and what may pass between them."""
 
     grant_of: GrantOf
@@ -569,17 +572,16 @@ def home_of(host: str) -> str:
 
 
 def splice(
-    one: socket.socket, other: socket.socket, book: Callable[[int], float], idle_s: float
+    one: socket.socket, other: socket.socket, bounds: Iterable[Allowance], idle_s: float
 ) -> None:
-    """Pass bytes both ways until both directions have ended, or one by an error or `idle_s` without
-    a byte; nothing is raised. `book` is told how many bytes are to pass, and says how long they
-    wait.
+    """Pass bytes both ways, within bounds, until both directions have ended, or one by an error or
+    `idle_s` without a byte; nothing is raised.
     """
 
     def passing(source: socket.socket, target: socket.socket) -> None:
         try:
             while data := source.recv(CHUNK):
-                time.sleep(book(len(data)))
+                time.sleep(max(bound.book(len(data), time.monotonic()) for bound in bounds))
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
         except OSError:

@@ -20,8 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from thinwire.errors import WireError
-from thinwire.wire.door import ROUTE_S, Route, call, hear, say
-from thinwire.wire.sockets import why
+from thinwire.wire.door import ROUTE_S, Route, call, first_that_works, hear, say
 
 SERVICE = "speed"
 MOST_SECONDS = 3.0  # of one burst
@@ -115,19 +114,18 @@ def measure_link(routes: Sequence[Route], run: str, seconds: float = 1.0) -> Lin
     takes twice `seconds`, longer where the way is long, once nobody else measures, and at most
     MOST_BYTES each way. A WireError says why nothing could be measured.
     """
-    problems = []
-    for route in routes:
-        try:
-            down, trip = _measured(route, run, "down", seconds)
-            up, other_trip = _measured(route, run, "up", seconds)
-            if up and down:
-                return LinkRates(up, down, min(trip, other_trip))
-            problems.append(f"{route.address}: too few bytes arrived")
-        except OSError as error:
-            problems.append(f"{route.address}: {why(error)}")
-        except WireError as error:
-            problems.append(str(error))
-    raise WireError(f"the link could not be measured: {'; '.join(problems) or 'no route is known'}")
+
+    def measure(route: Route) -> LinkRates:
+        down, trip = _measured(route, run, "down", seconds)
+        up, other_trip = _measured(route, run, "up", seconds)
+        if not (up and down):
+            raise WireError(f"{route.address}: too few bytes arrived")
+        return LinkRates(up, down, min(trip, other_trip))
+
+    try:
+        return first_that_works(routes, measure)[1]
+    except WireError as error:
+        raise WireError(f"the link could not be measured: {error}") from None
 
 
 def _measured(route: Route, run: str, wish: str, seconds: float) -> tuple[float, float]:
@@ -146,7 +144,7 @@ def _measured(route: Route, run: str, wish: str, seconds: float) -> tuple[float,
                 return _receive(connection, seconds), trip
             _send(connection, seconds)
             return float(hear(connection, time.monotonic() + MOST_SECONDS + _GRACE_S)), trip
-        except (WireError, ValueError):
+        except (OSError, WireError, ValueError):
             raise WireError(
                 f"{route.address}: the host ended the measurement; try again later"
             ) from None

@@ -120,8 +120,7 @@ class Stream(Pipe):
         self._closed = True
         # Letting go at once would cut off what is still on its way out. The stream is over once
         # both ends have read it to its end, and here nobody may be reading any more.
-        on_daemon_thread("thinwire close", self._take_leave)
-        self._over.wait(grace)
+        futures.wait([on_daemon_thread("thinwire close", self._take_leave)], grace)
         self.cut()
 
     def cut(self) -> None:
@@ -144,21 +143,15 @@ class Stream(Pipe):
     def keep_alive(self) -> None:
         """Say now and then that this end is alive; returns when the stream is over."""
         while not self._over.wait(SILENCE_S / 2):
-            if self._writing.acquire(blocking=False):  # else it is heard anyway
-                try:
-                    if not self._said_end:
-                        self._send(_ALIVE)
-                except WireError:
-                    pass  # whoever reads says so
-                finally:
-                    self._writing.release()
+            with contextlib.suppress(WireError), self._writing:  # whoever reads tells of a loss
+                if not self._said_end:
+                    self._send(_ALIVE)
 
     def _take_leave(self) -> None:
         with contextlib.suppress(WireError):
             self._say_end()
             while self.read() is not None:
                 pass
-        self._over.set()
 
     def _say_end(self) -> None:
         with self._writing:
