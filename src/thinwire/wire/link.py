@@ -39,6 +39,7 @@ _LAST_WORD_S = 2.0
 _FOREVER_S = 1e9
 MAX_HELLO = 1 << 16
 SLOWEST_MBPS = 1e-3  # below it no run ends
+LONGEST_DELAY_MS = 3.6e6  # an hour: nothing that is called a link is slower
 _option = partial(option, scope="machine")
 
 
@@ -52,9 +53,11 @@ class LinkConfig:
     mbps_down: float = _option(
         80.0, "downlink rate of each host in Mbit/s; 0 = unlimited", least=SLOWEST_MBPS, auto=0
     )
-    latency_ms: float = _option(25.0, "one-way delay of each link in milliseconds", least=0)
+    latency_ms: float = _option(
+        25.0, "one-way delay of each link in milliseconds", most=LONGEST_DELAY_MS
+    )
     jitter_ms: float = _option(
-        0.0, "maximum extra random delay of a message in milliseconds", least=0
+        0.0, "maximum extra random delay of a message in milliseconds", most=LONGEST_DELAY_MS
     )
     emulate: bool = _option(True, "emulate these rates and delays; false = no delays")
     listen: str = _option("127.0.0.1", "address on which stages accept links")

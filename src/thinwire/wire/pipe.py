@@ -18,14 +18,13 @@ from concurrent import futures
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from thinwire.background import on_daemon_thread
-from thinwire.errors import ConfigError, WireError
+from thinwire.errors import WireError
 from thinwire.occupancy import Occupancy
 from thinwire.wire.frame import BytesLike
 
 T = TypeVar("T")
 
 CLOSE_GRACE_S = 5.0
-LONGEST_DELAY_MS = 3_600_000.0  # an hour: nothing that is called a link is slower
 STAMP_BYTES = 8  # below the frame, so the meter does not see them
 _STAMP = struct.Struct("<d")
 _LONGEST_SLEEP_S = 60.0
@@ -164,11 +163,6 @@ class Nic:
         jitter_ms: float = 0.0,
         seed: int = 0,
     ) -> None:
-        if latency_ms + jitter_ms > LONGEST_DELAY_MS:
-            raise ConfigError(
-                f"link.latency_ms + link.jitter_ms = {latency_ms + jitter_ms:g} is more than an "
-                f"hour ({LONGEST_DELAY_MS:g} ms)"
-            )
         self._up, self._down = Occupancy(mbps_up), Occupancy(mbps_down)
         self._latency_s, self._jitter_s = latency_ms / 1e3, jitter_ms / 1e3
         self._seed = seed % 2**64
