@@ -61,7 +61,7 @@ class Pair:
     def answer(self, microbatch):
         tensor = torch.randn(SHAPE)
         self.receiver.send_tensor(FrameKind.BACKWARD, tensor, 0, microbatch, MADE_WITH)
-        self.other.flush()
+        self.other.wait_for_room(1)
 
     def refuses(self, words, error=BreachError):
         """What came was refused, with these words."""

@@ -77,8 +77,8 @@ def test_frames_arrive_in_order_and_counted_to_the_byte_and_goodbye_is_no_fault(
         here.link.send(forward(number, size=number * 777))
         frame = Frame(FrameKind.TALLY, step=number, payload=bytes(number))
         there.link.send(lambda frame=frame: frame)
-    here.link.flush()
-    there.link.flush()
+    here.link.wait_for_room(1)
+    there.link.wait_for_room(1)
     there.heard.wait(lambda: len(there.heard.frames) == 50)
     here.heard.wait(lambda: len(here.heard.frames) == 50)
     assert there.heard.frames == [forward(number, number * 777) for number in range(50)]
@@ -120,7 +120,7 @@ def test_send_does_not_wait_for_a_transport_that_stands_still(direct_ends):
         here.link.send(forward(number, size=10))
     assert here.pipe.written == 0 and here.link.unsent == 5000
     here.pipe.open_gate.set()
-    here.link.flush()
+    here.link.wait_for_room(1)
     there.heard.wait(lambda: len(there.heard.frames) == 5000)
 
 
@@ -190,7 +190,7 @@ def test_a_link_that_ended_takes_no_more_frames_and_those_queued_before_are_no_f
     there.heard.wait(lambda: there.heard.ends)
     with pytest.raises(WireError, match="the other end said goodbye"):
         there.link.send(forward(1))
-    there.link.flush()  # nobody needs them any more
+    there.link.wait_for_room(1)  # nobody needs them any more
     there.pipe.open_gate.set()
     there.link.close()
     assert there.heard.errors == []

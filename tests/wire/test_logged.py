@@ -195,7 +195,7 @@ def test_a_goodbye_in_the_log_waits_until_the_new_process_is_done(pair, tmp_path
     meet(below, new)
     new.wait_for(2 * MICROBATCHES)
     new.send(0)  # which the other end has
-    new.link.flush()
+    new.link.wait_for_room(1)
     assert new.got() == frames_of(0, 1) and not new.heard.ends and not new.heard.errors
     new.link.close(PATIENCE)
     assert not new.heard.errors
@@ -215,7 +215,7 @@ def test_what_is_sent_while_nobody_is_there_is_sent_to_who_comes(pair, tmp_path,
     above.wait_for(MICROBATCHES)
     die(above, its_pipe, below)
     below.send(1, 2)
-    below.link.flush()
+    below.link.wait_for_room(1)
     new = Side(tmp_path / "new", None, start=1, nic=nic())
     below.send(3)  # may still wait for its time on the uplink
     meet(below, new)

@@ -190,7 +190,7 @@ class Worker:
                     self._checkpoint(done)
                 self.progress.begin("waits for its links to send what is queued")
                 for port in self._ports:
-                    port.link.flush()  # the next step's clock must not pay for this traffic
+                    port.link.wait_for_room(1)  # the next step's clock must not pay for this
                 if stop:
                     break
             # All stages pause after a step, or with delayed updates where nothing may be under way.

@@ -184,15 +184,6 @@ class Link:
                 next_end = self._leaving[0] if self._leaving else until
                 self._state.wait(min(next_end, until) - now)
 
-    def flush(self) -> None:
-        """Wait until every frame handed to `send` has left. WireError if the link is lost before;
-        after a goodbye of the other end nobody needs them.
-        """
-        with self._state:
-            self.wait_for_room(1)
-            if (unsent := self._to_leave()) and not self._said_bye:
-                raise WireError(f"link {self.name}: {unsent} frames unsent: {self._why_stopped()}")
-
     def close(self, timeout: float | None = 10.0) -> None:
         """Send what is queued and a BYE, then close the pipe; never raises, and reports no loss.
         What is not sent within `timeout` seconds is dropped; None drops nothing while the link
