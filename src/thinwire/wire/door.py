@@ -136,17 +136,15 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
         self.name, self.route = check_name(name), route
         self._take, self._prover = take, prover
         self._is_over = threading.Event()
-        self._lock = threading.Lock()
         self.waiting: set[socket.socket] = set()  # at the door now
         for _ in range(_READY):
             on_daemon_thread("thinwire standby", self._stand_by)
 
     def close(self) -> None:
         """Wait no more; what was taken goes on."""
-        with self._lock:
-            self._is_over.set()
-            for connection in self.waiting:
-                hang_up(connection)
+        self._is_over.set()
+        for connection in [*self.waiting]:
+            hang_up(connection)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -163,20 +161,17 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
 
     def _wait_for_call(self, connection: socket.socket) -> str | None:
         """Wait for a call, and answer it; from which host it came, None if the wait has ended."""
-        with self._lock:
-            if self._is_over.is_set():
-                return None
-            self.waiting.add(connection)
+        self.waiting.add(connection)
         try:
-            word, _, home = hear(connection, time.monotonic() + LONGEST_WAIT_S).partition(" ")
-            if word == "call":
-                connection.sendall(HERE)
-                return home
+            if not self._is_over.is_set():  # else nobody hangs up on it
+                word, _, home = hear(connection, time.monotonic() + LONGEST_WAIT_S).partition(" ")
+                if word == "call":
+                    connection.sendall(HERE)
+                    return home
         except (OSError, WireError):
             pass
         finally:
-            with self._lock:
-                self.waiting.discard(connection)
+            self.waiting.discard(connection)
         return None
 
 
