@@ -64,7 +64,6 @@ class LinkConfig:
     outage: float = _option(
         60.0,
         "seconds for which a link may be down before the run ends; 0 = end it at the first loss",
-        least=0,
     )
     shard_share: float = _option(
         0.25,
@@ -168,7 +167,9 @@ class Link:
         WireError if the link is closed, broken, or left by the other end.
         """
         with self._state:
-            if reason := self._why_stopped():
+            if self._closing or self._lost():
+                reason = self._failure or "the other end said goodbye"
+                reason = "it was closed here" if self._closing else reason
                 raise WireError(f"link {self.name} takes no more frames: {reason}")
             self._queue(item)
 
@@ -292,10 +293,3 @@ class Link:
 
     def _lost(self) -> bool:
         return self._said_bye or self._failure is not None
-
-    def _why_stopped(self) -> str:
-        if self._closing:
-            return "it was closed here"
-        if self._failure is not None:
-            return str(self._failure)
-        return "the other end said goodbye" if self._said_bye else ""

@@ -135,8 +135,8 @@ def _measured(route: Route, run: str, wish: str, seconds: float) -> tuple[float,
     seconds = min(MOST_SECONDS, max(seconds, _LEAST_CALLS * (time.monotonic() - begin)))
     with connection:
         begin = time.monotonic()
-        say(connection, f"{wish} {seconds:g}")
         try:
+            say(connection, f"{wish} {seconds:g}")
             hear(connection, begin + _TURN_S)  # here
             trip = time.monotonic() - begin
             hear(connection, begin + _TURN_S)  # go

@@ -188,19 +188,14 @@ class Stream(Pipe):
                 awaited = select.POLLOUT
             except OSError as error:
                 raise WireError(f"the other end is gone ({_plainly(error)})") from None
-            self._wait(awaited)
+            seconds = SILENCE_S if awaited == select.POLLIN else None
+            if self.deadline is not None:
+                seconds = max(0.0, self.deadline - time.monotonic())
+            poll = select.poll()
+            poll.register(self._tls, awaited)
+            if not poll.poll(None if seconds is None else seconds * 1000):
+                raise WireError(f"the other end is gone (it said nothing for {seconds:.3g} s)")
         raise WireError("the other end is gone (the connection is closed)")
-
-    def _wait(self, awaited: int) -> None:
-        seconds = None
-        if self.deadline is not None:
-            seconds = max(0.0, self.deadline - time.monotonic())
-        elif awaited == select.POLLIN:
-            seconds = SILENCE_S
-        poll = select.poll()
-        poll.register(self._tls, awaited)
-        if not poll.poll(None if seconds is None else seconds * 1000):
-            raise WireError(f"the other end is gone (it said nothing for {seconds:.3g} s)")
 
 
 def dial(
