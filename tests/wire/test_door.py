@@ -140,7 +140,7 @@ def test_a_request_that_is_too_long_or_too_slow_is_refused():
         caller.sendall(b"reach ")
         assert line(caller) == "no no request within 0.2 s"
         assert caller.recv(1) == b""
-        wait_until(lambda: door.strangers() == 0)
+        wait_until(lambda: not door._callers)
 
 
 @pytest.mark.parametrize("has_one_ended", [False, True])
@@ -176,7 +176,7 @@ def test_connections_are_bounded(limit):
         with pytest.raises(WireError, match="the door refused: there are too many connections"):
             ping(Route(door.address, token=TOKEN), f"{RUN}/door")
         kept.pop().close()
-        wait_until(lambda: door.strangers() == 1)
+        wait_until(lambda: len(door._callers) == 1)
         ping(Route(door.address, token=TOKEN), f"{RUN}/door")
 
 

@@ -308,7 +308,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
 
     def __init__(self, host: str, port: int, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
-        self._lock = threading.RLock()  # guards all that follows
+        self._lock = threading.Lock()  # guards all that follows
         self._served: dict[str, Take] = {}
         self._runs: dict[str, _Run] = {}
         self._guests: _Run | None = None  # what counts for runs that are not known beforehand
@@ -354,11 +354,6 @@ class Door(contextlib.AbstractContextManager["Door"]):
                 for name, run in self._runs.items()
             }
 
-    def strangers(self) -> int:
-        """Connections that have not yet said what they want."""
-        with self._lock:
-            return sum(not caller.run for caller in self._callers)
-
     def close(self) -> None:
         """Cut all connections and free the port."""
         self._port.close()
@@ -385,7 +380,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
                 self._is_closed
                 or len(self._callers) >= limits.connections
                 or len(at_home) >= limits.per_address
-                or self.strangers() >= limits.strangers
+                or sum(not other.run for other in self._callers) >= limits.strangers
                 or sum(not other.run for other in at_home) >= limits.strangers_per_address
             )
             if not is_full:
