@@ -69,14 +69,15 @@ class LastingPipe(Pipe):
 
     def write(self, message: BytesLike) -> None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._has_room() or self._closed or self._over or self._stopped
-            )
+            while not (self._closed or self._over or self._stopped):
+                # All is on the connection, and not too much of it is kept.
+                if self._written == len(self._kept) and self._kept_bytes < MOST_KEPT:
+                    self._keep(LastingKind.DATA, message)
+                    return
+                self._changed.wait()
             if self._closed:
                 raise WireError("the pipe is closed")
-            if self._over or self._stopped:
-                raise self._stopped or WireError("the other end is gone")
-            self._keep(LastingKind.DATA, message)
+            raise self._stopped or WireError("the other end is gone")
 
     def read(self) -> BytesLike | None:
         with self._reading:
@@ -114,10 +115,6 @@ class LastingPipe(Pipe):
     def round_trip(self) -> float:
         connection = self._connection
         return connection.round_trip() if connection else 0.0
-
-    def _has_room(self) -> bool:
-        """Whether all is on the connection, and not too much of it is kept."""
-        return self._written == len(self._kept) and self._kept_bytes < MOST_KEPT
 
     def _keep(self, kind: "LastingKind", message: BytesLike) -> None:
         """Give a message its number, and have it written."""
@@ -205,29 +202,19 @@ class LastingPipe(Pipe):
     def _next_due(self, connection: Pipe) -> bytes | None:
         """Wait for what is to be written next; None if the connection is lost or the pipe done."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._has_ended(connection)
-                    or self._unsaid >= ACKNOWLEDGE_BYTES
-                    or self._written < len(self._kept)
-                    or self._is_done()
-                )
-            )
-            self._changed.notify_all()
-            if self._has_ended(connection):
-                return None
-            if self._unsaid >= ACKNOWLEDGE_BYTES:
-                self._unsaid = 0
-                return HEAD.pack(LastingKind.HAVE, self._received)
-            if self._is_done():
-                self._stop(WireError("the pipe is closed"))
-                return None
-            self._written += 1
-            return self._kept[self._written - 1]
-
-    def _is_done(self) -> bool:
-        """Whether the other end has all that we had to say, our last word included."""
-        return self._closed and not self._kept
+            while not self._has_ended(connection):
+                if self._unsaid >= ACKNOWLEDGE_BYTES:
+                    self._unsaid = 0
+                    return HEAD.pack(LastingKind.HAVE, self._received)
+                if self._written < len(self._kept):
+                    self._written += 1
+                    self._changed.notify_all()
+                    return self._kept[self._written - 1]
+                if self._closed and not self._kept:  # the other end has our last word
+                    self._stop(WireError("the pipe is closed"))
+                else:
+                    self._changed.wait()
+            return None
 
     def _has_ended(self, connection: Pipe | None) -> bool:
         """Whether nothing more is moved on this connection."""
@@ -245,7 +232,7 @@ class LastingPipe(Pipe):
             if isinstance(error, BreachError | AdmissionError):
                 self._stop(error)
             elif connection is not None and not self._has_ended(connection):
-                if self._is_done() or (error is None and self._over):
+                if (self._closed and not self._kept) or (error is None and self._over):
                     self._stop(WireError("the other end is gone"))
                 else:
                     self._connection, self._down_since = None, time.monotonic()
