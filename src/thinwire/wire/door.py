@@ -385,18 +385,17 @@ class Door(contextlib.AbstractContextManager["Door"]):
             )
             if not is_full:
                 self._callers.append(caller)
-        if is_full:
-            with connection, contextlib.suppress(OSError):
+        with connection, contextlib.suppress(OSError):
+            if is_full:
                 connection.setblocking(False)
                 connection.send(_FULL)
-            return
-        with connection, contextlib.suppress(OSError):
+                return
             try:
                 wish, run = self._admit(caller)
                 grant = run.grant_of(caller.who)
                 if grant is None or grant.refusal:  # it was struck off in this very moment
                     raise WireError("the token shown does not count any more")
-                connection.settimeout(self._limits.idle_s)
+                connection.settimeout(limits.idle_s)
                 if wish == "ping":
                     address = address_text(*connection.getpeername()[:2])
                     say(connection, f"ok {address} {time.time():.3f}")

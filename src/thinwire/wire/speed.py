@@ -104,8 +104,7 @@ def _receive(connection: socket.socket, seconds: float) -> float:
         return 0.0
     first, (last, total) = arrived[0], arrived[-1]
     ramp_end = first[0] + _RAMP * (last - first[0])
-    steady = [point for point in arrived if ramp_end <= point[0] < last]
-    then, before = steady[0] if steady else first
+    then, before = next((point for point in arrived if ramp_end <= point[0] < last), first)
     return (total - before) * 8 / (last - then) / 1e6 if last > then else 0.0
 
 
