@@ -23,7 +23,7 @@ from thinwire.run import peers
 from thinwire.run.checkpoints import commit
 from thinwire.run.processes import Forker, start_processes
 from thinwire.typed import to_toml
-from thinwire.wire import Link, Meter, memory_pair
+from thinwire.wire import Link, Meter, emulated, memory_pair
 from waiting import PROCESS_PATIENCE
 
 # A slow machine is no reason to refuse an example, and every run draws the same ones.
@@ -178,9 +178,9 @@ def run_in_threads(corpus, tmp_path):
         above: list[Link | None] = [None] * count
         for cut in range(count - 1):
             name, limit = f"cut-{cut}", workers[cut].max_payload()
-            lower, upper = memory_pair()
-            above[cut] = Link(lower, Meter(), settings.link.nic(cut), name, limit)
-            below[cut + 1] = Link(upper, Meter(), settings.link.nic(cut), name, limit)
+            lower, upper = (emulated(end, settings.link.nic(cut)) for end in memory_pair())
+            above[cut] = Link(lower, Meter(), name, limit)
+            below[cut + 1] = Link(upper, Meter(), name, limit)
         reports: list[list[Report]] = [[] for _ in range(count)]
         failures: list[BaseException] = []
 

@@ -18,8 +18,7 @@ from thinwire.engine.step_end import Verdict, pack_tally
 from thinwire.engine.trace import Sightings
 from thinwire.errors import BreachError, WireError
 from thinwire.schedule import build
-from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, encode, memory_pair
-from thinwire.wire.emulate import stamp
+from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, emulated, encode, memory_pair
 from thinwire.wire.logged import FrameLog, LinkState, LoggedPipe
 from waiting import PATIENCE, wait_until
 
@@ -36,12 +35,12 @@ class Pair:
     """A sending port, a receiving port, and the raw link beneath the sender."""
 
     def __init__(self, codecs=("bf16", "bf16"), first_step=0, nic=lambda: None, schedule=FREE):
-        ours, theirs = memory_pair()
+        self.transport, theirs = memory_pair()
         self.mailbox = Mailbox()
-        self.raw = Link(ours, Meter(), nic(), "cut-0", 1 << 16)
+        self.raw = Link(emulated(self.transport, nic()), Meter(), "cut-0", 1 << 16)
         from_above = Due(0, False, first_step, FREE, 0, BASIS_BYTES, (3, ROW_BYTES))
         self.sender = self.port(0, self.raw, Mailbox(), codecs[0], from_above)
-        self.other = Link(theirs, Meter(), nic(), "cut-0", 1 << 16)
+        self.other = Link(emulated(theirs, nic()), Meter(), "cut-0", 1 << 16)
         rest = VALIDATION_BATCHES, BASIS_BYTES, (3, ROW_BYTES)
         from_below = Due(1, True, first_step, schedule, *rest)
         self.receiver = self.port(1, self.other, self.mailbox, codecs[1], from_below)
@@ -63,7 +62,7 @@ class Pair:
     def answer(self, microbatch):
         tensor = torch.randn(SHAPE)
         self.receiver.send_tensor(FrameKind.BACKWARD, tensor, 0, microbatch, MADE_WITH)
-        self.other.flush()
+        self.other.wait_for_room(1)
 
     def refuses(self, words, error=BreachError):
         """What came was refused, with these words."""
@@ -144,11 +143,11 @@ def test_a_repeated_stage_unpacks_no_answer_before_what_it_answers_is_packed():
     ours.state = SimpleNamespace(sent_again=5)  # as in the log of whoever was at the other end
     lower, upper = end(True), end(False)
     lower.pack = lambda *frame: (packs.wait(PATIENCE), CutEnd.pack(lower, *frame))[1]
-    link = Link(ours, Meter(), None, "cut-0", 1 << 16)
+    link = Link(ours, Meter(), "cut-0", 1 << 16)
     port = Port(link, lower, mailbox, Due(0, False, 0, FREE), Sightings())
     port._too_early = lambda frame: (arrives.set(), Port._too_early(port, frame))[1]
     port.open_step(0)
-    other = Link(theirs, Meter(), None, "cut-0", 1 << 16)
+    other = Link(theirs, Meter(), "cut-0", 1 << 16)
     other.start(sent.append, mailbox.fail)
     port.send_tensor(FrameKind.FORWARD, torch.ones(SHAPE), 0, 0, MADE_WITH)
     upper.unpack(end(True).pack(FrameKind.FORWARD, torch.ones(SHAPE), 0, 0, MADE_WITH))
@@ -161,15 +160,13 @@ def test_a_repeated_stage_unpacks_no_answer_before_what_it_answers_is_packed():
 
 
 @pytest.mark.parametrize("kind", [FrameKind.VERDICT, FrameKind.VALIDATED])
-def test_a_decision_that_was_received_is_known_long_before_it_is_due(kind, tmp_path):
+def test_a_decision_is_known_as_soon_as_it_counts_as_received(kind, tmp_path):
     """Whoever replaces its sender hears that it was received, and does not send it again."""
     state = LinkState(FrameLog(tmp_path, 1 << 20))
     ours, theirs = memory_pair()
-    nic = Nic(0, 0, latency_ms=1e6)
-    link = Link(LoggedPipe(ours, state, nic), Meter(), nic, "cut-0", 1 << 16)
+    link = Link(LoggedPipe(ours, state), Meter(), "cut-0", 1 << 16)
     Pair.port(1, link, Mailbox(), "bf16", Due(1, True, 5, FREE))
-    frame = encode(verdict_frame(5, kind, stop=True))
-    theirs.write(stamp(frame, nic.reserve_up(len(frame), time.monotonic()).arrival))
+    theirs.write(encode(verdict_frame(5, kind, stop=True)))
     wait_until(lambda: state.position().received)
     assert state.position().decided == decision_number(kind, 5) and state.stops
 
@@ -396,7 +393,6 @@ def test_validation_frames_wait_for_a_slow_uplink_and_for_a_slow_stage():
     thread = pair.send_validation(lambda _: handed_over.append(time.monotonic()))
     most_waiting = max(pair.take_validation())
     thread.join(PATIENCE)
-    pair.raw.settle()  # a frame may arrive before its span is noted
     assert len(handed_over) == VALIDATION_BATCHES
     # Seen from the uplink, whatever the receiver's thread was doing: before a frame is handed
     # over, the one a window before it has left.
@@ -412,7 +408,7 @@ def test_validation_frames_wait_for_a_slow_uplink_and_for_a_slow_stage():
 )
 def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(nic):
     pair = Pair(nic=nic)
-    pair.raw.pipe._limit = 2  # as little as a transport holds
+    pair.transport._going.most = 2  # as little as a transport holds
     sent: list[int] = []
     thread = pair.send_validation(sent.append)
     wait_until(lambda: len(pair.mailbox._items) >= EVALUATION_WINDOW)

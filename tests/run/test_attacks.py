@@ -62,9 +62,7 @@ class Cut:
         here, self._gone = memory_pair()
         self.pipe = LoggedPipe(here, state)
         for number in range(4):
-            frame = encode(Frame(FrameKind.FORWARD, 0, number, payload=b"x"))
-            self.pipe.keep(frame)
-            self.pipe.write(frame)
+            self.pipe.write(encode(Frame(FrameKind.FORWARD, 0, number, payload=b"x")))
         self.pipe.await_another()
         new = LinkState(FrameLog(folder / "new", 1), 0, True)
         self.honest = msgspec.to_builtins(new.position())

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 
-from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError
 from thinwire.run.admission import AuthorityBook
 from thinwire.wire import Door, Identity, Route, Traffic
@@ -44,13 +43,9 @@ def host(tmp_path):
 
 def _hold(connection, home):
     """A service that says nothing, until its caller goes."""
-
-    def wait():
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(PATIENCE)
-            connection.recv(1)
-
-    return on_daemon_thread("service", wait)
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(PATIENCE)
+        connection.recv(1)
 
 
 def test_a_removed_peer_is_cut_off_from_the_door_and_others_stay(host):

@@ -281,7 +281,7 @@ def test_a_channel_convicts_who_sent_it_nonsense(frame):
     lost: list[ThinwireError] = []
     heard: list[pr.Envelope] = []
     channel = Channel(ours, "control of stage 0", pr.FROM_PEER, heard.append, lost.append)
-    raw = Link(theirs, Meter(), None, "raw", 1 << 20)
+    raw = Link(theirs, Meter(), "raw", 1 << 20)
     raw.start(lambda frame: None, lambda error: None)
     raw.send(frame)
     raw.close()

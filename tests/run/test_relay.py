@@ -8,7 +8,6 @@ import stat
 import pytest
 
 from programs import Program
-from thinwire.background import on_daemon_thread
 from thinwire.errors import ConfigError
 from thinwire.run.relay import parse_relay, run_relay
 from thinwire.wire import Standby, ping
@@ -35,11 +34,8 @@ def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path, data):
     program, relay = start(tmp_path)
 
     def take(connection, home):
-        def hello():
-            with connection:
-                connection.sendall(b"hello")
-
-        return on_daemon_thread("hello", hello)
+        with connection:
+            connection.sendall(b"hello")
 
     with Standby(NAME, relay, take) as standby:
         wait_until(lambda: standby.waiting)

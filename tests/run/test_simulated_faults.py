@@ -186,7 +186,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any], int]] = {
     "a lost stage begins at an older checkpoint":
         (Leader, "_find_holder", _from_an_older_checkpoint, 0),
     "a stand-by sends what it computes":
-        (LinkState, "follows", lambda _: property(lambda self: False, _nothing(0)), 0),
+        (LinkState, "keep", lambda keep: lambda self, what: keep(self, what) or self.follows, 0),
     "a stand-by does not say what the lost one owed":
         (Stage, "_speak_up", _forgets_its_reports, 0),
     "whoever takes over is not linked again": (LinkEnd, "await_another", _nothing, 90),

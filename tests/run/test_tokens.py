@@ -163,7 +163,7 @@ def test_what_is_no_request_ends_the_stream(frame, make_settings, corpus):
     serving = on_daemon_thread("server", lambda: TokenServer(here, corpus, settings))
     handshake(there, {"config_hash": settings.hash}, {}, PATIENCE)
     server = serving.result()
-    link, gone = Link(there, Meter(), None, "peer", 1 << 20), threading.Event()
+    link, gone = Link(there, Meter(), "peer", 1 << 20), threading.Event()
     link.start(lambda frame: None, lambda error: gone.set())
     link.send(frame)
     assert gone.wait(PATIENCE)

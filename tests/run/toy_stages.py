@@ -270,9 +270,8 @@ class LinkEnd:
         self.is_left = self.is_lost = self.at_fault = False
         self._exchange_on: Wire | None = None  # nothing is written while positions are exchanged
         self._on_frame: Any = None
-        self._outgoing: deque[tuple[float, bytes]] = deque()
+        self._outgoing: deque[bytes] = deque()
         self.inbox: deque[bytes] = deque()
-        self._free_at = 0.0
 
     def start(self, on_frame, on_broken, on_end):
         self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
@@ -285,25 +284,23 @@ class LinkEnd:
     def send(self, item):
         if self.is_left or self.is_lost:
             raise WireError(f"link {self.name} takes no more frames")
-        message = encode(item() if callable(item) else item)
-        if self.state is None or self.state.keep(message):
-            seconds = self.world.speeds.uplink if self.state else 0.0
-            self._free_at = max(self._free_at, self.world.now) + seconds
-            self._outgoing.append((self._free_at, message))
-            self.world.at(self._free_at, self.stage.process.do, self.write)
+        self._outgoing.append(encode(item() if callable(item) else item))
+        self.write()
         self.pump()  # a goodbye may have waited for ours
 
     def is_flushed(self):
         return not self._outgoing or self.is_lost
 
     def write(self):
-        """Write what has had its time on the uplink."""
-        while self._outgoing and self._outgoing[0][0] <= self.world.now and not self._exchange_on:
-            _, message = self._outgoing.popleft()
+        """Log and write what the other end has not got."""
+        while self._outgoing and not self._exchange_on:
+            message, uplink = self._outgoing.popleft(), 0.0
             if self.state is not None:
-                self.state.written()
+                if not self.state.keep(message):
+                    continue
+                uplink = self.world.speeds.uplink
             if self.wire is not None:
-                self.wire.carry(self, message)
+                self.wire.carry(self, message, uplink)
         self.stage.poke()
 
     def arrive(self, wire, message):

@@ -35,6 +35,7 @@ NONE = [float("nan"), float("inf"), -float("inf")]
         ({"optim__warmup": 5}, "optim.warmup = 5 is longer than train.steps = 4"),
         ({"optim__lr": 0.0}, "optim.lr = 0.0 must be above 0"),
         ({"optim__floor": 1.5}, "optim.floor = 1.5 must be at least 0 and at most 1"),
+        ({"link__latency_ms": 1e13}, "link.latency_ms = .* at most 3,600,000"),
         ({"link__mbps_up": -1}, "link.mbps_up = -1.0 must be at least 0.001, or 0"),
         ({"data__valid_fraction": 0}, "data.valid_fraction = 0.0 must be above 0 and below 1"),
         ({"boundary__free_layers": 1}, "boundary.free_layers has no meaning .*\"dense\""),

@@ -3,7 +3,6 @@
 import queue
 import socket
 
-from thinwire.background import on_daemon_thread
 from thinwire.wire.door import proof_of, who_of
 from thinwire.wire.sockets import ListeningPort
 from waiting import PATIENCE, wait_until
@@ -21,9 +20,7 @@ class Service:
 
     def take(self, connection, comes_from):
         self._taken.put(connection)
-        return on_daemon_thread(
-            "service", lambda: wait_until(lambda: connection.fileno() < 0, 3600)
-        )
+        wait_until(lambda: connection.fileno() < 0, 3600)
 
     def accept(self):
         return with_patience(self._taken.get(timeout=PATIENCE))

@@ -140,7 +140,7 @@ def test_a_request_that_is_too_long_or_too_slow_is_refused():
         caller.sendall(b"reach ")
         assert line(caller) == "no no request within 0.2 s"
         assert caller.recv(1) == b""
-        wait_until(lambda: door.strangers() == 0)
+        wait_until(lambda: not door._callers)
 
 
 @pytest.mark.parametrize("has_one_ended", [False, True])
@@ -176,7 +176,7 @@ def test_connections_are_bounded(limit):
         with pytest.raises(WireError, match="the door refused: there are too many connections"):
             ping(Route(door.address, token=TOKEN), f"{RUN}/door")
         kept.pop().close()
-        wait_until(lambda: door.strangers() == 1)
+        wait_until(lambda: len(door._callers) == 1)
         ping(Route(door.address, token=TOKEN), f"{RUN}/door")
 
 
@@ -304,10 +304,10 @@ def test_what_passes_between_others_stays_below_the_bound(service, mbps, link_mb
             served.close()
 
 
-def test_a_ping_tells_our_address_and_the_clocks(door):
+def test_a_ping_tells_our_address(door):
     seen = ping(Route(door.address, token=TOKEN), f"{RUN}/door")
     assert seen.address.startswith("127.0.0.1:")
-    assert abs(seen.ahead_s) <= seen.round_trip_s * 2 + 0.01
+    assert 0 < seen.round_trip_s < PATIENCE
     assert ping(Route(door.address, token=TOKEN), f"{RUN}/door").address != seen.address
 
 

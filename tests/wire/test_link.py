@@ -6,8 +6,8 @@ import pytest
 from wiring import MAX_PAYLOAD, Passed, Recorder
 
 from thinwire.errors import BreachError, WireError
-from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, Pipe, encode, memory_pair
-from thinwire.wire.emulate import STAMP_BYTES
+from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, Pipe, emulated, encode, memory_pair
+from thinwire.wire.pipe import STAMP_BYTES
 from waiting import PATIENCE
 
 NICS = {"direct": lambda: None, "emulated": lambda: Nic(800, 800, latency_ms=2, jitter_ms=1)}
@@ -44,7 +44,7 @@ class End:
         self.pipe = CountingPipe(pipe, STAMP_BYTES if nic else 0)
         self.meter = Meter()
         self.heard = Recorder()
-        self.link = Link(self.pipe, self.meter, nic, name, MAX_PAYLOAD)
+        self.link = Link(emulated(self.pipe, nic), self.meter, name, MAX_PAYLOAD)
         self.link.start(self.heard.on_frame, self.heard.on_broken, self.heard.on_end)
 
 
@@ -77,8 +77,8 @@ def test_frames_arrive_in_order_and_counted_to_the_byte_and_goodbye_is_no_fault(
         here.link.send(forward(number, size=number * 777))
         frame = Frame(FrameKind.TALLY, step=number, payload=bytes(number))
         there.link.send(lambda frame=frame: frame)
-    here.link.flush()
-    there.link.flush()
+    here.link.wait_for_room(1)
+    there.link.wait_for_room(1)
     there.heard.wait(lambda: len(there.heard.frames) == 50)
     here.heard.wait(lambda: len(here.heard.frames) == 50)
     assert there.heard.frames == [forward(number, number * 777) for number in range(50)]
@@ -120,7 +120,7 @@ def test_send_does_not_wait_for_a_transport_that_stands_still(direct_ends):
         here.link.send(forward(number, size=10))
     assert here.pipe.written == 0 and here.link.unsent == 5000
     here.pipe.open_gate.set()
-    here.link.flush()
+    here.link.wait_for_room(1)
     there.heard.wait(lambda: len(there.heard.frames) == 5000)
 
 
@@ -190,7 +190,7 @@ def test_a_link_that_ended_takes_no_more_frames_and_those_queued_before_are_no_f
     there.heard.wait(lambda: there.heard.ends)
     with pytest.raises(WireError, match="the other end said goodbye"):
         there.link.send(forward(1))
-    there.link.flush()  # nobody needs them any more
+    there.link.wait_for_room(1)  # nobody needs them any more
     there.pipe.open_gate.set()
     there.link.close()
     assert there.heard.errors == []
@@ -217,7 +217,7 @@ def test_a_goodbye_that_is_read_only_after_a_failed_write_still_counts():
             pass
 
     heard = Recorder()
-    link = Link(LatePipe(), Meter(), None, "0-1", MAX_PAYLOAD)
+    link = Link(LatePipe(), Meter(), "0-1", MAX_PAYLOAD)
     link.start(heard.on_frame, heard.on_broken, heard.on_end)
     link.send(forward(1))
     heard.wait(lambda: heard.ends)
@@ -232,7 +232,6 @@ def test_spans_show_the_emulated_uplink_one_frame_after_the_other_and_none_comes
         here.link.send(frame)
     there.heard.wait(lambda: len(there.heard.frames) == 4)
     arrived = time.monotonic()
-    here.link.settle()  # a frame may arrive before its span is noted
     spans = here.link.take_spans()
     assert [span[:3] for span in spans] == [("FORWARD", 9, number) for number in range(4)]
     for *_, start, finish in spans:
@@ -251,7 +250,6 @@ def test_the_transport_s_own_time_passes_within_the_modelled_one():
     sender = End("0-1", here, Nic(1e-3, 0, latency_ms=0))
     sender.link.send(forward(1, 25_000 - 64))
     assert there.read() is not None, "the transport has it at once"
-    sender.link.settle()
     (_, _, _, start, end), *_ = sender.link.take_spans()
     assert end - start == pytest.approx(200)
     assert time.monotonic() < end
@@ -266,7 +264,6 @@ def test_room_is_waited_for_until_frames_have_left_the_uplink(frames):
         here.link.send(forward(number, 5000 - 64))  # 40 ms each
     here.link.wait_for_room(frames)
     now = time.monotonic()
-    here.link.settle()
     spans = here.link.take_spans()
     assert len(spans) == 4
     assert sum(end > now for *_, end in spans) < frames
@@ -286,7 +283,7 @@ def test_a_frame_that_its_receiver_refuses_is_the_sender_s_fault(error, reason, 
     def refuse(frame):
         raise error
 
-    link = Link(far, Meter(), None, "1-0", MAX_PAYLOAD)
+    link = Link(far, Meter(), "1-0", MAX_PAYLOAD)
     link.start(refuse, heard.on_broken)
     near.write(encode(forward(1)))
     heard.wait(lambda: heard.errors)

@@ -69,7 +69,7 @@ class Ends:
         return dial(routes, "cut-0", PEER, whom, timeout, size, tries_again=tries_again)
 
     def accept(self, timeout=PATIENCE):
-        return self.listener.accept("cut-0", timeout, PEER.fingerprint, is_replaceable=True)
+        return self.listener.accept("cut-0", timeout, PEER.fingerprint)
 
     def join(self, routes, is_lasting=False):
         """The end that accepted, and the one that dialed."""

@@ -8,6 +8,7 @@ import pytest
 from knocking import RUN, TOKEN
 from wiring import HOST
 
+from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
 from thinwire.wire import Door, Route, Standby, speed
 from thinwire.wire.speed import SpeedService, measure_link
@@ -60,7 +61,7 @@ def test_why_nothing_can_be_measured_is_said(door):
 def caller_of(service):
     near, far = socket.socketpair()
     near.settimeout(PATIENCE)
-    service.take(far, "")
+    on_daemon_thread("service", lambda: service.take(far, ""))
     return near
 
 

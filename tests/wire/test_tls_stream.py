@@ -37,7 +37,7 @@ OTHER = """
         listener = Listener(identity, "127.0.0.1", 0, 1 << 25)
         print(listener.address, flush=True)
         pipe = listener.accept("coordinator", 30)
-    link = Link(pipe, Meter(), None, "echo", 1 << 24)
+    link = Link(pipe, Meter(), "echo", 1 << 24)
     link.start(lambda frame: link.send(frame), lambda error: None)
     order["wait"] and threading.Event().wait()
 """
@@ -99,7 +99,7 @@ def spawn(monkeypatch):
 
 def start(pipe):
     heard = Recorder()
-    link = wire.Link(pipe, wire.Meter(), None, "coordinator-peer", MAX_PAYLOAD)
+    link = wire.Link(pipe, wire.Meter(), "coordinator-peer", MAX_PAYLOAD)
     link.start(heard.on_frame, heard.on_broken, heard.on_end)
     return link, heard
 

@@ -40,6 +40,7 @@ from thinwire.wire import (
     Listener,
     Meter,
     dial,
+    emulated,
 )
 
 SIZES = (64 << 10, 1 << 20, 8 << 20)
@@ -202,7 +203,7 @@ def _two_ends(
             print(file=process.stdin, flush=True)
             return json.loads(process.stdout.readline())  # type: ignore[union-attr]
 
-        link = Link(pipe, Meter(), path.config.nic(), "here to there", _MAX_PAYLOAD)
+        link = Link(emulated(pipe, path.config.nic()), Meter(), "here to there", _MAX_PAYLOAD)
         with contextlib.closing(link):
             yield _End(link), finish
 
@@ -221,9 +222,9 @@ def _bytes_sent() -> int:
 def _other_end() -> None:
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     identity, limit = Identity(**order["identity"]), _MAX_PAYLOAD + HEADER_BYTES
-    pipe = dial(order["address"], "there", identity, order["whom"], 30, limit)
-    nic = LinkConfig(**order["config"]).nic()
-    with contextlib.closing(Link(pipe, Meter(), nic, "there to here", _MAX_PAYLOAD)) as link:
+    dialed = dial(order["address"], "there", identity, order["whom"], 30, limit)
+    pipe = emulated(dialed, LinkConfig(**order["config"]).nic())
+    with contextlib.closing(Link(pipe, Meter(), "there to here", _MAX_PAYLOAD)) as link:
         end = _End(link)
         found = end.stream(**order["work"])
         sys.stdin.readline()  # until the first end has sent all, and read its own counts

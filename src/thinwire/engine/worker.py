@@ -173,7 +173,7 @@ class Worker:
                     self._checkpoint(done)
                 self.progress.begin("waits for its links to send what is queued")
                 for port in self._ports:
-                    port.link.flush()  # the next step's clock must not pay for this traffic
+                    port.link.wait_for_room(1)  # the next step's clock must not pay for this
                 if stop:
                     break
             # All stages pause after a step, or with delayed updates where nothing may be under way.
@@ -308,9 +308,7 @@ class Worker:
         if loss is not None and not math.isfinite(loss):
             self.update.sightings.note(step, FORWARD)
         for port in self._ports:
-            # The tensors of this step have arrived, or it would not be over; a verdict or a basis
-            # may still be on its way to the uplink, and belongs to this step too.
-            port.link.settle()
+            # The tensors of this step have arrived, or it would not be over.
             self._trace_sent(port.link.take_spans())
         del self._running[step]
         count, seconds = self._schedule.microbatches, partial(running.seconds, "compute")

@@ -19,7 +19,7 @@ from thinwire.run.protocol import MOST_SAID, OF_NO_STAGE, Envelope, Kinds, pack,
 from thinwire.run.watch import Pace
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe
 from thinwire.wire.frame import BytesLike
-from thinwire.wire.link import CLOSE_GRACE_S
+from thinwire.wire.pipe import CLOSE_GRACE_S
 from thinwire.wire.sockets import hang_up
 
 _LONGEST = 2 * MOST_SAID
@@ -67,7 +67,7 @@ class Channel:
     ):
         self._kinds, self._on_message = kinds, on_message
         self.meter = Meter()
-        self._link = Link(pipe, self.meter, None, name, MOST_SAID)
+        self._link = Link(pipe, self.meter, name, MOST_SAID)
         self._link.start(self._on_frame, on_lost, on_end)
 
     def send(

@@ -234,7 +234,7 @@ def _run(invite: Invite) -> str:
     return f"run {invite.run_name!r} ({invite.run_id})"
 
 
-def _check_route(route: Route, answer: Seen | WireError, is_reached: bool) -> Finding:
+def _check_route(route: Route, answer: Seen | BaseException, is_reached: bool) -> Finding:
     who = "the host" if route.kind == "direct" else "the relay"
     if isinstance(answer, Seen):
         seen, _ = split_address(answer.address)

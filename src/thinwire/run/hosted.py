@@ -125,7 +125,7 @@ class Streams:
         deadline = time.monotonic() + timeout
         while not self._is_over and is_due() and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(WireError):  # nobody came: look whether to go on
-                return self._listener.accept(name, min(left, LOOK_SECONDS / 2), peer, True)
+                return self._listener.accept(name, min(left, LOOK_SECONDS / 2), peer)
             time.sleep(0.01)  # the listener may be closed, and then says so at once
         raise WireError(f"nobody waits for {name!r} any more")
 

@@ -202,13 +202,13 @@ class Peer:
             cut, is_above = min(self.stage, neighbour), neighbour > self.stage
             meter = wire.Unmetered() if cut in self._inner else wire.Meter()
             if cut in self._inner:
-                pipe, card = self._inner[cut][not is_above], None
+                pipe = self._inner[cut][not is_above]
             else:
-                pipe, card = self._open(worker, neighbour, connect), nic
+                pipe = self._open(worker, neighbour, connect)
                 self._agree(worker, pipe, cut, meter)
                 pipe = self._logged_pipe(worker, pipe, cut, nic, meter)
             most = worker.max_payload()
-            self._links[neighbour] = wire.Link(pipe, meter, card, f"cut-{cut}", most)
+            self._links[neighbour] = wire.Link(pipe, meter, f"cut-{cut}", most)
 
     def _open(self, worker: Worker, neighbour: int, connect: msg.Connect) -> wire.Pipe:
         """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
@@ -223,7 +223,7 @@ class Peer:
             if neighbour < self.stage:
                 return wire.dial(routes or connect.below, name, self.identity, key, timeout, limit)
             assert listener is not None, "it is opened where there is a stage above elsewhere"
-            return listener.accept(name, timeout, key, is_replaceable=True)
+            return listener.accept(name, timeout, key)
 
         told: tuple[Callable[..., None], ...] = ()
         if neighbour > self.stage:  # it dials, and so knows best when there is a connection
@@ -255,11 +255,11 @@ class Peer:
         """
         most = worker.settings.train.log_mb << 20
         if not most or not worker.settings.link.outage:
-            return pipe
+            return wire.emulated(pipe, nic)
         keeps = FOR_FOLLOWERS if self.order.host else 0  # of a run on one machine nobody follows
         log = wire.FrameLog(worker.scratch / f"sent-{cut}", most + keeps, keeps)
         state = wire.LinkState(log, worker.state.step, self._is_new, self._follows)
-        logged = wire.LoggedPipe(None if self._is_new else pipe, state, nic, meter.count_sent)
+        logged = wire.LoggedPipe(None if self._is_new else pipe, state, nic, meter)
         self._logged[cut] = logged
         if self._follows:
             logged.follow(pipe)

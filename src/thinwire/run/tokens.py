@@ -112,7 +112,7 @@ class TokenServer:
         )
         said = {"config_hash": settings.hash}
         handshake(pipe, said | msgspec.structs.asdict(facts), said, _GREETING_S, self.meter)
-        self.link = Link(pipe, self.meter, None, "token ids", 0)
+        self.link = Link(pipe, self.meter, "token ids", 0)
         # At its end the link's own thread asks for it to be closed.
         on_end = partial(on_daemon_thread, "thinwire tokens", self.link.close)
         self.link.start(self._on_request, lambda error: None, on_end)
@@ -185,7 +185,7 @@ class FetchedCorpus(TokenSource):
         self._bytes = self._id_bytes + bits
         most = AHEAD_BYTES // max(1, self._bytes)
         self._ahead = max(1, min(STEPS_AHEAD * self._microbatches, most))
-        self.link = Link(pipe, self.meter, None, "token ids", self._bytes)
+        self.link = Link(pipe, self.meter, "token ids", self._bytes)
         ended = WireError("the host has ended the stream of token ids")
         self.link.start(self._on_ids, self._on_broken, partial(self._on_broken, ended))
 

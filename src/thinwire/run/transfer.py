@@ -109,7 +109,7 @@ class Talk:
     def send(self, frame: Frame) -> None:
         """Send a frame; waits while the transport is full."""
         message = encode(frame)
-        # Before it goes, as on a link: what the other end has got is counted here.
+        # Before it goes: what the other end has got is counted here.
         self.meter.count_sent(frame.kind, memoryview(frame.payload).nbytes)
         self._pipe.write(message)
 

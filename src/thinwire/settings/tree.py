@@ -343,7 +343,6 @@ def threads_per_stage(settings: Settings) -> int:
 def _check(settings: Settings) -> None:
     """Everything that one section alone cannot know."""
     train, pipeline = settings.train, settings.pipeline
-    settings.link.nic()  # refuses what no link can be
     name = settings.run.name
     is_allowed = re.fullmatch(r"[^\W_](?:[\w .@+-]{0,98}[\w@+-])?", name)
     if not is_allowed or len(name.encode()) > LONGEST_NAME:

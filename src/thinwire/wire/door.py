@@ -3,18 +3,8 @@
 A door is one public TCP port. Who asks to `reach` a name is handed to the service of that name in
 the door's process, or is joined to somebody elsewhere who `wait`s for it at this door. So every
 door is also a relay, which joins bytes below TLS: it can only count them and bound their rate.
-What the token of a caller grants is asked anew at every connection. That begins with a few short
-lines, before any byte of TLS:
-
-    door     thinwire-door 3 NONCE
-    caller   reach RUN/SERVICE WHO PROOF    or wait, or ping
-    door     ok ...                         or: no REASON, or: gone PROOF REASON
-
-docs/wire.md says what they mean. A token is WHO.SECRET: each peer and each invite has its own. A
-relay has one pass without a WHO, and the line a hyphen there. Many know that, such as peers that
-were removed from the run. So who waits for a service of the host, which is any name but that of a
-link, shows after the proof also the host's public key and a signature: RUN is the beginning of
-that key's fingerprint.
+A connection begins with a few short lines (docs/wire.md), and what the token of its caller grants
+is asked anew each time.
 """
 
 import contextlib
@@ -27,11 +17,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, WireError, printable
@@ -48,16 +39,17 @@ LINK_MBPS = 200.0
 CHUNK = 1 << 16  # bytes that a direction holds at most, between reading and writing
 _LINK = "cut-"  # how the service of a link between two stages begins
 _FULL = b"no there are too many connections at this door: try again later\n"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+_PAUSE_S = 2.0  # before one who waits comes again
 _READY = 2  # connections that wait at a door
 LONGEST_WAIT_S = 300.0  # on one of them: a door ends it before that, and that word may be lost
 _NAME = re.compile(r"[0-9a-f]{16}/[a-z0-9][a-z0-9@._-]{0,79}")
 
+T = TypeVar("T")
 Wish = Literal["reach", "wait", "ping"]
 Kind = Literal["direct", "relayed"]
 Prover = Callable[[str], str]  # `Identity.prove` of the host
-Take = Callable[[socket.socket, str], "futures.Future[None]"]
-"""Serves a connection from a host; the result is there when it is over (`Listener.take`)."""
+Take = Callable[[socket.socket, str], None]
+"""Serves a connection from a host to its end (`Listener.take`)."""
 
 
 @dataclass(frozen=True)
@@ -83,29 +75,37 @@ class Routes:
         return " or ".join(route.address for route in self.routes) or "nowhere"
 
     def connect(self, timeout: float) -> socket.socket:
-        """A connection to the other end; a WireError says for each route why it does not work, an
-        AdmissionError that a door has struck off our token.
-        """
+        """A connection to the other end."""
         if not self.name:
             return connect(self.routes[0].address, timeout)
-        problems, refusal, deadline = [], None, time.monotonic() + timeout
-        for route in self.routes:
-            try:
-                left = max(0.1, min(ROUTE_S, deadline - time.monotonic()))
-                connection, _ = call(route, "reach", self.name, left)
-                self.in_use = route
-                return connection
-            except WireError as error:
-                refusal = refusal or (error if isinstance(error, AdmissionError) else None)
-                problems.append(f"{route.kind} by {error}")
-        raise refusal or WireError("; ".join(problems) or "no route is known")
+        deadline = time.monotonic() + timeout
+
+        def reach(route: Route) -> socket.socket:
+            left = max(0.1, min(ROUTE_S, deadline - time.monotonic()))
+            return call(route, "reach", self.name, left)[0]
+
+        self.in_use, connection = first_that_works(self.routes, reach)
+        return connection
+
+
+def first_that_works(routes: Sequence[Route], attempt: Callable[[Route], T]) -> tuple[Route, T]:
+    """The first route on which an attempt succeeds, and what came of it; else a WireError says of
+    each why not, or an AdmissionError that a door has struck off our token.
+    """
+    problems, refusal = [], None
+    for route in routes:
+        try:
+            return route, attempt(route)
+        except WireError as error:
+            refusal = refusal or (error if isinstance(error, AdmissionError) else None)
+            problems.append(f"{route.kind} by {error}")
+    raise refusal or WireError("; ".join(problems) or "no route is known")
 
 
 class Seen(NamedTuple):
-    """What a door answered to a ping: how it sees the caller, and how far off clocks are."""
+    """What a door answered to a ping."""
 
     address: str  # the caller's, as the door sees it
-    ahead_s: float  # by which the door's clock is ahead of ours
     round_trip_s: float
 
 
@@ -113,35 +113,22 @@ def ping(route: Route, name: str, timeout: float = ROUTE_S) -> Seen:
     """Ask a door what it sees of us; a WireError says why there is no answer. The name is one of a
     run that the door admits; its service need not exist.
     """
-    begin = time.time()
+    begin = time.monotonic()
     connection, said = call(route, "ping", name, timeout)
-    end = time.time()
     connection.close()
-    address, _, clock = said.partition(" ")
-    try:
-        # Four trips of equal length: connect, greeting, request, answer.
-        ahead = float(clock) - (begin + (end - begin) * 3 / 4)
-    except ValueError:
-        raise WireError(f"{route.address}: the answer to a ping is not one") from None
-    return Seen(address, ahead, (end - begin) / 2)
+    # Four trips of equal length: connect, greeting, request, answer.
+    return Seen(said.partition(" ")[0], (time.monotonic() - begin) / 2)
 
 
-def ping_all(routes: Sequence[Route], name: str) -> dict[Route, Seen | WireError]:
+def ping_all(routes: Sequence[Route], name: str) -> dict[Route, Seen | BaseException]:
     """What each door answers to a ping, or why it does not; all are asked at once."""
-
-    def outcome(route: Route) -> Seen | WireError:
-        try:
-            return ping(route, name)
-        except WireError as error:
-            return error
-
-    with futures.ThreadPoolExecutor(len(routes) or 1) as pool:
-        return dict(zip(routes, pool.map(outcome, routes), strict=True))
+    asked = {one: on_daemon_thread("thinwire ping", partial(ping, one, name)) for one in routes}
+    return {route: answer.exception() or answer.result() for route, answer in asked.items()}
 
 
 class Standby(contextlib.AbstractContextManager["Standby"]):
     """The acceptor's end at a door elsewhere: waits there, and has who calls served by `take`.
-    While the door is away it comes back by itself, with growing pauses. A host that waits for those
+    While the door is away it tries again and again. A host that waits for those
     who want its services needs its prover; the ends of links need none.
     """
 
@@ -149,52 +136,43 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
         self.name, self.route = check_name(name), route
         self._take, self._prover = take, prover
         self._is_over = threading.Event()
-        self._lock = threading.Lock()
         self.waiting: set[socket.socket] = set()  # at the door now
         for _ in range(_READY):
             on_daemon_thread("thinwire standby", self._stand_by)
 
     def close(self) -> None:
         """Wait no more; what was taken goes on."""
-        with self._lock:
-            self._is_over.set()
-            for connection in self.waiting:
-                hang_up(connection)
+        self._is_over.set()
+        for connection in [*self.waiting]:
+            hang_up(connection)
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def _stand_by(self) -> None:
-        pause = _FIRST_PAUSE_S
         while not self._is_over.is_set():
-            begin = time.monotonic()
             with contextlib.suppress(WireError):
                 connection, _ = call(self.route, "wait", self.name, ROUTE_S, self._prover)
                 if (home := self._wait_for_call(connection)) is not None:
-                    self._take(connection, home)
-                    pause = _FIRST_PAUSE_S
+                    on_daemon_thread("thinwire taken", partial(self._take, connection, home))
                     continue
                 connection.close()
-            if time.monotonic() - begin > _LONGEST_PAUSE_S:
-                pause = _FIRST_PAUSE_S
-            self._is_over.wait(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            self._is_over.wait(_PAUSE_S)
 
     def _wait_for_call(self, connection: socket.socket) -> str | None:
         """Wait for a call, and answer it; from which host it came, None if the wait has ended."""
-        with self._lock:
-            if self._is_over.is_set():
-                return None
-            self.waiting.add(connection)
-        caller = None
-        with contextlib.suppress(OSError, WireError):
-            word, _, home = hear(connection, time.monotonic() + LONGEST_WAIT_S).partition(" ")
-            if word == "call":
-                connection.sendall(HERE)
-                caller = home
-        with self._lock:
+        self.waiting.add(connection)
+        try:
+            if not self._is_over.is_set():  # else nobody hangs up on it
+                word, _, home = hear(connection, time.monotonic() + LONGEST_WAIT_S).partition(" ")
+                if word == "call":
+                    connection.sendall(HERE)
+                    return home
+        except (OSError, WireError):
+            pass
+        finally:
             self.waiting.discard(connection)
-        return caller
+        return None
 
 
 def call(
@@ -330,7 +308,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
 
     def __init__(self, host: str, port: int, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
-        self._lock = threading.RLock()  # guards all that follows
+        self._lock = threading.Lock()  # guards all that follows
         self._served: dict[str, Take] = {}
         self._runs: dict[str, _Run] = {}
         self._guests: _Run | None = None  # what counts for runs that are not known beforehand
@@ -355,10 +333,8 @@ class Door(contextlib.AbstractContextManager["Door"]):
         """Let those meet here whom `grant_of` grants it, which is asked at every connection. `mbps`
         bounds what passes between others of that run; with 0 each link has the door's own bound.
         """
-        check_name(f"{run}/any")
         with self._lock:
-            known = self._runs.setdefault(run, _Run(grant_of, Allowance(mbps)))
-            known.grant_of, known.allowance.mbps = grant_of, mbps
+            self._runs[run] = _Run(grant_of, Allowance(mbps))
 
     def admit_any(self, token: str, mbps: float = 0.0) -> None:
         """Let every run meet here whose peers know this pass, each within `mbps`."""
@@ -370,18 +346,13 @@ class Door(contextlib.AbstractContextManager["Door"]):
 
     def traffic(self) -> dict[str, Traffic]:
         """What each run has here, by run."""
-        found = {}
         with self._lock:
-            for name, run in self._runs.items():
-                own = [caller for caller in self._callers if caller.run == name]
-                waiting = sum(bool(caller.waits_for) for caller in own)
-                found[name] = Traffic(len(own), waiting, run.allowance.passed)
-        return found
-
-    def strangers(self) -> int:
-        """Connections that have not yet said what they want."""
-        with self._lock:
-            return sum(not caller.run for caller in self._callers)
+            held = Counter(caller.run for caller in self._callers)
+            waiting = Counter(caller.run for caller in self._callers if caller.waits_for)
+            return {
+                name: Traffic(held[name], waiting[name], run.allowance.passed)
+                for name, run in self._runs.items()
+            }
 
     def close(self) -> None:
         """Cut all connections and free the port."""
@@ -399,7 +370,9 @@ class Door(contextlib.AbstractContextManager["Door"]):
                 hang_up(caller.connection)
 
     def _receive(self, connection: socket.socket, host: str) -> None:
-        """One connection that was opened: strangers are few, and have their time."""
+        """The life of a connection, from its first byte to its last. Strangers are few, and have
+        their time.
+        """
         limits, caller = self._limits, _Caller(connection, host)
         with self._lock:
             at_home = [other for other in self._callers if other.home == caller.home]
@@ -407,28 +380,22 @@ class Door(contextlib.AbstractContextManager["Door"]):
                 self._is_closed
                 or len(self._callers) >= limits.connections
                 or len(at_home) >= limits.per_address
-                or self.strangers() >= limits.strangers
+                or sum(not other.run for other in self._callers) >= limits.strangers
                 or sum(not other.run for other in at_home) >= limits.strangers_per_address
             )
             if not is_full:
                 self._callers.append(caller)
-        if is_full:
-            with connection, contextlib.suppress(OSError):
+        with connection, contextlib.suppress(OSError):
+            if is_full:
                 connection.setblocking(False)
                 connection.send(_FULL)
-            return
-        on_daemon_thread("thinwire door", partial(self._attend, caller))
-
-    def _attend(self, caller: "_Caller") -> None:
-        """The life of a connection, from its first byte to its last."""
-        connection = caller.connection
-        with connection, contextlib.suppress(OSError):
+                return
             try:
                 wish, run = self._admit(caller)
                 grant = run.grant_of(caller.who)
                 if grant is None or grant.refusal:  # it was struck off in this very moment
                     raise WireError("the token shown does not count any more")
-                connection.settimeout(self._limits.idle_s)
+                connection.settimeout(limits.idle_s)
                 if wish == "ping":
                     address = address_text(*connection.getpeername()[:2])
                     say(connection, f"ok {address} {time.time():.3f}")
@@ -436,7 +403,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
                     self._keep_waiting(caller)
                 elif take := self._served.get(caller.name):
                     say(connection, "ok")
-                    futures.wait([take(connection.dup(), caller.host)])
+                    take(connection.dup(), caller.host)
                 else:
                     self._join_waiting(caller, run)
             except WireError as error:
@@ -498,25 +465,19 @@ class Door(contextlib.AbstractContextManager["Door"]):
         return wish, run
 
     def _new_guest(self, name: str, like: "_Run") -> "_Run":
-        """Make room for a run that is new to a relay, at the cost of counts of earlier ones."""
-        held, most = {caller.run for caller in self._callers}, self._limits.runs
-        guests = [name for name, run in self._runs.items() if run.grant_of is like.grant_of]
-        idle = [guest for guest in guests if guest not in held]
-        for other in idle[: max(0, len(self._runs) - most + 1)]:
-            del self._runs[other]
-        if len(self._runs) >= most:
-            raise WireError(f"{len(self._runs)} runs meet at this door already, the most")
+        """Make room for a run that is new to a relay, at the cost of counts of an earlier one."""
+        if len(self._runs) >= self._limits.runs:
+            idle = self._runs.keys() - {caller.run for caller in self._callers}
+            if not idle:
+                raise WireError(f"{len(self._runs)} runs meet at this door already, the most")
+            del self._runs[idle.pop()]
         self._runs[name] = run = _Run(like.grant_of, Allowance(like.allowance.mbps))
         return run
 
     def _join_waiting(self, caller: "_Caller", run: "_Run") -> None:
         """Call those who wait, the latest first, until one answers."""
         limits = self._limits
-        own = Allowance(0 if run.allowance.mbps else limits.link_mbps)
-
-        def book(size: int) -> float:
-            return max(bound.book(size, time.monotonic()) for bound in (run.allowance, own))
-
+        bounds = run.allowance, Allowance(0 if run.allowance.mbps else limits.link_mbps)
         while True:
             with self._lock:
                 waiting = [other for other in self._callers if other.waits_for == caller.name]
@@ -529,7 +490,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
                     say(waiter.connection, f"call {caller.host}")
                     if waiter.answer.result(limits.answer_s) == HERE:
                         say(caller.connection, "ok")
-                        splice(caller.connection, waiter.connection, book, limits.idle_s)
+                        splice(caller.connection, waiter.connection, bounds, limits.idle_s)
                         return
             finally:
                 hang_up(waiter.connection)
@@ -543,8 +504,6 @@ class Door(contextlib.AbstractContextManager["Door"]):
             caller.waits_for = caller.name
             if len(same) >= limits.waiting_per_name:  # the oldest is the likeliest to be lost
                 hang_up(same[0].connection)
-                same[0].waits_for = ""
-                same[0].is_over.set()
         # Not all at once: while one comes again, another of the same name still waits.
         connection.settimeout(limits.wait_s * random.uniform(0.5, 1.0))
         answer = b""
@@ -586,8 +545,7 @@ class _Caller:
         self.is_over = threading.Event()  # what came of the call
 
 
-@dataclass
-class _Run:
+class _Run(NamedTuple):
     """A run at a door: who its peers are, and what may pass between them."""
 
     grant_of: GrantOf
@@ -603,36 +561,21 @@ def home_of(host: str) -> str:
 
 
 def splice(
-    one: socket.socket, other: socket.socket, book: Callable[[int], float], idle_s: float
+    one: socket.socket, other: socket.socket, bounds: Iterable[Allowance], idle_s: float
 ) -> None:
-    """Pass bytes both ways until both directions have ended, or for one an error or `idle_s`
-    without a byte; nothing is raised. `book` is told how many bytes are to pass, and says how long
-    they wait.
+    """Pass bytes both ways, within bounds, until both directions have ended, or one by an error or
+    `idle_s` without a byte; nothing is raised.
     """
-    moved_at = time.monotonic()
 
     def passing(source: socket.socket, target: socket.socket) -> None:
-        nonlocal moved_at
-        space = memoryview(bytearray(CHUNK))
         try:
-            while size := patiently(source.recv_into, space):
-                time.sleep(book(size))
-                left = space[:size]
-                while left:
-                    left = left[patiently(target.send, left) :]
-                moved_at = time.monotonic()
+            while data := source.recv(CHUNK):
+                time.sleep(max(bound.book(len(data), time.monotonic()) for bound in bounds))
+                target.sendall(data)
             target.shutdown(socket.SHUT_WR)
         except OSError:
             hang_up(one)
             hang_up(other)
-
-    def patiently(move: Callable[[memoryview], int], space: memoryview) -> int:
-        while True:
-            try:
-                return move(space)
-            except TimeoutError:
-                if time.monotonic() - moved_at >= idle_s:
-                    raise
 
     one.settimeout(idle_s)
     other.settimeout(idle_s)

@@ -16,7 +16,7 @@ from enum import IntEnum
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, BreachError, WireError
 from thinwire.wire.frame import BytesLike
-from thinwire.wire.link import CLOSE_GRACE_S, Pipe
+from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 
 HEAD = struct.Struct("<BQ")
 LASTING_BYTES = HEAD.size
@@ -69,26 +69,32 @@ class LastingPipe(Pipe):
 
     def write(self, message: BytesLike) -> None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._has_room() or self._closed or self._over or self._stopped
-            )
+            while not (self._closed or self._over or self._stopped):
+                # All is on the connection, and not too much of it is kept.
+                if self._written == len(self._kept) and self._kept_bytes < MOST_KEPT:
+                    self._keep(LastingKind.DATA, message)
+                    return
+                self._changed.wait()
             if self._closed:
                 raise WireError("the pipe is closed")
-            if self._over or self._stopped:
-                raise self._stopped or WireError("the other end is gone")
-            self._keep(LastingKind.DATA, message)
+            raise self._stopped or WireError("the other end is gone")
 
     def read(self) -> BytesLike | None:
         with self._reading:
-            while (connection := self._wait_for_connection()) is not None:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._connection or self._stopped)
+                    connection = self._connection
+                if connection is None or self._stopped:
+                    break
                 try:
                     raw = connection.read()
                     if raw is None:
-                        self._lose(connection, None)
+                        self._lose(connection, None, has_read=True)
                     elif (message := self._receive(raw)) is not None:
                         return message
                 except WireError as error:
-                    self._lose(connection, error)
+                    self._lose(connection, error, has_read=True)
         if self._stopped and not self._over and not self._closed:
             raise self._stopped
         return None
@@ -101,17 +107,14 @@ class LastingPipe(Pipe):
                 # Somebody must read to the end, and from here on it may be nobody else.
                 on_daemon_thread("thinwire close", self.read)
             self._changed.wait_for(lambda: self._stopped, grace)
-            connection = self._stop(WireError("the pipe is closed"))
+            self._stop(WireError("the pipe is closed"))
+            connection = self._connection
         if connection is not None:
             connection.close(grace)
 
     def round_trip(self) -> float:
         connection = self._connection
         return connection.round_trip() if connection else 0.0
-
-    def _has_room(self) -> bool:
-        """Whether all is on the connection, and not too much of it is kept."""
-        return self._written == len(self._kept) and self._kept_bytes < MOST_KEPT
 
     def _keep(self, kind: "LastingKind", message: BytesLike) -> None:
         """Give a message its number, and have it written."""
@@ -128,12 +131,6 @@ class LastingPipe(Pipe):
             self._kept_bytes -= len(self._kept.popleft())
             self._first += 1
             self._written = max(0, self._written - 1)
-
-    def _wait_for_connection(self) -> Pipe | None:
-        """The connection to read from; None once there will be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._connection or self._stopped)
-            return None if self._stopped else self._connection
 
     def _receive(self, raw: BytesLike) -> BytesLike | None:
         """What one message of a connection says; its content if it is new, and wanted."""
@@ -158,23 +155,22 @@ class LastingPipe(Pipe):
     def _carry(self, first: Pipe) -> None:
         """On a thread of its own: write on one connection after the other, until the pipe ends."""
         connection: Pipe | None = first
-        while self._stopped is None and (left := self._time_left()) > 0:
-            try:
-                connection = connection or self._reopen(min(_ATTEMPT_S, left))
-                self._agree(connection)
-                while (message := self._next_due(connection)) is not None:
-                    connection.write(message)
-            except WireError as error:
-                self._wait_for_the_reader(connection)
-                self._lose(connection, error)
-            except Exception as error:  # it must not die with this thread
-                self._lose(connection, WireError(f"a connection failed: {error!r}"), for_good=True)
-            connection = None
-            time.sleep(_PAUSE_S)
+        try:
+            while self._stopped is None and (left := self._time_left()) > 0:
+                try:
+                    connection = connection or self._reopen(min(_ATTEMPT_S, left))
+                    self._agree(connection)
+                    while (message := self._next_due(connection)) is not None:
+                        connection.write(message)
+                except WireError as error:
+                    self._lose(connection, error, has_read=False)
+                connection = None
+                time.sleep(_PAUSE_S)
+            why = f"the connection was down for {self._outage:g} s: {self._reason}"
+        except Exception as error:  # it must not die with this thread
+            why = f"a connection failed: {error!r}"
         with self._changed:
-            if self._stopped is None:  # else whoever closes it hangs up
-                why = f"the connection was down for {self._outage:g} s: {self._reason}"
-                self._stop(WireError(why))
+            self._stop(WireError(why))
 
     def _time_left(self) -> float:
         """Seconds until an outage has lasted too long."""
@@ -206,51 +202,37 @@ class LastingPipe(Pipe):
     def _next_due(self, connection: Pipe) -> bytes | None:
         """Wait for what is to be written next; None if the connection is lost or the pipe done."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._connection is not connection
-                    or self._unsaid >= ACKNOWLEDGE_BYTES
-                    or self._written < len(self._kept)
-                    or self._is_done()
-                )
-            )
-            self._changed.notify_all()
-            if self._connection is not connection:
-                return None
-            if self._unsaid >= ACKNOWLEDGE_BYTES:
-                self._unsaid = 0
-                return HEAD.pack(LastingKind.HAVE, self._received)
-            if self._is_done():  # whoever closes it hangs up
-                self._stopped = self._stopped or WireError("the pipe is closed")
-            if self._stopped:
-                return None
-            self._written += 1
-            return self._kept[self._written - 1]
+            while not self._has_ended(connection):
+                if self._unsaid >= ACKNOWLEDGE_BYTES:
+                    self._unsaid = 0
+                    return HEAD.pack(LastingKind.HAVE, self._received)
+                if self._written < len(self._kept):
+                    self._written += 1
+                    self._changed.notify_all()
+                    return self._kept[self._written - 1]
+                if self._closed and not self._kept:  # the other end has our last word
+                    self._stop(WireError("the pipe is closed"))
+                else:
+                    self._changed.wait()
+            return None
 
-    def _is_done(self) -> bool:
-        """Whether the other end has all that we had to say, our last word included."""
-        return self._closed and not self._kept
+    def _has_ended(self, connection: Pipe | None) -> bool:
+        """Whether nothing more is moved on this connection."""
+        return self._connection is not connection or self._stopped is not None
 
-    def _wait_for_the_reader(self, connection: Pipe | None) -> None:
-        """Let whoever reads say first how a connection ended, if the other end has ended: it may
-        hang up while we still write, which only a reader can tell from a loss.
-        """
-        with self._changed:
-            if connection is not None and self._over:
-                self._changed.wait_for(lambda: self._connection is not connection, CLOSE_GRACE_S)
-
-    def _lose(
-        self, connection: Pipe | None, error: WireError | None, for_good: bool = False
-    ) -> None:
+    def _lose(self, connection: Pipe | None, error: WireError | None, has_read: bool) -> None:
         """A connection is lost, or cannot be had; without an error, the other end closed it. What
         the other end may not do, and that this one may not connect, ends the pipe for good.
         """
         with self._changed:
+            if connection is not None and self._over and not has_read:
+                # It may hang up while we still write, which only a reader can tell from a loss.
+                self._changed.wait_for(lambda: self._has_ended(connection), CLOSE_GRACE_S)
             self._reason = str(error or "the other end closed the connection")
-            if error and (for_good or isinstance(error, BreachError | AdmissionError)):
-                connection = self._stop(error) or connection
-            elif connection is not None and self._connection is connection:
-                if self._is_done() or (error is None and self._over):
+            if isinstance(error, BreachError | AdmissionError):
+                self._stop(error)
+            elif connection is not None and not self._has_ended(connection):
+                if (self._closed and not self._kept) or (error is None and self._over):
                     self._stop(WireError("the other end is gone"))
                 else:
                     self._connection, self._down_since = None, time.monotonic()
@@ -260,12 +242,10 @@ class LastingPipe(Pipe):
         if connection is not None:
             on_daemon_thread("thinwire close", connection.close)
 
-    def _stop(self, reason: WireError) -> Pipe | None:
-        """Move nothing more, for this reason or an earlier one; the connection that there was."""
-        connection, self._connection = self._connection, None
+    def _stop(self, reason: WireError) -> None:
+        """Move nothing more, for this reason or an earlier one; whoever closes it hangs up."""
         self._stopped = self._stopped or reason
         self._changed.notify_all()
-        return connection
 
 
 class LastingKind(IntEnum):

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -25,17 +24,17 @@ import msgspec
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import BreachError, WireError
-from thinwire.wire.emulate import STAMP_BYTES, Nic, stamp
 from thinwire.wire.frame import (
     HEADER_BYTES,
     BytesLike,
     Frame,
     FrameKind,
+    Meter,
     decode,
     encode,
     kind_and_step,
 )
-from thinwire.wire.link import CLOSE_GRACE_S, Pipe
+from thinwire.wire.pipe import CLOSE_GRACE_S, Nic, Pipe, emulated
 
 SEGMENT_BYTES = 16 << 20  # of a file of the log: what is no longer needed goes file by file
 MOST_SAID = 1 << 20  # bytes of a position
@@ -88,11 +87,10 @@ class FrameLog:
                 if self.bytes + len(message) > self._limit:
                     raise OSError(f"it would be larger than {self._limit >> 20} MB")
                 self._entries.append(Entry(step, kind, *self._store(message), len(message)))
+                self.bytes += len(message)
             except OSError as error:
                 self.trouble, self.reach = str(error), self.latest + 1
                 self._drop(lambda entry: True)
-                return
-            self.bytes += len(message)
 
     def _store(self, message: BytesLike) -> tuple[Path, int]:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -105,16 +103,15 @@ class FrameLog:
         return file, offset
 
     def after(self, count: int | None) -> tuple[int, list[Entry]]:
-        """The frames that came after so many, or all that are there, in order; and how many there
-        were in all. WireError if some of them are there no more.
+        """How many frames there were in all; and in order those that came after so many, or all
+        that are there. WireError if some of them are there no more.
         """
         with self._lock:
-            count = self._dropped if count is None else count
-            if count < self._dropped:
-                raise WireError("the log has dropped what the follower has not read")
             ends = self._dropped + len(self._entries)
-            newest = itertools.islice(reversed(self._entries), ends - count)
-            return ends, [*newest][::-1]
+            wanted = len(self._entries) if count is None else ends - count
+            if wanted > len(self._entries):
+                raise WireError("the log has dropped what the follower has not read")
+            return ends, [*itertools.islice(reversed(self._entries), wanted)][::-1]
 
     def read(self, entry: Entry) -> bytes:
         """A frame as it was sent; WireError if the disk does not give it back."""
@@ -186,7 +183,7 @@ class LinkState:
 
     def __init__(self, log: FrameLog, start: int = 0, is_new: bool = False, follows: bool = False):
         self.log, self.start, self.is_new, self.follows = log, start, is_new, follows
-        self._first = start
+        log.reach = max(log.reach, start)
         self.theirs: Position | None = None  # once either end was replaced
         # The last step whose frames may come before they are due: the other end has sent them
         # before, or has all that it needs to send them.
@@ -195,7 +192,6 @@ class LinkState:
         self.said_bye = self.heard_bye = False
         self._lacks = Lacking()  # what the other end does
         self._received: Counter[tuple[int, int]] = Counter()  # by step and kind
-        self._unwritten = 0  # that were logged, and not written yet
         # Called with each frame that arrives, before it counts: a position says what follows.
         self.note: Callable[[BytesLike], None] = lambda message: None
 
@@ -210,14 +206,7 @@ class LinkState:
         if kind == FrameKind.BYE:
             step, self.said_bye = GOODBYE, True
         self.log.add(step, kind, message)
-        if self.follows or not self._lacks(step, kind):
-            return False
-        self._unwritten += 1
-        return True
-
-    def written(self) -> None:
-        """A frame that was kept is written now, or dropped because nobody is at the other end."""
-        self._unwritten -= 1
+        return not self.follows and self._lacks(step, kind)
 
     def receive(self, message: BytesLike) -> None:
         """Note a frame that has arrived."""
@@ -242,7 +231,7 @@ class LinkState:
 
     def check_reach(self, theirs: Position) -> None:
         """WireError unless the log has all frames of the step that another end is at."""
-        if theirs.start < max(self._first, self.log.reach):
+        if theirs.start < self.log.reach:
             why = f": {self.log.trouble}" if self.log.trouble else ""
             raise WireError(
                 f"the log of what was sent does not reach back to step {theirs.start}{why}"
@@ -261,8 +250,6 @@ class LinkState:
             last = max((step for step, _, _ in theirs.received), default=-1)
             self.sent_again = max(self.sent_again, theirs.latest, theirs.start, last + 1)
         _, entries = self.log.after(None)
-        # What waits for its time on an emulated uplink will be written by itself.
-        entries = entries[: max(0, len(entries) - self._unwritten)]
         return [entry for entry in entries if self._lacks(entry.step, entry.kind)]
 
     def trim(self, step: int) -> None:
@@ -300,45 +287,43 @@ class LoggedPipe(Pipe):
         pipe: Pipe | None,
         state: LinkState,
         nic: Nic | None = None,
-        count: Callable[[FrameKind, int], None] = lambda kind, payload_bytes: None,
+        meter: Meter | None = None,
     ):
-        """Without a pipe, this end is the one that was replaced: `go_on` gives it one. `count` is
-        called with each frame that is sent again, and the bytes of its payload.
+        """Without a pipe, this end is the one that was replaced: `go_on` gives it one. The meter
+        counts what is sent again.
         """
-        self._nic, self._count = nic, count
+        self._nic, self._meter = nic, meter or Meter()
         self.fed_bytes = 0  # to followers, beside the link
         # While this end follows: hears what it would send, and witnesses of what the other sends.
         self.audit: Callable[[Frame], None] | None = None
         self._unwitnessed: list[deque[BytesLike]] = []  # by follower that audits: what has arrived
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # frames leave in the order of the log
         self._changed = threading.Condition()  # guards all that follows
         self.state: LinkState = state
-        self._pipe = pipe
+        self._pipe = emulated(pipe, nic) if pipe else None
         self._coming: Pipe | None = None  # while both ends say where they stand
-        self._awaits = self._closed = False
-
-    def keep(self, message: BytesLike) -> bool:
-        with self._changed:
-            is_needed = self.state.keep(message)
-            self._changed.notify_all()
-        if self.audit is not None:
-            self.audit(decode(message, len(message)))
-        return is_needed
+        self._closed = False
 
     def write(self, message: BytesLike) -> None:
+        self.send(message)
+
+    def send(self, message: BytesLike) -> tuple[float, float] | None:
+        """Log a frame, and write it unless the other end has it, or nobody is there."""
+        if self.audit is not None:
+            self.audit(decode(message, len(message)))
+        now = time.monotonic()
         with self._writing:
             with self._changed:
-                self.state.written()
-                pipe = self._pipe
-            if pipe is None:
-                return
+                is_needed, pipe = self.state.keep(message), self._pipe
+                self._changed.notify_all()
             try:
-                pipe.write(message)
+                if is_needed and pipe is not None:
+                    return pipe.send(message)
             except WireError:
                 with self._changed:
-                    # Whoever reads sees the loss too, and knows its reason.
-                    if not self._awaits and pipe is self._pipe:
+                    if pipe is self._pipe:  # else another is awaited
                         raise
+        return (now, now) if is_needed else None
 
     def read(self) -> BytesLike | None:
         while True:
@@ -347,43 +332,35 @@ class LoggedPipe(Pipe):
                 pipe = self._pipe
             if pipe is None:
                 return None
-            message: BytesLike | None = None
-            failure: WireError | None = None
+            message, loss = None, None
             try:
                 message = pipe.read()
             except WireError as error:
-                failure = error
+                loss = error
             with self._changed:
                 if pipe is not self._pipe:
                     continue  # of a process that was replaced meanwhile
-                if message is not None:
-                    if self.state.follows and kind_and_step(message)[0] == FrameKind.WITNESS:
-                        if self.audit is not None:
-                            self.audit(decode(message, len(message)))
-                        continue
-                    self._receive(message)
-                    return message
-                if self.state.heard_bye or self._closed:
+                if message is None:
+                    if self.state.heard_bye or self._closed:
+                        return None
+                    if self.state.follows:
+                        loss = loss or WireError("the other end feeds this follower no more")
+                    if loss is not None:
+                        raise loss
                     return None
-                if self.state.follows:
-                    raise failure or WireError("the other end feeds this follower no more")
-                if not self._awaits and failure is not None:
-                    raise failure
-                if not self._awaits:
-                    return None
-                self._pipe = None
-
-    def _receive(self, message: BytesLike) -> None:
-        frame = memoryview(message)[STAMP_BYTES if self._nic is not None else 0 :]
-        self.state.receive(frame)
-        for waiting in self._unwitnessed:
-            waiting.append(frame)
-        self._changed.wait_for(lambda: not self.state.holds_goodbye or self._closed)
+                if self.state.follows and kind_and_step(message)[0] == FrameKind.WITNESS:
+                    if self.audit is not None:
+                        self.audit(decode(message, len(message)))
+                    continue
+                self.state.receive(message)
+                for waiting in self._unwitnessed:
+                    waiting.append(message)
+                self._changed.wait_for(lambda: not self.state.holds_goodbye or self._closed)
+                return message
 
     def await_another(self) -> None:
         """The process at the other end is gone, and another will come in its place."""
         with self._changed:
-            self._awaits = True
             gone = [pipe for pipe in (self._pipe, self._coming) if pipe is not None]
             self._pipe = self._coming = None
             self._changed.notify_all()
@@ -395,26 +372,19 @@ class LoggedPipe(Pipe):
         WireError where the log does not reach back to its state, or it is lost too, and `is_wanted`
         no more.
         """
-        rest: Future[None] | None = None
         with self._writing:
-            entries = self._meet(pipe, is_wanted)
-            if self._closed:  # nobody else hears it, and a pipe may wait to be heard
-                rest = on_daemon_thread("thinwire rest", partial(_read_out, pipe))
+            pipe, entries = self._meet(pipe, is_wanted)
+            if is_over := self._closed:  # nobody else hears it, and a pipe may wait to be heard
+                on_daemon_thread("thinwire rest", partial(_hear_out, pipe))
             for entry in entries:
                 message = self.state.log.read(entry)
-                self._count(FrameKind(kind_and_step(message)[0]), len(message) - HEADER_BYTES)
-                if self._nic is not None:
-                    passage = self._nic.reserve_up(len(message), time.monotonic())
-                    message = stamp(message, passage.arrival)
+                self._meter.count_sent(FrameKind(entry.kind), len(message) - HEADER_BYTES)
                 try:
                     pipe.write(message)
                 except WireError:
-                    if rest is None or rest.exception() is not None:
-                        raise
-                    break  # it ended well without the rest
-        if rest is not None:
-            close = partial(on_daemon_thread, "thinwire close", partial(pipe.close, None))
-            rest.add_done_callback(lambda _: close())
+                    if is_over:
+                        break  # it may end without the rest; its loss shows elsewhere
+                    raise
 
     def follow(self, pipe: Pipe, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Read what another process gets, and compute the same: until `go_on` takes its place.
@@ -424,8 +394,10 @@ class LoggedPipe(Pipe):
 
     def _meet(
         self, pipe: Pipe, is_wanted: Callable[[], bool], follows: bool = False
-    ) -> list[Entry]:
-        """Both ends say where they stand, and this pipe counts from then on; what to send again."""
+    ) -> tuple[Pipe, list[Entry]]:
+        """Both ends say where they stand, and this pipe counts from then on, with the delays of an
+        emulated link; and what to send again.
+        """
         with self._changed:
             self._coming = pipe
             is_due = is_wanted()  # whoever is given up from here on is hung up on
@@ -435,9 +407,10 @@ class LoggedPipe(Pipe):
                 on_daemon_thread("thinwire close", partial(pipe.close, 0))
                 raise WireError("whoever was to come is lost too")
             entries = [] if follows else self.state.go_on(theirs)
-            self._pipe, self._coming, self._awaits = pipe, None, follows
+            self._pipe = pipe = emulated(pipe, self._nic)
+            self._coming = None
             self._changed.notify_all()
-            return entries
+            return pipe, entries
 
     def feed(self, pipe: Pipe, is_audited: bool = False) -> None:
         """On a thread of its own: send the log to a process that follows the one at the other end,
@@ -447,7 +420,7 @@ class LoggedPipe(Pipe):
         theirs = self._exchange(pipe, self.state.check_reach)
         lacks, count = Lacking(theirs), None
         # It says nothing, but a pipe hears what arrived there only while it is read.
-        on_daemon_thread("thinwire fed", partial(_read_out, pipe))
+        on_daemon_thread("thinwire fed", partial(_hear_out, pipe))
         came: deque[BytesLike] = deque(maxlen=MOST_UNWITNESSED)
         if is_audited:
             with self._changed:
@@ -511,7 +484,10 @@ class LoggedPipe(Pipe):
             pipe.close(grace)
 
 
-def _read_out(pipe: Pipe) -> None:
+def _hear_out(pipe: Pipe) -> None:
     """Hear what nobody needs, to the end."""
-    while pipe.read() is not None:
-        pass
+    try:
+        while pipe.read() is not None:
+            pass
+    finally:
+        pipe.close(None)

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError, printable
@@ -67,7 +68,9 @@ def why(error: OSError) -> str:
 
 
 class ListeningPort:
-    """Listens on a port, and passes each connection on with the host that it comes from."""
+    """Listens on a port; `receive` gets each connection on a thread of its own, and the host that
+    it comes from.
+    """
 
     def __init__(
         self, host: str, port: int, receive: Callable[[socket.socket, str], object]
@@ -103,7 +106,7 @@ class ListeningPort:
                 time.sleep(0.1)  # out of descriptors, perhaps: some will be given back
                 continue
             host, _ = split_address(address_text(*place[:2]))
-            receive(connection, host)
+            on_daemon_thread("thinwire connection", partial(receive, connection, host))
 
 
 def hang_up(connection: socket.socket) -> None:
@@ -113,13 +116,12 @@ def hang_up(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def raise_descriptor_limit() -> int:
-    """Allow this process and its children as many open files as the system lets it; how many. The
-    usual soft limit of 1,024 is meant for programs that use select, and is soon used up.
+def raise_descriptor_limit() -> None:
+    """Allow this process and its children as many open files as the system lets it. The usual soft
+    limit of 1,024 is meant for programs that use select, and is soon used up.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # some systems have a lower limit yet
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

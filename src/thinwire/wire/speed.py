@@ -16,14 +16,11 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from concurrent import futures
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError
-from thinwire.wire.door import ROUTE_S, Route, call, hear, say
-from thinwire.wire.sockets import why
+from thinwire.wire.door import ROUTE_S, Route, call, first_that_works, hear, say
 
 SERVICE = "speed"
 MOST_SECONDS = 3.0  # of one burst
@@ -52,11 +49,8 @@ class SpeedService:
         self._places = threading.BoundedSemaphore(_CALLERS)
         self._turn = threading.Lock()
 
-    def take(self, caller: socket.socket, comes_from: str) -> futures.Future[None]:
-        """Serve one connection; the result is there when it is over."""
-        return on_daemon_thread("thinwire speed", lambda: self._serve(caller))
-
-    def _serve(self, caller: socket.socket) -> None:
+    def take(self, caller: socket.socket, comes_from: str) -> None:
+        """Serve one connection to its end."""
         with caller, suppress(OSError, WireError, ValueError), ExitStack() as held:
             if not self._places.acquire(blocking=False):
                 return
@@ -110,8 +104,7 @@ def _receive(connection: socket.socket, seconds: float) -> float:
         return 0.0
     first, (last, total) = arrived[0], arrived[-1]
     ramp_end = first[0] + _RAMP * (last - first[0])
-    steady = [point for point in arrived if ramp_end <= point[0] < last]
-    then, before = steady[0] if steady else first
+    then, before = next((point for point in arrived if ramp_end <= point[0] < last), first)
     return (total - before) * 8 / (last - then) / 1e6 if last > then else 0.0
 
 
@@ -120,19 +113,18 @@ def measure_link(routes: Sequence[Route], run: str, seconds: float = 1.0) -> Lin
     takes twice `seconds`, longer where the way is long, once nobody else measures, and at most
     MOST_BYTES each way. A WireError says why nothing could be measured.
     """
-    problems = []
-    for route in routes:
-        try:
-            down, trip = _measured(route, run, "down", seconds)
-            up, other_trip = _measured(route, run, "up", seconds)
-            if up and down:
-                return LinkRates(up, down, min(trip, other_trip))
-            problems.append(f"{route.address}: too few bytes arrived")
-        except OSError as error:
-            problems.append(f"{route.address}: {why(error)}")
-        except WireError as error:
-            problems.append(str(error))
-    raise WireError(f"the link could not be measured: {'; '.join(problems) or 'no route is known'}")
+
+    def measure(route: Route) -> LinkRates:
+        down, trip = _measured(route, run, "down", seconds)
+        up, other_trip = _measured(route, run, "up", seconds)
+        if not (up and down):
+            raise WireError(f"{route.address}: too few bytes arrived")
+        return LinkRates(up, down, min(trip, other_trip))
+
+    try:
+        return first_that_works(routes, measure)[1]
+    except WireError as error:
+        raise WireError(f"the link could not be measured: {error}") from None
 
 
 def _measured(route: Route, run: str, wish: str, seconds: float) -> tuple[float, float]:
@@ -142,8 +134,8 @@ def _measured(route: Route, run: str, wish: str, seconds: float) -> tuple[float,
     seconds = min(MOST_SECONDS, max(seconds, _LEAST_CALLS * (time.monotonic() - begin)))
     with connection:
         begin = time.monotonic()
-        say(connection, f"{wish} {seconds:g}")
         try:
+            say(connection, f"{wish} {seconds:g}")
             hear(connection, begin + _TURN_S)  # here
             trip = time.monotonic() - begin
             hear(connection, begin + _TURN_S)  # go
@@ -151,7 +143,7 @@ def _measured(route: Route, run: str, wish: str, seconds: float) -> tuple[float,
                 return _receive(connection, seconds), trip
             _send(connection, seconds)
             return float(hear(connection, time.monotonic() + MOST_SECONDS + _GRACE_S)), trip
-        except (WireError, ValueError):
+        except (OSError, WireError, ValueError):
             raise WireError(
                 f"{route.address}: the host ended the measurement; try again later"
             ) from None

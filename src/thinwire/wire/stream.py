@@ -21,14 +21,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from thinwire.background import on_daemon_thread
 from thinwire.errors import AdmissionError, BreachError, WireError, printable
 from thinwire.wire.door import Routes
 from thinwire.wire.frame import BytesLike
 from thinwire.wire.keys import Identity, dialing_context, fingerprint_of, proven_by, shown_key
-from thinwire.wire.link import CLOSE_GRACE_S, Pipe
+from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 from thinwire.wire.sockets import ListeningPort, hang_up
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ SILENCE_S = 10.0  # after which an end is taken for lost: each says twice as oft
 
 class Stream(Pipe):
     """One TLS connection as a pipe. `public` is the key that the other end has proven. Who dials
-    has no context of TLS of its own. All until it is `opened` has a deadline.
+    has no context of TLS of its own. All until it is open has a deadline.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Stream(Pipe):
     ) -> None:
         self.public = ""
         self.deadline: float | None = deadline  # until it is open
+        self.opened_as = "", ""  # where a listener accepted it: its name, and who dialed
         self._limit = _GREETING_BYTES
         self._in_tls = threading.Lock()  # Python's TLS is not for two threads at once
         self._reading, self._writing = threading.Lock(), threading.Lock()
@@ -81,9 +82,9 @@ class Stream(Pipe):
             if not self._tls.server_side:
                 self.public = shown_key(self._tls.getpeercert(binary_form=True))
 
-    def opened(self, limit: int) -> None:
+    def open(self, limit: int, who: tuple[str, str] = ("", "")) -> None:
         """Both ends are known: from now on messages may have `limit` bytes, and silence counts."""
-        self._limit, self.deadline = limit, None
+        self._limit, self.deadline, self.opened_as = limit, None, who
 
     def write(self, message: BytesLike) -> None:
         if not len(message):
@@ -119,8 +120,7 @@ class Stream(Pipe):
         self._closed = True
         # Letting go at once would cut off what is still on its way out. The stream is over once
         # both ends have read it to its end, and here nobody may be reading any more.
-        on_daemon_thread("thinwire close", self._take_leave)
-        self._over.wait(grace)
+        futures.wait([on_daemon_thread("thinwire close", self._take_leave)], grace)
         self.cut()
 
     def cut(self) -> None:
@@ -143,21 +143,15 @@ class Stream(Pipe):
     def keep_alive(self) -> None:
         """Say now and then that this end is alive; returns when the stream is over."""
         while not self._over.wait(SILENCE_S / 2):
-            if self._writing.acquire(blocking=False):  # else it is heard anyway
-                try:
-                    if not self._said_end:
-                        self._send(_ALIVE)
-                except WireError:
-                    pass  # whoever reads says so
-                finally:
-                    self._writing.release()
+            with contextlib.suppress(WireError), self._writing:  # whoever reads tells of a loss
+                if not self._said_end:
+                    self._send(_ALIVE)
 
     def _take_leave(self) -> None:
         with contextlib.suppress(WireError):
             self._say_end()
             while self.read() is not None:
                 pass
-        self._over.set()
 
     def _say_end(self) -> None:
         with self._writing:
@@ -194,19 +188,14 @@ class Stream(Pipe):
                 awaited = select.POLLOUT
             except OSError as error:
                 raise WireError(f"the other end is gone ({_plainly(error)})") from None
-            self._wait(awaited)
+            seconds = SILENCE_S if awaited == select.POLLIN else None
+            if self.deadline is not None:
+                seconds = max(0.0, self.deadline - time.monotonic())
+            poll = select.poll()
+            poll.register(self._tls, awaited)
+            if not poll.poll(None if seconds is None else seconds * 1000):
+                raise WireError(f"the other end is gone (it said nothing for {seconds:.3g} s)")
         raise WireError("the other end is gone (the connection is closed)")
-
-    def _wait(self, awaited: int) -> None:
-        seconds = None
-        if self.deadline is not None:
-            seconds = max(0.0, self.deadline - time.monotonic())
-        elif awaited == select.POLLIN:
-            seconds = SILENCE_S
-        poll = select.poll()
-        poll.register(self._tls, awaited)
-        if not poll.poll(None if seconds is None else seconds * 1000):
-            raise WireError(f"the other end is gone (it said nothing for {seconds:.3g} s)")
 
 
 def dial(
@@ -237,7 +226,7 @@ def dial(
             except WireError:
                 stream.cut()
                 raise
-            stream.opened(max_message)
+            stream.open(max_message)
             on_daemon_thread("thinwire stream", stream.keep_alive)
             return stream
         except WireError as error:
@@ -286,7 +275,7 @@ class Listener:
         self._context = identity.listening_context()
         self._served: dict[str, Callable[[Stream], None]] = {}
         self._lock = threading.Lock()  # guards all that follows
-        self._expected: dict[str, _Expected] = {}  # and those that came and may be replaced
+        self._expected: dict[str, tuple[futures.Future[Stream], str]] = {}  # and whose it must be
         self._streams: set[Stream] = set()
         self._is_closed = False
         self.address, self._port = "", None
@@ -294,60 +283,8 @@ class Listener:
             self._port = ListeningPort(host, port, self.take)
             self.address = self._port.address
 
-    def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:
-        """Receive who dials over this connection; the result is there when the stream is over."""
-        return on_daemon_thread("thinwire stream", lambda: self._receive(connection, comes_from))
-
-    def accept(
-        self, name: str, timeout: float | None, dialer: str = "", is_replaceable: bool = False
-    ) -> Pipe:
-        """Wait for the peer that dials as `name`; dials by any other name are refused, and with
-        `dialer` so is the holder of the key of another (`who`).
-
-        A replaceable stream breaks when the same peer dials by its name again: that end knows of a
-        loss which this one may not have noticed yet.
-        """
-        arrival: futures.Future[Stream] = futures.Future()
-        with self._lock:
-            if self._is_closed:
-                raise WireError(f"{self.address or 'the listener'} is closed")
-            if name in self._expected and not self._expected[name].arrival.done():
-                raise WireError(f"{self.address} is already waiting for {name!r}")
-            self._expected[name] = _Expected(arrival, dialer, is_replaceable)
-        try:
-            return arrival.result(timeout)
-        except futures.TimeoutError:
-            with self._lock:
-                if not arrival.cancel():  # it came in this very moment
-                    return arrival.result()
-                self._expected.pop(name)
-            raise WireError(
-                f"{name!r} did not dial {self.address} within {timeout:g} s: is that process "
-                "running, and can it reach this address?"
-            ) from None
-
-    def serve(self, name: str, handle: Callable[[Stream], None]) -> None:
-        """Handle each stream of this name, of whoever dials, on a thread of its own; then it ends.
-        All of that has the time that strangers have, and messages are as short as theirs.
-        """
-        self._served[name] = handle
-
-    def close(self) -> None:
-        """Stop listening, and break what is open."""
-        if self._port is not None:
-            self._port.close()
-        with self._lock:
-            self._is_closed = True
-            streams = [*self._streams]
-            for name, expected in self._expected.items():
-                if not expected.arrival.done():
-                    reason = f"{self.address} was closed before {name!r} dialed it"
-                    expected.arrival.set_exception(WireError(reason))
-            self._expected = {}
-        for stream in streams:
-            stream.cut()
-
-    def _receive(self, connection: socket.socket, comes_from: str) -> None:
+    def take(self, connection: socket.socket, comes_from: str) -> None:
+        """Receive who dials over this connection, and return when the stream is over."""
         stream = None
         try:
             stream = Stream(connection, time.monotonic() + HANDSHAKE_S, self._context)
@@ -380,6 +317,51 @@ class Listener:
             if stream is not None:
                 stream.cut()
 
+    def accept(self, name: str, timeout: float | None, dialer: str = "") -> Pipe:
+        """Wait for the peer that dials as `name`; dials by any other name are refused, and with
+        `dialer` so is the holder of the key of another (`who`). The stream breaks when the same
+        peer dials by its name again, and nobody waits for that: it knows of a loss which this end
+        may not have noticed yet.
+        """
+        arrival: futures.Future[Stream] = futures.Future()
+        with self._lock:
+            if self._is_closed:
+                raise WireError(f"{self.address or 'the listener'} is closed")
+            if name in self._expected:
+                raise WireError(f"{self.address} is already waiting for {name!r}")
+            self._expected[name] = arrival, dialer
+        try:
+            return arrival.result(timeout)
+        except futures.TimeoutError:
+            with self._lock:
+                if not arrival.cancel():  # it came in this very moment
+                    return arrival.result()
+                self._expected.pop(name)
+            raise WireError(
+                f"{name!r} did not dial {self.address} within {timeout:g} s: is that process "
+                "running, and can it reach this address?"
+            ) from None
+
+    def serve(self, name: str, handle: Callable[[Stream], None]) -> None:
+        """Handle each stream of this name, of whoever dials, on a thread of its own; then it ends.
+        All of that has the time that strangers have, and messages are as short as theirs.
+        """
+        self._served[name] = handle
+
+    def close(self) -> None:
+        """Stop listening, and break what is open."""
+        if self._port is not None:
+            self._port.close()
+        with self._lock:
+            self._is_closed = True
+            streams = [*self._streams]
+            for name, (arrival, _) in self._expected.items():
+                reason = f"{self.address} was closed before {name!r} dialed it"
+                arrival.set_exception(WireError(reason))
+            self._expected = {}
+        for stream in streams:
+            stream.cut()
+
     def _refusal(self, name: str, stream: Stream) -> str:
         """Hand over a stream that is expected, and say "ok" to it; else what to answer."""
         fingerprint = fingerprint_of(stream.public)
@@ -387,31 +369,20 @@ class Listener:
         if dialer is None:
             return f"gone the key {fingerprint[:16]} is not welcome there"
         with self._lock:
-            expected = self._expected.get(name)
-            if expected is None:
-                return f"no {name!r} is not expected there"
-            is_right, has_come = expected.dialer in ("", dialer), expected.arrival.done()
-            if is_right and not has_come:
+            if name not in self._expected:
+                before = [one for one in self._streams if one.opened_as == (name, dialer)]
+            else:
+                arrival, wanted = self._expected[name]
+                if wanted not in ("", dialer):
+                    return f"no {name!r} is expected from {wanted[:63]}, not from {dialer[:63]}"
                 stream.write(b"ok")  # fails if the dialer has given up: its next attempt counts
-                stream.opened(self._max_message)
-                expected.arrival.set_result(stream)
-                if not expected.is_replaceable:
-                    del self._expected[name]
+                stream.open(self._max_message, (name, dialer))
+                del self._expected[name]
+                arrival.set_result(stream)
                 return ""
-        if not has_come:
-            wanted = expected.dialer[:63]
-            return f"no {name!r} is expected from {wanted}, not from {dialer[:63]}"
-        if is_right:
-            expected.arrival.result().cut()  # its holder accepts again, and the dialer tries again
+        for one in before:
+            one.cut()  # its holder accepts again, and the dialer tries again
         return f"no {name!r} is not expected there"
-
-
-class _Expected(NamedTuple):
-    """A dial that is waited for, and whose it must be, if not anyone's."""
-
-    arrival: "futures.Future[Stream]"
-    dialer: str
-    is_replaceable: bool
 
 
 def _to_sign(nonce: str, listener: str, name: str) -> str:
