@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import queue
-import socket
 import time
 from pathlib import Path
 
@@ -58,10 +57,9 @@ def ignore(command):
 
 def test_only_an_unforeseen_error_shows_its_log(tmp_path):
     log = tmp_path / "stage-1.log"
-    process = processes.StageProcess(socket.socketpair()[0], log)
     trace = "Traceback (most recent call last):\n  a line\x1b[2J of ours\n"
     log.write_text(trace)
-    text = process.last_lines()
+    text = processes.last_lines(log)
     assert f"last lines of {log}" in text and "| Traceback" in text and "\x1b" not in text
 
 

@@ -59,7 +59,7 @@ from thinwire.run.machine import Machine, free_disk, measure_machine
 from thinwire.run.members import SESSION_BYTES
 from thinwire.run.peer import versions
 from thinwire.run.peers import StagesHere
-from thinwire.run.processes import StageProcess, start_processes
+from thinwire.run.processes import last_lines
 from thinwire.run.record import write_progress
 from thinwire.run.signals import Interrupted, heeding
 from thinwire.run.status import Handler, blocks_text
@@ -277,15 +277,15 @@ class Holding:
             raise ConfigError(f"the host gives stages that the run does not have: {self.stages}")
         self.run_folder = folder / "run"
         self._terms, self._logs = terms, folder / "logs"
-        self._process: StageProcess | None = None
-        self.here: StagesHere | None = None
+        self.here: StagesHere | None = None  # the process of the stages
         self._source: Pipe | None = None  # of what is fetched
         self._is_stopped = False
 
     @property
     def is_running(self) -> bool:
-        """Whether the process of the stages lives."""
-        return self.here is not None and self.here.process.poll() is None
+        """Whether the process of the stages lives, and is these stages."""
+        here = self.here
+        return here is not None and here.has_begun and here.process.poll() is None
 
     @property
     def has_finished(self) -> bool:
@@ -314,27 +314,16 @@ class Holding:
         )
 
     def begin(self) -> None:
-        """Start the process, on the thread that also ends it; it imports torch meanwhile."""
-        log = self._logs / f"stage-{'-'.join(map(str, self.stages))}.log"
-        (self._process,) = start_processes([log])
-
-    def start(
-        self,
-        order: msg.Assignment,
-        on_said: Callable[[int, Any], None],
-        on_exit: Callable[[list[int], int], None],
-    ) -> None:
-        """Have the process be these stages; that it cannot be heard any more its exit says."""
-        assert self._process is not None
-        self.here = StagesHere(order, self._process, on_said, lambda error: None, on_exit)
+        """Start the process, which gets its order later."""
+        self.here = StagesHere(self.stages, self._logs)
 
     def stop(self) -> None:
         """End the process at once, and fetch nothing more: others may write the same files."""
         self._is_stopped = True
         if self._source is not None:
             on_daemon_thread("thinwire close", partial(self._source.close, 0))
-        if self._process is not None:
-            self._process.end()
+        if self.here is not None:
+            self.here.end()
 
     def _own_corpus(self, say: Say) -> Path | None:
         """The folder of the corpus, if it is here and the one that the run is trained on."""
@@ -553,11 +542,12 @@ class JoinedPeer:
         if stage != msg.OF_NO_STAGE:
             is_connect = isinstance(message, msg.Connect) and message.cut is None
             for held in self._holdings:
-                if held.generation == generation and stage in held.stages and held.here is not None:
+                here, is_its = held.here, held.generation == generation and stage in held.stages
+                if is_its and here is not None and here.has_begun:
                     if is_connect and not message.follower:  # it takes a place, if it stood by
                         held.hold = dataclasses.replace(held.hold, follows=False)
                     with contextlib.suppress(ThinwireError):  # its exit shows by itself
-                        held.here.channel.send(message, stage)
+                        here.channel.send(message, stage)
             return
         match message:
             case msg.Hold():
@@ -700,7 +690,8 @@ class JoinedPeer:
         def on_exit(stages: list[int], code: int) -> None:
             self._due.put(partial(self._on_exit, held, stages, code))
 
-        held.start(result, partial(self._say_of, held), on_exit)
+        assert held.here is not None
+        held.here.begin(result, partial(self._say_of, held), on_exit)
 
     def _decline(self, generation: int, hold: msg.Hold, error: ThinwireError) -> None:
         self._display.note(f"this machine cannot hold its stage: {error}. {MEND}")
@@ -714,9 +705,9 @@ class JoinedPeer:
         if not any(one.is_running for one in self._holdings):
             self._pace.mbps = 0  # nothing else needs the uplink now
         if code:
-            process, which = held.here.process, ", ".join(map(str, held.stages))
-            said = process.last_lines().splitlines()[-1].lstrip(" |")
-            where = f"its log is in {process.log.parent}"
+            log, which = held.here.log, ", ".join(map(str, held.stages))
+            said = last_lines(log).splitlines()[-1].lstrip(" |")
+            where = f"its log is in {log.parent}"
             self._display.note(f"the process of stage {which} ended: {said}\n{where}")
         for stage in stages:
             self._say_of(held, stage, msg.Ended.by(code, SEE_LOG if code else ""))

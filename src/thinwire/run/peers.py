@@ -6,7 +6,6 @@ All that happens to them arrives in one queue, and one thread reads it.
 import contextlib
 import dataclasses
 import itertools
-import subprocess
 import threading
 import time
 from abc import abstractmethod
@@ -21,7 +20,7 @@ from thinwire.run.channel import Channel, Hearing, SocketPipe
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.ledger import watch_losses
-from thinwire.run.processes import Forker, StageProcess, forks, start_processes
+from thinwire.run.processes import Forker, forks, last_lines, start_process
 from thinwire.run.protocol import FROM_PEER, Assignment, Connect, Envelope, Failed, ToStage
 from thinwire.run.record import RunRecord
 from thinwire.settings import Settings
@@ -163,52 +162,59 @@ def neighbours(stages: int, peers: int) -> list[list[int]]:
 
 
 class StagesHere:
-    """Stages that a process of this machine runs, by its order: what they say, and how it ends.
+    """Stages that a process of this machine runs, once it has its order."""
 
-    On other threads `on_said` gets what a stage says, `on_lost` why nothing can be heard any more,
-    `on_exit` how it ended, and of which stages: of those that failed, if any did.
-    """
+    def __init__(self, stages: list[int], logs: Path, forker: Forker | None = None):
+        """Start the process, on the thread that also ends it; it imports torch meanwhile."""
+        self.stages, self.log = stages, logs / f"stage-{'-'.join(map(str, stages))}.log"
+        self.process, self._ours = start_process(self.log, forker)
+        self.has_begun = False
+        self.is_replaced = False  # then nothing more is heard of it
 
-    def __init__(
+    def begin(
         self,
         order: Assignment,
-        process: StageProcess,
         on_said: Callable[[int, Any], None],
-        on_lost: Callable[[ThinwireError], None],
         on_exit: Callable[[list[int], int], None],
-    ):
-        self.stages, self.process = order.stages, process
-        self._on_said, self._on_lost, self._on_exit = on_said, on_lost, on_exit
-        self.is_replaced = False  # then nothing more is heard of it
-        self._all_heard = threading.Event()
-        self._failed: list[int] = []
-        name = f"control of {process.log.stem}"
-        self.channel = Channel(
-            SocketPipe(process.ours), name, FROM_PEER, self._hear, self._lose, self._all_heard.set
-        )
-        threading.Thread(target=self._await_exit, daemon=True).start()
+        on_lost: Callable[[ThinwireError], None] = lambda error: None,
+    ) -> None:
+        """Have the process be these stages. On other threads `on_said` gets what a stage says,
+        `on_lost` why nothing can be heard any more, `on_exit` how the process ended, and of which
+        stages: of those that failed, if any did.
+        """
+        self.has_begun, all_heard, failed = True, threading.Event(), list[int]()
+
+        def hear(said: Envelope) -> None:
+            if said.stage not in self.stages:
+                raise WireError(f"a message of stage {said.stage} came from stages {self.stages}")
+            if isinstance(said.message, Failed):
+                failed.append(said.stage)
+            if not self.is_replaced:
+                on_said(said.stage, said.message)
+
+        def lose(error: ThinwireError) -> None:
+            if not self.is_replaced:
+                on_lost(error)
+            all_heard.set()
+
+        def await_exit() -> None:
+            """Its last words come first: they say more than how it ended."""
+            code = self.process.wait()
+            all_heard.wait(LAST_WORDS_SECONDS)
+            if not self.is_replaced:
+                on_exit(failed or self.stages, code)
+
+        pipe, name = SocketPipe(self._ours), f"control of {self.log.stem}"
+        self.channel = Channel(pipe, name, FROM_PEER, hear, lose, all_heard.set)
+        threading.Thread(target=await_exit, daemon=True).start()
         with contextlib.suppress(WireError):  # it has died: its exit code says how
             self.channel.send(order)
 
-    def _hear(self, said: Envelope) -> None:
-        if said.stage not in self.stages:
-            raise WireError(f"a message of stage {said.stage} came from stages {self.stages}")
-        if isinstance(said.message, Failed):
-            self._failed.append(said.stage)
-        if not self.is_replaced:
-            self._on_said(said.stage, said.message)
-
-    def _lose(self, error: ThinwireError) -> None:
-        if not self.is_replaced:
-            self._on_lost(error)
-        self._all_heard.set()
-
-    def _await_exit(self) -> None:
-        """Its last words come first: they say more than how it ended."""
-        code = self.process.wait()
-        self._all_heard.wait(LAST_WORDS_SECONDS)
-        if not self.is_replaced:
-            self._on_exit(self._failed or self.stages, code)
+    def end(self) -> None:
+        """End the process at once, if it has not ended, and let go of it."""
+        self.process.kill()
+        self.process.wait()
+        self._ours.close()
 
 
 def placement(settings: Settings, held: list[list[int]]) -> list[list[int]]:
@@ -232,7 +238,7 @@ class LocalPeers(Peers):
         """`began`: the step from which the run goes on, for those who replace a lost process."""
         stages = settings.pipeline.stages
         super().__init__(stages)
-        self._orders: list[Assignment] = []
+        self._orders: list[Assignment] = []  # of each process
         self._seats: list[str] = []
         for group in neighbours(stages, peers or stages):
             identity = Identity.create(f"stage-{group[0]}")
@@ -247,29 +253,24 @@ class LocalPeers(Peers):
         raise_descriptor_limit()  # for the stages too, which inherit it
 
     def __exit__(self, *error: object) -> None:
-        for here in self._here:
-            here.process.kill()
-        for here in self._here:
-            here.process.end()
         if self._forker is not None:
             self._forker.close()
+        for here in self._here:
+            here.end()
 
     def start(self) -> None:
-        logs = [self._log(order) for order in self._orders]
-        started = start_processes(logs, self._forker)
-        for order, process in zip(self._orders, started, strict=True):
-            self._here.append(self._attended(order, process))
+        for order in self._orders:
+            self._here.append(self._started(order))
 
     def replace(self, stages: list[int], by_follower: bool = False) -> None:
         place = next(i for i, here in enumerate(self._here) if here.stages == stages)
         lost, order = self._here[place], self._orders[place]
         lost.is_replaced = True
-        lost.process.end()  # it may be frozen
+        lost.end()  # it may be frozen
         self.said.forget(stages)
         resume = str(self.saved.resolve()) if self.saved else order.resume
         order = dataclasses.replace(order, resume=resume, began=self._began)
-        (process,) = start_processes([self._log(order)], self._forker)
-        self._here[place] = self._attended(order, process)
+        self._here[place] = self._started(order)
         self.said.note(ev.Given(stages))
 
     def tell(self, stage: int, message: ToStage, follows: bool = False) -> None:
@@ -279,15 +280,13 @@ class LocalPeers(Peers):
 
     def wait_for_exits(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS
-        for here in self._here:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                here.process.wait(max(0.1, deadline - time.monotonic()))
+        while time.monotonic() < deadline and any(h.process.poll() is None for h in self._here):
+            time.sleep(0.02)
 
     def last_words(self, culprit: ev.Suspect) -> str:
-        process = self._with(culprit.stage).process
+        log = self._with(culprit.stage).log
         # A known error explains itself: then this only says where the log is.
-        log = f"its log is {process.log}"
-        return f"\n  {log if culprit.known else process.last_lines()}"
+        return f"\n  {f'its log is {log}' if culprit.known else last_lines(log)}"
 
     def control_bytes(self) -> int:
         """Every byte of the streams of messages so far, both ways, frame headers included."""
@@ -296,10 +295,7 @@ class LocalPeers(Peers):
     def _with(self, stage: int) -> StagesHere:
         return next(here for here in self._here if stage in here.stages)
 
-    def _log(self, order: Assignment) -> Path:
-        return self._logs / f"stage-{'-'.join(map(str, order.stages))}.log"
-
-    def _attended(self, order: Assignment, process: StageProcess) -> StagesHere:
+    def _started(self, order: Assignment) -> StagesHere:
         def on_lost(error: ThinwireError) -> None:
             for stage in order.stages:
                 self.said.note(ev.Lost(stage, str(error), isinstance(error, BreachError)))
@@ -308,4 +304,6 @@ class LocalPeers(Peers):
             for stage in stages:
                 self.said.note(ev.Exited(stage, code))
 
-        return StagesHere(order, process, self.said.hear, on_lost, on_exit)
+        here = StagesHere(order.stages, self._logs, self._forker)
+        here.begin(order, self.said.hear, on_exit, on_lost)
+        return here
