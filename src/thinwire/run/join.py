@@ -74,7 +74,6 @@ from thinwire.wire import (
     Routes,
     Seen,
     dial,
-    ping,
     ping_all,
     raise_descriptor_limit,
 )
@@ -149,33 +148,24 @@ def join(invite: Invite, terms: Terms, display: Display) -> str:
         display.phase("join", f"enrolled as {identity.name}")
         host, listen = invite.to_service("control", identity.door_token), terms.listen
         with Door(*split_address(listen)) if listen else contextlib.nullcontext() as door:
-            addresses = _addresses(door, listen, _seen(host))
+            addresses = _addresses(door, listen, host)
             machine = _measured(terms, folder, host, invite.run_id, identity, display)
             joined = JoinedPeer(folder, host, identity, terms, machine, display, door, addresses)
             with ControlSocket(folder, joined.handlers(invite)):
                 return joined.run()
 
 
-def _seen(host: Routes) -> str:
-    """As which host others see this machine; empty where no way leads there at the moment."""
-    for route in host.routes:
-        try:
-            return split_address(ping(route, host.name).address)[0]
-        except AdmissionError:
-            raise
-        except WireError:
-            pass
-    return ""
-
-
-def _addresses(door: Door | None, listen: str, seen: str) -> tuple[str, str]:
-    """The door's address for this machine's own processes, and the one by which others may try."""
+def _addresses(door: Door | None, listen: str, host: Routes) -> tuple[str, str]:
+    """The door's address for this machine's own processes, and the one by which others may try:
+    where the host sees this machine, unless the owner named an address.
+    """
     if door is None:
         return "", ""
-    host, _ = split_address(listen)
-    if host not in ("0.0.0.0", "::", ""):
+    if split_address(listen)[0] not in ("0.0.0.0", "::", ""):
         return door.address, door.address
-    outside = address_text(seen, door.port) if seen else ""
+    answers = ping_all(host.routes, host.name).values()
+    seen = [split_address(one.address)[0] for one in answers if isinstance(one, Seen)]
+    outside = address_text(seen[0], door.port) if seen else ""
     return address_text("127.0.0.1", door.port), outside
 
 
@@ -277,20 +267,14 @@ class Holding:
             raise ConfigError(f"the host gives stages that the run does not have: {self.stages}")
         self.run_folder = folder / "run"
         self._terms, self._logs = terms, folder / "logs"
-        self.here: StagesHere | None = None  # the process of the stages
+        self.here: StagesHere  # from `begin` on
         self._source: Pipe | None = None  # of what is fetched
         self._is_stopped = False
 
     @property
     def is_running(self) -> bool:
         """Whether the process of the stages lives, and is these stages."""
-        here = self.here
-        return here is not None and here.has_begun and here.process.poll() is None
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether it has ended in good order."""
-        return self.here is not None and self.here.process.poll() == 0
+        return self.here.has_begun and self.here.process.poll() is None
 
     def prepare(
         self, dial_host: Callable[[str], Pipe], identity: Identity, host: Routes, say: Say
@@ -322,8 +306,7 @@ class Holding:
         self._is_stopped = True
         if self._source is not None:
             on_daemon_thread("thinwire close", partial(self._source.close, 0))
-        if self.here is not None:
-            self.here.end()
+        self.here.end()
 
     def _own_corpus(self, say: Say) -> Path | None:
         """The folder of the corpus, if it is here and the one that the run is trained on."""
@@ -386,14 +369,14 @@ class JoinedPeer:
         self._door, self._addresses = door, addresses
         self.machine, self._display = machine, display
         self.news: StepRecord | None = None  # the latest step of the run
-        self.report: msg.StatusReport | None = None  # how the host said that the run stands
+        # How the run stands, until the host says so.
+        status = "", "", "member", "waiting", time.time()
+        self.report = msg.StatusReport(*status, waiting_for="a stage", waiting_since=time.time())
         self._holdings: list[Holding] = []  # of one generation, each with a process of its own
-        self._seatless_since = time.time()
         self._due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admit()
         self._channel: Channel | None = None
-        self._is_leaving = self._is_over = False
-        self._farewell = ""
+        self._is_leaving, self._is_over, self._farewell = False, False, ""
         self._lost_at: float | None = None  # since when the host cannot be reached
         self._pace = Allowance(0, burst_s=0)  # of shards on their way to the host
         self._shards = ShardSender(folder / "run", self._pace)
@@ -428,35 +411,30 @@ class JoinedPeer:
     def _status(self, invite: Invite) -> msg.StatusReport:
         """What the host tells everybody, and what this peer knows better."""
         holdings, lost_at = self._holdings, self._lost_at  # other threads may change them
-        now, name, is_open = time.time(), self.identity.name, bool(self._addresses[1])
-        held, doing = holdings[0] if holdings else None, "waiting for a stage"
+        now, name, held = time.time(), self.identity.name, holdings[0] if holdings else None
+        doing = "waiting for a stage"
         if held is not None:
             doing = "training" if held.is_running else "prepares its stage"
             doing = "stands by" if held.hold.follows else doing
         stages = sorted(stage for one in holdings for stage in one.stages)
         blocks = blocks_text(held.settings, stages) if held else ""
+        is_open = bool(self._addresses[1])
         machine = dataclasses.replace(self.machine, name=name, reachable=is_open)
         itself = msg.PeerStatus(name, doing, stages, blocks, is_this_machine=True, machine=machine)
-        state = "training" if doing == "training" else "starting"
-        report = self.report or msg.StatusReport(invite.run_name, invite.run_id, "", state, now)
-        others = [peer for peer in report.peers if peer.name != name]
-        wait = report.state, report.waiting_for, report.waiting_since
+        wait = {}
         if lost_at is not None:
             since = now - (time.monotonic() - lost_at)
-            wait = "waiting", "the host, which cannot be reached", since
-        elif held is None and not self.report:
-            wait = "waiting", "a stage", self._seatless_since
-        elif held is not None and not held.is_running and not report.waiting_for:
-            wait = "preparing its stage", "", 0.0
+            host = "the host, which cannot be reached"
+            wait = {"state": "waiting", "waiting_for": host, "waiting_since": since}
         return msgspec.structs.replace(
-            report,
+            self.report,
+            run=invite.run_name,
+            run_id=invite.run_id,
             role="member",
             time=now,
-            state=wait[0],
-            waiting_for=wait[1],
-            waiting_since=wait[2],
-            epoch=held.generation if held else report.epoch,
-            peers=[itself, *others],
+            epoch=held.generation if held else self.report.epoch,
+            peers=[itself, *(peer for peer in self.report.peers if peer.name != name)],
+            **wait,
         ).after(self.news)
 
     def leave(self) -> None:
@@ -542,12 +520,12 @@ class JoinedPeer:
         if stage != msg.OF_NO_STAGE:
             is_connect = isinstance(message, msg.Connect) and message.cut is None
             for held in self._holdings:
-                here, is_its = held.here, held.generation == generation and stage in held.stages
-                if is_its and here is not None and here.has_begun:
+                is_its = held.generation == generation and stage in held.stages
+                if is_its and held.here.has_begun:
                     if is_connect and not message.follower:  # it takes a place, if it stood by
                         held.hold = dataclasses.replace(held.hold, follows=False)
                     with contextlib.suppress(ThinwireError):  # its exit shows by itself
-                        here.channel.send(message, stage)
+                        held.here.channel.send(message, stage)
             return
         match message:
             case msg.Hold():
@@ -575,8 +553,7 @@ class JoinedPeer:
 
     def _on_run_news(self, news: msg.RunNews) -> None:
         """Have this machine's folder hold what the host's does, for whoever looks at it."""
-        known = self.report.step if self.report else 0
-        self.report = news.report.arrived(time.time())
+        known, self.report = self.report.step, news.report.arrived(time.time())
         if news.step is not None and news.step.step != known:
             self._keep("step", news.step)
         with contextlib.suppress(OSError):
@@ -625,6 +602,7 @@ class JoinedPeer:
             self._decline(generation, hold, error)
             return
         self._holdings.append(holding)
+        self.report = msgspec.structs.replace(self.report, state="starting", waiting_for="")
         with contextlib.suppress(OSError):
             text = to_toml(holding.settings.relaxed(), holding.settings)
             (self._folder / CONFIG).write_text(text)
@@ -676,21 +654,18 @@ class JoinedPeer:
         if isinstance(result, ThinwireError):
             self._decline(held.generation, held.hold, result)
             return
-        firsts = {f"{holding.stages[0]}" for holding in self._holdings}
-        for fetched in checkpoints_folder(held.run_folder).glob("step-*-*"):
-            if fetched.name.rpartition("-")[2] not in firsts:  # others hold that stage now
-                shutil.rmtree(fetched, ignore_errors=True)
-        own = {f"stage-{stage}" for holding in self._holdings for stage in holding.stages}
-        for logs in scratch_folder(held.run_folder).glob("stage-*"):
-            if logs.name not in own:
-                shutil.rmtree(logs, ignore_errors=True)
+        folder = held.run_folder
+        own = {f"{stage}" for holding in self._holdings for stage in holding.stages}
+        states = checkpoints_folder(folder).glob("step-*-*")
+        for path in [*states, *scratch_folder(folder).glob("stage-*")]:
+            if path.name.rpartition("-")[2] not in own:  # others hold that stage now
+                shutil.rmtree(path, ignore_errors=True)
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
         self._pace.mbps = uplink_share(share * self.machine.mbps_up)
 
         def on_exit(stages: list[int], code: int) -> None:
             self._due.put(partial(self._on_exit, held, stages, code))
 
-        assert held.here is not None
         held.here.begin(result, partial(self._say_of, held), on_exit)
 
     def _decline(self, generation: int, hold: msg.Hold, error: ThinwireError) -> None:
@@ -700,7 +675,7 @@ class JoinedPeer:
         self._let_go(generation, hold.stages)
 
     def _on_exit(self, held: Holding, stages: list[int], code: int) -> None:
-        if held not in self._holdings or held.here is None:
+        if held not in self._holdings:
             return
         if not any(one.is_running for one in self._holdings):
             self._pace.mbps = 0  # nothing else needs the uplink now
@@ -725,7 +700,6 @@ class JoinedPeer:
             held.stop()
         if gone and not self._holdings:
             self._pace.mbps = 0
-            self._seatless_since = time.time()
             self._admit()
 
     def _admit(self, *links: str) -> None:
@@ -747,16 +721,12 @@ class JoinedPeer:
     def _leave(self) -> None:
         self._is_leaving = True
         self._say(msg.Leaving())
-        is_running = any(held.is_running for held in self._holdings)
-        has_finished = bool(self._holdings) and all(held.has_finished for held in self._holdings)
-        is_away = self._channel is None or self._lost_at is not None
-        if is_away or not (is_running or has_finished):
+        processes = [held.here.process for held in self._holdings if held.here.has_begun]
+        is_needed = any(process.poll() in (None, 0) for process in processes)
+        if self._channel is None or self._lost_at is not None or not is_needed:
             self._end("left the run")
-            return
-        when = WHEN_LEAVING
-        if has_finished:
-            when = "as soon as the host has this machine's part of the last checkpoint"
-        self._display.note(f"leaving {when}; press Ctrl-C again to leave now")
+        else:
+            self._display.note(f"leaving {WHEN_LEAVING}; press Ctrl-C again to leave now")
 
     def _end(self, reason: str) -> None:
         self._farewell, self._is_over = reason, True
