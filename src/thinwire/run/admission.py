@@ -229,6 +229,7 @@ class AuthorityBook:
         key_pem = _kept_key(folder / "authority.pem", "restore it, or start a new run", "run.out")
         self.identity = Identity(COORDINATOR, key_pem)
         self.fingerprint = self.identity.fingerprint
+        self.on_enrolled: Callable[[str], None] = lambda name: None
         self._invites: dict[str, IssuedInvite] = {}
         self._peers: dict[str, EnrolledPeer] = {}
         self._load() if self._file.exists() else self._save()
@@ -286,7 +287,8 @@ class AuthorityBook:
                 )
             if key not in invite.used_by:
                 self._invites[invite_id] = replace(invite, used_by=[*invite.used_by, key])
-            return name
+        self.on_enrolled(name)
+        return name
 
     def check_invite(self, invite_id: str, secret: str, public: str) -> None:
         """Raise what `enrol` would, and use nothing up."""

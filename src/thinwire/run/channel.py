@@ -53,7 +53,8 @@ class SocketPipe(Pipe):
 
 class Channel:
     """One end of a stream of messages, which go to a callback in order. One that is malformed, or
-    not for this end (`kinds`), breaks it: the other end's fault.
+    not for this end (`kinds`), breaks it: the other end's fault. `on_over` is told why it broke, or
+    None of a goodbye.
     """
 
     def __init__(
@@ -62,13 +63,12 @@ class Channel:
         name: str,
         kinds: Kinds,
         on_message: Callable[[Envelope], None],
-        on_lost: Callable[[ThinwireError], None],
-        on_end: Callable[[], None] = lambda: None,
+        on_over: Callable[[ThinwireError | None], None],
+        meter: Meter | None = None,
     ):
         self._kinds, self._on_message = kinds, on_message
-        self.meter = Meter()
-        self._link = Link(pipe, self.meter, None, name, MOST_SAID)
-        self._link.start(self._on_frame, on_lost, on_end)
+        self._link = Link(pipe, meter or Meter(), None, name, MOST_SAID)
+        self._link.start(self._on_frame, on_over, lambda: on_over(None))
 
     def send(
         self, message: Any, stage: int = OF_NO_STAGE, generation: int = 0, again: int = 0
@@ -81,10 +81,6 @@ class Channel:
     def unsent(self) -> int:
         """How many messages still wait to be sent."""
         return self._link.unsent
-
-    def moved_bytes(self) -> int:
-        """Every byte so far, both ways, frame headers included."""
-        return self.meter.sent_bytes() + self.meter.received_bytes()
 
     def close(self) -> None:
         """Send what is queued, then say goodbye."""

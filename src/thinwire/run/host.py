@@ -401,7 +401,7 @@ class _Hosting(Base):
             else:
                 self.members.say_farewell(f"{stopped}; join again when it is back")
 
-        moved, beside = self.members.moved_bytes(), self.beside_bytes()
+        moved, beside = self.members.meter.moved_bytes(), self.beside_bytes()
         return record.finish(moved, self._stop_asked, self._started, beside, say_farewell)
 
     def _newest(self) -> Checkpoint | None:

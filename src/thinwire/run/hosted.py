@@ -171,7 +171,7 @@ class Base:
 
     def beside_bytes(self) -> dict[str, int]:
         """Every byte of that so far, both ways, frame headers included."""
-        moved = {what: m.sent_bytes() + m.received_bytes() for what, m in self.beside.items()}
+        moved = {what: meter.moved_bytes() for what, meter in self.beside.items()}
         return {**moved, **({"frames to stand-bys": self.fed_bytes} if self.fed_bytes else {})}
 
 

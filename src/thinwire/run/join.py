@@ -476,7 +476,7 @@ class JoinedPeer:
             else:
                 self._due.put(partial(self._on_message, said))
 
-        def on_lost(error: ThinwireError | None = None) -> None:
+        def on_over(error: ThinwireError | None) -> None:
             if isinstance(error, AdmissionError):
                 self._due.put(partial(_fail, error))
             lost.set()
@@ -488,7 +488,7 @@ class JoinedPeer:
             on_down=lambda why: self._due.put(partial(self._note_loss, f"{LOST} ({why})")),
             on_up=lambda seconds: self._due.put(partial(self._on_connected, channel)),
         )
-        channel = Channel(pipe, "host", msg.FROM_COORDINATOR, hear, on_lost, on_lost)
+        channel = Channel(pipe, "host", msg.FROM_COORDINATOR, hear, on_over)
         place = f"process {os.getpid()} on {platform.node() or 'a machine'}"
         hello = msg.Hello(versions(), self.machine, *self._addresses, self._process, place)
         channel.send(hello)

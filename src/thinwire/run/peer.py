@@ -413,7 +413,7 @@ def _live(pipe: wire.Pipe) -> int:
         else:
             peers[said.stage].hear(said.message)
 
-    def leave(*_: object) -> None:
+    def leave(error: ThinwireError | None) -> None:
         os._exit(3)  # whoever started this is gone
 
     def live(peer: Peer) -> None:
@@ -423,7 +423,7 @@ def _live(pipe: wire.Pipe) -> int:
         except BaseException as error:
             ended.put((peer, error))
 
-    channel = Channel(pipe, "control", msg.FROM_COORDINATOR, hear, leave, leave)
+    channel = Channel(pipe, "control", msg.FROM_COORDINATOR, hear, leave)
     order = orders.get()
     inner = {stage: wire.memory_pair() for stage in order.stages[:-1]}
     for stage in order.stages:

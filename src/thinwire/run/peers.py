@@ -24,7 +24,7 @@ from thinwire.run.processes import Forker, forks, last_lines, start_process
 from thinwire.run.protocol import FROM_PEER, Assignment, Connect, Envelope, Failed, ToStage
 from thinwire.run.record import RunRecord
 from thinwire.settings import Settings
-from thinwire.wire import Identity, raise_descriptor_limit
+from thinwire.wire import Identity, Meter, raise_descriptor_limit
 
 LAST_WORDS_SECONDS = 2.0  # to hear what a process said before it ended
 EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
@@ -177,6 +177,7 @@ class StagesHere:
         on_said: Callable[[int, Any], None],
         on_exit: Callable[[list[int], int], None],
         on_lost: Callable[[ThinwireError], None] = lambda error: None,
+        meter: Meter | None = None,
     ) -> None:
         """Have the process be these stages. On other threads `on_said` gets what a stage says,
         `on_lost` why nothing can be heard any more, `on_exit` how the process ended, and of which
@@ -192,8 +193,8 @@ class StagesHere:
             if not self.is_replaced:
                 on_said(said.stage, said.message)
 
-        def lose(error: ThinwireError) -> None:
-            if not self.is_replaced:
+        def on_over(error: ThinwireError | None) -> None:
+            if error is not None and not self.is_replaced:
                 on_lost(error)
             all_heard.set()
 
@@ -205,7 +206,7 @@ class StagesHere:
                 on_exit(failed or self.stages, code)
 
         pipe, name = SocketPipe(self._ours), f"control of {self.log.stem}"
-        self.channel = Channel(pipe, name, FROM_PEER, hear, lose, all_heard.set)
+        self.channel = Channel(pipe, name, FROM_PEER, hear, on_over, meter)
         threading.Thread(target=await_exit, daemon=True).start()
         with contextlib.suppress(WireError):  # it has died: its exit code says how
             self.channel.send(order)
@@ -249,6 +250,7 @@ class LocalPeers(Peers):
         is_worth_it = forks(settings.run.device) and len(self._orders) > 1
         self._forker = Forker() if is_worth_it else None
         self._here: list[StagesHere] = []
+        self._meter = Meter()
         self._began = began
         raise_descriptor_limit()  # for the stages too, which inherit it
 
@@ -290,7 +292,7 @@ class LocalPeers(Peers):
 
     def control_bytes(self) -> int:
         """Every byte of the streams of messages so far, both ways, frame headers included."""
-        return sum(here.channel.moved_bytes() for here in self._here)
+        return self._meter.moved_bytes()
 
     def _with(self, stage: int) -> StagesHere:
         return next(here for here in self._here if stage in here.stages)
@@ -305,5 +307,5 @@ class LocalPeers(Peers):
                 self.said.note(ev.Exited(stage, code))
 
         here = StagesHere(order.stages, self._logs, self._forker)
-        here.begin(order, self.said.hear, on_exit, on_lost)
+        here.begin(order, self.said.hear, on_exit, on_lost, self._meter)
         return here
