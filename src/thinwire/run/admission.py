@@ -246,12 +246,7 @@ class AuthorityBook:
         lasts: float = DAY,
         machines: int = 1,
     ) -> Invite:
-        """A new invite that lasts so many seconds, and lets in so many machines."""
-        for address in (*addresses, *([relay.address] if relay else ())):
-            if not is_address(address):
-                raise ConfigError(f"{address!r} is not an address: write HOST:PORT")
-        if not addresses and not relay:
-            raise ConfigError("an invite needs an address of the host or a relay")
+        """A new invite by these addresses or a relay, for so many seconds and machines."""
         secret, expires = secrets.token_hex(16), round(self._clock() + lasts)
         with self._change():
             number = _unused(self._invites, lambda: secrets.token_hex(4))
@@ -316,8 +311,8 @@ class AuthorityBook:
 
     def name_of(self, fingerprint: str) -> str | None:
         """Whose key it is; None if its holder may open nothing; for a `Listener`."""
-        known = [p.name for p in self.peers() if p.key == fingerprint and not p.kicked]
-        return known[0] if known else None
+        known = (p.name for p in self.peers() if p.key == fingerprint and not p.kicked)
+        return next(known, None)
 
     def key_of(self, name: str) -> str:
         """The fingerprint of a peer's key."""
@@ -468,26 +463,21 @@ def serve_enrolment(
 
     def answer(stream: Stream) -> None:
         try:
-            says = _answer(book, _heard(stream, _ASKED), stream.public, stream.comes_from)
-        except WireError:
-            says = HostSays(refused="the enrolment lacks a part: install the host's version")
+            asked = _heard(stream, _ASKED)
+            who = asked.invite, asked.secret, stream.public
+            if asked.only == "ask":
+                book.check_invite(*who)
+                says = HostSays(__version__, reached=_reaches(book, asked, stream.comes_from))
+            else:
+                says = HostSays(__version__, name=book.enrol(*who, asked.name))
+        except WireError as refusal:
+            says = HostSays(__version__, str(refusal))
         except ThinwireError as error:  # such as a full disk: not for strangers
             note(f"a machine could not join: {error}")
             says = HostSays("", "the host cannot enrol peers at the moment: its screen says why")
         stream.write(msgspec.json.encode(says))
 
     listener.serve(ENROL, answer)
-
-
-def _answer(book: AuthorityBook, asked: _Asked, public: str, origin: str) -> HostSays:
-    try:
-        if asked.only == "ask":
-            book.check_invite(asked.invite, asked.secret, public)
-            return HostSays(__version__, reached=_reaches(book, asked, origin))
-        name = book.enrol(asked.invite, asked.secret, public, asked.name)
-        return HostSays(__version__, name=name)
-    except WireError as refusal:
-        return HostSays(__version__, str(refusal))
 
 
 def _reaches(book: AuthorityBook, asked: _Asked, origin: str) -> str:
@@ -549,7 +539,7 @@ def _heard(stream: Pipe, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(bytes(stream.read() or b""))
     except (ValueError, RecursionError):
-        raise WireError("a message of enrolment cannot be read") from None
+        raise WireError("the enrolment lacks a part: install the host's version") from None
 
 
 class _SavedPeer(msgspec.Struct):

@@ -157,9 +157,9 @@ class OpenDoor:
             door.serve(name, take)
             for route in self._relay:
                 stack.enter_context(Standby(name, route, take, prover=book.identity.prove))
-        stated = tuple(with_port(address, door.port) for address in options.addresses)
         host, _ = split_address(options.listen)
-        self.addresses = stated or (outside_address(host, door.port),)
+        stated = options.addresses or (outside_address(host, door.port),)
+        self.addresses = tuple(with_port(address, door.port) for address in stated)
 
     def meeting(self, peer: str) -> list[Route]:
         """Where a member meets others that it cannot reach: the relay, then the host's door."""
