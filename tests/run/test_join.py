@@ -13,6 +13,7 @@ import pytest
 from hosting import House
 
 from proxy import Proxy
+from thinwire.background import on_daemon_thread
 from thinwire.data import Tokenizer, prepare
 from thinwire.engine.checkpoint import Versions, partial_folder
 from thinwire.engine.reports import ShardFailed, ShardWritten
@@ -256,7 +257,8 @@ def test_states_and_logs_of_stages_that_others_hold_now_are_removed(tmp_path, ma
     kept = [scratch_folder(tmp_path / "run") / f"stage-{stage}" / "sent-0" for stage in (0, 1)]
     for folder in fetched + kept:
         folder.mkdir(parents=True)
-    peer._on_prepared(held, msg.Assignment([1], {}, {}, "", ""))
+    prepared = on_daemon_thread("prepare", lambda: msg.Assignment([1], {}, {}, "", ""))
+    peer._on_prepared(held, prepared)
     assert [folder.exists() for folder in fetched + kept] == [False, True, False, True]
 
 

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -619,10 +620,6 @@ class JoinedPeer:
         which = f"{'stands by for ' if hold.follows else ''}{which} of {len(split)}"
         size = f"{blocks} block{'s' if blocks > 1 else ''}"
         self._display.phase("seat", f"{which} ({size}), epoch {generation}")
-        self._begin(self._prepare, holding)
-
-    def _prepare(self, holding: Holding) -> None:
-        """On a thread of its own: fetch what the stages need."""
         said = 0.0
 
         def say(what: str, done: int, total: int) -> None:
@@ -631,16 +628,10 @@ class JoinedPeer:
                 said = time.monotonic()
                 self._due.put(partial(self._on_progress, holding, what, done, total))
 
-        result: msg.Assignment | ThinwireError
-        try:
-            result = holding.prepare(self._dial, self.identity, self._host, say)
-        except ThinwireError as error:
-            result = error
-        except Exception as error:  # the host waits for an answer, whatever went wrong here
-            traceback.print_exc()
-            named = type(error).__name__
-            result = StageError(f"an unexpected {named}, which its terminal explains")
-        self._due.put(partial(self._on_prepared, holding, result))
+        prepare = partial(holding.prepare, self._dial, self.identity, self._host, say)
+        preparing = on_daemon_thread("thinwire prepare", prepare)
+        then = partial(self._on_prepared, holding)
+        preparing.add_done_callback(lambda done: self._due.put(partial(then, done)))
 
     def _on_progress(self, held: Holding, what: str, done: int, total: int) -> None:
         if held in self._holdings:
@@ -648,11 +639,15 @@ class JoinedPeer:
             for stage in held.stages:
                 self._say_of(held, stage, msg.Pulse(done, f"{what}: {done:,} of {total:,} bytes"))
 
-    def _on_prepared(self, held: Holding, result: msg.Assignment | ThinwireError) -> None:
+    def _on_prepared(self, held: Holding, prepared: "futures.Future[msg.Assignment]") -> None:
         if held not in self._holdings:
             return  # it was taken away meanwhile
-        if isinstance(result, ThinwireError):
-            self._decline(held.generation, held.hold, result)
+        if (error := prepared.exception()) is not None:
+            if not isinstance(error, ThinwireError):  # the host waits for an answer all the same
+                traceback.print_exception(error)
+                named = type(error).__name__
+                error = StageError(f"an unexpected {named}, which its terminal explains")
+            self._decline(held.generation, held.hold, error)
             return
         folder = held.run_folder
         own = {f"{stage}" for holding in self._holdings for stage in holding.stages}
@@ -666,7 +661,7 @@ class JoinedPeer:
         def on_exit(stages: list[int], code: int) -> None:
             self._due.put(partial(self._on_exit, held, stages, code))
 
-        held.here.begin(result, partial(self._say_of, held), on_exit)
+        held.here.begin(prepared.result(), partial(self._say_of, held), on_exit)
 
     def _decline(self, generation: int, hold: msg.Hold, error: ThinwireError) -> None:
         self._display.note(f"this machine cannot hold its stage: {error}. {MEND}")

@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
@@ -240,11 +241,13 @@ class Peer:
     def _on_down(self, reason: str) -> None:
         """The connection to the stage below is lost."""
         self._down_since = self._down_since or time.monotonic()
-        self._mention(msg.LinkDown(self.stage - 1, reason))
+        with suppress(WireError):  # the coordinator is gone: that shows elsewhere
+            self.say(msg.LinkDown(self.stage - 1, reason))
 
     def _on_up(self, seconds: float) -> None:
         self._down_since = 0.0
-        self._mention(msg.LinkUp(self.stage - 1, seconds, self._way_below()))
+        with suppress(WireError):
+            self.say(msg.LinkUp(self.stage - 1, seconds, self._way_below()))
 
     def _logged_pipe(
         self, worker: Worker, pipe: wire.Pipe, cut: int, nic: wire.Nic | None, meter: wire.Meter
@@ -340,10 +343,6 @@ class Peer:
         route = self._routes.in_use if self._routes else None
         return route.kind if route else ""
 
-    def _mention(self, message: msg.LinkDown | msg.LinkUp) -> None:
-        with suppress(WireError):  # the coordinator is gone: that shows elsewhere
-            self.say(message)
-
     def _agree(
         self, worker: Worker, pipe: wire.Pipe, cut: int, meter: wire.Meter, at_start: bool = True
     ) -> None:
@@ -404,7 +403,6 @@ class Peer:
 def _live(pipe: wire.Pipe) -> int:
     """Be the stages of the order that comes first, to their end; returns the exit code."""
     orders: queue.SimpleQueue[msg.Assignment] = queue.SimpleQueue()
-    ended: queue.SimpleQueue[tuple[Peer, BaseException | None]] = queue.SimpleQueue()
     peers: dict[int, Peer] = {}
 
     def hear(said: msg.Envelope) -> None:
@@ -416,30 +414,22 @@ def _live(pipe: wire.Pipe) -> int:
     def leave(error: ThinwireError | None) -> None:
         os._exit(3)  # whoever started this is gone
 
-    def live(peer: Peer) -> None:
-        try:
-            peer.run()
-            ended.put((peer, None))
-        except BaseException as error:
-            ended.put((peer, error))
-
     channel = Channel(pipe, "control", msg.FROM_COORDINATOR, hear, leave)
     order = orders.get()
     inner = {stage: wire.memory_pair() for stage in order.stages[:-1]}
     for stage in order.stages:
         say = partial(channel.send, stage=stage, generation=order.generation)
         peers[stage] = Peer(order, inner, stage, say)
-    for peer in peers.values():
-        threading.Thread(target=live, args=(peer,), name=f"stage {peer.stage}", daemon=True).start()
-    for _ in peers:
-        peer, error = ended.get()
-        if error is not None:
+    lives = {on_daemon_thread(f"stage {peer.stage}", peer.run): peer for peer in peers.values()}
+    code = 0
+    for life in futures.as_completed(lives):
+        if (error := life.exception()) is not None:
             traceback.print_exception(error)
-            peer.fail(error)
-            channel.close()
-            return 1
+            lives[life].fail(error)
+            code = 1
+            break
     channel.close()
-    return 0
+    return code
 
 
 def main() -> None:

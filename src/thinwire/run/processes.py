@@ -64,7 +64,7 @@ class Forked:
     that tells which process it is, and then how it ended; it closes with that.
     """
 
-    def __init__(self, said: int, parent: "subprocess.Popen[bytes]"):
+    def __init__(self, said: BinaryIO, parent: "subprocess.Popen[bytes]"):
         self.pid: int | None = None  # once it runs
         self._parent = parent
         self._ended = on_daemon_thread("thinwire process", lambda: self._follow(said))
@@ -85,10 +85,10 @@ class Forked:
             with contextlib.suppress(ProcessLookupError):  # it ends just now
                 os.kill(self.pid, signal.SIGKILL)
 
-    def _follow(self, said: int) -> int:
-        with open(said, "rb") as lines:
-            self.pid = int(lines.readline() or 0) or None
-            return int(lines.readline() or -signal.SIGKILL)
+    def _follow(self, said: BinaryIO) -> int:
+        with said:
+            self.pid = int(said.readline() or 0) or None
+            return int(said.readline() or -signal.SIGKILL)
 
 
 StageProcess = subprocess.Popen[bytes] | Forked
@@ -100,27 +100,28 @@ class Forker:
     def __init__(self, module: str = PEER):
         self._module = module
         self._parent: subprocess.Popen[bytes] | None = None  # once the first is wanted
-        self._ours: socket.socket | None = None
+        self._ours = socket.socket(socket.AF_UNIX)
 
     def fork(self, end: socket.socket, log: BinaryIO) -> Forked:
         """Have another run, with its end of a socket and its log; OSError if that fails."""
-        if self._parent is None or self._parent.poll() is not None:
-            self._start(log)
-        assert self._ours is not None and self._parent is not None
         reading, writing = os.pipe()
-        forked = Forked(reading, self._parent)
-        try:
-            socket.send_fds(self._ours, [b"."], [end.fileno(), log.fileno(), writing])
-        finally:
-            os.close(writing)
-        return forked
+        said = open(reading, "rb")  # noqa: SIM115 - closed at its end
+        with open(writing, "wb"):
+            descriptors = [end.fileno(), log.fileno(), writing]
+            try:
+                socket.send_fds(self._ours, [b"."], descriptors)
+            except OSError:  # nobody is there yet, or any more
+                self._start(log)
+                socket.send_fds(self._ours, [b"."], descriptors)
+        assert self._parent is not None
+        return Forked(said, self._parent)
 
     def close(self) -> None:
         """End it, and all that it has forked."""
-        if self._parent is not None and self._ours is not None:
+        self._ours.close()
+        if self._parent is not None:
             self._parent.kill()
             self._parent.wait()
-            self._ours.close()
 
     def _start(self, output: BinaryIO) -> None:
         self.close()
