@@ -40,6 +40,7 @@ from thinwire.engine.state import most_shard_bytes
 from thinwire.engine.worker import scratch_folder
 from thinwire.errors import (
     AdmissionError,
+    BreachError,
     ConfigError,
     DataError,
     StageError,
@@ -85,7 +86,6 @@ from thinwire.wire.speed import measure_link
 
 LINK_SECONDS = 0.5  # of a burst each way, when the way to the host is measured
 DIAL_SECONDS = 20.0  # for one attempt to reach the host
-FETCH_SECONDS = 600.0  # without a connection, before stages are given back
 STATE_MARGIN = 2  # a checkpoint of another split may have more of what stages share
 SAY_SECONDS = 0.5  # between two words on how far stages are prepared
 MEND = "Mend that, then end this command (Ctrl-C) and join again"
@@ -328,13 +328,7 @@ class Holding:
         """Fetch the stages' part of the checkpoint; a lost connection is opened again."""
         name = msg.stream_name("state", self.stages[0], self.generation, self.hold.again)
         most = STATE_MARGIN * sum(most_shard_bytes(self.settings, stage) for stage in self.stages)
-        plugins, moved_at = self._terms.plugins, time.monotonic()
-
-        def tell(done: int, total: int) -> None:
-            nonlocal moved_at
-            moved_at = time.monotonic()
-            say("fetch", done, total)
-
+        plugins, tell = self._terms.plugins, partial(say, "fetch")
         while not self._is_stopped:
             try:
                 self._source = pipe = dial_host(name)
@@ -343,10 +337,9 @@ class Holding:
                         pipe.close(0)
                         break
                     return fetch_seat(pipe, self.stages, self.run_folder, most, plugins, tell)
-            except WireError as error:
-                is_given_up = time.monotonic() > moved_at + FETCH_SECONDS
-                if is_given_up or isinstance(error, AdmissionError):
-                    raise
+            except (AdmissionError, BreachError):
+                raise
+            except WireError:
                 time.sleep(_PAUSE_S)
         raise WireError("these stages were taken away meanwhile")
 
@@ -705,13 +698,10 @@ class JoinedPeer:
 
     def _try_door(self) -> None:
         """On a thread of its own: look by which addresses this machine reaches the host."""
-        way = self._host
-        found = ping_all([route for route in way.routes if route.kind == "direct"], way.name)
-        answers = {
-            route.address: "" if isinstance(seen, Seen) else str(seen)
-            for route, seen in found.items()
-        }
-        self._due.put(partial(self._say, msg.Tried(answers)))
+        direct = [route for route in self._host.routes if route.kind == "direct"]
+        found = ping_all(direct, self._host.name).items()
+        tried = {way.address: "" if isinstance(seen, Seen) else str(seen) for way, seen in found}
+        self._due.put(partial(self._say, msg.Tried(tried)))
 
     def _leave(self) -> None:
         self._is_leaving = True
