@@ -27,7 +27,6 @@ from thinwire.settings import Settings
 from thinwire.wire import Identity, Meter, raise_descriptor_limit
 
 LAST_WORDS_SECONDS = 2.0  # to hear what a process said before it ended
-EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
 
 
 class StageFailedError(StageError):
@@ -99,7 +98,7 @@ def heed(
             case ev.End(BaseException() as error):
                 raise error
             case ev.End():
-                peers.wait_for_exits()
+                pass  # stages that have said goodbye end by themselves
             case ev.Replace(stages, by_follower):
                 peers.replace(stages, by_follower)
             case ev.OfFollower():
@@ -133,10 +132,6 @@ class Peers(contextlib.AbstractContextManager[Any]):
 
     def on_follower(self, command: ev.OfFollower) -> None:
         """Do something about a process that follows stages; where there are none, nothing is."""
-
-    @abstractmethod
-    def wait_for_exits(self) -> None:
-        """Let stages that have said goodbye end by themselves."""
 
     @abstractmethod
     def last_words(self, culprit: ev.Suspect) -> str:
@@ -279,11 +274,6 @@ class LocalPeers(Peers):
         if isinstance(message, Connect):
             message = dataclasses.replace(message, seats=self._seats)
         self._with(stage).channel.send(message, stage)
-
-    def wait_for_exits(self) -> None:
-        deadline = time.monotonic() + EXIT_SECONDS
-        while time.monotonic() < deadline and any(h.process.poll() is None for h in self._here):
-            time.sleep(0.02)
 
     def last_words(self, culprit: ev.Suspect) -> str:
         log = self._with(culprit.stage).log
