@@ -19,7 +19,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -232,7 +232,7 @@ class AuthorityBook:
         self.on_enrolled: Callable[[str], None] = lambda name: None
         self._invites: dict[str, IssuedInvite] = {}
         self._peers: dict[str, EnrolledPeer] = {}
-        self._load() if self._file.exists() else self._save()
+        self._load() if self._file.exists() else self._save({}, {})
 
     @property
     def run_id(self) -> str:
@@ -248,9 +248,10 @@ class AuthorityBook:
     ) -> Invite:
         """A new invite by these addresses or a relay, for so many seconds and machines."""
         secret, expires = secrets.token_hex(16), round(self._clock() + lasts)
-        with self._change():
+        with self._changing:
             number = _unused(self._invites, lambda: secrets.token_hex(4))
-            self._invites[number] = IssuedInvite(number, hash_of(secret), expires, machines)
+            made = IssuedInvite(number, hash_of(secret), expires, machines)
+            self._save({**self._invites, number: made}, self._peers)
         name, places = " ".join(self._run_name.split())[:LONGEST_NAME], tuple(addresses)
         parts = (self.fingerprint, places[:MOST_ADDRESSES], number, secret, expires)
         return Invite(name, *parts, relay)
@@ -261,7 +262,7 @@ class AuthorityBook:
         Who is known by its key is told its name again, with any invite that ever let it in.
         """
         key = fingerprint_of(public)
-        with self._change():
+        with self._changing:
             invite, known = self._admitted(invite_id, secret, key)
             if known is None:
                 name = wanted_name or _unused(self._peers, lambda: f"peer-{secrets.token_hex(2)}")
@@ -274,14 +275,15 @@ class AuthorityBook:
                         f"and inner hyphens, at most 63, and not {COORDINATOR}, host, relay or "
                         "stage-..."
                     )
-                self._peers[name] = EnrolledPeer(name, public, invite_id, self._clock())
+                known = EnrolledPeer(name, public, invite_id, self._clock())
             elif wanted_name not in ("", name := known.name):
                 raise AdmissionError(
                     f"this machine has joined the run as {name!r} before: leave out --name "
                     f"{wanted_name}, or join from another folder (--folder)"
                 )
             if key not in invite.used_by:
-                self._invites[invite_id] = replace(invite, used_by=[*invite.used_by, key])
+                used = replace(invite, used_by=[*invite.used_by, key])
+                self._save({**self._invites, invite_id: used}, {**self._peers, name: known})
         self.on_enrolled(name)
         return name
 
@@ -292,17 +294,15 @@ class AuthorityBook:
 
     def kick(self, name: str) -> list[str]:
         """Let a peer in no more, by its key or its invites; who else came with these."""
-        with self._change():
+        with self._changing:
             if (peer := self._peers.get(name)) is None:
                 names = ", ".join(sorted(self._peers)) or "none"
                 raise AdmissionError(f"no peer of this run is called {name!r}; its peers: {names}")
-            self._peers[name] = replace(peer, kicked=True)
-            used = {peer.invite_id}
-            for invite in self._invites.values():
-                if peer.key in invite.used_by:
-                    self._invites[invite.invite_id] = replace(invite, closed=True)
-                    used.add(invite.invite_id)
-            return [p.name for p in self._peers.values() if p.invite_id in used and not p.kicked]
+            used = [one for one in self._invites.values() if peer.key in one.used_by]
+            closed = {one.invite_id: replace(one, closed=True) for one in used}
+            peers = {**self._peers, name: replace(peer, kicked=True)}
+            self._save({**self._invites, **closed}, peers)
+        return [one.name for one in peers.values() if one.invite_id in closed and not one.kicked]
 
     def is_welcome(self, name: str) -> bool:
         """Whether a peer of this name may open anything."""
@@ -334,8 +334,7 @@ class AuthorityBook:
 
     def peers(self) -> list[EnrolledPeer]:
         """All that were ever let in, in that order; kicked ones too."""
-        with self._changing:
-            return list(self._peers.values())
+        return list(self._peers.values())
 
     def _admitted(
         self, invite_id: str, secret: str, key: str
@@ -368,22 +367,11 @@ class AuthorityBook:
             return ""
         return f"this invite {why}: ask the host for a new one"
 
-    @contextlib.contextmanager
-    def _change(self) -> Iterator[None]:
-        """A change is kept if it reaches the disk, and undone if it fails."""
-        with self._changing:
-            before = dict(self._invites), dict(self._peers)
-            try:
-                yield
-                if before != (self._invites, self._peers):
-                    self._save()
-            except BaseException:
-                self._invites, self._peers = before
-                raise
-
-    def _save(self) -> None:
-        kept = _Book(self._run_name, list(self._invites.values()), list(self._peers.values()))
+    def _save(self, invites: dict[str, IssuedInvite], peers: dict[str, EnrolledPeer]) -> None:
+        """Have these hold once they are on the disk; what holds is never changed in place."""
+        kept = _Book(self._run_name, list(invites.values()), list(peers.values()))
         _keep(self._file, msgspec.json.format(msgspec.json.encode(kept), indent=1))
+        self._invites, self._peers = invites, peers
 
     def _load(self) -> None:
         """A damaged book is an error: without it kicked peers could return."""
