@@ -18,10 +18,10 @@ from thinwire.report import PlainDisplay
 from thinwire.run import coordinator as coordinator_module
 from thinwire.run import processes
 from thinwire.run import protocol as msg
-from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
+from thinwire.run.channel import Channel
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Exited, Given, Lost, Record, Said, StopAsked, Tick
-from thinwire.run.peers import LocalPeers, heed, neighbours
+from thinwire.run.peers import MOST_UNHEARD, Hearing, LocalPeers, heed, neighbours
 from thinwire.run.watch import AT_ONCE, Pace
 from thinwire.train import train
 from thinwire.wire import memory_pair

@@ -1,22 +1,18 @@
-"""A stream of messages between the coordinator and a peer, and the queue in which all of them meet.
+"""A stream of messages between the coordinator and a peer.
 
 It rides on a pipe of its own: over TLS connections that may be lost and come back, or a pair of
 sockets on this machine. It carries little, which is metered, and no step waits for it.
 """
 
 import os
-import queue
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from thinwire.engine.reports import Report
 from thinwire.errors import ThinwireError, WireError
-from thinwire.run.events import Event, Exited, Lost, Said, Tick
 from thinwire.run.protocol import MOST_SAID, OF_NO_STAGE, Envelope, Kinds, pack, unpack
-from thinwire.run.watch import Pace
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe
 from thinwire.wire.frame import BytesLike
 from thinwire.wire.link import CLOSE_GRACE_S
@@ -90,52 +86,3 @@ class Channel:
         if frame.kind is not FrameKind.CONTROL:
             raise WireError(f"a {frame.kind.name} frame came on a stream of messages")
         self._on_message(unpack(bytes(frame.payload), self._kinds))
-
-
-MOST_UNHEARD = 64
-"""Messages of one stage that wait to be heard; its stream holds back what comes after.
-One message may be large, and a stage may send without end."""
-
-
-class Hearing:
-    """What happens to all stages, in one queue: our notes come in at once, a stage's in turn.
-
-    One thread takes it out. What is of a stage goes with the room of whoever holds it: another
-    holder has another room, and what came of the one before is dropped on its way out.
-    """
-
-    def __init__(self, stages: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[Event, threading.Semaphore | None]]
-        self._queue = queue.SimpleQueue()
-        self._room = [threading.Semaphore(MOST_UNHEARD) for _ in range(stages)]
-        self._pace = [Pace(f"stage {stage}") for stage in range(stages)]
-
-    def note(self, event: Event) -> None:
-        """Add what has happened; never waits, so a signal handler may call it."""
-        room = self._room[event.stage] if isinstance(event, Exited | Lost) else None
-        self._queue.put((event, room))
-
-    def hear(self, stage: int, message: Any) -> None:
-        """Add what a stage has said, once there is room; WireError if it speaks too often."""
-        if not isinstance(message, Report):  # the work of the others bounds these (coordinator.py)
-            self._pace[stage].count()
-        room = self._room[stage]
-        room.acquire()
-        self._queue.put((Said(stage, message), room))
-
-    def next(self, timeout: float) -> Event:
-        """The next of them, or a Tick if none comes in time."""
-        while True:
-            try:
-                event, room = self._queue.get(timeout=timeout)
-            except queue.Empty:
-                return Tick()
-            if room is not None and isinstance(event, Said):
-                room.release()
-            if room is None or room in self._room:
-                return event
-
-    def forget(self, stages: Collection[int]) -> None:
-        """Others hold these now: what came of those before would pass for theirs."""
-        for stage in stages:
-            self._room[stage] = threading.Semaphore(MOST_UNHEARD)

@@ -227,11 +227,7 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
         trouble = "It lets in nobody new. A machine that joined with it before can join again."
         yield Finding("note", f"the invite expired {duration(-left)} ago", trouble, _NEW_INVITE)
     else:
-        yield fine(f"invite to {_run(invite)}, for {duration(left)} more")
-
-
-def _run(invite: Invite) -> str:
-    return f"run {invite.run_name!r} ({invite.run_id})"
+        yield fine(f"the invite is good for {duration(left)} more")
 
 
 def _check_route(route: Route, answer: Seen | WireError, is_reached: bool) -> Finding:
@@ -240,23 +236,19 @@ def _check_route(route: Route, answer: Seen | WireError, is_reached: bool) -> Fi
         seen, _ = split_address(answer.address)
         trip = f"{1e3 * answer.round_trip_s:.0f} ms"
         return fine(f"{who} answers at {route.address} in {trip}, and sees this machine as {seen}")
-    what, fix = f"{who} does not answer: {answer}", _way_out(route)
-    if is_reached:
-        return Finding("note", what, "Another way works; the run will use that.", fix)
-    return Finding("blocks", what, "This machine cannot reach the run.", fix)
-
-
-def _way_out(route: Route) -> str:
-    """What to do about a door that does not answer."""
     _, port = split_address(route.address)
     command = "thinwire host" if route.kind == "direct" else "thinwire relay"
-    return (
+    fix = (
         f"there: see that `{command}` runs, open TCP port {port} in the firewall (sudo ufw allow "
         f"{port}/tcp) and forward TCP port {port} in the router. Here: look at the connection and "
         f"the name server, and allow connections out to port {port}; thinwire does not use a "
         "proxy. Or let both meet at a third machine: thinwire relay, and thinwire host --relay. If "
         f"another run is at home there by now, {_NEW_INVITE}"
     )
+    what = f"{who} does not answer: {answer}"
+    if is_reached:
+        return Finding("note", what, "Another way works; the run will use that.", fix)
+    return Finding("blocks", what, "This machine cannot reach the run.", fix)
 
 
 def _check_host(
@@ -292,7 +284,8 @@ def check_answer(invite: Invite, says: HostSays, door: str) -> Iterator[Finding]
     if says.refused:
         yield Finding("blocks", f"the host refuses this invite: {says.refused}", "", _NEW_INVITE)
     else:
-        yield fine(f"the host of {_run(invite)} would let this machine in")
+        run = f"run {invite.run_name!r} ({invite.run_id})"
+        yield fine(f"the host of {run} would let this machine in")
     if says.version != thinwire.__version__:
         what = f"thinwire {thinwire.__version__} here, {says.version} at the host"
         trouble = "Both ends of a link must compute and pack alike."

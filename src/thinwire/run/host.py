@@ -109,11 +109,10 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
         ExitStack() as held,
     ):
         data = prepare_data(settings, display, weights, checkpoint)
-        book = AuthorityBook(folder / "authority", settings.run.name)
         is_known = weights is not None and are_cuts_learned(weights.settings)
         keeps_split = is_known and are_cuts_learned(settings)
         origin = None if checkpoint else weights
-        return _Hosting(settings, options, data, book, display, held, origin, keeps_split).run()
+        return _Hosting(settings, options, data, display, held, origin, keeps_split).run()
 
 
 def comparable(peers: list[Machine]) -> list[Machine]:
@@ -255,7 +254,6 @@ class _Hosting(Base):
         settings: Settings,
         options: HostOptions,
         data: Corpus,
-        book: AuthorityBook,
         display: Display,
         opened: ExitStack,
         origin: Checkpoint | None,
@@ -271,13 +269,13 @@ class _Hosting(Base):
         self._settings = formation.applied(settings)
         self._stop_asked = False
         self._failures = Failures()
+        book = AuthorityBook(folder / "authority", settings.run.name)
         door = OpenDoor(book, options, formation.port, opened)
-        plain = msgspec.json.encode(settings.to_plain())
 
         def tell_settings(stream: Stream) -> None:
             """Tell a member what is trained, by which it measures itself; a stranger nothing."""
             if book.name_of(fingerprint_of(stream.public)) is not None:
-                stream.write(plain)
+                stream.write(msgspec.json.encode(settings.to_plain()))
 
         door.listener.serve(msg.SETTINGS, tell_settings)
         if options.stages_here:  # they end after members have heard a farewell, so they begin first
@@ -460,10 +458,7 @@ class _Hosting(Base):
                 since = f" (for {now - began:.0f} s)" if now - began > 1 else ""
                 self.display.announce("wait", lacking + since)
                 told, told_at = lacking, now
-            self.members.wait(partial(self._has_changed, here), LOOK_SECONDS)
-
-    def _has_changed(self, known: list[str]) -> bool:
-        return [member.name for member in self.members.here()] != known
+            self.members.wait(lambda members=members: self.members.here() != members, LOOK_SECONDS)
 
     def _placed(self, here: list[Member]) -> list[str]:
         """Who holds each stage of a run that is formed for the first time, by what these have

@@ -6,23 +6,26 @@ All that happens to them arrives in one queue, and one thread reads it.
 import contextlib
 import dataclasses
 import itertools
+import queue
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.reports import Report
 from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
 from thinwire.run import events as ev
-from thinwire.run.channel import Channel, Hearing, SocketPipe
+from thinwire.run.channel import Channel, SocketPipe
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.ledger import watch_losses
 from thinwire.run.processes import Forker, forks, last_lines, start_process
 from thinwire.run.protocol import FROM_PEER, Assignment, Connect, Envelope, Failed, ToStage
 from thinwire.run.record import RunRecord
+from thinwire.run.watch import Pace
 from thinwire.settings import Settings
 from thinwire.wire import Identity, Meter, raise_descriptor_limit
 
@@ -105,6 +108,55 @@ def heed(
                 peers.on_follower(command)
             case _:
                 carry_out(command)
+
+
+MOST_UNHEARD = 64
+"""Messages of one stage that wait to be heard; its stream holds back what comes after.
+One message may be large, and a stage may send without end."""
+
+
+class Hearing:
+    """What happens to all stages, in one queue: our notes come in at once, a stage's in turn.
+
+    One thread takes it out. What is of a stage goes with the room of whoever holds it: another
+    holder has another room, and what came of the one before is dropped on its way out.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self._queue: queue.SimpleQueue[tuple[ev.Event, threading.Semaphore | None]]
+        self._queue = queue.SimpleQueue()
+        self._room = [threading.Semaphore(MOST_UNHEARD) for _ in range(stages)]
+        self._pace = [Pace(f"stage {stage}") for stage in range(stages)]
+
+    def note(self, event: ev.Event) -> None:
+        """Add what has happened; never waits, so a signal handler may call it."""
+        room = self._room[event.stage] if isinstance(event, ev.Exited | ev.Lost) else None
+        self._queue.put((event, room))
+
+    def hear(self, stage: int, message: Any) -> None:
+        """Add what a stage has said, once there is room; WireError if it speaks too often."""
+        if not isinstance(message, Report):  # the work of the others bounds these (coordinator.py)
+            self._pace[stage].count()
+        room = self._room[stage]
+        room.acquire()
+        self._queue.put((ev.Said(stage, message), room))
+
+    def next(self, timeout: float) -> ev.Event:
+        """The next of them, or a Tick if none comes in time."""
+        while True:
+            try:
+                event, room = self._queue.get(timeout=timeout)
+            except queue.Empty:
+                return ev.Tick()
+            if room is not None and isinstance(event, ev.Said):
+                room.release()
+            if room is None or room in self._room:
+                return event
+
+    def forget(self, stages: Collection[int]) -> None:
+        """Others hold these now: what came of those before would pass for theirs."""
+        for stage in stages:
+            self._room[stage] = threading.Semaphore(MOST_UNHEARD)
 
 
 class Peers(contextlib.AbstractContextManager[Any]):
