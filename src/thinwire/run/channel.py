@@ -4,6 +4,7 @@ It rides on a pipe of its own: over TLS connections that may be lost and come ba
 sockets on this machine. It carries little, which is metered, and no step waits for it.
 """
 
+import contextlib
 import os
 import socket
 import threading
@@ -69,9 +70,12 @@ class Channel:
     def send(
         self, message: Any, stage: int = OF_NO_STAGE, generation: int = 0, again: int = 0
     ) -> None:
-        """Queue a message about the peer itself or one of its stages; never blocks."""
+        """Queue a message about the peer itself or one of its stages; never blocks. WireError if it
+        is too large; on a stream that is lost, which shows by itself, it goes nowhere.
+        """
         payload = pack(Envelope(message, stage, generation, again))
-        self._link.send(Frame(kind=FrameKind.CONTROL, payload=payload))
+        with contextlib.suppress(WireError):
+            self._link.send(Frame(kind=FrameKind.CONTROL, payload=payload))
 
     @property
     def unsent(self) -> int:

@@ -470,11 +470,6 @@ class JoinedPeer:
             else:
                 self._due.put(partial(self._on_message, said))
 
-        def on_over(error: ThinwireError | None) -> None:
-            if isinstance(error, AdmissionError):
-                self._due.put(partial(_fail, error))
-            lost.set()
-
         pipe = LastingPipe(
             connect(DIAL_SECONDS),
             connect,
@@ -482,7 +477,7 @@ class JoinedPeer:
             on_down=lambda why: self._due.put(partial(self._note_loss, f"{LOST} ({why})")),
             on_up=lambda seconds: self._due.put(partial(self._on_connected, channel)),
         )
-        channel = Channel(pipe, "host", msg.FROM_COORDINATOR, hear, on_over)
+        channel = Channel(pipe, "host", msg.FROM_COORDINATOR, hear, lambda error: lost.set())
         place = f"process {os.getpid()} on {platform.node() or 'a machine'}"
         hello = msg.Hello(versions(), self.machine, *self._addresses, self._process, place)
         channel.send(hello)
@@ -493,8 +488,7 @@ class JoinedPeer:
     def _say(self, message: msg.OfPeer | msg.OfStage, *about: int) -> None:
         channel = self._channel
         if channel is not None:
-            with contextlib.suppress(ThinwireError):  # what is lost shows by itself
-                channel.send(message, *about)
+            channel.send(message, *about)
 
     def _say_of(self, holding: Holding, stage: int, message: msg.OfStage) -> None:
         """Pass on what a stage says, but no path of this machine; on any thread."""
@@ -518,8 +512,7 @@ class JoinedPeer:
                 if is_its and held.here.has_begun:
                     if is_connect and not message.follower:  # it takes a place, if it stood by
                         held.hold = dataclasses.replace(held.hold, follows=False)
-                    with contextlib.suppress(ThinwireError):  # its exit shows by itself
-                        held.here.channel.send(message, stage)
+                    held.here.channel.send(message, stage)
             return
         match message:
             case msg.Hold():

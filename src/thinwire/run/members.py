@@ -128,7 +128,7 @@ class Members:
         with self._changed:
             channels = [member.channel for member in self._members.values() if member.channel]
         for channel in channels:
-            _send(channel, self._farewell)
+            channel.send(self._farewell)
         closing = [on_daemon_thread("thinwire close", channel.close) for channel in channels]
         futures.wait(closing, GOODBYE_SECONDS)
 
@@ -166,7 +166,8 @@ class Members:
             if member.channel.unsent >= MOST_UNTAKEN:
                 self._lose(member, member.channel, "it takes nothing of what it is told")
                 return False
-            _send(member.channel, message, stage, generation)
+            with contextlib.suppress(WireError):  # what is too large for a message goes untold
+                member.channel.send(message, stage, generation)
             return True
 
     def tell_all(self, message: Any) -> None:
@@ -280,7 +281,7 @@ class Members:
             current, first, asked = member.channel, member.hello, time.monotonic()
             is_alive = False  # two processes with the same key would take turns for ever
             if current is not None and first is not None and first.process != hello.process:
-                _send(current, msg.AskAlive())
+                current.send(msg.AskAlive())
                 self._changed.wait_for(
                     lambda: member.heard > asked or member.channel is not current,
                     0.0 if member.is_down else ALIVE_SECONDS,
@@ -296,7 +297,7 @@ class Members:
             f"{member.name} takes part in this run already ({stays}; this is {refused}): end that "
             "one first, or join as a further peer with another --folder and --name"
         )
-        _send(channel, msg.Dismiss(reason, "refused"))
+        channel.send(msg.Dismiss(reason, "refused"))
         with self._changed:
             self._lose(member, channel, reason)
         if self._told.again(member.name, time.monotonic()):
@@ -369,10 +370,3 @@ def _other_version(versions: dict[str, str]) -> str:
 def one_line(text: str, longest: int = 300) -> str:
     """A peer's words for a line of ours: with line breaks they could pass for other lines."""
     return printable(" ".join(text.split()), longest)
-
-
-def _send(
-    channel: Channel, message: Any, stage: int = msg.OF_NO_STAGE, generation: int = 0
-) -> None:
-    with contextlib.suppress(ThinwireError):  # a stream that is lost shows by itself
-        channel.send(message, stage, generation)

@@ -177,8 +177,7 @@ class Peer:
         lost = [stage for stage, link in self._links.items() if link.other_end_lost]
         at_fault = [stage for stage, link in self._links.items() if link.other_end_at_fault]
         accused, convicted = [*{*lost, *accuses}] if is_wire else [], [*{*at_fault, *convicts}]
-        with suppress(ThinwireError):  # whoever started this sees the exit code and the log
-            self.say(msg.Failed(type(error).__name__, known, told, accused, convicted))
+        self.say(msg.Failed(type(error).__name__, known, told, accused, convicted))
 
     def _far_corpus(self, settings: Settings) -> FetchedCorpus | None:
         """The corpus on the coordinator's machine, where there is none on this one."""
@@ -241,13 +240,11 @@ class Peer:
     def _on_down(self, reason: str) -> None:
         """The connection to the stage below is lost."""
         self._down_since = self._down_since or time.monotonic()
-        with suppress(WireError):  # the coordinator is gone: that shows elsewhere
-            self.say(msg.LinkDown(self.stage - 1, reason))
+        self.say(msg.LinkDown(self.stage - 1, reason))
 
     def _on_up(self, seconds: float) -> None:
         self._down_since = 0.0
-        with suppress(WireError):
-            self.say(msg.LinkUp(self.stage - 1, seconds, self._way_below()))
+        self.say(msg.LinkUp(self.stage - 1, seconds, self._way_below()))
 
     def _logged_pipe(
         self, worker: Worker, pipe: wire.Pipe, cut: int, nic: wire.Nic | None, meter: wire.Meter
@@ -352,19 +349,16 @@ class Peer:
         wire.handshake(pipe, contract, contract, JOIN_SECONDS, meter, remedy)
 
     def _pulse(self, patience: float) -> None:
-        """Say now and then what this stage is doing, for as long as the coordinator listens."""
+        """Say now and then what this stage is doing."""
         has_log = True
         while True:
-            try:
-                around = (self._links.get(self.stage + side) for side in (-1, 1))
-                trips = [link.pipe.round_trip() if link else 0.0 for link in around]
-                self.say(msg.Pulse(self._progress.begun, self._progress.doing, *trips))
-                troubles = [logged.state.log.trouble for logged in [*self._logged.values()]]
-                if has_log and any(troubles):
-                    has_log = False
-                    self.say(msg.LogLost(max(troubles)))
-            except WireError:
-                return
+            around = (self._links.get(self.stage + side) for side in (-1, 1))
+            trips = [link.pipe.round_trip() if link else 0.0 for link in around]
+            self.say(msg.Pulse(self._progress.begun, self._progress.doing, *trips))
+            troubles = [logged.state.log.trouble for logged in [*self._logged.values()]]
+            if has_log and any(troubles):
+                has_log = False
+                self.say(msg.LogLost(max(troubles)))
             time.sleep(pulse_seconds(patience))
 
     def _obey(self, worker: Worker, may_leave: threading.Event) -> None:

@@ -94,8 +94,7 @@ def heed(
     for command in coordinator.on(event, time.monotonic()):
         match command:
             case ev.Tell(stage, message, follows):
-                with contextlib.suppress(WireError):  # a peer that is gone shows as an event
-                    peers.tell(stage, message, follows)
+                peers.tell(stage, message, follows)
             case ev.End(error, ev.Suspect() as culprit):
                 raise StageFailedError(f"{error}{peers.last_words(culprit)}", culprit)
             case ev.End(BaseException() as error):
@@ -255,8 +254,7 @@ class StagesHere:
         pipe, name = SocketPipe(self._ours), f"control of {self.log.stem}"
         self.channel = Channel(pipe, name, FROM_PEER, hear, on_over, meter)
         threading.Thread(target=await_exit, daemon=True).start()
-        with contextlib.suppress(WireError):  # it has died: its exit code says how
-            self.channel.send(order)
+        self.channel.send(order)
 
     def end(self) -> None:
         """End the process at once, if it has not ended, and let go of it."""
