@@ -110,7 +110,6 @@ def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings):
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    (Terms(name="Ben Bright"), "--name Ben Bright: a name has lower-case letters"),
     (Terms(listen="nowhere"), "'nowhere' is not an address: write HOST:PORT"),
     (Terms(data=Path("gone")), "--data gone: there is no such file or"),
 ])  # fmt: skip

@@ -80,7 +80,7 @@ from thinwire.wire import (
     raise_descriptor_limit,
 )
 from thinwire.wire.door import Allowance
-from thinwire.wire.keys import fingerprint_of, is_name
+from thinwire.wire.keys import fingerprint_of
 from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import measure_link
 
@@ -89,7 +89,6 @@ DIAL_SECONDS = 20.0  # for one attempt to reach the host
 STATE_MARGIN = 2  # a checkpoint of another split may have more of what stages share
 SAY_SECONDS = 0.5  # between two words on how far stages are prepared
 MEND = "Mend that, then end this command (Ctrl-C) and join again"
-SEE_LOG = "its log, on that machine, says more"  # it may quote files, and stays there
 LOST = "the connection to the host was lost"
 WHEN_LEAVING = "once others have its stages, or after this step, with a checkpoint"
 _PAUSE_S = 1.0
@@ -113,11 +112,6 @@ class Terms:
 
     def check(self) -> None:
         """Refuse what cannot work before the host hears of this machine."""
-        if self.name and not is_name(self.name):
-            raise ConfigError(
-                f"--name {self.name}: a name has lower-case letters, digits and inner hyphens, at "
-                "most 63"
-            )
         if self.listen:
             split_address(self.listen)
         for name in ("data", "valid_data", "tokenizer", "template"):
@@ -228,16 +222,16 @@ def own_settings(asked_plain: dict[str, Any], terms: Terms, free_bytes: int) -> 
 def own_data(asked: dict[str, Any], settings: Settings, terms: Terms) -> DataConfig:
     """What the corpus is made from on this machine: files that its owner named, and no others."""
     own = {
-        "valid_path": (terms.valid_data, "--valid-data"),
-        "tokenizer": (terms.tokenizer, "--tokenizer"),
-        "template": (terms.template, "--template"),
+        "valid_path": terms.valid_data,
+        "tokenizer": terms.tokenizer,
+        "template": terms.template,
     }
-    named = {key for key in own if asked.get("data", {}).get(key, "") not in TEMPLATES}
-    if missing := [f"data.{key} ({own[key][1]})" for key in sorted(named) if own[key][0] is None]:
+    named = [key for key in own if asked.get("data", {}).get(key, "") not in TEMPLATES]
+    if missing := [f"data.{key}" for key in named if own[key] is None]:
         raise DataError(
             f"the run's data is made with files of its host: {', '.join(missing)}. Name the same "
-            "files on this machine with these options, or leave out --data: token ids then come "
-            "from the host"
+            "files on this machine (--valid-data, --tokenizer, --template), or leave out --data: "
+            "token ids then come from the host"
         )
     return dataclasses.replace(
         settings.data,
@@ -665,8 +659,9 @@ class JoinedPeer:
             said = last_lines(log).splitlines()[-1].lstrip(" |")
             where = f"its log is in {log.parent}"
             self._display.note(f"the process of stage {which} ended: {said}\n{where}")
+        words = "its log, on that machine, says more" if code else ""  # it may quote files
         for stage in stages:
-            self._say_of(held, stage, msg.Ended.by(code, SEE_LOG if code else ""))
+            self._say_of(held, stage, msg.Ended.by(code, words))
 
     def _let_go(self, generation: int | None = None, stages: Collection[int] = ()) -> None:
         """End what this machine does for the run, or for these stages of a generation."""
