@@ -363,15 +363,13 @@ class _Hosting(Base):
         try:
             with peers, record.stopping(stop):
                 lead(coordinator, peers, record)
-        except Interrupted:
+        except (Interrupted, StageError) as error:
             if self._stop_asked:
                 raise
-            display.note(f"{peers.pauses or 'a peer leaves'}: the run pauses at once")
-            return None
-        except StageError as error:
-            if self._stop_asked:
-                raise
-            self._judge(error)
+            if isinstance(error, StageError):
+                self._judge(error)
+            else:
+                display.note(f"{peers.pauses or 'a peer leaves'}: the run pauses at once")
             return None
         finally:
             if record.has_begun:
@@ -393,11 +391,11 @@ class _Hosting(Base):
 
         def say_farewell() -> None:
             self._tell_members(record.ledger.progress() if record.ledger.records else None)
-            stopped = f"the host stopped the run after step {done} of {steps}"
-            if done == steps:
-                self.members.say_farewell(f"the run is complete: {done} steps")
-            else:
-                self.members.say_farewell(f"{stopped}; join again when it is back")
+            farewell = f"the run is complete: {done} steps"
+            if done < steps:
+                stopped = f"the host stopped the run after step {done} of {steps}"
+                farewell = f"{stopped}; join again when it is back"
+            self.members.say_farewell(farewell)
 
         moved, beside = self.members.meter.moved_bytes(), self.beside_bytes()
         return record.finish(moved, self._stop_asked, self._started, beside, say_farewell)

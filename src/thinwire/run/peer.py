@@ -163,7 +163,7 @@ class Peer:
         self._worker.decided, self._worker.stops = start.decided, start.stops
 
     def fail(self, error: BaseException, neighbour: int | None = None) -> None:
-        """Say why this stage cannot go on, or not link to a neighbour; and who is lost or at fault."""
+        """Say why this stage cannot go on, or link to a neighbour; and who is lost or at fault."""
         known, is_wire = isinstance(error, ThinwireError), isinstance(error, WireError)
         told = str(error) if known else f"{type(error).__name__}: {error}"
         if self.order.host:  # to another machine: nothing of this one's files, which its log has

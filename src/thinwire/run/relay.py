@@ -48,7 +48,16 @@ def run_relay(listen: str, mbps: float, pass_file: Path | None, stream: TextIO) 
         with heeding(lambda number, frame: is_over.set()):
             address = outside_address(host, door.port)
             print(_welcome(host, address, password, mbps), file=stream, flush=True)
-            _show(door, stream, is_over)
+            last = ""
+            while not is_over.wait(_LINE_EVERY_S):
+                line = ", ".join(
+                    f"run {run}: {traffic.connections} connections, "
+                    f"{human_bytes(traffic.relayed_bytes)}"
+                    for run, traffic in door.traffic().items()
+                )
+                if line != last:
+                    print(line, file=stream, flush=True)
+                last = line
         passed = sum(traffic.relayed_bytes for traffic in door.traffic().values())
     stream.write(f"the relay is closed; {human_bytes(passed)} passed\n")
 
@@ -103,16 +112,3 @@ def is_public(host: str) -> bool:
         return ipaddress.ip_address(host).is_global
     except ValueError:
         return True
-
-
-def _show(door: Door, stream: TextIO, is_over: threading.Event) -> None:
-    """Who meets, and how much passed, in a line whenever that has changed."""
-    last = ""
-    while not is_over.wait(_LINE_EVERY_S):
-        line = ", ".join(
-            f"run {run}: {traffic.connections} connections, {human_bytes(traffic.relayed_bytes)}"
-            for run, traffic in door.traffic().items()
-        )
-        if line != last:
-            print(line, file=stream, flush=True)
-            last = line
