@@ -311,7 +311,7 @@ class _Hosting(Base):
                         raise
                     self.display.standing.waits("room on the disk of the host")
                     self.display.note(f"{error}; trying again until there is room")
-                    self.members.wait(lambda: False, REMIND_SECONDS)
+                    time.sleep(REMIND_SECONDS)
         except KeyboardInterrupt:
             self.members.say_farewell("the host was stopped; join again when it is back")
             raise
@@ -456,7 +456,7 @@ class _Hosting(Base):
                 since = f" (for {now - began:.0f} s)" if now - began > 1 else ""
                 self.display.announce("wait", lacking + since)
                 told, told_at = lacking, now
-            self.members.wait(lambda members=members: self.members.here() != members, LOOK_SECONDS)
+            self.members.wait_for_others(members, LOOK_SECONDS)
 
     def _placed(self, here: list[Member]) -> list[str]:
         """Who holds each stage of a run that is formed for the first time, by what these have

@@ -150,10 +150,10 @@ class Members:
         """Those who are here and stay, whether or not they get a stage."""
         return [m for m in self.all() if m.is_here and not m.is_leaving and not m.is_down]
 
-    def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
-        """Wait until something holds that depends on members; False if it does not in time."""
+    def wait_for_others(self, known: list[Member], timeout: float) -> None:
+        """Wait until others than these are here, or for so long."""
         with self._changed:
-            return self._changed.wait_for(condition, timeout)
+            self._changed.wait_for(lambda: self.here() != known, timeout)
 
     def tell(
         self, name: str, message: Any, stage: int = msg.OF_NO_STAGE, generation: int = 0
