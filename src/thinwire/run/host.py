@@ -87,10 +87,7 @@ class HostOptions:
         """Refuse a wrong address or number before anything is prepared."""
         for address in self.addresses:
             with_port(address, 1)
-        try:
-            split_address(self.listen)
-        except WireError as error:
-            raise ConfigError(f"--listen: {error}") from None
+        split_address(self.listen)
         neighbours(stages, self.peers or stages)  # refuses what cannot be
 
 
