@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import thinwire
 from thinwire.errors import AdmissionError, ThinwireError, WireError
-from thinwire.folders import is_claimed
 from thinwire.paths import peer_folder
 from thinwire.report.human import duration, human_bytes
 from thinwire.run.admission import HostSays, Invite, saved_identity
@@ -151,10 +150,6 @@ def check_folder(folder: Path) -> Finding:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         trouble = f"This machine's key and shards would be kept in {folder}."
         return Finding("blocks", f"nothing can be written to {place}", trouble, fix)
-    if is_claimed(folder):
-        trouble = "A second one cannot join from there."
-        fix = "end it, or join with another --folder"
-        return Finding("note", f"a process of this peer is at work in {folder}", trouble, fix)
     free = free_disk(folder)
     return _graded(
         f"disk: {human_bytes(free)} free for {folder}",
