@@ -94,9 +94,9 @@ class Invite:
         """The ways to a service of the host; as for `routes`."""
         return Routes(self.service(name), self.routes(token))
 
-    def seconds_left(self, now: float | None = None) -> float:
+    def seconds_left(self) -> float:
         """Until it expires by this machine's clock; negative afterwards."""
-        return self.expires - (time.time() if now is None else now)
+        return self.expires - time.time()
 
     def __str__(self) -> str:
         parts = (bytes.fromhex(part) for part in (self.fingerprint, self.invite_id, self.secret))

@@ -217,12 +217,9 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
         both = f"{rates.mbps_up:.1f} Mbit/s up, {rates.mbps_down:.1f} Mbit/s down"
         yield fine(f"{both}, round trip {1e3 * rates.round_trip_s:.0f} ms to the host")
         return
-    left = invite.seconds_left()  # whether it has expired, where its host cannot be asked
-    if left <= 0:
+    if (left := invite.seconds_left()) <= 0:  # which its host cannot say now
         trouble = "It lets in nobody new. A machine that joined with it before can join again."
         yield Finding("note", f"the invite expired {duration(-left)} ago", trouble, _NEW_INVITE)
-    else:
-        yield fine(f"the invite is good for {duration(left)} more")
 
 
 def _check_route(route: Route, answer: Seen | WireError, is_reached: bool) -> Finding:
