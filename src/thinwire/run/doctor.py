@@ -122,25 +122,14 @@ def _check_device() -> Iterator[Finding]:
     yield check_memory(free_memory(device), device_name(device))
 
 
-def _graded(
-    here: str, value: float, least: float, enough: float, blocked: str, noted: str, fix: str
-) -> Finding:
-    """What blocks below one value, is worth a note below another, and is fine from there on."""
-    if value < least:
-        return Finding("blocks", here, blocked, fix)
-    return Finding("note", here, noted, fix) if value < enough else fine(here)
-
-
 def check_memory(free: int, device: str) -> Finding:
     """Whether a stage of some size fits into the free memory of the device."""
-    return _graded(
-        f"device {device}, {human_bytes(free)} of memory free",
-        free,
-        *(0.5e9, 2e9),
-        "No stage of a useful size fits into that.",
-        "Only a small stage fits: each parameter takes about 16 bytes while it is trained.",
-        "close other programs, or take part with another machine",
-    )
+    what = f"device {device}, {human_bytes(free)} of memory free"
+    fix = "close other programs, or take part with another machine"
+    if free < 0.5e9:
+        return Finding("blocks", what, "No stage of a useful size fits into that.", fix)
+    small = "Only a small stage fits: each parameter takes about 16 bytes while it is trained."
+    return Finding("note", what, small, fix) if free < 2e9 else fine(what)
 
 
 def check_folder(folder: Path) -> Finding:
@@ -150,15 +139,12 @@ def check_folder(folder: Path) -> Finding:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         trouble = f"This machine's key and shards would be kept in {folder}."
         return Finding("blocks", f"nothing can be written to {place}", trouble, fix)
-    free = free_disk(folder)
-    return _graded(
-        f"disk: {human_bytes(free)} free for {folder}",
-        free,
-        *(0.2e9, 5e9),
-        "The shards of a stage do not fit.",
-        "A shard takes about 12 bytes for each parameter of the stage, and several are kept.",
-        f"free some space, or {fix}",
-    )
+    free, fix = free_disk(folder), f"free some space, or {fix}"
+    what = f"disk: {human_bytes(free)} free for {folder}"
+    if free < 0.2e9:
+        return Finding("blocks", what, "The shards of a stage do not fit.", fix)
+    few = "A shard takes about 12 bytes for each parameter of the stage, and several are kept."
+    return Finding("note", what, few, fix) if free < 5e9 else fine(what)
 
 
 def _check_hosted() -> Iterator[Finding]:
@@ -211,13 +197,11 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
         yield from _check_host(invite, list(ways), known.key_pem if known else "", listen, seen)
         try:
             rates = measure_link(list(ways), invite.run_id)
+            both = f"{rates.mbps_up:.1f} Mbit/s up, {rates.mbps_down:.1f} Mbit/s down"
+            yield fine(f"{both}, round trip {1e3 * rates.round_trip_s:.0f} ms to the host")
         except WireError as error:
             yield fine(f"rates were not measured: {error}")
-            return
-        both = f"{rates.mbps_up:.1f} Mbit/s up, {rates.mbps_down:.1f} Mbit/s down"
-        yield fine(f"{both}, round trip {1e3 * rates.round_trip_s:.0f} ms to the host")
-        return
-    if (left := invite.seconds_left()) <= 0:  # which its host cannot say now
+    elif (left := invite.seconds_left()) <= 0:  # which its host cannot say now
         trouble = "It lets in nobody new. A machine that joined with it before can join again."
         yield Finding("note", f"the invite expired {duration(-left)} ago", trouble, _NEW_INVITE)
 
