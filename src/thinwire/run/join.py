@@ -279,7 +279,7 @@ class Holding:
         resume = self._fetch(dial_host, say) if self.hold.resumes else None
         return msg.Assignment(
             stages=self.stages,
-            identity=dataclasses.asdict(identity),
+            identity=identity,
             settings=self.settings.to_plain(),
             corpus=str(corpus or ""),
             run_folder=str(self.run_folder.resolve()),

@@ -86,7 +86,7 @@ class Peer:
     def __init__(
         self, order: msg.Assignment, inner: Inner, stage: int, say: Callable[[msg.OfStage], None]
     ):
-        self.order, self.identity, self._inner = order, wire.Identity(**order.identity), inner
+        self.order, self.identity, self._inner = order, order.identity, inner
         self.stage, self._say = stage, say
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.hear = self._inbox.put

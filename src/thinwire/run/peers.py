@@ -288,8 +288,7 @@ class LocalPeers(Peers):
         self._seats: list[str] = []
         for group in neighbours(stages, peers or stages):
             identity = Identity.create(f"stage-{group[0]}")
-            whose = dataclasses.asdict(identity)
-            self._orders.append(dataclasses.replace(order, stages=group, identity=whose))
+            self._orders.append(dataclasses.replace(order, stages=group, identity=identity))
             self._seats += [identity.fingerprint] * len(group)
         self._logs = run_folder / "logs"
         is_worth_it = forks(settings.run.device) and len(self._orders) > 1
