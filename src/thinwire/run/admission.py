@@ -480,15 +480,13 @@ def _reaches(book: AuthorityBook, asked: _Asked, origin: str) -> str:
     return "yes"
 
 
-def enrol(
-    routes: Routes, invite: Invite, key_pem: str, wanted_name: str = "", timeout: float = EXCHANGE_S
-) -> Identity:
+def enrol(routes: Routes, invite: Invite, key_pem: str, wanted_name: str = "") -> Identity:
     """Join the run of an invite, whose host is found by these routes; the identity there.
 
     AdmissionError: the host refused, or another run answers; another WireError: nobody did.
     """
     asked = _Asked(invite.invite_id, invite.secret, wanted_name)
-    says, host = _exchange(routes, invite, key_pem, asked, timeout)
+    says, host = _exchange(routes, invite, key_pem, asked)
     if says.refused:
         raise AdmissionError(f"the host refused: {says.refused}")
     if not is_name(says.name):
@@ -502,16 +500,14 @@ def ask(routes: Routes, invite: Invite, key_pem: str = "", door: str = "") -> Ho
     """
     key_pem = key_pem or Identity.create("").key_pem
     asked = _Asked(invite.invite_id, invite.secret, "", "ask", door)
-    return _exchange(routes, invite, key_pem, asked, EXCHANGE_S)[0]
+    return _exchange(routes, invite, key_pem, asked)[0]
 
 
-def _exchange(
-    routes: Routes, invite: Invite, key_pem: str, asked: _Asked, timeout: float
-) -> tuple[HostSays, str]:
+def _exchange(routes: Routes, invite: Invite, key_pem: str, asked: _Asked) -> tuple[HostSays, str]:
     """What the host answers once it has proved to be the invite's, and its public key."""
     identity, whom = Identity("this machine", key_pem), invite.fingerprint
     try:
-        stream = dial(routes, ENROL, identity, whom, timeout, _MOST_SAID, tries_again=False)
+        stream = dial(routes, ENROL, identity, whom, EXCHANGE_S, _MOST_SAID, tries_again=False)
     except BreachError:
         raise AdmissionError(
             "another run answers at the address of the invite, or somebody stands between: nothing "

@@ -28,7 +28,7 @@ from concurrent import futures
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -51,7 +51,6 @@ from thinwire.wire.keys import fingerprint_of
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
 FOR_FOLLOWERS = 256 << 20  # bytes that a log keeps beside what is needed: who follows may be late
 MOST_UNSAID = 1024  # reports that a follower keeps at most: a lost stage may owe them
-MessageT = TypeVar("MessageT")
 
 
 def versions() -> dict[str, str]:
@@ -121,11 +120,11 @@ class Peer:
             self._listener = wire.Listener(self.identity, settings.link.listen, 0, most)
         address = self._listener.address if self._listener else ""
         self.say(msg.Ready(address, **worker.describe(), versions=versions()))
-        connect = self._receive(msg.Connect)
+        connect: msg.Connect = self._inbox.get()
         self._progress.begin("waits for its neighbours to link")
         self._join(connect)
         self.say(self._linked())
-        start = self._receive(msg.Start)
+        start: msg.Start = self._inbox.get()
         self._decide(start)
         if self._follows and settings.train.audit:
             self._audit = Audit((worker.below, worker.above), start.is_alike, self._say)
@@ -142,13 +141,6 @@ class Peer:
         self.say(msg.Finished(meters_of(self._links.values()), fed, *decided))
         self._progress.begin("waits for the other stages to finish")
         may_leave.wait()
-
-    def _receive(self, wanted: type[MessageT]) -> MessageT:
-        message = self._inbox.get()
-        if not isinstance(message, wanted):
-            what = f"expected {wanted.__name__} from the coordinator"
-            raise WireError(f"{what}, got {type(message).__name__}")
-        return message
 
     def _linked(self) -> msg.Linked:
         """That this stage is linked, and the last decision that its neighbours know."""
