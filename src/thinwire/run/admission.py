@@ -52,7 +52,7 @@ _PREFIX, _LONGEST, _CHECKSUM_BYTES = "tw1-", 4096, 6  # of an invite; a usual on
 _HEAD = struct.Struct(">32s4s16sQ")  # fingerprint, number, secret, when it expires
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
 _INVITED = "invite/"  # before the number of an invite at a door: no peer's name has a slash
-_VERSION, _MOST_IN_BOOK, _MOST_SAID = 3, 16 << 20, 4096
+_VERSION, _MOST_SAID = 3, 4096
 _RESERVED = re.compile(rf"{COORDINATOR}|host|relay|stage-.*")
 _KEY, _PEER = "key.pem", "peer.json"
 
@@ -81,18 +81,10 @@ class Invite:
         """What it shows at the host's door, for as long as it is good."""
         return door_token(self.invite_id, hash_of(self.secret))
 
-    def routes(self, token: str = "") -> tuple[Route, ...]:
-        """The ways to the host, best first; with the token of a peer, or with the invite's own."""
-        direct = [Route(one, "direct", token or self.door_token) for one in self.addresses]
-        return (*direct, *([self.relay] if self.relay else []))
-
-    def service(self, name: str) -> str:
-        """The name of one of the host's services at its door, such as "enrol"."""
-        return f"{self.run_id}/{name}"
-
     def to_service(self, name: str, token: str = "") -> Routes:
-        """The ways to a service of the host; as for `routes`."""
-        return Routes(self.service(name), self.routes(token))
+        """The ways to a service of the host, with the token of a peer or with the invite's own."""
+        direct = [Route(one, "direct", token or self.door_token) for one in self.addresses]
+        return Routes(f"{self.run_id}/{name}", [*direct, *([self.relay] if self.relay else [])])
 
     def seconds_left(self) -> float:
         """Until it expires by this machine's clock; negative afterwards."""
@@ -376,8 +368,7 @@ class AuthorityBook:
     def _load(self) -> None:
         """A damaged book is an error: without it kicked peers could return."""
         try:
-            with self._file.open("rb") as file:
-                kept = msgspec.json.decode(file.read(_MOST_IN_BOOK), type=_Book)
+            kept = msgspec.json.decode(self._file.read_bytes(), type=_Book)
             if kept.version != _VERSION:
                 raise ConfigError(f"its version is {kept.version}, not {_VERSION}")
             for peer in kept.peers:

@@ -183,8 +183,8 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
 
     `known`: who this machine is if it has joined before; `listen`: where it would accept others.
     """
-    routes = invite.routes(known.door_token if known else "")
-    answers = ping_all(routes, invite.service("probe"))
+    probe = invite.to_service("probe", known.door_token if known else "")
+    answers = ping_all(probe.routes, probe.name)
     refusals = [str(answer) for answer in answers.values() if isinstance(answer, AdmissionError)]
     if refusals:
         yield Finding("blocks", f"the host refuses this invite: {refusals[0]}", "", _NEW_INVITE)
@@ -245,7 +245,8 @@ def _check_host(
                 what = f"no door can be opened here: {error}"
                 yield Finding("note", what, trouble, "choose another --listen")
         try:
-            says = ask_host(Routes(invite.service("enrol"), ways), invite, key_pem, address)
+            enrol = Routes(f"{invite.run_id}/enrol", ways)
+            says = ask_host(enrol, invite, key_pem, address)
         except WireError as error:
             trouble, fix = "does not enrol peers", "ask the host whether `thinwire host` is running"
             if isinstance(error, AdmissionError):
