@@ -67,7 +67,7 @@ def train(
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (
             scratch(folder),
-            LocalPeers(settings, folder, order, peers, began=began) as local,
+            LocalPeers(settings.run.device, order, held, began) as local,
             record.stopping(local.ask_to_stop),
         ):
             lead(coordinator, local, record)

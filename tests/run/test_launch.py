@@ -34,10 +34,11 @@ def make_peers(make_settings, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(coordinator_module, "SETTLE_SECONDS", 0.05)
     made = []
 
-    def make(resume="", peers=0, **changes):
+    def make(resume="", **changes):
         settings, folder = make_settings(**changes), tmp_path / "run"
         order = msg.Assignment([], {}, settings.to_plain(), str(corpus.folder), str(folder), resume)
-        made.append(LocalPeers(settings, folder, order, peers))
+        held = [[stage] for stage in range(settings.pipeline.stages)]
+        made.append(LocalPeers(settings.run.device, order, held))
         return made[-1]
 
     yield make

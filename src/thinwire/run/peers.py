@@ -273,25 +273,19 @@ def placement(settings: Settings, held: list[list[int]]) -> list[list[int]]:
 class LocalPeers(Peers):
     """Processes on this machine, each by the `order` with its own stages; no orphans are left."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        run_folder: Path,
-        order: Assignment,
-        peers: int = 0,
-        began: int = 0,
-    ):
-        """`began`: the step from which the run goes on, for those who replace a lost process."""
-        stages = settings.pipeline.stages
-        super().__init__(stages)
+    def __init__(self, device: str, order: Assignment, held: list[list[int]], began: int = 0):
+        """`held`: the stages by process; `began`: the step from which the run goes on, for those
+        who replace a lost process.
+        """
+        super().__init__(sum(map(len, held)))
         self._orders: list[Assignment] = []  # of each process
         self._seats: list[str] = []
-        for group in neighbours(stages, peers or stages):
+        for group in held:
             identity = Identity.create(f"stage-{group[0]}")
             self._orders.append(dataclasses.replace(order, stages=group, identity=identity))
             self._seats += [identity.fingerprint] * len(group)
-        self._logs = run_folder / "logs"
-        is_worth_it = forks(settings.run.device) and len(self._orders) > 1
+        self._logs = Path(order.run_folder) / "logs"
+        is_worth_it = forks(device) and len(held) > 1
         self._forker = Forker() if is_worth_it else None
         self._here: list[StagesHere] = []
         self._meter = Meter()
