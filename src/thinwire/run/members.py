@@ -89,7 +89,7 @@ class _Connections:
         self.more.put(pipe)
 
 
-class Members:
+class Members(contextlib.AbstractContextManager["Members"]):
     """Streams to all enrolled machines. A context manager: leaving it says goodbye to all.
 
     On the threads of streams `on_happening` is called with a member's name, and says whether it
@@ -113,18 +113,13 @@ class Members:
         self._members: dict[str, Member] = {}
         self._streams: dict[tuple[str, bytes], _Connections] = {}  # by name, session
         self._changed = threading.Condition(threading.RLock())
-        self._is_over = False
         self._farewell = msg.Dismiss("the host ended; join again when it is back", "over")
         book.on_enrolled = self._expect
         for peer in book.peers():
             if not peer.kicked:
                 self._expect(peer.name)
 
-    def __enter__(self) -> "Members":
-        return self
-
     def __exit__(self, *error: object) -> None:
-        self._is_over = True
         with self._changed:
             channels = [member.channel for member in self._members.values() if member.channel]
         for channel in channels:
@@ -214,7 +209,7 @@ class Members:
 
     def _receive(self, name: str) -> None:
         with contextlib.suppress(WireError):  # the listener is closed
-            while not self._is_over:
+            while True:
                 pipe = self._listener.accept(msg.peer_stream(name), None, name)
                 threading.Thread(target=self._attend, args=(name, pipe), daemon=True).start()
 
