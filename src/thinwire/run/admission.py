@@ -221,15 +221,11 @@ class AuthorityBook:
         key_pem = _kept_key(folder / "authority.pem", "restore it, or start a new run", "run.out")
         self.identity = Identity(COORDINATOR, key_pem)
         self.fingerprint = self.identity.fingerprint
+        self.run_id = self.fingerprint[:RUN_DIGITS]  # by which doors know the run
         self.on_enrolled: Callable[[str], None] = lambda name: None
         self._invites: dict[str, IssuedInvite] = {}
         self._peers: dict[str, EnrolledPeer] = {}
         self._load() if self._file.exists() else self._save({}, {})
-
-    @property
-    def run_id(self) -> str:
-        """By which doors know the run."""
-        return self.fingerprint[:RUN_DIGITS]
 
     def invite(
         self,

@@ -215,7 +215,7 @@ class StagesHere:
         self.stages, self.log = stages, logs / f"stage-{'-'.join(map(str, stages))}.log"
         self.process, self._ours = start_process(self.log, forker)
         self.has_begun = False
-        self.is_replaced = False  # then nothing more is heard of it
+        self._is_let_go = False
 
     def begin(
         self,
@@ -236,11 +236,11 @@ class StagesHere:
                 raise WireError(f"a message of stage {said.stage} came from stages {self.stages}")
             if isinstance(said.message, Failed):
                 failed.append(said.stage)
-            if not self.is_replaced:
+            if not self._is_let_go:
                 on_said(said.stage, said.message)
 
         def on_over(error: ThinwireError | None) -> None:
-            if error is not None and not self.is_replaced:
+            if error is not None and not self._is_let_go:
                 on_lost(error)
             all_heard.set()
 
@@ -248,7 +248,7 @@ class StagesHere:
             """Its last words come first: they say more than how it ended."""
             code = self.process.wait()
             all_heard.wait(LAST_WORDS_SECONDS)
-            if not self.is_replaced:
+            if not self._is_let_go:
                 on_exit(failed or self.stages, code)
 
         pipe, name = SocketPipe(self._ours), f"control of {self.log.stem}"
@@ -257,7 +257,8 @@ class StagesHere:
         self.channel.send(order)
 
     def end(self) -> None:
-        """End the process at once, if it has not ended, and let go of it."""
+        """End the process at once, if it has not ended; nothing more is heard of it."""
+        self._is_let_go = True
         self.process.kill()
         self.process.wait()
         self._ours.close()
@@ -305,7 +306,6 @@ class LocalPeers(Peers):
     def replace(self, stages: list[int], by_follower: bool = False) -> None:
         place = next(i for i, here in enumerate(self._here) if here.stages == stages)
         lost, order = self._here[place], self._orders[place]
-        lost.is_replaced = True
         lost.end()  # it may be frozen
         self.said.forget(stages)
         resume = str(self.saved.resolve()) if self.saved else order.resume
