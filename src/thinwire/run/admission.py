@@ -294,8 +294,7 @@ class AuthorityBook:
 
     def is_welcome(self, name: str) -> bool:
         """Whether a peer of this name may open anything."""
-        peer = self._peers.get(name)
-        return peer is not None and not peer.kicked
+        return (peer := self._peers.get(name)) is not None and not peer.kicked
 
     def name_of(self, fingerprint: str) -> str | None:
         """Whose key it is; None if its holder may open nothing; for a `Listener`."""

@@ -122,8 +122,7 @@ class Hearing:
     """
 
     def __init__(self, stages: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[ev.Event, threading.Semaphore | None]]
-        self._queue = queue.SimpleQueue()
+        self._queue = queue.SimpleQueue[tuple[ev.Event, threading.Semaphore | None]]()
         self._room = [threading.Semaphore(MOST_UNHEARD) for _ in range(stages)]
         self._pace = [Pace(f"stage {stage}") for stage in range(stages)]
 
