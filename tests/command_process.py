@@ -28,7 +28,7 @@ import thinwire.run.host
 import thinwire.run.join
 import thinwire.web.server  # noqa: F401
 from thinwire import cli
-from thinwire.run import join, peers, processes
+from thinwire.run import peers, processes
 
 
 class Forked:
@@ -60,14 +60,14 @@ class Forked:
 
 def fork_stages():
     """Have the stages of this command forked by a process that need not import for them."""
-    forker, start = processes.Forker(), processes.start_processes
+    forker, start = processes.Forker(), processes.start_process
     with mock.patch.object(processes, "python_module", Forked):
         forker._start(sys.stdout.buffer)
 
-    def start_forked(logs, own=None):
-        return start(logs, forker)
+    def start_forked(log, own=None):
+        return start(log, forker)
 
-    join.start_processes = peers.start_processes = start_forked
+    peers.start_process = start_forked
 
 
 def main():

@@ -21,7 +21,7 @@ from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
 from thinwire.engine.worker import Worker
 from thinwire.run import peers
 from thinwire.run.checkpoints import commit
-from thinwire.run.processes import Forker, start_processes
+from thinwire.run.processes import Forker, start_process
 from thinwire.typed import to_toml
 from thinwire.wire import Link, Meter, emulated, memory_pair
 from waiting import PROCESS_PATIENCE
@@ -79,13 +79,13 @@ def shared_forker():
     def forker():
         return shared if environment() == usual else Forker()
 
-    def start(logs, own=None):
+    def start(log, own=None):
         """Also a process that is the only one of its run."""
-        return start_processes(logs, own or (shared if environment() == usual else None))
+        return start_process(log, own or (shared if environment() == usual else None))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "Forker", forker)
-        patch.setattr(peers, "start_processes", start)
+        patch.setattr(peers, "start_process", start)
         yield
     Forker.close(shared)
 

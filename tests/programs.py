@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from thinwire.run.processes import Forker, forks, start_processes
+from thinwire.run.processes import Forker, forks, start_process
 from waiting import PROCESS_PATIENCE, wait_until
 
 _forker = Forker("command_process")
@@ -24,16 +24,16 @@ class Command:
     def __init__(self, arguments, log, cwd, env, said, imports):
         paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
-            (self._process,) = start_processes([log], forker=_forker)
+            self._process, ours = start_process(log, forker=_forker)
         order = {"arguments": [*arguments], "cwd": str(cwd), "env": dict(env), "imports": imports}
-        with contextlib.suppress(BrokenPipeError), self._process.ours as there:
+        with contextlib.suppress(BrokenPipeError), ours as there:
             there.sendall(json.dumps(order).encode() + b"\n" + said.encode())
             there.shutdown(socket.SHUT_WR)
         self.poll, self.wait = self._process.poll, self._process.wait
-        while self._process.process is None:  # the first waits for the imports
+        while self._process.pid is None:  # the first waits for the imports
             assert self.poll() is None, log.read_text()
             time.sleep(0.01)
-        self.pid = self._process.process
+        self.pid = self._process.pid
 
     def send_signal(self, number):
         if self.poll() is None:
@@ -105,7 +105,8 @@ class Program:
 
         A process that is still a copy of its coordinator is no stage: to stop it would stop both.
         """
-        forked = [stage for pid in self.forking() for stage in _children(pid)]
+        watching = [pid for forker in self.forking() for pid in _children(forker)]
+        forked = [stage for pid in watching for stage in _children(pid)]
         return forked or self._running("thinwire.run.peer")  # the latter of a run of one stage
 
     def forking(self, *module):

@@ -91,7 +91,7 @@ class Replay:
     def start(self, *_):
         """They have been, did, and have heard it all before; there are no processes."""
 
-    on_begin = tell = wait_for_exits = start
+    on_begin = tell = start
 
     def next_event(self, coordinator):
         self._events = self._events or self._all_events()

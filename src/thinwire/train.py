@@ -17,6 +17,7 @@ from thinwire.run.record import RunRecord
 from thinwire.run.signals import heeding, leave_at_once
 from thinwire.run.start import make_start, opened, prepare_data
 from thinwire.settings import Settings
+from thinwire.wire import Identity
 
 EMULATED = (
     "this CPU has no instructions for bf16 and emulates it, which takes a hundred times as long as "
@@ -55,7 +56,7 @@ def train(
         began = checkpoint.step if checkpoint else 0
         order = Assignment(
             stages=[],
-            identity={},
+            identity=Identity("", ""),
             settings=settings.to_plain(),
             corpus=str(data.folder.resolve()),
             run_folder=str(folder.resolve()),
@@ -66,7 +67,7 @@ def train(
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (
             scratch(folder),
-            LocalPeers(settings, folder, order, peers, began=began) as local,
+            LocalPeers(settings.run.device, order, held, began) as local,
             record.stopping(local.ask_to_stop),
         ):
             lead(coordinator, local, record)

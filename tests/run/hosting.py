@@ -47,11 +47,11 @@ class Joined:
         self.is_cut_off = False
         self.lost = threading.Event()
 
-        def on_lost(error=None):
+        def on_over(error):
             self.lost.set()
 
         pipe = LastingPipe(self._connect(PATIENCE), self._connect, 60.0)
-        self.channel = Channel(pipe, "host", pr.FROM_COORDINATOR, self._hear, on_lost, on_lost)
+        self.channel = Channel(pipe, "host", pr.FROM_COORDINATOR, self._hear, on_over)
 
     def arrive(self, version=thinwire.__version__):
         """Say hello."""

@@ -110,7 +110,7 @@ def test_a_position_without_end_is_not_read(tmp_path):
 def test_who_lied_is_convicted_and_not_who_found_it():
     said, order = [], SimpleNamespace(host={"routes": []})
     peer = SimpleNamespace(order=order, _links={}, say=said.append)
-    Peer.fail(peer, BreachError("it stands at step -1"), [2])
+    Peer.fail(peer, BreachError("it stands at step -1"), 2)
     assert (said[0].convicts, said[0].accuses) == ([2], [])
 
 

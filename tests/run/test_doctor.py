@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 import thinwire
-from thinwire.folders import claimed
 from thinwire.run import doctor as checks
 from thinwire.run.admission import AuthorityBook, HostSays, Invite, identity_in, serve_enrolment
 from thinwire.wire import Door, Listener, Route, Standby, ping
@@ -156,13 +155,6 @@ def test_without_an_invite_the_machine_is_examined(command):
     for words in (f"thinwire {thinwire.__version__}, Python 3.", "torch 2", "memory free", "disk:"):
         assert words in said
     assert "With an invite (thinwire doctor INVITE)" in said
-
-
-def test_a_folder_in_which_a_peer_is_at_work_is_a_note(tmp_path):
-    with claimed(tmp_path, "end it"):
-        found = checks.check_folder(tmp_path)
-    assert found.level == "note" and "is at work in" in found.what
-    assert checks.check_folder(tmp_path).level != "blocks"
 
 
 def test_a_machine_without_torch_is_told_so():

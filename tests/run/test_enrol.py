@@ -116,11 +116,12 @@ def test_who_stands_between_learns_nothing(book, way):
     assert heard == []
 
 
-def test_a_host_that_is_not_there_or_silent_is_given_up(book):
+def test_a_host_that_is_not_there_or_silent_is_given_up(book, monkeypatch):
+    monkeypatch.setattr("thinwire.run.admission.EXCHANGE_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         way = Routes("", "{}:{}".format(*silent.getsockname()))
         with pytest.raises(WireError, match="said nothing"):
-            enrol(way, invite_of(book), new_key(), timeout=0.3)
+            enrol(way, invite_of(book), new_key())
     with pytest.raises(WireError, match="Connection refused"):
         enrol(way, invite_of(book), new_key())
 

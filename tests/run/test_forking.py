@@ -1,16 +1,17 @@
 """Stages that are forked from one process: real processes of a module that imports in no time."""
 
+import contextlib
 import os
 import signal
-import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from programs import gone
 from thinwire.errors import StageError
 from thinwire.run import processes
-from thinwire.run.processes import Forker, forks, start_processes
+from thinwire.run.processes import Forker, forks, start_process
 from waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.skipif(not forks("cpu"), reason="stages are forked on Linux alone")
@@ -34,23 +35,27 @@ def main():
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Starts stages of a module with this text; what is left of them ends with the test."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     started, forkers = [], []
 
-    def start(text=STAGE, count=3, fork=True):
+    def start(text=STAGE, count=3):
         (tmp_path / "stage_of_a_test.py").write_text(text)
-        logs = [tmp_path / f"{stage}.log" for stage in range(count)]
         forkers.append(Forker("stage_of_a_test"))
-        stages = start_processes(logs, forkers[-1] if fork else None)
-        started.extend(stages)
-        for number, stage in enumerate(stages):
-            stage.ours.sendall(str(number).encode())
-        return stages
+        return [start.one(tmp_path / f"{stage}.log", stage) for stage in range(count)]
 
-    start.forkers = forkers
+    def start_one(log, number):
+        process, ours = start_process(log, forkers[-1])
+        started.append((process, ours))
+        with contextlib.suppress(BrokenPipeError):
+            ours.sendall(str(number).encode())
+        return SimpleNamespace(process=process, ours=ours, wait=process.wait, kill=process.kill)
+
+    start.one = start_one
     yield start
-    for process in started:
-        process.end()
+    for process, ours in started:
+        process.kill()
+        process.wait()
+        ours.close()
     for forker in forkers:
         forker.close()
 
@@ -65,10 +70,14 @@ def process_of(log):
     return int(said(log, " is ").split(" is ")[1].split()[0])
 
 
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 def test_each_stage_has_its_own_order_log_and_end(start, tmp_path):
     stages = start()
     pids = [process_of(tmp_path / f"{number}.log") for number in range(3)]
-    assert len(set(pids)) == 3 and all(stage.poll() is None for stage in stages)
+    assert len(set(pids)) == 3 and all(stage.process.poll() is None for stage in stages)
     for number in range(3):
         text = said(tmp_path / f"{number}.log", "]")
         assert f"stage {number} is" in text
@@ -76,9 +85,9 @@ def test_each_stage_has_its_own_order_log_and_end(start, tmp_path):
         assert "files [0, 1, 2, 3]" in text  # not those of others
     for number in (1, 0):
         stages[number].ours.close()
-        assert stages[number].wait(PATIENCE) == stages[number].poll() == 10 + number
-    assert stages[2].poll() is None
-    with pytest.raises(subprocess.TimeoutExpired):
+        assert stages[number].wait(PATIENCE) == stages[number].process.poll() == 10 + number
+    assert stages[2].process.poll() is None
+    with pytest.raises(TimeoutError):
         stages[2].wait(0.01)
     stages[2].kill()
     assert stages[2].wait(PATIENCE) == -signal.SIGKILL
@@ -89,25 +98,19 @@ def test_each_stage_has_its_own_order_log_and_end(start, tmp_path):
 def test_another_is_forked_in_no_time_while_the_forker_lives_and_all_end_with_it(start, tmp_path):
     """For one that is lost; a forker that is gone itself is started anew."""
     first = start()
-    wait_until(lambda: first[1].process)
+    wait_until(lambda: first[1].process.pid)
     first[1].kill()
     assert first[1].wait(PATIENCE) == -signal.SIGKILL
-    logs = [tmp_path / "1.log"]
-    (second,) = start_processes(logs, start.forkers[0])
-    assert second.process is not None, "it runs"
-    second.ours.sendall(b"7")
+    second = start.one(tmp_path / "1.log", 7)
     said(tmp_path / "1.log", "stage 7 is")
     assert "imported" not in (tmp_path / "1.log").read_text()
     pids = [process_of(tmp_path / f"{number}.log") for number in range(3)]
     os.kill(pids[0], signal.SIGSTOP)  # one that is stopped ends, too
-    parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    os.kill(parent, signal.SIGKILL)
+    os.kill(parent_of(parent_of(pids[0])), signal.SIGKILL)  # between them is who watches it
     assert [stage.wait(PATIENCE) for stage in (first[0], second, first[2])] == [-signal.SIGKILL] * 3
     assert gone(pids)
-    (third,) = start_processes(logs, start.forkers[0])
-    third.ours.sendall(b"8")
+    start.one(tmp_path / "1.log", 8)
     said(tmp_path / "1.log", "stage 8 is")
-    third.end()
 
 
 def test_why_nothing_could_be_imported_is_in_every_log(start, tmp_path):
@@ -117,13 +120,12 @@ def test_why_nothing_could_be_imported_is_in_every_log(start, tmp_path):
     assert all("No module named 'a_library_that_is_broken'" in log for log in logs)
 
 
-@pytest.mark.parametrize("fork", [True, False])
-def test_where_one_log_cannot_be_written_no_stage_is_left(fork, start, tmp_path):
+def test_where_a_log_cannot_be_written_nothing_stays_open(tmp_path):
     (tmp_path / "1.log").mkdir()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         with pytest.raises(StageError, match=r"cannot be started with its log in .*1\.log"):
-            start(fork=fork)
+            start_process(tmp_path / "1.log")
     assert len(os.listdir("/proc/self/fd")) < before + 10  # of tests before, some may close now
 
 

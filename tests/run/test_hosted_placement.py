@@ -2,7 +2,6 @@
 processes; test_hosted_recovery.py has them.
 """
 
-import dataclasses
 import shutil
 import threading
 import time
@@ -399,8 +398,8 @@ def test_a_host_that_is_away_for_longer_than_a_link_may_be_ends_no_stage(
     """
     with leads("ana", "ben", link__outage=0.5) as (_, ana, _):
         proxy = Proxy(house.listener.address)
-        own, way = dataclasses.asdict(ana.identity), [Route(proxy.address)]
-        order = msg.Assignment([0], own, {}, "", "", generation=1, host=way)
+        way = [Route(proxy.address)]
+        order = msg.Assignment([0], ana.identity, {}, "", "", generation=1, host=way)
         settings = make_settings(link__outage=0.5)
         far = Peer(order, {}, 0, lambda message: None)._far_corpus(settings)
         far.wait(0)

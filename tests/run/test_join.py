@@ -13,6 +13,7 @@ import pytest
 from hosting import House
 
 from proxy import Proxy
+from thinwire.background import on_daemon_thread
 from thinwire.data import Tokenizer, prepare
 from thinwire.engine.checkpoint import Versions, partial_folder
 from thinwire.engine.reports import ShardFailed, ShardWritten
@@ -109,7 +110,6 @@ def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings):
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    (Terms(name="Ben Bright"), "--name Ben Bright: a name has lower-case letters"),
     (Terms(listen="nowhere"), "'nowhere' is not an address: write HOST:PORT"),
     (Terms(data=Path("gone")), "--data gone: there is no such file or"),
 ])  # fmt: skip
@@ -246,19 +246,18 @@ def test_what_a_stage_says_of_its_end_quotes_no_file_of_its_machine(error, told)
     assert str(error) in said[1].error
 
 
-def test_states_and_logs_of_stages_that_others_hold_now_are_removed(
-    tmp_path, make_settings, monkeypatch
-):
+def test_states_and_logs_of_stages_that_others_hold_now_are_removed(tmp_path, make_settings):
     """A host that gives one stage after the other does not fill this disk."""
-    monkeypatch.setattr(Holding, "start", lambda *_: None)
     peer, plain = joined_peer(tmp_path), make_settings().to_plain()
     held = Holding(msg.Hold([1], plain, True, ""), 1, Terms(), tmp_path)
+    held.here = SimpleNamespace(begin=lambda *_: None)
     peer._holdings = [held]
     fetched = [tmp_path / "run" / "checkpoints" / f"step-00000003-{stage}" for stage in (0, 1)]
     kept = [scratch_folder(tmp_path / "run") / f"stage-{stage}" / "sent-0" for stage in (0, 1)]
     for folder in fetched + kept:
         folder.mkdir(parents=True)
-    peer._on_prepared(held, msg.Assignment([1], {}, {}, "", ""))
+    prepared = on_daemon_thread("prepare", lambda: msg.Assignment([1], {}, {}, "", ""))
+    peer._on_prepared(held, prepared)
     assert [folder.exists() for folder in fetched + kept] == [False, True, False, True]
 
 
@@ -285,7 +284,8 @@ def test_a_machine_that_took_a_place_stands_by_no_more(tmp_path, make_settings):
     hold = msg.Hold([1], make_settings().to_plain(), False, "", began=0, follows=True)
     held = Holding(hold, 2, Terms(), tmp_path)
     process = SimpleNamespace(poll=lambda: None)
-    held.here = SimpleNamespace(process=process, channel=SimpleNamespace(send=lambda *_: None))
+    channel = SimpleNamespace(send=lambda *_: None)
+    held.here = SimpleNamespace(process=process, has_begun=True, channel=channel)
     peer._holdings = [held]
     status = peer.handlers(SimpleNamespace(run_name="code", run_id="ab"))["status"]
     state = lambda: status_from_plain(status({})).peers[0].state  # noqa: E731

@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import queue
-import socket
 import time
 from pathlib import Path
 
@@ -19,10 +18,10 @@ from thinwire.report import PlainDisplay
 from thinwire.run import coordinator as coordinator_module
 from thinwire.run import processes
 from thinwire.run import protocol as msg
-from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
+from thinwire.run.channel import Channel
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Exited, Given, Lost, Record, Said, StopAsked, Tick
-from thinwire.run.peers import LocalPeers, heed, neighbours
+from thinwire.run.peers import MOST_UNHEARD, Hearing, LocalPeers, heed, neighbours
 from thinwire.run.watch import AT_ONCE, Pace
 from thinwire.train import train
 from thinwire.wire import memory_pair
@@ -35,10 +34,11 @@ def make_peers(make_settings, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(coordinator_module, "SETTLE_SECONDS", 0.05)
     made = []
 
-    def make(resume="", peers=0, **changes):
+    def make(resume="", **changes):
         settings, folder = make_settings(**changes), tmp_path / "run"
         order = msg.Assignment([], {}, settings.to_plain(), str(corpus.folder), str(folder), resume)
-        made.append(LocalPeers(settings, folder, order, peers))
+        held = [[stage] for stage in range(settings.pipeline.stages)]
+        made.append(LocalPeers(settings.run.device, order, held))
         return made[-1]
 
     yield make
@@ -58,10 +58,9 @@ def ignore(command):
 
 def test_only_an_unforeseen_error_shows_its_log(tmp_path):
     log = tmp_path / "stage-1.log"
-    process = processes.StageProcess(socket.socketpair()[0], log)
     trace = "Traceback (most recent call last):\n  a line\x1b[2J of ours\n"
     log.write_text(trace)
-    text = process.last_lines()
+    text = processes.last_lines(log)
     assert f"last lines of {log}" in text and "| Traceback" in text and "\x1b" not in text
 
 

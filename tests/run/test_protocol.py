@@ -21,7 +21,7 @@ from thinwire.run.channel import Channel
 from thinwire.run.conduct import PeerConduct
 from thinwire.run.machine import Machine
 from thinwire.schedule import Costs, Links
-from thinwire.wire import Frame, FrameKind, Link, Meter, Route, memory_pair
+from thinwire.wire import Frame, FrameKind, Identity, Link, Meter, Route, memory_pair
 from waiting import wait_until
 
 METER = Meter()
@@ -57,7 +57,7 @@ REPORT = pr.StatusReport(
 STAGES = [records.StageRecord(0, "0..1", 0.1, 0.2, 0.1, "cpu")]
 LINKS = [records.LinkRecord(0, 1000, 600, 0.3)]
 RECORD = records.StepRecord(3, 9, 2.5, 0.1, 1.0, 50, 700.0, 0.5, 9.0, STAGES, LINKS)
-NEWS = pr.RunNews(REPORT, RECORD, PROGRESS)
+NEWS, IDENTITY = pr.RunNews(REPORT, RECORD, PROGRESS), Identity("ana", "key", "host")
 MESSAGES: list[Any] = [
     pr.Hello({"torch": "2.6"}, Machine("ana", tflops=1.0, memory_gb=2.0), "127.0.0.1:1", "", "ab"),
     pr.Alive(), pr.Leaving(), pr.Tried({"127.0.0.1:1": "refused"}), pr.Declined("no room"),
@@ -67,7 +67,7 @@ MESSAGES: list[Any] = [
     STEP, rp.Evaluation(3, 2.0, 1.5), WRITTEN, rp.ShardFailed(4, "disk full"), pr.Finished(METERS),
     FAILED, pr.Ended.by(-9, "killed"), pr.AskAlive(),
     pr.Hold([0, 1], {"run": {}}, True, "ab", "token"),
-    pr.Assignment([0], {"key": "k"}, {"run": {}}, "/c", "/r"), pr.Release("formed again"),
+    pr.Assignment([0], IDENTITY, {"run": {}}, "/c", "/r"), pr.Release("formed again"),
     pr.News("all is well"), records.StepRecord(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0, [], []),
     records.EvaluationRecord(1, 2.0, None), NEWS, pr.TryDoor(), pr.Dismiss("over", "failed"),
     CONNECT, pr.Start(), pr.Await(0), pr.Saved(8), pr.Stop(), pr.Leave(),

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,10 +142,10 @@ def test_a_stage_given_again_while_its_state_is_on_its_way_gets_all_of_it_once(
     for it would be written into the same files.
     """
     monkeypatch.setattr(tr, "PIECE_BYTES", 1024)
-    monkeypatch.setattr(Holding, "begin", lambda held: None)
     settings, _, checkpoint = trained()
     server, started, asked = tr.SeatServer(checkpoint, settings), [], threading.Event()
-    monkeypatch.setattr(Holding, "start", lambda held, order, *_: started.append(order))
+    process = SimpleNamespace(begin=lambda order, *_: started.append(order), end=lambda: None)
+    monkeypatch.setattr(Holding, "begin", lambda held: setattr(held, "here", process))
     goes_on, serving, sent = threading.Event(), [], itertools.count(1)
 
     def dial(name, timeout=0.0):

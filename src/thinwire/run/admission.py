@@ -19,7 +19,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -52,7 +52,7 @@ _PREFIX, _LONGEST, _CHECKSUM_BYTES = "tw1-", 4096, 6  # of an invite; a usual on
 _HEAD = struct.Struct(">32s4s16sQ")  # fingerprint, number, secret, when it expires
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
 _INVITED = "invite/"  # before the number of an invite at a door: no peer's name has a slash
-_VERSION, _MOST_IN_BOOK, _MOST_SAID = 3, 16 << 20, 4096
+_VERSION, _MOST_SAID = 3, 4096
 _RESERVED = re.compile(rf"{COORDINATOR}|host|relay|stage-.*")
 _KEY, _PEER = "key.pem", "peer.json"
 
@@ -81,22 +81,14 @@ class Invite:
         """What it shows at the host's door, for as long as it is good."""
         return door_token(self.invite_id, hash_of(self.secret))
 
-    def routes(self, token: str = "") -> tuple[Route, ...]:
-        """The ways to the host, best first; with the token of a peer, or with the invite's own."""
-        direct = [Route(one, "direct", token or self.door_token) for one in self.addresses]
-        return (*direct, *([self.relay] if self.relay else []))
-
-    def service(self, name: str) -> str:
-        """The name of one of the host's services at its door, such as "enrol"."""
-        return f"{self.run_id}/{name}"
-
     def to_service(self, name: str, token: str = "") -> Routes:
-        """The ways to a service of the host; as for `routes`."""
-        return Routes(self.service(name), self.routes(token))
+        """The ways to a service of the host, with the token of a peer or with the invite's own."""
+        direct = [Route(one, "direct", token or self.door_token) for one in self.addresses]
+        return Routes(f"{self.run_id}/{name}", [*direct, *([self.relay] if self.relay else [])])
 
-    def seconds_left(self, now: float | None = None) -> float:
+    def seconds_left(self) -> float:
         """Until it expires by this machine's clock; negative afterwards."""
-        return self.expires - (time.time() if now is None else now)
+        return self.expires - time.time()
 
     def __str__(self) -> str:
         parts = (bytes.fromhex(part) for part in (self.fingerprint, self.invite_id, self.secret))
@@ -229,14 +221,11 @@ class AuthorityBook:
         key_pem = _kept_key(folder / "authority.pem", "restore it, or start a new run", "run.out")
         self.identity = Identity(COORDINATOR, key_pem)
         self.fingerprint = self.identity.fingerprint
+        self.run_id = self.fingerprint[:RUN_DIGITS]  # by which doors know the run
+        self.on_enrolled: Callable[[str], None] = lambda name: None
         self._invites: dict[str, IssuedInvite] = {}
         self._peers: dict[str, EnrolledPeer] = {}
-        self._load() if self._file.exists() else self._save()
-
-    @property
-    def run_id(self) -> str:
-        """By which doors know the run."""
-        return self.fingerprint[:RUN_DIGITS]
+        self._load() if self._file.exists() else self._save({}, {})
 
     def invite(
         self,
@@ -245,16 +234,12 @@ class AuthorityBook:
         lasts: float = DAY,
         machines: int = 1,
     ) -> Invite:
-        """A new invite that lasts so many seconds, and lets in so many machines."""
-        for address in (*addresses, *([relay.address] if relay else ())):
-            if not is_address(address):
-                raise ConfigError(f"{address!r} is not an address: write HOST:PORT")
-        if not addresses and not relay:
-            raise ConfigError("an invite needs an address of the host or a relay")
+        """A new invite by these addresses or a relay, for so many seconds and machines."""
         secret, expires = secrets.token_hex(16), round(self._clock() + lasts)
-        with self._change():
+        with self._changing:
             number = _unused(self._invites, lambda: secrets.token_hex(4))
-            self._invites[number] = IssuedInvite(number, hash_of(secret), expires, machines)
+            made = IssuedInvite(number, hash_of(secret), expires, machines)
+            self._save({**self._invites, number: made}, self._peers)
         name, places = " ".join(self._run_name.split())[:LONGEST_NAME], tuple(addresses)
         parts = (self.fingerprint, places[:MOST_ADDRESSES], number, secret, expires)
         return Invite(name, *parts, relay)
@@ -265,7 +250,7 @@ class AuthorityBook:
         Who is known by its key is told its name again, with any invite that ever let it in.
         """
         key = fingerprint_of(public)
-        with self._change():
+        with self._changing:
             invite, known = self._admitted(invite_id, secret, key)
             if known is None:
                 name = wanted_name or _unused(self._peers, lambda: f"peer-{secrets.token_hex(2)}")
@@ -278,15 +263,17 @@ class AuthorityBook:
                         f"and inner hyphens, at most 63, and not {COORDINATOR}, host, relay or "
                         "stage-..."
                     )
-                self._peers[name] = EnrolledPeer(name, public, invite_id, self._clock())
+                known = EnrolledPeer(name, public, invite_id, self._clock())
             elif wanted_name not in ("", name := known.name):
                 raise AdmissionError(
                     f"this machine has joined the run as {name!r} before: leave out --name "
                     f"{wanted_name}, or join from another folder (--folder)"
                 )
             if key not in invite.used_by:
-                self._invites[invite_id] = replace(invite, used_by=[*invite.used_by, key])
-            return name
+                used = replace(invite, used_by=[*invite.used_by, key])
+                self._save({**self._invites, invite_id: used}, {**self._peers, name: known})
+        self.on_enrolled(name)
+        return name
 
     def check_invite(self, invite_id: str, secret: str, public: str) -> None:
         """Raise what `enrol` would, and use nothing up."""
@@ -295,27 +282,24 @@ class AuthorityBook:
 
     def kick(self, name: str) -> list[str]:
         """Let a peer in no more, by its key or its invites; who else came with these."""
-        with self._change():
+        with self._changing:
             if (peer := self._peers.get(name)) is None:
                 names = ", ".join(sorted(self._peers)) or "none"
                 raise AdmissionError(f"no peer of this run is called {name!r}; its peers: {names}")
-            self._peers[name] = replace(peer, kicked=True)
-            used = {peer.invite_id}
-            for invite in self._invites.values():
-                if peer.key in invite.used_by:
-                    self._invites[invite.invite_id] = replace(invite, closed=True)
-                    used.add(invite.invite_id)
-            return [p.name for p in self._peers.values() if p.invite_id in used and not p.kicked]
+            used = [one for one in self._invites.values() if peer.key in one.used_by]
+            closed = {one.invite_id: replace(one, closed=True) for one in used}
+            peers = {**self._peers, name: replace(peer, kicked=True)}
+            self._save({**self._invites, **closed}, peers)
+        return [one.name for one in peers.values() if one.invite_id in closed and not one.kicked]
 
     def is_welcome(self, name: str) -> bool:
         """Whether a peer of this name may open anything."""
-        peer = self._peers.get(name)
-        return peer is not None and not peer.kicked
+        return (peer := self._peers.get(name)) is not None and not peer.kicked
 
     def name_of(self, fingerprint: str) -> str | None:
         """Whose key it is; None if its holder may open nothing; for a `Listener`."""
-        known = [p.name for p in self.peers() if p.key == fingerprint and not p.kicked]
-        return known[0] if known else None
+        known = (p.name for p in self.peers() if p.key == fingerprint and not p.kicked)
+        return next(known, None)
 
     def key_of(self, name: str) -> str:
         """The fingerprint of a peer's key."""
@@ -337,8 +321,7 @@ class AuthorityBook:
 
     def peers(self) -> list[EnrolledPeer]:
         """All that were ever let in, in that order; kicked ones too."""
-        with self._changing:
-            return list(self._peers.values())
+        return list(self._peers.values())
 
     def _admitted(
         self, invite_id: str, secret: str, key: str
@@ -371,28 +354,16 @@ class AuthorityBook:
             return ""
         return f"this invite {why}: ask the host for a new one"
 
-    @contextlib.contextmanager
-    def _change(self) -> Iterator[None]:
-        """A change is kept if it reaches the disk, and undone if it fails."""
-        with self._changing:
-            before = dict(self._invites), dict(self._peers)
-            try:
-                yield
-                if before != (self._invites, self._peers):
-                    self._save()
-            except BaseException:
-                self._invites, self._peers = before
-                raise
-
-    def _save(self) -> None:
-        kept = _Book(self._run_name, list(self._invites.values()), list(self._peers.values()))
+    def _save(self, invites: dict[str, IssuedInvite], peers: dict[str, EnrolledPeer]) -> None:
+        """Have these hold once they are on the disk; what holds is never changed in place."""
+        kept = _Book(self._run_name, list(invites.values()), list(peers.values()))
         _keep(self._file, msgspec.json.format(msgspec.json.encode(kept), indent=1))
+        self._invites, self._peers = invites, peers
 
     def _load(self) -> None:
         """A damaged book is an error: without it kicked peers could return."""
         try:
-            with self._file.open("rb") as file:
-                kept = msgspec.json.decode(file.read(_MOST_IN_BOOK), type=_Book)
+            kept = msgspec.json.decode(self._file.read_bytes(), type=_Book)
             if kept.version != _VERSION:
                 raise ConfigError(f"its version is {kept.version}, not {_VERSION}")
             for peer in kept.peers:
@@ -466,26 +437,21 @@ def serve_enrolment(
 
     def answer(stream: Stream) -> None:
         try:
-            says = _answer(book, _heard(stream, _ASKED), stream.public, stream.comes_from)
-        except WireError:
-            says = HostSays(refused="the enrolment lacks a part: install the host's version")
+            asked = _heard(stream, _ASKED)
+            who = asked.invite, asked.secret, stream.public
+            if asked.only == "ask":
+                book.check_invite(*who)
+                says = HostSays(__version__, reached=_reaches(book, asked, stream.comes_from))
+            else:
+                says = HostSays(__version__, name=book.enrol(*who, asked.name))
+        except WireError as refusal:
+            says = HostSays(__version__, str(refusal))
         except ThinwireError as error:  # such as a full disk: not for strangers
             note(f"a machine could not join: {error}")
             says = HostSays("", "the host cannot enrol peers at the moment: its screen says why")
         stream.write(msgspec.json.encode(says))
 
     listener.serve(ENROL, answer)
-
-
-def _answer(book: AuthorityBook, asked: _Asked, public: str, origin: str) -> HostSays:
-    try:
-        if asked.only == "ask":
-            book.check_invite(asked.invite, asked.secret, public)
-            return HostSays(__version__, reached=_reaches(book, asked, origin))
-        name = book.enrol(asked.invite, asked.secret, public, asked.name)
-        return HostSays(__version__, name=name)
-    except WireError as refusal:
-        return HostSays(__version__, str(refusal))
 
 
 def _reaches(book: AuthorityBook, asked: _Asked, origin: str) -> str:
@@ -500,15 +466,13 @@ def _reaches(book: AuthorityBook, asked: _Asked, origin: str) -> str:
     return "yes"
 
 
-def enrol(
-    routes: Routes, invite: Invite, key_pem: str, wanted_name: str = "", timeout: float = EXCHANGE_S
-) -> Identity:
+def enrol(routes: Routes, invite: Invite, key_pem: str, wanted_name: str = "") -> Identity:
     """Join the run of an invite, whose host is found by these routes; the identity there.
 
     AdmissionError: the host refused, or another run answers; another WireError: nobody did.
     """
     asked = _Asked(invite.invite_id, invite.secret, wanted_name)
-    says, host = _exchange(routes, invite, key_pem, asked, timeout)
+    says, host = _exchange(routes, invite, key_pem, asked)
     if says.refused:
         raise AdmissionError(f"the host refused: {says.refused}")
     if not is_name(says.name):
@@ -522,16 +486,14 @@ def ask(routes: Routes, invite: Invite, key_pem: str = "", door: str = "") -> Ho
     """
     key_pem = key_pem or Identity.create("").key_pem
     asked = _Asked(invite.invite_id, invite.secret, "", "ask", door)
-    return _exchange(routes, invite, key_pem, asked, EXCHANGE_S)[0]
+    return _exchange(routes, invite, key_pem, asked)[0]
 
 
-def _exchange(
-    routes: Routes, invite: Invite, key_pem: str, asked: _Asked, timeout: float
-) -> tuple[HostSays, str]:
+def _exchange(routes: Routes, invite: Invite, key_pem: str, asked: _Asked) -> tuple[HostSays, str]:
     """What the host answers once it has proved to be the invite's, and its public key."""
     identity, whom = Identity("this machine", key_pem), invite.fingerprint
     try:
-        stream = dial(routes, ENROL, identity, whom, timeout, _MOST_SAID, tries_again=False)
+        stream = dial(routes, ENROL, identity, whom, EXCHANGE_S, _MOST_SAID, tries_again=False)
     except BreachError:
         raise AdmissionError(
             "another run answers at the address of the invite, or somebody stands between: nothing "
@@ -547,7 +509,7 @@ def _heard(stream: Pipe, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(bytes(stream.read() or b""))
     except (ValueError, RecursionError):
-        raise WireError("a message of enrolment cannot be read") from None
+        raise WireError("the enrolment lacks a part: install the host's version") from None
 
 
 class _SavedPeer(msgspec.Struct):

@@ -1,22 +1,19 @@
-"""A stream of messages between the coordinator and a peer, and the queue in which all of them meet.
+"""A stream of messages between the coordinator and a peer.
 
 It rides on a pipe of its own: over TLS connections that may be lost and come back, or a pair of
 sockets on this machine. It carries little, which is metered, and no step waits for it.
 """
 
+import contextlib
 import os
-import queue
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from thinwire.engine.reports import Report
 from thinwire.errors import ThinwireError, WireError
-from thinwire.run.events import Event, Exited, Lost, Said, Tick
 from thinwire.run.protocol import MOST_SAID, OF_NO_STAGE, Envelope, Kinds, pack, unpack
-from thinwire.run.watch import Pace
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe
 from thinwire.wire.frame import BytesLike
 from thinwire.wire.pipe import CLOSE_GRACE_S
@@ -53,7 +50,8 @@ class SocketPipe(Pipe):
 
 class Channel:
     """One end of a stream of messages, which go to a callback in order. One that is malformed, or
-    not for this end (`kinds`), breaks it: the other end's fault.
+    not for this end (`kinds`), breaks it: the other end's fault. `on_over` is told why it broke, or
+    None of a goodbye.
     """
 
     def __init__(
@@ -62,29 +60,27 @@ class Channel:
         name: str,
         kinds: Kinds,
         on_message: Callable[[Envelope], None],
-        on_lost: Callable[[ThinwireError], None],
-        on_end: Callable[[], None] = lambda: None,
+        on_over: Callable[[ThinwireError | None], None],
+        meter: Meter | None = None,
     ):
         self._kinds, self._on_message = kinds, on_message
-        self.meter = Meter()
-        self._link = Link(pipe, self.meter, name, MOST_SAID)
-        self._link.start(self._on_frame, on_lost, on_end)
+        self._link = Link(pipe, meter or Meter(), name, MOST_SAID)
+        self._link.start(self._on_frame, on_over, lambda: on_over(None))
 
     def send(
         self, message: Any, stage: int = OF_NO_STAGE, generation: int = 0, again: int = 0
     ) -> None:
-        """Queue a message about the peer itself or one of its stages; never blocks."""
+        """Queue a message about the peer itself or one of its stages; never blocks. WireError if it
+        is too large; on a stream that is lost, which shows by itself, it goes nowhere.
+        """
         payload = pack(Envelope(message, stage, generation, again))
-        self._link.send(Frame(kind=FrameKind.CONTROL, payload=payload))
+        with contextlib.suppress(WireError):
+            self._link.send(Frame(kind=FrameKind.CONTROL, payload=payload))
 
     @property
     def unsent(self) -> int:
         """How many messages still wait to be sent."""
         return self._link.unsent
-
-    def moved_bytes(self) -> int:
-        """Every byte so far, both ways, frame headers included."""
-        return self.meter.sent_bytes() + self.meter.received_bytes()
 
     def close(self) -> None:
         """Send what is queued, then say goodbye."""
@@ -94,52 +90,3 @@ class Channel:
         if frame.kind is not FrameKind.CONTROL:
             raise WireError(f"a {frame.kind.name} frame came on a stream of messages")
         self._on_message(unpack(bytes(frame.payload), self._kinds))
-
-
-MOST_UNHEARD = 64
-"""Messages of one stage that wait to be heard; its stream holds back what comes after.
-One message may be large, and a stage may send without end."""
-
-
-class Hearing:
-    """What happens to all stages, in one queue: our notes come in at once, a stage's in turn.
-
-    One thread takes it out. What is of a stage goes with the room of whoever holds it: another
-    holder has another room, and what came of the one before is dropped on its way out.
-    """
-
-    def __init__(self, stages: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[Event, threading.Semaphore | None]]
-        self._queue = queue.SimpleQueue()
-        self._room = [threading.Semaphore(MOST_UNHEARD) for _ in range(stages)]
-        self._pace = [Pace(f"stage {stage}") for stage in range(stages)]
-
-    def note(self, event: Event) -> None:
-        """Add what has happened; never waits, so a signal handler may call it."""
-        room = self._room[event.stage] if isinstance(event, Exited | Lost) else None
-        self._queue.put((event, room))
-
-    def hear(self, stage: int, message: Any) -> None:
-        """Add what a stage has said, once there is room; WireError if it speaks too often."""
-        if not isinstance(message, Report):  # the work of the others bounds these (coordinator.py)
-            self._pace[stage].count()
-        room = self._room[stage]
-        room.acquire()
-        self._queue.put((Said(stage, message), room))
-
-    def next(self, timeout: float) -> Event:
-        """The next of them, or a Tick if none comes in time."""
-        while True:
-            try:
-                event, room = self._queue.get(timeout=timeout)
-            except queue.Empty:
-                return Tick()
-            if room is not None and isinstance(event, Said):
-                room.release()
-            if room is None or room in self._room:
-                return event
-
-    def forget(self, stages: Collection[int]) -> None:
-        """Others hold these now: what came of those before would pass for theirs."""
-        for stage in stages:
-            self._room[stage] = threading.Semaphore(MOST_UNHEARD)

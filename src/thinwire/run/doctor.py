@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import thinwire
 from thinwire.errors import AdmissionError, ThinwireError, WireError
-from thinwire.folders import is_claimed
 from thinwire.paths import peer_folder
 from thinwire.report.human import duration, human_bytes
 from thinwire.run.admission import HostSays, Invite, saved_identity
@@ -123,25 +122,14 @@ def _check_device() -> Iterator[Finding]:
     yield check_memory(free_memory(device), device_name(device))
 
 
-def _graded(
-    here: str, value: float, least: float, enough: float, blocked: str, noted: str, fix: str
-) -> Finding:
-    """What blocks below one value, is worth a note below another, and is fine from there on."""
-    if value < least:
-        return Finding("blocks", here, blocked, fix)
-    return Finding("note", here, noted, fix) if value < enough else fine(here)
-
-
 def check_memory(free: int, device: str) -> Finding:
     """Whether a stage of some size fits into the free memory of the device."""
-    return _graded(
-        f"device {device}, {human_bytes(free)} of memory free",
-        free,
-        *(0.5e9, 2e9),
-        "No stage of a useful size fits into that.",
-        "Only a small stage fits: each parameter takes about 16 bytes while it is trained.",
-        "close other programs, or take part with another machine",
-    )
+    what = f"device {device}, {human_bytes(free)} of memory free"
+    fix = "close other programs, or take part with another machine"
+    if free < 0.5e9:
+        return Finding("blocks", what, "No stage of a useful size fits into that.", fix)
+    small = "Only a small stage fits: each parameter takes about 16 bytes while it is trained."
+    return Finding("note", what, small, fix) if free < 2e9 else fine(what)
 
 
 def check_folder(folder: Path) -> Finding:
@@ -151,19 +139,12 @@ def check_folder(folder: Path) -> Finding:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         trouble = f"This machine's key and shards would be kept in {folder}."
         return Finding("blocks", f"nothing can be written to {place}", trouble, fix)
-    if is_claimed(folder):
-        trouble = "A second one cannot join from there."
-        fix = "end it, or join with another --folder"
-        return Finding("note", f"a process of this peer is at work in {folder}", trouble, fix)
-    free = free_disk(folder)
-    return _graded(
-        f"disk: {human_bytes(free)} free for {folder}",
-        free,
-        *(0.2e9, 5e9),
-        "The shards of a stage do not fit.",
-        "A shard takes about 12 bytes for each parameter of the stage, and several are kept.",
-        f"free some space, or {fix}",
-    )
+    free, fix = free_disk(folder), f"free some space, or {fix}"
+    what = f"disk: {human_bytes(free)} free for {folder}"
+    if free < 0.2e9:
+        return Finding("blocks", what, "The shards of a stage do not fit.", fix)
+    few = "A shard takes about 12 bytes for each parameter of the stage, and several are kept."
+    return Finding("note", what, few, fix) if free < 5e9 else fine(what)
 
 
 def _check_hosted() -> Iterator[Finding]:
@@ -202,8 +183,8 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
 
     `known`: who this machine is if it has joined before; `listen`: where it would accept others.
     """
-    routes = invite.routes(known.door_token if known else "")
-    answers = ping_all(routes, invite.service("probe"))
+    probe = invite.to_service("probe", known.door_token if known else "")
+    answers = ping_all(probe.routes, probe.name)
     refusals = [str(answer) for answer in answers.values() if isinstance(answer, AdmissionError)]
     if refusals:
         yield Finding("blocks", f"the host refuses this invite: {refusals[0]}", "", _NEW_INVITE)
@@ -216,22 +197,13 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
         yield from _check_host(invite, list(ways), known.key_pem if known else "", listen, seen)
         try:
             rates = measure_link(list(ways), invite.run_id)
+            both = f"{rates.mbps_up:.1f} Mbit/s up, {rates.mbps_down:.1f} Mbit/s down"
+            yield fine(f"{both}, round trip {1e3 * rates.round_trip_s:.0f} ms to the host")
         except WireError as error:
             yield fine(f"rates were not measured: {error}")
-            return
-        both = f"{rates.mbps_up:.1f} Mbit/s up, {rates.mbps_down:.1f} Mbit/s down"
-        yield fine(f"{both}, round trip {1e3 * rates.round_trip_s:.0f} ms to the host")
-        return
-    left = invite.seconds_left()  # whether it has expired, where its host cannot be asked
-    if left <= 0:
+    elif (left := invite.seconds_left()) <= 0:  # which its host cannot say now
         trouble = "It lets in nobody new. A machine that joined with it before can join again."
         yield Finding("note", f"the invite expired {duration(-left)} ago", trouble, _NEW_INVITE)
-    else:
-        yield fine(f"invite to {_run(invite)}, for {duration(left)} more")
-
-
-def _run(invite: Invite) -> str:
-    return f"run {invite.run_name!r} ({invite.run_id})"
 
 
 def _check_route(route: Route, answer: Seen | BaseException, is_reached: bool) -> Finding:
@@ -240,23 +212,19 @@ def _check_route(route: Route, answer: Seen | BaseException, is_reached: bool) -
         seen, _ = split_address(answer.address)
         trip = f"{1e3 * answer.round_trip_s:.0f} ms"
         return fine(f"{who} answers at {route.address} in {trip}, and sees this machine as {seen}")
-    what, fix = f"{who} does not answer: {answer}", _way_out(route)
-    if is_reached:
-        return Finding("note", what, "Another way works; the run will use that.", fix)
-    return Finding("blocks", what, "This machine cannot reach the run.", fix)
-
-
-def _way_out(route: Route) -> str:
-    """What to do about a door that does not answer."""
     _, port = split_address(route.address)
     command = "thinwire host" if route.kind == "direct" else "thinwire relay"
-    return (
+    fix = (
         f"there: see that `{command}` runs, open TCP port {port} in the firewall (sudo ufw allow "
         f"{port}/tcp) and forward TCP port {port} in the router. Here: look at the connection and "
         f"the name server, and allow connections out to port {port}; thinwire does not use a "
         "proxy. Or let both meet at a third machine: thinwire relay, and thinwire host --relay. If "
         f"another run is at home there by now, {_NEW_INVITE}"
     )
+    what = f"{who} does not answer: {answer}"
+    if is_reached:
+        return Finding("note", what, "Another way works; the run will use that.", fix)
+    return Finding("blocks", what, "This machine cannot reach the run.", fix)
 
 
 def _check_host(
@@ -277,7 +245,8 @@ def _check_host(
                 what = f"no door can be opened here: {error}"
                 yield Finding("note", what, trouble, "choose another --listen")
         try:
-            says = ask_host(Routes(invite.service("enrol"), ways), invite, key_pem, address)
+            enrol = Routes(f"{invite.run_id}/enrol", ways)
+            says = ask_host(enrol, invite, key_pem, address)
         except WireError as error:
             trouble, fix = "does not enrol peers", "ask the host whether `thinwire host` is running"
             if isinstance(error, AdmissionError):
@@ -292,7 +261,8 @@ def check_answer(invite: Invite, says: HostSays, door: str) -> Iterator[Finding]
     if says.refused:
         yield Finding("blocks", f"the host refuses this invite: {says.refused}", "", _NEW_INVITE)
     else:
-        yield fine(f"the host of {_run(invite)} would let this machine in")
+        run = f"run {invite.run_name!r} ({invite.run_id})"
+        yield fine(f"the host of {run} would let this machine in")
     if says.version != thinwire.__version__:
         what = f"thinwire {thinwire.__version__} here, {says.version} at the host"
         trouble = "Both ends of a link must compute and pack alike."

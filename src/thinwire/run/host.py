@@ -87,10 +87,7 @@ class HostOptions:
         """Refuse a wrong address or number before anything is prepared."""
         for address in self.addresses:
             with_port(address, 1)
-        try:
-            split_address(self.listen)
-        except WireError as error:
-            raise ConfigError(f"--listen: {error}") from None
+        split_address(self.listen)
         neighbours(stages, self.peers or stages)  # refuses what cannot be
 
 
@@ -109,11 +106,10 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
         ExitStack() as held,
     ):
         data = prepare_data(settings, display, weights, checkpoint)
-        book = AuthorityBook(folder / "authority", settings.run.name)
         is_known = weights is not None and are_cuts_learned(weights.settings)
         keeps_split = is_known and are_cuts_learned(settings)
         origin = None if checkpoint else weights
-        return _Hosting(settings, options, data, book, display, held, origin, keeps_split).run()
+        return _Hosting(settings, options, data, display, held, origin, keeps_split).run()
 
 
 def comparable(peers: list[Machine]) -> list[Machine]:
@@ -157,9 +153,9 @@ class OpenDoor:
             door.serve(name, take)
             for route in self._relay:
                 stack.enter_context(Standby(name, route, take, prover=book.identity.prove))
-        stated = tuple(with_port(address, door.port) for address in options.addresses)
         host, _ = split_address(options.listen)
-        self.addresses = stated or (outside_address(host, door.port),)
+        stated = options.addresses or (outside_address(host, door.port),)
+        self.addresses = tuple(with_port(address, door.port) for address in stated)
 
     def meeting(self, peer: str) -> list[Route]:
         """Where a member meets others that it cannot reach: the relay, then the host's door."""
@@ -255,7 +251,6 @@ class _Hosting(Base):
         settings: Settings,
         options: HostOptions,
         data: Corpus,
-        book: AuthorityBook,
         display: Display,
         opened: ExitStack,
         origin: Checkpoint | None,
@@ -271,13 +266,13 @@ class _Hosting(Base):
         self._settings = formation.applied(settings)
         self._stop_asked = False
         self._failures = Failures()
+        book = AuthorityBook(folder / "authority", settings.run.name)
         door = OpenDoor(book, options, formation.port, opened)
-        plain = msgspec.json.encode(settings.to_plain())
 
         def tell_settings(stream: Stream) -> None:
             """Tell a member what is trained, by which it measures itself; a stranger nothing."""
             if book.name_of(fingerprint_of(stream.public)) is not None:
-                stream.write(plain)
+                stream.write(msgspec.json.encode(settings.to_plain()))
 
         door.listener.serve(msg.SETTINGS, tell_settings)
         if options.stages_here:  # they end after members have heard a farewell, so they begin first
@@ -313,7 +308,7 @@ class _Hosting(Base):
                         raise
                     self.display.standing.waits("room on the disk of the host")
                     self.display.note(f"{error}; trying again until there is room")
-                    self.members.wait(lambda: False, REMIND_SECONDS)
+                    time.sleep(REMIND_SECONDS)
         except KeyboardInterrupt:
             self.members.say_farewell("the host was stopped; join again when it is back")
             raise
@@ -365,15 +360,13 @@ class _Hosting(Base):
         try:
             with peers, record.stopping(stop):
                 lead(coordinator, peers, record)
-        except Interrupted:
+        except (Interrupted, StageError) as error:
             if self._stop_asked:
                 raise
-            display.note(f"{peers.pauses or 'a peer leaves'}: the run pauses at once")
-            return None
-        except StageError as error:
-            if self._stop_asked:
-                raise
-            self._judge(error)
+            if isinstance(error, StageError):
+                self._judge(error)
+            else:
+                display.note(f"{peers.pauses or 'a peer leaves'}: the run pauses at once")
             return None
         finally:
             if record.has_begun:
@@ -395,13 +388,13 @@ class _Hosting(Base):
 
         def say_farewell() -> None:
             self._tell_members(record.ledger.progress() if record.ledger.records else None)
-            stopped = f"the host stopped the run after step {done} of {steps}"
-            if done == steps:
-                self.members.say_farewell(f"the run is complete: {done} steps")
-            else:
-                self.members.say_farewell(f"{stopped}; join again when it is back")
+            farewell = f"the run is complete: {done} steps"
+            if done < steps:
+                stopped = f"the host stopped the run after step {done} of {steps}"
+                farewell = f"{stopped}; join again when it is back"
+            self.members.say_farewell(farewell)
 
-        moved, beside = self.members.moved_bytes(), self.beside_bytes()
+        moved, beside = self.members.meter.moved_bytes(), self.beside_bytes()
         return record.finish(moved, self._stop_asked, self._started, beside, say_farewell)
 
     def _newest(self) -> Checkpoint | None:
@@ -460,10 +453,7 @@ class _Hosting(Base):
                 since = f" (for {now - began:.0f} s)" if now - began > 1 else ""
                 self.display.announce("wait", lacking + since)
                 told, told_at = lacking, now
-            self.members.wait(partial(self._has_changed, here), LOOK_SECONDS)
-
-    def _has_changed(self, known: list[str]) -> bool:
-        return [member.name for member in self.members.here()] != known
+            self.members.wait_for_others(members, LOOK_SECONDS)
 
     def _placed(self, here: list[Member]) -> list[str]:
         """Who holds each stage of a run that is formed for the first time, by what these have

@@ -30,7 +30,7 @@ from thinwire.run.admission import AuthorityBook
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.formation import Formation, Placing, stage_names, write_formation
 from thinwire.run.members import Happening, Member, Members, ignore, one_line
-from thinwire.run.peers import EXIT_SECONDS, Peers, placement
+from thinwire.run.peers import Peers, placement
 from thinwire.run.record import RunRecord
 from thinwire.run.status import SharedDisplay, doubt_text
 from thinwire.run.tokens import TokenServer
@@ -171,7 +171,7 @@ class Base:
 
     def beside_bytes(self) -> dict[str, int]:
         """Every byte of that so far, both ways, frame headers included."""
-        moved = {what: m.sent_bytes() + m.received_bytes() for what, m in self.beside.items()}
+        moved = {what: meter.moved_bytes() for what, meter in self.beside.items()}
         return {**moved, **({"frames to stand-bys": self.fed_bytes} if self.fed_bytes else {})}
 
 
@@ -462,11 +462,6 @@ class HostedPeers(Peers):
     def ask_to_stop(self, why: str = "") -> None:
         self.is_stopping = True
         super().ask_to_stop(why)
-
-    def wait_for_exits(self) -> None:
-        deadline = time.monotonic() + EXIT_SECONDS
-        while len(self._ended) < len(self._stages) and time.monotonic() < deadline:
-            time.sleep(0.02)
 
     def last_words(self, culprit: ev.Suspect) -> str:
         who = f"\n  stage {culprit.stage} was held by {self._base.formation.seats[culprit.stage]}"

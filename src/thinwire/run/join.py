@@ -22,6 +22,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from thinwire.engine.state import most_shard_bytes
 from thinwire.engine.worker import scratch_folder
 from thinwire.errors import (
     AdmissionError,
+    BreachError,
     ConfigError,
     DataError,
     StageError,
@@ -59,7 +61,7 @@ from thinwire.run.machine import Machine, free_disk, measure_machine
 from thinwire.run.members import SESSION_BYTES
 from thinwire.run.peer import versions
 from thinwire.run.peers import StagesHere
-from thinwire.run.processes import StageProcess, start_processes
+from thinwire.run.processes import last_lines
 from thinwire.run.record import write_progress
 from thinwire.run.signals import Interrupted, heeding
 from thinwire.run.status import Handler, blocks_text
@@ -74,22 +76,19 @@ from thinwire.wire import (
     Routes,
     Seen,
     dial,
-    ping,
     ping_all,
     raise_descriptor_limit,
 )
 from thinwire.wire.door import Allowance
-from thinwire.wire.keys import fingerprint_of, is_name
+from thinwire.wire.keys import fingerprint_of
 from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import measure_link
 
 LINK_SECONDS = 0.5  # of a burst each way, when the way to the host is measured
 DIAL_SECONDS = 20.0  # for one attempt to reach the host
-FETCH_SECONDS = 600.0  # without a connection, before stages are given back
 STATE_MARGIN = 2  # a checkpoint of another split may have more of what stages share
 SAY_SECONDS = 0.5  # between two words on how far stages are prepared
 MEND = "Mend that, then end this command (Ctrl-C) and join again"
-SEE_LOG = "its log, on that machine, says more"  # it may quote files, and stays there
 LOST = "the connection to the host was lost"
 WHEN_LEAVING = "once others have its stages, or after this step, with a checkpoint"
 _PAUSE_S = 1.0
@@ -113,11 +112,6 @@ class Terms:
 
     def check(self) -> None:
         """Refuse what cannot work before the host hears of this machine."""
-        if self.name and not is_name(self.name):
-            raise ConfigError(
-                f"--name {self.name}: a name has lower-case letters, digits and inner hyphens, at "
-                "most 63"
-            )
         if self.listen:
             split_address(self.listen)
         for name in ("data", "valid_data", "tokenizer", "template"):
@@ -149,33 +143,24 @@ def join(invite: Invite, terms: Terms, display: Display) -> str:
         display.phase("join", f"enrolled as {identity.name}")
         host, listen = invite.to_service("control", identity.door_token), terms.listen
         with Door(*split_address(listen)) if listen else contextlib.nullcontext() as door:
-            addresses = _addresses(door, listen, _seen(host))
+            addresses = _addresses(door, listen, host)
             machine = _measured(terms, folder, host, invite.run_id, identity, display)
             joined = JoinedPeer(folder, host, identity, terms, machine, display, door, addresses)
             with ControlSocket(folder, joined.handlers(invite)):
                 return joined.run()
 
 
-def _seen(host: Routes) -> str:
-    """As which host others see this machine; empty where no way leads there at the moment."""
-    for route in host.routes:
-        try:
-            return split_address(ping(route, host.name).address)[0]
-        except AdmissionError:
-            raise
-        except WireError:
-            pass
-    return ""
-
-
-def _addresses(door: Door | None, listen: str, seen: str) -> tuple[str, str]:
-    """The door's address for this machine's own processes, and the one by which others may try."""
+def _addresses(door: Door | None, listen: str, host: Routes) -> tuple[str, str]:
+    """The door's address for this machine's own processes, and the one by which others may try:
+    where the host sees this machine, unless the owner named an address.
+    """
     if door is None:
         return "", ""
-    host, _ = split_address(listen)
-    if host not in ("0.0.0.0", "::", ""):
+    if split_address(listen)[0] not in ("0.0.0.0", "::", ""):
         return door.address, door.address
-    outside = address_text(seen, door.port) if seen else ""
+    answers = ping_all(host.routes, host.name).values()
+    seen = [split_address(one.address)[0] for one in answers if isinstance(one, Seen)]
+    outside = address_text(seen[0], door.port) if seen else ""
     return address_text("127.0.0.1", door.port), outside
 
 
@@ -237,16 +222,16 @@ def own_settings(asked_plain: dict[str, Any], terms: Terms, free_bytes: int) -> 
 def own_data(asked: dict[str, Any], settings: Settings, terms: Terms) -> DataConfig:
     """What the corpus is made from on this machine: files that its owner named, and no others."""
     own = {
-        "valid_path": (terms.valid_data, "--valid-data"),
-        "tokenizer": (terms.tokenizer, "--tokenizer"),
-        "template": (terms.template, "--template"),
+        "valid_path": terms.valid_data,
+        "tokenizer": terms.tokenizer,
+        "template": terms.template,
     }
-    named = {key for key in own if asked.get("data", {}).get(key, "") not in TEMPLATES}
-    if missing := [f"data.{key} ({own[key][1]})" for key in sorted(named) if own[key][0] is None]:
+    named = [key for key in own if asked.get("data", {}).get(key, "") not in TEMPLATES]
+    if missing := [f"data.{key}" for key in named if own[key] is None]:
         raise DataError(
             f"the run's data is made with files of its host: {', '.join(missing)}. Name the same "
-            "files on this machine with these options, or leave out --data: token ids then come "
-            "from the host"
+            "files on this machine (--valid-data, --tokenizer, --template), or leave out --data: "
+            "token ids then come from the host"
         )
     return dataclasses.replace(
         settings.data,
@@ -277,20 +262,14 @@ class Holding:
             raise ConfigError(f"the host gives stages that the run does not have: {self.stages}")
         self.run_folder = folder / "run"
         self._terms, self._logs = terms, folder / "logs"
-        self._process: StageProcess | None = None
-        self.here: StagesHere | None = None
+        self.here: StagesHere  # from `begin` on
         self._source: Pipe | None = None  # of what is fetched
         self._is_stopped = False
 
     @property
     def is_running(self) -> bool:
-        """Whether the process of the stages lives."""
-        return self.here is not None and self.here.process.poll() is None
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether it has ended in good order."""
-        return self.here is not None and self.here.process.poll() == 0
+        """Whether the process of the stages lives, and is these stages."""
+        return self.here.has_begun and self.here.process.poll() is None
 
     def prepare(
         self, dial_host: Callable[[str], Pipe], identity: Identity, host: Routes, say: Say
@@ -300,7 +279,7 @@ class Holding:
         resume = self._fetch(dial_host, say) if self.hold.resumes else None
         return msg.Assignment(
             stages=self.stages,
-            identity=dataclasses.asdict(identity),
+            identity=identity,
             settings=self.settings.to_plain(),
             corpus=str(corpus or ""),
             run_folder=str(self.run_folder.resolve()),
@@ -314,27 +293,15 @@ class Holding:
         )
 
     def begin(self) -> None:
-        """Start the process, on the thread that also ends it; it imports torch meanwhile."""
-        log = self._logs / f"stage-{'-'.join(map(str, self.stages))}.log"
-        (self._process,) = start_processes([log])
-
-    def start(
-        self,
-        order: msg.Assignment,
-        on_said: Callable[[int, Any], None],
-        on_exit: Callable[[list[int], int], None],
-    ) -> None:
-        """Have the process be these stages; that it cannot be heard any more its exit says."""
-        assert self._process is not None
-        self.here = StagesHere(order, self._process, on_said, lambda error: None, on_exit)
+        """Start the process, which gets its order later."""
+        self.here = StagesHere(self.stages, self._logs)
 
     def stop(self) -> None:
         """End the process at once, and fetch nothing more: others may write the same files."""
         self._is_stopped = True
         if self._source is not None:
             on_daemon_thread("thinwire close", partial(self._source.close, 0))
-        if self._process is not None:
-            self._process.end()
+        self.here.end()
 
     def _own_corpus(self, say: Say) -> Path | None:
         """The folder of the corpus, if it is here and the one that the run is trained on."""
@@ -355,13 +322,7 @@ class Holding:
         """Fetch the stages' part of the checkpoint; a lost connection is opened again."""
         name = msg.stream_name("state", self.stages[0], self.generation, self.hold.again)
         most = STATE_MARGIN * sum(most_shard_bytes(self.settings, stage) for stage in self.stages)
-        plugins, moved_at = self._terms.plugins, time.monotonic()
-
-        def tell(done: int, total: int) -> None:
-            nonlocal moved_at
-            moved_at = time.monotonic()
-            say("fetch", done, total)
-
+        plugins, tell = self._terms.plugins, partial(say, "fetch")
         while not self._is_stopped:
             try:
                 self._source = pipe = dial_host(name)
@@ -370,10 +331,9 @@ class Holding:
                         pipe.close(0)
                         break
                     return fetch_seat(pipe, self.stages, self.run_folder, most, plugins, tell)
-            except WireError as error:
-                is_given_up = time.monotonic() > moved_at + FETCH_SECONDS
-                if is_given_up or isinstance(error, AdmissionError):
-                    raise
+            except (AdmissionError, BreachError):
+                raise
+            except WireError:
                 time.sleep(_PAUSE_S)
         raise WireError("these stages were taken away meanwhile")
 
@@ -397,14 +357,14 @@ class JoinedPeer:
         self._door, self._addresses = door, addresses
         self.machine, self._display = machine, display
         self.news: StepRecord | None = None  # the latest step of the run
-        self.report: msg.StatusReport | None = None  # how the host said that the run stands
+        # How the run stands, until the host says so.
+        status = "", "", "member", "waiting", time.time()
+        self.report = msg.StatusReport(*status, waiting_for="a stage", waiting_since=time.time())
         self._holdings: list[Holding] = []  # of one generation, each with a process of its own
-        self._seatless_since = time.time()
         self._due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admit()
         self._channel: Channel | None = None
-        self._is_leaving = self._is_over = False
-        self._farewell = ""
+        self._is_leaving, self._is_over, self._farewell = False, False, ""
         self._lost_at: float | None = None  # since when the host cannot be reached
         self._pace = Allowance(0, burst_s=0)  # of shards on their way to the host
         self._shards = ShardSender(folder / "run", self._pace)
@@ -439,35 +399,30 @@ class JoinedPeer:
     def _status(self, invite: Invite) -> msg.StatusReport:
         """What the host tells everybody, and what this peer knows better."""
         holdings, lost_at = self._holdings, self._lost_at  # other threads may change them
-        now, name, is_open = time.time(), self.identity.name, bool(self._addresses[1])
-        held, doing = holdings[0] if holdings else None, "waiting for a stage"
+        now, name, held = time.time(), self.identity.name, holdings[0] if holdings else None
+        doing = "waiting for a stage"
         if held is not None:
             doing = "training" if held.is_running else "prepares its stage"
             doing = "stands by" if held.hold.follows else doing
         stages = sorted(stage for one in holdings for stage in one.stages)
         blocks = blocks_text(held.settings, stages) if held else ""
+        is_open = bool(self._addresses[1])
         machine = dataclasses.replace(self.machine, name=name, reachable=is_open)
         itself = msg.PeerStatus(name, doing, stages, blocks, is_this_machine=True, machine=machine)
-        state = "training" if doing == "training" else "starting"
-        report = self.report or msg.StatusReport(invite.run_name, invite.run_id, "", state, now)
-        others = [peer for peer in report.peers if peer.name != name]
-        wait = report.state, report.waiting_for, report.waiting_since
+        wait = {}
         if lost_at is not None:
             since = now - (time.monotonic() - lost_at)
-            wait = "waiting", "the host, which cannot be reached", since
-        elif held is None and not self.report:
-            wait = "waiting", "a stage", self._seatless_since
-        elif held is not None and not held.is_running and not report.waiting_for:
-            wait = "preparing its stage", "", 0.0
+            host = "the host, which cannot be reached"
+            wait = {"state": "waiting", "waiting_for": host, "waiting_since": since}
         return msgspec.structs.replace(
-            report,
+            self.report,
+            run=invite.run_name,
+            run_id=invite.run_id,
             role="member",
             time=now,
-            state=wait[0],
-            waiting_for=wait[1],
-            waiting_since=wait[2],
-            epoch=held.generation if held else report.epoch,
-            peers=[itself, *others],
+            epoch=held.generation if held else self.report.epoch,
+            peers=[itself, *(peer for peer in self.report.peers if peer.name != name)],
+            **wait,
         ).after(self.news)
 
     def leave(self) -> None:
@@ -509,11 +464,6 @@ class JoinedPeer:
             else:
                 self._due.put(partial(self._on_message, said))
 
-        def on_lost(error: ThinwireError | None = None) -> None:
-            if isinstance(error, AdmissionError):
-                self._due.put(partial(_fail, error))
-            lost.set()
-
         pipe = LastingPipe(
             connect(DIAL_SECONDS),
             connect,
@@ -521,7 +471,7 @@ class JoinedPeer:
             on_down=lambda why: self._due.put(partial(self._note_loss, f"{LOST} ({why})")),
             on_up=lambda seconds: self._due.put(partial(self._on_connected, channel)),
         )
-        channel = Channel(pipe, "host", msg.FROM_COORDINATOR, hear, on_lost, on_lost)
+        channel = Channel(pipe, "host", msg.FROM_COORDINATOR, hear, lambda error: lost.set())
         place = f"process {os.getpid()} on {platform.node() or 'a machine'}"
         hello = msg.Hello(versions(), self.machine, *self._addresses, self._process, place)
         channel.send(hello)
@@ -532,8 +482,7 @@ class JoinedPeer:
     def _say(self, message: msg.OfPeer | msg.OfStage, *about: int) -> None:
         channel = self._channel
         if channel is not None:
-            with contextlib.suppress(ThinwireError):  # what is lost shows by itself
-                channel.send(message, *about)
+            channel.send(message, *about)
 
     def _say_of(self, holding: Holding, stage: int, message: msg.OfStage) -> None:
         """Pass on what a stage says, but no path of this machine; on any thread."""
@@ -553,11 +502,11 @@ class JoinedPeer:
         if stage != msg.OF_NO_STAGE:
             is_connect = isinstance(message, msg.Connect) and message.cut is None
             for held in self._holdings:
-                if held.generation == generation and stage in held.stages and held.here is not None:
+                is_its = held.generation == generation and stage in held.stages
+                if is_its and held.here.has_begun:
                     if is_connect and not message.follower:  # it takes a place, if it stood by
                         held.hold = dataclasses.replace(held.hold, follows=False)
-                    with contextlib.suppress(ThinwireError):  # its exit shows by itself
-                        held.here.channel.send(message, stage)
+                    held.here.channel.send(message, stage)
             return
         match message:
             case msg.Hold():
@@ -585,8 +534,7 @@ class JoinedPeer:
 
     def _on_run_news(self, news: msg.RunNews) -> None:
         """Have this machine's folder hold what the host's does, for whoever looks at it."""
-        known = self.report.step if self.report else 0
-        self.report = news.report.arrived(time.time())
+        known, self.report = self.report.step, news.report.arrived(time.time())
         if news.step is not None and news.step.step != known:
             self._keep("step", news.step)
         with contextlib.suppress(OSError):
@@ -635,6 +583,7 @@ class JoinedPeer:
             self._decline(generation, hold, error)
             return
         self._holdings.append(holding)
+        self.report = msgspec.structs.replace(self.report, state="starting", waiting_for="")
         with contextlib.suppress(OSError):
             text = to_toml(holding.settings.relaxed(), holding.settings)
             (self._folder / CONFIG).write_text(text)
@@ -651,10 +600,6 @@ class JoinedPeer:
         which = f"{'stands by for ' if hold.follows else ''}{which} of {len(split)}"
         size = f"{blocks} block{'s' if blocks > 1 else ''}"
         self._display.phase("seat", f"{which} ({size}), epoch {generation}")
-        self._begin(self._prepare, holding)
-
-    def _prepare(self, holding: Holding) -> None:
-        """On a thread of its own: fetch what the stages need."""
         said = 0.0
 
         def say(what: str, done: int, total: int) -> None:
@@ -663,16 +608,10 @@ class JoinedPeer:
                 said = time.monotonic()
                 self._due.put(partial(self._on_progress, holding, what, done, total))
 
-        result: msg.Assignment | ThinwireError
-        try:
-            result = holding.prepare(self._dial, self.identity, self._host, say)
-        except ThinwireError as error:
-            result = error
-        except Exception as error:  # the host waits for an answer, whatever went wrong here
-            traceback.print_exc()
-            named = type(error).__name__
-            result = StageError(f"an unexpected {named}, which its terminal explains")
-        self._due.put(partial(self._on_prepared, holding, result))
+        prepare = partial(holding.prepare, self._dial, self.identity, self._host, say)
+        preparing = on_daemon_thread("thinwire prepare", prepare)
+        then = partial(self._on_prepared, holding)
+        preparing.add_done_callback(lambda done: self._due.put(partial(then, done)))
 
     def _on_progress(self, held: Holding, what: str, done: int, total: int) -> None:
         if held in self._holdings:
@@ -680,27 +619,29 @@ class JoinedPeer:
             for stage in held.stages:
                 self._say_of(held, stage, msg.Pulse(done, f"{what}: {done:,} of {total:,} bytes"))
 
-    def _on_prepared(self, held: Holding, result: msg.Assignment | ThinwireError) -> None:
+    def _on_prepared(self, held: Holding, prepared: "futures.Future[msg.Assignment]") -> None:
         if held not in self._holdings:
             return  # it was taken away meanwhile
-        if isinstance(result, ThinwireError):
-            self._decline(held.generation, held.hold, result)
+        if (error := prepared.exception()) is not None:
+            if not isinstance(error, ThinwireError):  # the host waits for an answer all the same
+                traceback.print_exception(error)
+                named = type(error).__name__
+                error = StageError(f"an unexpected {named}, which its terminal explains")
+            self._decline(held.generation, held.hold, error)
             return
-        firsts = {f"{holding.stages[0]}" for holding in self._holdings}
-        for fetched in checkpoints_folder(held.run_folder).glob("step-*-*"):
-            if fetched.name.rpartition("-")[2] not in firsts:  # others hold that stage now
-                shutil.rmtree(fetched, ignore_errors=True)
-        own = {f"stage-{stage}" for holding in self._holdings for stage in holding.stages}
-        for logs in scratch_folder(held.run_folder).glob("stage-*"):
-            if logs.name not in own:
-                shutil.rmtree(logs, ignore_errors=True)
+        folder = held.run_folder
+        own = {f"{stage}" for holding in self._holdings for stage in holding.stages}
+        states = checkpoints_folder(folder).glob("step-*-*")
+        for path in [*states, *scratch_folder(folder).glob("stage-*")]:
+            if path.name.rpartition("-")[2] not in own:  # others hold that stage now
+                shutil.rmtree(path, ignore_errors=True)
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
         self._pace.mbps = uplink_share(share * self.machine.mbps_up)
 
         def on_exit(stages: list[int], code: int) -> None:
             self._due.put(partial(self._on_exit, held, stages, code))
 
-        held.start(result, partial(self._say_of, held), on_exit)
+        held.here.begin(prepared.result(), partial(self._say_of, held), on_exit)
 
     def _decline(self, generation: int, hold: msg.Hold, error: ThinwireError) -> None:
         self._display.note(f"this machine cannot hold its stage: {error}. {MEND}")
@@ -709,17 +650,18 @@ class JoinedPeer:
         self._let_go(generation, hold.stages)
 
     def _on_exit(self, held: Holding, stages: list[int], code: int) -> None:
-        if held not in self._holdings or held.here is None:
+        if held not in self._holdings:
             return
         if not any(one.is_running for one in self._holdings):
             self._pace.mbps = 0  # nothing else needs the uplink now
         if code:
-            process, which = held.here.process, ", ".join(map(str, held.stages))
-            said = process.last_lines().splitlines()[-1].lstrip(" |")
-            where = f"its log is in {process.log.parent}"
+            log, which = held.here.log, ", ".join(map(str, held.stages))
+            said = last_lines(log).splitlines()[-1].lstrip(" |")
+            where = f"its log is in {log.parent}"
             self._display.note(f"the process of stage {which} ended: {said}\n{where}")
+        words = "its log, on that machine, says more" if code else ""  # it may quote files
         for stage in stages:
-            self._say_of(held, stage, msg.Ended.by(code, SEE_LOG if code else ""))
+            self._say_of(held, stage, msg.Ended.by(code, words))
 
     def _let_go(self, generation: int | None = None, stages: Collection[int] = ()) -> None:
         """End what this machine does for the run, or for these stages of a generation."""
@@ -734,7 +676,6 @@ class JoinedPeer:
             held.stop()
         if gone and not self._holdings:
             self._pace.mbps = 0
-            self._seatless_since = time.time()
             self._admit()
 
     def _admit(self, *links: str) -> None:
@@ -745,27 +686,20 @@ class JoinedPeer:
 
     def _try_door(self) -> None:
         """On a thread of its own: look by which addresses this machine reaches the host."""
-        way = self._host
-        found = ping_all([route for route in way.routes if route.kind == "direct"], way.name)
-        answers = {
-            route.address: "" if isinstance(seen, Seen) else str(seen)
-            for route, seen in found.items()
-        }
-        self._due.put(partial(self._say, msg.Tried(answers)))
+        direct = [route for route in self._host.routes if route.kind == "direct"]
+        found = ping_all(direct, self._host.name).items()
+        tried = {way.address: "" if isinstance(seen, Seen) else str(seen) for way, seen in found}
+        self._due.put(partial(self._say, msg.Tried(tried)))
 
     def _leave(self) -> None:
         self._is_leaving = True
         self._say(msg.Leaving())
-        is_running = any(held.is_running for held in self._holdings)
-        has_finished = bool(self._holdings) and all(held.has_finished for held in self._holdings)
-        is_away = self._channel is None or self._lost_at is not None
-        if is_away or not (is_running or has_finished):
+        processes = [held.here.process for held in self._holdings if held.here.has_begun]
+        is_needed = any(process.poll() in (None, 0) for process in processes)
+        if self._channel is None or self._lost_at is not None or not is_needed:
             self._end("left the run")
-            return
-        when = WHEN_LEAVING
-        if has_finished:
-            when = "as soon as the host has this machine's part of the last checkpoint"
-        self._display.note(f"leaving {when}; press Ctrl-C again to leave now")
+        else:
+            self._display.note(f"leaving {WHEN_LEAVING}; press Ctrl-C again to leave now")
 
     def _end(self, reason: str) -> None:
         self._farewell, self._is_over = reason, True

@@ -24,9 +24,8 @@ from thinwire.run.admission import AuthorityBook
 from thinwire.run.channel import Channel
 from thinwire.run.machine import Machine
 from thinwire.run.watch import Pace, Told
-from thinwire.wire import LastingPipe, Listener, Pipe
+from thinwire.wire import LastingPipe, Listener, Meter, Pipe
 
-LOOK_SECONDS = 0.2  # between two looks for machines that were enrolled meanwhile
 GOODBYE_SECONDS = 2.0  # for members to hear that the run is over
 ALIVE_SECONDS = 5.0  # for a member to answer, before another process with its key takes its place
 MOST_UNTAKEN = 1000  # messages to a member that wait to be sent: few of them are large
@@ -90,7 +89,7 @@ class _Connections:
         self.more.put(pipe)
 
 
-class Members:
+class Members(contextlib.AbstractContextManager["Members"]):
     """Streams to all enrolled machines. A context manager: leaving it says goodbye to all.
 
     On the threads of streams `on_happening` is called with a member's name, and says whether it
@@ -107,27 +106,24 @@ class Members:
     ):
         self.on_happening: Callable[[str, Happening], bool] = ignore
         self.note: Callable[[str], None] = lambda text: None
-        self.control_bytes = 0  # of streams that are over
+        self.meter = Meter()  # of all streams
         self._told = Told()
         self._listener, self._book = listener, book
         self._outage, self._cut = max(outage, msg.LEAST_OUTAGE_S), cut
         self._members: dict[str, Member] = {}
         self._streams: dict[tuple[str, bytes], _Connections] = {}  # by name, session
         self._changed = threading.Condition(threading.RLock())
-        self._is_over = False
         self._farewell = msg.Dismiss("the host ended; join again when it is back", "over")
-        # No futures, here and below: what goes wrong on these threads is told with its traceback.
-        threading.Thread(target=self._look_for_members, daemon=True).start()
-
-    def __enter__(self) -> "Members":
-        return self
+        book.on_enrolled = self._expect
+        for peer in book.peers():
+            if not peer.kicked:
+                self._expect(peer.name)
 
     def __exit__(self, *error: object) -> None:
-        self._is_over = True
         with self._changed:
-            channels = self._channels()
+            channels = [member.channel for member in self._members.values() if member.channel]
         for channel in channels:
-            _send(channel, self._farewell)
+            channel.send(self._farewell)
         closing = [on_daemon_thread("thinwire close", channel.close) for channel in channels]
         futures.wait(closing, GOODBYE_SECONDS)
 
@@ -149,10 +145,10 @@ class Members:
         """Those who are here and stay, whether or not they get a stage."""
         return [m for m in self.all() if m.is_here and not m.is_leaving and not m.is_down]
 
-    def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
-        """Wait until something holds that depends on members; False if it does not in time."""
+    def wait_for_others(self, known: list[Member], timeout: float) -> None:
+        """Wait until others than these are here, or for so long."""
         with self._changed:
-            return self._changed.wait_for(condition, timeout)
+            self._changed.wait_for(lambda: self.here() != known, timeout)
 
     def tell(
         self, name: str, message: Any, stage: int = msg.OF_NO_STAGE, generation: int = 0
@@ -165,21 +161,14 @@ class Members:
             if member.channel.unsent >= MOST_UNTAKEN:
                 self._lose(member, member.channel, "it takes nothing of what it is told")
                 return False
-            _send(member.channel, message, stage, generation)
+            with contextlib.suppress(WireError):  # what is too large for a message goes untold
+                member.channel.send(message, stage, generation)
             return True
 
     def tell_all(self, message: Any) -> None:
         """Tell everybody who is here."""
         for member in self.all():
             self.tell(member.name, message)
-
-    def moved_bytes(self) -> int:
-        """Every byte of all streams so far, both ways, frame headers included."""
-        with self._changed:
-            return self.control_bytes + sum(c.moved_bytes() for c in self._channels())
-
-    def _channels(self) -> list[Channel]:
-        return [member.channel for member in self._members.values() if member.channel]
 
     def try_door(self, timeout: float) -> list[Member]:
         """Have all who are here try to reach the host anew; those who said in time how it went."""
@@ -193,14 +182,10 @@ class Members:
 
     def kick(self, name: str) -> list[str]:
         """Let a machine in no more, and have it leave; returns who else came by its invite."""
-        others = self._book.kick(name)
+        others, cut = self._book.kick(name), partial(self._cut, name)
         with self._changed:
-            member = self._members.get(name)
-            if member is None or member.channel is None:
-                self._cut(name)
-                return others
             self.tell(name, msg.Dismiss("the host removed this peer from the run", "refused"))
-            cut = partial(self._cut, name)
+            member = self._members.get(name) or Member(name)
             self._lose(member, member.channel, "the host removed it from the run", then=cut)
         return others
 
@@ -214,18 +199,17 @@ class Members:
             member.set_aside = reason if for_good else member.set_aside
             self._tell_unfit(member)
 
-    def _look_for_members(self) -> None:
-        while not self._is_over:
-            for peer in self._book.peers():
-                if peer.name not in self._members and not peer.kicked:
-                    with self._changed:
-                        self._members[peer.name] = Member(peer.name)
-                    threading.Thread(target=self._receive, args=(peer.name,), daemon=True).start()
-            time.sleep(LOOK_SECONDS)
+    def _expect(self, name: str) -> None:
+        """A machine is on the list: accept its streams from now on."""
+        with self._changed:
+            if name not in self._members:
+                self._members[name] = Member(name)
+                # No futures, here and below: what goes wrong there is told with its traceback.
+                threading.Thread(target=self._receive, args=(name,), daemon=True).start()
 
     def _receive(self, name: str) -> None:
         with contextlib.suppress(WireError):  # the listener is closed
-            while not self._is_over:
+            while True:
                 pipe = self._listener.accept(msg.peer_stream(name), None, name)
                 threading.Thread(target=self._attend, args=(name, pipe), daemon=True).start()
 
@@ -266,7 +250,7 @@ class Members:
             if not (counts and self._hear(member, said)):
                 member.pace.count()
 
-        def on_lost(error: ThinwireError | None = None) -> None:
+        def on_over(error: ThinwireError | None) -> None:
             reason, in_breach = str(error or "it ended its stream"), isinstance(error, BreachError)
             with self._changed:
                 if member.channel is channel and in_breach:
@@ -282,7 +266,8 @@ class Members:
 
         on_down, on_up = (partial(on_outage, what) for what in (ev.Away, ev.Back))
         pipe = LastingPipe(first, reopen, self._outage, on_down, on_up)
-        channel = Channel(pipe, msg.peer_stream(member.name), msg.FROM_PEER, hear, on_lost, on_lost)
+        name = msg.peer_stream(member.name)
+        channel = Channel(pipe, name, msg.FROM_PEER, hear, on_over, self.meter)
         connections.channel = channel
 
     def _replace(self, member: Member, channel: Channel, hello: msg.Hello) -> bool:
@@ -291,7 +276,7 @@ class Members:
             current, first, asked = member.channel, member.hello, time.monotonic()
             is_alive = False  # two processes with the same key would take turns for ever
             if current is not None and first is not None and first.process != hello.process:
-                _send(current, msg.AskAlive())
+                current.send(msg.AskAlive())
                 self._changed.wait_for(
                     lambda: member.heard > asked or member.channel is not current,
                     0.0 if member.is_down else ALIVE_SECONDS,
@@ -307,7 +292,7 @@ class Members:
             f"{member.name} takes part in this run already ({stays}; this is {refused}): end that "
             "one first, or join as a further peer with another --folder and --name"
         )
-        _send(channel, msg.Dismiss(reason, "refused"))
+        channel.send(msg.Dismiss(reason, "refused"))
         with self._changed:
             self._lose(member, channel, reason)
         if self._told.again(member.name, time.monotonic()):
@@ -325,6 +310,7 @@ class Members:
     ) -> None:
         """Give up the stream of a member, once it has what it was told; and then do something."""
         if channel is None:
+            then()
             return
         self._streams = {key: c for key, c in self._streams.items() if c.channel is not channel}
         is_its = member.channel is channel
@@ -335,7 +321,6 @@ class Members:
 
         def close() -> None:
             channel.close()
-            self.control_bytes += channel.moved_bytes() if is_its else 0
             then()
 
         on_daemon_thread("thinwire close", close)
@@ -380,10 +365,3 @@ def _other_version(versions: dict[str, str]) -> str:
 def one_line(text: str, longest: int = 300) -> str:
     """A peer's words for a line of ours: with line breaks they could pass for other lines."""
     return printable(" ".join(text.split()), longest)
-
-
-def _send(
-    channel: Channel, message: Any, stage: int = msg.OF_NO_STAGE, generation: int = 0
-) -> None:
-    with contextlib.suppress(ThinwireError):  # a stream that is lost shows by itself
-        channel.send(message, stage, generation)

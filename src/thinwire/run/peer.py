@@ -23,11 +23,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent import futures
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -51,7 +52,6 @@ from thinwire.wire.keys import fingerprint_of
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
 FOR_FOLLOWERS = 256 << 20  # bytes that a log keeps beside what is needed: who follows may be late
 MOST_UNSAID = 1024  # reports that a follower keeps at most: a lost stage may owe them
-MessageT = TypeVar("MessageT")
 
 
 def versions() -> dict[str, str]:
@@ -86,7 +86,7 @@ class Peer:
     def __init__(
         self, order: msg.Assignment, inner: Inner, stage: int, say: Callable[[msg.OfStage], None]
     ):
-        self.order, self.identity, self._inner = order, wire.Identity(**order.identity), inner
+        self.order, self.identity, self._inner = order, order.identity, inner
         self.stage, self._say = stage, say
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.hear = self._inbox.put
@@ -114,36 +114,34 @@ class Peer:
         resume = Path(self.order.resume) if self.order.resume else None
         began = self.order.began if self._is_new else None
         place = settings, self.stage, data, run_folder, resume, began
-        worker = Worker(*place, self._progress)
+        self._worker = worker = Worker(*place, self._progress)
         self._progress.begin("waits for the other stages to be built")
         if self.stage < worker.last and self.stage not in self._inner:
             most = worker.max_payload() + 64
             self._listener = wire.Listener(self.identity, settings.link.listen, 0, most)
         address = self._listener.address if self._listener else ""
         self.say(msg.Ready(address, worker.stage.describe(), str(worker.device), versions()))
-        connect = self._receive(msg.Connect)
+        connect: msg.Connect = self._inbox.get()
         self._progress.begin("waits for its neighbours to link")
-        self._join(worker, connect)
+        self._join(connect)
         self.say(self._linked())
-        start = self._receive(msg.Start)
-        self._decide(worker, start)
+        start: msg.Start = self._inbox.get()
+        self._decide(start)
         if self._follows and settings.train.audit:
             self._audit = Audit((worker.below, worker.above), start.is_alike, self._say)
             for logged in self._logged.values():
                 logged.audit = self._audit.hear
         may_leave = threading.Event()
-        threading.Thread(target=self._obey, args=(worker, may_leave), daemon=True).start()
+        threading.Thread(target=self._obey, args=(may_leave,), daemon=True).start()
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
         worker.run(below, above, self.say)
-        known = [(logged.state.decided, logged.state.stops) for logged in self._logged.values()]
-        self._leave(may_leave, msg.last_decision([(worker.decided, worker.stops), *known]))
-
-    def _receive(self, wanted: type[MessageT]) -> MessageT:
-        message = self._inbox.get()
-        if not isinstance(message, wanted):
-            what = f"expected {wanted.__name__} from the coordinator"
-            raise WireError(f"{what}, got {type(message).__name__}")
-        return message
+        logs = self._logged.values()
+        known = [(logged.state.decided, logged.state.stops) for logged in logs]
+        decided = msg.last_decision([(worker.decided, worker.stops), *known])
+        fed = sum(logged.fed_bytes for logged in logs)
+        self.say(msg.Finished(meters_of(self._links.values()), fed, *decided))
+        self._progress.begin("waits for the other stages to finish")
+        may_leave.wait()
 
     def _linked(self) -> msg.Linked:
         """That this stage is linked, and the last decision that its neighbours know."""
@@ -151,34 +149,24 @@ class Peer:
         heard = [(theirs.decided, theirs.stops) for theirs in known if theirs is not None]
         return msg.Linked(self._way_below(), *msg.last_decision(heard))
 
-    def _decide(self, worker: Worker, start: msg.Start) -> None:
+    def _decide(self, start: msg.Start) -> None:
         """Note the last known decision of the first stage: it is not made anew."""
         for logged in self._logged.values():
             logged.state.decide(start.decided, start.stops)
-        worker.decided, worker.stops = start.decided, start.stops
+        self._worker.decided, self._worker.stops = start.decided, start.stops
 
-    def _leave(self, may_leave: threading.Event, decided: tuple[int, bool]) -> None:
-        """Say what the links have moved, and goodbye; and wait until nobody needs this stage."""
-        fed = sum(logged.fed_bytes for logged in self._logged.values())
-        self.say(msg.Finished(meters_of(self._links.values()), fed, *decided))
-        self._progress.begin("waits for the other stages to finish")
-        may_leave.wait()
-        if self._listener:
-            self._listener.close()
-
-    def fail(
-        self, error: BaseException, convicts: Sequence[int] = (), accuses: Sequence[int] = ()
-    ) -> None:
-        """Say why this stage cannot go on, who broke the contract, and whom it cannot link to."""
+    def fail(self, error: BaseException, neighbour: int | None = None) -> None:
+        """Say why this stage cannot go on, or link to a neighbour; and who is lost or at fault."""
         known, is_wire = isinstance(error, ThinwireError), isinstance(error, WireError)
         told = str(error) if known else f"{type(error).__name__}: {error}"
         if self.order.host:  # to another machine: nothing of this one's files, which its log has
             told = outward(error)
-        lost = [stage for stage, link in self._links.items() if link.other_end_lost]
-        at_fault = [stage for stage, link in self._links.items() if link.other_end_at_fault]
-        accused, convicted = [*{*lost, *accuses}] if is_wire else [], [*{*at_fault, *convicts}]
-        with suppress(ThinwireError):  # whoever started this sees the exit code and the log
-            self.say(msg.Failed(type(error).__name__, known, told, accused, convicted))
+        lost = {stage for stage, link in self._links.items() if link.other_end_lost}
+        at_fault = {stage for stage, link in self._links.items() if link.other_end_at_fault}
+        if neighbour is not None:
+            (at_fault if isinstance(error, BreachError) else lost).add(neighbour)
+        accused = [*lost] if is_wire else []
+        self.say(msg.Failed(type(error).__name__, known, told, accused, [*at_fault]))
 
     def _data(self, settings: Settings) -> Corpus | FetchedCorpus:
         """The corpus: that on the coordinator's machine, where there is none on this one."""
@@ -187,14 +175,14 @@ class Peer:
         name = msg.stream_name("tokens", self.stage, self.order.generation, self.order.again)
         routes = wire.Routes(self.order.service, self.order.host)
         host = fingerprint_of(self.identity.host)
-
         call = partial(wire.dial, routes, name, self.identity, host, max_message=msg.MAX_MESSAGE)
         outage = max(settings.link.outage, msg.LEAST_OUTAGE_S)
         pipe = wire.LastingPipe(call(JOIN_SECONDS), call, outage)
         return FetchedCorpus(pipe, settings, self.stage)
 
-    def _join(self, worker: Worker, connect: msg.Connect) -> None:
-        """Dial the stage below, accept the stage above, and agree with both on the contract."""
+    def _join(self, connect: msg.Connect) -> None:
+        """Link to the stage below and the stage above."""
+        worker = self._worker
         nic = worker.settings.link.nic(seed=worker.settings.run.seed * 1000 + self.stage)
         for neighbour in (self.stage - 1, self.stage + 1):
             if not 0 <= neighbour <= worker.last:
@@ -204,14 +192,18 @@ class Peer:
             if cut in self._inner:
                 pipe = self._inner[cut][not is_above]
             else:
-                pipe = self._open(worker, neighbour, connect)
-                self._agree(worker, pipe, cut, meter)
-                pipe = self._logged_pipe(worker, pipe, cut, nic, meter)
+                pipe = self._open(neighbour, connect, meter, at_start=not self._is_new)
+                pipe = self._logged_pipe(pipe, cut, nic, meter)
             most = worker.max_payload()
             self._links[neighbour] = wire.Link(pipe, meter, f"cut-{cut}", most)
 
-    def _open(self, worker: Worker, neighbour: int, connect: msg.Connect) -> wire.Pipe:
-        """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
+    def _open(
+        self, neighbour: int, connect: msg.Connect, meter: wire.Meter, at_start: bool = False
+    ) -> wire.Pipe:
+        """Dial the stage below or accept the one above, and agree on the contract; a pipe that is
+        connected again when it is lost, if settings allow that.
+        """
+        worker = self._worker
         cut, key, feeds = min(self.stage, neighbour), connect.seats[neighbour], connect.follower
         name = msg.stream_name("cut", cut, self.order.generation, connect.links[cut])
         name = f"{name}.f{feeds}" if feeds else name
@@ -235,24 +227,28 @@ class Peer:
             ]
         elif not feeds:
             told, self._routes = (self._on_down, self._on_up), routes
-        first = connected(JOIN_SECONDS)
-        return wire.LastingPipe(first, connected, outage, *told) if outage else first
+        pipe = connected(JOIN_SECONDS)
+        pipe = wire.LastingPipe(pipe, connected, outage, *told) if outage else pipe
+        contract = worker.contract(cut, self.order.generation if self.order.host else 0, at_start)
+        wire.handshake(pipe, contract, contract, JOIN_SECONDS, meter, remedy)
+        return pipe
 
     def _on_down(self, reason: str) -> None:
         """The connection to the stage below is lost."""
         self._down_since = self._down_since or time.monotonic()
-        self._mention(msg.LinkDown(self.stage - 1, reason))
+        self.say(msg.LinkDown(self.stage - 1, reason))
 
     def _on_up(self, seconds: float) -> None:
         self._down_since = 0.0
-        self._mention(msg.LinkUp(self.stage - 1, seconds, self._way_below()))
+        self.say(msg.LinkUp(self.stage - 1, seconds, self._way_below()))
 
     def _logged_pipe(
-        self, worker: Worker, pipe: wire.Pipe, cut: int, nic: wire.Nic | None, meter: wire.Meter
+        self, pipe: wire.Pipe, cut: int, nic: wire.Nic | None, meter: wire.Meter
     ) -> wire.Pipe:
         """The same pipe with a log of what is sent, so that whoever is at its other end may be
         replaced; or, where this stage is such a replacement, what goes on with the log there.
         """
+        worker = self._worker
         most = worker.settings.train.log_mb << 20
         if not most or not worker.settings.link.outage:
             return wire.emulated(pipe, nic)
@@ -267,25 +263,24 @@ class Peer:
             logged.go_on(pipe)
         return logged
 
-    def _feed(self, worker: Worker, cut: int, connect: msg.Connect) -> None:
+    def _feed(self, cut: int, connect: msg.Connect) -> None:
         """On a thread of its own: send what is logged to a process that follows a neighbour."""
         neighbour = msg.other_end(cut, self.stage)
         try:
-            pipe = self._open(worker, neighbour, connect)
+            pipe = self._open(neighbour, connect, wire.Meter())
             try:
-                self._agree(worker, pipe, cut, wire.Meter(), at_start=False)
-                self._logged[cut].feed(pipe, worker.settings.train.audit)
+                self._logged[cut].feed(pipe, self._worker.settings.train.audit)
             finally:
                 pipe.close(0)
         except WireError as error:  # whoever leads sees that it is lost
             print(f"the follower of stage {neighbour} is fed no more: {error}", file=sys.stderr)
 
-    def _take_over(self, worker: Worker, connect: msg.Connect) -> None:
+    def _take_over(self, connect: msg.Connect) -> None:
         """On a thread of its own: take the place of the stage that this one followed."""
         for cut, logged in self._logged.items():
             self._relinks[cut] = connect
             logged.await_another()
-        if all(self._relink(worker, cut, connect) for cut in self._logged):
+        if all(self._relink(cut, connect) for cut in self._logged):
             self._say(self._linked())
 
     def _speak_up(self) -> None:
@@ -310,7 +305,7 @@ class Peer:
             else:
                 self._say(message)
 
-    def _relink(self, worker: Worker, cut: int, connect: msg.Connect) -> bool:
+    def _relink(self, cut: int, connect: msg.Connect) -> bool:
         """On a thread: go on with another process at the end of a cut; False: it said why not."""
         logged, neighbour = self._logged[cut], msg.other_end(cut, self.stage)
 
@@ -318,8 +313,7 @@ class Peer:
             return connect is self._relinks[cut]  # else that one is lost too, and another comes
 
         try:
-            pipe = self._open(worker, neighbour, connect)
-            self._agree(worker, pipe, cut, self._links[neighbour].meter, at_start=False)
+            pipe = self._open(neighbour, connect, self._links[neighbour].meter)
             if not is_wanted():
                 pipe.close(0)
                 return False
@@ -332,8 +326,7 @@ class Peer:
                 logged.go_on(pipe, is_wanted)
         except WireError as error:
             if is_wanted():
-                is_breach = isinstance(error, BreachError)
-                self.fail(error, *(([neighbour], []) if is_breach else ([], [neighbour])))
+                self.fail(error, neighbour)
             return False
         return True
 
@@ -341,40 +334,25 @@ class Peer:
         route = self._routes.in_use if self._routes else None
         return route.kind if route else ""
 
-    def _mention(self, message: msg.LinkDown | msg.LinkUp) -> None:
-        with suppress(WireError):  # the coordinator is gone: that shows elsewhere
-            self.say(message)
-
-    def _agree(
-        self, worker: Worker, pipe: wire.Pipe, cut: int, meter: wire.Meter, at_start: bool = True
-    ) -> None:
-        """Hold this end's contract against that of the other end."""
-        epoch = self.order.generation if self.order.host else 0
-        contract = worker.contract(cut, epoch, at_start and not self._is_new)
-        wire.handshake(pipe, contract, contract, JOIN_SECONDS, meter, remedy)
-
     def _pulse(self, patience: float) -> None:
-        """Say now and then what this stage is doing, for as long as the coordinator listens."""
+        """Say now and then what this stage is doing."""
         has_log = True
         while True:
-            try:
-                around = (self._links.get(self.stage + side) for side in (-1, 1))
-                trips = [link.pipe.round_trip() if link else 0.0 for link in around]
-                self.say(msg.Pulse(self._progress.begun, self._progress.doing, *trips))
-                troubles = [logged.state.log.trouble for logged in [*self._logged.values()]]
-                if has_log and any(troubles):
-                    has_log = False
-                    self.say(msg.LogLost(max(troubles)))
-            except WireError:
-                return
+            around = (self._links.get(self.stage + side) for side in (-1, 1))
+            trips = [link.pipe.round_trip() if link else 0.0 for link in around]
+            self.say(msg.Pulse(self._progress.begun, self._progress.doing, *trips))
+            troubles = [logged.state.log.trouble for logged in [*self._logged.values()]]
+            if has_log and any(troubles):
+                has_log = False
+                self.say(msg.LogLost(max(troubles)))
             time.sleep(pulse_seconds(patience))
 
-    def _obey(self, worker: Worker, may_leave: threading.Event) -> None:
+    def _obey(self, may_leave: threading.Event) -> None:
         """Hear what the coordinator says while the stage trains."""
         while True:
             match self._inbox.get():
                 case msg.Stop():
-                    worker.stop_requested.set()
+                    self._worker.stop_requested.set()
                 case msg.Saved(step):
                     for logged in self._logged.values():
                         logged.trim(step)
@@ -387,16 +365,15 @@ class Peer:
                     self._relinks[cut] = None
                     self._logged[cut].await_another()
                 case msg.Connect(cut=None) as connect:
-                    on_daemon_thread("thinwire", partial(self._take_over, worker, connect))
+                    on_daemon_thread("thinwire", partial(self._take_over, connect))
                 case msg.Connect(cut=cut) as connect if cut in self._logged:
                     if connect.follower and not self._follows:
-                        feed = partial(self._feed, worker, cut, connect)
-                        on_daemon_thread("thinwire feed", feed)
+                        on_daemon_thread("thinwire feed", partial(self._feed, cut, connect))
                         continue
                     self._relinks[cut] = connect
-                    on_daemon_thread("thinwire relink", partial(self._relink, worker, cut, connect))
+                    on_daemon_thread("thinwire relink", partial(self._relink, cut, connect))
                 case msg.Start() as start:
-                    self._decide(worker, start)
+                    self._decide(start)
                     self._speak_up()
                 case msg.Leave():
                     may_leave.set()
@@ -405,7 +382,6 @@ class Peer:
 def _live(pipe: wire.Pipe) -> int:
     """Be the stages of the order that comes first, to their end; returns the exit code."""
     orders: queue.SimpleQueue[msg.Assignment] = queue.SimpleQueue()
-    ended: queue.SimpleQueue[tuple[Peer, BaseException | None]] = queue.SimpleQueue()
     peers: dict[int, Peer] = {}
 
     def hear(said: msg.Envelope) -> None:
@@ -414,33 +390,25 @@ def _live(pipe: wire.Pipe) -> int:
         else:
             peers[said.stage].hear(said.message)
 
-    def leave(*_: object) -> None:
+    def leave(error: ThinwireError | None) -> None:
         os._exit(3)  # whoever started this is gone
 
-    def live(peer: Peer) -> None:
-        try:
-            peer.run()
-            ended.put((peer, None))
-        except BaseException as error:
-            ended.put((peer, error))
-
-    channel = Channel(pipe, "control", msg.FROM_COORDINATOR, hear, leave, leave)
+    channel = Channel(pipe, "control", msg.FROM_COORDINATOR, hear, leave)
     order = orders.get()
     inner = {stage: wire.memory_pair() for stage in order.stages[:-1]}
     for stage in order.stages:
         say = partial(channel.send, stage=stage, generation=order.generation)
         peers[stage] = Peer(order, inner, stage, say)
-    for peer in peers.values():
-        threading.Thread(target=live, args=(peer,), name=f"stage {peer.stage}", daemon=True).start()
-    for _ in peers:
-        peer, error = ended.get()
-        if error is not None:
+    lives = {on_daemon_thread(f"stage {peer.stage}", peer.run): peer for peer in peers.values()}
+    code = 0
+    for life in futures.as_completed(lives):
+        if (error := life.exception()) is not None:
             traceback.print_exception(error)
-            peer.fail(error)
-            channel.close()
-            return 1
+            lives[life].fail(error)
+            code = 1
+            break
     channel.close()
-    return 0
+    return code
 
 
 def main() -> None:

@@ -6,29 +6,30 @@ All that happens to them arrives in one queue, and one thread reads it.
 import contextlib
 import dataclasses
 import itertools
-import subprocess
+import queue
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.reports import Report
 from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
 from thinwire.run import events as ev
-from thinwire.run.channel import Channel, Hearing, SocketPipe
+from thinwire.run.channel import Channel, SocketPipe
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.ledger import watch_losses
-from thinwire.run.processes import Forker, StageProcess, forks, start_processes
+from thinwire.run.processes import Forker, forks, last_lines, start_process
 from thinwire.run.protocol import FROM_PEER, Assignment, Connect, Envelope, Failed, ToStage
 from thinwire.run.record import RunRecord
+from thinwire.run.watch import Pace
 from thinwire.settings import Settings
-from thinwire.wire import Identity, raise_descriptor_limit
+from thinwire.wire import Identity, Meter, raise_descriptor_limit
 
 LAST_WORDS_SECONDS = 2.0  # to hear what a process said before it ended
-EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
 
 
 class StageFailedError(StageError):
@@ -93,20 +94,67 @@ def heed(
     for command in coordinator.on(event, time.monotonic()):
         match command:
             case ev.Tell(stage, message, follows):
-                with contextlib.suppress(WireError):  # a peer that is gone shows as an event
-                    peers.tell(stage, message, follows)
+                peers.tell(stage, message, follows)
             case ev.End(error, ev.Suspect() as culprit):
                 raise StageFailedError(f"{error}{peers.last_words(culprit)}", culprit)
             case ev.End(BaseException() as error):
                 raise error
             case ev.End():
-                peers.wait_for_exits()
+                pass  # stages that have said goodbye end by themselves
             case ev.Replace(stages, by_follower):
                 peers.replace(stages, by_follower)
             case ev.OfFollower():
                 peers.on_follower(command)
             case _:
                 carry_out(command)
+
+
+MOST_UNHEARD = 64
+"""Messages of one stage that wait to be heard; its stream holds back what comes after.
+One message may be large, and a stage may send without end."""
+
+
+class Hearing:
+    """What happens to all stages, in one queue: our notes come in at once, a stage's in turn.
+
+    One thread takes it out. What is of a stage goes with the room of whoever holds it: another
+    holder has another room, and what came of the one before is dropped on its way out.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self._queue = queue.SimpleQueue[tuple[ev.Event, threading.Semaphore | None]]()
+        self._room = [threading.Semaphore(MOST_UNHEARD) for _ in range(stages)]
+        self._pace = [Pace(f"stage {stage}") for stage in range(stages)]
+
+    def note(self, event: ev.Event) -> None:
+        """Add what has happened; never waits, so a signal handler may call it."""
+        room = self._room[event.stage] if isinstance(event, ev.Exited | ev.Lost) else None
+        self._queue.put((event, room))
+
+    def hear(self, stage: int, message: Any) -> None:
+        """Add what a stage has said, once there is room; WireError if it speaks too often."""
+        if not isinstance(message, Report):  # the work of the others bounds these (coordinator.py)
+            self._pace[stage].count()
+        room = self._room[stage]
+        room.acquire()
+        self._queue.put((ev.Said(stage, message), room))
+
+    def next(self, timeout: float) -> ev.Event:
+        """The next of them, or a Tick if none comes in time."""
+        while True:
+            try:
+                event, room = self._queue.get(timeout=timeout)
+            except queue.Empty:
+                return ev.Tick()
+            if room is not None and isinstance(event, ev.Said):
+                room.release()
+            if room is None or room in self._room:
+                return event
+
+    def forget(self, stages: Collection[int]) -> None:
+        """Others hold these now: what came of those before would pass for theirs."""
+        for stage in stages:
+            self._room[stage] = threading.Semaphore(MOST_UNHEARD)
 
 
 class Peers(contextlib.AbstractContextManager[Any]):
@@ -136,10 +184,6 @@ class Peers(contextlib.AbstractContextManager[Any]):
         """Do something about a process that follows stages; where there are none, nothing is."""
 
     @abstractmethod
-    def wait_for_exits(self) -> None:
-        """Let stages that have said goodbye end by themselves."""
-
-    @abstractmethod
     def last_words(self, culprit: ev.Suspect) -> str:
         """What the log of a stage says of its end, as lines that go behind an error."""
 
@@ -163,52 +207,60 @@ def neighbours(stages: int, peers: int) -> list[list[int]]:
 
 
 class StagesHere:
-    """Stages that a process of this machine runs, by its order: what they say, and how it ends.
+    """Stages that a process of this machine runs, once it has its order."""
 
-    On other threads `on_said` gets what a stage says, `on_lost` why nothing can be heard any more,
-    `on_exit` how it ended, and of which stages: of those that failed, if any did.
-    """
+    def __init__(self, stages: list[int], logs: Path, forker: Forker | None = None):
+        """Start the process, on the thread that also ends it; it imports torch meanwhile."""
+        self.stages, self.log = stages, logs / f"stage-{'-'.join(map(str, stages))}.log"
+        self.process, self._ours = start_process(self.log, forker)
+        self.has_begun = False
+        self._is_let_go = False
 
-    def __init__(
+    def begin(
         self,
         order: Assignment,
-        process: StageProcess,
         on_said: Callable[[int, Any], None],
-        on_lost: Callable[[ThinwireError], None],
         on_exit: Callable[[list[int], int], None],
-    ):
-        self.stages, self.process = order.stages, process
-        self._on_said, self._on_lost, self._on_exit = on_said, on_lost, on_exit
-        self.is_replaced = False  # then nothing more is heard of it
-        self._all_heard = threading.Event()
-        self._failed: list[int] = []
-        name = f"control of {process.log.stem}"
-        self.channel = Channel(
-            SocketPipe(process.ours), name, FROM_PEER, self._hear, self._lose, self._all_heard.set
-        )
-        threading.Thread(target=self._await_exit, daemon=True).start()
-        with contextlib.suppress(WireError):  # it has died: its exit code says how
-            self.channel.send(order)
+        on_lost: Callable[[ThinwireError], None] = lambda error: None,
+        meter: Meter | None = None,
+    ) -> None:
+        """Have the process be these stages. On other threads `on_said` gets what a stage says,
+        `on_lost` why nothing can be heard any more, `on_exit` how the process ended, and of which
+        stages: of those that failed, if any did.
+        """
+        self.has_begun, all_heard, failed = True, threading.Event(), list[int]()
 
-    def _hear(self, said: Envelope) -> None:
-        if said.stage not in self.stages:
-            raise WireError(f"a message of stage {said.stage} came from stages {self.stages}")
-        if isinstance(said.message, Failed):
-            self._failed.append(said.stage)
-        if not self.is_replaced:
-            self._on_said(said.stage, said.message)
+        def hear(said: Envelope) -> None:
+            if said.stage not in self.stages:
+                raise WireError(f"a message of stage {said.stage} came from stages {self.stages}")
+            if isinstance(said.message, Failed):
+                failed.append(said.stage)
+            if not self._is_let_go:
+                on_said(said.stage, said.message)
 
-    def _lose(self, error: ThinwireError) -> None:
-        if not self.is_replaced:
-            self._on_lost(error)
-        self._all_heard.set()
+        def on_over(error: ThinwireError | None) -> None:
+            if error is not None and not self._is_let_go:
+                on_lost(error)
+            all_heard.set()
 
-    def _await_exit(self) -> None:
-        """Its last words come first: they say more than how it ended."""
-        code = self.process.wait()
-        self._all_heard.wait(LAST_WORDS_SECONDS)
-        if not self.is_replaced:
-            self._on_exit(self._failed or self.stages, code)
+        def await_exit() -> None:
+            """Its last words come first: they say more than how it ended."""
+            code = self.process.wait()
+            all_heard.wait(LAST_WORDS_SECONDS)
+            if not self._is_let_go:
+                on_exit(failed or self.stages, code)
+
+        pipe, name = SocketPipe(self._ours), f"control of {self.log.stem}"
+        self.channel = Channel(pipe, name, FROM_PEER, hear, on_over, meter)
+        threading.Thread(target=await_exit, daemon=True).start()
+        self.channel.send(order)
+
+    def end(self) -> None:
+        """End the process at once, if it has not ended; nothing more is heard of it."""
+        self._is_let_go = True
+        self.process.kill()
+        self.process.wait()
+        self._ours.close()
 
 
 def placement(settings: Settings, held: list[list[int]]) -> list[list[int]]:
@@ -221,55 +273,43 @@ def placement(settings: Settings, held: list[list[int]]) -> list[list[int]]:
 class LocalPeers(Peers):
     """Processes on this machine, each by the `order` with its own stages; no orphans are left."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        run_folder: Path,
-        order: Assignment,
-        peers: int = 0,
-        began: int = 0,
-    ):
-        """`began`: the step from which the run goes on, for those who replace a lost process."""
-        stages = settings.pipeline.stages
-        super().__init__(stages)
-        self._orders: list[Assignment] = []
+    def __init__(self, device: str, order: Assignment, held: list[list[int]], began: int = 0):
+        """`held`: the stages by process; `began`: the step from which the run goes on, for those
+        who replace a lost process.
+        """
+        super().__init__(sum(map(len, held)))
+        self._orders: list[Assignment] = []  # of each process
         self._seats: list[str] = []
-        for group in neighbours(stages, peers or stages):
+        for group in held:
             identity = Identity.create(f"stage-{group[0]}")
-            whose = dataclasses.asdict(identity)
-            self._orders.append(dataclasses.replace(order, stages=group, identity=whose))
+            self._orders.append(dataclasses.replace(order, stages=group, identity=identity))
             self._seats += [identity.fingerprint] * len(group)
-        self._logs = run_folder / "logs"
-        is_worth_it = forks(settings.run.device) and len(self._orders) > 1
+        self._logs = Path(order.run_folder) / "logs"
+        is_worth_it = forks(device) and len(held) > 1
         self._forker = Forker() if is_worth_it else None
         self._here: list[StagesHere] = []
+        self._meter = Meter()
         self._began = began
         raise_descriptor_limit()  # for the stages too, which inherit it
 
     def __exit__(self, *error: object) -> None:
-        for here in self._here:
-            here.process.kill()
-        for here in self._here:
-            here.process.end()
         if self._forker is not None:
             self._forker.close()
+        for here in self._here:
+            here.end()
 
     def start(self) -> None:
-        logs = [self._log(order) for order in self._orders]
-        started = start_processes(logs, self._forker)
-        for order, process in zip(self._orders, started, strict=True):
-            self._here.append(self._attended(order, process))
+        for order in self._orders:
+            self._here.append(self._started(order))
 
     def replace(self, stages: list[int], by_follower: bool = False) -> None:
         place = next(i for i, here in enumerate(self._here) if here.stages == stages)
         lost, order = self._here[place], self._orders[place]
-        lost.is_replaced = True
-        lost.process.end()  # it may be frozen
+        lost.end()  # it may be frozen
         self.said.forget(stages)
         resume = str(self.saved.resolve()) if self.saved else order.resume
         order = dataclasses.replace(order, resume=resume, began=self._began)
-        (process,) = start_processes([self._log(order)], self._forker)
-        self._here[place] = self._attended(order, process)
+        self._here[place] = self._started(order)
         self.said.note(ev.Given(stages))
 
     def tell(self, stage: int, message: ToStage, follows: bool = False) -> None:
@@ -277,29 +317,19 @@ class LocalPeers(Peers):
             message = dataclasses.replace(message, seats=self._seats)
         self._with(stage).channel.send(message, stage)
 
-    def wait_for_exits(self) -> None:
-        deadline = time.monotonic() + EXIT_SECONDS
-        for here in self._here:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                here.process.wait(max(0.1, deadline - time.monotonic()))
-
     def last_words(self, culprit: ev.Suspect) -> str:
-        process = self._with(culprit.stage).process
+        log = self._with(culprit.stage).log
         # A known error explains itself: then this only says where the log is.
-        log = f"its log is {process.log}"
-        return f"\n  {log if culprit.known else process.last_lines()}"
+        return f"\n  {f'its log is {log}' if culprit.known else last_lines(log)}"
 
     def control_bytes(self) -> int:
         """Every byte of the streams of messages so far, both ways, frame headers included."""
-        return sum(here.channel.moved_bytes() for here in self._here)
+        return self._meter.moved_bytes()
 
     def _with(self, stage: int) -> StagesHere:
         return next(here for here in self._here if stage in here.stages)
 
-    def _log(self, order: Assignment) -> Path:
-        return self._logs / f"stage-{'-'.join(map(str, order.stages))}.log"
-
-    def _attended(self, order: Assignment, process: StageProcess) -> StagesHere:
+    def _started(self, order: Assignment) -> StagesHere:
         def on_lost(error: ThinwireError) -> None:
             for stage in order.stages:
                 self.said.note(ev.Lost(stage, str(error), isinstance(error, BreachError)))
@@ -308,4 +338,6 @@ class LocalPeers(Peers):
             for stage in stages:
                 self.said.note(ev.Exited(stage, code))
 
-        return StagesHere(order, process, self.said.hear, on_lost, on_exit)
+        here = StagesHere(order.stages, self._logs, self._forker)
+        here.begin(order, self.said.hear, on_exit, on_lost, self._meter)
+        return here

@@ -38,7 +38,7 @@ from thinwire.report import EvaluationRecord, StepRecord, Timeline
 from thinwire.run.machine import Machine
 from thinwire.schedule import Costs, Links
 from thinwire.typed import Finite, learn_types
-from thinwire.wire import Route
+from thinwire.wire import Identity, Route
 from thinwire.wire.frame import counted
 
 MOST_SAID = 1 << 20
@@ -306,7 +306,7 @@ class Assignment:
     """
 
     stages: list[int]
-    identity: dict[str, Any] = field(repr=False)  # with its private key
+    identity: Identity  # of whoever holds them, with its private key
     settings: dict[str, Any]
     corpus: str
     run_folder: str

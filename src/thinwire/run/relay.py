@@ -3,7 +3,6 @@
 It is a door that serves nothing of its own and admits every run whose peers know its pass.
 """
 
-import contextlib
 import ipaddress
 import re
 import secrets
@@ -12,10 +11,11 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
-from thinwire.errors import ConfigError, WireError
+from thinwire.errors import ConfigError
 from thinwire.folders import replace_private_file
 from thinwire.paths import data_folder, expanded
 from thinwire.report.human import human_bytes
+from thinwire.run.admission import is_address
 from thinwire.run.signals import heeding
 from thinwire.wire import Door, Route, raise_descriptor_limit
 from thinwire.wire.door import LINK_MBPS
@@ -29,10 +29,8 @@ _LINE_EVERY_S = 10.0
 def parse_relay(text: str) -> Route:
     """What follows `host --relay`; the pass is not quoted where something is wrong."""
     address, _, password = text.strip().partition("/")
-    with contextlib.suppress(WireError):
-        split_address(address)
-        if _PASS.fullmatch(password):
-            return Route(address, "relayed", password)
+    if is_address(address) and _PASS.fullmatch(password):
+        return Route(address, "relayed", password)
     raise ConfigError(
         f"a relay is written HOST:PORT/PASS, and a pass is {_PASS_MEANS}: copy the line that "
         "`thinwire relay` printed"
@@ -50,7 +48,16 @@ def run_relay(listen: str, mbps: float, pass_file: Path | None, stream: TextIO) 
         with heeding(lambda number, frame: is_over.set()):
             address = outside_address(host, door.port)
             print(_welcome(host, address, password, mbps), file=stream, flush=True)
-            _show(door, stream, is_over)
+            last = ""
+            while not is_over.wait(_LINE_EVERY_S):
+                line = ", ".join(
+                    f"run {run}: {traffic.connections} connections, "
+                    f"{human_bytes(traffic.relayed_bytes)}"
+                    for run, traffic in door.traffic().items()
+                )
+                if line != last:
+                    print(line, file=stream, flush=True)
+                last = line
         passed = sum(traffic.relayed_bytes for traffic in door.traffic().values())
     stream.write(f"the relay is closed; {human_bytes(passed)} passed\n")
 
@@ -105,16 +112,3 @@ def is_public(host: str) -> bool:
         return ipaddress.ip_address(host).is_global
     except ValueError:
         return True
-
-
-def _show(door: Door, stream: TextIO, is_over: threading.Event) -> None:
-    """Who meets, and how much passed, in a line whenever that has changed."""
-    last = ""
-    while not is_over.wait(_LINE_EVERY_S):
-        line = ", ".join(
-            f"run {run}: {traffic.connections} connections, {human_bytes(traffic.relayed_bytes)}"
-            for run, traffic in door.traffic().items()
-        )
-        if line != last:
-            print(line, file=stream, flush=True)
-            last = line

@@ -156,6 +156,10 @@ class Meter:
         """Bytes received, headers included."""
         return self._bytes("received")
 
+    def moved_bytes(self) -> int:
+        """Bytes of both directions, headers included."""
+        return self.sent_bytes() + self.received_bytes()
+
     def snapshot(self) -> dict[str, dict[str, dict[str, int]]]:
         """All counts at one moment, ready for JSON: direction -> kind or "total" -> counts."""
         with self._lock:
