@@ -116,12 +116,11 @@ class Coordinator:
         self._arrived: dict[int, Any] = {}  # what ends this phase, by stage
         self._finished: set[int] = set()
         self._ended = (0, False)  # the last decision that they knew, and whether it ends the run
-        self._left: set[int] = set()  # in good order; their last words may be still to be heard
         self._ready: dict[int, msg.Ready] = {}
         self._last_step = [0] * stages
         self._parts: dict[int, dict[int, ShardWritten | ShardFailed]] = {}  # by step and stage
         self._parts_travel = parts_travel
-        self._travelling: set[tuple[int, int]] = set()  # steps and stages of parts on their way
+        self._travelling: dict[tuple[int, int], ShardWritten] = {}  # of steps and stages, not here
         self._evidence: list[Evidence] = []
         self._settled_at: float | None = None  # when it is clear who caused a failure
         self._together = {stage: list(group) for group in placement for stage in group}
@@ -129,7 +128,7 @@ class Coordinator:
         self._coming: dict[int, Phase] = dict.fromkeys(self._all, Phase.BUILDING)
         self._lost_at: dict[int, float] = {}  # stages that are replaced, until they have caught up
         self._deaths: Counter[int] = Counter()  # since the last step that is new
-        self._gone: set[int] = set()  # whose processes have ended, also after they had finished
+        self._gone: set[int] = set()  # whose processes have ended; last words may be still to come
         self._links = [0] * max(0, stages - 1)  # how often the link over each cut was opened anew
         self._saved = 0  # the step of the last complete checkpoint, as stages were told
         self._complete = 0  # ... and as it is
@@ -212,12 +211,11 @@ class Coordinator:
             case ev.Said(stage, message):
                 self._watch.heard(stage)
                 return self._on_message(stage, message, now)
-            case ev.Exited(stage=stage, code=0):
-                self._left.add(stage)
-            case ev.Exited(stage=stage) | ev.Lost(stage=stage):
-                if stage not in self._finished or self._is_missed(stage):
-                    self._suspect(event, now)
+            case ev.Exited(stage) | ev.Lost(stage):
                 self._gone.add(stage)
+                is_wrong = stage not in self._finished or self._is_missed(stage)
+                if is_wrong and event != ev.Exited(stage, 0):
+                    self._suspect(event, now)
             case ev.Away(stage=stage) | ev.Back(stage=stage):
                 return self._on_outage(stage, event, now)
             case ev.Travelled(stage, error=error, at_fault=True):
@@ -241,7 +239,7 @@ class Coordinator:
             case ev.StopAsked(why):
                 return self._on_stop(why)
             case ev.Tick():
-                for stage in sorted(self._left - self._finished):
+                for stage in sorted(self._gone - self._finished):
                     self._suspect(ev.Exited(stage, 0), now)
         return []
 
@@ -263,10 +261,7 @@ class Coordinator:
             return self._link(self._coming[stage])
         message = self._with_all_moved(stage, message)
         if isinstance(message, ShardWritten | ShardFailed):
-            self._parts.setdefault(message.step, {})[stage] = message
-            if self._parts_travel and isinstance(message, ShardWritten):
-                self._travelling.add((message.step, stage))
-            return self._settle_checkpoint(message.step)
+            return self._on_part(stage, message)
         if isinstance(message, Step):
             self._last_step[stage] = message.step + 1
         assert isinstance(message, Step | Evaluation | msg.Finished), "all else was not due"
@@ -368,24 +363,30 @@ class Coordinator:
         stop = [ev.Tell(stage, msg.Stop()) for stage in stages if self.stop_asked]
         return [*commands, *stop, *self._feed_followers()]
 
-    def _on_travelled(self, event: ev.Travelled) -> Commands:
-        if (event.step, event.stage) not in self._travelling:
+    def _on_part(self, stage: int, part: ShardWritten | ShardFailed) -> Commands:
+        parts = self._parts.setdefault(part.step, {})
+        if self._parts_travel and isinstance(part, ShardWritten):
+            parts.pop(stage, None)
+            self._travelling[part.step, stage] = part
             return []
-        self._travelling.discard((event.step, event.stage))
-        if event.error:
-            self._parts[event.step][event.stage] = ShardFailed(event.step, event.error)
+        parts[stage] = part
+        return self._settle_checkpoint(part.step)
+
+    def _on_travelled(self, event: ev.Travelled) -> Commands:
+        part = self._travelling.pop((event.step, event.stage), None)
+        if part is None:
+            return []
+        failed = ShardFailed(event.step, event.error) if event.error else None
+        self._parts[event.step][event.stage] = failed or part
         return [*self._settle_checkpoint(event.step), *self._end_if_done()]
 
     def _settle_checkpoint(self, step: int) -> Commands:
         """What becomes of a checkpoint, once every part of it is here or has failed. Not while a
         stage is behind: it writes its part again, and needs what was sent since the one before.
         """
-        if self._lost_at:
-            return []
-        parts = self._parts[step]
-        if len(parts) < len(self._all) or any((step, stage) in self._travelling for stage in parts):
+        if self._lost_at or len(self._parts[step]) < len(self._all):
             return []  # another stage may be writing still
-        del self._parts[step]
+        parts = self._parts.pop(step)
         failures = [part.error for part in parts.values() if isinstance(part, ShardFailed)]
         if failures:
             return [ev.Discard(step, failures[0])]
@@ -495,7 +496,6 @@ class Coordinator:
             self._coming[stage] = Phase.BUILDING
             self._lost_at.setdefault(stage, now)
             self._finished.discard(stage)
-            self._left.discard(stage)
             self._arrived.pop(stage, None)
             self._conduct[stage].is_down = False
             self._watch.replace(stage)
@@ -666,12 +666,10 @@ class Coordinator:
             return False
         if not self._conduct[stage].has_reported(message):
             return False
-        parts, at = self._parts.get(message.step, {}), (message.step, stage)
-        is_written = isinstance(parts.get(stage), ShardWritten)
-        is_here = self._parts_travel and is_written and at not in self._travelling
-        if isinstance(message, ShardWritten) and message.step in self._parts and not is_here:
-            parts[stage] = message  # another machine may write other bytes
-            self._travelling |= {at} if self._parts_travel else set()
+        if isinstance(message, ShardWritten) and message.step in self._parts:
+            before = self._parts[message.step].get(stage)
+            if not (self._parts_travel and isinstance(before, ShardWritten)):
+                self._on_part(stage, message)  # another machine may write other bytes
         return True
 
     def _is_late(self, stage: int, message: msg.OfStage) -> bool:

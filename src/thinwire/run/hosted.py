@@ -10,7 +10,8 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,28 +60,20 @@ class DoorOf:
     outside: str = ""  # probed
 
 
-@dataclass(frozen=True)
-class Ways:
-    """The doors of a generation: of each stage's member, and where all can meet."""
+def ways_to_meet(
+    stage: int, doors: Sequence[DoorOf], met: list[Route], token: str
+) -> tuple[list[Route], list[Route]]:
+    """By which routes a stage reaches the one below, and at which it waits for the one above: by
+    the doors of their members, to which the token is the key, and where it meets any (`met`).
+    """
 
-    run: str
-    token: str = field(repr=False)  # at the doors of its members
-    doors: list[DoorOf]
-    meeting: list[list[Route]] = field(repr=False)  # for each stage: the relay, the host's own door
-    keys: list[str] = field(default_factory=list)  # fingerprints of the members, by stage
-    word: str = field(default_factory=lambda: secrets.token_hex(8), repr=False)
+    def ways(*addresses: str) -> list[Route]:
+        return [*(Route(one, "direct", token) for one in addresses if one), *met]
 
-    def connect(self, stage: int, told: msg.Connect) -> msg.Connect:
-        """The word to connect, for a stage whose neighbours are on other machines."""
-        own, met = self.doors[stage].own, self.meeting[stage]
-        below, above = self.doors[:stage][-1:], self.doors[stage + 1 :][:1]
-        reach = [route for door in below for route in [*self._direct(door.outside, own), *met]]
-        wait = [route for door in above for route in [*self._direct(own, door.outside), *met]]
-        known = dataclasses.replace(told, seats=self.keys, run=self.run, word=self.word)
-        return dataclasses.replace(known, reach=reach, wait=wait)
-
-    def _direct(self, *addresses: str) -> list[Route]:
-        return [Route(address, "direct", self.token) for address in addresses if address]
+    own = doors[stage].own
+    reach = [way for below in doors[:stage][-1:] for way in ways(below.outside, own)]
+    wait = [way for above in doors[stage + 1 :][:1] for way in ways(own, above.outside)]
+    return reach, wait
 
 
 def probe_all(members: list[Member], book: AuthorityBook) -> dict[str, DoorOf]:
@@ -110,40 +103,6 @@ def probe(hello: msg.Hello, origin: str, run: str, token: str) -> DoorOf:
 
 
 IsDue = Callable[[], bool]  # whether something may still come
-
-
-class Streams:
-    """What members open for one generation beside their own stream; it ends with `close`."""
-
-    def __init__(self, listener: Listener):
-        self._listener, self._is_over = listener, False
-
-    def accept(
-        self, name: str, peer: str, timeout: float = math.inf, is_due: IsDue = lambda: True
-    ) -> Pipe:
-        """Wait for a member to dial by this name, while it may; whoever else does is refused."""
-        deadline = time.monotonic() + timeout
-        while not self._is_over and is_due() and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(WireError):  # nobody came: look whether to go on
-                return self._listener.accept(name, min(left, LOOK_SECONDS / 2), peer, True)
-            time.sleep(0.01)  # the listener may be closed, and then says so at once
-        raise WireError(f"nobody waits for {name!r} any more")
-
-    def serve(
-        self, name: str, peer: str, handle: Callable[[Pipe], None], is_due: IsDue = lambda: True
-    ) -> None:
-        """Handle one stream of this name after the other, on a thread of its own."""
-
-        def run() -> None:
-            while not self._is_over and is_due():
-                with contextlib.suppress(ThinwireError):  # the member dials again
-                    handle(self.accept(name, peer, is_due=is_due))
-
-        threading.Thread(target=run, name=f"thinwire {name}", daemon=True).start()
-
-    def close(self) -> None:
-        """Accept nothing more."""
-        self._is_over = True
 
 
 @dataclass
@@ -187,7 +146,8 @@ class HostedPeers(Peers):
     ):
         super().__init__(len(base.formation.seats))
         self._base, self._settings, self._checkpoint = base, settings, checkpoint
-        self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
+        self._lost: set[int] = set()  # stages whose holders of before are not heard any more
+        self._homeless: list[list[int]] = []  # ... for which one is sought
         self._asked_at = 0.0  # when members were asked whether they are there
         self._alone_at = 0.0  # when no member could be reached
         self._again = 0  # how often stages were given anew
@@ -198,18 +158,16 @@ class HostedPeers(Peers):
         self._standbys = base.display.standing.standbys
         self._standby_after = 0.0  # no other stand-by begins before
         self._replaces = bool(placement(settings, self._groups))  # those who are lost
-        self._given_up: set[tuple[str, float]] = set()  # members that were away for too long
         self._links = f"epoch/{base.formation.epoch}.{secrets.token_hex(16)}"
-        self._ways: dict[tuple[int, ...], Ways] = {}  # by who follows, of the holders by ()
+        # What ends the names of links: by the stages of who follows, of the holders by ().
+        self._words: defaultdict[tuple[int, ...], str] = defaultdict(lambda: secrets.token_hex(8))
         self._ended: dict[int, str] = {}  # stages whose processes have ended: their last words
-        self._streams = Streams(base.listener)
         self._states: list[SeatServer] = []
         self._doors: dict[str, DoorOf] = {}  # of members, as they were found
-        self._is_waiting = self.is_training = False
+        self._is_over = self._is_waiting = self.is_training = False
         self.pauses = ""  # why the run is to be formed again, if all is in good order
         self.unsaved: set[int] = set()  # steps of which members could not write their parts
         self._unable: set[str] = set()  # these members, as long as they could train
-        self._unheard: set[int] = set()  # stages that others are to hold for that
         self.is_stopping = False
         self.collector = ShardCollector(
             base.folder,
@@ -223,7 +181,7 @@ class HostedPeers(Peers):
 
     def __exit__(self, *error: object) -> None:
         self._base.members.on_happening = ignore
-        self._streams.close()
+        self._is_over = True
         self.end_states()
         self.collector.close()
         for name in [*self._base.formation.members(), *self._standbys.values()]:
@@ -231,11 +189,10 @@ class HostedPeers(Peers):
 
     def start(self) -> None:
         self._base.members.on_happening = self._on_happening
-        self._ways_between()
         for stages in self._groups:
             name = self._base.formation.seats[stages[0]]
             if not self._give(stages, name, self._checkpoint):
-                self._lose(name, f"{name} is away")
+                self._lose(stages, f"{name} is away")
 
     def _give(
         self,
@@ -257,9 +214,9 @@ class HostedPeers(Peers):
             return name in whose and self._given[name, stages[0]] == again
 
         def serve_tokens(stream: str) -> None:
-            accept = partial(self._streams.accept, stream, name, is_due=is_due)
+            accept = partial(self._accept, stream, name, is_due)
             outage = max(self._settings.link.outage, msg.LEAST_OUTAGE_S)
-            pipe = LastingPipe(accept(), accept, outage)
+            pipe = LastingPipe(accept(math.inf), accept, outage)
             TokenServer(pipe, self._base.data, self._settings, self._base.beside["token ids"])
 
         if checkpoint is not None:
@@ -268,7 +225,7 @@ class HostedPeers(Peers):
             self._states.append(SeatServer(checkpoint, self._settings, meter, on_gone))
             stream = msg.stream_name("state", stages[0], generation, again)
             serve = partial(self._states[-1].serve, stages=tuple(stages))
-            self._streams.serve(stream, name, serve, is_due)
+            self._serve(stream, name, serve, is_due)
         for stage in stages:
             stream = msg.stream_name("tokens", stage, generation, again)
             on_daemon_thread("thinwire tokens", partial(serve_tokens, stream))
@@ -277,6 +234,27 @@ class HostedPeers(Peers):
         return self._tell(
             name, msg.Hold(stages, plain, resumes, corpus, self._links, began, again, follows)
         )
+
+    def _accept(self, stream: str, name: str, is_due: IsDue, timeout: float) -> Pipe:
+        """Wait for a member to dial by this name, while it may; whoever else does is refused."""
+        deadline = time.monotonic() + timeout
+        while not self._is_over and is_due() and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(WireError):  # nobody came: look whether to go on
+                return self._base.listener.accept(stream, min(left, LOOK_SECONDS / 2), name, True)
+            time.sleep(0.01)  # the listener may be closed, and then says so at once
+        raise WireError(f"nobody waits for {stream!r} any more")
+
+    def _serve(
+        self, stream: str, name: str, handle: Callable[[Pipe], None], is_due: IsDue = lambda: True
+    ) -> None:
+        """Handle one stream of this name after the other, on a thread of its own."""
+
+        def run() -> None:
+            while not self._is_over and is_due():
+                with contextlib.suppress(ThinwireError):  # the member dials again
+                    handle(self._accept(stream, name, is_due, math.inf))
+
+        threading.Thread(target=run, name=f"thinwire {stream}", daemon=True).start()
 
     def _tell(self, name: str, message: Any, stage: int = msg.OF_NO_STAGE) -> bool:
         return self._base.members.tell(name, message, stage, self._base.formation.epoch)
@@ -287,6 +265,7 @@ class HostedPeers(Peers):
 
     def replace(self, stages: list[int], by_follower: bool = False) -> None:
         self.said.forget(stages)
+        self._lost |= {*stages}
         if not by_follower:
             self._homeless.append(stages)
             self._ask_who_is_there()
@@ -399,7 +378,7 @@ class HostedPeers(Peers):
     def _forget_standby(self, stages: list[int]) -> str:
         """Who followed these stages, and does so no more; nobody: nothing."""
         name = self._standbys.pop(tuple(stages), "")
-        self._ways.pop(tuple(stages), None)
+        self._words.pop(tuple(stages), None)
         if name not in self._standbys.values():
             self._base.display.standing.audits.pop(name, None)
         return name
@@ -418,32 +397,36 @@ class HostedPeers(Peers):
             self._base.keep(self._base.formation.given(stages, name))
         except ConfigError as error:  # a full disk: only a host that is started anew would read it
             self._base.display.note(f"{error}; the run goes on")
-        self._unheard -= {*stages}
+        self._lost -= {*stages}
         for stage in stages:
             self._ended.pop(stage, None)
         if before != name:
             reason = f"{name} holds {stage_names(stages)} now"
             self._tell(before, msg.Release(reason, stages))
-        self._ways.clear()  # whoever follows the stage beside it is fed from elsewhere
+        self._words.clear()  # whoever follows the stage beside it is fed from elsewhere
         for changed in (before, name):
             self._doors.pop(changed, None)
-        self._ways_between()
 
     def _give_up_the_absent(self) -> bool:
         """Have others hold what an absent member holds; whether one is waited for."""
         now, is_waiting = time.monotonic(), False
         for member in self._base.members.all() if self._replaces else ():
-            held, away = self._base.formation.held_by(member.name), (member.name, member.down_since)
-            if not held or not member.is_down or away in self._given_up:
+            held = self._heard_of(member.name)
+            if not held or not member.is_down:
                 continue
             placing, since = self._placing(), max(member.down_since, self._alone_at)
+            limit = placing.patience(held)
             if not placing.here:
                 self._alone_at = now  # all are away, so it may be this machine: they get their time
-            elif (limit := placing.patience(held)) is not None and now - since > limit:
-                self._given_up.add(away)
-                self._lose(member.name, f"{member.name} could not be reached for {limit:g} s")
-            is_waiting |= away not in self._given_up
+            if limit is None or now - since <= limit:
+                is_waiting = True
+            else:
+                self._lose(held, f"{member.name} could not be reached for {limit:g} s")
         return is_waiting
+
+    def _heard_of(self, name: str) -> list[int]:
+        """The stages that a member holds and has not lost."""
+        return [s for s in self._base.formation.held_by(name) if s not in self._lost]
 
     def tell(self, stage: int, message: msg.ToStage, follows: bool = False) -> None:
         self._is_saved |= isinstance(message, msg.Saved)
@@ -452,11 +435,7 @@ class HostedPeers(Peers):
         if not name:
             return
         if isinstance(message, msg.Connect):
-            fed = stage
-            if message.cut is not None and not follows:
-                fed = msg.other_end(message.cut, stage)
-            groups = [group for group in placing.standbys if fed in group and message.follower]
-            message = self._ways_between(*groups).connect(stage, message)
+            message = self._connect(stage, message, follows)
         self._tell(name, message, stage)
 
     def ask_to_stop(self, why: str = "") -> None:
@@ -479,76 +458,83 @@ class HostedPeers(Peers):
             states.close()
         self._states.clear()
 
-    def _ways_between(self, followed: tuple[int, ...] = ()) -> Ways:
-        """The ways between the members of all stages, as if who follows some held these."""
-        if followed not in self._ways:  # both ends of a link need the same word
-            book, known = self._base.book, self._doors
-            follower = self._standbys.get(followed, "")
-            seats = self._base.formation.given([*followed], follower).seats
-            new = {*seats} - known.keys()
-            known |= probe_all([one for one in self._base.members.all() if one.name in new], book)
-            doors = [known.get(name, DoorOf()) for name in seats]
-            meeting, keys = [*map(self._base.meeting, seats)], [*map(book.key_of, seats)]
-            self._ways[followed] = Ways(book.run_id, self._links, doors, meeting, keys)
-        return self._ways[followed]
+    def _connect(self, stage: int, told: msg.Connect, follows: bool) -> msg.Connect:
+        """The word to connect, with the ways to neighbours on other machines: as if one that
+        follows some stages held these, where it is about what feeds it.
+        """
+        fed = stage if follows or told.cut is None else msg.other_end(told.cut, stage)
+        groups = [group for group in self._standbys if fed in group and told.follower]
+        book, followed = self._base.book, groups[0] if groups else ()
+        seats = self._base.formation.given([*followed], self._standbys.get(followed, "")).seats
+        new = {*seats} - self._doors.keys()
+        self._doors |= probe_all([m for m in self._base.members.all() if m.name in new], book)
+        doors = [self._doors.get(name, DoorOf()) for name in seats]
+        met, keys = self._base.meeting(seats[stage]), [*map(book.key_of, seats)]
+        reach, wait = ways_to_meet(stage, doors, met, self._links)
+        word = self._words[followed]  # both ends of a link need the same
+        return dataclasses.replace(
+            told, seats=keys, run=book.run_id, word=word, reach=reach, wait=wait
+        )
 
     def _collect(self, name: str) -> None:
         if name not in self._collected:
             self._collected.add(name)
             base, fetch = self._base, self.collector.collect_from
             collect = partial(fetch, name, lambda: base.formation.held_by(name))
-            self._streams.serve(msg.store_name(name), name, collect)
+            self._serve(msg.store_name(name), name, collect)
 
     def _on_happening(self, name: str, what: Happening) -> bool:
         """On the thread of a member's stream, which waits where its stages say too much."""
-        epoch = self._base.formation.epoch
-        homeless = {s for group in [*self._homeless] for s in group} | self._unheard
-        placing = self._placing()
-        held = [stage for stage in self._base.formation.held_by(name) if stage not in homeless]
-        declined = getattr(getattr(what, "message", None), "stages", [])
-        if isinstance(what, msg.Envelope) and what.generation == epoch:
+        placing, held = self._placing(), self._heard_of(name)
+        message = what.message if isinstance(what, msg.Envelope) else what
+        declined = message.stages if isinstance(message, msg.Declined) else []
+        is_current = False
+        if isinstance(what, msg.Envelope):
+            is_current = what.generation == self._base.formation.epoch
             about = [what.stage] if what.stage >= 0 else declined
-            given = {stage: self._given.get((name, stage)) for stage in about}
+            given = {stage: self._given.get((name, stage)) for stage in about if is_current}
             if never := [stage for stage, again in given.items() if again is None]:
                 raise BreachError(f"{name} sent a message of stage {never[0]}, which it never held")
             if any(again != what.again for again in given.values()):
                 return False  # of a process whose place another has got, here
-        match what:
-            case ev.Lost() | ev.Away() | msg.Envelope(msg.Leaving() | msg.Declined()):
-                for group in placing.followed_by(name):
-                    if not declined or not {*group}.isdisjoint(declined):
-                        self.said.note(ev.FollowerLost(group))
-        match what:
-            case msg.Envelope(msg.Hello() | msg.Alive()):
+            if what.stage >= 0:
+                return is_current and self._on_said(name, what.stage, message)
+        if isinstance(message, ev.Lost | ev.Away | msg.Leaving | msg.Declined):
+            for group in placing.followed_by(name):
+                if not declined or not {*group}.isdisjoint(declined):
+                    self.said.note(ev.FollowerLost(group))
+        match message:
+            case msg.Hello() | msg.Alive():
                 self.said.note(ev.Tick())  # somebody may be waited for
-            case msg.Envelope(message, stage, said) if (
-                said == epoch and placing.followed.get(stage, "") == name
-            ):
-                self.said.note(ev.Said(stage, message, follows=True))
-                if isinstance(message, Audited):
-                    self._base.display.standing.audits[name] = message
-            case msg.Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
-                return False  # others hold it now; it counts as talk
             case ev.Back() if not held:
                 self._tell(name, msg.Release("others hold its stages now"))
             case _ if not held:
                 pass
-            case msg.Envelope(message, stage, said) if stage >= 0 and said == epoch:
-                self._hear(stage, message)
-                return True
-            case msg.Envelope(msg.Leaving()):
+            case msg.Leaving():
                 self._on_leaving(name, held)
-            case msg.Envelope(msg.Declined(reason, stages), generation=said) if said == epoch:
-                lost = [s for s in held if s in stages or not stages]
+            case msg.Declined(reason, stages) if is_current:
+                lost = [stage for stage in held if stage in stages or not stages]
                 self._unable.discard(name)
-                self._lose(name, f"it cannot hold its stage: {one_line(reason)}", stages=lost)
+                self._lose(lost, f"it cannot hold its stage: {one_line(reason)}")
             case ev.Lost(_, reason, in_breach):
                 for stage in held:
                     self._ended.setdefault(stage, "")
-                self._lose(name, reason, in_breach)
+                self._lose(held, reason, in_breach)
             case ev.Away() | ev.Back():
-                self.said.note(msgspec.structs.replace(what, stage=held[0]))
+                self.said.note(msgspec.structs.replace(message, stage=held[0]))
         return False
+
+    def _on_said(self, name: str, stage: int, message: msg.OfStage) -> bool:
+        """A member speaks of a stage that it holds or follows; of any other it is talk."""
+        if self._placing().followed.get(stage) == name:
+            self.said.note(ev.Said(stage, message, follows=True))
+            if isinstance(message, Audited):
+                self._base.display.standing.audits[name] = message
+            return False
+        if stage not in self._heard_of(name):
+            return False
+        self._hear(stage, message)
+        return True
 
     def _hear(self, stage: int, message: Any) -> None:
         if isinstance(message, ShardFailed) and self._moves_from(stage, message):
@@ -575,8 +561,7 @@ class HostedPeers(Peers):
         self._base.members.set_aside(name, reason, for_good=False)
         if not self._replaces or self._placing().patience(group) is None:
             return False
-        self._unheard |= {*group}
-        self._lose(name, reason, stages=[stage])
+        self._lose(group, reason)
         return True
 
     def _on_leaving(self, name: str, held: list[int]) -> None:
@@ -584,7 +569,7 @@ class HostedPeers(Peers):
         others = self._placing(lambda member: member.name != name)
         can_move = self.is_training and self._replaces and not self.is_stopping
         if can_move and others.patience(held) is not None:
-            self._lose(name, f"{name} leaves")
+            self._lose(held, f"{name} leaves")
             return
         self._pause(f"{name} leaves")
 
@@ -595,8 +580,8 @@ class HostedPeers(Peers):
         for _ in range(times):  # asked twice, a coordinator leaves at once
             self.ask_to_stop(why)
 
-    def _lose(
-        self, name: str, reason: str, in_breach: bool = False, stages: list[int] | None = None
-    ) -> None:
-        for stage in self._base.formation.held_by(name) if stages is None else stages:
+    def _lose(self, stages: list[int], reason: str, in_breach: bool = False) -> None:
+        """Stages are lost: nothing more is heard of them until somebody holds them again."""
+        self._lost |= {*stages}
+        for stage in stages:
             self.said.note(ev.Lost(stage, reason, in_breach))
