@@ -325,7 +325,7 @@ class Coordinator:
             )
         if self._course is None or self.phase in _ROUNDS:
             return []
-        return self._course.faults(stage, message, self.stop_asked)
+        return [*self._course.faults(stage, message, self.stop_asked)]
 
     def _link(self, phase: Phase) -> Commands:
         """What follows once all who do not train yet, or not any more, are through with a phase."""
