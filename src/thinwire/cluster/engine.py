@@ -45,8 +45,8 @@ from thinwire.engine.worker import PATIENCE, scratch, scratch_folder
 from thinwire.errors import ConfigError, StageError
 from thinwire.model import Score, learning_rate
 from thinwire.report import Display
-from thinwire.run.coordinator import disagreement
-from thinwire.run.events import Begin, Commit, Discard, Exploded, Record
+from thinwire.run.coordinator import settled_checkpoint
+from thinwire.run.events import Begin, Exploded, Record
 from thinwire.run.ledger import LossWatch, watch_losses
 from thinwire.run.peer import versions
 from thinwire.run.protocol import FROM_PEER, Envelope, Finished, Ready, pack, unpack
@@ -293,15 +293,10 @@ class Rank:
         parts = [message for _, message in self._gather(self.trainer.save())]
         if self.record is None:
             return
-        step = self.trainer.done
-        failed = [part.error for part in parts if isinstance(part, ShardFailed)]
-        if failed:
-            self.record.carry_out(Discard(step, failed[0]))
-        elif difference := disagreement(step, [part.agreements for part in parts]):
-            self.record.carry_out(Discard(step))
-            raise StageError(difference)
-        else:
-            self.record.carry_out(Commit(step, parts))
+        made, error = settled_checkpoint(self.trainer.done, parts)
+        self.record.carry_out(made)
+        if error is not None:
+            raise error
 
     def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished | None]]) -> None:
         for stage, report in said:

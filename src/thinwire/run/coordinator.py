@@ -55,8 +55,7 @@ class Phase(Enum):
     FINISHED = "is over"
 
 
-# Before they train, stages go from phase to phase together: what each says at the end of one.
-_ROUNDS: dict[Phase, type[msg.OfStage]] = {Phase.BUILDING: msg.Ready, Phase.LINKING: msg.Linked}
+_START = (Phase.BUILDING, Phase.LINKING)
 
 
 @dataclass
@@ -113,7 +112,7 @@ class Coordinator:
         self._course = course
         self._steps = [0] * stages  # reported
         self._told = Told()
-        self._arrived: dict[int, Any] = {}  # what ends this phase, by stage
+        self._arrived: dict[int, Any] = {}  # who of them is built or linked: with these words
         self._finished: set[int] = set()
         self._ended = (0, False)  # the last decision that they knew, and whether it ends the run
         self._ready: dict[int, msg.Ready] = {}
@@ -124,8 +123,8 @@ class Coordinator:
         self._evidence: list[Evidence] = []
         self._settled_at: float | None = None  # when it is clear who caused a failure
         self._together = {stage: list(group) for group in placement for stage in group}
-        # Stages that do not train yet, at the start all, and how far each is.
-        self._coming: dict[int, Phase] = dict.fromkeys(self._all, Phase.BUILDING)
+        # Stages that do not train yet, at the start all. They are built, and then link, together.
+        self._coming, self._is_linking = set(self._all), False
         self._lost_at: dict[int, float] = {}  # stages that are replaced, until they have caught up
         self._deaths: Counter[int] = Counter()  # since the last step that is new
         self._gone: set[int] = set()  # whose processes have ended; last words may be still to come
@@ -137,8 +136,8 @@ class Coordinator:
         self._audits, self._audit_replaces = audits, audit_replaces
         self._promoted: set[int] = set()  # lost stages whose followers take their places
         self._followed = 0  # how many followers there were
-        self._moved: dict[int, Meters] = {}  # what lost processes of a stage had moved
-        self._moving: dict[int, Meters] = {}  # what its process has, by its last report
+        self._moved: dict[int, Meters] = {}  # by all processes of a stage, as last reported
+        self._moved_before: dict[int, Meters] = {}  # ... by those that are lost
 
     def on(self, event: ev.Event, now: float) -> Commands:
         """What to do about an event. There is one at least every `rest` seconds, if only a Tick."""
@@ -183,19 +182,13 @@ class Coordinator:
 
     def waiting_for(self) -> list[int]:
         """The stages without which this phase does not end."""
-        done = self._arrived if self.phase in _ROUNDS else self._finished
+        done = self._arrived if self.phase in _START else self._finished
         return [stage for stage in self._all if stage not in done]
-
-    def _stages_travelling(self) -> list[int]:
-        return sorted({stage for _, stage in self._travelling})
 
     def _respond(self, event: ev.Event, now: float) -> Commands:
         match event:
             case ev.Said(stage, message, follows=True):
-                group = tuple(self._together[stage])
-                if isinstance(message, Audited):
-                    return self._on_audited(group, stage, message, now)
-                return self._on_follower(group, stage, message)
+                return self._on_follower(stage, message, now)
             case ev.Said(stage, msg.Pulse(begun, doing)):
                 self._watch.heard(stage, begun, doing)
             case ev.Said(stage, msg.LinkDown() | msg.LinkUp() as message):
@@ -258,10 +251,13 @@ class Coordinator:
             self._arrived[stage] = message
             if isinstance(message, msg.Ready):
                 self._ready[stage] = message
-            return self._link(self._coming[stage])
-        message = self._with_all_moved(stage, message)
+            return self._link()
         if isinstance(message, ShardWritten | ShardFailed):
             return self._on_part(stage, message)
+        if isinstance(message, Step | msg.Finished):
+            moved = _sum(self._moved_before.get(stage, {}), message.meters)
+            self._moved[stage] = moved
+            message = dataclasses.replace(message, meters=moved)
         if isinstance(message, Step):
             self._last_step[stage] = message.step + 1
         assert isinstance(message, Step | Evaluation | msg.Finished), "all else was not due"
@@ -298,7 +294,7 @@ class Coordinator:
         if self.phase is Phase.COLLECTING:
             return []
         self.phase = Phase.COLLECTING
-        stages = self._stages_travelling()
+        stages = sorted({stage for _, stage in self._travelling})
         which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         return [ev.Say(f"all stages have stopped; the host waits for the checkpoint of {which}")]
 
@@ -307,12 +303,14 @@ class Coordinator:
         if not self._together:
             return False  # nobody could take its place
         waits = {stage - 1, stage + 1} & {*self.waiting_for()}
-        return bool(self._lost_at or waits or stage in self._stages_travelling())
+        is_travelling = any(writer == stage for _, writer in self._travelling)
+        return bool(self._lost_at or waits or is_travelling)
 
     def _faults(self, stage: int, message: msg.OfStage) -> list[tuple[int, str]]:
         """Who saves or ends when that is not due; refused is what no stage may say now."""
-        phase = self._coming.get(stage, self.phase)
-        due = _ROUNDS[phase] if phase in _ROUNDS else Report | msg.Finished
+        due: Any = Report | msg.Finished
+        if stage in self._coming:
+            due = msg.Linked if self._is_linking else msg.Ready
         if not isinstance(message, due) or stage not in self.waiting_for():
             name = type(message).__name__
             raise WireError(f"stage {stage} sent a {name} message while the run {self.phase.value}")
@@ -323,25 +321,25 @@ class Coordinator:
                 f"stage {stage} reported {self._steps[stage]} steps, but stage {slowest} only "
                 f"{self._steps[slowest]}"
             )
-        if self._course is None or self.phase in _ROUNDS:
+        if self._course is None or self.phase in _START:
             return []
         return [*self._course.faults(stage, message, self.stop_asked)]
 
-    def _link(self, phase: Phase) -> Commands:
-        """What follows once all who do not train yet, or not any more, are through with a phase."""
+    def _link(self) -> Commands:
+        """What follows once all who do not train are built, or linked."""
         is_building = self.phase is Phase.BUILDING  # imports torch and builds layers: takes time
         count = ev.Starting(len(self._arrived), "stages have their layers")
         commands: Commands = [count] if is_building else []
-        if not all(self._coming[s] is phase and s in self._arrived for s in self._coming):
+        if self._arrived.keys() != self._coming:
             return commands
         arrived, coming = [*self._arrived.values()], sorted(self._coming)
         self._arrived.clear()
-        if phase is Phase.LINKING:
+        if self._is_linking:
             return self._start(coming, arrived)
         relinked = self._ends_alive(self._cuts_of(coming))
         commands += [ev.Tell(stage, self._connect(stage, cut)) for stage, cut in relinked]
         commands += [ev.Tell(stage, self._connect(stage)) for stage in coming]
-        self._coming = dict.fromkeys(coming, Phase.LINKING)
+        self._is_linking = True
         self._promoted.clear()
         self.phase = Phase.LINKING if is_building else self.phase
         return commands
@@ -349,6 +347,7 @@ class Coordinator:
     def _start(self, stages: list[int], linked: list[msg.Linked]) -> Commands:
         """Have stages train that are linked now."""
         self._coming.clear()
+        self._is_linking = False
         if self.phase is Phase.LINKING:
             self.phase = Phase.TRAINING
             self._watch.begin_training()
@@ -387,16 +386,8 @@ class Coordinator:
         if self._lost_at or len(self._parts[step]) < len(self._all):
             return []  # another stage may be writing still
         parts = self._parts.pop(step)
-        failures = [part.error for part in parts.values() if isinstance(part, ShardFailed)]
-        if failures:
-            return [ev.Discard(step, failures[0])]
-        written = [p for _, p in sorted(parts.items()) if isinstance(p, ShardWritten)]
-        if len({part.versions for part in written}) > 1:
-            counted = "; ".join(f"stage {s}: {part.versions}" for s, part in enumerate(written))
-            return [ev.Discard(step, f"stages do not agree on what they have saved: {counted}")]
-        if difference := disagreement(step, [p.agreements for p in written]):
-            return [ev.Discard(step), self._end(StageError(difference))]
-        return [ev.Commit(step, written)]
+        made, error = settled_checkpoint(step, [parts[stage] for stage in self._all])
+        return [made, self._end(error)] if error is not None else [made]
 
     def _on_outage(
         self, stage: int, said: msg.LinkDown | msg.LinkUp | ev.Away | ev.Back, now: float
@@ -418,13 +409,13 @@ class Coordinator:
             note += "; it breaks often, so for a minute no more is said of it"
         is_told = times and (is_link or stage not in self._finished)
         commands: Commands = [ev.Say(note)] if is_told else []
-        if isinstance(said, msg.LinkUp) and self.phase not in _ROUNDS:
+        if isinstance(said, msg.LinkUp) and self.phase not in _START:
             commands.append(ev.Record(stage, said))
         return commands
 
     def _on_stop(self, why: str) -> Commands:
         """The first time: finish the step, checkpoint, end. The second time: leave at once."""
-        if self.phase in _ROUNDS or self.stop_asked:
+        if self.phase in _START or self.stop_asked:
             return [self._end(Interrupted())]
         if 0 in self._finished:
             self.stop_asked = True
@@ -481,8 +472,8 @@ class Coordinator:
         """Have others take the place of these stages, and all who share their processes."""
         lost = self._fellows(stages)
         # Whoever was linking to one of them would wait in vain, and begins anew.
-        linking = {s for s, phase in self._coming.items() if phase is Phase.LINKING}
-        lost |= self._fellows(linking)
+        lost |= self._coming if self._is_linking else set()
+        self._is_linking = False
         # Whoever still computes anew would ask for more than the logs of others that begin at a
         # newer checkpoint will have: it begins there too.
         if self._complete > self._base:
@@ -493,13 +484,13 @@ class Coordinator:
             lost |= self._fellows(gone)
         self._gone -= lost
         for stage in lost:
-            self._coming[stage] = Phase.BUILDING
+            self._coming.add(stage)
             self._lost_at.setdefault(stage, now)
             self._finished.discard(stage)
             self._arrived.pop(stage, None)
             self._conduct[stage].is_down = False
             self._watch.replace(stage)
-            self._moved[stage] = _sum(self._moved.get(stage, {}), self._moving.pop(stage, {}))
+            self._moved_before[stage] = self._moved.get(stage, {})
         cuts = self._cuts_of(lost)
         for cut in cuts:
             self._links[cut] += 1
@@ -521,7 +512,7 @@ class Coordinator:
                 ready = self._followers[group].ready[stage]
                 self._ready[stage] = self._arrived[stage] = ready
         commands += self._unfeed(cuts, lost)
-        return [*commands, *self._link(Phase.BUILDING)]
+        return [*commands, *self._link()]
 
     def _fellows(self, stages: Iterable[int]) -> set[int]:
         """These stages, and all who share their processes."""
@@ -533,7 +524,7 @@ class Coordinator:
         """
         able = {group for group, one in self._followers.items() if one.can_take_over}
         found = {s for group in groups if group in able and not self.stop_asked for s in group}
-        anew = self._coming.keys() - (self._promoted - lost)
+        anew = self._coming - (self._promoted - lost)
         while beside := {s for s in found if {s - 1, s + 1} & (anew - found)}:
             found -= self._fellows(beside)
         return found
@@ -552,46 +543,53 @@ class Coordinator:
 
     # Processes that follow a stage, to take its place at once
 
-    def _on_follower(self, group: Group, stage: int, message: msg.OfStage) -> Commands:
-        if isinstance(message, msg.Failed | msg.Ended):
-            return [self._drop(group)]
-        if isinstance(message, msg.Follows):
-            if group in self._followers:
-                self._followers[group].behind = self._last_step[stage] - message.step
-            return []
-        if isinstance(message, msg.Ready):
-            self._followers.setdefault(group, Follower()).ready[stage] = message
-            return self._feed_followers()
-        if isinstance(message, msg.Linked) and (found := self._followers.get(group)) is not None:
-            which = ", ".join(map(str, group))
-            if found.is_linked:
+    def _on_follower(self, stage: int, message: msg.OfStage, now: float) -> Commands:
+        group = tuple(self._together[stage])
+        which, found = ", ".join(map(str, group)), self._followers.get(group)
+        match message:
+            case msg.Failed() | msg.Ended():
+                return [self._drop(group)]
+            case msg.Ready():
+                self._followers.setdefault(group, Follower()).ready[stage] = message
+                return self._feed_followers()
+            case _ if found is None:
+                pass
+            case Audited():
+                return self._on_audited(found, stage, message, now)
+            case msg.Follows(step):
+                found.behind = self._last_step[stage] - step
+            case msg.Linked(follower=number) if found.is_linked:
                 was_fed = not found.unfed
-                found.unfed = {c: n for c, n in found.unfed.items() if n != message.follower}
-                told = ev.Say(f"the stand-by of stage {which} follows on")
-                return [] if found.unfed or was_fed else [told]
-            found.linked.add(stage)
-            if found.is_linked:
-                alike = self._audits and all(self._is_alike(s, found.ready[s]) for s in group)
-                start = [ev.Tell(s, msg.Start(is_alike=alike), follows=True) for s in group]
-                note = f"stage {which} has a stand-by, which follows it"
-                if self._audits:
-                    how = "equal bits" if alike else "another kind of machine, small differences"
-                    note += f" and compares what it sends; expected: {how}"
-                return [*start, ev.Say(note)]
+                found.unfed = {cut: n for cut, n in found.unfed.items() if n != number}
+                if not (was_fed or found.unfed):
+                    return [ev.Say(f"the stand-by of stage {which} follows on")]
+            case msg.Linked():
+                found.linked.add(stage)
+                if found.is_linked:
+                    return self._begin_to_follow(group, found, which)
         return []
+
+    def _begin_to_follow(self, group: Group, follower: Follower, which: str) -> Commands:
+        alike = self._audits and all(self._is_alike(s, follower.ready[s]) for s in group)
+        start = [ev.Tell(s, msg.Start(is_alike=alike), follows=True) for s in group]
+        note = f"stage {which} has a stand-by, which follows it"
+        if self._audits:
+            how = "equal bits" if alike else "another kind of machine, small differences"
+            note += f" and compares what it sends; expected: {how}"
+        return [*start, ev.Say(note)]
 
     def _is_alike(self, stage: int, ready: msg.Ready) -> bool:
         both = self._ready[stage], ready
         return len({(r.device, *(r.versions.get(k) for k in DECIDE_BITS)) for r in both}) == 1
 
-    def _on_audited(self, group: Group, stage: int, found: Audited, now: float) -> Commands:
+    def _on_audited(self, follower: Follower, stage: int, found: Audited, now: float) -> Commands:
         """Whoever follows a stage says how what it computes stands against what that sent."""
-        follower = self._followers.get(group)
-        if follower is None or self._coming or self.phase is not Phase.TRAINING:
+        if self._coming or self.phase is not Phase.TRAINING:
             return []
         if not found.tensor:
             # What has drifted so far finds only what is as far: it begins at a newer checkpoint.
-            return [self._drop(group)] if found.difference >= DRIFTED else []
+            drifted = found.difference >= DRIFTED
+            return [self._drop(tuple(self._together[stage]))] if drifted else []
         if stage in follower.doubted:
             return []  # once is enough, whatever it says
         follower.doubted.add(stage)
@@ -633,15 +631,13 @@ class Coordinator:
             if not follower.is_told:
                 follower.is_told = True
                 self._followed += 1
-                for stage in group:
-                    connect = self._connect(stage, follower=follower)
-                    commands.append(ev.Tell(stage, connect, follows=True))
+                told = [(stage, self._connect(stage, follower=follower)) for stage in group]
+                commands += [ev.Tell(*one, follows=True) for one in told]
                 commands += [self._is_to_feed(follower, *end) for end in cuts]
             for stage, cut in [end for end in cuts if follower.unfed.get(end[1]) == 0]:
                 self._followed += 1
                 follower.unfed[cut] = self._followed
-                connect = self._connect(stage, cut, follower)
-                commands.append(ev.Tell(stage, connect, follows=True))
+                commands.append(ev.Tell(stage, self._connect(stage, cut, follower), follows=True))
                 commands.append(self._is_to_feed(follower, stage, cut))
         return commands
 
@@ -674,19 +670,10 @@ class Coordinator:
 
     def _is_late(self, stage: int, message: msg.OfStage) -> bool:
         """Whether this is of a process that was given up and lives: its successor is not linked."""
-        if self.phase in _ROUNDS or stage not in self._coming:
+        if self.phase in _START or stage not in self._coming:
             return False
-        is_early = isinstance(message, msg.Linked) and self._coming[stage] is Phase.BUILDING
+        is_early = isinstance(message, msg.Linked) and not self._is_linking
         return is_early or isinstance(message, Report | msg.Finished)
-
-    def _with_all_moved(self, stage: int, message: msg.OfStage) -> msg.OfStage:
-        """A report with the bytes of all processes that this stage had."""
-        if isinstance(message, Step | msg.Finished):
-            self._moving[stage] = message.meters
-            if stage in self._moved:
-                whole = _sum(self._moved[stage], message.meters)
-                return dataclasses.replace(message, meters=whole)
-        return message
 
     def _caught_up(self, stage: int, now: float) -> Commands:
         if stage not in self._lost_at:
@@ -724,6 +711,22 @@ def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         for key in one.keys() & other.keys()
     }
     return {**one, **other, **both}
+
+
+def settled_checkpoint(
+    step: int, parts: Sequence[ShardWritten | ShardFailed]
+) -> tuple[ev.Commit | ev.Discard, StageError | None]:
+    """What becomes of the parts of all stages, in order; an error ends the run."""
+    written = [part for part in parts if isinstance(part, ShardWritten)]
+    failures = [part.error for part in parts if isinstance(part, ShardFailed)]
+    if len({part.versions for part in written}) > 1:
+        counted = "; ".join(f"stage {s}: {part.versions}" for s, part in enumerate(written))
+        failures.append(f"stages do not agree on what they have saved: {counted}")
+    if failures:
+        return ev.Discard(step, failures[0]), None
+    if difference := disagreement(step, [part.agreements for part in written]):
+        return ev.Discard(step), StageError(difference)
+    return ev.Commit(step, written), None
 
 
 def disagreement(step: int, agreements: list[Agreements]) -> str:

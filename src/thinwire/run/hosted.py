@@ -80,9 +80,8 @@ def probe_all(members: list[Member], book: AuthorityBook) -> dict[str, DoorOf]:
     """The doors of several members, tried at once; one that is away has none."""
 
     def look(member: Member) -> DoorOf:
-        if (hello := member.hello) is None:
-            return DoorOf()
-        return probe(hello, member.origin, book.run_id, book.door_token(member.name))
+        hello, token = member.hello, book.door_token(member.name)
+        return probe(hello, member.origin, book.run_id, token) if hello else DoorOf()
 
     probing = {one: on_daemon_thread("thinwire probe", partial(look, one)) for one in members}
     for member, door in probing.items():
@@ -162,7 +161,7 @@ class HostedPeers(Peers):
         # What ends the names of links: by the stages of who follows, of the holders by ().
         self._words: defaultdict[tuple[int, ...], str] = defaultdict(lambda: secrets.token_hex(8))
         self._ended: dict[int, str] = {}  # stages whose processes have ended: their last words
-        self._states: list[SeatServer] = []
+        self._states = contextlib.ExitStack()  # that are served, until all stages have theirs
         self._doors: dict[str, DoorOf] = {}  # of members, as they were found
         self._is_over = self._is_waiting = self.is_training = False
         self.pauses = ""  # why the run is to be formed again, if all is in good order
@@ -182,7 +181,7 @@ class HostedPeers(Peers):
     def __exit__(self, *error: object) -> None:
         self._base.members.on_happening = ignore
         self._is_over = True
-        self.end_states()
+        self._states.close()
         self.collector.close()
         for name in [*self._base.formation.members(), *self._standbys.values()]:
             self._tell(name, msg.Release("the run is formed again"))
@@ -191,22 +190,22 @@ class HostedPeers(Peers):
         self._base.members.on_happening = self._on_happening
         for stages in self._groups:
             name = self._base.formation.seats[stages[0]]
-            if not self._give(stages, name, self._checkpoint):
+            if not self._give(stages, name):
                 self._lose(stages, f"{name} is away")
 
-    def _give(
-        self,
-        stages: list[int],
-        name: str,
-        checkpoint: Checkpoint | None,
-        began: int = msg.OF_NO_STEP,
-        follows: bool = False,
-    ) -> bool:
-        """Tell a member to hold stages, and serve what it needs; False if it is away."""
+    def _give(self, stages: list[int], name: str, follows: bool = False) -> bool:
+        """Tell a member to hold stages, from the last complete checkpoint on, and serve what it
+        needs; False if it is away.
+        """
         self._given |= {(name, stage): self._again for stage in stages}
         if not follows:
             self._collect(name)
         generation, again = self._base.formation.epoch, self._again
+        began, checkpoint = msg.OF_NO_STEP, self._checkpoint
+        if again:
+            began = checkpoint.step if checkpoint else 0
+        if self.saved:
+            checkpoint = Checkpoint.open(self.saved, allow_plugins=True)
 
         def is_due() -> bool:
             """Whether they are the member's still, and not given anew: it dials by other names."""
@@ -222,10 +221,10 @@ class HostedPeers(Peers):
         if checkpoint is not None:
             on_gone = partial(self.said.note, ev.FollowerLost(stages)) if follows else None
             meter = self._base.beside["states"]
-            self._states.append(SeatServer(checkpoint, self._settings, meter, on_gone))
+            server = SeatServer(checkpoint, self._settings, meter, on_gone)
+            self._states.callback(server.close)
             stream = msg.stream_name("state", stages[0], generation, again)
-            serve = partial(self._states[-1].serve, stages=tuple(stages))
-            self._serve(stream, name, serve, is_due)
+            self._serve(stream, name, partial(server.serve, stages=tuple(stages)), is_due)
         for stage in stages:
             stream = msg.stream_name("tokens", stage, generation, again)
             on_daemon_thread("thinwire tokens", partial(serve_tokens, stream))
@@ -260,7 +259,7 @@ class HostedPeers(Peers):
         return self._base.members.tell(name, message, stage, self._base.formation.epoch)
 
     def on_begin(self) -> None:
-        self.end_states()
+        self._states.close()
         self.is_training = True
 
     def replace(self, stages: list[int], by_follower: bool = False) -> None:
@@ -321,15 +320,11 @@ class HostedPeers(Peers):
             self.said.note(ev.FollowerLost(group))
         self._take_seat(stages, name)
         display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
-        if self._give(stages, name, *self._where_to_begin()):
+        if self._give(stages, name):
             self.said.note(ev.Given(stages))
         else:
+            self._lost |= {*stages}
             self._homeless.append(stages)
-
-    def _where_to_begin(self) -> tuple[Checkpoint | None, int]:
-        """The last complete checkpoint, and where this generation began."""
-        saved = Checkpoint.open(self.saved, allow_plugins=True) if self.saved else self._checkpoint
-        return saved, self._checkpoint.step if self._checkpoint else 0
 
     def _use_who_holds_nothing(self) -> None:
         """Have members that hold nothing take stages over, follow some, or share them."""
@@ -354,7 +349,7 @@ class HostedPeers(Peers):
         self._again += 1
         self._standbys[tuple(stages)] = name
         self._doors.pop(name, None)
-        if not self._give(stages, name, *self._where_to_begin(), follows=True):
+        if not self._give(stages, name, follows=True):
             self._forget_standby(stages)
 
     def on_follower(self, command: ev.OfFollower) -> None:
@@ -452,12 +447,6 @@ class HostedPeers(Peers):
         words = "" if culprit.known else self._ended.get(culprit.stage, "")
         return who + "".join(f"\n  | {printable(line)}" for line in words.splitlines())
 
-    def end_states(self) -> None:
-        """All stages have their states: serve these no longer."""
-        for states in self._states:
-            states.close()
-        self._states.clear()
-
     def _connect(self, stage: int, told: msg.Connect, follows: bool) -> msg.Connect:
         """The word to connect, with the ways to neighbours on other machines: as if one that
         follows some stages held these, where it is about what feeds it.
@@ -526,23 +515,20 @@ class HostedPeers(Peers):
 
     def _on_said(self, name: str, stage: int, message: msg.OfStage) -> bool:
         """A member speaks of a stage that it holds or follows; of any other it is talk."""
+        standing = self._base.display.standing
         if self._placing().followed.get(stage) == name:
             self.said.note(ev.Said(stage, message, follows=True))
             if isinstance(message, Audited):
-                self._base.display.standing.audits[name] = message
+                standing.audits[name] = message
             return False
         if stage not in self._heard_of(name):
             return False
-        self._hear(stage, message)
-        return True
-
-    def _hear(self, stage: int, message: Any) -> None:
         if isinstance(message, ShardFailed) and self._moves_from(stage, message):
-            return
+            return True
         if isinstance(message, msg.Ended):
             self._ended[stage] = message.words
         self.said.hear(stage, message)
-        self._base.display.standing.heard(stage, message)
+        standing.heard(stage, message)
         match message:
             case ShardWritten():
                 self.collector.announce(stage, message)
@@ -551,6 +537,7 @@ class HostedPeers(Peers):
             case msg.Finished(fed_bytes=fed):
                 self._base.fed_bytes += max(0, fed)
                 self.is_training = False  # the run is at its end
+        return True
 
     def _moves_from(self, stage: int, failed: ShardFailed) -> bool:
         """Whether others take a stage whose holder cannot write its part of a checkpoint."""
@@ -570,8 +557,8 @@ class HostedPeers(Peers):
         can_move = self.is_training and self._replaces and not self.is_stopping
         if can_move and others.patience(held) is not None:
             self._lose(held, f"{name} leaves")
-            return
-        self._pause(f"{name} leaves")
+        else:
+            self._pause(f"{name} leaves")
 
     def _pause(self, why: str) -> None:
         """Have the run stop with a checkpoint; at once where lost stages let no step end."""

@@ -22,16 +22,15 @@ from thinwire.model import architecture
 from thinwire.occupancy import Occupancy
 from thinwire.plan import WORTH, block_memory, block_seconds, estimate_costs, with_split
 from thinwire.report.human import duration, human_bytes
-from thinwire.run.machine import Machine, check_names
+from thinwire.run.machine import Machine
 from thinwire.schedule import OPEN, Costs, Counts, Links, Simulation, deal, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import size_kind, size_word
 
 ALIKE = 1.25  # rates within this factor count as equal: measured twice, one machine differs so much
-MOST_ORDERS = 720  # all orders of six peers
+MOST_ORDERS = 720  # that are looked at: all of six peers
 SIMULATED = 16  # placements that the simulator compares in a round
 LEAST_GAIN = 0.005  # of a step: for less no block is moved, so that splits stay near the even one
-MOST_PERMUTED = 6  # peers whose every order is looked at, where they share stages
 ROUNDS = 30  # of improvement; it ends earlier where nothing gains
 MEMORY_SHARE = 0.9  # of a peer's memory; the rest is for what is not counted, as torch's own
 
@@ -143,6 +142,14 @@ def ranges(counts: Counts) -> list[range]:
     return [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
+def orders_of(rates: list[float], places: int) -> list[Seating]:
+    """All orders of few peers; of many as they are listed, and the fastest first or last."""
+    if math.perm(len(rates), places) <= MOST_ORDERS:
+        return [*itertools.permutations(range(len(rates)), places)]
+    by_rate = sorted(range(len(rates)), key=lambda peer: -rates[peer])[:places]
+    return [tuple(range(places)), tuple(by_rate), tuple(reversed(by_rate))]
+
+
 class Search:
     """Finds placements; `counts` fixes the blocks, and leaves only the order to be found."""
 
@@ -152,7 +159,7 @@ class Search:
 
     def best(self) -> Placement:
         """The fastest placement found that fits; where none fits, the one that lacks least."""
-        listed, *others = map(self.place, self._starts())
+        listed, *others = map(self.place, orders_of(self.figures.rates, self.figures.stages))
         best = self._fastest(listed, others)
         for _ in range(ROUNDS):
             better = self._fastest(best, [*self._neighbours(best)])
@@ -186,23 +193,15 @@ class Search:
                 best = other
         return best
 
-    def _starts(self) -> list[Seating]:
-        """All orders of few peers; of many as they are listed, and the fastest first or last."""
-        stages, rates = self.figures.stages, self.figures.rates
-        if math.perm(len(rates), stages) <= MOST_ORDERS:
-            return [*itertools.permutations(range(len(rates)), stages)]
-        by_rate = sorted(range(len(rates)), key=lambda peer: -rates[peer])[:stages]
-        return [tuple(range(stages)), tuple(by_rate), tuple(reversed(by_rate))]
-
     def _exchanges(self, order: Seating) -> Iterator[Seating]:
         """Two stages exchange their peers, or one takes a peer that has no stage."""
         spare = [peer for peer in range(len(self.figures.peers)) if peer not in order]
-        for one, other in itertools.combinations(range(len(order)), 2):
-            changed = list(order)
-            changed[one], changed[other] = order[other], order[one]
-            yield tuple(changed)
-        for stage, peer in itertools.product(range(len(order)), spare):
-            yield (*order[:stage], peer, *order[stage + 1 :])
+        everyone = [*order, *spare]
+        for one, other in itertools.combinations(range(len(everyone)), 2):
+            changed = everyone.copy()
+            changed[one], changed[other] = everyone[other], everyone[one]
+            if one < len(order):
+                yield tuple(changed[: len(order)])
 
     def _neighbours(self, placement: Placement) -> Iterator[Placement]:
         """One block moved, or peers exchanged; where memory lacks, of the stage that lacks most."""
@@ -286,7 +285,6 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
     same weights; so do all where `pipeline.split` is set. A window that is left open is the
     smallest of a few that is about as fast as any.
     """
-    check_names(peers)
     stages = settings.pipeline.stages
     if len(peers) < stages:
         raise ConfigError(
@@ -337,8 +335,7 @@ def share_stages(settings: Settings, peers: list[Machine]) -> list[Machine]:
     """
     figures = StageFigures(settings, peers)
     parts = ranges(tuple(len(blocks) for blocks in settings.split()))
-    by_rate = sorted(range(len(peers)), key=lambda peer: -figures.rates[peer])
-    orders = itertools.permutations(by_rate) if len(peers) <= MOST_PERMUTED else [tuple(by_rate)]
+    orders = orders_of(figures.rates, len(peers))
 
     def cost(order: Seating, place: int, stages: range) -> float:
         """Seconds of these stages on the peer at this place; none are enough without the memory."""
