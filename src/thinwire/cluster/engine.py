@@ -46,8 +46,7 @@ from thinwire.errors import ConfigError, StageError
 from thinwire.model import Score, learning_rate
 from thinwire.report import Display
 from thinwire.run.coordinator import settled_checkpoint
-from thinwire.run.events import Begin, Exploded, Record
-from thinwire.run.ledger import LossWatch, watch_losses
+from thinwire.run.events import Begin, Record
 from thinwire.run.peer import versions
 from thinwire.run.protocol import FROM_PEER, Envelope, Finished, Ready, pack, unpack
 from thinwire.run.record import RunRecord
@@ -214,8 +213,7 @@ def run(
         record = None
         if world.leads:
             record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
-        losses = watch_losses(settings, folder, checkpoint)
-        return Rank(trainer, record, losses).live(started)
+        return Rank(trainer, record).live(started)
 
 
 def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | None:
@@ -246,7 +244,6 @@ class Rank:
 
     trainer: "Trainer"
     record: RunRecord | None
-    losses: LossWatch
 
     def live(self, started: float) -> dict[str, Any] | None:
         """Train to the end; the summary where the record is kept."""
@@ -303,10 +300,7 @@ class Rank:
             if self.record is None or report is None:
                 continue
             self.record.carry_out(Record(stage, report))
-            for change in [] if isinstance(report, Finished) else self.losses.hear(report):
-                self.record.carry_out(change)
-                if isinstance(change, Exploded) and self.losses.stops:
-                    self.trainer.stop_requested = True
+            self.trainer.stop_requested |= self.record.is_to_stop
 
     def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
         """What all stages say, each with its number and in their order."""

@@ -28,7 +28,6 @@ from thinwire.errors import StageError, WireError
 from thinwire.run import events as ev
 from thinwire.run import protocol as msg
 from thinwire.run.conduct import MOST_MICROBATCHES, Course, Evidence, PeerConduct, blame
-from thinwire.run.ledger import LossWatch
 from thinwire.run.signals import Interrupted
 from thinwire.run.watch import TOLD_A_MINUTE, Told, Watch
 from thinwire.wire import FrameKind
@@ -97,7 +96,6 @@ class Coordinator:
         microbatches: int = MOST_MICROBATCHES,
         parts_travel: bool = False,
         outage: float = 0.0,
-        losses: LossWatch | None = None,
         course: Course | None = None,
         placement: Sequence[Sequence[int]] = (),
         audits: bool = False,
@@ -107,7 +105,6 @@ class Coordinator:
         self.stop_asked = False
         self._all = range(stages)
         self._watch = Watch(stages, patience, outage)
-        self._losses = losses or LossWatch()
         self._conduct = [PeerConduct(stage, stages, microbatches) for stage in self._all]
         self._course = course
         self._steps = [0] * stages  # reported
@@ -263,22 +260,12 @@ class Coordinator:
         assert isinstance(message, Step | Evaluation | msg.Finished), "all else was not due"
         self._watch.result()
         commands: Commands = [*self._caught_up(stage, now), ev.Record(stage, message)]
-        if not isinstance(message, msg.Finished):
-            commands += self._on_loss(message)
-        else:
+        if isinstance(message, msg.Finished):
             self._finished.add(stage)
             self._ended = msg.last_decision([self._ended, (message.decided, message.stops)])
             self._watch.dismiss(stage)
             commands += self._end_if_done()
         return commands
-
-    def _on_loss(self, report: Step | Evaluation) -> Commands:
-        commands: Commands = [*self._losses.hear(report)]
-        exploded = any(isinstance(command, ev.Exploded) for command in commands)
-        if not exploded or not self._losses.stops or self.stop_asked or 0 in self._finished:
-            return commands
-        why = 'stopping after this step, because run.on_explosion = "stop"'
-        return [*commands, *self._stop(why)]
 
     def _stop(self, why: str) -> Commands:
         self.stop_asked = True

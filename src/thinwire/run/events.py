@@ -130,18 +130,6 @@ class Record(Command, frozen=True):
     report: Step | Evaluation | LinkUp | Finished
 
 
-class Exploded(Command, frozen=True):
-    """The loss is far above its own past: what is saved from now on proves nothing."""
-
-    text: str
-
-
-class Recovered(Command, frozen=True):
-    """It is not any more."""
-
-    text: str
-
-
 class Commit(Command, frozen=True):
     """All stages have written their parts of a checkpoint, and they agree: complete it."""
 

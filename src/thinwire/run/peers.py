@@ -20,13 +20,13 @@ from thinwire.run import events as ev
 from thinwire.run.channel import Channel, Hearing, SocketPipe
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.ledger import watch_losses
 from thinwire.run.processes import Forker, StageProcess, forks, start_processes
 from thinwire.run.protocol import FROM_PEER, Assignment, Connect, Envelope, Failed, ToStage
 from thinwire.run.record import RunRecord
 from thinwire.settings import Settings
 from thinwire.wire import Identity, raise_descriptor_limit
 
+EXPLODED = ev.StopAsked('the loss has exploded, and run.on_explosion = "stop"')
 LAST_WORDS_SECONDS = 2.0  # to hear what a process said before it ended
 EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
 
@@ -54,7 +54,6 @@ def coordinator_of(
         settings.pipeline.microbatches,
         parts_travel,
         outage=settings.link.outage,
-        losses=watch_losses(settings, folder, checkpoint),
         course=Course(settings, checkpoint.step if checkpoint else 0, stages),
         placement=placement(settings, held),
         audits=settings.train.audit,
@@ -73,6 +72,8 @@ def lead(coordinator: Coordinator, peers: "Peers", record: RunRecord) -> None:
         if isinstance(command, ev.Commit) and command.step not in record.checkpoints.failed:
             peers.saved = record.checkpoints.latest
             completed.append(ev.Completed(command.step))
+        if record.is_to_stop and not coordinator.stop_asked and EXPLODED not in completed:
+            completed.append(EXPLODED)
 
     peers.start()
     try:
