@@ -39,7 +39,7 @@ def test_nobody_opens_the_stream_of_another_or_what_it_opens_for_its_stage(
             dial(house.listener.address, name, eve, *rest, tries_again=False)
         return str(refused.value)
 
-    for name in (pr.peer_stream("ana"), state):
+    for name in (pr.stream_name("peer", "ana"), state):
         # between two looks whether the generation is over, nobody is expected for a moment
         wait_until(lambda name=name: "is expected from ana, not from eve" in refusal(name))
     wait_until(
@@ -235,7 +235,7 @@ def test_a_machine_has_a_few_streams_at_a_time_however_it_drops_them(house):
     bob, ada = house.join("bob"), house.enrol("ada")
 
     def answer():
-        name = pr.peer_stream("ada")
+        name = pr.stream_name("peer", "ada")
         pipe = dial(house.listener.address, name, ada, host_of(ada), PATIENCE, pr.MAX_MESSAGE)
         pipe.write(os.urandom(SESSION_BYTES))
         try:

@@ -151,17 +151,13 @@ class Replace(Command, frozen=True):
     by_follower: bool = False
 
 
-class OfFollower(Command, frozen=True):
-    """What it wants of a process that follows stages."""
-
-
-class DropFollower(OfFollower, frozen=True):
+class DropFollower(Command, frozen=True):
     """The process that follows these stages can do so no more: let it go."""
 
     stages: list[int]
 
 
-class Doubt(OfFollower, frozen=True):
+class Doubt(Command, frozen=True):
     """What a stage sent is not what its follower computes; `replaces`: its holder gets none."""
 
     stage: int

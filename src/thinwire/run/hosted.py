@@ -52,16 +52,11 @@ STANDBY_PAUSE = 5.0  # between a stand-by that was lost and the next one
 # by the relay or the host's door where neither has.
 
 
-@dataclass(frozen=True)
-class DoorOf:
-    """A member's door: its address for its own processes, and for others if it is open."""
-
-    own: str = ""
-    outside: str = ""  # probed
+Door = tuple[str, str]  # of a member: its address for its own processes, for others if it is open
 
 
 def ways_to_meet(
-    stage: int, doors: Sequence[DoorOf], met: list[Route], token: str
+    stage: int, doors: Sequence[Door], met: list[Route], token: str
 ) -> tuple[list[Route], list[Route]]:
     """By which routes a stage reaches the one below, and at which it waits for the one above: by
     the doors of their members, to which the token is the key, and where it meets any (`met`).
@@ -70,32 +65,33 @@ def ways_to_meet(
     def ways(*addresses: str) -> list[Route]:
         return [*(Route(one, "direct", token) for one in addresses if one), *met]
 
-    own = doors[stage].own
-    reach = [way for below in doors[:stage][-1:] for way in ways(below.outside, own)]
-    wait = [way for above in doors[stage + 1 :][:1] for way in ways(own, above.outside)]
+    own, _ = doors[stage]
+    reach = [way for _, outside in doors[:stage][-1:] for way in ways(outside, own)]
+    wait = [way for _, outside in doors[stage + 1 :][:1] for way in ways(own, outside)]
     return reach, wait
 
 
-def probe_all(members: list[Member], book: AuthorityBook) -> dict[str, DoorOf]:
-    """The doors of several members, tried at once; one that is away has none."""
+def probe_all(members: list[Member], book: AuthorityBook) -> None:
+    """Try whether the doors of several members can be reached from outside, all at once."""
 
-    def look(member: Member) -> DoorOf:
-        hello, token = member.hello, book.door_token(member.name)
-        return probe(hello, member.origin, book.run_id, token) if hello else DoorOf()
+    def look(member: Member) -> None:
+        token = book.door_token(member.name)
+        member.is_reachable = is_open(member.hello, member.origin, book.run_id, token)
 
-    probing = {one: on_daemon_thread("thinwire probe", partial(look, one)) for one in members}
-    for member, door in probing.items():
-        member.is_reachable = bool(door.result().outside)
-    return {member.name: door.result() for member, door in probing.items()}
+    for looking in [on_daemon_thread("thinwire probe", partial(look, one)) for one in members]:
+        looking.result()
 
 
-def probe(hello: msg.Hello, origin: str, run: str, token: str) -> DoorOf:
-    """A member's door, tried where its own stream comes from alone: a host looks nowhere else."""
-    if origin and hello.outside.rpartition(":")[0].strip("[]") == origin:
-        with contextlib.suppress(WireError):
-            ping(Route(hello.outside, "direct", token), f"{run}/control", PROBE_SECONDS)
-            return DoorOf(hello.door, hello.outside)
-    return DoorOf(hello.door)
+def is_open(hello: msg.Hello | None, origin: str, run: str, token: str) -> bool:
+    """Whether a member's door is, tried where its own stream comes from alone: a host looks nowhere
+    else.
+    """
+    if hello is None or not origin or hello.outside.rpartition(":")[0].strip("[]") != origin:
+        return False
+    with contextlib.suppress(WireError):
+        ping(Route(hello.outside, "direct", token), f"{run}/control", PROBE_SECONDS)
+        return True
+    return False
 
 
 # One generation
@@ -162,7 +158,7 @@ class HostedPeers(Peers):
         self._words: defaultdict[tuple[int, ...], str] = defaultdict(lambda: secrets.token_hex(8))
         self._ended: dict[int, str] = {}  # stages whose processes have ended: their last words
         self._states = contextlib.ExitStack()  # that are served, until all stages have theirs
-        self._doors: dict[str, DoorOf] = {}  # of members, as they were found
+        self._tried: set[str] = set()  # members whose doors are, since they hold what they do
         self._is_over = self._is_waiting = self.is_training = False
         self.pauses = ""  # why the run is to be formed again, if all is in good order
         self.unsaved: set[int] = set()  # steps of which members could not write their parts
@@ -348,11 +344,11 @@ class HostedPeers(Peers):
             return
         self._again += 1
         self._standbys[tuple(stages)] = name
-        self._doors.pop(name, None)
+        self._tried.discard(name)
         if not self._give(stages, name, follows=True):
             self._forget_standby(stages)
 
-    def on_follower(self, command: ev.OfFollower) -> None:
+    def on_follower(self, command: ev.DropFollower | ev.Doubt) -> None:
         match command:
             case ev.DropFollower(stages):
                 self._drop_standby(stages)
@@ -399,8 +395,7 @@ class HostedPeers(Peers):
             reason = f"{name} holds {stage_names(stages)} now"
             self._tell(before, msg.Release(reason, stages))
         self._words.clear()  # whoever follows the stage beside it is fed from elsewhere
-        for changed in (before, name):
-            self._doors.pop(changed, None)
+        self._tried -= {before, name}
 
     def _give_up_the_absent(self) -> bool:
         """Have others hold what an absent member holds; whether one is waited for."""
@@ -455,9 +450,10 @@ class HostedPeers(Peers):
         groups = [group for group in self._standbys if fed in group and told.follower]
         book, followed = self._base.book, groups[0] if groups else ()
         seats = self._base.formation.given([*followed], self._standbys.get(followed, "")).seats
-        new = {*seats} - self._doors.keys()
-        self._doors |= probe_all([m for m in self._base.members.all() if m.name in new], book)
-        doors = [self._doors.get(name, DoorOf()) for name in seats]
+        members = {one.name: one for one in self._base.members.all()}
+        probe_all([members[name] for name in {*seats} & members.keys() - self._tried], book)
+        self._tried |= {*seats}
+        doors = [members[name].door if name in members else ("", "") for name in seats]
         met, keys = self._base.meeting(seats[stage]), [*map(book.key_of, seats)]
         reach, wait = ways_to_meet(stage, doors, met, self._links)
         word = self._words[followed]  # both ends of a link need the same
@@ -470,7 +466,7 @@ class HostedPeers(Peers):
             self._collected.add(name)
             base, fetch = self._base, self.collector.collect_from
             collect = partial(fetch, name, lambda: base.formation.held_by(name))
-            self._serve(msg.store_name(name), name, collect)
+            self._serve(msg.stream_name("store", name), name, collect)
 
     def _on_happening(self, name: str, what: Happening) -> bool:
         """On the thread of a member's stream, which waits where its stages say too much."""

@@ -104,7 +104,7 @@ def heed(
                 peers.wait_for_exits()
             case ev.Replace(stages, by_follower):
                 peers.replace(stages, by_follower)
-            case ev.OfFollower():
+            case ev.DropFollower() | ev.Doubt():
                 peers.on_follower(command)
             case _:
                 carry_out(command)
@@ -133,7 +133,7 @@ class Peers(contextlib.AbstractContextManager[Any]):
     def on_begin(self) -> None:
         """All stages train from now on."""
 
-    def on_follower(self, command: ev.OfFollower) -> None:
+    def on_follower(self, command: ev.DropFollower | ev.Doubt) -> None:
         """Do something about a process that follows stages; where there are none, nothing is."""
 
     @abstractmethod
