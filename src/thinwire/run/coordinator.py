@@ -36,9 +36,7 @@ MOST_AHEAD = 4096  # steps that a stage may report before others, whose streams 
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
 MOST_BEHIND = 2  # steps, for one that follows to take over from a stage that lives
 MOST_DEATHS = 3  # of a stage, without a step that is new, before the run ends
-DECIDE_BITS = ("torch", "machine", "processor")  # of the versions of a process
 Commands = list[ev.Command]
-OfLink = msg.LinkDown | msg.LinkUp
 Group = tuple[int, ...]  # stages that share a process
 REPLACEABLE = ("died", "was lost", "got stuck")  # another takes its place: it did nothing wrong
 
@@ -157,11 +155,9 @@ class Coordinator:
         complaint = self._watch.complaint()
         commands: Commands = [ev.Say(complaint)] if complaint else []
         verdict, stuck = self._watch.verdict()
-        why, silent = verdict, self._watch.frozen().items()
-        for stage, silence in silent if not verdict else ():
-            if stage not in self._coming:
-                stuck, why = stage, f"it has said nothing for {silence:.0f} s"
-                break
+        why, silent = verdict, self._watch.frozen()
+        if not verdict and (frozen := [stage for stage in silent if stage not in self._coming]):
+            stuck, why = frozen[0], f"it has said nothing for {silent[frozen[0]]:.0f} s"
         culprit = None if stuck is None else ev.Suspect(3, stuck, "got stuck", why, known=True)
         if culprit is not None and self._may_replace(culprit):
             return commands + self._bury({culprit.stage}, culprit, now)
@@ -267,11 +263,6 @@ class Coordinator:
             commands += self._end_if_done()
         return commands
 
-    def _stop(self, why: str) -> Commands:
-        self.stop_asked = True
-        self.phase = Phase.STOPPING
-        return [*self._tell_all(msg.Stop()), ev.Say(why)]
-
     def _end_if_done(self) -> Commands:
         """The end of the run, once all stages have finished and no part is on its way."""
         if len(self._finished) < len(self._all) or self._settled_at is not None:
@@ -302,12 +293,10 @@ class Coordinator:
             name = type(message).__name__
             raise WireError(f"stage {stage} sent a {name} message while the run {self.phase.value}")
         self._steps[stage] += isinstance(message, Step)
-        slowest = min(self._all, key=lambda s: self._steps[s])
-        if self._steps[stage] - self._steps[slowest] > MOST_AHEAD:
-            raise WireError(
-                f"stage {stage} reported {self._steps[stage]} steps, but stage {slowest} only "
-                f"{self._steps[slowest]}"
-            )
+        steps, least = self._steps[stage], min(self._steps)
+        if steps - least > MOST_AHEAD:
+            slowest = f"stage {self._steps.index(least)} only {least}"
+            raise WireError(f"stage {stage} reported {steps} steps, but {slowest}")
         if self._course is None or self.phase in _START:
             return []
         return [*self._course.faults(stage, message, self.stop_asked)]
@@ -345,9 +334,9 @@ class Coordinator:
         reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
         known = [(one.decided, one.stops) for one in linked]
         start = msg.Start(*msg.last_decision([(reported, False), self._ended, *known]))
-        commands: Commands = [ev.Tell(stage, start) for stage in stages]
-        stop = [ev.Tell(stage, msg.Stop()) for stage in stages if self.stop_asked]
-        return [*commands, *stop, *self._feed_followers()]
+        told = [start, msg.Stop()] if self.stop_asked else [start]
+        tells = [ev.Tell(stage, message) for message in told for stage in stages]
+        return [*tells, *self._feed_followers()]
 
     def _on_part(self, stage: int, part: ShardWritten | ShardFailed) -> Commands:
         parts = self._parts.setdefault(part.step, {})
@@ -362,8 +351,8 @@ class Coordinator:
         part = self._travelling.pop((event.step, event.stage), None)
         if part is None:
             return []
-        failed = ShardFailed(event.step, event.error) if event.error else None
-        self._parts[event.step][event.stage] = failed or part
+        failed = ShardFailed(event.step, event.error)
+        self._parts[event.step][event.stage] = failed if event.error else part
         return [*self._settle_checkpoint(event.step), *self._end_if_done()]
 
     def _settle_checkpoint(self, step: int) -> Commands:
@@ -380,17 +369,17 @@ class Coordinator:
         self, stage: int, said: msg.LinkDown | msg.LinkUp | ev.Away | ev.Back, now: float
     ) -> Commands:
         """A link or a control stream is down or back: no progress, and no failure yet."""
-        is_link = isinstance(said, OfLink)
         what, key = f"the control stream of stage {stage}", f"control-{stage}"
-        if isinstance(said, OfLink):
+        then = "it may come back"
+        if is_link := isinstance(said, msg.LinkDown | msg.LinkUp):
             self._conduct[stage].check(said)
             what, key = f"the link between stages {stage - 1} and {stage}", f"cut-{said.cut}"
-        self._watch.down(key, isinstance(said, msg.LinkDown | ev.Away))
-        if isinstance(said, msg.LinkDown | ev.Away):
-            then = "connecting again" if is_link else "it may come back"
+            then = "connecting again"
+        if is_down := isinstance(said, msg.LinkDown | ev.Away):
             note = f"{what} is down: {said.reason}; {then}"
         else:
             note = f"{what} is back after {said.seconds:.1f} s; nothing was lost"
+        self._watch.down(key, is_down)
         times = self._told.again((stage, type(said)), now)
         if times == TOLD_A_MINUTE:
             note += "; it breaks often, so for a minute no more is said of it"
@@ -404,13 +393,15 @@ class Coordinator:
         """The first time: finish the step, checkpoint, end. The second time: leave at once."""
         if self.phase in _START or self.stop_asked:
             return [self._end(Interrupted())]
+        self.stop_asked = True
         if 0 in self._finished:
-            self.stop_asked = True
             return []  # too late to ask, and the end is near
-        if why:
-            return self._stop(f"{why}: the run stops after this step, with a checkpoint")
-        again = ev.Say("press Ctrl-C again to exit now", for_us=True)
-        return [*self._stop("stopping after this step, with a checkpoint"), again]
+        self.phase = Phase.STOPPING
+        notes = [ev.Say(f"{why}: the run stops after this step, with a checkpoint")]
+        if not why:
+            again = ev.Say("press Ctrl-C again to exit now", for_us=True)
+            notes = [ev.Say("stopping after this step, with a checkpoint"), again]
+        return [*self._tell_all(msg.Stop()), *notes]
 
     def _suspect(self, evidence: Evidence, now: float) -> None:
         """Something is wrong: listen a moment before blaming anyone. Neighbours of one that dies
@@ -470,10 +461,10 @@ class Coordinator:
         while gone := {s for s in self._gone if {s - 1, s + 1} & lost} - lost:
             lost |= self._fellows(gone)
         self._gone -= lost
+        self._finished -= lost
+        self._coming |= lost
         for stage in lost:
-            self._coming.add(stage)
             self._lost_at.setdefault(stage, now)
-            self._finished.discard(stage)
             self._arrived.pop(stage, None)
             self._conduct[stage].is_down = False
             self._watch.replace(stage)
@@ -557,17 +548,14 @@ class Coordinator:
         return []
 
     def _begin_to_follow(self, group: Group, follower: Follower, which: str) -> Commands:
-        alike = self._audits and all(self._is_alike(s, follower.ready[s]) for s in group)
+        kinds = [[_kind_of(ready[s]) for s in group] for ready in (self._ready, follower.ready)]
+        alike = self._audits and kinds[0] == kinds[1]
         start = [ev.Tell(s, msg.Start(is_alike=alike), follows=True) for s in group]
         note = f"stage {which} has a stand-by, which follows it"
         if self._audits:
             how = "equal bits" if alike else "another kind of machine, small differences"
             note += f" and compares what it sends; expected: {how}"
         return [*start, ev.Say(note)]
-
-    def _is_alike(self, stage: int, ready: msg.Ready) -> bool:
-        both = self._ready[stage], ready
-        return len({(r.device, *(r.versions.get(k) for k in DECIDE_BITS)) for r in both}) == 1
 
     def _on_audited(self, follower: Follower, stage: int, found: Audited, now: float) -> Commands:
         """Whoever follows a stage says how what it computes stands against what that sent."""
@@ -689,6 +677,11 @@ class Coordinator:
     def _tell_all(self, message: msg.ToStage) -> Commands:
         """Who takes a lost one's place hears it once it trains."""
         return [ev.Tell(stage, message) for stage in self._all if stage not in self._coming]
+
+
+def _kind_of(ready: msg.Ready) -> list[str | None]:
+    """The kind of machine that a stage is on: of one kind two compute the same bits."""
+    return [ready.device, *map(ready.versions.get, ("torch", "machine", "processor"))]
 
 
 def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
