@@ -185,24 +185,20 @@ def first_not_finite(reports: Sequence[Step]) -> str:
     They spread upward with the activations, then downward with the gradients, and at last with the
     tallies. A stage that sends them and does not say so is named by the stage that received them.
     """
-    seen = [(report.not_finite, stage) for stage, report in enumerate(reports) if report.not_finite]
-    if not seen:
-        return ""
-    place, stage = min(seen, key=lambda sighting: _moment(*sighting))
-    where = {
-        INPUT: f"the activations that stage {stage - 1} sent",
-        FORWARD: "its own forward pass",
-        GRADIENT: f"the gradient that stage {stage + 1} sent",
-        BACKWARD: "its own backward pass",
-        NORMS: f"the gradient norms that stage {stage + 1} sent",
-    }
-    return f"non-finite values first appeared in stage {stage}, in {where[place]}"
-
-
-def _moment(place: str, stage: int) -> tuple[int, int, bool]:
-    if place in (INPUT, FORWARD):
-        return 0, stage, place == FORWARD
-    return (2 if place == NORMS else 1), -stage, place == BACKWARD
+    stages = range(len(reports))
+    up = [(stage, place) for stage in stages for place in (INPUT, FORWARD)]
+    down = [(stage, place) for stage in reversed(stages) for place in (GRADIENT, BACKWARD)]
+    for stage, place in [*up, *down, *((stage, NORMS) for stage in reversed(stages))]:
+        where = {
+            INPUT: f"the activations that stage {stage - 1} sent",
+            FORWARD: "its own forward pass",
+            GRADIENT: f"the gradient that stage {stage + 1} sent",
+            BACKWARD: "its own backward pass",
+            NORMS: f"the gradient norms that stage {stage + 1} sent",
+        }
+        if reports[stage].not_finite == place:
+            return f"non-finite values first appeared in stage {stage}, in {where[place]}"
+    return ""
 
 
 def _suspect(event: Evidence) -> Suspect:
