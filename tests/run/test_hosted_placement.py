@@ -15,7 +15,8 @@ from hosting import Joined, host_of
 from leading import Lead, part, ready, step
 
 from proxy import Proxy
-from thinwire.engine.reports import ShardFailed
+from thinwire.engine.audit import DRIFTED
+from thinwire.engine.reports import Audited, ShardFailed
 from thinwire.errors import WireError
 from thinwire.run import events as ev
 from thinwire.run import formation, hosted
@@ -350,6 +351,49 @@ def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_
             assert own.word and own.word == fed.word
 
 
+def audits(led, cleo, *found):
+    """What a stand-by says of its stage, and that stage."""
+    wait_until(lambda: led.event() and led.peers._standbys)
+    ((stage,),) = led.peers._standbys
+    cleo.hears(msg.Hold)
+    for one in found:
+        cleo.say(one, stage)
+    return stage
+
+
+def test_what_agrees_is_no_news_and_who_has_drifted_away_begins_anew(house, leads):
+    close, far = Audited(9, 40, 0.9 * DRIFTED, 0.04), Audited(19, 80, 1.1 * DRIFTED, 0.04)
+    with leads("ana", "ben", trains=True, train__audit=True) as (led, _, _):
+        stage = audits(led, house.join("cleo"), close, far)
+        assert led.next(ev.FollowerLost) == ev.FollowerLost([stage])
+        assert led.peers._base.display.standing.audits == {"cleo": far}
+        led.peers.drop_follower([stage])
+        assert not led.peers._standbys and led.is_quiet()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_who_is_found_to_lie_is_named_once_and_replaced_if_that_is_wished(house, leads, replaces):
+    lie = Audited(9, 40, 0.05, 0.0, "gradient", 2)
+    changes = {"train__audit": True, "train__audit_replaces": replaces}
+    with leads("ana", "ben", trains=True, **changes) as (led, *_):
+        told, announce = [], led.peers._base.display.announce
+        led.peers._base.display.announce = lambda *what: told.append(what) or announce(*what)
+        stage = audits(led, house.join("cleo"), lie, lie)
+        liar = led.peers._base.formation.seats[stage]
+        if replaces:
+            why = f"stage {stage} is replaced by its stand-by, for it sent other values"
+            for _ in range(2):  # it may be that others are replaced at the time
+                assert led.next(ev.MoveAsked) == ev.MoveAsked([stage], why, at_once=True)
+            why = f"cleo computed other values than it sent for stage {stage}"
+            assert house.unfit()[liar] == why
+        else:
+            wait_until(lambda: led.event() and told)
+            assert house.unfit()[liar] == ""
+        assert led.is_quiet()
+        (said,) = (text for tag, text in told if tag == "audit")
+        assert said.startswith(f"{liar} sent something else for stage {stage} than cleo")
+
+
 def test_a_stand_by_whose_checkpoint_is_kept_no_more_is_to_begin_at_a_newer_one(
     house, leads, make_settings, corpus, tmp_path
 ):
@@ -387,7 +431,7 @@ def test_a_stand_by_that_begins_again_and_again_leaves_nothing_waiting_at_the_ho
         for _ in range(20):
             wait_until(lambda: led.event() and led.peers._standbys)
             for stages in [*led.peers._standbys]:
-                led.peers._drop_standby(list(stages))
+                led.peers.drop_follower(list(stages))
         wait_until(lambda: waiting() <= 2)  # of the two holders
 
 
@@ -439,6 +483,16 @@ def test_a_move_is_no_death_however_often_it_comes(run):
         assert run.on(move) == [], "not while it is on its way"
         assert isinstance(run.say(1, msg.Linked())[-1].message, msg.Start)
     assert not run.coordinator.is_over
+
+
+def test_who_is_found_to_lie_is_replaced_at_once_unless_others_are(run):
+    run.play(both(0))
+    lies = ev.MoveAsked([1], "it sent other values", at_once=True)
+    run.on(ev.Exited(0, -9))
+    assert run.on(lies) == []
+    for message in (ready(0), msg.Linked(), step(0, 0), step(0, 1)):
+        run.say(0, message)
+    assert ev.Replace([1]) in run.on(lies)
 
 
 def test_late_words_of_a_process_that_was_given_up_are_not_heard(run):

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from thinwire.engine.audit import DRIFTED
 from thinwire.engine.port import decision_number
 from thinwire.engine.reports import (
     Agreements,
@@ -65,7 +64,6 @@ class Follower:
     # Cuts over which nobody feeds it any more; and by which streams another is to, once known.
     unfed: dict[int, int] = field(default_factory=dict)
     behind: int = MOST_AHEAD  # steps that the stage was ahead when it was last heard
-    doubted: set[int] = field(default_factory=set)  # stages that it found to send other values
 
     @property
     def is_linked(self) -> bool:
@@ -97,7 +95,6 @@ class Coordinator:
         course: Course | None = None,
         placement: Sequence[Sequence[int]] = (),
         audits: bool = False,
-        audit_replaces: bool = False,
     ):
         self.phase = Phase.BUILDING
         self.stop_asked = False
@@ -128,7 +125,7 @@ class Coordinator:
         self._complete = 0  # ... and as it is
         self._base = 0  # ... and from which stages were last replaced
         self._followers: dict[Group, Follower] = {}  # by the stages that they follow
-        self._audits, self._audit_replaces = audits, audit_replaces
+        self._audits = audits
         self._promoted: set[int] = set()  # lost stages whose followers take their places
         self._followed = 0  # how many followers there were
         self._moved: dict[int, Meters] = {}  # by all processes of a stage, as last reported
@@ -181,7 +178,7 @@ class Coordinator:
     def _respond(self, event: ev.Event, now: float) -> Commands:
         match event:
             case ev.Said(stage, message, follows=True):
-                return self._on_follower(stage, message, now)
+                return self._on_follower(stage, message)
             case ev.Said(stage, msg.Pulse(begun, doing)):
                 self._watch.heard(stage, begun, doing)
             case ev.Said(stage, msg.LinkDown() | msg.LinkUp() as message):
@@ -216,11 +213,11 @@ class Coordinator:
                 return self._tell_saved()
             case ev.FollowerLost(stages):
                 return [self._drop(tuple(stages))]
-            case ev.MoveAsked(stages, reason):
+            case ev.MoveAsked(stages, reason, at_once):
                 is_calm = self.phase is Phase.TRAINING and not (self._finished or self._evidence)
                 found = self._followers.get(tuple(stages))
                 keeps_up = found is not None and found.can_take_over and found.behind <= MOST_BEHIND
-                if is_calm and keeps_up and not self._lost_at:
+                if is_calm and (keeps_up or at_once) and not self._lost_at:
                     return self._replace({*stages}, reason, now)
             case ev.StopAsked(why):
                 return self._on_stop(why)
@@ -334,7 +331,7 @@ class Coordinator:
         reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
         known = [(one.decided, one.stops) for one in linked]
         start = msg.Start(*msg.last_decision([(reported, False), self._ended, *known]))
-        told = [start, msg.Stop()] if self.stop_asked else [start]
+        told: list[msg.ToStage] = [start, msg.Stop()] if self.stop_asked else [start]
         tells = [ev.Tell(stage, message) for message in told for stage in stages]
         return [*tells, *self._feed_followers()]
 
@@ -521,7 +518,7 @@ class Coordinator:
 
     # Processes that follow a stage, to take its place at once
 
-    def _on_follower(self, stage: int, message: msg.OfStage, now: float) -> Commands:
+    def _on_follower(self, stage: int, message: msg.OfStage) -> Commands:
         group = tuple(self._together[stage])
         which, found = ", ".join(map(str, group)), self._followers.get(group)
         match message:
@@ -532,8 +529,6 @@ class Coordinator:
                 return self._feed_followers()
             case _ if found is None:
                 pass
-            case Audited():
-                return self._on_audited(found, stage, message, now)
             case msg.Follows(step):
                 found.behind = self._last_step[stage] - step
             case msg.Linked(follower=number) if found.is_linked:
@@ -556,23 +551,6 @@ class Coordinator:
             how = "equal bits" if alike else "another kind of machine, small differences"
             note += f" and compares what it sends; expected: {how}"
         return [*start, ev.Say(note)]
-
-    def _on_audited(self, follower: Follower, stage: int, found: Audited, now: float) -> Commands:
-        """Whoever follows a stage says how what it computes stands against what that sent."""
-        if self._coming or self.phase is not Phase.TRAINING:
-            return []
-        if not found.tensor:
-            # What has drifted so far finds only what is as far: it begins at a newer checkpoint.
-            drifted = found.difference >= DRIFTED
-            return [self._drop(tuple(self._together[stage]))] if drifted else []
-        if stage in follower.doubted:
-            return []  # once is enough, whatever it says
-        follower.doubted.add(stage)
-        doubt = ev.Doubt(stage, found, self._audit_replaces)
-        if not self._audit_replaces:
-            return [doubt]
-        note = f"stage {stage} is replaced by its stand-by, for it sent other values"
-        return [doubt, *self._replace({stage}, note, now)]
 
     def _unfeed(self, cuts: set[int], lost: set[int]) -> Commands:
         """Whoever follows a lost stage takes its place or is let go; beside one, it is fed anew."""

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from thinwire.engine.reports import Audited, Evaluation, ShardWritten, Step
+from thinwire.engine.reports import Evaluation, ShardWritten, Step
 from thinwire.run.protocol import Finished, LinkUp, OfStage, Ready, ToStage
 
 
@@ -75,10 +75,13 @@ class Completed(Event, frozen=True):
 
 
 class MoveAsked(Event, frozen=True):
-    """Whoever follows these stages is to hold them, though nobody was lost: once it keeps up."""
+    """Whoever follows these stages is to hold them, though nobody was lost: if it keeps up, or at
+    once, even if it does not.
+    """
 
     stages: list[int]
     reason: str
+    at_once: bool = False
 
 
 class StopAsked(Event, frozen=True):
@@ -155,14 +158,6 @@ class DropFollower(Command, frozen=True):
     """The process that follows these stages can do so no more: let it go."""
 
     stages: list[int]
-
-
-class Doubt(Command, frozen=True):
-    """What a stage sent is not what its follower computes; `replaces`: its holder gets none."""
-
-    stage: int
-    found: Audited
-    replaces: bool
 
 
 class Suspect(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ import msgspec
 
 from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
+from thinwire.engine.audit import DRIFTED
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.reports import Audited, ShardFailed, ShardWritten
 from thinwire.engine.state import ShardCheck, most_shard_bytes
@@ -152,6 +153,7 @@ class HostedPeers(Peers):
         self._collected: set[str] = set()  # members whose shards are fetched
         self._standbys = base.display.standing.standbys
         self._standby_after = 0.0  # no other stand-by begins before
+        self._doubted: set[tuple[str, str, int]] = set()  # who sent other values, by whom, of what
         self._replaces = bool(placement(settings, self._groups))  # those who are lost
         self._links = f"epoch/{base.formation.epoch}.{secrets.token_hex(16)}"
         # What ends the names of links: by the stages of who follows, of the holders by ().
@@ -312,7 +314,7 @@ class HostedPeers(Peers):
         self._is_waiting = False
         self._again += 1
         for group in placing.displaced(stages, name):
-            self._drop_standby(group)
+            self.drop_follower(group)
             self.said.note(ev.FollowerLost(group))
         self._take_seat(stages, name)
         display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
@@ -348,17 +350,28 @@ class HostedPeers(Peers):
         if not self._give(stages, name, follows=True):
             self._forget_standby(stages)
 
-    def on_follower(self, command: ev.DropFollower | ev.Doubt) -> None:
-        match command:
-            case ev.DropFollower(stages):
-                self._drop_standby(stages)
-            case ev.Doubt(stage, found, replaces):
-                placing = self._placing()
-                holder, standby = placing.seats[stage], placing.followed.get(stage, "")
-                self._base.display.announce("audit", doubt_text(stage, holder, standby, found))
-                if replaces:
-                    reason = f"{standby} computed other values than it sent for stage {stage}"
-                    self._base.members.set_aside(holder, reason)
+    def _on_audited(self, name: str, stage: int, found: Audited) -> None:
+        """Whoever stands by for a stage says how what it computes stands against what that sent."""
+        display, holder = self._base.display, self._base.formation.seats[stage]
+        display.standing.audits[name] = found
+        group = next(group for group in self._groups if stage in group)
+        if self._lost or self.is_stopping or not self.is_training:
+            return
+        if not found.tensor:
+            # What has drifted so far finds only what is as far: it begins at a newer checkpoint.
+            if found.difference >= DRIFTED:
+                self.said.note(ev.FollowerLost(group))
+            return
+        replaces = self._settings.train.audit_replaces
+        if (holder, name, stage) not in self._doubted:  # once is enough, whatever it says
+            self._doubted.add((holder, name, stage))
+            display.announce("audit", doubt_text(stage, holder, name, found))
+            if replaces:
+                reason = f"{name} computed other values than it sent for stage {stage}"
+                self._base.members.set_aside(holder, reason)
+        if replaces:
+            note = f"stage {stage} is replaced by its stand-by, for it sent other values"
+            self.said.note(ev.MoveAsked(group, note, at_once=True))
 
     def _placing(self, counts: Callable[[Member], bool] = lambda member: True) -> Placing:
         """Who holds and follows what. `counts`: whether a member that is here can be chosen."""
@@ -374,7 +387,7 @@ class HostedPeers(Peers):
             self._base.display.standing.audits.pop(name, None)
         return name
 
-    def _drop_standby(self, stages: list[int]) -> None:
+    def drop_follower(self, stages: list[int]) -> None:
         if name := self._forget_standby(stages):
             self._standby_after = time.monotonic() + STANDBY_PAUSE  # it may fail again at once
             self._tell(name, msg.Release("its stage is placed anew", stages))
@@ -483,7 +496,7 @@ class HostedPeers(Peers):
             if any(again != what.again for again in given.values()):
                 return False  # of a process whose place another has got, here
             if what.stage >= 0:
-                return is_current and self._on_said(name, what.stage, message)
+                return is_current and self._on_said(name, what.stage, what.message)
         if isinstance(message, ev.Lost | ev.Away | msg.Leaving | msg.Declined):
             for group in placing.followed_by(name):
                 if not declined or not {*group}.isdisjoint(declined):
@@ -511,11 +524,10 @@ class HostedPeers(Peers):
 
     def _on_said(self, name: str, stage: int, message: msg.OfStage) -> bool:
         """A member speaks of a stage that it holds or follows; of any other it is talk."""
-        standing = self._base.display.standing
         if self._placing().followed.get(stage) == name:
             self.said.note(ev.Said(stage, message, follows=True))
             if isinstance(message, Audited):
-                standing.audits[name] = message
+                self._on_audited(name, stage, message)
             return False
         if stage not in self._heard_of(name):
             return False
@@ -524,7 +536,7 @@ class HostedPeers(Peers):
         if isinstance(message, msg.Ended):
             self._ended[stage] = message.words
         self.said.hear(stage, message)
-        standing.heard(stage, message)
+        self._base.display.standing.heard(stage, message)
         match message:
             case ShardWritten():
                 self.collector.announce(stage, message)

@@ -57,7 +57,6 @@ def coordinator_of(
         course=Course(settings, checkpoint.step if checkpoint else 0, stages),
         placement=placement(settings, held),
         audits=settings.train.audit,
-        audit_replaces=settings.train.audit_replaces,
     )
 
 
@@ -104,8 +103,8 @@ def heed(
                 peers.wait_for_exits()
             case ev.Replace(stages, by_follower):
                 peers.replace(stages, by_follower)
-            case ev.DropFollower() | ev.Doubt():
-                peers.on_follower(command)
+            case ev.DropFollower(stages):
+                peers.drop_follower(stages)
             case _:
                 carry_out(command)
 
@@ -133,8 +132,8 @@ class Peers(contextlib.AbstractContextManager[Any]):
     def on_begin(self) -> None:
         """All stages train from now on."""
 
-    def on_follower(self, command: ev.DropFollower | ev.Doubt) -> None:
-        """Do something about a process that follows stages; where there are none, nothing is."""
+    def drop_follower(self, stages: list[int]) -> None:
+        """Let go of the process that follows these stages, where there is one."""
 
     @abstractmethod
     def wait_for_exits(self) -> None:
