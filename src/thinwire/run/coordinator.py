@@ -692,12 +692,11 @@ def disagreement(step: int, agreements: list[Agreements]) -> str:
     for below, above in itertools.pairwise(agreements):
         for cut in sorted(below.keys() & above.keys()):
             for leg, ours in below[cut].items():
-                if ours != above[cut].get(leg):
+                if ours != (theirs := above[cut].get(leg)):
                     return (
-                        f"after step {step} the two ends of cut {cut} no longer remember the "
-                        f"same on the {leg} leg (below {ours or 'nothing'}, above "
-                        f"{above[cut].get(leg) or 'nothing'}): what the codec makes of the bytes "
-                        "is not what was sent. This checkpoint is not kept; resume from an "
-                        "earlier one"
+                        f"after step {step} the two ends of cut {cut} no longer remember the same "
+                        f"on the {leg} leg (below {ours or 'nothing'}, above {theirs or 'nothing'})"
+                        ": what the codec makes of the bytes is not what was sent. This checkpoint "
+                        "is not kept; resume from an earlier one"
                     )
     return ""

@@ -273,8 +273,7 @@ class HostedPeers(Peers):
             stood_by = f"{stage_names(stages)}: {name}, which stood by"
             self._base.display.announce("form", stood_by)
         else:  # it has just got other stages
-            for stage in stages:
-                self.said.note(ev.Lost(stage, "who stood by for it does so no more"))
+            self._lose(stages, "who stood by for it does so no more")
 
     def next_event(self, coordinator: Coordinator) -> ev.Event:
         somebody_is_away = self._give_up_the_absent()
@@ -340,15 +339,14 @@ class HostedPeers(Peers):
 
     def _find_standby(self) -> None:
         stages, name = self._placing().next_standby()
-        if name is None:
-            if stages:
-                self._standby_after = time.monotonic() + STANDBY_PAUSE
-            return
-        self._again += 1
-        self._standbys[tuple(stages)] = name
-        self._tried.discard(name)
-        if not self._give(stages, name, follows=True):
-            self._forget_standby(stages)
+        if name is not None:
+            self._again += 1
+            self._standbys[tuple(stages)] = name
+            self._tried.discard(name)
+            if not self._give(stages, name, follows=True):
+                self._forget_standby(stages)
+        elif stages:
+            self._standby_after = time.monotonic() + STANDBY_PAUSE
 
     def _on_audited(self, name: str, stage: int, found: Audited) -> None:
         """Whoever stands by for a stage says how what it computes stands against what that sent."""
