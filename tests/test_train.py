@@ -350,9 +350,10 @@ def test_a_run_goes_on_in_its_own_folder(make_settings, tmp_path):
     assert [r["step"] for r in map(json.loads, lines) if r["kind"] == "step"] == [1, 2]
 
 
-def test_a_finite_explosion_costs_no_good_checkpoint_and_is_an_error(replay):
+@pytest.mark.parametrize("on_explosion", ["warn", "stop"])
+def test_a_finite_explosion_costs_no_good_checkpoint_and_is_an_error(replay, on_explosion):
     """The loss of all steps and validations after the second is 99, with the least kept."""
-    run, peers, stream = replay(train__keep=1)
+    run, peers, stream = replay(train__keep=1, run__on_explosion=on_explosion)
     for kind, first in ((Step, 2), (Evaluation, 3)):
         spoil(peers, kind, first, loss=99.0)
     run.follow()
@@ -361,6 +362,9 @@ def test_a_finite_explosion_costs_no_good_checkpoint_and_is_an_error(replay):
     best = checkpoints_folder(run.folder) / "step-00000002"
     assert f"best validation are in {best}. Resume from there" in str(caught.value)
     assert "the loss has exploded by step 4: that of validation is 99" in stream.getvalue()
+    stops = on_explosion == "stop"
+    assert run.coordinator.stop_asked == stops
+    assert ('run.on_explosion = "stop": the run stops' in stream.getvalue()) == stops
     assert kept(run.folder) == ["step-00000002", "step-00000004"]
     proof = read_proof(run.folder)
     assert proof is not None and (proof.best, proof.step, proof.ended) == (2, 2, 0)

@@ -75,7 +75,7 @@ class Joined:
 
     def _connect(self, timeout):
         wait_until(lambda: not self.is_cut_off)
-        name = pr.peer_stream(self.identity.name)
+        name = pr.stream_name("peer", self.identity.name)
         pipe = dial(
             self._address, name, self.identity, host_of(self.identity), timeout, pr.MAX_MESSAGE
         )

@@ -44,7 +44,7 @@ from thinwire.wire.frame import HEADER_BYTES
 FOREVER = float("inf")
 IDLE, ENDLESS = 20.0, 400.0  # seconds without any work, and without a new step, if all is well
 START = (Phase.BUILDING, Phase.LINKING)
-OF_FOLLOWERS = (pr.Ready, pr.Linked, pr.Failed, pr.Follows, Audited)
+OF_FOLLOWERS = (pr.Ready, pr.Linked, pr.Failed, pr.Follows)
 
 
 class WrongError(Exception):
@@ -79,7 +79,7 @@ class Leader:
         course = Course(plan, began, plan.stages) if plan.hosted else None
         self.coordinator = Coordinator(
             plan.stages, world.speeds.patience, parts_travel=plan.hosted, outage=OUTAGE,
-            course=course, placement=self.groups, audits=bool(world.liar), audit_replaces=True,
+            course=course, placement=self.groups, audits=bool(world.liar),
         )  # fmt: skip
         self.is_over, self.told, self.told_at, self.completed = False, 0, 0.0, 0
         self.recorded: list[int] = [began] * plan.stages
@@ -115,6 +115,9 @@ class Leader:
             return
         if process is not None and self.standbys.get(tuple(process.group)) is process:
             match event:
+                case ev.Said(stage, Audited()):
+                    self._doubt(stage)
+                    return
                 case ev.Said(stage, said) if isinstance(said, OF_FOLLOWERS):
                     event = ev.Said(stage, said, follows=True)
                 case ev.Exited(stage, code):
@@ -144,6 +147,13 @@ class Leader:
         if self.coordinator.phase is Phase.TRAINING and self.world.plan.hosted:
             self._spread()
             self._find_standby()
+
+    def _doubt(self, stage):
+        """The holder of a stage lies, as who follows it says."""
+        if self.coordinator.phase is Phase.TRAINING and not self.processes[stage].is_replaced:
+            self.world.set_aside.add(self.seats[stage])
+            self.members[self.seats[stage]] = FOREVER
+            self.hear(ev.MoveAsked(self.processes[stage].group, "it lies", at_once=True))
 
     def _fetch(self, process, stage, part):
         """The part of a checkpoint is here, unless its process is gone: then another says so."""
@@ -191,9 +201,6 @@ class Leader:
                 self._find_holder(stages, lost)
             case ev.DropFollower(stages):
                 self._drop_standby(tuple(stages))
-            case ev.Doubt(stage, _, replaces) if replaces:
-                world.set_aside.add(self.seats[stage])
-                self.members[self.seats[stage]] = FOREVER
             case ev.Record(stage, report):
                 world.record(stage, report)
             case ev.Commit(step, parts):

@@ -14,7 +14,8 @@ from hosting import Joined, host_of
 from leading import Lead, part, ready, step
 
 from proxy import Proxy
-from thinwire.engine.reports import ShardFailed
+from thinwire.engine.audit import DRIFTED
+from thinwire.engine.reports import Audited, ShardFailed
 from thinwire.errors import WireError
 from thinwire.run import events as ev
 from thinwire.run import formation, hosted
@@ -349,6 +350,42 @@ def test_both_ends_of_what_feeds_a_stand_by_hear_the_same_word_also_with_two_of_
             assert own.word and own.word == fed.word
 
 
+def audits(led, cleo, *found):
+    """What a stand-by says of its stage, and that stage."""
+    wait_until(lambda: led.event() and led.peers._standbys)
+    ((stage,),) = led.peers._standbys
+    cleo.hears(msg.Hold)
+    for one in found:
+        cleo.say(one, stage)
+    return stage
+
+
+def test_what_agrees_is_no_news_and_who_has_drifted_away_begins_anew(house, leads):
+    close, far = Audited(9, 40, 0.9 * DRIFTED, 0.04), Audited(19, 80, 1.1 * DRIFTED, 0.04)
+    with leads("ana", "ben", trains=True, train__audit=True) as (led, _, _):
+        stage = audits(led, house.join("cleo"), close, far)
+        assert led.next(ev.FollowerLost) == ev.FollowerLost([stage])
+        assert led.peers._base.display.standing.audits == {"cleo": far}
+        led.peers.drop_follower([stage])
+        assert not led.peers._standbys and led.is_quiet()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_who_is_found_to_lie_is_named_once_and_replaced_if_that_is_wished(house, leads, replaces):
+    lie = Audited(9, 40, 0.05, 0.0, "gradient", 2)
+    changes = {"train__audit": True, "train__audit_replaces": replaces}
+    with leads("ana", "ben", trains=True, **changes) as (led, *_):
+        led.peers._base.display.announce = told = Mock()
+        stage = audits(led, house.join("cleo"), lie, lie)
+        liar = led.peers._base.formation.seats[stage]
+        why = f"stage {stage} is replaced by its stand-by, for it sent other values"
+        for _ in range(2 * replaces):  # it may be that others are replaced at the time
+            assert led.next(ev.MoveAsked) == ev.MoveAsked([stage], why, at_once=True)
+        assert led.is_quiet() and told.call_count == 1
+        assert f"{liar} sent something else for stage {stage} than cleo" in told.call_args.args[1]
+        assert ("cleo computed other values" in house.unfit()[liar]) == replaces
+
+
 def test_a_stand_by_whose_checkpoint_is_kept_no_more_is_to_begin_at_a_newer_one(
     house, leads, make_settings, corpus, tmp_path
 ):
@@ -386,7 +423,7 @@ def test_a_stand_by_that_begins_again_and_again_leaves_nothing_waiting_at_the_ho
         for _ in range(20):
             wait_until(lambda: led.event() and led.peers._standbys)
             for stages in [*led.peers._standbys]:
-                led.peers._drop_standby(list(stages))
+                led.peers.drop_follower(list(stages))
         wait_until(lambda: waiting() <= 2)  # of the two holders
 
 
@@ -425,7 +462,7 @@ def both(number):
 
 
 def test_a_move_is_no_death_however_often_it_comes(run):
-    move = ev.MoveAsked([1], "stage 1 moves from ana to ben")
+    move, urgent = (ev.MoveAsked([1], "from ana to ben", at_once) for at_once in (False, True))
     for number in range(5):
         run.play(both(number))
         assert run.on(move) == [], "nobody follows it"
@@ -435,9 +472,10 @@ def test_a_move_is_no_death_however_often_it_comes(run):
         run.on(ev.Said(1, msg.Follows(number), follows=True))
         told = run.on(move)
         assert told[0] == ev.Tell(0, msg.Await(0)) and ev.Replace([1], by_follower=True) in told
-        assert run.on(move) == [], "not while it is on its way"
+        assert run.on(move) == run.on(urgent) == [], "not while it is on its way"
         assert isinstance(run.say(1, msg.Linked())[-1].message, msg.Start)
-    assert not run.coordinator.is_over
+    run.play(both(5))
+    assert ev.Replace([1]) in run.on(urgent), "by whomever"
 
 
 def test_late_words_of_a_process_that_was_given_up_are_not_heard(run):

@@ -17,17 +17,21 @@ from thinwire.run import members as members_module
 from thinwire.run import protocol as pr
 from thinwire.run.doctor import check_outside
 from thinwire.run.formation import Formation
-from thinwire.run.hosted import Streams
 from thinwire.run.members import MOST_STREAMS, SESSION_BYTES
 from thinwire.run.watch import AT_ONCE
 from thinwire.wire import dial
 from waiting import PATIENCE, wait_until
 
 
-def test_nobody_opens_the_stream_of_another_or_what_it_opens_for_its_stage(house):
+def test_nobody_opens_the_stream_of_another_or_what_it_opens_for_its_stage(
+    house, make_settings, corpus
+):
     house.enrol("ana")
-    eve, streams, state = house.enrol("eve"), Streams(house.listener), pr.stream_name("state", 0, 1)
-    waiting = on_daemon_thread("ana", lambda: streams.accept(state, "ana", PATIENCE))
+    eve, state = house.enrol("eve"), pr.stream_name("state", 0, 1)
+    peers = house.peers(Formation(1, ["ana"]), make_settings(pipeline__stages=1), corpus)
+    waiting = on_daemon_thread(
+        "ana", lambda: peers._accept(state, "ana", lambda: True, timeout=PATIENCE)
+    )
 
     def refusal(name):
         with pytest.raises(WireError) as refused:
@@ -35,13 +39,14 @@ def test_nobody_opens_the_stream_of_another_or_what_it_opens_for_its_stage(house
             dial(house.listener.address, name, eve, *rest, tries_again=False)
         return str(refused.value)
 
-    for name in (pr.peer_stream("ana"), state):
+    for name in (pr.stream_name("peer", "ana"), state):
         # between two looks whether the generation is over, nobody is expected for a moment
         wait_until(lambda name=name: "is expected from ana, not from eve" in refusal(name))
     wait_until(
         lambda: "'state-1@1' is not expected there" in refusal(pr.stream_name("state", 1, 1))
     )
-    streams.close()
+    with peers:
+        pass  # its generation is over
     with pytest.raises(WireError, match="nobody waits for 'state-0@1' any more"):
         waiting.result(PATIENCE)
 
@@ -230,7 +235,7 @@ def test_a_machine_has_a_few_streams_at_a_time_however_it_drops_them(house):
     bob, ada = house.join("bob"), house.enrol("ada")
 
     def answer():
-        name = pr.peer_stream("ada")
+        name = pr.stream_name("peer", "ada")
         pipe = dial(house.listener.address, name, ada, host_of(ada), PATIENCE, pr.MAX_MESSAGE)
         pipe.write(os.urandom(SESSION_BYTES))
         try:

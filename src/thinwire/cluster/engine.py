@@ -45,9 +45,8 @@ from thinwire.engine.worker import PATIENCE, scratch, scratch_folder
 from thinwire.errors import ConfigError, StageError
 from thinwire.model import Score, learning_rate
 from thinwire.report import Display
-from thinwire.run.coordinator import disagreement
-from thinwire.run.events import Begin, Command, Commit, Discard, Exploded, Record
-from thinwire.run.ledger import LossWatch, watch_losses
+from thinwire.run.coordinator import settled_checkpoint
+from thinwire.run.events import Begin, Command, Record
 from thinwire.run.peer import versions
 from thinwire.run.protocol import FROM_PEER, Envelope, Finished, Ready, pack, unpack
 from thinwire.run.record import RunRecord
@@ -201,7 +200,6 @@ def run(
         display.phase("start", f"{world}; links are not emulated{source}")
         if world.leads:
             rank.record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
-            rank.losses = watch_losses(settings, folder, checkpoint)
         return rank.live(started)
 
 
@@ -453,7 +451,6 @@ class Rank(Trainer):
     """The life of a rank once all is prepared; one of them keeps the record."""
 
     record: RunRecord | None = None
-    losses: LossWatch | None = None
 
     def live(self, started: float) -> dict[str, Any] | None:
         """Train to the end; the summary where the record is kept."""
@@ -491,29 +488,21 @@ class Rank(Trainer):
         self.stop_requested = stop
 
     def _save(self) -> None:
-        step, parts = self.done, [part for _, part in self._gather(self.save())]
-        failed = [part.error for part in parts if isinstance(part, ShardFailed)]
-        if failed:
-            self._do(Discard(step, failed[0]))
-        elif difference := disagreement(step, [part.agreements for part in parts]):
-            self._do(Discard(step))
-            raise StageError(difference)
-        else:
-            self._do(Commit(step, parts))
+        parts = [part for _, part in self._gather(self.save())]
+        made, error = settled_checkpoint(self.done, parts)
+        self._do(made)
+        if error is not None:
+            raise error
 
     def _do(self, command: Command) -> None:
         if self.record is not None:
             self.record.carry_out(command)
+            self.stop_requested |= self.record.is_to_stop
 
     def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished]]) -> None:
         """Record what all stages say."""
         for stage, report in self._gather(said):
             self._do(Record(stage, report))
-            if self.losses is not None and not isinstance(report, Finished):
-                for change in self.losses.hear(report):
-                    self._do(change)
-                    if isinstance(change, Exploded) and self.losses.stops:
-                        self.stop_requested = True
 
     def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
         """What all stages say, each with its number and in their order."""

@@ -176,8 +176,10 @@ class Checkpoints:
         self._proof, self._proof_is_due = Proof(0), False
         self._validations: dict[int, float] = {}  # losses, by step
 
-    def begin(self) -> None:
-        """Training begins: later checkpoints are set aside and prove nothing."""
+    def begin(self) -> float:
+        """Training begins: later checkpoints are set aside and prove nothing. The loss of the best
+        validation before.
+        """
         if self._resumed is not None:
             for moved in set_aside_later(self._folder, self._resumed.step):
                 later = "a later checkpoint, which this run does not continue"
@@ -185,6 +187,7 @@ class Checkpoints:
         self._proof = begin_proof(self._folder, self._resumed)
         self._proof.write(self._folder)
         self._proof_is_due = bool(list_checkpoints(self._folder))
+        return self._proof.best_loss
 
     def complete(self, step: int, parts: list[ShardWritten]) -> None:
         """Make a checkpoint of the parts of all stages."""

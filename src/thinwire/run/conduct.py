@@ -2,9 +2,8 @@
 
 import signal
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
-from thinwire.engine.reports import Evaluation, Meters, Report, ShardFailed, ShardWritten, Step
+from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, PLACES
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import WireError, printable
@@ -17,6 +16,7 @@ from thinwire.settings.crossing import checkpoint_steps
 MOST_MICROBATCHES = 1 << 12
 SPANS, OTHER_SPANS = 10, 64  # for each microbatch, and beside them
 Evidence = Said | Exited | Lost  # of what stages say, only that they failed
+_SAVED, _ENDED = "saved a checkpoint", "ended"
 
 
 class PeerConduct:
@@ -37,66 +37,54 @@ class PeerConduct:
 
     def check(self, message: OfStage) -> None:
         """WireError for a message, of all in order, that is of another stage, or of no step."""
-        name = type(message).__name__
-        match message:
-            case Step():
-                self._check_meters(name, message.meters)
-                self._check_step(message)
-            case Evaluation(step=step):
-                if not self._is_last:
-                    self._refuse(name, "that only the last stage may send")
-                self._check_order(Evaluation, step)
-            case ShardWritten(step=step, shard=shard):
-                if shard.file != f"stage-{self._stage}.safetensors":
-                    self._refuse(name, f"of the file {shard.file!r}")
-                self._check_order(ShardWritten, step)
-            case ShardFailed(step=step):
-                self._check_order(ShardWritten, step)
-            case LinkDown(cut=cut) | LinkUp(cut=cut) if cut != self._stage - 1:
-                self._refuse(name, f"of cut {cut}")
-            case LinkDown() | LinkUp():
-                if self.is_down != isinstance(message, LinkUp):
-                    self._refuse(name, "twice")
-                self.is_down = not self.is_down
-            case Finished(meters=meters):
-                self._check_meters(name, meters)
-            case Failed() if not {*message.accuses, *message.convicts} <= self._others:
-                self._refuse(name, "that blames an unknown stage")
+        for wrong in self._wrongs(message):
+            name = type(message).__name__
+            raise WireError(f"stage {self._stage} sent a {name} message {wrong}")
 
     def has_reported(self, report: Report) -> bool:
         """Whether it has reported this step before, or a later one, in a report of this kind."""
-        kind = ShardWritten if isinstance(report, ShardFailed) else type(report)
-        return report.step <= self._latest.get(kind, -1)
+        return report.step <= self._latest.get(_kind(report), -1)
 
-    def _check_meters(self, name: str, meters: Meters) -> None:
-        if meters.keys() != self._links:
-            self._refuse(name, f"with meters of {', '.join(sorted(meters)) or 'no link'}")
-
-    def _check_step(self, report: Step) -> None:
-        place = printable(report.not_finite, 40)
+    def _wrongs(self, message: OfStage) -> Iterator[str]:
+        """What is wrong with a message; if nothing is, it is remembered."""
         last = self._latest.get(Step)
-        wrong = {
-            f"{report.step} after step {last}": last not in (None, report.step - 1),
-            "without its loss": self._is_last and report.loss is None,
-            "with a loss": not self._is_last and report.loss is not None,
-            f"with non-finite values in {place!r}": report.not_finite not in self._places,
-            f"with {len(report.spans)} spans of time": len(report.spans) > self._most_spans,
-        }
-        for what in (what for what, is_so in wrong.items() if is_so):
-            self._refuse("Step", what)
-        self._latest[Step] = report.step
+        if isinstance(message, Step | Finished) and message.meters.keys() != self._links:
+            yield f"with meters of {', '.join(sorted(message.meters)) or 'no link'}"
+        match message:
+            case Step(step, loss, spans=spans, not_finite=place):
+                if last not in (None, step - 1):
+                    yield f"{step} after step {last}"
+                if self._is_last != (loss is not None):
+                    yield "without its loss" if self._is_last else "with a loss"
+                if place not in self._places:
+                    yield f"with non-finite values in {printable(place, 40)!r}"
+                if len(spans) > self._most_spans:
+                    yield f"with {len(spans)} spans of time"
+                self._latest[Step] = step
+            case Evaluation() if not self._is_last:
+                yield "that only the last stage may send"
+            case ShardWritten(shard=shard) if shard.file != f"stage-{self._stage}.safetensors":
+                yield f"of the file {shard.file!r}"
+            case Evaluation(step) | ShardWritten(step) | ShardFailed(step):
+                # Results come after their step, once: else they could pile up without limit.
+                if last is not None and step != last + 1:
+                    yield f"of step {step} after step {last + 1}"
+                if self.has_reported(message):
+                    yield f"of step {step} twice"
+                self._latest[_kind(message)] = step
+            case LinkDown(cut) | LinkUp(cut):
+                if cut != self._stage - 1:
+                    yield f"of cut {cut}"
+                if self.is_down != isinstance(message, LinkUp):
+                    yield "twice"
+                self.is_down = not self.is_down
+            case Failed() if not {*message.accuses, *message.convicts} <= self._others:
+                yield "that blames an unknown stage"
 
-    def _check_order(self, kind: type, step: int) -> None:
-        """Results of a step come after it, once: otherwise they could pile up without limit."""
-        last = self._latest.get(Step)
-        if last is not None and step != last + 1:
-            self._refuse(kind.__name__, f"of step {step} after step {last + 1}")
-        if step <= self._latest.get(kind, -1):
-            self._refuse(kind.__name__, f"of step {step} twice")
-        self._latest[kind] = step
 
-    def _refuse(self, name: str, what: str) -> NoReturn:
-        raise WireError(f"stage {self._stage} sent a {name} message {what}")
+def _kind(report: Report) -> type[Report]:
+    """What counts as one report of a step: a part of a checkpoint is written, or fails."""
+    return ShardWritten if isinstance(report, ShardFailed) else type(report)
 
 
 class Course:
@@ -109,21 +97,15 @@ class Course:
     def __init__(self, settings: Settings, first_step: int, stages: int):
         self._settings, self._first = settings, first_step
         self._saves_after = checkpoint_steps(settings)
-        self._done = [first_step] * stages
-        self._decided = [first_step - 1] * stages  # until where it is known what they did
-        self._deeds: list[set[tuple[int, str]]] = [set() for _ in range(stages)]
-        self._settled = first_step - 1  # what all did until here has been compared
+        # What each stage did after the first step and each that it reported; the last may go on.
+        self._deeds: list[list[frozenset[str]]] = [[frozenset()] for _ in range(stages)]
         self._is_committed, self._misses = False, 0  # as the first stage says
         self._gives_up = False
 
-    def faults(self, stage: int, report: OfStage, stop_asked: bool) -> list[tuple[int, str]]:
+    def faults(self, stage: int, report: OfStage, stop_asked: bool) -> Iterator[tuple[int, str]]:
         """Stages that a report shows to be at fault, with what each did."""
-        return [*self._own_faults(stage, report, stop_asked), *self._differences(stage)]
-
-    def _own_faults(
-        self, stage: int, report: OfStage, stop_asked: bool
-    ) -> Iterator[tuple[int, str]]:
-        done, steps = self._done[stage], self._settings.train.steps
+        own, steps = self._deeds[stage], self._settings.train.steps
+        at, done = len(own) - 1, self._first + len(own) - 1
         is_stop_due = stop_asked or self._gives_up
         match report:
             case Step(step=step, committed=committed):
@@ -134,45 +116,48 @@ class Course:
                     self._is_committed = committed
                     self._misses = 0 if committed else self._misses + 1
                     self._gives_up |= self._misses >= PATIENCE
-                self._decided[stage], self._done[stage] = done, step + 1
+                own.append(frozenset())
+                yield from self._differences(stage, at)
             case ShardWritten(step=step) | ShardFailed(step=step):
                 is_due = self._saves_after(done) or is_stop_due
                 if step != done or step == self._first:
                     yield stage, f"it saved a checkpoint of step {step} after step {done}"
                 elif stage == 0 and not (is_due and self._is_committed):
                     yield 0, f"it had a checkpoint saved after step {done}, where none is due"
-                self._deeds[stage].add((step, "saved a checkpoint"))
-            case Finished() if done <= self._settled:
-                pass  # all had ended here; then it was lost, and another ends in its place
-            case Finished():
+                own[at] |= {_SAVED}
+            case Finished() if _ENDED not in own[at]:  # else it was lost, and another ends for it
                 if stage == 0:
                     if done < steps and not is_stop_due:
                         of = f"step {done} of {steps}"
                         yield 0, f"it ended the run after {of}, and nobody had asked it to stop"
-                    is_due = self._saves_after(done) or done < steps
-                    yield from self._omission(is_due)
-                self._decided[stage] = done
-                self._deeds[stage].add((done, "ended"))
+                    yield from self._omission(self._saves_after(done) or done < steps)
+                own[at] |= {_ENDED}
+                yield from self._differences(stage, at)
 
     def _omission(self, is_due: bool) -> Iterator[tuple[int, str]]:
         """The first stage goes on: the checkpoint of its last step is due, and was not saved."""
-        done = self._done[0]
-        is_saved = (done, "saved a checkpoint") in self._deeds[0]
-        if is_due and self._is_committed and not is_saved:
+        deeds, done = self._deeds[0][-1], self._first + len(self._deeds[0]) - 1
+        if is_due and self._is_committed and _SAVED not in deeds:
             yield 0, f"it had no checkpoint saved after step {done}, where one is due"
 
-    def _differences(self, stage: int) -> Iterator[tuple[int, str]]:
-        """What other stages did, and the first did not; or the first, and they did not."""
-        for other in [stage] if stage else range(1, len(self._done)):
-            known = min(self._decided[0], self._decided[other])
-            for step, deed in sorted(self._deeds[0] ^ self._deeds[other]):
-                if step <= known and (step, deed) in self._deeds[other]:
-                    yield other, f"it {deed} after step {step}, and stage 0 did not"
-                elif step <= known:
-                    yield other, f"stage 0 {deed} after step {step}, and it did not"
-        self._settled = min(self._decided)
-        for deeds in self._deeds:
-            deeds -= {(step, deed) for step, deed in deeds if step <= self._settled}
+    def _differences(self, stage: int, at: int) -> Iterator[tuple[int, str]]:
+        """It is known now what a stage did after this step, and of others perhaps: what they did,
+        and the first did not; or the first, and they did not.
+        """
+        step = self._first + at
+        for other in [stage] if stage else range(1, len(self._deeds)):
+            if not (self._is_known(0, at) and self._is_known(other, at)):
+                continue
+            first, own = self._deeds[0][at], self._deeds[other][at]
+            for deed in sorted(own - first):
+                yield other, f"it {deed} after step {step}, and stage 0 did not"
+            for deed in sorted(first - own):
+                yield other, f"stage 0 {deed} after step {step}, and it did not"
+
+    def _is_known(self, stage: int, at: int) -> bool:
+        """Whether all is known that a stage did after this step: it has gone on, or ended."""
+        deeds = self._deeds[stage][at : at + 2]
+        return len(deeds) == 2 or (len(deeds) == 1 and _ENDED in deeds[0])
 
 
 def blame(heard: list[Evidence]) -> Suspect:
@@ -200,24 +185,20 @@ def first_not_finite(reports: Sequence[Step]) -> str:
     They spread upward with the activations, then downward with the gradients, and at last with the
     tallies. A stage that sends them and does not say so is named by the stage that received them.
     """
-    seen = [(report.not_finite, stage) for stage, report in enumerate(reports) if report.not_finite]
-    if not seen:
-        return ""
-    place, stage = min(seen, key=lambda sighting: _moment(*sighting))
-    where = {
-        INPUT: f"the activations that stage {stage - 1} sent",
-        FORWARD: "its own forward pass",
-        GRADIENT: f"the gradient that stage {stage + 1} sent",
-        BACKWARD: "its own backward pass",
-        NORMS: f"the gradient norms that stage {stage + 1} sent",
-    }
-    return f"non-finite values first appeared in stage {stage}, in {where[place]}"
-
-
-def _moment(place: str, stage: int) -> tuple[int, int, bool]:
-    if place in (INPUT, FORWARD):
-        return 0, stage, place == FORWARD
-    return (2 if place == NORMS else 1), -stage, place == BACKWARD
+    stages = range(len(reports))
+    up = [(stage, place) for stage in stages for place in (INPUT, FORWARD)]
+    down = [(stage, place) for stage in reversed(stages) for place in (GRADIENT, BACKWARD)]
+    for stage, place in [*up, *down, *((stage, NORMS) for stage in reversed(stages))]:
+        where = {
+            INPUT: f"the activations that stage {stage - 1} sent",
+            FORWARD: "its own forward pass",
+            GRADIENT: f"the gradient that stage {stage + 1} sent",
+            BACKWARD: "its own backward pass",
+            NORMS: f"the gradient norms that stage {stage + 1} sent",
+        }
+        if reports[stage].not_finite == place:
+            return f"non-finite values first appeared in stage {stage}, in {where[place]}"
+    return ""
 
 
 def _suspect(event: Evidence) -> Suspect:

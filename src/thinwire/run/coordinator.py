@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from thinwire.engine.audit import DRIFTED
 from thinwire.engine.port import decision_number
 from thinwire.engine.reports import (
     Agreements,
@@ -28,7 +27,6 @@ from thinwire.errors import StageError, WireError
 from thinwire.run import events as ev
 from thinwire.run import protocol as msg
 from thinwire.run.conduct import MOST_MICROBATCHES, Course, Evidence, PeerConduct, blame
-from thinwire.run.ledger import LossWatch
 from thinwire.run.signals import Interrupted
 from thinwire.run.watch import TOLD_A_MINUTE, Told, Watch
 from thinwire.wire import FrameKind
@@ -37,9 +35,7 @@ MOST_AHEAD = 4096  # steps that a stage may report before others, whose streams 
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
 MOST_BEHIND = 2  # steps, for one that follows to take over from a stage that lives
 MOST_DEATHS = 3  # of a stage, without a step that is new, before the run ends
-DECIDE_BITS = ("torch", "machine", "processor")  # of the versions of a process
 Commands = list[ev.Command]
-OfLink = msg.LinkDown | msg.LinkUp
 Group = tuple[int, ...]  # stages that share a process
 REPLACEABLE = ("died", "was lost", "got stuck")  # another takes its place: it did nothing wrong
 
@@ -55,8 +51,7 @@ class Phase(Enum):
     FINISHED = "is over"
 
 
-# Before they train, stages go from phase to phase together: what each says at the end of one.
-_ROUNDS: dict[Phase, type[msg.OfStage]] = {Phase.BUILDING: msg.Ready, Phase.LINKING: msg.Linked}
+_START = (Phase.BUILDING, Phase.LINKING)
 
 
 @dataclass
@@ -69,7 +64,6 @@ class Follower:
     # Cuts over which nobody feeds it any more; and by which streams another is to, once known.
     unfed: dict[int, int] = field(default_factory=dict)
     behind: int = MOST_AHEAD  # steps that the stage was ahead when it was last heard
-    doubted: set[int] = field(default_factory=set)  # stages that it found to send other values
 
     @property
     def is_linked(self) -> bool:
@@ -98,48 +92,44 @@ class Coordinator:
         microbatches: int = MOST_MICROBATCHES,
         parts_travel: bool = False,
         outage: float = 0.0,
-        losses: LossWatch | None = None,
         course: Course | None = None,
         placement: Sequence[Sequence[int]] = (),
         audits: bool = False,
-        audit_replaces: bool = False,
     ):
         self.phase = Phase.BUILDING
         self.stop_asked = False
         self._all = range(stages)
         self._watch = Watch(stages, patience, outage)
-        self._losses = losses or LossWatch()
         self._conduct = [PeerConduct(stage, stages, microbatches) for stage in self._all]
         self._course = course
         self._steps = [0] * stages  # reported
         self._told = Told()
-        self._arrived: dict[int, Any] = {}  # what ends this phase, by stage
+        self._arrived: dict[int, Any] = {}  # who of them is built or linked: with these words
         self._finished: set[int] = set()
         self._ended = (0, False)  # the last decision that they knew, and whether it ends the run
-        self._left: set[int] = set()  # in good order; their last words may be still to be heard
         self._ready: dict[int, msg.Ready] = {}
         self._last_step = [0] * stages
         self._parts: dict[int, dict[int, ShardWritten | ShardFailed]] = {}  # by step and stage
         self._parts_travel = parts_travel
-        self._travelling: set[tuple[int, int]] = set()  # steps and stages of parts on their way
+        self._travelling: dict[tuple[int, int], ShardWritten] = {}  # of steps and stages, not here
         self._evidence: list[Evidence] = []
         self._settled_at: float | None = None  # when it is clear who caused a failure
         self._together = {stage: list(group) for group in placement for stage in group}
-        # Stages that do not train yet, at the start all, and how far each is.
-        self._coming: dict[int, Phase] = dict.fromkeys(self._all, Phase.BUILDING)
+        # Stages that do not train yet, at the start all. They are built, and then link, together.
+        self._coming, self._is_linking = set(self._all), False
         self._lost_at: dict[int, float] = {}  # stages that are replaced, until they have caught up
         self._deaths: Counter[int] = Counter()  # since the last step that is new
-        self._gone: set[int] = set()  # whose processes have ended, also after they had finished
+        self._gone: set[int] = set()  # whose processes have ended; last words may be still to come
         self._links = [0] * max(0, stages - 1)  # how often the link over each cut was opened anew
         self._saved = 0  # the step of the last complete checkpoint, as stages were told
         self._complete = 0  # ... and as it is
         self._base = 0  # ... and from which stages were last replaced
         self._followers: dict[Group, Follower] = {}  # by the stages that they follow
-        self._audits, self._audit_replaces = audits, audit_replaces
+        self._audits = audits
         self._promoted: set[int] = set()  # lost stages whose followers take their places
         self._followed = 0  # how many followers there were
-        self._moved: dict[int, Meters] = {}  # what lost processes of a stage had moved
-        self._moving: dict[int, Meters] = {}  # what its process has, by its last report
+        self._moved: dict[int, Meters] = {}  # by all processes of a stage, as last reported
+        self._moved_before: dict[int, Meters] = {}  # ... by those that are lost
 
     def on(self, event: ev.Event, now: float) -> Commands:
         """What to do about an event. There is one at least every `rest` seconds, if only a Tick."""
@@ -162,11 +152,9 @@ class Coordinator:
         complaint = self._watch.complaint()
         commands: Commands = [ev.Say(complaint)] if complaint else []
         verdict, stuck = self._watch.verdict()
-        why, silent = verdict, self._watch.frozen().items()
-        for stage, silence in silent if not verdict else ():
-            if stage not in self._coming:
-                stuck, why = stage, f"it has said nothing for {silence:.0f} s"
-                break
+        why, silent = verdict, self._watch.frozen()
+        if not verdict and (frozen := [stage for stage in silent if stage not in self._coming]):
+            stuck, why = frozen[0], f"it has said nothing for {silent[frozen[0]]:.0f} s"
         culprit = None if stuck is None else ev.Suspect(3, stuck, "got stuck", why, known=True)
         if culprit is not None and self._may_replace(culprit):
             return commands + self._bury({culprit.stage}, culprit, now)
@@ -184,19 +172,13 @@ class Coordinator:
 
     def waiting_for(self) -> list[int]:
         """The stages without which this phase does not end."""
-        done = self._arrived if self.phase in _ROUNDS else self._finished
+        done = self._arrived if self.phase in _START else self._finished
         return [stage for stage in self._all if stage not in done]
-
-    def _stages_travelling(self) -> list[int]:
-        return sorted({stage for _, stage in self._travelling})
 
     def _respond(self, event: ev.Event, now: float) -> Commands:
         match event:
             case ev.Said(stage, message, follows=True):
-                group = tuple(self._together[stage])
-                if isinstance(message, Audited):
-                    return self._on_audited(group, stage, message, now)
-                return self._on_follower(group, stage, message)
+                return self._on_follower(stage, message)
             case ev.Said(stage, msg.Pulse(begun, doing)):
                 self._watch.heard(stage, begun, doing)
             case ev.Said(stage, msg.LinkDown() | msg.LinkUp() as message):
@@ -212,12 +194,11 @@ class Coordinator:
             case ev.Said(stage, message):
                 self._watch.heard(stage)
                 return self._on_message(stage, message, now)
-            case ev.Exited(stage=stage, code=0):
-                self._left.add(stage)
-            case ev.Exited(stage=stage) | ev.Lost(stage=stage):
-                if stage not in self._finished or self._is_missed(stage):
-                    self._suspect(event, now)
+            case ev.Exited(stage) | ev.Lost(stage):
                 self._gone.add(stage)
+                is_wrong = stage not in self._finished or self._is_missed(stage)
+                if is_wrong and event != ev.Exited(stage, 0):
+                    self._suspect(event, now)
             case ev.Away(stage=stage) | ev.Back(stage=stage):
                 return self._on_outage(stage, event, now)
             case ev.Travelled(stage, error=error, at_fault=True):
@@ -232,16 +213,16 @@ class Coordinator:
                 return self._tell_saved()
             case ev.FollowerLost(stages):
                 return [self._drop(tuple(stages))]
-            case ev.MoveAsked(stages, reason):
+            case ev.MoveAsked(stages, reason, at_once):
                 is_calm = self.phase is Phase.TRAINING and not (self._finished or self._evidence)
                 found = self._followers.get(tuple(stages))
                 keeps_up = found is not None and found.can_take_over and found.behind <= MOST_BEHIND
-                if is_calm and keeps_up and not self._lost_at:
+                if is_calm and (keeps_up or at_once) and not self._lost_at:
                     return self._replace({*stages}, reason, now)
             case ev.StopAsked(why):
                 return self._on_stop(why)
             case ev.Tick():
-                for stage in sorted(self._left - self._finished):
+                for stage in sorted(self._gone - self._finished):
                     self._suspect(ev.Exited(stage, 0), now)
         return []
 
@@ -260,39 +241,24 @@ class Coordinator:
             self._arrived[stage] = message
             if isinstance(message, msg.Ready):
                 self._ready[stage] = message
-            return self._link(self._coming[stage])
-        message = self._with_all_moved(stage, message)
+            return self._link()
         if isinstance(message, ShardWritten | ShardFailed):
-            self._parts.setdefault(message.step, {})[stage] = message
-            if self._parts_travel and isinstance(message, ShardWritten):
-                self._travelling.add((message.step, stage))
-            return self._settle_checkpoint(message.step)
+            return self._on_part(stage, message)
+        if isinstance(message, Step | msg.Finished):
+            moved = _sum(self._moved_before.get(stage, {}), message.meters)
+            self._moved[stage] = moved
+            message = dataclasses.replace(message, meters=moved)
         if isinstance(message, Step):
             self._last_step[stage] = message.step + 1
         assert isinstance(message, Step | Evaluation | msg.Finished), "all else was not due"
         self._watch.result()
         commands: Commands = [*self._caught_up(stage, now), ev.Record(stage, message)]
-        if not isinstance(message, msg.Finished):
-            commands += self._on_loss(message)
-        else:
+        if isinstance(message, msg.Finished):
             self._finished.add(stage)
             self._ended = msg.last_decision([self._ended, (message.decided, message.stops)])
             self._watch.dismiss(stage)
             commands += self._end_if_done()
         return commands
-
-    def _on_loss(self, report: Step | Evaluation) -> Commands:
-        commands: Commands = [*self._losses.hear(report)]
-        exploded = any(isinstance(command, ev.Exploded) for command in commands)
-        if not exploded or not self._losses.stops or self.stop_asked or 0 in self._finished:
-            return commands
-        why = 'stopping after this step, because run.on_explosion = "stop"'
-        return [*commands, *self._stop(why)]
-
-    def _stop(self, why: str) -> Commands:
-        self.stop_asked = True
-        self.phase = Phase.STOPPING
-        return [*self._tell_all(msg.Stop()), ev.Say(why)]
 
     def _end_if_done(self) -> Commands:
         """The end of the run, once all stages have finished and no part is on its way."""
@@ -303,7 +269,7 @@ class Coordinator:
         if self.phase is Phase.COLLECTING:
             return []
         self.phase = Phase.COLLECTING
-        stages = self._stages_travelling()
+        stages = sorted({stage for _, stage in self._travelling})
         which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         return [ev.Say(f"all stages have stopped; the host waits for the checkpoint of {which}")]
 
@@ -312,41 +278,41 @@ class Coordinator:
         if not self._together:
             return False  # nobody could take its place
         waits = {stage - 1, stage + 1} & {*self.waiting_for()}
-        return bool(self._lost_at or waits or stage in self._stages_travelling())
+        is_travelling = any(writer == stage for _, writer in self._travelling)
+        return bool(self._lost_at or waits or is_travelling)
 
     def _faults(self, stage: int, message: msg.OfStage) -> list[tuple[int, str]]:
         """Who saves or ends when that is not due; refused is what no stage may say now."""
-        phase = self._coming.get(stage, self.phase)
-        due = _ROUNDS[phase] if phase in _ROUNDS else Report | msg.Finished
+        due: Any = Report | msg.Finished
+        if stage in self._coming:
+            due = msg.Linked if self._is_linking else msg.Ready
         if not isinstance(message, due) or stage not in self.waiting_for():
             name = type(message).__name__
             raise WireError(f"stage {stage} sent a {name} message while the run {self.phase.value}")
         self._steps[stage] += isinstance(message, Step)
-        slowest = min(self._all, key=lambda s: self._steps[s])
-        if self._steps[stage] - self._steps[slowest] > MOST_AHEAD:
-            raise WireError(
-                f"stage {stage} reported {self._steps[stage]} steps, but stage {slowest} only "
-                f"{self._steps[slowest]}"
-            )
-        if self._course is None or self.phase in _ROUNDS:
+        steps, least = self._steps[stage], min(self._steps)
+        if steps - least > MOST_AHEAD:
+            slowest = f"stage {self._steps.index(least)} only {least}"
+            raise WireError(f"stage {stage} reported {steps} steps, but {slowest}")
+        if self._course is None or self.phase in _START:
             return []
-        return self._course.faults(stage, message, self.stop_asked)
+        return [*self._course.faults(stage, message, self.stop_asked)]
 
-    def _link(self, phase: Phase) -> Commands:
-        """What follows once all who do not train yet, or not any more, are through with a phase."""
+    def _link(self) -> Commands:
+        """What follows once all who do not train are built, or linked."""
         is_building = self.phase is Phase.BUILDING  # imports torch and builds layers: takes time
         count = ev.Starting(len(self._arrived), "stages have their layers")
         commands: Commands = [count] if is_building else []
-        if not all(self._coming[s] is phase and s in self._arrived for s in self._coming):
+        if self._arrived.keys() != self._coming:
             return commands
         arrived, coming = [*self._arrived.values()], sorted(self._coming)
         self._arrived.clear()
-        if phase is Phase.LINKING:
+        if self._is_linking:
             return self._start(coming, arrived)
         relinked = self._ends_alive(self._cuts_of(coming))
         commands += [ev.Tell(stage, self._connect(stage, cut)) for stage, cut in relinked]
         commands += [ev.Tell(stage, self._connect(stage)) for stage in coming]
-        self._coming = dict.fromkeys(coming, Phase.LINKING)
+        self._is_linking = True
         self._promoted.clear()
         self.phase = Phase.LINKING if is_building else self.phase
         return commands
@@ -354,6 +320,7 @@ class Coordinator:
     def _start(self, stages: list[int], linked: list[msg.Linked]) -> Commands:
         """Have stages train that are linked now."""
         self._coming.clear()
+        self._is_linking = False
         if self.phase is Phase.LINKING:
             self.phase = Phase.TRAINING
             self._watch.begin_training()
@@ -364,74 +331,74 @@ class Coordinator:
         reported = decision_number(FrameKind.VERDICT, max(self._last_step) - 1)
         known = [(one.decided, one.stops) for one in linked]
         start = msg.Start(*msg.last_decision([(reported, False), self._ended, *known]))
-        commands: Commands = [ev.Tell(stage, start) for stage in stages]
-        stop = [ev.Tell(stage, msg.Stop()) for stage in stages if self.stop_asked]
-        return [*commands, *stop, *self._feed_followers()]
+        told: list[msg.ToStage] = [start, msg.Stop()] if self.stop_asked else [start]
+        tells = [ev.Tell(stage, message) for message in told for stage in stages]
+        return [*tells, *self._feed_followers()]
+
+    def _on_part(self, stage: int, part: ShardWritten | ShardFailed) -> Commands:
+        parts = self._parts.setdefault(part.step, {})
+        if self._parts_travel and isinstance(part, ShardWritten):
+            parts.pop(stage, None)
+            self._travelling[part.step, stage] = part
+            return []
+        parts[stage] = part
+        return self._settle_checkpoint(part.step)
 
     def _on_travelled(self, event: ev.Travelled) -> Commands:
-        if (event.step, event.stage) not in self._travelling:
+        part = self._travelling.pop((event.step, event.stage), None)
+        if part is None:
             return []
-        self._travelling.discard((event.step, event.stage))
-        if event.error:
-            self._parts[event.step][event.stage] = ShardFailed(event.step, event.error)
+        failed = ShardFailed(event.step, event.error)
+        self._parts[event.step][event.stage] = failed if event.error else part
         return [*self._settle_checkpoint(event.step), *self._end_if_done()]
 
     def _settle_checkpoint(self, step: int) -> Commands:
         """What becomes of a checkpoint, once every part of it is here or has failed. Not while a
         stage is behind: it writes its part again, and needs what was sent since the one before.
         """
-        if self._lost_at:
-            return []
-        parts = self._parts[step]
-        if len(parts) < len(self._all) or any((step, stage) in self._travelling for stage in parts):
+        if self._lost_at or len(self._parts[step]) < len(self._all):
             return []  # another stage may be writing still
-        del self._parts[step]
-        failures = [part.error for part in parts.values() if isinstance(part, ShardFailed)]
-        if failures:
-            return [ev.Discard(step, failures[0])]
-        written = [p for _, p in sorted(parts.items()) if isinstance(p, ShardWritten)]
-        if len({part.versions for part in written}) > 1:
-            counted = "; ".join(f"stage {s}: {part.versions}" for s, part in enumerate(written))
-            return [ev.Discard(step, f"stages do not agree on what they have saved: {counted}")]
-        if difference := disagreement(step, [p.agreements for p in written]):
-            return [ev.Discard(step), self._end(StageError(difference))]
-        return [ev.Commit(step, written)]
+        parts = self._parts.pop(step)
+        made, error = settled_checkpoint(step, [parts[stage] for stage in self._all])
+        return [made, self._end(error)] if error is not None else [made]
 
     def _on_outage(
         self, stage: int, said: msg.LinkDown | msg.LinkUp | ev.Away | ev.Back, now: float
     ) -> Commands:
         """A link or a control stream is down or back: no progress, and no failure yet."""
-        is_link = isinstance(said, OfLink)
         what, key = f"the control stream of stage {stage}", f"control-{stage}"
-        if isinstance(said, OfLink):
+        then = "it may come back"
+        if is_link := isinstance(said, msg.LinkDown | msg.LinkUp):
             self._conduct[stage].check(said)
             what, key = f"the link between stages {stage - 1} and {stage}", f"cut-{said.cut}"
-        self._watch.down(key, isinstance(said, msg.LinkDown | ev.Away))
-        if isinstance(said, msg.LinkDown | ev.Away):
-            then = "connecting again" if is_link else "it may come back"
+            then = "connecting again"
+        if is_down := isinstance(said, msg.LinkDown | ev.Away):
             note = f"{what} is down: {said.reason}; {then}"
         else:
             note = f"{what} is back after {said.seconds:.1f} s; nothing was lost"
+        self._watch.down(key, is_down)
         times = self._told.again((stage, type(said)), now)
         if times == TOLD_A_MINUTE:
             note += "; it breaks often, so for a minute no more is said of it"
         is_told = times and (is_link or stage not in self._finished)
         commands: Commands = [ev.Say(note)] if is_told else []
-        if isinstance(said, msg.LinkUp) and self.phase not in _ROUNDS:
+        if isinstance(said, msg.LinkUp) and self.phase not in _START:
             commands.append(ev.Record(stage, said))
         return commands
 
     def _on_stop(self, why: str) -> Commands:
         """The first time: finish the step, checkpoint, end. The second time: leave at once."""
-        if self.phase in _ROUNDS or self.stop_asked:
+        if self.phase in _START or self.stop_asked:
             return [self._end(Interrupted())]
+        self.stop_asked = True
         if 0 in self._finished:
-            self.stop_asked = True
             return []  # too late to ask, and the end is near
-        if why:
-            return self._stop(f"{why}: the run stops after this step, with a checkpoint")
-        again = ev.Say("press Ctrl-C again to exit now", for_us=True)
-        return [*self._stop("stopping after this step, with a checkpoint"), again]
+        self.phase = Phase.STOPPING
+        notes = [ev.Say(f"{why}: the run stops after this step, with a checkpoint")]
+        if not why:
+            again = ev.Say("press Ctrl-C again to exit now", for_us=True)
+            notes = [ev.Say("stopping after this step, with a checkpoint"), again]
+        return [*self._tell_all(msg.Stop()), *notes]
 
     def _suspect(self, evidence: Evidence, now: float) -> None:
         """Something is wrong: listen a moment before blaming anyone. Neighbours of one that dies
@@ -480,8 +447,8 @@ class Coordinator:
         """Have others take the place of these stages, and all who share their processes."""
         lost = self._fellows(stages)
         # Whoever was linking to one of them would wait in vain, and begins anew.
-        linking = {s for s, phase in self._coming.items() if phase is Phase.LINKING}
-        lost |= self._fellows(linking)
+        lost |= self._coming if self._is_linking else set()
+        self._is_linking = False
         # Whoever still computes anew would ask for more than the logs of others that begin at a
         # newer checkpoint will have: it begins there too.
         if self._complete > self._base:
@@ -491,15 +458,14 @@ class Coordinator:
         while gone := {s for s in self._gone if {s - 1, s + 1} & lost} - lost:
             lost |= self._fellows(gone)
         self._gone -= lost
+        self._finished -= lost
+        self._coming |= lost
         for stage in lost:
-            self._coming[stage] = Phase.BUILDING
             self._lost_at.setdefault(stage, now)
-            self._finished.discard(stage)
-            self._left.discard(stage)
             self._arrived.pop(stage, None)
             self._conduct[stage].is_down = False
             self._watch.replace(stage)
-            self._moved[stage] = _sum(self._moved.get(stage, {}), self._moving.pop(stage, {}))
+            self._moved_before[stage] = self._moved.get(stage, {})
         cuts = self._cuts_of(lost)
         for cut in cuts:
             self._links[cut] += 1
@@ -521,7 +487,7 @@ class Coordinator:
                 ready = self._followers[group].ready[stage]
                 self._ready[stage] = self._arrived[stage] = ready
         commands += self._unfeed(cuts, lost)
-        return [*commands, *self._link(Phase.BUILDING)]
+        return [*commands, *self._link()]
 
     def _fellows(self, stages: Iterable[int]) -> set[int]:
         """These stages, and all who share their processes."""
@@ -533,7 +499,7 @@ class Coordinator:
         """
         able = {group for group, one in self._followers.items() if one.can_take_over}
         found = {s for group in groups if group in able and not self.stop_asked for s in group}
-        anew = self._coming.keys() - (self._promoted - lost)
+        anew = self._coming - (self._promoted - lost)
         while beside := {s for s in found if {s - 1, s + 1} & (anew - found)}:
             found -= self._fellows(beside)
         return found
@@ -552,54 +518,39 @@ class Coordinator:
 
     # Processes that follow a stage, to take its place at once
 
-    def _on_follower(self, group: Group, stage: int, message: msg.OfStage) -> Commands:
-        if isinstance(message, msg.Failed | msg.Ended):
-            return [self._drop(group)]
-        if isinstance(message, msg.Follows):
-            if group in self._followers:
-                self._followers[group].behind = self._last_step[stage] - message.step
-            return []
-        if isinstance(message, msg.Ready):
-            self._followers.setdefault(group, Follower()).ready[stage] = message
-            return self._feed_followers()
-        if isinstance(message, msg.Linked) and (found := self._followers.get(group)) is not None:
-            which = ", ".join(map(str, group))
-            if found.is_linked:
+    def _on_follower(self, stage: int, message: msg.OfStage) -> Commands:
+        group = tuple(self._together[stage])
+        which, found = ", ".join(map(str, group)), self._followers.get(group)
+        match message:
+            case msg.Failed() | msg.Ended():
+                return [self._drop(group)]
+            case msg.Ready():
+                self._followers.setdefault(group, Follower()).ready[stage] = message
+                return self._feed_followers()
+            case _ if found is None:
+                pass
+            case msg.Follows(step):
+                found.behind = self._last_step[stage] - step
+            case msg.Linked(follower=number) if found.is_linked:
                 was_fed = not found.unfed
-                found.unfed = {c: n for c, n in found.unfed.items() if n != message.follower}
-                told = ev.Say(f"the stand-by of stage {which} follows on")
-                return [] if found.unfed or was_fed else [told]
-            found.linked.add(stage)
-            if found.is_linked:
-                alike = self._audits and all(self._is_alike(s, found.ready[s]) for s in group)
-                start = [ev.Tell(s, msg.Start(is_alike=alike), follows=True) for s in group]
-                note = f"stage {which} has a stand-by, which follows it"
-                if self._audits:
-                    how = "equal bits" if alike else "another kind of machine, small differences"
-                    note += f" and compares what it sends; expected: {how}"
-                return [*start, ev.Say(note)]
+                found.unfed = {cut: n for cut, n in found.unfed.items() if n != number}
+                if not (was_fed or found.unfed):
+                    return [ev.Say(f"the stand-by of stage {which} follows on")]
+            case msg.Linked():
+                found.linked.add(stage)
+                if found.is_linked:
+                    return self._begin_to_follow(group, found, which)
         return []
 
-    def _is_alike(self, stage: int, ready: msg.Ready) -> bool:
-        both = self._ready[stage], ready
-        return len({(r.device, *(r.versions.get(k) for k in DECIDE_BITS)) for r in both}) == 1
-
-    def _on_audited(self, group: Group, stage: int, found: Audited, now: float) -> Commands:
-        """Whoever follows a stage says how what it computes stands against what that sent."""
-        follower = self._followers.get(group)
-        if follower is None or self._coming or self.phase is not Phase.TRAINING:
-            return []
-        if not found.tensor:
-            # What has drifted so far finds only what is as far: it begins at a newer checkpoint.
-            return [self._drop(group)] if found.difference >= DRIFTED else []
-        if stage in follower.doubted:
-            return []  # once is enough, whatever it says
-        follower.doubted.add(stage)
-        doubt = ev.Doubt(stage, found, self._audit_replaces)
-        if not self._audit_replaces:
-            return [doubt]
-        note = f"stage {stage} is replaced by its stand-by, for it sent other values"
-        return [doubt, *self._replace({stage}, note, now)]
+    def _begin_to_follow(self, group: Group, follower: Follower, which: str) -> Commands:
+        kinds = [[_kind_of(ready[s]) for s in group] for ready in (self._ready, follower.ready)]
+        alike = self._audits and kinds[0] == kinds[1]
+        start = [ev.Tell(s, msg.Start(is_alike=alike), follows=True) for s in group]
+        note = f"stage {which} has a stand-by, which follows it"
+        if self._audits:
+            how = "equal bits" if alike else "another kind of machine, small differences"
+            note += f" and compares what it sends; expected: {how}"
+        return [*start, ev.Say(note)]
 
     def _unfeed(self, cuts: set[int], lost: set[int]) -> Commands:
         """Whoever follows a lost stage takes its place or is let go; beside one, it is fed anew."""
@@ -633,15 +584,13 @@ class Coordinator:
             if not follower.is_told:
                 follower.is_told = True
                 self._followed += 1
-                for stage in group:
-                    connect = self._connect(stage, follower=follower)
-                    commands.append(ev.Tell(stage, connect, follows=True))
+                told = [(stage, self._connect(stage, follower=follower)) for stage in group]
+                commands += [ev.Tell(*one, follows=True) for one in told]
                 commands += [self._is_to_feed(follower, *end) for end in cuts]
             for stage, cut in [end for end in cuts if follower.unfed.get(end[1]) == 0]:
                 self._followed += 1
                 follower.unfed[cut] = self._followed
-                connect = self._connect(stage, cut, follower)
-                commands.append(ev.Tell(stage, connect, follows=True))
+                commands.append(ev.Tell(stage, self._connect(stage, cut, follower), follows=True))
                 commands.append(self._is_to_feed(follower, stage, cut))
         return commands
 
@@ -666,29 +615,18 @@ class Coordinator:
             return False
         if not self._conduct[stage].has_reported(message):
             return False
-        parts, at = self._parts.get(message.step, {}), (message.step, stage)
-        is_written = isinstance(parts.get(stage), ShardWritten)
-        is_here = self._parts_travel and is_written and at not in self._travelling
-        if isinstance(message, ShardWritten) and message.step in self._parts and not is_here:
-            parts[stage] = message  # another machine may write other bytes
-            self._travelling |= {at} if self._parts_travel else set()
+        if isinstance(message, ShardWritten) and message.step in self._parts:
+            before = self._parts[message.step].get(stage)
+            if not (self._parts_travel and isinstance(before, ShardWritten)):
+                self._on_part(stage, message)  # another machine may write other bytes
         return True
 
     def _is_late(self, stage: int, message: msg.OfStage) -> bool:
         """Whether this is of a process that was given up and lives: its successor is not linked."""
-        if self.phase in _ROUNDS or stage not in self._coming:
+        if self.phase in _START or stage not in self._coming:
             return False
-        is_early = isinstance(message, msg.Linked) and self._coming[stage] is Phase.BUILDING
+        is_early = isinstance(message, msg.Linked) and not self._is_linking
         return is_early or isinstance(message, Report | msg.Finished)
-
-    def _with_all_moved(self, stage: int, message: msg.OfStage) -> msg.OfStage:
-        """A report with the bytes of all processes that this stage had."""
-        if isinstance(message, Step | msg.Finished):
-            self._moving[stage] = message.meters
-            if stage in self._moved:
-                whole = _sum(self._moved[stage], message.meters)
-                return dataclasses.replace(message, meters=whole)
-        return message
 
     def _caught_up(self, stage: int, now: float) -> Commands:
         if stage not in self._lost_at:
@@ -719,6 +657,11 @@ class Coordinator:
         return [ev.Tell(stage, message) for stage in self._all if stage not in self._coming]
 
 
+def _kind_of(ready: msg.Ready) -> list[str | None]:
+    """The kind of machine that a stage is on: of one kind two compute the same bits."""
+    return [ready.device, *map(ready.versions.get, ("torch", "machine", "processor"))]
+
+
 def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """What two processes of a stage have moved together, by all that meters tell apart."""
     both = {
@@ -728,17 +671,32 @@ def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {**one, **other, **both}
 
 
+def settled_checkpoint(
+    step: int, parts: Sequence[ShardWritten | ShardFailed]
+) -> tuple[ev.Commit | ev.Discard, StageError | None]:
+    """What becomes of the parts of all stages, in order; an error ends the run."""
+    written = [part for part in parts if isinstance(part, ShardWritten)]
+    failures = [part.error for part in parts if isinstance(part, ShardFailed)]
+    if len({part.versions for part in written}) > 1:
+        counted = "; ".join(f"stage {s}: {part.versions}" for s, part in enumerate(written))
+        failures.append(f"stages do not agree on what they have saved: {counted}")
+    if failures:
+        return ev.Discard(step, failures[0]), None
+    if difference := disagreement(step, [part.agreements for part in written]):
+        return ev.Discard(step), StageError(difference)
+    return ev.Commit(step, written), None
+
+
 def disagreement(step: int, agreements: list[Agreements]) -> str:
     """Why a run cannot go on: two ends of a cut remember different things; stages in order."""
     for below, above in itertools.pairwise(agreements):
         for cut in sorted(below.keys() & above.keys()):
             for leg, ours in below[cut].items():
-                if ours != above[cut].get(leg):
+                if ours != (theirs := above[cut].get(leg)):
                     return (
-                        f"after step {step} the two ends of cut {cut} no longer remember the "
-                        f"same on the {leg} leg (below {ours or 'nothing'}, above "
-                        f"{above[cut].get(leg) or 'nothing'}): what the codec makes of the bytes "
-                        "is not what was sent. This checkpoint is not kept; resume from an "
-                        "earlier one"
+                        f"after step {step} the two ends of cut {cut} no longer remember the same "
+                        f"on the {leg} leg (below {ours or 'nothing'}, above {theirs or 'nothing'})"
+                        ": what the codec makes of the bytes is not what was sent. This checkpoint "
+                        "is not kept; resume from an earlier one"
                     )
     return ""

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from thinwire.engine.reports import Audited, Evaluation, ShardWritten, Step
+from thinwire.engine.reports import Evaluation, ShardWritten, Step
 from thinwire.run.protocol import Finished, LinkUp, OfStage, Ready, ToStage
 
 
@@ -75,10 +75,13 @@ class Completed(Event, frozen=True):
 
 
 class MoveAsked(Event, frozen=True):
-    """Whoever follows these stages is to hold them, though nobody was lost: once it keeps up."""
+    """Whoever follows these stages is to hold them, though nobody was lost: if it keeps up, or at
+    once, even if it does not.
+    """
 
     stages: list[int]
     reason: str
+    at_once: bool = False
 
 
 class StopAsked(Event, frozen=True):
@@ -130,18 +133,6 @@ class Record(Command, frozen=True):
     report: Step | Evaluation | LinkUp | Finished
 
 
-class Exploded(Command, frozen=True):
-    """The loss is far above its own past: what is saved from now on proves nothing."""
-
-    text: str
-
-
-class Recovered(Command, frozen=True):
-    """It is not any more."""
-
-    text: str
-
-
 class Commit(Command, frozen=True):
     """All stages have written their parts of a checkpoint, and they agree: complete it."""
 
@@ -163,22 +154,10 @@ class Replace(Command, frozen=True):
     by_follower: bool = False
 
 
-class OfFollower(Command, frozen=True):
-    """What it wants of a process that follows stages."""
-
-
-class DropFollower(OfFollower, frozen=True):
+class DropFollower(Command, frozen=True):
     """The process that follows these stages can do so no more: let it go."""
 
     stages: list[int]
-
-
-class Doubt(OfFollower, frozen=True):
-    """What a stage sent is not what its follower computes; `replaces`: its holder gets none."""
-
-    stage: int
-    found: Audited
-    replaces: bool
 
 
 class Suspect(msgspec.Struct, frozen=True):

@@ -121,22 +121,15 @@ def next_holder(
     if not here:
         return None
     figures, split = StageFigures(settings, here), settings.split()
-
-    def left(machine: Machine) -> float:
-        """The share of its memory that is free once it has them."""
-        if not machine.memory_gb:
-            return 0.0
-        held = {s for s, name in enumerate(seats) if name == machine.name} | {*stages}
-        number = here.index(machine)
-        return 1 - sum(figures.fullness(number, stage, split[stage]) for stage in held)
-
-    def preference(machine: Machine) -> tuple[bool, bool, bool, float]:
-        beside = [seats[s] for s in (stages[0] - 1, stages[-1] + 1) if 0 <= s < len(seats)]
-        name = machine.name
-        return name == seats[stages[0]], name not in seats, name in beside, left(machine)
-
-    able = [machine for machine in here if left(machine) >= 0]
-    return max(able, key=preference).name if able else None
+    beside = [seats[s] for s in (stages[0] - 1, stages[-1] + 1) if 0 <= s < len(seats)]
+    able: dict[str, tuple[bool, bool, bool, float]] = {}  # what speaks for each
+    for number, (name, memory) in enumerate((m.name, m.memory_gb) for m in here):
+        held = {s for s, holder in enumerate(seats) if holder == name} | {*stages}
+        needed = sum(figures.fullness(number, stage, split[stage]) for stage in held)
+        left = 1 - needed if memory else 0.0  # the share of its memory that is free then
+        if left >= 0:
+            able[name] = name == seats[stages[0]], name not in seats, name in beside, left
+    return max(able, key=able.__getitem__, default=None)
 
 
 @dataclass(frozen=True)

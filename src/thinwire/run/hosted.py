@@ -10,7 +10,8 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import msgspec
 
 from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
+from thinwire.engine.audit import DRIFTED
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.reports import Audited, ShardFailed, ShardWritten
 from thinwire.engine.state import ShardCheck, most_shard_bytes
@@ -51,99 +53,52 @@ STANDBY_PAUSE = 5.0  # between a stand-by that was lost and the next one
 # by the relay or the host's door where neither has.
 
 
-@dataclass(frozen=True)
-class DoorOf:
-    """A member's door: its address for its own processes, and for others if it is open."""
-
-    own: str = ""
-    outside: str = ""  # probed
+Door = tuple[str, str]  # of a member: its address for its own processes, for others if it is open
 
 
-@dataclass(frozen=True)
-class Ways:
-    """The doors of a generation: of each stage's member, and where all can meet."""
+def ways_to_meet(
+    stage: int, doors: Sequence[Door], met: list[Route], token: str
+) -> tuple[list[Route], list[Route]]:
+    """By which routes a stage reaches the one below, and at which it waits for the one above: by
+    the doors of their members, to which the token is the key, and where it meets any (`met`).
+    """
 
-    run: str
-    token: str = field(repr=False)  # at the doors of its members
-    doors: list[DoorOf]
-    meeting: list[list[Route]] = field(repr=False)  # for each stage: the relay, the host's own door
-    keys: list[str] = field(default_factory=list)  # fingerprints of the members, by stage
-    word: str = field(default_factory=lambda: secrets.token_hex(8), repr=False)
+    def ways(*addresses: str) -> list[Route]:
+        return [*(Route(one, "direct", token) for one in addresses if one), *met]
 
-    def connect(self, stage: int, told: msg.Connect) -> msg.Connect:
-        """The word to connect, for a stage whose neighbours are on other machines."""
-        own, met = self.doors[stage].own, self.meeting[stage]
-        below, above = self.doors[:stage][-1:], self.doors[stage + 1 :][:1]
-        reach = [route for door in below for route in [*self._direct(door.outside, own), *met]]
-        wait = [route for door in above for route in [*self._direct(own, door.outside), *met]]
-        known = dataclasses.replace(told, seats=self.keys, run=self.run, word=self.word)
-        return dataclasses.replace(known, reach=reach, wait=wait)
-
-    def _direct(self, *addresses: str) -> list[Route]:
-        return [Route(address, "direct", self.token) for address in addresses if address]
+    own, _ = doors[stage]
+    reach = [way for _, outside in doors[:stage][-1:] for way in ways(outside, own)]
+    wait = [way for _, outside in doors[stage + 1 :][:1] for way in ways(own, outside)]
+    return reach, wait
 
 
-def probe_all(members: list[Member], book: AuthorityBook) -> dict[str, DoorOf]:
-    """The doors of several members, tried at once; one that is away has none."""
+def probe_all(members: list[Member], book: AuthorityBook) -> None:
+    """Try whether the doors of several members can be reached from outside, all at once."""
 
-    def look(member: Member) -> DoorOf:
-        if (hello := member.hello) is None:
-            return DoorOf()
-        return probe(hello, member.origin, book.run_id, book.door_token(member.name))
+    def look(member: Member) -> None:
+        token = book.door_token(member.name)
+        member.is_reachable = is_open(member.hello, member.origin, book.run_id, token)
 
-    probing = {one: on_daemon_thread("thinwire probe", partial(look, one)) for one in members}
-    for member, door in probing.items():
-        member.is_reachable = bool(door.result().outside)
-    return {member.name: door.result() for member, door in probing.items()}
+    for looking in [on_daemon_thread("thinwire probe", partial(look, one)) for one in members]:
+        looking.result()
 
 
-def probe(hello: msg.Hello, origin: str, run: str, token: str) -> DoorOf:
-    """A member's door, tried where its own stream comes from alone: a host looks nowhere else."""
-    if origin and hello.outside.rpartition(":")[0].strip("[]") == origin:
-        with contextlib.suppress(WireError):
-            ping(Route(hello.outside, "direct", token), f"{run}/control", PROBE_SECONDS)
-            return DoorOf(hello.door, hello.outside)
-    return DoorOf(hello.door)
+def is_open(hello: msg.Hello | None, origin: str, run: str, token: str) -> bool:
+    """Whether a member's door is, tried where its own stream comes from alone: a host looks nowhere
+    else.
+    """
+    if hello is None or not origin or hello.outside.rpartition(":")[0].strip("[]") != origin:
+        return False
+    with contextlib.suppress(WireError):
+        ping(Route(hello.outside, "direct", token), f"{run}/control", PROBE_SECONDS)
+        return True
+    return False
 
 
 # One generation
 
 
 IsDue = Callable[[], bool]  # whether something may still come
-
-
-class Streams:
-    """What members open for one generation beside their own stream; it ends with `close`."""
-
-    def __init__(self, listener: Listener):
-        self._listener, self._is_over = listener, False
-
-    def accept(
-        self, name: str, peer: str, timeout: float = math.inf, is_due: IsDue = lambda: True
-    ) -> Pipe:
-        """Wait for a member to dial by this name, while it may; whoever else does is refused."""
-        deadline = time.monotonic() + timeout
-        while not self._is_over and is_due() and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(WireError):  # nobody came: look whether to go on
-                return self._listener.accept(name, min(left, LOOK_SECONDS / 2), peer)
-            time.sleep(0.01)  # the listener may be closed, and then says so at once
-        raise WireError(f"nobody waits for {name!r} any more")
-
-    def serve(
-        self, name: str, peer: str, handle: Callable[[Pipe], None], is_due: IsDue = lambda: True
-    ) -> None:
-        """Handle one stream of this name after the other, on a thread of its own."""
-
-        def run() -> None:
-            while not self._is_over and is_due():
-                with contextlib.suppress(ThinwireError):  # the member dials again
-                    handle(self.accept(name, peer, is_due=is_due))
-
-        threading.Thread(target=run, name=f"thinwire {name}", daemon=True).start()
-
-    def close(self) -> None:
-        """Accept nothing more."""
-        self._is_over = True
 
 
 @dataclass
@@ -187,7 +142,8 @@ class HostedPeers(Peers):
     ):
         super().__init__(len(base.formation.seats))
         self._base, self._settings, self._checkpoint = base, settings, checkpoint
-        self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
+        self._lost: set[int] = set()  # stages whose holders of before are not heard any more
+        self._homeless: list[list[int]] = []  # ... for which one is sought
         self._asked_at = 0.0  # when members were asked whether they are there
         self._alone_at = 0.0  # when no member could be reached
         self._again = 0  # how often stages were given anew
@@ -197,19 +153,18 @@ class HostedPeers(Peers):
         self._collected: set[str] = set()  # members whose shards are fetched
         self._standbys = base.display.standing.standbys
         self._standby_after = 0.0  # no other stand-by begins before
+        self._doubted: set[tuple[str, str, int]] = set()  # who sent other values, by whom, of what
         self._replaces = bool(placement(settings, self._groups))  # those who are lost
-        self._given_up: set[tuple[str, float]] = set()  # members that were away for too long
         self._links = f"epoch/{base.formation.epoch}.{secrets.token_hex(16)}"
-        self._ways: dict[tuple[int, ...], Ways] = {}  # by who follows, of the holders by ()
+        # What ends the names of links: by the stages of who follows, of the holders by ().
+        self._words: defaultdict[tuple[int, ...], str] = defaultdict(lambda: secrets.token_hex(8))
         self._ended: dict[int, str] = {}  # stages whose processes have ended: their last words
-        self._streams = Streams(base.listener)
-        self._states: list[SeatServer] = []
-        self._doors: dict[str, DoorOf] = {}  # of members, as they were found
-        self._is_waiting = self.is_training = False
+        self._states = contextlib.ExitStack()  # that are served, until all stages have theirs
+        self._tried: set[str] = set()  # members whose doors are, since they hold what they do
+        self._is_over = self._is_waiting = self.is_training = False
         self.pauses = ""  # why the run is to be formed again, if all is in good order
         self.unsaved: set[int] = set()  # steps of which members could not write their parts
         self._unable: set[str] = set()  # these members, as long as they could train
-        self._unheard: set[int] = set()  # stages that others are to hold for that
         self.is_stopping = False
         self.collector = ShardCollector(
             base.folder,
@@ -223,33 +178,32 @@ class HostedPeers(Peers):
 
     def __exit__(self, *error: object) -> None:
         self._base.members.on_happening = ignore
-        self._streams.close()
-        self.end_states()
+        self._is_over = True
+        self._states.close()
         self.collector.close()
         for name in [*self._base.formation.members(), *self._standbys.values()]:
             self._tell(name, msg.Release("the run is formed again"))
 
     def start(self) -> None:
         self._base.members.on_happening = self._on_happening
-        self._ways_between()
         for stages in self._groups:
             name = self._base.formation.seats[stages[0]]
-            if not self._give(stages, name, self._checkpoint):
-                self._lose(name, f"{name} is away")
+            if not self._give(stages, name):
+                self._lose(stages, f"{name} is away")
 
-    def _give(
-        self,
-        stages: list[int],
-        name: str,
-        checkpoint: Checkpoint | None,
-        began: int = msg.OF_NO_STEP,
-        follows: bool = False,
-    ) -> bool:
-        """Tell a member to hold stages, and serve what it needs; False if it is away."""
+    def _give(self, stages: list[int], name: str, follows: bool = False) -> bool:
+        """Tell a member to hold stages, from the last complete checkpoint on, and serve what it
+        needs; False if it is away.
+        """
         self._given |= {(name, stage): self._again for stage in stages}
         if not follows:
             self._collect(name)
         generation, again = self._base.formation.epoch, self._again
+        began, checkpoint = msg.OF_NO_STEP, self._checkpoint
+        if again:
+            began = checkpoint.step if checkpoint else 0
+        if self.saved:
+            checkpoint = Checkpoint.open(self.saved, allow_plugins=True)
 
         def is_due() -> bool:
             """Whether they are the member's still, and not given anew: it dials by other names."""
@@ -257,18 +211,18 @@ class HostedPeers(Peers):
             return name in whose and self._given[name, stages[0]] == again
 
         def serve_tokens(stream: str) -> None:
-            accept = partial(self._streams.accept, stream, name, is_due=is_due)
+            accept = partial(self._accept, stream, name, is_due)
             outage = max(self._settings.link.outage, msg.LEAST_OUTAGE_S)
-            pipe = LastingPipe(accept(), accept, outage)
+            pipe = LastingPipe(accept(math.inf), accept, outage)
             TokenServer(pipe, self._base.data, self._settings, self._base.beside["token ids"])
 
         if checkpoint is not None:
             on_gone = partial(self.said.note, ev.FollowerLost(stages)) if follows else None
             meter = self._base.beside["states"]
-            self._states.append(SeatServer(checkpoint, self._settings, meter, on_gone))
+            server = SeatServer(checkpoint, self._settings, meter, on_gone)
+            self._states.callback(server.close)
             stream = msg.stream_name("state", stages[0], generation, again)
-            serve = partial(self._states[-1].serve, stages=tuple(stages))
-            self._streams.serve(stream, name, serve, is_due)
+            self._serve(stream, name, partial(server.serve, stages=tuple(stages)), is_due)
         for stage in stages:
             stream = msg.stream_name("tokens", stage, generation, again)
             on_daemon_thread("thinwire tokens", partial(serve_tokens, stream))
@@ -278,15 +232,37 @@ class HostedPeers(Peers):
             name, msg.Hold(stages, plain, resumes, corpus, self._links, began, again, follows)
         )
 
+    def _accept(self, stream: str, name: str, is_due: IsDue, timeout: float) -> Pipe:
+        """Wait for a member to dial by this name, while it may; whoever else does is refused."""
+        deadline = time.monotonic() + timeout
+        while not self._is_over and is_due() and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(WireError):  # nobody came: look whether to go on
+                return self._base.listener.accept(stream, min(left, LOOK_SECONDS / 2), name)
+            time.sleep(0.01)  # the listener may be closed, and then says so at once
+        raise WireError(f"nobody waits for {stream!r} any more")
+
+    def _serve(
+        self, stream: str, name: str, handle: Callable[[Pipe], None], is_due: IsDue = lambda: True
+    ) -> None:
+        """Handle one stream of this name after the other, on a thread of its own."""
+
+        def run() -> None:
+            while not self._is_over and is_due():
+                with contextlib.suppress(ThinwireError):  # the member dials again
+                    handle(self._accept(stream, name, is_due, math.inf))
+
+        threading.Thread(target=run, name=f"thinwire {stream}", daemon=True).start()
+
     def _tell(self, name: str, message: Any, stage: int = msg.OF_NO_STAGE) -> bool:
         return self._base.members.tell(name, message, stage, self._base.formation.epoch)
 
     def on_begin(self) -> None:
-        self.end_states()
+        self._states.close()
         self.is_training = True
 
     def replace(self, stages: list[int], by_follower: bool = False) -> None:
         self.said.forget(stages)
+        self._lost |= {*stages}
         if not by_follower:
             self._homeless.append(stages)
             self._ask_who_is_there()
@@ -297,8 +273,7 @@ class HostedPeers(Peers):
             stood_by = f"{stage_names(stages)}: {name}, which stood by"
             self._base.display.announce("form", stood_by)
         else:  # it has just got other stages
-            for stage in stages:
-                self.said.note(ev.Lost(stage, "who stood by for it does so no more"))
+            self._lose(stages, "who stood by for it does so no more")
 
     def next_event(self, coordinator: Coordinator) -> ev.Event:
         somebody_is_away = self._give_up_the_absent()
@@ -338,19 +313,15 @@ class HostedPeers(Peers):
         self._is_waiting = False
         self._again += 1
         for group in placing.displaced(stages, name):
-            self._drop_standby(group)
+            self.drop_follower(group)
             self.said.note(ev.FollowerLost(group))
         self._take_seat(stages, name)
         display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
-        if self._give(stages, name, *self._where_to_begin()):
+        if self._give(stages, name):
             self.said.note(ev.Given(stages))
         else:
+            self._lost |= {*stages}
             self._homeless.append(stages)
-
-    def _where_to_begin(self) -> tuple[Checkpoint | None, int]:
-        """The last complete checkpoint, and where this generation began."""
-        saved = Checkpoint.open(self.saved, allow_plugins=True) if self.saved else self._checkpoint
-        return saved, self._checkpoint.step if self._checkpoint else 0
 
     def _use_who_holds_nothing(self) -> None:
         """Have members that hold nothing take stages over, follow some, or share them."""
@@ -368,27 +339,37 @@ class HostedPeers(Peers):
 
     def _find_standby(self) -> None:
         stages, name = self._placing().next_standby()
-        if name is None:
-            if stages:
-                self._standby_after = time.monotonic() + STANDBY_PAUSE
-            return
-        self._again += 1
-        self._standbys[tuple(stages)] = name
-        self._doors.pop(name, None)
-        if not self._give(stages, name, *self._where_to_begin(), follows=True):
-            self._forget_standby(stages)
+        if name is not None:
+            self._again += 1
+            self._standbys[tuple(stages)] = name
+            self._tried.discard(name)
+            if not self._give(stages, name, follows=True):
+                self._forget_standby(stages)
+        elif stages:
+            self._standby_after = time.monotonic() + STANDBY_PAUSE
 
-    def on_follower(self, command: ev.OfFollower) -> None:
-        match command:
-            case ev.DropFollower(stages):
-                self._drop_standby(stages)
-            case ev.Doubt(stage, found, replaces):
-                placing = self._placing()
-                holder, standby = placing.seats[stage], placing.followed.get(stage, "")
-                self._base.display.announce("audit", doubt_text(stage, holder, standby, found))
-                if replaces:
-                    reason = f"{standby} computed other values than it sent for stage {stage}"
-                    self._base.members.set_aside(holder, reason)
+    def _on_audited(self, name: str, stage: int, found: Audited) -> None:
+        """Whoever stands by for a stage says how what it computes stands against what that sent."""
+        display, holder = self._base.display, self._base.formation.seats[stage]
+        display.standing.audits[name] = found
+        group = next(group for group in self._groups if stage in group)
+        if self._lost or self.is_stopping or not self.is_training:
+            return
+        if not found.tensor:
+            # What has drifted so far finds only what is as far: it begins at a newer checkpoint.
+            if found.difference >= DRIFTED:
+                self.said.note(ev.FollowerLost(group))
+            return
+        replaces = self._settings.train.audit_replaces
+        if (holder, name, stage) not in self._doubted:  # once is enough, whatever it says
+            self._doubted.add((holder, name, stage))
+            display.announce("audit", doubt_text(stage, holder, name, found))
+            if replaces:
+                reason = f"{name} computed other values than it sent for stage {stage}"
+                self._base.members.set_aside(holder, reason)
+        if replaces:
+            note = f"stage {stage} is replaced by its stand-by, for it sent other values"
+            self.said.note(ev.MoveAsked(group, note, at_once=True))
 
     def _placing(self, counts: Callable[[Member], bool] = lambda member: True) -> Placing:
         """Who holds and follows what. `counts`: whether a member that is here can be chosen."""
@@ -399,12 +380,12 @@ class HostedPeers(Peers):
     def _forget_standby(self, stages: list[int]) -> str:
         """Who followed these stages, and does so no more; nobody: nothing."""
         name = self._standbys.pop(tuple(stages), "")
-        self._ways.pop(tuple(stages), None)
+        self._words.pop(tuple(stages), None)
         if name not in self._standbys.values():
             self._base.display.standing.audits.pop(name, None)
         return name
 
-    def _drop_standby(self, stages: list[int]) -> None:
+    def drop_follower(self, stages: list[int]) -> None:
         if name := self._forget_standby(stages):
             self._standby_after = time.monotonic() + STANDBY_PAUSE  # it may fail again at once
             self._tell(name, msg.Release("its stage is placed anew", stages))
@@ -418,32 +399,35 @@ class HostedPeers(Peers):
             self._base.keep(self._base.formation.given(stages, name))
         except ConfigError as error:  # a full disk: only a host that is started anew would read it
             self._base.display.note(f"{error}; the run goes on")
-        self._unheard -= {*stages}
+        self._lost -= {*stages}
         for stage in stages:
             self._ended.pop(stage, None)
         if before != name:
             reason = f"{name} holds {stage_names(stages)} now"
             self._tell(before, msg.Release(reason, stages))
-        self._ways.clear()  # whoever follows the stage beside it is fed from elsewhere
-        for changed in (before, name):
-            self._doors.pop(changed, None)
-        self._ways_between()
+        self._words.clear()  # whoever follows the stage beside it is fed from elsewhere
+        self._tried -= {before, name}
 
     def _give_up_the_absent(self) -> bool:
         """Have others hold what an absent member holds; whether one is waited for."""
         now, is_waiting = time.monotonic(), False
         for member in self._base.members.all() if self._replaces else ():
-            held, away = self._base.formation.held_by(member.name), (member.name, member.down_since)
-            if not held or not member.is_down or away in self._given_up:
+            held = self._heard_of(member.name)
+            if not held or not member.is_down:
                 continue
             placing, since = self._placing(), max(member.down_since, self._alone_at)
+            limit = placing.patience(held)
             if not placing.here:
                 self._alone_at = now  # all are away, so it may be this machine: they get their time
-            elif (limit := placing.patience(held)) is not None and now - since > limit:
-                self._given_up.add(away)
-                self._lose(member.name, f"{member.name} could not be reached for {limit:g} s")
-            is_waiting |= away not in self._given_up
+            if limit is None or now - since <= limit:
+                is_waiting = True
+            else:
+                self._lose(held, f"{member.name} could not be reached for {limit:g} s")
         return is_waiting
+
+    def _heard_of(self, name: str) -> list[int]:
+        """The stages that a member holds and has not lost."""
+        return [s for s in self._base.formation.held_by(name) if s not in self._lost]
 
     def tell(self, stage: int, message: msg.ToStage, follows: bool = False) -> None:
         self._is_saved |= isinstance(message, msg.Saved)
@@ -452,11 +436,7 @@ class HostedPeers(Peers):
         if not name:
             return
         if isinstance(message, msg.Connect):
-            fed = stage
-            if message.cut is not None and not follows:
-                fed = msg.other_end(message.cut, stage)
-            groups = [group for group in placing.standbys if fed in group and message.follower]
-            message = self._ways_between(*groups).connect(stage, message)
+            message = self._connect(stage, message, follows)
         self._tell(name, message, stage)
 
     def ask_to_stop(self, why: str = "") -> None:
@@ -468,86 +448,84 @@ class HostedPeers(Peers):
         words = "" if culprit.known else self._ended.get(culprit.stage, "")
         return who + "".join(f"\n  | {printable(line)}" for line in words.splitlines())
 
-    def end_states(self) -> None:
-        """All stages have their states: serve these no longer."""
-        for states in self._states:
-            states.close()
-        self._states.clear()
-
-    def _ways_between(self, followed: tuple[int, ...] = ()) -> Ways:
-        """The ways between the members of all stages, as if who follows some held these."""
-        if followed not in self._ways:  # both ends of a link need the same word
-            book, known = self._base.book, self._doors
-            follower = self._standbys.get(followed, "")
-            seats = self._base.formation.given([*followed], follower).seats
-            new = {*seats} - known.keys()
-            known |= probe_all([one for one in self._base.members.all() if one.name in new], book)
-            doors = [known.get(name, DoorOf()) for name in seats]
-            meeting, keys = [*map(self._base.meeting, seats)], [*map(book.key_of, seats)]
-            self._ways[followed] = Ways(book.run_id, self._links, doors, meeting, keys)
-        return self._ways[followed]
+    def _connect(self, stage: int, told: msg.Connect, follows: bool) -> msg.Connect:
+        """The word to connect, with the ways to neighbours on other machines: as if one that
+        follows some stages held these, where it is about what feeds it.
+        """
+        fed = stage if follows or told.cut is None else msg.other_end(told.cut, stage)
+        groups = [group for group in self._standbys if fed in group and told.follower]
+        book, followed = self._base.book, groups[0] if groups else ()
+        seats = self._base.formation.given([*followed], self._standbys.get(followed, "")).seats
+        members = {one.name: one for one in self._base.members.all()}
+        probe_all([members[name] for name in {*seats} & members.keys() - self._tried], book)
+        self._tried |= {*seats}
+        doors = [members[name].door if name in members else ("", "") for name in seats]
+        met, keys = self._base.meeting(seats[stage]), [*map(book.key_of, seats)]
+        reach, wait = ways_to_meet(stage, doors, met, self._links)
+        word = self._words[followed]  # both ends of a link need the same
+        return dataclasses.replace(
+            told, seats=keys, run=book.run_id, word=word, reach=reach, wait=wait
+        )
 
     def _collect(self, name: str) -> None:
         if name not in self._collected:
             self._collected.add(name)
             base, fetch = self._base, self.collector.collect_from
             collect = partial(fetch, name, lambda: base.formation.held_by(name))
-            self._streams.serve(msg.store_name(name), name, collect)
+            self._serve(msg.stream_name("store", name), name, collect)
 
     def _on_happening(self, name: str, what: Happening) -> bool:
         """On the thread of a member's stream, which waits where its stages say too much."""
-        epoch = self._base.formation.epoch
-        homeless = {s for group in [*self._homeless] for s in group} | self._unheard
-        placing = self._placing()
-        held = [stage for stage in self._base.formation.held_by(name) if stage not in homeless]
-        declined = getattr(getattr(what, "message", None), "stages", [])
-        if isinstance(what, msg.Envelope) and what.generation == epoch:
+        placing, held = self._placing(), self._heard_of(name)
+        message = what.message if isinstance(what, msg.Envelope) else what
+        declined = message.stages if isinstance(message, msg.Declined) else []
+        is_current = False
+        if isinstance(what, msg.Envelope):
+            is_current = what.generation == self._base.formation.epoch
             about = [what.stage] if what.stage >= 0 else declined
-            given = {stage: self._given.get((name, stage)) for stage in about}
+            given = {stage: self._given.get((name, stage)) for stage in about if is_current}
             if never := [stage for stage, again in given.items() if again is None]:
                 raise BreachError(f"{name} sent a message of stage {never[0]}, which it never held")
             if any(again != what.again for again in given.values()):
                 return False  # of a process whose place another has got, here
-        match what:
-            case ev.Lost() | ev.Away() | msg.Envelope(msg.Leaving() | msg.Declined()):
-                for group in placing.followed_by(name):
-                    if not declined or not {*group}.isdisjoint(declined):
-                        self.said.note(ev.FollowerLost(group))
-        match what:
-            case msg.Envelope(msg.Hello() | msg.Alive()):
+            if what.stage >= 0:
+                return is_current and self._on_said(name, what.stage, what.message)
+        if isinstance(message, ev.Lost | ev.Away | msg.Leaving | msg.Declined):
+            for group in placing.followed_by(name):
+                if not declined or not {*group}.isdisjoint(declined):
+                    self.said.note(ev.FollowerLost(group))
+        match message:
+            case msg.Hello() | msg.Alive():
                 self.said.note(ev.Tick())  # somebody may be waited for
-            case msg.Envelope(message, stage, said) if (
-                said == epoch and placing.followed.get(stage, "") == name
-            ):
-                self.said.note(ev.Said(stage, message, follows=True))
-                if isinstance(message, Audited):
-                    self._base.display.standing.audits[name] = message
-            case msg.Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
-                return False  # others hold it now; it counts as talk
             case ev.Back() if not held:
                 self._tell(name, msg.Release("others hold its stages now"))
             case _ if not held:
                 pass
-            case msg.Envelope(message, stage, said) if stage >= 0 and said == epoch:
-                self._hear(stage, message)
-                return True
-            case msg.Envelope(msg.Leaving()):
+            case msg.Leaving():
                 self._on_leaving(name, held)
-            case msg.Envelope(msg.Declined(reason, stages), generation=said) if said == epoch:
-                lost = [s for s in held if s in stages or not stages]
+            case msg.Declined(reason, stages) if is_current:
+                lost = [stage for stage in held if stage in stages or not stages]
                 self._unable.discard(name)
-                self._lose(name, f"it cannot hold its stage: {one_line(reason)}", stages=lost)
+                self._lose(lost, f"it cannot hold its stage: {one_line(reason)}")
             case ev.Lost(_, reason, in_breach):
                 for stage in held:
                     self._ended.setdefault(stage, "")
-                self._lose(name, reason, in_breach)
+                self._lose(held, reason, in_breach)
             case ev.Away() | ev.Back():
-                self.said.note(msgspec.structs.replace(what, stage=held[0]))
+                self.said.note(msgspec.structs.replace(message, stage=held[0]))
         return False
 
-    def _hear(self, stage: int, message: Any) -> None:
+    def _on_said(self, name: str, stage: int, message: msg.OfStage) -> bool:
+        """A member speaks of a stage that it holds or follows; of any other it is talk."""
+        if self._placing().followed.get(stage) == name:
+            self.said.note(ev.Said(stage, message, follows=True))
+            if isinstance(message, Audited):
+                self._on_audited(name, stage, message)
+            return False
+        if stage not in self._heard_of(name):
+            return False
         if isinstance(message, ShardFailed) and self._moves_from(stage, message):
-            return
+            return True
         if isinstance(message, msg.Ended):
             self._ended[stage] = message.words
         self.said.hear(stage, message)
@@ -560,6 +538,7 @@ class HostedPeers(Peers):
             case msg.Finished(fed_bytes=fed):
                 self._base.fed_bytes += max(0, fed)
                 self.is_training = False  # the run is at its end
+        return True
 
     def _moves_from(self, stage: int, failed: ShardFailed) -> bool:
         """Whether others take a stage whose holder cannot write its part of a checkpoint."""
@@ -570,8 +549,7 @@ class HostedPeers(Peers):
         self._base.members.set_aside(name, reason, for_good=False)
         if not self._replaces or self._placing().patience(group) is None:
             return False
-        self._unheard |= {*group}
-        self._lose(name, reason, stages=[stage])
+        self._lose(group, reason)
         return True
 
     def _on_leaving(self, name: str, held: list[int]) -> None:
@@ -579,9 +557,9 @@ class HostedPeers(Peers):
         others = self._placing(lambda member: member.name != name)
         can_move = self.is_training and self._replaces and not self.is_stopping
         if can_move and others.patience(held) is not None:
-            self._lose(name, f"{name} leaves")
-            return
-        self._pause(f"{name} leaves")
+            self._lose(held, f"{name} leaves")
+        else:
+            self._pause(f"{name} leaves")
 
     def _pause(self, why: str) -> None:
         """Have the run stop with a checkpoint; at once where lost stages let no step end."""
@@ -590,8 +568,8 @@ class HostedPeers(Peers):
         for _ in range(times):  # asked twice, a coordinator leaves at once
             self.ask_to_stop(why)
 
-    def _lose(
-        self, name: str, reason: str, in_breach: bool = False, stages: list[int] | None = None
-    ) -> None:
-        for stage in self._base.formation.held_by(name) if stages is None else stages:
+    def _lose(self, stages: list[int], reason: str, in_breach: bool = False) -> None:
+        """Stages are lost: nothing more is heard of them until somebody holds them again."""
+        self._lost |= {*stages}
+        for stage in stages:
             self.said.note(ev.Lost(stage, reason, in_breach))

@@ -454,7 +454,7 @@ class JoinedPeer:
         lost = threading.Event()
 
         def connect(timeout: float) -> Pipe:
-            pipe = self._dial(msg.peer_stream(self.identity.name), timeout)
+            pipe = self._dial(msg.stream_name("peer", self.identity.name), timeout)
             pipe.write(session)  # which stream this goes on with
             return pipe
 
@@ -590,7 +590,7 @@ class JoinedPeer:
         if not self._serves_shards:  # from here on: before, another process may be this peer
             self._serves_shards = True
             # Once in a while: as long as it stands by, the host asks for nothing.
-            name = msg.store_name(self.identity.name)
+            name = msg.stream_name("store", self.identity.name)
             dial_store = partial(self._dial, name, tries_again=False)
             self._begin(self._shards.keep_serving, dial_store)
         self._admit(hold.links)

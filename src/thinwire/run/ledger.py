@@ -6,12 +6,10 @@ import math
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
 from thinwire.report import (
     EvaluationRecord,
@@ -21,9 +19,7 @@ from thinwire.report import (
     Timeline,
     TraceSpan,
 )
-from thinwire.run.checkpoints import begin_proof
 from thinwire.run.conduct import first_not_finite
-from thinwire.run.events import Exploded, Recovered
 from thinwire.run.protocol import Ready, RunProgress
 from thinwire.schedule import Costs, Links, Network, simulate
 from thinwire.settings import Settings
@@ -509,19 +505,18 @@ class LossWatch:
     so one counts against the best; but where the training loss stays below that, a run overfits.
     """
 
-    def __init__(self, stops: bool = False, best: float = math.inf):
-        self.stops = stops  # whether the run is to end then
+    def __init__(self, best: float = math.inf):
+        self.explosion = ""  # what is said of it, as long as it lasts
         self._best = best  # validation so far
         self._validation = -math.inf  # the last one
         self._stretch: deque[float] = deque(maxlen=STRETCH)
         self._latest: deque[float] = deque(maxlen=LATEST)
         self._calmest = math.inf  # what the losses of the calmest stretch stayed below
-        self._is_exploded = False
 
-    def hear(self, report: Step | Evaluation) -> list[Exploded | Recovered]:
+    def hear(self, report: Step | Evaluation) -> str:
         """What a report changes; most change nothing, and so does a loss that is not finite."""
         if report.loss is None or not math.isfinite(report.loss):
-            return []
+            return ""
         if isinstance(report, Evaluation):
             self._validation = report.loss
             self._best = min(self._best, report.loss)
@@ -533,13 +528,11 @@ class LossWatch:
                 high = sorted(self._stretch)[-1 - STRETCH // WORST_SHARE]
                 self._calmest = min(self._calmest, high)
         trouble = self._trouble()
-        if bool(trouble) == self._is_exploded:
-            return []
-        self._is_exploded = bool(trouble)
+        if bool(trouble) == bool(self.explosion):
+            return ""
         done = report.step + isinstance(report, Step)
-        if trouble:
-            return [Exploded(f"the loss has exploded by step {done}: {trouble}")]
-        return [Recovered(f"the loss is back to where it was, at step {done}")]
+        self.explosion = f"the loss has exploded by step {done}: {trouble}" if trouble else ""
+        return self.explosion or f"the loss is back to where it was, at step {done}"
 
     def _trouble(self) -> str:
         if not self._latest:
@@ -554,10 +547,4 @@ class LossWatch:
     def _limit(self, loss: float) -> float:
         """The highest loss that may follow on this one; lower for a run that has exploded."""
         rise = max(LEAST_RISE, RISE_SHARE * loss)
-        return loss + (rise / 2 if self._is_exploded else rise)
-
-
-def watch_losses(settings: Settings, folder: Path, resumed: Checkpoint | None) -> LossWatch:
-    """The watch of a run that begins, or goes on from a checkpoint."""
-    best = begin_proof(folder, resumed).best_loss
-    return LossWatch(settings.run.on_explosion == "stop", best)
+        return loss + (rise / 2 if self.explosion else rise)

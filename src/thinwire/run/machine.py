@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,15 +104,10 @@ def load_peers(path: Path) -> list[Machine]:
         needed = ("name", "tflops", "memory_gb")
         if lacking := [key for key in needed if not getattr(peers[-1], key)]:
             raise ConfigError(f"{where} lacks {lacking[0]}: every peer needs {', '.join(needed)}")
-    check_names(peers, f"{path}: ")
+    ((name, times),) = Counter(peer.name for peer in peers).most_common(1)
+    if times > 1:  # nobody could say which of them sits where
+        raise ConfigError(f'{path}: two peers are called "{name}": give one another name')
     return peers
-
-
-def check_names(peers: list[Machine], where: str = "") -> None:
-    """Refuse two peers of one name: nobody could say which of them sits where."""
-    names = [peer.name for peer in peers]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f'{where}two peers are called "{twice}": give one another name')
 
 
 def measure_machine(device: str, folder: Path, settings: Settings | None = None) -> Machine:

@@ -65,6 +65,13 @@ class Member:
         return replace(has, name=self.name, memory_gb=memory, reachable=self.is_reachable)
 
     @property
+    def door(self) -> tuple[str, str]:
+        """Its address for its own processes, and for others, if there are any."""
+        if (hello := self.hello) is None:
+            return "", ""
+        return hello.door, hello.outside if self.is_reachable else ""
+
+    @property
     def is_here(self) -> bool:
         """Whether its stream is open and it has said what it is."""
         return self.channel is not None and self.hello is not None
@@ -210,7 +217,7 @@ class Members(contextlib.AbstractContextManager["Members"]):
     def _receive(self, name: str) -> None:
         with contextlib.suppress(WireError):  # the listener is closed
             while True:
-                pipe = self._listener.accept(msg.peer_stream(name), None, name)
+                pipe = self._listener.accept(msg.stream_name("peer", name), None, name)
                 threading.Thread(target=self._attend, args=(name, pipe), daemon=True).start()
 
     def _attend(self, name: str, pipe: Pipe) -> None:
@@ -266,7 +273,7 @@ class Members(contextlib.AbstractContextManager["Members"]):
 
         on_down, on_up = (partial(on_outage, what) for what in (ev.Away, ev.Back))
         pipe = LastingPipe(first, reopen, self._outage, on_down, on_up)
-        name = msg.peer_stream(member.name)
+        name = msg.stream_name("peer", member.name)
         channel = Channel(pipe, name, msg.FROM_PEER, hear, on_over, self.meter)
         connections.channel = channel
 

@@ -21,7 +21,6 @@ from thinwire.run import events as ev
 from thinwire.run.channel import Channel, SocketPipe
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.ledger import watch_losses
 from thinwire.run.processes import Forker, forks, last_lines, start_process
 from thinwire.run.protocol import FROM_PEER, Assignment, Connect, Envelope, Failed, ToStage
 from thinwire.run.record import RunRecord
@@ -29,6 +28,7 @@ from thinwire.run.watch import Pace
 from thinwire.settings import Settings
 from thinwire.wire import Identity, Meter, raise_descriptor_limit
 
+EXPLODED = ev.StopAsked('the loss has exploded, and run.on_explosion = "stop"')
 LAST_WORDS_SECONDS = 2.0  # to hear what a process said before it ended
 
 
@@ -55,11 +55,9 @@ def coordinator_of(
         settings.pipeline.microbatches,
         parts_travel,
         outage=settings.link.outage,
-        losses=watch_losses(settings, folder, checkpoint),
         course=Course(settings, checkpoint.step if checkpoint else 0, stages),
         placement=placement(settings, held),
         audits=settings.train.audit,
-        audit_replaces=settings.train.audit_replaces,
     )
 
 
@@ -74,6 +72,8 @@ def lead(coordinator: Coordinator, peers: "Peers", record: RunRecord) -> None:
         if isinstance(command, ev.Commit) and command.step not in record.checkpoints.failed:
             peers.saved = record.checkpoints.latest
             completed.append(ev.Completed(command.step))
+        if record.is_to_stop and not coordinator.stop_asked and EXPLODED not in completed:
+            completed.append(EXPLODED)
 
     peers.start()
     try:
@@ -103,8 +103,8 @@ def heed(
                 pass  # stages that have said goodbye end by themselves
             case ev.Replace(stages, by_follower):
                 peers.replace(stages, by_follower)
-            case ev.OfFollower():
-                peers.on_follower(command)
+            case ev.DropFollower(stages):
+                peers.drop_follower(stages)
             case _:
                 carry_out(command)
 
@@ -180,8 +180,8 @@ class Peers(contextlib.AbstractContextManager[Any]):
     def on_begin(self) -> None:
         """All stages train from now on."""
 
-    def on_follower(self, command: ev.OfFollower) -> None:
-        """Do something about a process that follows stages; where there are none, nothing is."""
+    def drop_follower(self, stages: list[int]) -> None:
+        """Let go of the process that follows these stages, where there is one."""
 
     @abstractmethod
     def last_words(self, culprit: ev.Suspect) -> str:

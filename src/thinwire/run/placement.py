@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -22,17 +22,15 @@ from thinwire.model import architecture
 from thinwire.occupancy import Occupancy
 from thinwire.plan import WORTH, block_memory, block_seconds, estimate_costs, with_split
 from thinwire.report.human import duration, human_bytes
-from thinwire.run.machine import Machine, check_names
+from thinwire.run.machine import Machine
 from thinwire.schedule import OPEN, Costs, Counts, Links, Simulation, deal, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import size_kind, size_word
 
 ALIKE = 1.25  # rates within this factor count as equal: measured twice, one machine differs so much
-MOST_ORDERS = 720  # all orders of six peers
+MOST_ORDERS = 720  # that are looked at: all of six peers
 SIMULATED = 16  # placements that the simulator compares in a round
 LEAST_GAIN = 0.005  # of a step: for less no block is moved, so that splits stay near the even one
-MOST_PERMUTED = 6  # peers whose every order is looked at, where they share stages
-ROUNDS = 30  # of improvement; it ends earlier where nothing gains
 MEMORY_SHARE = 0.9  # of a peer's memory; the rest is for what is not counted, as torch's own
 
 Seating = tuple[int, ...]  # the numbers of the peers, by stage
@@ -45,7 +43,6 @@ class Placement:
     order: Seating
     counts: Counts
     fullness: float  # memory that the fullest stage needs, of what its peer has for it
-    busiest: float  # seconds of a step for which a stage or a link works: no step is shorter
     rough_seconds: float
 
     @property
@@ -143,6 +140,14 @@ def ranges(counts: Counts) -> list[range]:
     return [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
+def orders_of(rates: list[float], places: int) -> list[Seating]:
+    """All orders of few peers; of many as they are listed, and the fastest first or last."""
+    if math.perm(len(rates), places) <= MOST_ORDERS:
+        return [*itertools.permutations(range(len(rates)), places)]
+    by_rate = sorted(range(len(rates)), key=lambda peer: -rates[peer])[:places]
+    return [tuple(range(places)), tuple(by_rate), tuple(reversed(by_rate))]
+
+
 class Search:
     """Finds placements; `counts` fixes the blocks, and leaves only the order to be found."""
 
@@ -152,12 +157,9 @@ class Search:
 
     def best(self) -> Placement:
         """The fastest placement found that fits; where none fits, the one that lacks least."""
-        listed, *others = map(self.place, self._starts())
+        listed, *others = map(self.place, orders_of(self.figures.rates, self.figures.stages))
         best = self._fastest(listed, others)
-        for _ in range(ROUNDS):
-            better = self._fastest(best, [*self._neighbours(best)])
-            if better is best:
-                break
+        while (better := self._fastest(best, self._neighbours(best))) is not best:
             best = better
         return best
 
@@ -169,11 +171,11 @@ class Search:
         """The peers in this order with these blocks, or with the best that can be dealt out."""
         counts = counts or self._counts or self._dealt(order)
         fullness = max(map(self.figures.fullness, order, itertools.count(), ranges(counts)))
-        return Placement(order, counts, fullness, *self._rough(order, counts))
+        return Placement(order, counts, fullness, self._rough(order, counts))
 
-    def _fastest(self, best: Placement, others: list[Placement]) -> Placement:
+    def _fastest(self, best: Placement, others: Iterable[Placement]) -> Placement:
         """The fastest by the simulator of the first and the most promising others, which must be
-        clearly faster, or lack less memory; one whose busiest part takes as long is not played.
+        clearly faster, or lack less memory.
         """
         by_promise = sorted(others, key=lambda one: (max(1.0, one.fullness), one.rough_seconds))
         for other in by_promise[:SIMULATED]:
@@ -181,28 +183,19 @@ class Search:
                 lacks_less = other.fullness < best.fullness * (1 - LEAST_GAIN)
                 best = other if other.fits or lacks_less else best
                 continue
-            limit = self.seconds(best) * (1 - LEAST_GAIN)
-            if other.fits and other.busiest < limit and self.seconds(other) < limit:
+            if other.fits and self.seconds(other) < self.seconds(best) * (1 - LEAST_GAIN):
                 best = other
         return best
-
-    def _starts(self) -> list[Seating]:
-        """All orders of few peers; of many as they are listed, and the fastest first or last."""
-        stages, rates = self.figures.stages, self.figures.rates
-        if math.perm(len(rates), stages) <= MOST_ORDERS:
-            return [*itertools.permutations(range(len(rates)), stages)]
-        by_rate = sorted(range(len(rates)), key=lambda peer: -rates[peer])[:stages]
-        return [tuple(range(stages)), tuple(by_rate), tuple(reversed(by_rate))]
 
     def _exchanges(self, order: Seating) -> Iterator[Seating]:
         """Two stages exchange their peers, or one takes a peer that has no stage."""
         spare = [peer for peer in range(len(self.figures.peers)) if peer not in order]
-        for one, other in itertools.combinations(range(len(order)), 2):
-            changed = list(order)
-            changed[one], changed[other] = order[other], order[one]
-            yield tuple(changed)
-        for stage, peer in itertools.product(range(len(order)), spare):
-            yield (*order[:stage], peer, *order[stage + 1 :])
+        everyone = [*order, *spare]
+        for one, other in itertools.combinations(range(len(everyone)), 2):
+            changed = everyone.copy()
+            changed[one], changed[other] = everyone[other], everyone[one]
+            if one < len(order):
+                yield tuple(changed[: len(order)])
 
     def _neighbours(self, placement: Placement) -> Iterator[Placement]:
         """One block moved, or peers exchanged; where memory lacks, of the stage that lacks most."""
@@ -238,9 +231,9 @@ class Search:
         own = tuple(len(blocks) for blocks in figures.settings.split())
         return counts if math.isfinite(worst) else own
 
-    def _rough(self, order: Seating, counts: Counts) -> tuple[float, float]:
-        """Seconds for which the busiest stage or link of a step works; and of the step, which is
-        these and the way of one microbatch, or round trips, by window.
+    def _rough(self, order: Seating, counts: Counts) -> float:
+        """Seconds of a step: those for which its busiest stage or link works, and the way of one
+        microbatch; or round trips, by window.
         """
         costs = self.figures.costs(order, counts)
         links = links_of([self.figures.peers[peer] for peer in order])
@@ -255,8 +248,8 @@ class Search:
                 Occupancy(links.mbps_down[stage]).seconds(down),
             ]
         schedule, one = self.figures.schedule, sum(busy) + 2 * sum(links.latency_s)
-        busiest, trips = schedule.microbatches * max(busy), schedule.microbatches / schedule.window
-        return busiest, max(busiest + one, one * trips)
+        trips = schedule.microbatches / schedule.window
+        return max(schedule.microbatches * max(busy) + one, one * trips)
 
 
 @dataclass(frozen=True)
@@ -272,11 +265,6 @@ class ChosenSplit:
     simulation: Simulation
     why: str
 
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of a step."""
-        return self.simulation.step_seconds
-
 
 def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
     """The fastest split of a run over these peers that fits into their memory; else a ConfigError
@@ -286,7 +274,6 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
     same weights; so do all where `pipeline.split` is set. A window that is left open is the
     smallest of a few that is about as fast as any.
     """
-    check_names(peers)
     stages = settings.pipeline.stages
     if len(peers) < stages:
         raise ConfigError(
@@ -302,8 +289,8 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
             with contextlib.suppress(ConfigError):  # its memory is not there
                 found.append(choose_split(wider, peers))
         found = [split for split in found if not is_own or split.counts == found[0].counts]
-        limit = min(split.step_seconds for split in found) * (1 + WORTH)
-        return next(split for split in found if split.step_seconds <= limit)
+        limit = min(split.simulation.step_seconds for split in found) * (1 + WORTH)
+        return next(split for split in found if split.simulation.step_seconds <= limit)
     figures = StageFigures(settings, peers)
     search, own = Search(figures), tuple(len(blocks) for blocks in settings.split())
     as_listed = search.place(tuple(range(stages)), own)
@@ -337,8 +324,7 @@ def share_stages(settings: Settings, peers: list[Machine]) -> list[Machine]:
     """
     figures = StageFigures(settings, peers)
     parts = ranges(tuple(len(blocks) for blocks in settings.split()))
-    by_rate = sorted(range(len(peers)), key=lambda peer: -figures.rates[peer])
-    orders = itertools.permutations(by_rate) if len(peers) <= MOST_PERMUTED else [tuple(by_rate)]
+    orders = orders_of(figures.rates, len(peers))
 
     def cost(order: Seating, place: int, stages: range) -> float:
         """Seconds of these stages on the peer at this place; none are enough without the memory."""
@@ -461,7 +447,7 @@ def split_to_plain(split: ChosenSplit) -> dict[str, Any]:
 def split_text(split: ChosenSplit) -> str:
     """Who sits where, what each link carries, and how long a step takes; for a person."""
     plain, settings = split_to_plain(split), split.settings
-    seconds, steps = split.step_seconds, settings.train.steps
+    seconds, steps = split.simulation.step_seconds, settings.train.steps
     width = max(4, *(len(peer.name) for peer in split.peers))
     lines = [
         "An estimate: nothing is trained. The step is simulated from the peers' figures and the "

@@ -41,10 +41,8 @@ from thinwire.typed import Finite, learn_types
 from thinwire.wire import Identity, Route
 from thinwire.wire.frame import counted
 
-MOST_SAID = 1 << 20
-"""Bytes of the largest message, before it is deflated and after it is inflated."""
-MAX_MESSAGE = 16 << 20
-"""The largest message of any stream to a coordinator: also one of token ids."""
+MOST_SAID = 1 << 20  # bytes of the largest message, not deflated
+MAX_MESSAGE = 16 << 20  # ... of any stream to a coordinator: also one of token ids
 OF_NO_STEP = -1
 _SIGNALLED = 256  # added to the number of the signal that ended a process
 
@@ -549,21 +547,13 @@ def _expand(small: dict[str, Any]) -> dict[str, Any]:
 # What streams beside that of a peer are called
 
 
-def stream_name(what: str, number: int, generation: int, again: int = 0) -> str:
-    """A stream of a stage or a cut: `cut`, `tokens`, `state`; and how often it was opened anew."""
-    name = f"{what}-{number}@{generation}" if generation else f"{what}-{number}"
+def stream_name(what: str, whose: int | str, generation: int = 0, again: int = 0) -> str:
+    """A stream of a stage or a cut: `cut`, `tokens`, `state`, and how often it was opened anew; or
+    of a peer: `peer`, between it and the coordinator, and `store`, for its shards.
+    """
+    name = f"{what}-{whose}@{generation}" if generation else f"{what}-{whose}"
     return f"{name}.{again}" if again else name
 
 
 LEAST_OUTAGE_S = 10.0  # for which a stream to the host may be lost, also where links may not
 SETTINGS = "settings"  # by which a member asks the host for those of the run
-
-
-def peer_stream(peer: str) -> str:
-    """The stream between the coordinator and a peer."""
-    return f"peer-{peer}"
-
-
-def store_name(peer: str) -> str:
-    """The stream by which the host fetches a peer's shards."""
-    return f"store-{peer}"

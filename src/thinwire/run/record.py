@@ -24,7 +24,7 @@ from thinwire.report import Display, EvaluationRecord, MetricsWriter
 from thinwire.report.metrics import WandbLog, read_evaluations, without_nan
 from thinwire.run import events as ev
 from thinwire.run.checkpoints import Checkpoints, origin_in
-from thinwire.run.ledger import Ledger, bits_per_byte
+from thinwire.run.ledger import Ledger, LossWatch, bits_per_byte
 from thinwire.run.protocol import Finished, LinkUp, RunProgress
 from thinwire.run.signals import Interrupted, heeding
 from thinwire.schedule import Links
@@ -63,7 +63,6 @@ class RunRecord:
         self._earlier, self._links = earlier, links
         self._began = self._closed = time.monotonic()
         self._metrics: MetricsWriter | None = None
-        self._explosion = ""  # of the loss, as long as it lasts
         self._is_drawing = self._in_haste = False
         self._due = 0.0  # when progress is written again
 
@@ -80,15 +79,10 @@ class RunRecord:
                 self._begin(command)
             case ev.Record(stage, Step() as report):
                 self._on_step(stage, report)
+                self._hear_loss(report)
             case ev.Record(_, Evaluation() as report):
                 self._on_evaluation(report)
-            case ev.Exploded(text):
-                self._explosion = text
-                self.checkpoints.doubt()
-                self.display.note(f"{text}; {self.checkpoints.way_back(after_best=True)}")
-            case ev.Recovered(text):
-                self._explosion = ""
-                self.display.note(text)
+                self._hear_loss(report)
             case ev.Record(_, LinkUp(cut, seconds)):
                 self.ledger.add_outage(cut, seconds)
             case ev.Record(stage, Finished(meters)):
@@ -103,6 +97,12 @@ class RunRecord:
         """Whether its stages have begun to train."""
         return hasattr(self, "ledger")
 
+    @property
+    def is_to_stop(self) -> bool:
+        """Whether its loss has exploded, and the settings say that it ends then."""
+        is_exploded = self.has_begun and bool(self._losses.explosion)
+        return is_exploded and self.settings.run.on_explosion == "stop"
+
     def close(self) -> None:
         """The stages are done, or the run has failed: nothing more is reported."""
         self.is_over, self._closed = True, time.monotonic()
@@ -114,7 +114,7 @@ class RunRecord:
         trouble = self._trouble(counts_explosion=self.settings.run.on_explosion == "stop")
         if isinstance(trouble, StageError):
             raise trouble
-        if trouble is None and not self._explosion:
+        if trouble is None and not self._losses.explosion:
             self.checkpoints.end(self.ledger.done)
 
     def finish(
@@ -206,7 +206,7 @@ class RunRecord:
             facts = ", ".join(f"{key} {json.dumps(value)}" for key, value in origin.items())
             header += f"# its weights started from: {facts}\n"
         try:
-            self.checkpoints.begin()
+            self._losses = LossWatch(self.checkpoints.begin())
             text = header + "\n" + to_toml(settings.relaxed(), settings.with_window())
             (self.folder / "config.toml").write_text(text)
             run, log = settings.run, None
@@ -221,7 +221,7 @@ class RunRecord:
         record = self.ledger.add_step(stage, report)
         if record is None:
             return
-        if math.isfinite(record.loss) and not self.ledger.refused and not self._explosion:
+        if math.isfinite(record.loss) and not (self.ledger.refused or self._losses.explosion):
             # The loss was measured before the update of its step, and the delayed one before that.
             self.checkpoints.prove(record.step - 1 - self.ledger.settings.pipeline.overlap)
         self._write(MetricsWriter.step, record)
@@ -239,6 +239,14 @@ class RunRecord:
         record = EvaluationRecord(report.step, report.loss, ratio)
         self._write(MetricsWriter.evaluation, record)
         self.display.evaluation(record)
+
+    def _hear_loss(self, report: Step | Evaluation) -> None:
+        """While it has exploded, what is saved proves nothing."""
+        if news := self._losses.hear(report):
+            if self._losses.explosion:
+                self.checkpoints.doubt()
+                news += f"; {self.checkpoints.way_back(after_best=True)}"
+            self.display.note(news)
 
     def _write(self, write: Callable[..., None], *values: Any) -> None:
         """Give the metrics something to write; a full disk costs rows, but not the training."""
@@ -275,9 +283,9 @@ class RunRecord:
         if misses or not all(map(math.isfinite, ledger.last_losses())):
             what = f"the run ended at step {done} with a loss or gradients that are not finite"
             return StageError(f"{what}: {way}")
-        if self._explosion and counts_explosion:
+        if self._losses.explosion and counts_explosion:
             way = f"{self.checkpoints.way_back(after_best=True)} with a lower optim.lr"
-            return StageError(f"{self._explosion}; {way}")
+            return StageError(f"{self._losses.explosion}; {way}")
         failed = self.checkpoints.failed.get(done)
         return CheckpointError(failed) if failed is not None else None
 

@@ -58,20 +58,19 @@ class Watch:
         self._notice = min(NOTICE_SECONDS, patience / 2 or NOTICE_SECONDS)
         self._last_tick: float | None = None
         self._seen = {stage: _Seen() for stage in range(stages)}
-        self._is_training, self._outage = False, outage
-        self._down: set[object] = set()  # links and control streams
+        self._outage = outage
+        self._down: set[str] = set()  # links and control streams
         self._freed_at = 0.0  # one of them is back, or a stage is done: others begin to wait anew
         self._unheard: set[int] = set()  # stages that are replaced, until they speak
         self._behind: set[int] = set()  # ... and until they have caught up
         self._longest = 0.0  # wait of the training that ended well
         self._longest_alone = 0.0  # ... in which one stage worked and no other
         self._longest_step = 0.0  # time between two results
-        self._result_at: float | None = None
+        self._result_at: float | None = None  # None: the start is not over
         self._said_at = self._step_said_at = 0.0  # waits up to here have been told
 
     def begin_training(self) -> None:
         """The start is over: waits from now on tell how long one may be."""
-        self._is_training = True
         self._result_at = self.now  # the first result, mostly a validation, counts too
 
     def pass_time(self, now: float) -> None:
@@ -91,7 +90,7 @@ class Watch:
         seen.gap = max(self.now - seen.heard, 0.9 * seen.gap) if seen.heard else 0.0
         seen.heard = self.now
         if begun is None or begun != seen.begun:
-            if self._is_training:
+            if self._result_at is not None:
                 self._longest = max(self._longest, self._stuck_for())
                 alone = max((self._alone_for(s) for s in self._seen if s != stage), default=0.0)
                 self._longest_alone = max(self._longest_alone, alone)
@@ -105,7 +104,7 @@ class Watch:
             self._longest_step = max(self._longest_step, self.now - self._result_at)
         self._result_at, self._step_said_at = self.now, 0.0
 
-    def down(self, what: object, is_down: bool) -> None:
+    def down(self, what: str, is_down: bool) -> None:
         """A link or a control stream is lost, or back."""
         if is_down:
             self._down.add(what)
@@ -131,36 +130,36 @@ class Watch:
 
     def complaint(self) -> str:
         """What to tell a person about a long wait, each time that it has doubled; or nothing."""
-        stuck = self._stuck_for()
-        if stuck < max(self._notice, 3 * self._longest):
-            self._said_at = 0.0
-            return self._slow_step()
-        if stuck < 2 * self._said_at:
+        stuck, step, usual = self._stuck_for(), self._in_step_for(), self._longest_step
+        if stuck >= max(self._notice, 3 * self._longest):
+            if stuck < 2 * self._said_at:
+                return ""
+            self._said_at = stuck
+            return f"no progress for {stuck:.0f} s: {self.doing()}"
+        self._said_at = 0.0
+        is_slow = usual and step >= max(self._notice, _SLOW_STEP * usual)
+        if not is_slow or step < 2 * self._step_said_at:
             return ""
-        self._said_at = stuck
-        return f"no progress for {stuck:.0f} s: {self.doing()}"
+        self._step_said_at = step
+        longest = f"the longest so far took {usual:.0f} s"
+        return f"no step has ended for {step:.0f} s, and {longest}: {self.doing()}"
 
     def verdict(self) -> tuple[str, int | None]:
         """What is wrong, once the patience is at its end; and which stage is stuck, if known."""
-        stuck, culprit = self._stuck_for(), self._culprit()
-        alone = {s: self._alone_for(s) for s in self._seen} if self._is_training else {}
-        if self._patience and stuck >= self._limit(self._longest):
+        if not self._patience:
+            return "", None
+        stuck, step, culprit = self._stuck_for(), self._in_step_for(), self._culprit()
+        alone, worker = max(((self._alone_for(s), s) for s in self._seen), default=(0.0, None))
+        endless = _ENDLESS_STEP / _USUAL * self._longest_step
+        if stuck >= self._limit(self._longest):
             each_other = "the stages wait for each other"
             who = each_other if culprit is None else f"stage {culprit} is stuck"
             what = f"{who}: no progress for {stuck:.0f} s"
-        elif self._patience and max(alone.values(), default=0) >= self._limit(self._longest_alone):
-            culprit = max(alone, key=lambda stage: alone[stage])
+        elif alone >= self._limit(self._longest_alone):
             claim = "it says that it works, and no other stage gets anything to do"
-            what = f"stage {culprit} is stuck: for {alone[culprit]:.0f} s {claim}"
-        elif (
-            self._patience
-            and self._longest_step
-            and self._in_step_for()
-            >= max(
-                self._limit(_ENDLESS_STEP / _USUAL * self._longest_step), _ENDLESS * self._patience
-            )
-        ):
-            culprit, what = None, f"no step has ended for {self._in_step_for():.0f} s"
+            culprit, what = worker, f"stage {worker} is stuck: for {alone:.0f} s {claim}"
+        elif endless and step >= max(self._limit(endless), _ENDLESS * self._patience):
+            culprit, what = None, f"no step has ended for {step:.0f} s"
         else:
             return "", None
         text = (
@@ -179,7 +178,7 @@ class Watch:
         """
         usual = {s: self._usual(seen) for s, seen in self._seen.items() if seen.heard}
         silent = {s: self.now - self._seen[s].heard for s in usual}
-        if not self._is_training or not any(silent[s] <= 2 * usual[s] for s in usual):
+        if self._result_at is None or not any(silent[s] <= 2 * usual[s] for s in usual):
             return {}
         heard_of = [s for s in usual if f"control-{s}" not in self._down]
         limits = {s: max(_FROZEN * usual[s], _LEAST_FROZEN) for s in heard_of}
@@ -200,25 +199,14 @@ class Watch:
         outage = self._outage + NOTICE_SECONDS if self._down else 0.0
         return max(self._patience, _USUAL * longest, outage)
 
-    def _slow_step(self) -> str:
-        """What to tell of a step that takes far longer than those before, as in `complaint`."""
-        step, usual = self._in_step_for(), self._longest_step
-        is_slow = usual and step >= max(self._notice, _SLOW_STEP * usual)
-        if not is_slow or step < 2 * self._step_said_at:
-            return ""
-        self._step_said_at = step
-        return (
-            f"no step has ended for {step:.0f} s, and the longest so far took {usual:.0f} s: "
-            f"{self.doing()}"
-        )
-
     def _in_step_for(self) -> float:
         return 0.0 if self._result_at is None or not self._seen else self.now - self._result_at
 
     def _alone_for(self, stage: int) -> float:
         """Seconds for which this stage alone has begun anything, with all others in earshot."""
         others = [seen for other, seen in self._seen.items() if other != stage]
-        if not others or self._behind or any(map(self._silence, others)):
+        is_start = self._result_at is None
+        if is_start or not others or self._behind or any(map(self._silence, others)):
             return 0.0
         since = max(seen.advanced for seen in others)
         return max(0.0, self._seen[stage].advanced - since)
