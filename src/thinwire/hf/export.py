@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 import thinwire
 from thinwire.data import Tokenizer
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
-from thinwire.data.chat import JINJA, Chat, ChatTemplate
+from thinwire.data.chat import Chat, ChatTemplate
 from thinwire.engine.build import Joined, choose_device, model_weights
 from thinwire.engine.checkpoint import IMPORTED, TOKENIZER, Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.state import restore_weights
-from thinwire.errors import CheckpointError, ConfigError, DataError, ThinwireError
+from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.hf.cuts import WithCuts, config_with_cuts
 from thinwire.hf.folder import (
     BESIDE,
@@ -44,7 +44,6 @@ from thinwire.hf.shape import config_of, kind_of
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
 from thinwire.model.layers import UP, is_adapter
-from thinwire.paths import expanded
 from thinwire.report import Display
 from thinwire.report.human import human_bytes, human_count
 from thinwire.report.metrics import Row, lines_of
@@ -136,8 +135,8 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
 
 
 class TokenizerFiles:
-    """A tokenizer.json, and what is known beside it, on their way into a folder: that of a
-    checkpoint, or the one that is given.
+    """A tokenizer.json and what stands beside it, on their way into a folder: those of a
+    checkpoint, or those that are given.
     """
 
     def __init__(self, checkpoint: Checkpoint, given: Path | None = None):
@@ -149,16 +148,9 @@ class TokenizerFiles:
                 "one): name the one that made them with --tokenizer tokenizer.json"
             )
         model = checkpoint.settings.model
-        self.path = path
         self.tokenizer = Tokenizer.load(path)
+        self._path = path
         self._context = model.context
-        self._folders = [path.parent]
-        # Training copies the tokenizer and its chat template; what else came with it, such as ways
-        # of sampling, is where `data.tokenizer` found it.
-        chosen = checkpoint.settings.data.tokenizer if path == checkpoint.tokenizer else ""
-        with contextlib.suppress(ThinwireError):
-            if chosen and Tokenizer.load(chosen).digest == self.tokenizer.digest:
-                self._folders.append(expanded(chosen, "data.tokenizer").parent)
         if self.tokenizer.vocab_size > model.vocab:
             raise ConfigError(
                 f"{path} has {self.tokenizer.vocab_size} entries, but the model was trained with "
@@ -166,11 +158,13 @@ class TokenizerFiles:
             )
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Copy what is there, and make what is not."""
-        shutil.copyfile(self.path, folder / TOKENIZER)
-        for name in BESIDE:
-            if (found := self._beside(name)) is not None:
-                shutil.copyfile(found, folder / name)
+        """Copy what is there, and make what is not; returns where a text begins and ends, in ids,
+        for the config of the model.
+        """
+        shutil.copyfile(self._path, folder / TOKENIZER)
+        for path in map(self._path.with_name, BESIDE):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": self._context,
@@ -178,50 +172,25 @@ class TokenizerFiles:
         }
         if (end := self.tokenizer.end_of_text) is not None:
             config |= dict.fromkeys(("bos_token", "eos_token"), self.tokenizer.decode([end]))
-        known = self._beside(TOKENIZER_CONFIG)
-        write_json(folder / TOKENIZER_CONFIG, config | (read_json(known) if known else {}))
-        ends = self.generation()
-        if not (folder / GENERATION).exists():
-            write_json(folder / GENERATION, ends)
-        return ends
+        path = folder / TOKENIZER_CONFIG
+        write_json(path, config | (read_json(path) if path.is_file() else {}))
+        if not (folder / GENERATION).is_file():
+            write_json(folder / GENERATION, self._ends())
+        return read_json(folder / GENERATION)
 
-    def generation(self) -> dict[str, Any]:
-        """Where a text begins and ends, in ids, for the configs of the model."""
-        known = self._beside(GENERATION)
-        if known is not None:
-            kept = read_json(known)
-            keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-            return {key: kept[key] for key in keys if key in kept}
+    def _ends(self) -> dict[str, Any]:
+        """By the tokenizer, and by its chat template if it has one."""
         end = self.tokenizer.end_of_text
-        ends = sorted(self._chat_ends() | ({end} if end is not None else set()))
+        ends = {end} if end is not None else set()
+        with contextlib.suppress(DataError):  # no template, or one for another program
+            template = ChatTemplate.chosen("tokenizer", self._path)
+            ends |= Chat(self.tokenizer, template).end_ids
         if not ends:
             return {}
         # Training puts one token between texts: it ends one and begins the next.
         first = {} if end is None else {"bos_token_id": end}
-        last = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
-        return {**first, **last, "pad_token_id": ends[0] if end is None else end}
-
-    def _chat_ends(self) -> set[int]:
-        """Ids that end an answer, where there is a chat template."""
-        for folder in self._folders:
-            with contextlib.suppress(DataError):  # none, or one that another program may still use
-                template = ChatTemplate.chosen("tokenizer", folder / TOKENIZER)
-                return set(Chat(self.tokenizer, template).end_ids)
-        return set()
-
-    def _beside(self, name: str) -> Path | None:
-        folders = self._folders
-        if name == JINJA:  # it would come before the template of a nearer tokenizer_config.json
-            folders = [folder for folder in folders if _has_template(folder)][:1]
-        paths = (folder / name for folder in folders)
-        return next((path for path in paths if path.is_file()), None)
-
-
-def _has_template(folder: Path) -> bool:
-    try:
-        return ChatTemplate.beside(folder / TOKENIZER) is not None
-    except DataError:  # one that another program may still use
-        return True
+        last = sorted(ends) if len(ends) > 1 else min(ends)
+        return {**first, "eos_token_id": last, "pad_token_id": min(ends) if end is None else end}
 
 
 def verify(
