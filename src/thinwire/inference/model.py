@@ -120,42 +120,38 @@ class Writing:
                 self.ended_by = "stop"
                 break
             self._ids.append(token)
-            shown, is_stopped = self._up_to_stop(self._new_text())
-            yield shown
-            if is_stopped:
+            yield self._shown(self._new_text())
+            if self.ended_by == "stop":
                 return
-        shown, is_stopped = self._up_to_stop(self._new_text(whole_characters=False))
-        yield shown if is_stopped else shown + self._held
+        yield self._shown(self._new_text(is_last=True), is_last=True)
 
-    def _new_text(self, whole_characters: bool = True) -> str:
-        """What has been added, or nothing while its last character is spread over ids to come.
-
-        It is read together with the piece before, since some tokenizers write a token otherwise
-        where it stands first.
+    def _new_text(self, is_last: bool = False) -> str:
+        """What has been added, or nothing while its last character is spread over ids to come. It
+        is read behind the piece before: some tokenizers write a token otherwise where it is first.
         """
         known = self._tokenizer.decode(self._ids[self._before : self._told])
         text = self._tokenizer.decode(self._ids[self._before :])[len(known) :]
-        if whole_characters and text.endswith("\ufffd"):
+        if text.endswith("\ufffd") and not is_last:
             return ""
         self._before, self._told = self._told, len(self._ids)
         return text
 
-    def _up_to_stop(self, piece: str) -> tuple[str, bool]:
-        """What can be shown, up to a stop, and whether that came. What may become one is held."""
+    def _shown(self, piece: str, is_last: bool = False) -> str:
+        """What can be shown, up to a stop; what may become one is held back."""
         text, self._held = self._held + piece, ""
         found = [at for string in self._stops if (at := text.find(string)) >= 0]
         if found:
             self.ended_by = "stop"
-            return text[: min(found)], True
+            return text[: min(found)]
         beginnings = (
-            length
+            at
             for string in self._stops
-            for length in range(min(len(string) - 1, len(text)), 0, -1)
-            if text.endswith(string[:length])
+            for at in range(max(0, len(text) - len(string) + 1), len(text))
+            if string.startswith(text[at:])
         )
-        keep = len(text) - max(beginnings, default=0)
-        self._held = text[keep:]
-        return text[:keep], False
+        end = len(text) if is_last else min(beginnings, default=len(text))
+        self._held = text[end:]
+        return text[:end]
 
 
 class Model(Joined):
