@@ -3,7 +3,6 @@
 Shapes: B windows, T tokens of a window, N tokens of a text, V entries of the vocabulary.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -193,16 +192,10 @@ class Model(Joined):
     def evaluate(self, display: Display, batches: int = 0) -> dict[str, Any]:
         """Loss on the run's own validation data, over as many microbatches as training used."""
         settings = self.settings
-        trained_on = self.checkpoint.manifest["corpus"]
-        if not trained_on:  # it was imported: any text is new to us
-            own = dataclasses.replace(settings.data, tokenizer=str(self.checkpoint.tokenizer))
-            settings = dataclasses.replace(settings, data=own)
-            display.note(
-                "an imported model has no data of its own: its loss is on Python's source; --data "
-                "names another text"
-            )
+        if not (trained_on := self.checkpoint.manifest["corpus"]):
+            raise DataError("an imported model has no data of its own: name a text with --data")
         data = prepare_data(settings, display, self.checkpoint)
-        if trained_on and data.fingerprint != trained_on:
+        if data.fingerprint != trained_on:
             raise DataError(
                 "the data is no longer what this checkpoint was trained on, so its validation "
                 "set may contain training data: restore the original data"
