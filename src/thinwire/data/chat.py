@@ -56,8 +56,7 @@ FORMS = {
 answer. The first form that a record has decides."""
 
 Messages = Sequence[Mapping[str, Any]]
-Spans = list[tuple[int, int]]
-"""Where in a text parts begin and end."""
+Spans = list[tuple[int, int]]  # where in a text parts begin and end
 TEMPLATES = ("", "tokenizer", "chatml")  # what data.template says that is no path
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (

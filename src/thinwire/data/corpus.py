@@ -30,8 +30,7 @@ from thinwire.data.tokenizer import Tokenizer
 from thinwire.errors import DataError
 from thinwire.folders import flush, partial_folder, put_in_place, replace_file, write_file
 
-Progress = Callable[[str, int, int], None]
-"""Gets the phase, and the bytes read so far and in all."""
+Progress = Callable[[str, int, int], None]  # gets the phase, and the bytes read so far and in all
 
 FORMAT = 2
 MANIFEST = "manifest.json"

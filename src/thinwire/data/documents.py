@@ -33,10 +33,8 @@ _RANGE = 1 << 64
 SHORTEST_TAIL_BYTES = 16_384
 
 
-Document = tuple[str, bool]
-"""A text, and whether it was given for validation."""
-Piece = tuple[str, bool]
-"""A text or a part of one, and whether the text ends here."""
+Document = tuple[str, bool]  # a text, and whether it was given for validation
+Piece = tuple[str, bool]  # a text or a part of one, and whether the text ends here
 Group = tuple[Callable[[], Iterator[SourceRecord]], int]
 """Where to read records, and how far that goes, in whatever their positions count."""
 
@@ -44,8 +42,7 @@ Group = tuple[Callable[[], Iterator[SourceRecord]], int]
 class Texts:
     """Plain texts: of a group of records to train on, and of one to validate on."""
 
-    whole = False
-    """Whether a document must stay in one piece."""
+    whole = False  # whether a document must stay in one piece
 
     def __init__(
         self, groups: list[Group], key: str = "text", template: ChatTemplate | None = None

@@ -10,8 +10,7 @@ import numpy as np
 
 from thinwire.errors import DataError
 
-MASKED = -100
-"""The target of a position from whose next token nothing is learned, as torch has it."""
+MASKED = -100  # the target of a position from whose next token nothing is learned, as torch has it
 _ROUNDS = 8
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd 64-bit multipliers that spread bits well
 

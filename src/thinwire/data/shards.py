@@ -30,8 +30,7 @@ class TokenShard:
 
     file: SourceFile
     dtype: np.dtype
-    end_of_text: int
-    """The id that its writers put between documents."""
+    end_of_text: int  # the id that its writers put between documents
     offset: int
     count: int
 

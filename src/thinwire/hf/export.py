@@ -53,10 +53,8 @@ CARD = "README.md"
 SHARD_BYTES = 5_000_000_000
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""Before the name that a tensor has in the model, as peft saves it."""
-TOLERANCE = 1e-4
-"""Of the largest logit: two programs add up in another order, and no more."""
+PREFIX = "base_model.model."  # before the name that a tensor has in the model, as peft saves it
+TOLERANCE = 1e-4  # of the largest logit: two programs add up in another order, and no more
 TOKENS, CONTINUED = 256, 24
 """Of the text that is compared, and how many of these the model itself writes."""
 AUTO_TOKENIZER, PLAIN_TOKENIZER = "AutoTokenizer", "PreTrainedTokenizerFast"

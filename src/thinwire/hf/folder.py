@@ -96,8 +96,7 @@ class Kept:
     """A tensor as its file lists it."""
 
     shape: tuple[int, ...]
-    dtype: str
-    """As safetensors spells it, such as BF16."""
+    dtype: str  # as safetensors spells it, such as BF16
 
     @property
     def bytes(self) -> int:

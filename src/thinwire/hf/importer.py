@@ -90,8 +90,7 @@ class Origin:
 
     name: str
     config: dict[str, Any]
-    folder: Path
-    """It has the tokenizer; what stands beside that goes where the model goes."""
+    folder: Path  # it has the tokenizer; what stands beside that goes where the model goes
     listed: dict[str, Kept]
     read: Read
     notes: list[str]

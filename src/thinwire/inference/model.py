@@ -164,8 +164,7 @@ class Model(Joined):
     token cross by itself.
     """
 
-    template = ""
-    """The chat template to ask it with, as data.template chooses one; empty: its own."""
+    template = ""  # the chat template to ask it with, as data.template chooses one; empty: its own
 
     def __init__(
         self,
