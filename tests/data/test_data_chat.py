@@ -186,7 +186,7 @@ def test_templates_that_hide_the_answer_are_refused(tokenizer):
     ("{{ raise_exception('roles must alternate') }}", "begins with 'Be brief.*must alternate"),
     ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
     ("{{ 1 + messages }}", "cannot render"),
-    ("{% for m in messages %}", "not a valid chat template"),
+    ("{% for m in messages %}", "cannot render .*Unexpected end of template"),
     ("{% generation %}{% endgeneration %}", "marks 1 answers of 2"),
 ])  # fmt: skip
 def test_templates_that_fail_are_named(tokenizer, source, words):

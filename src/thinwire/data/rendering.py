@@ -10,13 +10,11 @@ import atexit
 import contextlib
 import functools
 import json
-import math
 import resource
 import signal
 import subprocess
 import sys
 import threading
-import time
 from datetime import date
 from types import FrameType
 from typing import Any
@@ -40,9 +38,7 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, source: str, values: dict[str, Any]) -> dict[str, str]:
-        """The `text` of a template with these values, or why there is none: it is `invalid`, or
-        meets an `error`.
-        """
+        """The `text` of a template with these values, or the `error` for which there is none."""
         request = json.dumps({"source": source, "values": values}, default=str).encode()
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -93,8 +89,8 @@ def _limit_memory() -> None:
             raise MemoryError
 
     if sys.platform == "darwin":  # which does not know the limit
-        signal.signal(signal.SIGPROF, look)
-        signal.setitimer(signal.ITIMER_PROF, _LOOK_SECONDS, _LOOK_SECONDS)
+        signal.signal(signal.SIGVTALRM, look)
+        signal.setitimer(signal.ITIMER_VIRTUAL, _LOOK_SECONDS, _LOOK_SECONDS)
     else:
         with contextlib.suppress(OSError, ValueError):  # there is a lower one
             resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
@@ -105,8 +101,7 @@ def main(seconds: int) -> None:
     """Answer requests until the input ends; the system ends a process that computes too long."""
     _limit_memory()
     for line in sys.stdin.buffer:
-        most, (_, hard) = time.process_time() + seconds, resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(most), hard))
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         request = json.loads(line)
         answer = _answer(request["source"], request["values"])
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
@@ -114,13 +109,9 @@ def main(seconds: int) -> None:
 
 
 def _answer(source: str, values: dict[str, Any]) -> dict[str, str]:
-    from jinja2 import TemplateSyntaxError
-
     try:
         text = str(_compiled(source).render(**values))
         return {"text": text} if len(text) <= MOST_TEXT else {"error": TOO_MUCH}
-    except TemplateSyntaxError as error:
-        return {"invalid": str(error)}
     except MemoryError:
         return {"error": TOO_MUCH}
     except Exception as error:  # a template may stumble over anything
