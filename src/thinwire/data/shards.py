@@ -39,15 +39,13 @@ class TokenShard:
 
         They are read, not mapped: a mapped file that becomes shorter kills the process.
         """
-        size = self.dtype.itemsize
-        with reading(self.file.path), self.file.path.open("rb") as stream:
-            stream.seek(self.offset + start * size)
-            for at in range(start, stop, _CHUNK):
-                count = min(_CHUNK, stop - at)
-                raw = stream.read(count * size)
-                if len(raw) < count * size:
-                    raise changed(self.file.path)
-                yield np.frombuffer(raw, dtype=self.dtype)
+        for at in range(start, stop, _CHUNK):
+            count, offset = min(_CHUNK, stop - at), self.offset + at * self.dtype.itemsize
+            with reading(self.file.path):
+                ids = np.fromfile(self.file.path, self.dtype, count, offset=offset)
+            if len(ids) < count:
+                raise changed(self.file.path)
+            yield ids
 
 
 class Shards:

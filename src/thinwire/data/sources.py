@@ -360,25 +360,19 @@ class _Limited(io.RawIOBase):
     """Chunks as a stream, which ends in an error once it is far longer than the packed file."""
 
     def __init__(self, chunks: Iterator[bytes], file: SourceFile) -> None:
-        self._chunks = chunks
-        self._file = file
-        self._waiting = memoryview(b"")
-        self._done = 0
+        self._chunks, self._file = chunks, file
+        self._waiting, self._done = memoryview(b""), 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._waiting:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
+        while not self._waiting and (chunk := next(self._chunks, None)) is not None:
             self._done += len(chunk)
             _refuse_bomb(self._file, self._done)
             self._waiting = memoryview(chunk)
         count = min(len(buffer), len(self._waiting))
-        buffer[:count] = self._waiting[:count]
-        self._waiting = self._waiting[count:]
+        buffer[:count], self._waiting = self._waiting[:count], self._waiting[count:]
         return count
 
 
@@ -425,12 +419,9 @@ class HubDataset:
         self._name, _, self._revision = name.partition("@")
         self._commit = self._newest() if self._folder is None else None
         self.files = [source_file(folder, name) for name in walk(folder)] if self._folder else []
-        """Of a local dataset; none of one on the hub."""
-        self.identity: list[str] | None = ["folder", split]
-        """What is the same as long as the records are, beside `files`; None if that is unknown."""
-        if self._folder is None:
-            known = [self._name, self._revision, self._config, self._commit or "", split]
-            self.identity = known if self._commit else None
+        # What is the same as long as the records are, beside these files; None if that is unknown.
+        known = [self._name, self._revision, self._config, self._commit, split]
+        self.identity = ["folder", split] if self._folder else known if self._commit else None
 
     def records(self) -> Iterator[SourceRecord]:
         """The records in order."""
