@@ -75,8 +75,6 @@ class Corpus:
                 is_there = name in manifest["files"]
                 return np.memmap(folder / name, dtype=kind, mode="r") if is_there else None
 
-            # It was a fact of its own once: such a corpus is not made again.
-            lost = [f"the tokenizer {manifest['lost']}"] if manifest.get("lost") else []
             return cls(
                 folder=folder,
                 fingerprint=manifest["fingerprint"],
@@ -89,7 +87,7 @@ class Corpus:
                 documents=int(manifest["documents"]),
                 train_learned=mapped("train.loss", np.uint8),
                 valid_learned=mapped("valid.loss", np.uint8),
-                notes=(*map(str, manifest.get("remarks", [])), *lost),
+                notes=tuple(map(str, manifest.get("remarks", []))),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _damaged(folder, f"its {MANIFEST} is not usable ({error!r})") from error
