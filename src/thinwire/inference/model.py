@@ -45,13 +45,6 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise ConfigError(
-                f"temperature {self.temperature} and top-k {self.top_k} must not be negative, and "
-                f"top-p {self.top_p} must be above 0 and at most 1"
-            )
-
 
 class Choice:
     """Chooses tokens by their logits, the same ones for the same seed."""
@@ -330,8 +323,6 @@ class Model(Joined):
         stop: Collection[str] = (),
     ) -> Writing:
         """At most so many tokens, to the end of the text, a token of `ends` or a text of `stop`."""
-        if tokens < 1:
-            raise ConfigError("tokens must be at least 1")
         known = {*ends, self.tokenizer.end_of_text, *self._published_ends}
         chosen = itertools.islice(self.tokens_behind(ids, sampling), tokens)
         return Writing(self.tokenizer, ids, chosen, known, stop)
