@@ -18,7 +18,6 @@ import json
 import math
 import re
 import shlex
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -58,7 +57,6 @@ from thinwire.hf.shape import is_tied, shape_of
 from thinwire.lazy import needs
 from thinwire.model.llama import EMBEDDING
 from thinwire.paths import expanded
-from thinwire.report.human import human_bytes
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
@@ -280,12 +278,6 @@ def _write(
         progress(done, size)
         return tensor
 
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise CheckpointError(
-            f"{target.parent} has {human_bytes(free)} free, the model needs {human_bytes(size)}: "
-            "free some space or choose another folder with --to"
-        )
     for index, stage in enumerate(parts):
         path = folder / f"stage-{index}.safetensors"
         write_tensors(path, stage, read)
