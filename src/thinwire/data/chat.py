@@ -465,10 +465,9 @@ class Chat:
         return plain, spans
 
     def _end_of_content(self, text: str, messages: Any, tools: Any, number: int) -> int | None:
-        """Behind the special token that follows the content of a message, if one does.
-
-        A mark at the end of that content shows where it is. Some templates end a conversation with
-        a token more, or write the last answer in another way: what follows is of no help.
+        """Behind the special token that follows the content of a message, if one does. A mark at
+        the end of that content shows where it is. Some templates end a conversation with a token
+        more, or write the last answer in another way: what follows is of no help.
         """
         message = messages[number]
         if message.get("tool_calls"):

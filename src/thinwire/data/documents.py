@@ -56,9 +56,8 @@ class Texts:
         self._lost: Counter[str] = Counter()  # of these
 
     def read(self, told: Callable[[int], None] = lambda done: None) -> Iterator[Document]:
-        """All documents, those to train on first.
-
-        `told` hears in about 200 steps how far reading has come, if that is known.
+        """All documents, those to train on first; `told` hears in about 200 steps how far reading
+        has come, if that is known.
         """
         before = due = 0
         for number, (records, size) in enumerate(self._groups):
@@ -98,11 +97,9 @@ class Texts:
     def encode(
         self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]]
     ) -> Iterator[TokenChunk]:
-        """The ids of every (side, document) in turn, each followed by the end of text.
-
-        A tokenizer may lack some characters or bytes, and leaves them out silently: what does not
-        come back from the ids is counted. A text over 128,000 characters comes in pieces that meet
-        at line ends.
+        """The ids of every (side, document) in turn, each followed by the end of text. A long text
+        comes in pieces that meet at line ends. What a tokenizer lacks it leaves out silently: so
+        the characters that do not come back from the ids are counted.
         """
 
         def encoded(sides: Iterator[tuple[str, list[Piece]]]) -> list[TokenChunk]:
@@ -211,7 +208,7 @@ class DocumentHash(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "DocumentHash":
-        """Hash a text."""
+        """That of a text."""
         raw = text.encode()
         digest = hashlib.blake2b(raw, digest_size=16, key=_KEY).digest()
         place, sample = struct.unpack("<QQ", digest)
@@ -221,16 +218,14 @@ class DocumentHash(NamedTuple):
 class ValidationSplit:
     """Sends each document to "train" or "valid", or the end of a long one to "valid".
 
-    The content alone decides, so an exact copy of a validation document, anywhere in the corpus,
-    never trains. Documents come with a flag that says whether they were given for validation
-    (data.valid_path). Without any, validation is every document with a place below a threshold.
-    Where that would leave a side empty, the threshold moves just enough for one document to change
-    sides: the lowest to validation, or the highest to training.
+    The content alone decides, so an exact copy of a validation document never trains. Unless some
+    were given for validation (data.valid_path), every document with a place below a threshold
+    validates. Where that would leave a side empty, the threshold moves just enough for one document
+    to change sides: the lowest to validation, or the highest to training.
     """
 
     def __init__(self, documents: Iterable[Document], fraction: float, whole: bool = False) -> None:
         """Read every document once, in constant memory but for `given`; an empty corpus is refused.
-
         `whole` keeps every document in one piece, however long it is.
         """
         self.documents = self.size = highest = 0  # size: UTF-8 bytes of those not given

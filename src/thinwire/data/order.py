@@ -25,10 +25,9 @@ class Batch:
 
 
 class Windows:
-    """A side of a corpus in windows of `context` tokens that do not overlap.
-
-    `learned` says of each token whether it is learned; without it all are. A window without a
-    token to learn is none: it would cost as much as any other and teach nothing.
+    """A side of a corpus in windows of `context` tokens that do not overlap. `learned` says of each
+    token whether it is learned; without it all are. A window without a token to learn is none: it
+    would cost as much as any other and teach nothing.
     """
 
     def __init__(self, tokens: np.ndarray, context: int, learned: np.ndarray | None = None):
@@ -123,10 +122,9 @@ class Order(Shuffled):
 
 class Validation:
     """Microbatches of validation windows, spread evenly over all there are, the same every time.
-
-    `limit` is how many microbatches there shall be (0: all that can be filled). All have the
-    same size, so that a pipeline keeps its shapes; with fewer windows than `batch` there is one
-    smaller microbatch. Nothing is read before it is asked for.
+    `limit` is how many microbatches there shall be (0: all that can be filled). All have the same
+    size, so that a pipeline keeps its shapes; with fewer windows than `batch` there is one smaller
+    microbatch. Nothing is read before it is asked for.
     """
 
     def __init__(

@@ -10,13 +10,7 @@ from thinwire.data.chat import CHATML, CHATML_TOKENS, ChatTemplate, form_of
 from thinwire.data.corpus import Corpus, Progress, TokenChunk, found_or_made, write_corpus
 from thinwire.data.documents import Conversations, Document, Group, Texts, ValidationSplit
 from thinwire.data.shards import changed, find_shards
-from thinwire.data.sources import (
-    HubDataset,
-    SourceFile,
-    read_records,
-    stdlib_files,
-    text_files,
-)
+from thinwire.data.sources import HubDataset, SourceFile, read_records, stdlib_files, text_files
 from thinwire.data.tokenizer import RESERVED, SMALLEST_VOCAB, Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
 from thinwire.paths import expanded
@@ -59,9 +53,8 @@ class DataConfig:
 def prepare(
     config: DataConfig, vocab: int, cache: str | Path, progress: Progress = lambda *done: None
 ) -> Corpus:
-    """Make the corpus of these settings under `cache`, or find it there, and open it.
-
-    `vocab` is the number of ids that the model has.
+    """Make the corpus of these settings under `cache`, or find it there, and open it. `vocab` is
+    the number of ids that the model has.
     """
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > vocab:

@@ -79,9 +79,8 @@ atexit.register(RENDERER.close)
 
 
 def _limit_memory() -> None:
-    """End a template that takes too much memory: by a limit, or by looking while it computes.
-
-    On Linux the peak of memory is no measure: a process begins with that of whoever started it.
+    """End a template that takes too much memory: by a limit, or by looking while it computes. On
+    Linux the peak of memory is no measure: a process begins with that of whoever started it.
     """
 
     def look(number: int, frame: FrameType | None) -> None:

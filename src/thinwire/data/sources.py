@@ -95,9 +95,8 @@ def stdlib_files() -> list[SourceFile]:
 
 
 def text_files(path: str, setting: str = "data.path", source: str = "text") -> list[SourceFile]:
-    """The supported files at `path`, a file or a folder read recursively.
-
-    In a folder, other kinds of files and hidden names (".git") are left out.
+    """The supported files at `path`, a file or a folder read recursively. In a folder, other kinds
+    of files and hidden names (".git") are left out.
     """
     root = existing(path, source, setting)
     kinds = CHAT_KINDS if source == "chat" else TEXT_KINDS
@@ -140,7 +139,6 @@ def source_file(root: Path, name: str = "") -> SourceFile:
 
 def walk(root: Path, belongs: Callable[[str], bool] = lambda name: True) -> list[str]:
     """Relative paths under `root` of which every part is visible and `belongs`, sorted by parts.
-
     Symbolic links are followed, since download caches are made of them.
     """
 
@@ -180,10 +178,9 @@ def reading(
 def read_records(
     files: Iterable[SourceFile], text_key: str = "", skip_undecodable: bool = False
 ) -> Iterator[SourceRecord]:
-    """The records of all files in order; positions go on from file to file.
-
-    With a `text_key` files may be plain text, which is read as records that have it under this key,
-    and of Parquet this column alone is read.
+    """The records of all files in order; positions go on from file to file. With a `text_key` files
+    may be plain text, which is read as records that have it under this key, and of Parquet this
+    column alone is read.
     """
     before = 0
     for file in files:

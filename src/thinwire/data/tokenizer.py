@@ -93,7 +93,6 @@ class Tokenizer:
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int, special: Sequence[str] = ()) -> "Tokenizer":
         """Train a byte-level BPE of at most `vocab` entries; the same texts give the same one.
-
         `special` are tokens beside the end of text; their ids follow all others.
         """
         check_trainable(vocab, special)
@@ -167,10 +166,9 @@ class Tokenizer:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def encode_measured(self, texts: list[str], rendered: bool = False) -> list[Measured]:
-        """The ids of each text, and where and in how many bytes each of them stands.
-
-        In a `rendered` text special tokens are meant, such as those of a chat template. A character
-        that is spread over several ids counts with the first of them.
+        """The ids of each text, and where and in how many bytes each of them stands. In a
+        `rendered` text special tokens are meant, such as those of a chat template. A character that
+        is spread over several ids counts with the first of them.
         """
         backend = self._recognising if rendered else self._backend
         encodings = self._encodings(backend.encode_batch, texts)
@@ -240,7 +238,6 @@ def _seam(text: str, start: int) -> int:
 
 def interruptible(work: Callable[[Iterator[T]], R], items: Iterable[T] = ()) -> R:
     """What `work` makes of the items, computed in a thread: Ctrl-C is heard while a library works.
-
     Python hears a signal between two of its own steps in the main thread, which waits here. An
     interrupted computation gets no further items, and otherwise dies with the process.
     """

@@ -437,7 +437,6 @@ def _refuse_other_base(base: str, checkpoint: Checkpoint, folded: Folded) -> Non
 
 def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: Display) -> None:
     """Write what a LoRA run has trained as a folder for peft, whole, or leave things as they were.
-
     The model that it belongs to is not in it; `base` names it for peft.
     """
     check_target(wanted.folder, wanted.replace, ADAPTER_CONFIG)
@@ -494,9 +493,8 @@ def run_tasks(
     folder: Path | None = None,
     allow_plugins: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Scores by task and metric; `limit` examples of each task, 0 = all.
-
-    `folder` has task files of the user's own. The harness loads the data of its tasks itself.
+    """Scores by task and metric; `limit` examples of each task, 0 = all. `folder` has task files of
+    the user's own. The harness loads the data of its tasks itself.
     """
     harness = needs("lm_eval", "eval", MEASURING)
     needs("transformers", "hf", MEASURING)

@@ -40,9 +40,8 @@ _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def shape_of(config: Mapping[str, Any], context: int = 0) -> ModelConfig:
-    """The model of a config.json; ConfigError names what our model does not do.
-
-    `context` is the number of tokens in a training sequence, 0 = all positions of the model.
+    """The model of a config.json; ConfigError names what our model does not do. `context` is the
+    number of tokens in a training sequence, 0 = all positions of the model.
     """
     kind = config.get("model_type")
     if kind not in KINDS:
@@ -86,7 +85,6 @@ def kind_of(model: ModelConfig) -> str:
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
     """The config.json of a resolved model, untied; its tokens and dtype are the writer's to add.
-
     Positions stand in it twice: `rope_parameters` for transformers from version 5 on, and the keys
     that earlier versions and other programs read.
     """

@@ -83,9 +83,8 @@ def shares(logits_V: Tensor, sampling: Sampling) -> Tensor:
 
 
 class Writing:
-    """A text as it is written: iterate once over its pieces of whole characters.
-
-    Pieces may be empty, one for each token: whoever waits can look around.
+    """A text as it is written: iterate once over its pieces of whole characters. Pieces may be
+    empty, one for each token: whoever waits can look around.
     """
 
     def __init__(

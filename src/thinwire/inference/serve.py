@@ -177,10 +177,8 @@ def run_server(endpoint: "Endpoint", host: str, port: int, stream: TextIO) -> No
 
 
 class Endpoint:
-    """The application that serves a model.
-
-    A request gets `most_tokens` at most, or as many as the model's context has. `parallel` texts
-    are under way at a time and `queue` requests wait.
+    """The application that serves a model. A request gets `most_tokens` at most, or as many as the
+    model's context has. `parallel` texts are under way at a time and `queue` requests wait.
     """
 
     def __init__(self, model: Model, most_tokens: int = 0, parallel: int = 1, queue: int = 16):
@@ -287,9 +285,8 @@ class Endpoint:
     async def _write_in_turn(
         self, text: Iterator[str], into: Parts, answer: anyio.CancelScope
     ) -> None:
-        """Write a text when it has its turn, which ends with the text, however slowly it is read.
-
-        A refusal goes the same way as the text, of which a part may have been sent.
+        """Write a text when it has its turn, which ends with the text, however slowly it is read. A
+        refusal goes the same way as the text, of which a part may have been sent.
         """
         with into, contextlib.suppress(anyio.WouldBlock):  # the client leaves too much unread
             try:
