@@ -46,8 +46,7 @@ from thinwire.model import LoraConfig
 from thinwire.model.layers import UP, is_adapter
 from thinwire.report import Display
 from thinwire.report.human import human_bytes, human_count
-from thinwire.report.metrics import Row, lines_of
-from thinwire.settings import Settings
+from thinwire.report.metrics import read_evaluations
 
 CARD = "README.md"
 SHARD_BYTES = 5_000_000_000
@@ -367,7 +366,9 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     )
     if IMPORTED in checkpoint.manifest:
         return {"model": shape, "thinwire": thinwire.__version__}
-    lora = settings.lora
+    lora, boundary, cuts = settings.lora, settings.boundary, settings.pipeline.stages - 1
+    kind = f"`{boundary.mode}` of rank {boundary.rank}, anchor `{boundary.anchor}`"
+    kind = "dense" if boundary.mode == "dense" else kind
     place = settings.train.init_from  # of which its name is said, without the path to it
     facts: dict[str, Any] = {
         "model": shape,
@@ -375,7 +376,7 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
         "tokens": f"{step * settings.tokens_per_step:,}, {settings.tokens_per_step:,} per step",
         "started from": place and f"`{Path(place).name}`",
         "data": f"source `{data.source}`" + (f", fingerprint `{corpus}`" if corpus else ""),
-        **_losses(checkpoint),
+        "validation loss": _validation_loss(checkpoint),
         "optimizer": f"{optim.name}, learning rate {optim.lr:g}, weight decay "
         f"{optim.weight_decay:g}, warmup {optim.warmup} steps, clip {optim.clip:g}",
         "adapters": lora.rank
@@ -383,8 +384,8 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
         "merged into the weights",
         "precision": settings.run.precision,
         "seed": str(settings.run.seed),
-        "cuts": _cuts(settings),
-        "codecs": settings.pipeline.stages > 1
+        "cuts": f"{cuts}, {kind}" if cuts else "none",
+        "codecs": cuts
         and f"`{settings.codec.forward}` forward, `{settings.codec.backward}` back "
         "(in training only: not part of this model)",
         "settings hash": f"`{settings.hash}`",
@@ -393,31 +394,15 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     return {key: fact for key, fact in facts.items() if fact}
 
 
-def _cuts(settings: Settings) -> str:
-    boundary, count = settings.boundary, settings.pipeline.stages - 1
-    if not count:
-        return "none"
-    if boundary.mode == "dense":
-        return f"{count}, dense"
-    anchor = f", token table `{boundary.anchor}`" if boundary.anchor != "none" else ""
-    if boundary.shares_embedding:
-        anchor = ", around the embedding that all stages share"
-    return f"{count}, `{boundary.mode}` of rank {boundary.rank}{anchor}"
-
-
-def _losses(checkpoint: Checkpoint) -> dict[str, str]:
-    """The last losses before the checkpoint, if its run has kept them beside it."""
-    run = checkpoint.folder.parent.parent
-    found: dict[str, str] = {}
-    kinds = {"step": "training", "evaluation": "validation"}
-    if checkpoint.folder.parent != checkpoints_folder(run):
-        return found
-    with contextlib.suppress(OSError):  # a card is not worth failing for
-        for row in filter(None, map(Row.read, lines_of(run))):
-            if (kind := kinds.get(row.kind)) and row.step <= checkpoint.step:
-                loss = math.nan if row.loss is None else row.loss
-                found[f"{kind} loss"] = f"{loss:.4f} (step {row.step:,})"
-    return found
+def _validation_loss(checkpoint: Checkpoint) -> str:
+    """The last one before the checkpoint, where that lies in the folder of its run."""
+    folder = checkpoint.folder.parent
+    if folder == checkpoints_folder(folder.parent):
+        with contextlib.suppress(OSError):  # a card is not worth failing for
+            for one in reversed(read_evaluations(folder.parent)):
+                if one.step <= checkpoint.step:
+                    return f"{one.loss:.4f} (step {one.step:,})"
+    return ""
 
 
 def _refuse_other_base(base: str, checkpoint: Checkpoint, folded: Folded) -> None:
