@@ -258,20 +258,21 @@ def _parquet_rows(
                     f'{file.path} has no column "{text_key}"; its columns: {", ".join(columns)}; '
                     "set data.text_key to the column of the text"
                 )
-            rows = size = 0
-            only = [text_key] if text_key else None
-            for batch in table.iter_batches(batch_size=_ROWS, columns=only):
-                # One at a time: a short file can hold long texts.
-                for index in range(batch.num_rows):
-                    (values,) = batch.slice(index, 1).to_pylist()
-                    rows += 1
-                    length = _length(values)
-                    size += length
-                    where = f"{file.path}, row {rows}"
-                    _refuse_longer(length, where)
-                    _refuse_bomb(file, size)  # a text that is repeated is stored once
-                    at = file.size * rows // table.metadata.num_rows
-                    yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, at)
+            size, only = 0, [text_key] if text_key else None
+            # One row at a time: a short file can hold long texts.
+            rows = (
+                batch.slice(index, 1)
+                for batch in table.iter_batches(batch_size=_ROWS, columns=only)
+                for index in range(batch.num_rows)
+            )
+            for number, row in enumerate(rows, 1):
+                size += row.nbytes
+                where = f"{file.path}, row {number}"
+                _refuse_longer(row.nbytes, where)
+                _refuse_bomb(file, size)  # a text that is repeated is stored once
+                at = file.size * number // table.metadata.num_rows
+                (values,) = row.to_pylist()
+                yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, at)
         except pyarrow.ArrowException as error:
             raise DataError(f"cannot read {file.path} as Parquet: {error}") from error
 
@@ -281,15 +282,6 @@ def no_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: no_nulls(item) for key, item in value.items() if item is not None}
     return [no_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _length(value: Any) -> int:
-    """Characters of all texts in a value."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_length, value.values()))
-    return sum(map(_length, value)) if isinstance(value, list) else 0
 
 
 def _refuse_longer(size: int, where: str) -> None:
