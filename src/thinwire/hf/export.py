@@ -92,7 +92,7 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
     if wanted.verify:
         needs("transformers", "hf", "verifying the export (--no-verify leaves it out)")
     checkpoint.verify()
-    tokenizer = TokenizerFiles(checkpoint, wanted.tokenizer)
+    source, tokenizer = tokenizer_of(checkpoint, wanted.tokenizer)
     why_not, dtype = why_not_folded(checkpoint.settings), EXPORT_TYPES[wanted.dtype]
     weights = WithCuts(checkpoint) if why_not else Folded(checkpoint)
     if why_not:
@@ -102,7 +102,8 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
             "AutoModelForCausalLM opens it"
         )
     with new_folder(wanted.folder) as folder:
-        ends, settings = tokenizer.write(folder), weights.settings
+        settings = weights.settings
+        ends = write_tokenizer(folder, source, tokenizer, settings.model.context)
         config = {
             **(config_with_cuts(settings) if why_not else config_of(settings.model)),
             # Said even if there are none, or the class of the model names some of its own; but not
@@ -119,8 +120,8 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
         opener, verdict = AUTO_TOKENIZER, ""
         if wanted.verify:
             display.phase("verify", "opening it with transformers")
-            opener = tokenizer_class(folder, tokenizer.tokenizer)
-            verdict = verify(folder, weights, dtype, checkpoint, tokenizer.tokenizer)
+            opener = tokenizer_class(folder, tokenizer)
+            verdict = verify(folder, weights, dtype, checkpoint, tokenizer)
             display.phase("verify", verdict)
         if opener != AUTO_TOKENIZER:
             display.note(
@@ -131,63 +132,54 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
-class TokenizerFiles:
-    """A tokenizer.json and what stands beside it, on their way into a folder: those of a
-    checkpoint, or those that are given.
+def tokenizer_of(checkpoint: Checkpoint, given: Path | None = None) -> tuple[Path, Tokenizer]:
+    """The tokenizer.json that goes along, that of a checkpoint or the given one, and opened."""
+    path = given / TOKENIZER if given is not None and given.is_dir() else given
+    path = path or checkpoint.tokenizer
+    if path is None:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds no tokenizer (it was trained on token shards without "
+            "one): name the one that made them with --tokenizer tokenizer.json"
+        )
+    tokenizer, vocab = Tokenizer.load(path), checkpoint.settings.model.vocab
+    if tokenizer.vocab_size > vocab:
+        raise ConfigError(
+            f"{path} has {tokenizer.vocab_size} entries, but the model was trained with {vocab}: "
+            "it is not the tokenizer of this model"
+        )
+    return path, tokenizer
+
+
+def write_tokenizer(folder: Path, source: Path, own: Tokenizer, context: int) -> dict[str, Any]:
+    """Copy a tokenizer.json with what stands beside it, and make what does not; returns where a
+    text begins and ends, in ids.
     """
-
-    def __init__(self, checkpoint: Checkpoint, given: Path | None = None):
-        path = given / TOKENIZER if given is not None and given.is_dir() else given
-        path = path or checkpoint.tokenizer
-        if path is None:
-            raise CheckpointError(
-                f"{checkpoint.folder} holds no tokenizer (it was trained on token shards without "
-                "one): name the one that made them with --tokenizer tokenizer.json"
-            )
-        model = checkpoint.settings.model
-        self.tokenizer = Tokenizer.load(path)
-        self._path = path
-        self._context = model.context
-        if self.tokenizer.vocab_size > model.vocab:
-            raise ConfigError(
-                f"{path} has {self.tokenizer.vocab_size} entries, but the model was trained with "
-                f"{model.vocab}: it is not the tokenizer of this model"
-            )
-
-    def write(self, folder: Path) -> dict[str, Any]:
-        """Copy what is there, and make what is not; returns where a text begins and ends, in ids,
-        for the config of the model.
-        """
-        shutil.copyfile(self._path, folder / TOKENIZER)
-        for path in map(self._path.with_name, BESIDE):
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": self._context,
-            "clean_up_tokenization_spaces": False,
-        }
-        if (end := self.tokenizer.end_of_text) is not None:
-            config |= dict.fromkeys(("bos_token", "eos_token"), self.tokenizer.decode([end]))
-        path = folder / TOKENIZER_CONFIG
-        write_json(path, config | (read_json(path) if path.is_file() else {}))
-        if not (folder / GENERATION).is_file():
-            write_json(folder / GENERATION, self._ends())
+    shutil.copyfile(source, folder / TOKENIZER)
+    for path in map(source.with_name, BESIDE):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    if (end := own.end_of_text) is not None:
+        config |= dict.fromkeys(("bos_token", "eos_token"), own.decode([end]))
+    path = folder / TOKENIZER_CONFIG
+    write_json(path, config | (read_json(path) if path.is_file() else {}))
+    if (folder / GENERATION).is_file():
         return read_json(folder / GENERATION)
-
-    def _ends(self) -> dict[str, Any]:
-        """By the tokenizer, and by its chat template if it has one."""
-        end = self.tokenizer.end_of_text
-        ends = {end} if end is not None else set()
-        with contextlib.suppress(DataError):  # no template, or one for another program
-            template = ChatTemplate.chosen("tokenizer", self._path)
-            ends |= Chat(self.tokenizer, template).end_ids
-        if not ends:
-            return {}
+    ends = {end} if end is not None else set()
+    with contextlib.suppress(DataError):  # no chat template, or one for another program
+        ends |= Chat(own, ChatTemplate.chosen("tokenizer", source)).end_ids
+    known: dict[str, Any] = {}
+    if ends:
         # Training puts one token between texts: it ends one and begins the next.
-        first = {} if end is None else {"bos_token_id": end}
-        last = sorted(ends) if len(ends) > 1 else min(ends)
-        return {**first, "eos_token_id": last, "pad_token_id": min(ends) if end is None else end}
+        known = {} if end is None else {"bos_token_id": end}
+        known["eos_token_id"] = sorted(ends) if len(ends) > 1 else min(ends)
+        known["pad_token_id"] = min(ends) if end is None else end
+    write_json(folder / GENERATION, known)
+    return known
 
 
 def verify(
