@@ -20,7 +20,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,8 @@ def import_model(
     """Write the folder of an import, all of it or nothing; returns what a user is told of it."""
     check = functools.partial(check_target, target, force, MANIFEST, IMPORTED, "imported model")
     check()
-    with opened(place) as origin:
+    with opened(place) as found:
+        origin = _untied(found)
         settings, notes = _planned(origin, stages, context)
         parts = _matched(origin, settings)
         with new_folder(target) as folder:
@@ -271,7 +272,7 @@ def _write(
 
     def read(name: str) -> Tensor:
         nonlocal done
-        tensor = origin.read(_source(origin, name))
+        tensor = origin.read(name)
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"{name} holds values that are not finite: it is damaged")
         done += tensor.nbytes
@@ -305,11 +306,26 @@ def _write(
     write_file(folder / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
 
 
-def _source(origin: Origin, name: str) -> str:
-    """The tensor that becomes this one of ours: a tied head is the embedding."""
-    if name not in (_TABLE, _OUTPUT) or not is_tied(origin.config):
-        return name
-    return _TABLE if _TABLE in origin.listed else _OUTPUT  # some writers keep the head's name
+def _untied(origin: Origin) -> Origin:
+    """The same with the one matrix of a tied model as both embedding and head."""
+    both = _TABLE, _OUTPUT
+    held = [name for name in both if name in origin.listed]  # some writers keep the head's name
+    if not is_tied(origin.config) or not held:
+        return origin
+
+    def digest(name: str) -> bytes:  # of one tensor in memory at a time
+        tensor = origin.read(name).contiguous().flatten()
+        return hashlib.sha256(tensor.view(torch.uint8).numpy().data).digest()
+
+    if len(held) == 2 and digest(_OUTPUT) != digest(_TABLE):
+        raise CheckpointError(
+            f"{origin.name}: config.json says tie_word_embeddings = true, but {_OUTPUT} differs "
+            f"from {_TABLE}: set it to false to use both"
+        )
+    listed = origin.listed | dict.fromkeys(both, origin.listed[held[0]])
+    return replace(
+        origin, listed=listed, read=lambda name: origin.read(held[0] if name in both else name)
+    )
 
 
 def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
@@ -319,25 +335,9 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
         for name, kept in origin.listed.items()
         if not name.endswith(".rotary_emb.inv_freq")  # computed from the config, by everyone
     }
-
-    def digest(name: str) -> bytes:  # of one tensor in memory at a time
-        tensor = origin.read(name).contiguous().flatten()
-        return hashlib.sha256(tensor.view(torch.uint8).numpy().data).digest()
-
-    has_both = is_tied(origin.config) and {_TABLE, _OUTPUT} <= listed.keys()
-    if has_both and digest(_OUTPUT) != digest(_TABLE):
-        raise CheckpointError(
-            f"{origin.name}: config.json says tie_word_embeddings = true, but {_OUTPUT} differs "
-            f"from {_TABLE}: set it to false to use both"
-        )
-    if has_both:
-        listed.pop(_OUTPUT)
-    builder = StageBuilder(settings, torch.device("meta"))
-    stages = [
-        {name: tuple(p.shape) for name, p in builder.build(index).global_parameters().items()}
-        for index in range(settings.pipeline.stages)
-    ]
-    expected = {_source(origin, name): shape for each in stages for name, shape in each.items()}
+    builder, count = StageBuilder(settings, torch.device("meta")), settings.pipeline.stages
+    stages = [builder.build(index).global_parameters() for index in range(count)]
+    expected = {name: tuple(p.shape) for stage in stages for name, p in stage.items()}
     missing, extra = expected.keys() - listed.keys(), listed.keys() - expected.keys()
     for odd, what in ((missing, "lacks"), (extra, "also holds")):
         if odd:
@@ -356,7 +356,7 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
                 f"{name} is stored as {listed[name].dtype}; weights must be one of "
                 f"{', '.join(TYPES)}: take the folder of the weights before they were quantised"
             )
-    return [{name: listed[_source(origin, name)] for name in shapes} for shapes in stages]
+    return [{name: listed[name] for name in stage} for stage in stages]
 
 
 def run_toml(name: str, imported: Settings, folder: Path) -> str:
