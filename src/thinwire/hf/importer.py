@@ -246,9 +246,6 @@ def _planned(origin: Origin, stages: int, context: int) -> tuple[Settings, list[
             f"the tokenizer of {origin.name} has {entries:,} entries, but its embedding has "
             f"{vocab:,} rows: they do not belong together"
         )
-    if entries < vocab:
-        rows = f"{vocab - entries:,} rows of the embedding"
-        notes.append(f"{rows} have no token (padding); they are kept")
     if is_tied(origin.config):
         notes.append(
             "the model ties its output head to its embedding. Here the two stand on the first and "
