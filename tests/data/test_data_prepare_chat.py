@@ -204,7 +204,7 @@ def test_datasets_of_hugging_face(chats, made, tmp_path, offline):
         made(replace(config, split="dev"))
     with pytest.raises(ConfigError, match=r"use valid_split"):
         made(replace(config, valid_path="x"))
-    with pytest.raises(DataError, match=r"cannot be read: .*dev.*check data\.path and data\.split"):
+    with pytest.raises(DataError, match=r"cannot read .*dev.*check data\.path and data\.split"):
         made(replace(config, path=str(tmp_path / "json"), split="dev"))
 
 
@@ -228,8 +228,8 @@ def test_texts_of_hugging_face_and_what_changes_them(made, tmp_path, offline, te
 @pytest.mark.parametrize(("path", "words"), [
     ("", r'data\.source = "hf" needs data\.path'),
     ("./nowhere", r"is not a folder that holds a dataset"),
-    ("nobody/nothing", r"nobody/nothing cannot be read: .*reach"),
-    ("nobody/nothing@main:part", r"cannot be read: .*reach"),
+    ("nobody/nothing", r"cannot read nobody/nothing: .*reach"),
+    ("nobody/nothing@main:part", r"cannot read nobody/nothing@main:part: .*reach"),
 ])  # fmt: skip
 def test_datasets_that_cannot_be_had(path, words, made, offline):
     refused(words, made, DataConfig(source="hf", path=path))

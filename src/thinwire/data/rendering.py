@@ -50,20 +50,18 @@ class Renderer:
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C is for the process that asks
                 )
-            asked, answers, line = self._process.stdin, self._process.stdout, b""
+            asked, answers = self._process.stdin, self._process.stdout
             assert asked is not None and answers is not None
+            answer = {"error": TOO_MUCH}
             try:
                 asked.write(request + b"\n")
                 asked.flush()
-                line = answers.readline()
-            except OSError:
+                answer = json.loads(answers.readline())
+            except (OSError, ValueError):
                 pass  # it has ended
-            except BaseException:  # such as Ctrl-C: this answer must not be taken for the next one
-                self.close()
-                raise
-            answer: dict[str, str] = json.loads(line) if line else {"error": TOO_MUCH}
-            if answer.get("error") == TOO_MUCH:
-                self.close()  # what was taken may not be given back
+            finally:  # also by Ctrl-C: this answer must not be taken for the next one
+                if answer.get("error") == TOO_MUCH:
+                    self.close()  # what was taken may not be given back
             return answer
 
     def close(self) -> None:

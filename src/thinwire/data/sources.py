@@ -17,7 +17,7 @@ import sysconfig
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -163,16 +163,18 @@ def walk(root: Path, belongs: Callable[[str], bool] = lambda name: True) -> list
 
 @contextmanager
 def reading(
-    path: Path,
+    place: Path | str,
     broken: tuple[type[Exception], ...] = (OSError,),
     advice: str = "repair or remove it, or choose another data.path",
 ) -> Iterator[None]:
-    """Turn what a reader raises at a file or folder that it cannot read into a DataError."""
+    """Turn what a reader raises where it cannot read into a DataError."""
     try:
         yield
+    except ThinwireError:
+        raise
     except broken as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read {path}: {reason}; {advice}") from error
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise DataError(f"cannot read {place}: {reason}; {advice}") from error
 
 
 def read_records(
@@ -450,15 +452,11 @@ class HubDataset:
             )
         return saved[self._split]
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except ThinwireError:
-            raise
-        except Exception as error:  # the libraries raise whatever readers and the network raise
-            raise DataError(
-                f"the dataset {self._place} cannot be read: {first_line(error)}; check data.path "
-                "and data.split, and that this machine can reach the Hugging Face hub. A dataset "
-                "in a local folder needs no network"
-            ) from error
+    def _reading(self) -> AbstractContextManager[None]:
+        # The libraries raise whatever readers and the network raise.
+        return reading(
+            self._place,
+            (Exception,),
+            "check data.path and data.split, and that this machine can reach the Hugging Face hub. "
+            "A dataset in a local folder needs no network",
+        )
