@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
 from thinwire.data.chat import JINJA
+from thinwire.data.sources import reading
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import flush, partial_folder, replace_folder
 
@@ -161,14 +162,10 @@ class FolderWeights:
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
-        path = self._folder / file
-        try:
-            with safetensors.safe_open(path, framework="pt") as opened:
-                yield opened
-        except (OSError, safetensors.SafetensorError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read, it may be truncated: {error}. Fetch it again"
-            ) from error
+        path, broken = self._folder / file, (OSError, safetensors.SafetensorError)
+        trying = reading(path, broken, "it may be truncated: fetch it again")
+        with trying, safetensors.safe_open(path, framework="pt") as opened:
+            yield opened
 
 
 def write_tensors(path: Path, listed: Mapping[str, Kept], read: Read) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from thinwire.data import Tokenizer
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
+from thinwire.data.sources import reading
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import (
     FORMAT,
@@ -39,7 +40,7 @@ from thinwire.engine.checkpoint import (
     sealed,
     sha256_of,
 )
-from thinwire.errors import CheckpointError, ConfigError, DataError, first_line
+from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.folders import write_file
 from thinwire.hf.folder import (
     BESIDE,
@@ -134,34 +135,27 @@ def _fetched(name: str) -> Path:
     if not _HUB_NAME.fullmatch(name) or name.endswith(".gguf"):
         raise ConfigError(f"{name} does not exist: give a folder, a .gguf file or a hub name")
     hub = needs("huggingface_hub", "hf", f"fetching {name} from the Hugging Face hub")
-    try:
+    advice = (
+        "it is no folder here, and is asked for at the Hugging Face hub: check the name and the "
+        "network, or fetch the folder elsewhere and give its path"
+    )
+    with reading(name, (Exception,), advice):  # of the hub, of HTTP, of the network: of many kinds
         first = Path(hub.snapshot_download(name, allow_patterns=[CONFIG]))
         shape_of(read_json(first / CONFIG))  # before gigabytes are fetched
         wanted = [CONFIG, TOKENIZER, *BESIDE, *_WEIGHTS]
         return Path(hub.snapshot_download(name, allow_patterns=wanted))
-    except (CheckpointError, ConfigError):
-        raise
-    except Exception as error:  # of the hub, of HTTP, of the network: of many kinds
-        raise DataError(
-            f"{name} is no folder here, and it cannot be fetched from the Hugging Face hub: "
-            f"{first_line(error)}. Check the name and the network, or fetch the folder elsewhere "
-            "and give its path"
-        ) from error
 
 
 def _gguf(path: Path, scratch: Path) -> Origin:
     """A GGUF file, dequantised to float32 by transformers, which holds the whole model."""
     transformers = needs("transformers", "hf", f"importing {path}")
     gguf = needs("gguf", "hf", f"importing {path}")
-    try:
+    # The library checks little: anything may come of a damaged file.
+    with reading(path, (Exception,), "it is not a GGUF file, or truncated"):
         reader = gguf.GGUFReader(path)
         kinds = {k: f for k, f in reader.fields.items() if k.endswith(".rope.scaling.type")}
         scaling = [key for key, field in kinds.items() if field.contents() != "none"]
         scaling += [t.name for t in reader.tensors if t.name.startswith("rope_freqs")]
-    except Exception as error:  # the library checks little: anything may come of a damaged file
-        raise CheckpointError(
-            f"{path} is not a GGUF file, or truncated: {first_line(error)}"
-        ) from error
     if scaling:  # what the library would leave out without a word
         raise ConfigError(
             f"{path} has scaled rotary positions ({scaling[0]}), which transformers drops from "
@@ -169,16 +163,12 @@ def _gguf(path: Path, scratch: Path) -> Origin:
         )
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     folder = str(path.resolve().parent)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # warnings and bars of the library
-            config = transformers.AutoConfig.from_pretrained(folder, **where).to_dict()
-            shape_of(config)
-            transformers.AutoTokenizer.from_pretrained(folder, **where).save_pretrained(scratch)
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **where)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"transformers cannot read {path}: {first_line(error)}") from error
+    trying = reading(path, (Exception,), "transformers opens GGUF files, but not this one")
+    with trying, contextlib.redirect_stderr(io.StringIO()):  # warnings and bars of the library
+        config = transformers.AutoConfig.from_pretrained(folder, **where).to_dict()
+        shape_of(config)
+        transformers.AutoTokenizer.from_pretrained(folder, **where).save_pretrained(scratch)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **where)
     note = (
         "transformers dequantised the GGUF file to float32, with the whole model in memory. "
         "Training changes these weights; they are not rounded to the file's few bits again"
