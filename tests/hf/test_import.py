@@ -174,8 +174,8 @@ def as_shards(folder, **index):
 
 BAD = {
     "architecture": (lambda f: change_config(f, model_type="gpt_neox"), '"gpt_neox" is not supp'),
-    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: Expecting"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
     "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
                r"as pickle \(.bin\) only. Reading pickle runs code"),

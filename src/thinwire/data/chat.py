@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thinwire.data.rendering import BEGIN, END, RENDERER
-from thinwire.data.sources import reading
+from thinwire.data.sources import read_json, reading
 from thinwire.data.tokenizer import PIECE_CHARACTERS, Tokenizer, pieces_of
 from thinwire.errors import DataError
 
@@ -217,12 +217,7 @@ class ChatTemplate:
         """The template that was published with a tokenizer.json, if there is one."""
         path, own, config = tokenizer.with_name(CONFIG), tokenizer.with_name(JINJA), {}
         if path.is_file():
-            try:
-                config = json.loads(_read_text(path))
-                if not isinstance(config, dict):
-                    raise ValueError("it holds no object")
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path} is not usable ({error}): repair or remove it") from error
+            config = read_json(path, "repair or remove it")
         if own.is_file():
             return cls(_read_text(own), str(own), config, is_own=True)
         source = config.get("chat_template")

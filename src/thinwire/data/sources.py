@@ -177,6 +177,15 @@ def reading(
         raise DataError(f"cannot read {place}: {reason}; {advice}") from error
 
 
+def read_json(path: Path, advice: str = "repair it, or fetch it again") -> dict[str, Any]:
+    """The object in a JSON file; DataError where there is none."""
+    with reading(path, (OSError, ValueError, RecursionError), advice):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+    return found
+
+
 def read_records(
     files: Iterable[SourceFile], text_key: str = "", skip_undecodable: bool = False
 ) -> Iterator[SourceRecord]:

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from thinwire.background import on_daemon_thread
+from thinwire.data.sources import read_json
 from thinwire.errors import DataError
 from thinwire.folders import write_file
 from thinwire.paths import expanded
@@ -83,9 +83,8 @@ class Tokenizer:
         if loaded.vocab_size == 0:
             raise DataError(f"{path} is a tokenizer with an empty vocabulary")
         if loaded.end_of_text is None:  # it may have another name, which stands beside it
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                beside = place.with_name("tokenizer_config.json")
-                name = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+            with contextlib.suppress(DataError):
+                name = read_json(place.with_name("tokenizer_config.json")).get("eos_token")
                 name = name.get("content") if isinstance(name, dict) else name
                 loaded.end_of_text = loaded.id_of(name) if isinstance(name, str) else None
         return loaded

@@ -22,6 +22,7 @@ import thinwire
 from thinwire.data import Tokenizer
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
 from thinwire.data.chat import Chat, ChatTemplate
+from thinwire.data.sources import read_json
 from thinwire.engine.build import Joined, choose_device, model_weights
 from thinwire.engine.checkpoint import IMPORTED, TOKENIZER, Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
@@ -36,7 +37,6 @@ from thinwire.hf.folder import (
     FolderWeights,
     check_target,
     new_folder,
-    read_json,
     write_json,
     write_model,
 )

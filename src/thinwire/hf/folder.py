@@ -19,8 +19,8 @@ from torch import Tensor
 
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
 from thinwire.data.chat import JINJA
-from thinwire.data.sources import reading
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.data.sources import read_json, reading
+from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.folders import flush, partial_folder, replace_folder
 
 CONFIG = "config.json"
@@ -49,7 +49,7 @@ def check_target(
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     is_ours = False
-    with contextlib.suppress(CheckpointError):
+    with contextlib.suppress(DataError):
         is_ours = (folder / mark).is_file() and (not key or key in read_json(folder / mark))
     if not is_ours:
         raise ConfigError(f"{folder} exists and is no {what}: choose another name")
@@ -74,19 +74,6 @@ def new_folder(target: Path) -> Iterator[Path]:
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; CheckpointError where there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return found
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """A JSON file as people read it."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -109,7 +96,7 @@ class FolderWeights:
     """The named tensors in the safetensors files of a folder."""
 
     def __init__(self, folder: Path):
-        """CheckpointError names a file that is missing, truncated or not what the index says."""
+        """An error names a file that is missing, truncated or not what the index says."""
         self.listed: dict[str, Kept] = {}
         self._folder = folder
         self._files: dict[str, str] = {}

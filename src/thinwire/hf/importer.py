@@ -29,7 +29,7 @@ from torch import Tensor
 
 from thinwire.data import Tokenizer
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
-from thinwire.data.sources import reading
+from thinwire.data.sources import read_json, reading
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import (
     FORMAT,
@@ -51,7 +51,6 @@ from thinwire.hf.folder import (
     Read,
     check_target,
     new_folder,
-    read_json,
     write_tensors,
 )
 from thinwire.hf.shape import is_tied, shape_of

@@ -3,9 +3,9 @@
 Shapes: B windows, T tokens of a window, N tokens of a text, V entries of the vocabulary.
 """
 
+import contextlib
 import functools
 import itertools
-import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from thinwire.codec import Leg
 from thinwire.data import Tokenizer
 from thinwire.data.chat import Chat
 from thinwire.data.documents import Texts
-from thinwire.data.sources import read_records, text_files
+from thinwire.data.sources import read_json, read_records, text_files
 from thinwire.engine.build import Joined, choose_device
 from thinwire.engine.checkpoint import IMPORTED, Checkpoint
 from thinwire.engine.feed import Feed
@@ -329,11 +329,9 @@ class Model(Joined):
     @functools.cached_property
     def _published_ends(self) -> set[int]:
         """Ids that end a text by the generation_config.json that came with an imported model."""
-        try:
-            text = (self.checkpoint.folder / "generation_config.json").read_text(encoding="utf-8")
-            ends = json.loads(text).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            return set()
+        ends = None
+        with contextlib.suppress(DataError):
+            ends = read_json(self.checkpoint.folder / "generation_config.json").get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
         return {end for end in ends if isinstance(end, int)}
 
