@@ -245,10 +245,8 @@ def _json_records(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterat
 
 
 def _parsed(text: bytes, where: str) -> Any:
-    try:
+    with reading(where, (ValueError, RecursionError), "repair or remove it"):
         return json.loads(text.removeprefix(codecs.BOM_UTF8).decode())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({error}); repair or remove it") from error
 
 
 def _parquet_rows(
@@ -261,7 +259,7 @@ def _parquet_rows(
             shutil.copyfileobj(stream, on_disk)
             on_disk.seek(0)
             stream = on_disk
-        try:
+        with reading(file.path, (pyarrow.ArrowException,), "repair or remove it"):
             table = parquet.ParquetFile(stream)
             columns = table.schema_arrow.names
             if text_key and text_key not in columns:
@@ -284,8 +282,6 @@ def _parquet_rows(
                 at = file.size * number // table.metadata.num_rows
                 (values,) = row.to_pylist()
                 yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, at)
-        except pyarrow.ArrowException as error:
-            raise DataError(f"cannot read {file.path} as Parquet: {error}") from error
 
 
 def no_nulls(value: Any) -> Any:

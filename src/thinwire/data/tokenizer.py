@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from thinwire.background import on_daemon_thread
-from thinwire.data.sources import read_json
+from thinwire.data.sources import read_json, reading
 from thinwire.errors import DataError
 from thinwire.folders import write_file
 from thinwire.paths import expanded
@@ -34,6 +34,7 @@ RESERVED = ("<|im_start|>", "<|im_end|>", "<|tools|>", "<|tool_call|>")
 SMALLEST_VOCAB = 257  # every byte, and the end of text
 # The library needs over a hundred bytes of memory for each character it works on.
 PIECE_CHARACTERS = 128_000
+_ANY = (Exception,)  # the library raises nothing more specific
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
 
@@ -73,13 +74,9 @@ class Tokenizer:
     def load(cls, path: str | Path) -> "Tokenizer":
         """Read a tokenizer.json, the format of the `tokenizers` and `transformers` libraries."""
         place = expanded(path, "data.tokenizer")
-        try:
+        advice = "data.tokenizer must be the path of a tokenizer.json, or empty to train one"
+        with reading(f"the tokenizer {path}", _ANY, advice):
             loaded = cls(tokenizers.Tokenizer.from_str(place.read_text(encoding="utf-8")))
-        except Exception as error:  # the library raises nothing more specific
-            raise DataError(
-                f"cannot read the tokenizer {path}: {error}; "
-                "data.tokenizer must be the path of a tokenizer.json, or empty to train one"
-            ) from error
         if loaded.vocab_size == 0:
             raise DataError(f"{path} is a tokenizer with an empty vocabulary")
         if loaded.end_of_text is None:  # it may have another name, which stands beside it
@@ -174,13 +171,9 @@ class Tokenizer:
         return [_measured(text, each) for text, each in zip(texts, encodings, strict=True)]
 
     def _encodings(self, encode_batch: Callable[..., Any], texts: list[str]) -> list[Any]:
-        try:
+        advice = "choose another data.tokenizer, or leave it empty to train one"
+        with reading("the text with this tokenizer", _ANY, advice):
             return encode_batch(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises nothing more specific
-            raise DataError(
-                f"the tokenizer cannot encode the text: {error}; choose another data.tokenizer, or "
-                "leave it empty to train one"
-            ) from error
 
     def decode_all(self, texts: list[np.ndarray]) -> list[str]:
         """The text of each array of ids, computed on all cores."""
