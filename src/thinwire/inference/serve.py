@@ -96,11 +96,10 @@ class Asked(msgspec.Struct):
     def read(cls, body: bytes) -> "Asked":
         """The request in a body of JSON; RefusedError says which field is wrong."""
         try:
-            found = msgspec.json.decode(body)
+            found = msgspec.json.decode(body, type=dict[str, Any])
         except (ValueError, RecursionError) as error:
-            raise RefusedError(f"the body is not JSON: {printable(str(error), 200)}") from None
-        if not isinstance(found, dict):
-            raise RefusedError("the body must be a JSON object")
+            text = f"the body must be a JSON object: {printable(str(error), 200)}"
+            raise RefusedError(text) from None
         for key, nothing in UNSUPPORTED.items():
             value = found.get(key)
             if value is not False and value not in (None, nothing, [], {}):
