@@ -112,30 +112,27 @@ def is_learned(message: Mapping[str, Any]) -> bool:
     return message["role"] == ASSISTANT and says and message.get("weight", 1) != 0
 
 
-def form_of(record: Mapping[str, Any]) -> str | None:
-    """The key that a record is recognised by, or None."""
+def form_of(record: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The key that a record is recognised by, and its answer where that stands apart; or None."""
     for key, (_, answers) in FORMS.items():
-        if record.get(key) is not None and (not answers or _answer(record, key) is not None):
-            return key
+        said = next((record[k] for k in answers if record.get(k) is not None), None)
+        if record.get(key) is not None and (not answers or said is not None):
+            return key, said
     return None
-
-
-def _answer(record: Mapping[str, Any], key: str) -> Any:
-    return next((record[k] for k in FORMS[key][1] if record.get(k) is not None), None)
 
 
 def conversation_of(record: Any) -> Conversation:
     """A record as a conversation; NotAConversation says what keeps it from being one."""
     if not isinstance(record, Mapping):
         raise NotAConversation("it is not an object")
-    key = form_of(record)
-    if key is None:
+    if (form := form_of(record)) is None:
         names = ", ".join(f'"{name}"' for name in list(record)[:12])
         raise NotAConversation(
             f'it has the keys {names or "of nothing"}; a conversation has "messages", '
             '"conversations", "prompt" and "completion", or "instruction" and "output"'
         )
-    asked, said = record[key], _answer(record, key)
+    key, said = form
+    asked = record[key]
     if key == "instruction":
         given = record.get("input") or record.get("context") or ""
         if not all(isinstance(text, str) for text in (asked, given, said)):
@@ -360,14 +357,13 @@ class Chat:
         path = folder / "tokenizer.json"
         return cls(Tokenizer.load(path), ChatTemplate.chosen(template, path))
 
-    def prompt_ids(self, messages: Messages, tools: list[Any] | None = None) -> list[int]:
+    def prompt_ids(self, messages: Messages) -> list[int]:
         """The ids of a conversation up to where the assistant's next answer begins."""
         try:
             guarded = self._specials.guard(checked(messages))
         except NotAConversation as error:
             raise DataError(f"these messages are no conversation: {error}") from None
-        text = self.template.render(guarded, self._specials.guard(tools), prompts=True)
-        text = text.translate(_UNMARKED)
+        text = self.template.render(guarded, prompts=True).translate(_UNMARKED)
         encoded = self.tokenizer.encode_measured(self._parts(text), rendered=True)
         return [int(i) for part in encoded for i in part.ids]
 
