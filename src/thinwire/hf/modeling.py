@@ -20,6 +20,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from thinwire.hf.cuts import MODEL_TYPE, Whole, settings_of
+from thinwire.hf.shape import KEYS
 from thinwire.model.llama import Block
 
 
@@ -32,12 +33,8 @@ class ThinwireConfig(PretrainedConfig):
     def __init__(self, settings: dict[str, Any] | None = None, **others: Any):
         self.settings = settings or {}
         model = self.settings.get("model", {})
-        self.vocab_size = model.get("vocab")
-        self.hidden_size = model.get("dim")
-        self.num_hidden_layers = model.get("layers")
-        self.num_attention_heads = model.get("heads")
-        self.num_key_value_heads = model.get("kv_heads")
-        self.max_position_embeddings = model.get("context")
+        for ours, theirs in KEYS.items():
+            setattr(self, theirs, model.get(ours))
         others.setdefault("tie_word_embeddings", False)
         super().__init__(**others)
 

@@ -15,7 +15,7 @@ from thinwire.typed import from_plain
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` that can be imported; SmolLM and SmolLM2 are of the type llama."""
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_KEYS = {
+KEYS = {
     "vocab": "vocab_size",
     "dim": "hidden_size",
     "ffn": "intermediate_size",
@@ -65,7 +65,7 @@ def shape_of(config: Mapping[str, Any], context: int = 0) -> ModelConfig:
         "head_dim": 128 if kind == "qwen3" else 0,
         "norm_eps": 1e-6,
     }
-    found = {ours: _given(config, theirs, defaults.get(ours)) for ours, theirs in _KEYS.items()}
+    found = {ours: _given(config, theirs, defaults.get(ours)) for ours, theirs in KEYS.items()}
     theta, scaling = _positions(config)
     values = {
         "preset": CUSTOM,
@@ -106,7 +106,7 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     config = {
         "architectures": [CLASSES[kind]],
         "model_type": kind,
-        **{theirs: getattr(model, ours) for ours, theirs in _KEYS.items()},
+        **{theirs: getattr(model, ours) for ours, theirs in KEYS.items()},
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "rope_theta": model.rope_theta,
