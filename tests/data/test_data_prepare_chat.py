@@ -200,7 +200,7 @@ def test_datasets_of_hugging_face(chats, made, tmp_path, offline):
         assert "30 messages" in corpus.notes[0]
     config = replace(config, path=str(tmp_path / "both"), valid_split="test")
     assert learned(made(config), "valid").count("It is 20") == 4
-    with pytest.raises(DataError, match=r'no split "dev"; it has train, test: set data\.split'):
+    with pytest.raises(DataError, match=r'no split "dev", only train, test: set data\.split'):
         made(replace(config, split="dev"))
     with pytest.raises(ConfigError, match=r"use valid_split"):
         made(replace(config, valid_path="x"))

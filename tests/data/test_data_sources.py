@@ -133,7 +133,7 @@ def test_a_parquet_file_that_repeats_one_text_without_measure_is_refused(tmp_pat
     path.write_bytes(parquet_bytes(tmp_path, {"text": ["x" * 1000] * 20_000}))
     assert len(texts(path)) == 20_000
     monkeypatch.setattr(sources, "ALWAYS_ALLOWED_BYTES", 1_500_000)
-    refused(r"a\.parquet .* unpacks to more than", texts, path)
+    refused(r"a\.parquet unpacks to more than", texts, path)
 
 
 def test_one_document_has_a_limit_but_a_file_has_none(tmp_path, monkeypatch):

@@ -264,8 +264,7 @@ class ChatTemplate:
             start = next((str(m.get("content", "")) for m in messages), "")[:60]
             raise DataError(
                 f"the chat template ({self.name}) cannot render a conversation that begins with "
-                f"{start!r}: {answer['error']}; correct the conversation, or choose another "
-                "data.template"
+                f"{start!r}: {answer['error']}; correct it, or choose another data.template"
             )
         return answer["text"]
 
@@ -343,9 +342,8 @@ class Chat:
         if template.source == CHATML and missing:
             raise DataError(
                 f"the chat template ChatML needs {' and '.join(CHATML_TOKENS)} as special tokens, "
-                f"and the tokenizer has no {missing[0]}: put the chat template of the tokenizer "
-                "beside it (tokenizer_config.json), or name one: data.template in training, "
-                "--template for text"
+                f"and the tokenizer has no {missing[0]}: put its own chat template beside it "
+                "(tokenizer_config.json), or name one with data.template or --template"
             )
         self.tokenizer = tokenizer
         self.template = template
@@ -444,8 +442,7 @@ class Chat:
         if len(pieces) - 1 != len(answers) or any(piece.count(END) != 1 for piece in pieces[1:]):
             raise DataError(
                 f"the chat template ({self.template.name}) marks {len(pieces) - 1} answers of "
-                f"{len(answers)} with {{% generation %}}: correct it, or choose another "
-                "data.template"
+                f"{len(answers)} with {{% generation %}}: correct it, or set another data.template"
             )
         spans, plain = [], pieces[0]
         for message, piece in zip(answers, pieces[1:], strict=True):

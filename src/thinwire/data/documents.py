@@ -245,8 +245,7 @@ class ValidationSplit:
         self._is_one = lowest == highest
         if whole and self._is_one and not self.given:
             raise DataError(
-                "the corpus is a single conversation: there must be another one to validate on; "
-                "add some, or set data.valid_path"
+                "the corpus is a single conversation: add others, or set data.valid_path"
             )
         self._whole = whole
         self._fraction = fraction

@@ -59,9 +59,8 @@ def prepare(
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > vocab:
         raise DataError(
-            f"the tokenizer {config.tokenizer} has {tokenizer.vocab_size} entries, model.vocab "
-            f"is {vocab}: set model.vocab to at least {tokenizer.vocab_size} or choose a "
-            "smaller tokenizer"
+            f"the tokenizer {config.tokenizer} has {tokenizer.vocab_size} entries, model.vocab is "
+            f"{vocab}: set model.vocab to at least {tokenizer.vocab_size}, or choose a smaller one"
         )
     build = _token_shards if config.source == "tokens" else _documents
     return build(config, vocab, Path(cache), tokenizer, progress)
@@ -123,8 +122,7 @@ def _documents(
             raise DataError(
                 f"the chat template needs the special tokens {', '.join(special)}, which the "
                 f"tokenizer lacks, and model.vocab = {vocab} has no room for them: set it to at "
-                f"least {tokenizer.vocab_size} (with --init-from the weights grow by the rows of "
-                "the new tokens), or put the tokenizer's own chat template beside it "
+                f"least {tokenizer.vocab_size}, or put the tokenizer's own chat template beside it "
                 "(tokenizer_config.json)"
             )
 
@@ -205,6 +203,5 @@ def _check_ids(largest: int, where: str, tokenizer: Tokenizer | None, vocab: int
         )
     if largest >= vocab:
         raise DataError(
-            f"{where} holds token id {largest}, model.vocab is {vocab}: "
-            f"set model.vocab to at least {largest + 1}"
+            f"{where} holds token id {largest}, model.vocab is {vocab}: set at least {largest + 1}"
         )

@@ -112,8 +112,7 @@ def find_shards(path: str, valid_path: str = "") -> Shards:
     train, valid = _by_side(path, "data.path")
     if not train:
         raise DataError(
-            f"no training shards (*train*.bin) in {path}, only "
-            f"{', '.join(file.name for file in valid[:4])}"
+            f"no training shards (*train*.bin) in {path}, only {', '.join(f.name for f in valid)}"
         )
     if valid_path:
         others, named = _by_side(valid_path, "data.valid_path")
@@ -121,8 +120,7 @@ def find_shards(path: str, valid_path: str = "") -> Shards:
         both = {file.path.resolve() for file in train} & {file.path.resolve() for file in valid}
         if both:
             raise DataError(
-                f"{min(both)} is in data.path and in data.valid_path: validation data must not be "
-                "trained on"
+                f"{min(both)} is in data.path and in data.valid_path: validate on other data"
             )
     return Shards([*map(open_shard, train)], [*map(open_shard, valid)])
 

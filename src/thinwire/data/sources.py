@@ -142,19 +142,17 @@ def walk(root: Path, belongs: Callable[[str], bool] = lambda name: True) -> list
     Symbolic links are followed, since download caches are made of them.
     """
 
-    def inside(folder: Path, parents: list[tuple[int, int]]) -> Iterator[str]:
+    def inside(folder: Path, parents: list[os.stat_result]) -> Iterator[str]:
         with reading(folder):
-            status = folder.stat()
+            here = folder.stat()
             names = [n for n in os.listdir(folder) if not n.startswith(".") and belongs(n)]
-        identity = (status.st_dev, status.st_ino)
-        if identity in parents:
+        if any(os.path.samestat(here, parent) for parent in parents):
             raise DataError(
-                f"{folder} is a symbolic link to a folder that contains it, an endless loop: "
-                "remove the link"
+                f"{folder} is a symbolic link to a folder that contains it, a loop: remove it"
             )
         for path in (folder / name for name in names):
             if os.path.isdir(path):
-                yield from inside(path, [*parents, identity])
+                yield from inside(path, [*parents, here])
             else:
                 yield str(path.relative_to(root))
 
@@ -264,8 +262,8 @@ def _parquet_rows(
             columns = table.schema_arrow.names
             if text_key and text_key not in columns:
                 raise DataError(
-                    f'{file.path} has no column "{text_key}"; its columns: {", ".join(columns)}; '
-                    "set data.text_key to the column of the text"
+                    f'{file.path} has no column "{text_key}", but {", ".join(columns)}: set '
+                    "data.text_key to the one of the text"
                 )
             size, only = 0, [text_key] if text_key else None
             # One row at a time: a short file can hold long texts.
@@ -390,10 +388,9 @@ def _refuse_bomb(file: SourceFile, size: int) -> None:
     limit = max(ALWAYS_ALLOWED_BYTES, LARGEST_RATIO * file.size)
     if size > limit:
         raise DataError(
-            f"{file.path} has {file.size:,} bytes and unpacks to more than {limit:,}: a file that "
-            f"grows to over {LARGEST_RATIO} times its size (and {ALWAYS_ALLOWED_BYTES >> 20} MiB) "
-            "is treated as a decompression bomb. If you trust it, decompress it first (.parquet: "
-            "to .jsonl)"
+            f"{file.path} unpacks to more than {limit:,} bytes. What grows to over {LARGEST_RATIO} "
+            f"times its size (and {ALWAYS_ALLOWED_BYTES >> 20} MiB) is taken for a decompression "
+            "bomb: if you trust it, decompress it first (.parquet: to .jsonl)"
         )
 
 
@@ -403,8 +400,7 @@ class HubDataset:
     def __init__(self, place: str, split: str) -> None:
         if not place:
             raise DataError(
-                'data.source = "hf" needs data.path: a dataset on the Hugging Face hub '
-                "(NAME or NAME:CONFIG), or the folder of one"
+                'data.source = "hf" needs data.path: NAME or NAME:CONFIG on the hub, or a folder'
             )
         self._place, self._split = place, split
         folder = expanded(place, "data.path")
@@ -452,7 +448,7 @@ class HubDataset:
             return saved
         if self._split not in saved:
             raise DataError(
-                f'{self._place} has no split "{self._split}"; it has {", ".join(saved)}: set '
+                f'{self._place} has no split "{self._split}", only {", ".join(saved)}: set '
                 "data.split to one of them"
             )
         return saved[self._split]

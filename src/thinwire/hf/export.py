@@ -407,8 +407,7 @@ def _refuse_other_base(base: str, checkpoint: Checkpoint, folded: Folded) -> Non
         if not torch.equal(kept.to(own.dtype), own):
             raise ConfigError(
                 f"the adapters of {checkpoint.folder} do not fit {base}: {name} has other values "
-                "there than in their training. With --base, name an export of the model that the "
-                "run started from, as it was then"
+                "there than in their training: name an export of the model that it started from"
             )
 
 

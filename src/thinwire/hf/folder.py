@@ -69,8 +69,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             replace_folder(folder, target.absolute())
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {target}: {error}. Nothing was left there; free some space or "
-            "choose another place"
+            f"cannot write {target}: {error}. Nothing was left there: choose another place"
         ) from error
 
 
@@ -110,8 +109,7 @@ class FolderWeights:
                     found.add((name, file))  # one tensor may be in two files
         if places and (odd := {*places.items()} ^ found):
             raise CheckpointError(
-                f"{folder}: {INDEX} and the files do not agree on where {min(odd)[0]} is: they are "
-                "not of one model"
+                f"{folder}: {INDEX} and the files do not agree on where {min(odd)[0]} is"
             )
 
     def read(self, name: str) -> Tensor:

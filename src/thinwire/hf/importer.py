@@ -232,8 +232,7 @@ def _planned(origin: Origin, stages: int, context: int) -> tuple[Settings, list[
     entries, vocab = Tokenizer.load(origin.folder / TOKENIZER).vocab_size, model.vocab
     if entries > vocab:
         raise DataError(
-            f"the tokenizer of {origin.name} has {entries:,} entries, but its embedding has "
-            f"{vocab:,} rows: they do not belong together"
+            f"the tokenizer has {entries:,} entries, but the embedding has {vocab:,} rows"
         )
     if is_tied(origin.config):
         notes.append(
@@ -334,8 +333,7 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
     for name, shape in expected.items():
         if listed[name].shape != shape:
             raise CheckpointError(
-                f"{name} has shape {listed[name].shape}, its config.json asks for {shape}: the "
-                "files are not of one model"
+                f"{name} has shape {listed[name].shape}, its config.json asks for {shape}"
             )
         if listed[name].dtype not in TYPES:
             raise CheckpointError(

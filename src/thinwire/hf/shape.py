@@ -144,8 +144,7 @@ def _check_windows(config: Mapping[str, Any]) -> None:
     is_used = config.get("use_sliding_window", is_mistral)
     if window is not None and is_used:
         raise ConfigError(
-            f"config.json: sliding_window = {window}: sliding windows are not supported; every "
-            "position must see all earlier ones"
+            f"config.json: sliding_window = {window}: sliding windows are not supported"
         )
 
 
