@@ -179,10 +179,10 @@ def write_corpus(
 
             def append(name: str, content: bytes) -> None:
                 if name not in written:
-                    file = held.enter_context((partial / name).open("wb"))
-                    written[name] = file, hashlib.blake2b(digest_size=16)
-                file, content_hash = written[name]
-                file.write(content)
+                    opened = held.enter_context((partial / name).open("wb"))
+                    written[name] = opened, hashlib.blake2b(digest_size=16)
+                stream, content_hash = written[name]
+                stream.write(content)
                 content_hash.update(content)
 
             for side in SIDES:

@@ -138,10 +138,9 @@ class Validation:
         self._windows = Windows(tokens, context, learned)
         windows = self._windows.count
         if windows < 1:
-            short = f"it has {len(tokens)} tokens, {context + 1} are needed; lower the context or"
-            why = f"{self._windows};" if self._windows.all else short
             raise DataError(
-                f"nothing to validate on: {why} raise data.valid_fraction, or use a larger corpus"
+                f"nothing to validate on: {self._windows}; lower the context, raise "
+                "data.valid_fraction, or use a larger corpus"
             )
         self.size = min(batch, windows)
         count = windows // self.size

@@ -33,11 +33,6 @@ TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F1
 """Number formats of weights, as safetensors spells them."""
 _SPELLED = {dtype: name for name, dtype in TYPES.items()}
 EXPORT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_WHY_NO_PICKLE = (
-    "holds its weights as pickle (.bin) only. Reading pickle runs code that the file names, so "
-    "thinwire never does: take a version with .safetensors files, or convert it where you trust it "
-    "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
-)
 Shapes = Mapping[str, tuple[int, ...]]
 Read = Callable[[str], Tensor]
 
@@ -125,7 +120,11 @@ class FolderWeights:
                 return {}
             has_safetensors = any(folder.glob("*.safetensors"))
             if not has_safetensors and [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
-                raise CheckpointError(f"{folder} {_WHY_NO_PICKLE}")
+                raise CheckpointError(
+                    f"{folder} holds its weights as pickle (.bin) only. Reading pickle runs code "
+                    "that the file names, so thinwire never does: take .safetensors, or convert it "
+                    "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
+                )
             raise CheckpointError(
                 f"{folder} has no weights, neither {WHOLE} nor {INDEX} with its files: the "
                 "download is not complete, or this is an adapter"
