@@ -180,11 +180,11 @@ BAD = {
     "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
                r"as pickle \(.bin\) only. Reading pickle runs code"),
     "one of two": (lambda f: as_shards(f, other="part-2.safetensors"),
-                   "lacks 1 of the 2 files .* such as part-2.safetensors"),
-    "file elsewhere": (lambda f: as_shards(f, a="../b"), "is not a file beside it"),
+                   "cannot read .*part-2.safetensors: .* missing or truncated"),
+    "file elsewhere": (lambda f: as_shards(f, a="../b"), "no weight_map of tensors to files beside it"),
     "in two files": (lambda f: (as_shards(f, x="0.safetensors"), save_file(
         {n: torch.ones(32) for n in ("x", NORM)}, f / "0.safetensors")), f"where {NORM} is"),
-    "truncated": (lambda f: truncate(f / "model.safetensors"), "it may be truncated"),
+    "truncated": (lambda f: truncate(f / "model.safetensors"), "missing or truncated"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
     "missing tensor": (lambda f: change_weights(f, {NORM: None}), f"lacks 1 tensors, .*{NORM}"),
     "extra tensor": (

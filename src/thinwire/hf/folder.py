@@ -130,24 +130,15 @@ class FolderWeights:
                 "download is not complete, or this is an adapter"
             )
         places = read_json(index).get("weight_map")
-        is_map = isinstance(places, dict) and all(isinstance(f, str) for f in places.values())
-        if not (is_map and places):
-            raise CheckpointError(f"{index} has no weight_map of tensors and their files")
-        files = sorted({*places.values()})
-        if odd := [file for file in files if Path(file).name != file]:
-            raise CheckpointError(f"{index} names {odd[0]!r}, which is not a file beside it")
-        missing = [file for file in files if not (folder / file).is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{folder} lacks {len(missing)} of the {len(files)} files that {INDEX} names, "
-                f"such as {missing[0]}: complete the download"
-            )
+        files = places.values() if isinstance(places, dict) else ()
+        if not files or any(not isinstance(f, str) or Path(f).name != f for f in files):
+            raise CheckpointError(f"{index} has no weight_map of tensors to files beside it")
         return places
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
         path, broken = self._folder / file, (OSError, safetensors.SafetensorError)
-        trying = reading(path, broken, "it may be truncated: fetch it again")
+        trying = reading(path, broken, "it is missing or truncated: fetch it again")
         with trying, safetensors.safe_open(path, framework="pt") as opened:
             yield opened
 
