@@ -181,7 +181,7 @@ BAD = {
                r"as pickle \(.bin\) only. Reading pickle runs code"),
     "one of two": (lambda f: as_shards(f, other="part-2.safetensors"),
                    "cannot read .*part-2.safetensors: .* missing or truncated"),
-    "file elsewhere": (lambda f: as_shards(f, a="../b"), "no weight_map of tensors to files beside it"),
+    "file elsewhere": (lambda f: as_shards(f, a="../b"), "has no weight_map of tensors"),
     "in two files": (lambda f: (as_shards(f, x="0.safetensors"), save_file(
         {n: torch.ones(32) for n in ("x", NORM)}, f / "0.safetensors")), f"where {NORM} is"),
     "truncated": (lambda f: truncate(f / "model.safetensors"), "missing or truncated"),

@@ -142,9 +142,8 @@ def _by_side(path: str, setting: str) -> tuple[list[SourceFile], list[SourceFile
 
 def open_shard(file: SourceFile) -> TokenShard:
     """Read the header, if there is one, and check that the file is as long as it says."""
-    with reading(file.path), file.path.open("rb") as stream:
-        start = stream.read(HEADER_BYTES)
-    header = np.frombuffer(start[: len(start) // 4 * 4], dtype="<i4").tolist()
+    with reading(file.path):
+        header = np.fromfile(file.path, "<i4", HEADER_INTS).tolist()
     kind, end_of_text = WITH_HEADER.get((*header[:2],), ("", 0))
     if not kind:
         # A number and then a kilobyte of zeros is a header, not the beginning of a raw shard.

@@ -201,15 +201,15 @@ def verify(
     transformers = needs("transformers", "hf", VERIFYING)
     with torch.no_grad(), _quiet():
         # By its old name, which every version of transformers understands.
-        how: dict[str, Any] = {"torch_dtype": torch.float32}
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+        auto = transformers.AutoModelForCausalLM
+        theirs = auto.from_pretrained(folder, torch_dtype=torch.float32).eval()
         rounded_TV = theirs(prompt).logits[0].float()
         _restore_weights(theirs, weights, dtype)
         # Greedy, whatever ways of sampling the folder recommends.
         ends = theirs.generation_config.eos_token_id
         theirs.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=0)
-        how = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
-        text = theirs.generate(prompt, max_new_tokens=more, **how)
+        mask = torch.ones_like(prompt)
+        text = theirs.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=more)
         theirs_TV = theirs(text).logits[0].float()
         del theirs
         ours_TV = trained_model(checkpoint).logits(text, compressed=False)[0].float()
