@@ -122,8 +122,8 @@ def _documents(
             raise DataError(
                 f"the chat template needs the special tokens {', '.join(special)}, which the "
                 f"tokenizer lacks, and model.vocab = {vocab} has no room for them: set it to at "
-                f"least {tokenizer.vocab_size}, or put the tokenizer's own chat template beside it "
-                "(tokenizer_config.json)"
+                f"least {tokenizer.vocab_size} (weights of --init-from grow), or put the "
+                "tokenizer's own chat template beside it (tokenizer_config.json)"
             )
 
     def documents(phase: str) -> Iterator[Document]:
