@@ -85,7 +85,7 @@ def test_answers_and_their_ends_are_learned(chat):
     plain = encoded.text.replace("<|im_start|>", "").replace("<|im_end|>", "")
     assert encoded.sizes.sum() == len(plain.encode()) and not encoded.sizes[special].any()
     (whole,) = chat.encode_all([Conversation(TALK)], learn_all=True)
-    assert whole.learned.all() and np.array_equal(whole.ids, encoded.ids)
+    assert whole.learned is None and np.array_equal(whole.ids, encoded.ids)
 
 
 def test_the_prompt_of_a_generation_is_what_was_trained_on(chat):

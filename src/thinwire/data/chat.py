@@ -388,9 +388,9 @@ class Chat:
         flat = iter(self.tokenizer.encode_measured(every, rendered=True))
         found = []
         for (text, spans), own in zip(rendered, parts, strict=True):
-            is_answer = np.full(len(text) + 1, learn_all)  # the last is for what ends before it
+            is_answer = np.zeros(len(text) + 1, np.uint8)  # the last is for what ends before it
             for start, stop in spans:
-                is_answer[start:stop] = True
+                is_answer[start:stop] = 1
             is_answer = np.delete(is_answer, [guard.start() for guard in re.finditer(GUARD, text)])
             encoded = [next(flat) for _ in own]
             ids, sizes = (np.concatenate([part[n] for part in encoded]) for n in range(2))
@@ -398,7 +398,7 @@ class Chat:
             # A token belongs to where its last character stands.
             before = np.cumsum([0, *map(len, own)])[:-1]
             lasts = [at + part.ends - 1 for at, part in zip(before, encoded, strict=True)]
-            learned = is_answer[np.concatenate(lasts)].astype(np.uint8)
+            learned = None if learn_all else is_answer[np.concatenate(lasts)]
             found.append(Encoded(text.replace(GUARD, ""), ids, sizes, learned))
         return found
 

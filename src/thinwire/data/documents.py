@@ -133,15 +133,14 @@ class Texts:
             if is_end and end is not None and not is_ended:
                 parts.append(last)
         columns = zip(*parts, strict=True)
-        joined: Any = (c[0] if c[0] is None else np.concatenate(c) for c in columns)
-        return TokenChunk(side, *joined)
+        ids, sizes, learned = (c[0] if c[0] is None else np.concatenate(c) for c in columns)
+        return TokenChunk(side, ids, sizes if side == "valid" else None, learned)
 
     def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[Encoded]:
         if side == "train":
-            found = zip(texts, tokenizer.encode_all(texts), strict=True)
-            return [Encoded(text, ids) for text, ids in found]
-        measured = zip(texts, tokenizer.encode_measured(texts), strict=True)
-        return [Encoded(text, ids, sizes) for text, (ids, sizes, _) in measured]
+            return list(map(Encoded, texts, tokenizer.encode_all(texts)))
+        measured = tokenizer.encode_measured(texts)
+        return [Encoded(text, *found[:2]) for text, found in zip(texts, measured, strict=True)]
 
 
 class Conversations(Texts):
@@ -193,9 +192,7 @@ class Conversations(Texts):
 
     def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[Encoded]:
         talks = [Conversation.from_json(text) for text in texts]
-        found = Chat(tokenizer, self.template).encode_all(talks, self._learn_all)
-        found = found if side == "valid" else [each._replace(sizes=None) for each in found]
-        return [each._replace(learned=None) for each in found] if self._learn_all else found
+        return Chat(tokenizer, self.template).encode_all(talks, self._learn_all)
 
 
 class DocumentHash(NamedTuple):
