@@ -35,8 +35,7 @@ SHORTEST_TAIL_BYTES = 16_384
 
 Document = tuple[str, bool]  # a text, and whether it was given for validation
 Piece = tuple[str, bool]  # a text or a part of one, and whether the text ends here
-Group = tuple[Callable[[], Iterator[SourceRecord]], int]
-"""Where to read records, and how far that goes, in whatever their positions count."""
+Group = tuple[Callable[[], Iterator[SourceRecord]], int]  # records to read, and how far they go
 
 
 class Texts:
@@ -235,8 +234,7 @@ class ValidationSplit:
                 continue
             self.size += document.size
             lowest, highest = min(lowest, document.place), max(highest, document.place)
-        self.content = self._last_content
-        """A hash of all documents in order, and of which were given for validation."""
+        self.content = self._last_content  # a hash of all documents in order, side by side
         if self.size == 0:
             raise DataError("the corpus is empty: its files hold only white space; check data.path")
         self._is_one = lowest == highest

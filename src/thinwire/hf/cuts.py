@@ -73,8 +73,8 @@ class WithCuts(Source):
         self._source = source
         self.settings, root = source.settings, nn.Module()
         Whole(self.settings, torch.device("meta"), root)
+        # Of every tensor, in the model's order: known without reading any.
         self.shapes = {name: tuple(tensor.shape) for name, tensor in root.state_dict().items()}
-        """Of every tensor, in the model's order: known without reading any."""
         self._bases = {n for n in self.shapes if n.startswith(ENDS) and n.endswith(".basis")}
 
     def names(self) -> set[str]:

@@ -30,7 +30,6 @@ BESIDE = (TOKENIZER_CONFIG, "special_tokens_map.json", JINJA, GENERATION)
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Number formats of weights, as safetensors spells them."""
 _SPELLED = {dtype: name for name, dtype in TYPES.items()}
 EXPORT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Shapes = Mapping[str, tuple[int, ...]]

@@ -60,11 +60,8 @@ from thinwire.paths import expanded
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
-Progress = Callable[[int, int], None]
-
 RUN_TOML = "run.toml"
-LONGEST_CONTEXT = 2048
-"""Of a training sequence, unless another one is asked for: memory grows with it."""
+LONGEST_CONTEXT = 2048  # unless another one is asked for: memory grows with it
 _TABLE, _OUTPUT = f"{EMBEDDING}.weight", "lm_head.weight"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -183,7 +180,7 @@ def import_model(
     stages: int,
     context: int = 0,
     force: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:
     """Write the folder of an import, all of it or nothing; returns what a user is told of it."""
     check = functools.partial(check_target, target, force, MANIFEST, IMPORTED, "imported model")
@@ -249,7 +246,7 @@ def _write(
     settings: Settings,
     parts: list[dict[str, Kept]],
     target: Path,
-    progress: Progress,
+    progress: Callable[[int, int], None],
 ) -> None:
     """All files of an import, into the folder that will be the target."""
     size = sum(kept.bytes for part in parts for kept in part.values())

@@ -69,9 +69,7 @@ class RefusedError(HTTPException):
         return JSONResponse(self.plain, self.status_code, self.headers)
 
 
-Parts = MemoryObjectSendStream[str | RefusedError]
-"""Where a text goes, part by part, as it is written."""
-
+Parts = MemoryObjectSendStream[str | RefusedError]  # where a text goes as it is written
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Stop = Annotated[str, msgspec.Meta(min_length=1)]
 
