@@ -57,11 +57,8 @@ def prepare(
     the number of ids that the model has.
     """
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
-    if tokenizer is not None and tokenizer.vocab_size > vocab:
-        raise DataError(
-            f"the tokenizer {config.tokenizer} has {tokenizer.vocab_size} entries, model.vocab is "
-            f"{vocab}: set model.vocab to at least {tokenizer.vocab_size}, or choose a smaller one"
-        )
+    if tokenizer is not None:
+        _check_room(tokenizer, vocab)
     build = _token_shards if config.source == "tokens" else _documents
     return build(config, vocab, Path(cache), tokenizer, progress)
 
@@ -93,7 +90,6 @@ def _source_of(config: DataConfig) -> tuple[Texts, list[list[SourceFile]], Any, 
             skip = is_stdlib and number == 0
             records = partial(read_records, group, "" if is_chat else key, skip)
             groups.append((records, sum(file.size for file in group)))
-        how = how if is_chat else key
     tokenizer = expanded(config.tokenizer, "data.tokenizer") if config.tokenizer else None
     if is_chat:
         template = ChatTemplate.chosen(config.template, tokenizer)
@@ -118,13 +114,7 @@ def _documents(
         special = wanted if vocab >= SMALLEST_VOCAB + len(wanted) else special
     elif special:
         tokenizer = tokenizer.with_special(special)
-        if tokenizer.vocab_size > vocab:
-            raise DataError(
-                f"the chat template needs the special tokens {', '.join(special)}, which the "
-                f"tokenizer lacks, and model.vocab = {vocab} has no room for them: set it to at "
-                f"least {tokenizer.vocab_size} (weights of --init-from grow), or put the "
-                "tokenizer's own chat template beside it (tokenizer_config.json)"
-            )
+        _check_room(tokenizer, vocab, f", with {', '.join(special)} of the chat template")
 
     def documents(phase: str) -> Iterator[Document]:
         return of.read(lambda done: report(phase, done, of.size))
@@ -193,6 +183,14 @@ def _key(config: DataConfig, encoding: str) -> list[Any]:
     """What else than the content of the source decides which ids the corpus has."""
     is_given = config.valid_path or config.valid_split
     return [config.source, encoding, "valid_path" if is_given else config.valid_fraction]
+
+
+def _check_room(tokenizer: Tokenizer, vocab: int, added: str = "") -> None:
+    if (size := tokenizer.vocab_size) > vocab:
+        raise DataError(
+            f"the tokenizer has {size} entries{added}, model.vocab is {vocab}: set model.vocab to "
+            f"at least {size} (weights of --init-from grow), or use another tokenizer or template"
+        )
 
 
 def _check_ids(largest: int, where: str, tokenizer: Tokenizer | None, vocab: int) -> None:
