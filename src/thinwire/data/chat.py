@@ -438,19 +438,18 @@ class Chat:
     def _marked(self, text: str, messages: Messages) -> tuple[str, Spans]:
         """Answers as the template marks them."""
         answers = [message for message in messages if message["role"] == ASSISTANT]
-        pieces = text.split(BEGIN)
-        if len(pieces) - 1 != len(answers) or any(piece.count(END) != 1 for piece in pieces[1:]):
+        marks = [*re.finditer(f"{BEGIN}[^{BEGIN}{END}]*{END}", text)]
+        if not len(marks) == text.count(BEGIN) == len(answers):
             raise DataError(
-                f"the chat template ({self.template.name}) marks {len(pieces) - 1} answers of "
+                f"the chat template ({self.template.name}) marks {text.count(BEGIN)} answers of "
                 f"{len(answers)} with {{% generation %}}: correct it, or set another data.template"
             )
-        spans, plain = [], pieces[0]
-        for message, piece in zip(answers, pieces[1:], strict=True):
-            answer, rest = piece.split(END)
-            if is_learned(message):
-                spans.append((len(plain), len(plain) + len(answer)))
-            plain += answer + rest
-        return plain, spans
+        spans = [
+            (mark.start() - 2 * number, mark.end() - 2 * number - 2)  # where no marks are
+            for number, (mark, message) in enumerate(zip(marks, answers, strict=True))
+            if is_learned(message)
+        ]
+        return text.translate(_UNMARKED), spans
 
     def _end_of_content(self, text: str, messages: Any, tools: Any, number: int) -> int | None:
         """Behind the special token that follows the content of a message, if one does. A mark at
@@ -480,7 +479,6 @@ class Chat:
     def _unclear(self, why: str) -> DataError:
         return DataError(
             f"the chat template ({self.template.name}) does not show which tokens are the "
-            f"assistant's: {why}. Put {{% generation %}} and {{% endgeneration %}} around the "
-            "answer in a copy of it and name that with data.template, set data.template = "
-            '"chatml", or learn from all tokens with data.learn = "all"'
+            f"assistant's: {why}. Put {{% generation %}} and {{% endgeneration %}} around them "
+            'in a copy of it for data.template, or set that to "chatml", or data.learn to "all"'
         )
