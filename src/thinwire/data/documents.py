@@ -132,7 +132,8 @@ class Texts:
             if is_end and end is not None and not is_ended:
                 parts.append(last)
         columns = zip(*parts, strict=True)
-        ids, sizes, learned = (c[0] if c[0] is None else np.concatenate(c) for c in columns)
+        joined: Any = (c[0] if c[0] is None else np.concatenate(c) for c in columns)
+        ids, sizes, learned = joined
         return TokenChunk(side, ids, sizes if side == "valid" else None, learned)
 
     def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[Encoded]:

@@ -128,11 +128,11 @@ class FolderWeights:
                 f"{folder} has no weights, neither {WHOLE} nor {INDEX} with its files: the "
                 "download is not complete, or this is an adapter"
             )
-        places = read_json(index).get("weight_map")
+        places: Any = read_json(index).get("weight_map")
         files = places.values() if isinstance(places, dict) else ()
         if not files or any(not isinstance(f, str) or Path(f).name != f for f in files):
             raise CheckpointError(f"{index} has no weight_map of tensors to files beside it")
-        return places
+        return dict(places)
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
