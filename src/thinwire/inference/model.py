@@ -82,32 +82,28 @@ def shares(logits_V: Tensor, sampling: Sampling) -> Tensor:
     return shares_V / shares_V.sum()
 
 
+@dataclass(eq=False)
 class Writing:
     """A text as it is written: iterate once over its pieces of whole characters. Pieces may be
     empty, one for each token: whoever waits can look around.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: list[int],
-        chosen: Iterable[int],
-        ends: Collection[int | None],
-        stop: Collection[str],
-    ):
-        self.count = 0  # tokens so far, with the one that ended the text
-        self.ended_by: Literal["length", "stop"] = "length"
-        self._tokenizer, self._ids = tokenizer, list(prompt)
-        self._before, self._told = max(0, len(prompt) - 1), len(prompt)
-        self._chosen = chosen
-        self._ends = ends
-        self._stops = [string for string in stop if string]
-        self._held = ""
+    tokenizer: Tokenizer
+    prompt: list[int]
+    chosen: Iterable[int]
+    ends: Collection[int | None]
+    stop: Collection[str]
+    count: int = 0  # tokens so far, with the one that ended the text
+    ended_by: Literal["length", "stop"] = "length"
+
+    def __post_init__(self) -> None:
+        self._ids, self._held = list(self.prompt), ""
+        self._before, self._told = max(0, len(self._ids) - 1), len(self._ids)
 
     def __iter__(self) -> Iterator[str]:
-        for token in self._chosen:
+        for token in self.chosen:
             self.count += 1
-            if token in self._ends:
+            if token in self.ends:
                 self.ended_by = "stop"
                 break
             self._ids.append(token)
@@ -120,8 +116,8 @@ class Writing:
         """What has been added, or nothing while its last character is spread over ids to come. It
         is read behind the piece before: some tokenizers write a token otherwise where it is first.
         """
-        known = self._tokenizer.decode(self._ids[self._before : self._told])
-        text = self._tokenizer.decode(self._ids[self._before :])[len(known) :]
+        known = self.tokenizer.decode(self._ids[self._before : self._told])
+        text = self.tokenizer.decode(self._ids[self._before :])[len(known) :]
         if text.endswith("\ufffd") and not is_last:
             return ""
         self._before, self._told = self._told, len(self._ids)
@@ -130,13 +126,13 @@ class Writing:
     def _shown(self, piece: str, is_last: bool = False) -> str:
         """What can be shown, up to a stop; what may become one is held back."""
         text, self._held = self._held + piece, ""
-        found = [at for string in self._stops if (at := text.find(string)) >= 0]
+        found = [at for string in filter(None, self.stop) if (at := text.find(string)) >= 0]
         if found:
             self.ended_by = "stop"
             return text[: min(found)]
         beginnings = (
             at
-            for string in self._stops
+            for string in filter(None, self.stop)
             for at in range(max(0, len(text) - len(string) + 1), len(text))
             if string.startswith(text[at:])
         )
