@@ -197,11 +197,12 @@ def verify(
     """
     most = min(TOKENS, checkpoint.settings.model.context)
     more = min(CONTINUED, most // 2)
-    prompt = torch.tensor([tokenizer.encode(SAMPLE)[: most - more]])
+    known = tokenizer.encode(SAMPLE)[: most - more] or [0]  # a vocabulary may have none of it
+    prompt = torch.tensor([known])
     transformers = needs("transformers", "hf", VERIFYING)
     with torch.no_grad(), _quiet():
-        # By its old name, which every version of transformers understands.
         auto = transformers.AutoModelForCausalLM
+        # By its old name, which every version of transformers understands.
         theirs = auto.from_pretrained(folder, torch_dtype=torch.float32).eval()
         rounded_TV = theirs(prompt).logits[0].float()
         _restore_weights(theirs, weights, dtype)
