@@ -259,7 +259,7 @@ def test_forms_of_records(record, form):
 
 def test_what_comes_with_a_record():
     found = conversation_of({"instruction": "Add.", "input": "1, 2", "output": "3", "system": "S"})
-    assert found.texts == ["S", "Add.\n\n1, 2", "3"]
+    assert [said["content"] for said in found.messages] == ["S", "Add.\n\n1, 2", "3"]
     tools = [{"name": "add"}]
     for kept in (tools, json.dumps(tools), tools[0]):
         assert conversation_of({"messages": TALK, "tools": kept}).tools == tools

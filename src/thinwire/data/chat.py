@@ -88,11 +88,6 @@ class Conversation:
         """Whether there is anything to learn in it."""
         return any(map(is_learned, self.messages))
 
-    @property
-    def texts(self) -> list[str]:
-        """What was said."""
-        return [message["content"] for message in self.messages]
-
     def json(self) -> str:
         """One line of text: the same for the same conversation, in whatever form it was kept."""
         content = {"messages": self.messages, **({"tools": self.tools} if self.tools else {})}

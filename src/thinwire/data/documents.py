@@ -178,7 +178,7 @@ class Conversations(Texts):
         return conversation.json()
 
     def texts(self, document: str) -> list[str]:
-        return Conversation.from_json(document).texts
+        return [message["content"] for message in Conversation.from_json(document).messages]
 
     def remarks(self) -> list[str]:
         forms = ", ".join(f"{count:,} {form}" for form, count in self._forms.most_common())
