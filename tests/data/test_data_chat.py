@@ -275,7 +275,7 @@ def test_what_comes_with_a_record():
     ({}, "of nothing"),
     ({"messages": "x"}, "no list of messages"),
     ({"messages": [{"role": "<|im_end|>", "content": "x"}]}, "the role"),
-    ({"messages": [{"role": "user", "content": 5}]}, "is not text"),
+    ({"messages": [{"role": "user", "content": 5}]}, "something else than text"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "such as an image"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
     ({"instruction": 5, "output": "x"}, "must be text"),

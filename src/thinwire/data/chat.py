@@ -173,14 +173,11 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     content = message.get("content", message.get("value"))
     if content is None and ROLES[role.lower()] == "user":
         raise NotAConversation(f"{where} has no content")
-    content = "" if content is None else content
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise NotAConversation(f"{where} holds something else than text, such as an image")
-        content = "".join(map(str, parts))
-    if not isinstance(content, str):
-        raise NotAConversation(f"the content of {where} is not text")
+    parts = content if isinstance(content, list) else ["" if content is None else content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise NotAConversation(f"{where} holds something else than text, such as an image")
+    content = "".join(texts)
     try:
         content.encode()
     except UnicodeEncodeError as error:  # an escape such as "\ud800" alone is no character
