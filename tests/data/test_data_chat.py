@@ -279,7 +279,7 @@ def test_what_comes_with_a_record():
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "such as an image"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
     ({"instruction": 5, "output": "x"}, "must be text"),
-    ({"messages": TALK, "tools": "{"}, '"tools" is text'),
+    ({"messages": TALK, "tools": "{"}, 'or valid JSON of one'),
     ({"messages": TALK, "tools": 5}, '"tools" must be a list'),
     ({"messages": [ASKED, {"role": "assistant", "tool_calls": [5]}]}, "not a list of objects"),
 ])  # fmt: skip

@@ -147,13 +147,11 @@ def conversation_of(record: Any) -> Conversation:
         messages = [{"role": "system", "content": system}, *messages]
     tools = record.get("tools")
     if isinstance(tools, str):  # some keep them as JSON within JSON
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except (ValueError, RecursionError):
-            raise NotAConversation('"tools" is text, but not valid JSON') from None
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(tools.strip() or "null")
     tools = [tools] if tools and isinstance(tools, Mapping) else tools or None
     if not isinstance(tools, list | None):
-        raise NotAConversation('"tools" must be a list')
+        raise NotAConversation('"tools" must be a list, or valid JSON of one')
     return Conversation(messages, tools, FORMS[key][0])
 
 
