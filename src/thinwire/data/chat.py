@@ -175,7 +175,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise NotAConversation(f"{where} holds something else than text, such as an image")
-    content = "".join(texts)
+    content = "".join(map(str, texts))
     try:
         content.encode()
     except UnicodeEncodeError as error:  # an escape such as "\ud800" alone is no character
