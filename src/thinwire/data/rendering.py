@@ -97,6 +97,7 @@ def _limit_memory() -> None:
 def main(seconds: int) -> None:
     """Answer requests until the input ends; the system ends a process that computes too long."""
     _limit_memory()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whoever started us may have ignored it
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         request = json.loads(line)
